@@ -1,4 +1,4 @@
-"""Loops that are not one model and one batch: states carried over, inner gradients, nets that override their methods."""
+"""Loops that are not one model and one batch: states carried over, inner gradients, nets with old methods."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ from halfstep.errors import ConfigError, TrainingStopped
 from own_steps import X, loss_of, made, sgd
 
 NAN = X * float("nan")
+
+
+def over(step: hs.Step, loss: Callable[[Tensor], Tensor], batches: list[Tensor]) -> None:
+    for window in step.windows(batches):
+        step(loss, window)
 
 
 # --- a state carried from batch to batch ---
@@ -59,18 +64,16 @@ def test_a_state_in_a_variable_that_became_nan_is_named_when_training_stops() ->
         carried["hidden"] = (new.detach(), torch.ones(1))
         return new.square().mean()
 
-    with pytest.raises(TrainingStopped) as error, step:
-        for k in range(6):
-            step(loss, [NAN if k == 1 else X])
+    with pytest.raises(TrainingStopped) as error:
+        over(step, loss, [X, NAN, X, X, X, X])
     assert "carried['hidden'][0]" in error.value.fix
     assert "also=" in error.value.fix
 
 
 def test_nothing_is_named_where_nothing_is_carried() -> None:
     model, step = made(guard={"max_consecutive": 2})
-    with pytest.raises(TrainingStopped) as error, step:
-        for _ in range(3):
-            step(loss_of(model), [NAN])
+    with pytest.raises(TrainingStopped) as error:
+        over(step, loss_of(model), [NAN] * 3)
     assert "also=" not in error.value.fix
 
 

@@ -51,8 +51,8 @@ def model_and_optimizers(model: object, given: object) -> tuple[nn.Module, list[
     elif isinstance(inner := getattr(model, "model", None), nn.Module):
         fix = f"a trainer has a loop of its own: give hs.Step its {type(inner).__name__}, and write the loop"
     elif isinstance(getattr(given, "optimizer", None), Optimizer):
-        fix = f"give the optimizer inside of the {type(given).__name__}, hs.Step(model, optimizer.optimizer, schedule=...): "
-        fix += "what wraps it is not stepped, so its learning rate becomes schedule="
+        fix = f"the optimizer in the {type(given).__name__}: hs.Step(model, optimizer.optimizer, schedule=...), where "
+        fix += "schedule= takes over the learning rates of the wrapper, which is not stepped"
     raise ConfigError(
         f"a step takes a model and its optimizer, or a list of them, not "
         f"({type(model).__name__}, {type(given).__name__})",
@@ -240,13 +240,9 @@ def _loss(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         found = "None" if loss is None else f"a {type(loss).__name__}"
         also = "; of a model's output: return output.loss" if hasattr(loss, "loss") else ""
-        if not also and isinstance(loss, (Mapping, list)):
-            also = (
-                "; of several losses: return sum(losses.values())"
-                if isinstance(loss, Mapping)
-                else "; of several losses: return sum(losses)"
-            )
-            also = "; of a dict: return losses['loss']" if isinstance(loss, Mapping) and "loss" in loss else also
+        if isinstance(loss, (Mapping, list)):
+            several = "sum(losses.values())" if isinstance(loss, Mapping) else "sum(losses)"
+            also = f"; of several losses: return {several}" if "loss" not in loss else "; return losses['loss']"
         raise ConfigError(
             f"loss_fn gave {found}, not a tensor",
             why="the gradient is taken of what it returns",
@@ -281,8 +277,8 @@ def _weight(weight: Any) -> Weight:
     raise ConfigError(
         f"loss_fn gave (loss, {shown}), but the second value is the weight of the batch",
         why="a weight is the number of samples or tokens that the loss is the mean of; 0 drops the batch",
-        fix="return one loss alone, the sum if there are several, and keep results in a variable of your own; a fractional "
-        "weight: torch.tensor(w)",
+        fix="return the loss alone, the sum if there are several, and keep results in a variable of your own; a "
+        "fractional weight: torch.tensor(w)",
     )
 
 

@@ -76,7 +76,9 @@ class OwnLoss:
     def is_new(self, loss_fn: LossFn) -> bool:
         return _kind(loss_fn) not in self.known
 
-    def grad(self, outputs: Tensor, inputs: Tensor | Sequence[Tensor], **options: bool) -> Any:
+    def grad(
+        self, outputs: Tensor, inputs: Tensor | Sequence[Tensor], *, create_graph: bool, allow_unused: bool
+    ) -> Any:
         scaler, wanted = self.step.scaler, [inputs] if isinstance(inputs, Tensor) else list(inputs)
         if not outputs.requires_grad or not all(one.requires_grad for one in wanted):
             raise ConfigError(
@@ -85,7 +87,7 @@ class OwnLoss:
             )
         with torch.autocast(self.step.device.type, enabled=False):
             scaled = scaler.scale(outputs.float().sum())
-            gradients = torch.autograd.grad(scaled, wanted, **options)
+            gradients = torch.autograd.grad(scaled, wanted, create_graph=create_graph, allow_unused=allow_unused)
             unscale = scaler.value.clone().reciprocal()
             found = tuple(g.float() * unscale if scaler.enabled and g is not None else g for g in gradients)
         for gradient in (g for g in found if g is not None):

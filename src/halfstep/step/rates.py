@@ -34,8 +34,8 @@ class Rates(Tabulated):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """One schedule for all groups, or one for each; `base` is what they multiply, else the groups' own rates.
-        Foreign ones are asked for at most `chunk` steps ahead: they may be slow, or end with the training. Fused kernels
-        on CUDA read fp32; elsewhere fp64 gives the very rates of a scheduler that is stepped by hand."""
+        Foreign ones are asked for at most `chunk` steps ahead: they may be slow, or end with the training. CUDA's fused
+        kernels read fp32; elsewhere fp64 gives the very rates of a scheduler that is stepped by hand."""
         self.optimizers = list(optimizers)
         self.groups = self._live_groups()
         if len(schedules) not in (1, len(self.groups)):
