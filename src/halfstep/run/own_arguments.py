@@ -240,7 +240,7 @@ def _loss(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         found = "None" if loss is None else f"a {type(loss).__name__}"
         also = "; of a model's output: return output.loss" if hasattr(loss, "loss") else ""
-        if isinstance(loss, (Mapping, list)):
+        if not also and isinstance(loss, (Mapping, list)):
             several = "sum(losses.values())" if isinstance(loss, Mapping) else "sum(losses)"
             also = f"; of several losses: return {several}" if "loss" not in loss else "; return losses['loss']"
         raise ConfigError(
