@@ -114,7 +114,7 @@ def main() -> None:
     found = {
         "scripts": of_scripts(folder, labels["scripts"]),
         "configs": of_configs(folder, labels["configs"]),
-        "projects": of_projects(folder, labels["projects"]),
+        "projects": of_projects(folder, labels.get("projects", {})),
         "sources": sources,
     }
     scripts = found["scripts"]
