@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from halfstep.data.loader import Loader
 from halfstep.errors import ConfigError, DataError, ModelError
+from halfstep.models import first_values
 from halfstep.models.gpt2 import GPT2, gpt2
 from halfstep.models.gpt2_weights import save_gpt2
 from halfstep.run.assemble import build_workload
@@ -133,6 +134,27 @@ def test_a_tokenizer_that_does_not_fit_the_weights_is_refused(tmp_path: Path, te
         built(text, model__weights=str(tmp_path / "weights"))
     with pytest.raises(ModelError, match=r"model\.vocab=400, the tokenizer has 16"):
         built(text, model__vocab=400)
+
+
+def test_stored_weights_are_used_without_drawing_others(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, save = trained(tmp_path / "run", text, train__max_steps=2), tmp_path / "weights"
+    model = built(text).model
+    assert isinstance(model, GPT2)
+    save_gpt2(model, save)
+
+    def draw_(job: object) -> None:
+        raise AssertionError("values that nobody reads")
+
+    monkeypatch.setattr(first_values, "_draw_", draw_)
+    report = Told(run).report
+    predict(run, [], report=report, wishes=Wishes(options={"prompt": "to", "tokens": 2, "num": 1}))
+    evaluate(run, report=report)
+    built(text, model__weights=str(save))
+    resume(run, "train.max_steps=3")
+    with pytest.raises(AssertionError, match="nobody reads"):
+        built(text)
 
 
 def test_weights_are_where_a_run_starts(tmp_path: Path, text: Path) -> None:
