@@ -9,7 +9,8 @@ Compiling takes a minute; here the same is decided on the eager trace, by the ru
                      is used again far behind its first use (the stream of residuals)
 
 and a minimum cut over what is left. Then each value is stored from its making to its last use if it is kept, is read by
-a kernel that cannot be fused, or is a result; all others are not.
+a kernel that cannot be fused, is computed again for several readers from more than a few values, or is a result; all
+others are not.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ APART = frozenset(
 SUMS = frozenset({"sum", "mean", "amax", "amin", "var", "var_mean", "linalg_vector_norm", "logsumexp", "argmax", "max"})
 POOL, OFFSET_SHARE = "max_pool2d_with_indices", 8
 """Compiled pooling keeps where its maximum was as one byte, not as an int64."""
+FEW_READS = 4
+"""A value that several kernels read is computed within each of them where it takes no more reads than these."""
 FAR = 1 << 60
 
 
@@ -152,16 +155,18 @@ class _Cut:
 
     def timeline(self) -> Timeline:
         kept = self.kept()
-        last_use = self._last_uses_in_backward(kept)
+        last_use, uses = self._last_uses_in_backward(kept), self._uses_again(kept)
         lives = [
             life
             for number, node in enumerate(self.nodes)
             if not node.is_fixed and node.num_bytes
-            for life in self._lives_of(number, node, kept, last_use)
+            for life in self._lives_of(number, node, kept, last_use, uses.get(number, []))
         ]
         return Timeline(tuple(lives), tuple(op.workspace_bytes for op in self.trace.ops))
 
-    def _lives_of(self, number: int, node: _Node, kept: set[int], last_use: Mapping[int, int]) -> Iterator[Life]:
+    def _lives_of(
+        self, number: int, node: _Node, kept: set[int], last_use: Mapping[int, int], uses_again: list[int]
+    ) -> Iterator[Life]:
         value, size = self.trace.values[number], self._stored_bytes(number)
         last_op, is_backward = len(self.trace.ops) - 1, node.made_by >= self.turn
         ended_at = last_op if value.ended_at < 0 else value.ended_at
@@ -176,9 +181,10 @@ class _Cut:
             spans = []
             if self._is_stored(number, node.forward_readers, is_again=False):
                 spans.append((node.made_by, self._end_of(node.forward_readers)))
-            if self._is_stored(number, node.backward_readers, is_again=not is_backward):
-                begin = node.made_by if is_backward else min(node.backward_readers)
-                spans.append((begin, self._end_of(node.backward_readers)))
+            if is_backward and self._is_stored(number, node.backward_readers, is_again=False):
+                spans.append((node.made_by, self._end_of(node.backward_readers)))
+            elif not is_backward and self._is_stored_again(number, uses_again, kept):
+                spans.append((min(uses_again), self._end_of(uses_again)))
         for begin, end in spans:
             is_activation = begin < self.turn <= end
             yield Life(size, begin, end, value.owner or ("activations" if is_activation else "workspaces"))
@@ -198,6 +204,36 @@ class _Cut:
             return False
         made_apart = maker is not None and not is_again and (_is_apart(maker) or maker.name in SUMS)
         return made_apart or any(_is_apart(self.trace.ops[reader]) for reader in readers)
+
+    def _is_stored_again(self, number: int, uses: list[int], kept: set[int]) -> bool:
+        is_shared = len(uses) > 1 and self._takes_many_reads(number, kept)
+        return is_shared or self._is_stored(number, self.nodes[number].backward_readers, is_again=True)
+
+    def _takes_many_reads(self, number: int, kept: set[int]) -> bool:
+        """Whether computing a value again reads more than a few others from memory."""
+        found, seen, stack = set[int](), {number}, [number]
+        while stack and len(found) <= FEW_READS:
+            value = stack.pop()
+            maker = self.nodes[value].maker
+            assert maker is not None
+            statistics = set(maker.makes) - {value} if maker.name in NORMS else set()
+            for read in statistics.union(maker.reads) - seen:
+                seen.add(read)
+                is_inlined = self.is_again.get(read) and read not in kept
+                (stack.append if is_inlined else found.add)(read)
+        return len(found) > FEW_READS
+
+    def _uses_again(self, kept: set[int]) -> dict[int, list[int]]:
+        """When each value that is computed again is read: by backward, and by others that are computed again then."""
+        uses: dict[int, list[int]] = {}
+        for number in reversed(self.forward):
+            node = self.nodes[number]
+            if number in kept or not self.is_again[number]:
+                continue
+            makes = [[uses[made] for made in self.trace.ops[reader].makes if uses.get(made)]
+                     for reader in node.forward_readers]  # fmt: skip
+            uses[number] = [*node.backward_readers, *(min(map(min, found)) for found in makes if found)]
+        return uses
 
     def _last_uses_in_backward(self, kept: set[int]) -> dict[int, int]:
         """With those of what is computed again from a value."""
