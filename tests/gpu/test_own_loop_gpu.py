@@ -86,3 +86,39 @@ def test_a_recurrent_model_trains(precision: str) -> None:
 
     outcomes = [step(loss_fn, [x]) for _ in range(60)]
     assert outcomes[-1].loss < 0.5 * outcomes[0].loss
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_teacher_moved_in_on_commit_makes_no_host_synchronisation_and_stays_after_a_bad_step(precision: str) -> None:
+    model, teacher = make_model(device="cuda"), make_model(device="cuda").requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+
+    def move(model: nn.Module) -> None:
+        torch._foreach_lerp_(list(teacher.parameters()), list(model.parameters()), 0.1)
+
+    step = hs.Step(
+        model, optimizer, precision, also=[teacher], on_commit=move, clip_norm=1.0, scaler={"init_scale": 256}
+    )
+    batches, loss_fn = [batch(k, device="cuda") for k in range(10)], loss_of(model)
+    for k in range(4):
+        step(loss_fn, [batches[k]])
+    with no_host_wait():
+        for k in range(50):
+            step(loss_fn, [batches[k % 10]])
+    before = [weight.clone() for weight in teacher.parameters()]
+    with no_host_wait():
+        step(lambda b: loss_fn(b) * float("nan"), [batches[0]])
+    assert all(map(torch.equal, before, teacher.parameters()))
+    step(loss_fn, [batches[1]])
+    assert not any(map(torch.equal, before, teacher.parameters()))
+
+
+def test_sparse_gradients_train_on_a_gpu() -> None:
+    words = nn.Embedding(50, 8, sparse=True).cuda()
+    step = hs.Step(words, torch.optim.SparseAdam(list(words.parameters()), 0.1), "fp16", clip_norm=1.0)
+    ids = torch.arange(10, device="cuda")
+    outcomes = [step(lambda x: (words(x) - 1).square().mean(), [ids]) for _ in range(40)]
+    assert outcomes[-1].loss < 0.5 * outcomes[0].loss
+    before = words.weight.clone()
+    step(lambda x: words(x).mean() * float("nan"), [ids])
+    assert torch.equal(words.weight, before)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -265,3 +267,110 @@ def test_several_losses_are_refused_with_the_way_to_add_them(losses: Callable[[T
     with pytest.raises(ConfigError) as error:
         step(lambda x: losses(model(x)), [X])
     assert fix in error.value.fix
+
+
+# --- sparse gradients and sparse inputs ---
+
+SPARSE = {
+    "SparseAdam": lambda weights: torch.optim.SparseAdam(weights, 0.1),
+    "SGD": lambda weights: torch.optim.SGD(weights, 0.1, momentum=0.9, fused=False, foreach=False),
+}
+
+
+def words_and_step(name: str, **more: Any) -> tuple[nn.Embedding, hs.Step]:
+    torch.manual_seed(0)
+    words = nn.Embedding(6, 2, sparse=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SGD could be fused
+        return words, hs.Step(words, SPARSE[name](list(words.parameters())), more.pop("precision", "fp32"), **more)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_gradients_are_judged_clipped_and_dropped(name: str) -> None:
+    words, step = words_and_step(name, clip_norm=0.1)
+    twin, _ = words_and_step(name)
+    optimizer = SPARSE[name](list(twin.parameters()))
+    bad: list[float] = [1.0]
+
+    def loss(x: Tensor) -> Tensor:
+        return bad[0] * words(x).square().sum()
+
+    for ids in (torch.tensor([1, 2]), torch.tensor([2, 4])):
+        norm = step(loss, [ids]).grad_norm
+        optimizer.zero_grad()
+        twin(ids).square().sum().backward()
+        assert twin.weight.grad is not None
+        values = twin.weight.grad.coalesce()._values()
+        assert norm == pytest.approx(float(values.norm()), rel=1e-6)
+        twin.weight.grad = twin.weight.grad.coalesce()
+        twin.weight.grad._values().mul_(torch.clamp(0.1 / (values.norm() + 1e-6), max=1.0))
+        optimizer.step()
+    assert torch.equal(words.weight, twin.weight)
+    before, state = words.weight.clone(), copy.deepcopy(step.optimizers[0].state_dict()["state"])
+    bad[0] = float("nan")
+    assert not step(loss, [torch.tensor([1])]).committed
+    assert torch.equal(words.weight, before)
+    assert str(state) == str(step.optimizers[0].state_dict()["state"])
+
+
+def test_rows_that_come_twice_count_as_their_sum_over_a_window_in_fp16() -> None:
+    words, step = words_and_step("SparseAdam", precision="fp16", simulate=True, accumulate=2)
+    twin, full = words_and_step("SparseAdam", accumulate=2)
+    window = [torch.tensor([1, 1, 2]), torch.tensor([1])]
+    norm = step(lambda x: words(x).square().mean(), window).grad_norm
+    assert norm == pytest.approx(full(lambda x: twin(x).square().mean(), window).grad_norm, rel=5e-3)  # fp16's 11 bits
+
+
+def test_an_optimizer_that_takes_no_sparse_gradients_is_told_which_do() -> None:
+    words = nn.Embedding(6, 2, sparse=True)
+    step = hs.Step(words, torch.optim.AdamW(words.parameters(), fused=True), "fp32")
+    with pytest.raises(RuntimeError) as error:
+        step(lambda x: words(x).sum(), [torch.tensor([1])])
+    assert any("SparseAdam" in note for note in error.value.__notes__)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_graph_as_a_sparse_matrix_trains_in_simulated_formats(precision: str) -> None:
+    neighbours = (torch.eye(8) + torch.ones(8, 8).tril() / 8).to_sparse()
+    model, step = made(precision=precision, simulate=True, scaler={"init_scale": 1024})
+    exact = float((neighbours @ model(X)).square().mean().detach())
+    outcome = step(lambda x: (neighbours @ model(x)).square().mean(), [X])
+    assert outcome.committed
+    assert outcome.loss == pytest.approx(exact, rel=2e-2)  # bf16 has 8 bits
+
+
+# --- going back ---
+
+
+def test_a_rollback_takes_teacher_state_and_the_loss_functions_weights_along_but_no_other_network() -> None:
+    student, teacher, rival, carried = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), Carried()
+    teacher.requires_grad_(False)
+    spread = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([*student.parameters(), spread], 0.1, fused=True)
+
+    def move(model: nn.Module) -> None:
+        for slow, fast in zip(teacher.parameters(), model.parameters(), strict=True):
+            slow.data.lerp_(fast, 0.1)
+
+    step = hs.Step(
+        student, optimizer, "fp32", also=[teacher, rival, carried], on_commit=move,
+        guard={"on_fault": "rollback", "max_consecutive": 2, "margin": 2, "snapshot_every": 3},
+    )  # fmt: skip
+    at_step: list[list[Tensor]] = []
+
+    def loss(x: Tensor) -> Tensor:
+        carried.state = (carried.state[: len(x)] + x).detach()
+        return F.mse_loss(student(x), teacher(x)) * torch.exp(-spread) + spread + rival(x).mean() * 0
+
+    def state() -> list[Tensor]:
+        return [t.detach().clone() for t in (*student.parameters(), *teacher.parameters(), spread, carried.state)]
+
+    for k in range(9):
+        at_step.append(state())
+        with torch.no_grad():
+            rival.weight.add_(1)  # what its own step does
+        step(loss, [X[: 8 - k]])
+    with pytest.warns(UserWarning, match="rolled back to committed step 6"):
+        over(step, loss, [NAN[:1], NAN[:1]])
+    assert all(map(torch.equal, at_step[6], state()))
+    assert rival.weight.min() > 8

@@ -137,10 +137,9 @@ def test_half_stored_weights_are_refused_with_the_reason() -> None:
         Step(model, torch.optim.SGD(model.parameters(), lr=0.1), plan("fp16"))
 
 
-@pytest.mark.parametrize("name", ["lbfgs", "sparseadam"])
-def test_optimizers_that_cannot_be_guarded_are_refused(name: str) -> None:
+def test_an_optimizer_that_cannot_be_guarded_is_refused() -> None:
     with pytest.raises(ConfigError, match="refused"):
-        build_optimizer(name, parameter_groups(make_model(), 0.0), lr=0.1)
+        build_optimizer("lbfgs", parameter_groups(make_model(), 0.0), lr=0.1)
 
 
 def test_lbfgs_brought_by_the_user_is_refused_too() -> None:

@@ -16,7 +16,7 @@ OptimizerName = Literal[
 ScheduleName = Literal["constant", "cosine", "linear", "polynomial", "exponential", "step", "onecycle", "plateau"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
-UNJUDGEABLE = ("lbfgs", "sparseadam")
+UNJUDGEABLE = ("lbfgs",)
 ADAM_LIKE = frozenset({"adam", "adamw", "nadam", "radam", "adamax"})
 OPTIMIZER_OPTIONS: dict[str, frozenset[str]] = {
     "momentum": frozenset({"sgd", "rmsprop", "muon"}),

@@ -186,7 +186,7 @@ def _operands_in_tf32(args: tuple[Any, ...], positions: tuple[int, ...]) -> list
 
 def to_half(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """fp32 to bf16 or fp16: nearest even, too large becomes infinite."""
-    if dtype == torch.float16 and tensor.device.type == "cpu":
+    if dtype == torch.float16 and tensor.device.type == "cpu" and tensor.layout is torch.strided:
         with np.errstate(over="ignore", under="ignore"):
             return torch.from_numpy(np.asarray(tensor.detach().numpy().astype(np.float16)))
     return tensor.to(dtype)
@@ -194,7 +194,7 @@ def to_half(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def to_full(tensor: torch.Tensor) -> torch.Tensor:
     """bf16 or fp16 to fp32, exact."""
-    if tensor.dtype == torch.float16 and tensor.device.type == "cpu":
+    if tensor.dtype == torch.float16 and tensor.device.type == "cpu" and tensor.layout is torch.strided:
         return torch.from_numpy(np.asarray(tensor.detach().numpy().astype(np.float32)))
     return tensor.float()
 

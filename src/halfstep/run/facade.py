@@ -266,7 +266,7 @@ class Step:
 
     def commit(self, facts: Facts) -> None:
         """The second half: the optimizers step, or everything stays as it was."""
-        with committing(self._step.optimizers):
+        with explained(), committing(self._step.optimizers):
             self._step.commit(facts)
         self._act_on(self._guard.watch(facts))
 

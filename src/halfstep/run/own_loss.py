@@ -32,6 +32,9 @@ NOTES = {
     "to satisfy the constraint|to be within the support":
         "torch.distributions refuses what is not finite before the step can drop it; let the step do so: "
         "torch.distributions.Distribution.set_default_validate_args(False)",
+    "not support sparse|sparse.*not supported":
+        "sparse gradients are for torch.optim.SparseAdam, and for SGD and Adagrad without fused=True; otherwise "
+        "nn.Embedding(..., sparse=False)",
     "backward through the graph a second time":
         "the loss uses a tensor of an earlier batch: detach what you carry over, as in hidden = hidden.detach()",
 }  # fmt: skip

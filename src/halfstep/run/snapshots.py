@@ -13,6 +13,7 @@ from halfstep.run.own_warnings import warn_user
 from halfstep.step.flat import is_writable_in_place
 from halfstep.step.guard import LAG, Guard, Verdict
 from halfstep.step.phases import PhasedStep
+from halfstep.step.places import Name, Place
 from halfstep.step.step import Step
 
 
@@ -120,6 +121,21 @@ class Rollback:
         """Take a copy where one is due: before the first step, then every `snapshot_every` steps."""
         if not self.snapshots.states or self.snapshots.due(self.step.attempted):
             self.snapshots.take(self.model, self.step)
+            beside = {place.name: place.held for place in self._beside()}
+            self.snapshots.states[-1].setdefault("beside", _on_host(beside))
+
+    def _beside(self) -> list[Place]:
+        return self.step.writes.beside_the_model(self.step.trained_parameters())
+
+    @torch.no_grad()
+    def _put_beside(self, values: Mapping[Name, Tensor | None]) -> None:
+        for place in self._beside():
+            held, then = place.held, values.get(place.name)
+            if held is not None and then is not None:
+                if held.shape == then.shape:
+                    held.copy_(then)
+                else:  # a recurrent state of another batch size
+                    place.owner[place.key] = then.to(held.device, copy=True)
 
     def forget(self) -> None:
         """After a state was loaded: the copies are of another past."""
@@ -132,6 +148,7 @@ class Rollback:
             return False
         rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.step.optimizers]
         self.snapshots.go_back(state, self.model, self.step)
+        self._put_beside(state["beside"])
         self.guard.rolled_back()
         self._cut(rates)
         warn_user(

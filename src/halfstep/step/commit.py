@@ -48,6 +48,11 @@ def commit_method(optimizer: Optimizer) -> CommitMethod:
     return "select" if is_torchs and (on_host or _is_capturable(optimizer)) else "host"
 
 
+def numbers(gradient: Tensor) -> Tensor:
+    """What of a gradient is scaled and judged: all of it, of a sparse one what it holds."""
+    return gradient._values() if gradient.is_sparse else gradient
+
+
 def _is_capturable(optimizer: Optimizer) -> bool:
     return all(group.get("capturable") for group in optimizer.param_groups)
 
@@ -88,7 +93,7 @@ class Committer:
         if self.method == "found_inf" and not by_host:
             return self._commit_in_kernel(bad, factor)
         if factor is not None:
-            torch._foreach_mul_([p.grad for p in self._with_grad() if p.grad is not None], factor)
+            torch._foreach_mul_([numbers(p.grad) for p in self._with_grad() if p.grad is not None], factor)
         return self._commit_by_host(bad) if by_host else self._commit_by_selection(bad)
 
     def forget(self) -> None:
@@ -139,6 +144,8 @@ class Committer:
                 delattr(self.optimizer, name)
 
     def _commit_by_selection(self, bad: Tensor) -> None:
+        if any(p.grad is not None and p.grad.is_sparse for p in self._with_grad()):
+            return self._commit_by_host(bad)  # copies of whole tables would cost more than the wait
         snapshot = Snapshot(self._about_to_be_written())
         snapshot.save()
         self._step()

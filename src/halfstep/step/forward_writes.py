@@ -194,6 +194,15 @@ class ForwardWrites:
                 "also=[model.part.weight], or also=[*model.part.parameters()]",
             )
 
+    def beside_the_model(self, trained: Sequence[Tensor]) -> list[Place]:
+        """What goes with the model and no other step trains: a teacher, a recurrent state, a loss function's weights."""
+        self._hold(trained)
+        others = self.places.roots[1:]
+        found = Places([root for root in others if root is self.loose or not any(map(_is_trained, root.parameters()))])
+        found.refresh()
+        parameters = (place for place in found.parameters if place.name in self.written or place.module is self.loose)
+        return [*parameters, *(place for place in found.buffers if not _is_trained(place.held))]
+
     def compare_anew(self) -> None:
         """After state was loaded: the next window is a first one again."""
         self.compared.clear()
@@ -204,13 +213,16 @@ class ForwardWrites:
 
     def _take_in(self, trained: Sequence[Tensor]) -> None:
         """Modules, or the optimizers' groups, are others than at the last window."""
+        self._hold(trained)
+        _refuse_uninitialised(self.places)
+        self._sort_parameters()
+
+    def _hold(self, trained: Sequence[Tensor]) -> None:
         inside = {id(owner[key]) for _, owner, key in self.places.parameters}
         for tensor in trained:
             if id(tensor) not in inside:  # such as a loss function's own
                 self.loose._parameters[f"trained_{len(self.loose._parameters)}"] = tensor  # type: ignore[assignment]
         self.places.refresh()
-        _refuse_uninitialised(self.places)
-        self._sort_parameters()
 
     def _sort_parameters(self) -> None:
         saved = [p for p in self.places.parameters if p.name in self.written or p.owner[p.key] is None]
@@ -308,6 +320,10 @@ def _refuse_uninitialised(places: Places) -> None:
                 why="what does not exist before a step could not be put back after a bad one",
                 fix="run the model once on a batch before you make the optimizer and the step",
             )
+
+
+def _is_trained(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad
 
 
 def _has_plain_storage(tensor: Tensor | None) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.errors import ConfigError
-from halfstep.step.commit import Committer
+from halfstep.step.commit import Committer, numbers
 
 
 def choose_types(optimizers: Sequence[Optimizer], num_micro_batches: int) -> None:
@@ -20,6 +20,17 @@ def choose_types(optimizers: Sequence[Optimizer], num_micro_batches: int) -> Non
     for parameter in (p for optimizer in ours for group in optimizer.param_groups for p in group["params"]):
         if parameter.dtype == torch.bfloat16 and parameter.grad_dtype != wanted:
             parameter.grad_dtype = wanted
+
+
+def numbers_of(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients; of a sparse one the numbers that it holds, each row once, as they lie in it."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not any(gradient.is_sparse for gradient in gradients):
+        return gradients
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()  # rows that came twice are judged and clipped as their sum
+    return [numbers(p.grad) for p in parameters if p.grad is not None]
 
 
 def are_scaled_in_kernels(committers: Sequence[Committer], parameters: Sequence[Tensor]) -> bool:

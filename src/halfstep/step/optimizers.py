@@ -31,10 +31,6 @@ REFUSED: dict[type[Optimizer], tuple[str, str]] = {
         "it evaluates the model several times inside one step, so no single verdict exists",
         "AdamW or SGD; LBFGS itself is for small problems in fp32, in a loop without a step",
     ),
-    torch.optim.SparseAdam: (
-        "it updates rows in place without a flag, and a skipped step could not be undone",
-        "nn.Embedding(..., sparse=False) with torch.optim.Adam(..., fused=True)",
-    ),
 }
 """Why, and what to use instead."""
 FUSED = ("sgd", "adam", "adamw", "adagrad")

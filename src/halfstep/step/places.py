@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 Owner = dict[str, Any]
 Name = tuple[nn.Module, str]
@@ -17,6 +17,10 @@ class Place(NamedTuple):
     module: nn.Module
     owner: Owner
     key: str
+
+    @property
+    def held(self) -> Tensor | None:
+        return self.owner.get(self.key)
 
     @property
     def name(self) -> Name:

@@ -63,12 +63,12 @@ def single(loss: Tensor) -> Tensor:
     return loss.reshape(())
 
 
-def refuse_sparse(gradients: list[Tensor]) -> None:
-    if any(gradient.is_sparse for gradient in gradients):
+def refuse_sparse(parameters: Sequence[Tensor]) -> None:
+    if any(p.grad is not None and p.grad.is_sparse for p in parameters):
         raise ConfigError(
-            "a gradient is sparse",
-            why="a bad step could not be judged or undone without making it dense",
-            fix="nn.Embedding(..., sparse=False)",
+            "a gradient is sparse, and several processes train",
+            why="what DDP makes of it is not judged here",
+            fix="nn.Embedding(..., sparse=False), or one process",
         )
 
 

@@ -34,7 +34,7 @@ from halfstep.step.commit import Committer
 from halfstep.step.ema import Ema
 from halfstep.step.facts import Facts, Hold, restore_rng, rng_state
 from halfstep.step.forward_writes import Also, ForwardWrites
-from halfstep.step.gradients import Judged, are_scaled_in_kernels, choose_types
+from halfstep.step.gradients import Judged, are_scaled_in_kernels, choose_types, numbers_of
 from halfstep.step.own_ranks import ranks_of
 from halfstep.step.ranks import BAD, RUINED, Agreed, Ranks
 from halfstep.step.rates import Rates
@@ -293,16 +293,16 @@ class Step:
 
     @torch.no_grad()
     def _judge(self, parameters: list[Tensor], loss_sum: Tensor, weight: Weight, *, is_weighted: bool) -> Facts:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        refuse_sparse(gradients)
+        gradients = numbers_of(parameters)
         scale = self.scaler.value.clone() if self.scaler.enabled else self.scaler.value
         if self.ranks is not None:
+            refuse_sparse(parameters)
             self.ranks.refuse_unreduced(parameters, self.model)
         totals = self._totals(loss_sum, weight, scale, is_weighted=is_weighted)
         loss, unscale, overflow = totals.loss, totals.unscale, None
         if self.on_gradients is not None:
             overflow = self._unscale_and_edit(gradients, unscale)
-            gradients, unscale = [p.grad for p in parameters if p.grad is not None], None
+            gradients, unscale = numbers_of(parameters), None
         norm, factor = self.clip.measure(gradients, unscale) if gradients else (torch.zeros_like(loss), None)
         facts = Facts(attempted=self.attempted, loss=loss, grad_norm=norm, scale=scale)
         self._decide(facts, totals, overflow)
