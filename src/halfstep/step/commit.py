@@ -145,7 +145,8 @@ class Committer:
 
     def _commit_by_selection(self, bad: Tensor) -> None:
         if any(p.grad is not None and p.grad.is_sparse for p in self._with_grad()):
-            return self._commit_by_host(bad)  # copies of whole tables would cost more than the wait
+            self._commit_by_host(bad)  # copies of whole tables would cost more than the wait
+            return
         snapshot = Snapshot(self._about_to_be_written())
         snapshot.save()
         self._step()

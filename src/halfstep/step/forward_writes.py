@@ -195,7 +195,7 @@ class ForwardWrites:
             )
 
     def beside_the_model(self, trained: Sequence[Tensor]) -> list[Place]:
-        """What goes with the model and no other step trains: a teacher, a recurrent state, a loss function's weights."""
+        """What goes with the model and no other step trains: a teacher, a recurrent state, a loss's weights."""
         self._hold(trained)
         others = self.places.roots[1:]
         found = Places([root for root in others if root is self.loose or not any(map(_is_trained, root.parameters()))])
