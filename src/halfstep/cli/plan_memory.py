@@ -34,6 +34,7 @@ from halfstep.run.memory_fit import (
 from halfstep.run.memory_plan import MODES, Cell, MemoryPlanner
 from halfstep.run.planned_step import planned_step
 from halfstep.tune.modes import Mode
+from halfstep.tune.own_blocks import described
 from halfstep.workloads import KINDS, load
 
 OF_FAST = {"off": "eager", "compile": "compile", "graph": "graph", "auto": "graph"}
@@ -46,6 +47,7 @@ TRACED = {
 NO_FOLDER = "random"
 TABLE_WIDTH = 125
 MADE_UP = "made-up data of the usual shape; yours with --data-dir DIR"
+RECOMPUTED = "recomputing counts {}; a run checks on a copy that it changes no number"
 
 Flags = Mapping[str, object]
 
@@ -104,6 +106,8 @@ def _planned(words: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | 
     if memory and not fits:
         refuse_nothing_fits(planner, config, limit, shown, where)
     notes = [*([MADE_UP] if is_made_up else []), *(notes_of(planner, config, fits) if fits else ())]
+    if planner.step.blocks:
+        notes.append(RECOMPUTED.format(described(planner.step.workload.model, planner.step.blocks)))
     return MemoryPlan(
         config=config,
         num_parameters=planner.step.num_parameters,

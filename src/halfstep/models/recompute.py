@@ -27,12 +27,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 Recompute = Literal["none", "pointwise", "blocks"]
 Run = Callable[..., Tensor]
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 aten = torch.ops.aten
 ATTENTION = frozenset(
@@ -88,7 +89,7 @@ def set_recompute(model: nn.Module, how: Recompute) -> bool:
         for relu in (part for part in module.modules() if isinstance(part, nn.ReLU)):
             relu.inplace = how != "pointwise"  # a selective region may hold no in-place operation when compiled
     if how == "pointwise":
-        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_reminder)
+        logging.getLogger("torch._higher_order_ops.wrap").addFilter(is_no_reminder)
     return bool(able)
 
 
@@ -132,8 +133,7 @@ def run(block: Run, *inputs: Tensor) -> Tensor:
 
 
 def run_checkpointed(block: Run, *inputs: Tensor) -> Tensor:
-    contexts = lambda: (contextlib.nullcontext(), _spare_statistics(block))  # noqa: E731
-    return recomputed(block, *inputs, context_fn=contexts, preserve_rng_state=_draws(block))
+    return recomputed(block, *inputs, context_fn=contexts_of(block, "blocks"), preserve_rng_state=_draws(block))
 
 
 def run_checkpointed_compiled(block: Run, *inputs: Tensor) -> Tensor:
@@ -142,27 +142,35 @@ def run_checkpointed_compiled(block: Run, *inputs: Tensor) -> Tensor:
 
 
 def run_pointwise(block: Run, *inputs: Tensor) -> Tensor:
-    """Call the block and keep its inputs and what was expensive; of one that draws random numbers, its inputs alone.
-
-    Attention draws its dropout itself: kept instead of run again, it would leave the generator to the next layer where
-    the first time it had moved on.
-    """
+    """Call the block and keep its inputs and what was expensive; of one that draws random numbers, its inputs alone."""
     if _draws(block):
         return run_checkpointed(block, *inputs)
-
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        keeping, replaying = create_selective_checkpoint_contexts(_keep_expensive)
-        return keeping, _both(_spare_statistics(block), replaying)
-
-    with _no_autocast_cache():
-        return recomputed(block, *inputs, context_fn=contexts)
+    with no_autocast_cache():
+        return recomputed(block, *inputs, context_fn=contexts_of(block, "pointwise"))
 
 
 def run_pointwise_compiled(region: Run, *inputs: Tensor) -> Tensor:
     """The same for a whole region inside compiled code."""
-    return recomputed(
-        region, *inputs, context_fn=functools.partial(create_selective_checkpoint_contexts, _keep_in_partitioner)
-    )
+    return recomputed(region, *inputs, **compiled_contexts("pointwise"))
+
+
+def contexts_of(block: Run, how: Recompute) -> Callable[[], Contexts]:
+    """What the two forward passes of a block run in, uncompiled."""
+
+    def contexts() -> Contexts:
+        if how == "blocks":
+            return contextlib.nullcontext(), _spare_statistics(block)
+        keeping, replaying = create_selective_checkpoint_contexts(_keep_expensive)
+        return keeping, _both(_spare_statistics(block), replaying)
+
+    return contexts
+
+
+def compiled_contexts(how: Recompute) -> dict[str, Any]:
+    """What `checkpoint` is given inside compiled code."""
+    if how == "blocks":
+        return {}
+    return {"context_fn": functools.partial(create_selective_checkpoint_contexts, _keep_in_partitioner)}
 
 
 def recomputed(function: Run, *inputs: Tensor, **options: Any) -> Tensor:
@@ -193,7 +201,8 @@ def _keep_in_partitioner(context: Any, op: Any, *args: Any, **kwargs: Any) -> Ch
 def _is_expensive(op: Any, args: tuple[Any, ...]) -> bool:
     """Whether running it again costs more than a pass over memory, or its result is small beside what it reads."""
     if op in ATTENTION:
-        return True
+        # Kept, one that draws its dropout would leave the generator to the next layer where it has moved on.
+        return not any(isinstance(arg, float) and arg > 0 for arg in args)
     if op in MATMULS:
         left, right = args[MATMULS[op]], args[MATMULS[op] + 1]
         return bool(left.shape[-1] >= COMPUTE_BOUND_TERMS or right.shape[-1] < left.shape[-1])
@@ -210,7 +219,7 @@ def _is_expensive_convolution(
     return terms >= COMPUTE_BOUND_TERMS or channels_out * zoom < channels_in
 
 
-def _is_no_reminder(record: logging.LogRecord) -> bool:
+def is_no_reminder(record: logging.LogRecord) -> bool:
     """torch reminds everybody who compiles a selective region to have no in-place operation in it; we have none."""
     return "context_fn is passed" not in record.getMessage()
 
@@ -222,11 +231,11 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 
 @contextlib.contextmanager
-def _no_autocast_cache() -> Iterator[None]:
+def no_autocast_cache(is_off: bool = True) -> Iterator[None]:
     """Autocast keeps its copies of weights for the length of a forward. A second forward would then cast nothing, while
     recomputing it casts again, and a selective region must run the same operations twice."""
     before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
+    torch.set_autocast_cache_enabled(before and not is_off)
     try:
         yield
     finally:
@@ -237,7 +246,7 @@ def _no_autocast_cache() -> Iterator[None]:
 def _spare_statistics(block: Run) -> Iterator[None]:
     """Recomputing runs BatchNorm a second time: let it write its running statistics into throw-away copies."""
     assert isinstance(block, nn.Module)
-    kept = [(norm, dict(norm._buffers)) for norm in block.modules() if isinstance(norm, _BatchNorm)]
+    kept = [(norm, dict(norm._buffers)) for norm in block.modules() if isinstance(norm, _NormBase)]
     try:
         for norm, buffers in kept:
             norm._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})

@@ -45,6 +45,8 @@ class Plan:
     """The setting of `train.memory: low`; empty for the normal step."""
     memory_reason: str = ""
     memory_trials: tuple[str, ...] = ()  # what each lever saved and cost, a line each
+    blocks: tuple[str, ...] = ()
+    """Modules that may be recomputed, in a model that does not know to itself; checked before the run."""
 
     pieces: int = 1
     """Micro-batches that each batch is cut into from the first step on, as several processes agreed before it."""
@@ -94,7 +96,7 @@ class Plan:
             rows = tuple(Row(**row) for row in fields.pop("rows"))
             frozen = tuple(Row(**row) for row in fields.pop("frozen", ()))
             gains = tuple(Gain(**gain) for gain in fields.pop("gains", ()))
-            lines = {name: tuple(fields.get(name, ())) for name in ("warnings", "memory_trials")}
+            lines = {name: tuple(fields.get(name, ())) for name in ("warnings", "memory_trials", "blocks")}
             return cls(**{**fields, **lines, "rows": rows, "frozen": frozen, "gains": gains})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             fix = "use the plan.json of a run folder"

@@ -20,7 +20,6 @@ from halfstep.data.prefetch import RecentWindows
 from halfstep.evidence.recorder import Recorder
 from halfstep.hardware.facts import Hardware
 from halfstep.models.first_values import unfilled
-from halfstep.models.recompute import set_recompute
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 from halfstep.run.frozen import modules_of, place_frozen_
@@ -42,6 +41,7 @@ from halfstep.tune.choose import fp8_gains
 from halfstep.tune.layout import to_channels_last_, wants_channels_last
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import Mode, Region, asked_mode, compiled, eager_region, repeated_blocks
+from halfstep.tune.own_blocks import recompute_blocks_
 from halfstep.tune.trial_time import total_steps_of
 from halfstep.workloads import KINDS, build
 from halfstep.workloads.kind import Unit
@@ -105,8 +105,9 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
     device = torch.device(plan.device)
     model = placed(config, synchronised(config, workload.model, device, world), plan)
     place_frozen_(config, workload.frozen, plan)
-    if setting.recompute != "none":
-        set_recompute(model, setting.recompute)
+    recompute = "blocks" if config.train.activation_checkpointing and setting.recompute == "none" else setting.recompute
+    if setting.recompute != "none" or plan.blocks:
+        recompute_blocks_(model, recompute, plan.blocks)
     eager = eager_region(workload, model)
     to_compiled = partial(
         compiled,

@@ -12,7 +12,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.config.training import ADAM_LIKE
 from halfstep.errors import ConfigError, MemoryLimitError, format_bytes
 from halfstep.hardware.facts import Hardware
-from halfstep.models.recompute import Recompute, Recomputing
+from halfstep.models.recompute import Recompute
 from halfstep.precision.ladder import lacks
 from halfstep.run.memory_plan import Cell, MemoryPlanner, Prediction
 from halfstep.tune.memory_low import NORMAL, MemorySetting
@@ -84,7 +84,7 @@ def usable_bytes(memory_bytes: int) -> int:
 def levels_of(planner: MemoryPlanner, config: RunConfig) -> list[MemorySetting]:
     """Memory levels that this model has, the gentlest first."""
     recomputes: list[Recompute] = ["none"]
-    if any(isinstance(module, Recomputing) for module in planner.step.workload.model.modules()):
+    if planner.step.recomputes:
         recomputes += ["pointwise", "blocks"]
     small = config.optimizer.name == "adamw" and config.optimizer.moment_bits == 32
     bits: tuple[int, ...] = (32, 8) if small else (32,)

@@ -175,6 +175,7 @@ def predicted_peak(config: RunConfig, workload: Workload) -> Callable[[Plan, Mem
         try:
             if not planners:
                 planners.append(MemoryPlanner(planned_step(config, workload.store)))
+                planners[0].step.blocks = plan.blocks
             return planners[0].predict(Cell.of(config, plan.granted, plan.mode or "eager", setting)).total
         except HalfstepError:
             return None

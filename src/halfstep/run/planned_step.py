@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from halfstep.data.seeds import Key
 from halfstep.errors import HalfstepError, ModelError
 from halfstep.hardware.gpus import known_gpu
 from halfstep.models.first_values import unfilled
-from halfstep.models.recompute import Recompute, set_recompute
+from halfstep.models.recompute import Recompute, Recomputing
 from halfstep.precision.decide import decide
 from halfstep.precision.frozen import apply_frozen_
 from halfstep.precision.plan import Plan
@@ -36,6 +36,7 @@ from halfstep.step.optimizers import CAPTURABLE
 from halfstep.tune.layout import convolves_images, in_layout_of
 from halfstep.tune.memory_limit import first_line
 from halfstep.tune.memory_low import MemorySetting
+from halfstep.tune.own_blocks import found_blocks, recompute_blocks_
 from halfstep.tune.planner.pretence import Pretence, run_backward
 from halfstep.tune.planner.trace import Recorder, Trace
 from halfstep.tune.trials import first_batch
@@ -83,7 +84,14 @@ class PlannedStep:
     def __init__(self, config: RunConfig, workload: Workload, raw: Batch) -> None:
         self.config, self.workload, self.raw = config, workload, raw
         self.pretence = Pretence(workload.modules())
+        self.blocks: Collection[str] = found_blocks(workload.model)
+        """Of a model of the user's; a run that is about to begin knows which of them may be recomputed."""
         self.has_batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in workload.model.modules())
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether there is anything that may be recomputed."""
+        return bool(self.blocks) or any(isinstance(module, Recomputing) for module in self.workload.model.modules())
 
     @property
     def num_parameters(self) -> int:
@@ -153,7 +161,7 @@ class PlannedStep:
             for module in self.workload.modules():
                 _lay_out_(module)
         if not (self.config.train.activation_checkpointing and recompute == "none"):
-            set_recompute(model, recompute)
+            recompute_blocks_(model, recompute, self.blocks)
         return plan
 
     def _batch(self, batch_size: int) -> Batch:

@@ -36,6 +36,8 @@ from halfstep.tune.memory_low import (
 from halfstep.tune.mode_cache import CachedMode
 from halfstep.tune.mode_search import FoundMode, ModeSearch
 from halfstep.tune.modes import NEEDS_CUDA, asked_mode
+from halfstep.tune.own_blocks import described
+from halfstep.tune.recompute_check import Recomputable, recomputable
 from halfstep.tune.trial_time import MOST_S, SHARE, TrialTime, total_steps_of
 from halfstep.tune.trials import Rehearse, cost_in, first_batch
 from halfstep.workloads.workload import Workload
@@ -74,15 +76,15 @@ def tuned(
     wish = config.train.tune_kernels
     if wish != "auto":
         plan = dataclasses.replace(plan, tunes_kernels=wish)
-    plan = tuning.with_fp8_that_pays(tuning.with_mode(plan))
-    return tuning.with_memory(plan) if config.train.memory == "low" else plan
+    return tuning.with_memory(tuning.with_fp8_that_pays(tuning.with_mode(plan)))
 
 
 def untuned(plan: Plan, *, keeps_memory: bool) -> Plan:
     """The plan without what trials found. The levers of memory low may stay: optimizer states are stored in one."""
     memory, reason = (plan.memory, plan.memory_reason) if keeps_memory else ({}, "")
     lines = plan.memory_trials if keeps_memory else ()
-    plain = dataclasses.replace(plan, memory=memory, memory_reason=reason, memory_trials=lines)
+    blocks = plan.blocks if keeps_memory else ()
+    plain = dataclasses.replace(plan, memory=memory, memory_reason=reason, memory_trials=lines, blocks=blocks)
     return dataclasses.replace(
         plain, mode="", mode_reason="", channels_last=None, tunes_kernels=False, cudnn_benchmark=False, gains=()
     )
@@ -167,8 +169,21 @@ class Tuning:
     # --- memory ---
 
     def with_memory(self, plan: Plan) -> Plan:
-        if plan.memory:
+        train = self.config.train
+        # In a family of ours the builder recomputes blocks that are asked for.
+        is_outright = train.activation_checkpointing and ":" in self.config.workload
+        if plan.memory or not is_outright and train.memory != "low":
             return plan
+        found = recomputable(self.config, self.workload, plan, self.rehearse)
+        plan = dataclasses.replace(plan, blocks=found.names)
+        if found.names:
+            self.say(f"may be recomputed: {described(self.workload.model, found.names)}")
+        if is_outright and not found.ways:
+            nothing = f"train.activation_checkpointing=true changes nothing: {'; '.join(found.notes)}"
+            plan = dataclasses.replace(plan, warnings=(*plan.warnings, nothing))
+        return self._with_levers(plan, found) if train.memory == "low" else plan
+
+    def _with_levers(self, plan: Plan, found: Recomputable) -> Plan:
         clock, mode = Stopwatch(), plan.mode or "eager"
         costs: list[Cost | None] = []
 
@@ -176,18 +191,18 @@ class Tuning:
             self.say(f"measuring memory: {setting} ...")
             costs.append(None)
             trial_plan = dataclasses.replace(plan, memory=dataclasses.asdict(setting))
-            costs[-1] = found = cost_in(mode, self.config, self.workload, trial_plan, self.rehearse)
-            return found
+            costs[-1] = cost = cost_in(mode, self.config, self.workload, trial_plan, self.rehearse)
+            return cost
 
         def may_go_on() -> bool:
             ran = [cost.ms / 1e3 for cost in costs if cost is not None]
             limit_s = _memory_trials_s(ran[0] * expected_steps(self.config, self.workload)) if ran else MEMORY_TRIALS_S
             return len(costs) < ALWAYS_TRIED or clock.elapsed_s < limit_s
 
-        levers = levers_of(self.workload.model, self.config.optimizer.name, is_compiled=mode != "eager")
+        levers = levers_of(found.ways, self.config.optimizer.name, is_compiled=mode != "eager")
         positions = by_predicted_peak(levers.positions, lambda setting: self.peak(plan, setting))
         try:
-            choice = choose_memory(measure, positions, notes=levers.notes, may_go_on=may_go_on)
+            choice = choose_memory(measure, positions, notes=[*found.notes, *levers.notes], may_go_on=may_go_on)
         except CannotRun as error:
             choice = MemoryChoice(setting=MemorySetting(), reason=str(error))
         headline, *lines = choice.lines()

@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.errors import format_bytes
-from halfstep.models.recompute import Recompute, Recomputing
+from halfstep.models.recompute import Recompute
 from halfstep.step.adamw8bit import AdamW8bit
 from halfstep.step.adamw_bf16 import AdamWBf16
 from halfstep.step.half_weights import Rounding, is_kept_in_half
@@ -251,16 +250,12 @@ class Levers(NamedTuple):
     notes: list[str]
 
 
-def levers_of(model: nn.Module, optimizer_name: str, *, is_compiled: bool) -> Levers:
-    """The most promising lever first: trials may run out of time."""
+def levers_of(ways: Sequence[Recompute], optimizer_name: str, *, is_compiled: bool) -> Levers:
+    """The most promising lever first: trials may run out of time. `ways` are those in which the model may recompute."""
     positions: list[Sequence[MemorySetting]] = []
     notes: list[str] = []
-    if any(isinstance(module, Recomputing) for module in model.modules()):
-        positions.append((MemorySetting(recompute="pointwise"), MemorySetting(recompute="blocks")))
-    else:
-        notes.append(
-            f"recomputing: {type(model).__name__} has no halfstep.models.recompute.Blocks (in place of nn.Sequential)"
-        )
+    if ways:
+        positions.append([MemorySetting(recompute=how) for how in ways])
     if optimizer_name == "adamw":
         positions.append((MemorySetting(optimizer_bits=8),))
     else:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
@@ -64,6 +65,7 @@ class Steps(Protocol):
 class Rehearsed(Protocol):
     config: RunConfig
     plan: Plan
+    model: nn.Module
     device: torch.device
 
     @property

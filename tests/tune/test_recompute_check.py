@@ -1,0 +1,131 @@
+"""What may be recomputed is tried before a run: on copies, with two small steps, and refused with the reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep.config.schema import RunConfig
+from halfstep.hardware.probe import probe
+from halfstep.precision.plan import Plan
+from halfstep.run.assemble import build_workload, plan_for
+from halfstep.run.rehearse import rehearsal
+from halfstep.tune.recompute_check import Recomputable, gaps_between, left_by, recomputable
+from halfstep.workloads import from_dict
+from halfstep.workloads.workload import Workload
+from models_of_others import BLOCKS, ResNet, Writing
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_garbage() -> Iterator[None]:
+    """Each trial collects garbage; what is there already need not be looked at."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def made(precision: str = "fp32", **options: Any) -> tuple[RunConfig, Workload, Plan]:
+    settings = {"precision.default": precision, "precision.simulate": precision != "fp32", "train.batch_size": 8}
+    config = from_dict("models_of_others:build", {**settings, "model.options": options}).config
+    workload = build_workload(config)
+    return config, workload, plan_for(config, workload, probe("cpu"))
+
+
+def found(precision: str = "fp32", **options: Any) -> Recomputable:
+    return recomputable(*made(precision, **options), rehearsal)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_blocks_with_dropout_and_statistics_pass_in_each_precision(precision: str) -> None:
+    for name in ("resnet", "gpt2") if precision == "fp32" else ("resnet",):
+        assert found(precision, net=name) == (tuple(BLOCKS[name]), ("pointwise", "blocks"), ())
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("buffer", "first.0.mean"),
+        ("count", "first.0.count"),
+        ("list", "first.0.seen"),
+        ("input", "gradient of first.0"),
+        ("python", "python's random"),
+        ("weight", "first.0"),
+    ],
+)
+def test_blocks_that_write_state_are_refused_by_name_and_the_others_stay(how: str, what: str) -> None:
+    names, ways, notes = found(net="writing", how=how)
+    assert names == ("second.0", "second.1")
+    assert ways == ("pointwise", "blocks")
+    [note] = notes
+    assert "2 x Writing (first.0 ... first.1)" in note
+    assert what in note
+
+
+def test_a_model_that_recomputes_itself_is_left_to_it() -> None:
+    names, ways, [note] = found(net="checkpointed")
+    assert not names
+    assert not ways
+    assert "3 x Block" in note
+    assert "itself already" in note
+
+
+def test_parts_of_blocks_that_are_never_called_are_found_by_calling() -> None:
+    assert found(net="uncalled").names == ("layers.0.downsample", "layers.1.downsample")
+
+
+def test_weights_used_twice_under_autocast_are_recomputed_by_blocks_alone() -> None:
+    _, ways, [note] = found("bf16", net="shared")  # without autocast's cache their gradients add up in fp32
+    assert ways == ("blocks",)
+    assert "recompute pointwise" in note
+
+
+def test_a_step_that_fails_or_is_not_finite_checks_nothing() -> None:
+    config, workload, plan = made(net="resnet")
+    nan = dataclasses.replace(workload, loss=lambda outputs, batch: (outputs.sum() * float("nan"), len(outputs)))
+    assert "not finite" in recomputable(config, nan, plan, rehearsal).notes[0]
+
+    def needs_four(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(batch["image"].reshape(4, -1, 2, 8, 8).flatten(0, 1))  # type: ignore[no-any-return]
+
+    whole = dataclasses.replace(workload, forward=needs_four)
+    assert recomputable(config, whole, plan, rehearsal).ways == ("pointwise", "blocks"), "tried on a whole batch then"
+
+
+def test_frozen_blocks_have_nothing_to_save() -> None:
+    config, workload, plan = made(net="resnet")
+    workload.model.requires_grad_(False)
+    workload.model.fc.requires_grad_(True)  # type: ignore[union-attr]
+    assert "nothing of them is kept" in recomputable(config, workload, plan, rehearsal).notes[0]
+
+
+def test_the_check_leaves_the_model_alone() -> None:
+    config, workload, plan = made(net="resnet")
+    before = {name: value.clone() for name, value in workload.model.state_dict().items()}
+    recomputable(config, workload, plan, rehearsal)
+    assert all(torch.equal(before[name], value) for name, value in workload.model.state_dict().items())
+    assert all(p.grad is None for p in workload.model.parameters())
+    assert type(workload.model.layer1[0]).__name__ == "BasicBlock"  # type: ignore[index]
+
+
+def test_one_changed_bit_anywhere_shows() -> None:
+    model = ResNet()
+    one = dict(left_by(model))
+    assert not any(gaps_between(one, dict(left_by(model))).values())
+    with torch.no_grad():
+        model.fc.weight[2, 7] = torch.nextafter(model.fc.weight[2, 7], torch.tensor(9.0))
+    gaps = gaps_between(one, dict(left_by(model)))
+    assert [name for name, gap in gaps.items() if gap] == ["fc.weight"]
+    assert 0 < gaps["fc.weight"] < 1e-6
+
+
+def test_what_is_no_tensor_shows_as_well() -> None:
+    block = Writing()
+    one = dict(left_by(block))
+    block.seen.append(1)
+    assert gaps_between(one, dict(left_by(block)))["seen"] == float("inf")
