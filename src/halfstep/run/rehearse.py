@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import CellType, FunctionType
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,7 +51,21 @@ def _assembled(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
 
 
 def _copied(model: nn.Module) -> nn.Module:
+    made: dict[int, Any] = {}
     try:
-        return copy.deepcopy(model)
+        copied = copy.deepcopy(model, made)
     except Exception as error:  # a user's model may hold anything
         raise CannotRun(f"{type(model).__name__} cannot be copied for a trial ({first_line(error)})") from error
+    for module in copied.modules():
+        functions = {key: held for key, held in vars(module).items() if isinstance(held, FunctionType)}
+        vars(module).update({key: _over_copies(held, made) for key, held in functions.items()})
+    return copied
+
+
+def _over_copies(function: FunctionType, made: Mapping[int, Any]) -> FunctionType:
+    """`self.mlpf = lambda x: m.out(m.fc(x))`: deepcopy keeps a function, and with it the modules it was written for."""
+    over = [cell.cell_contents for cell in function.__closure__ or ()]
+    cells = tuple(CellType(made.get(id(one), one)) for one in over)
+    again = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    again.__kwdefaults__ = function.__kwdefaults__
+    return again
