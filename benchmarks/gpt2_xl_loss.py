@@ -1,28 +1,30 @@
 """GPT-2 XL in bf16-true with split master and 8-bit moments: is its loss within strict fp32's seed spread?
 
-    python benchmarks/gpt2_xl_loss.py --data DIR [--seeds 3] [--at-once 2] [--seconds 240] [--out DIR]
+    python benchmarks/gpt2_xl_loss.py --data DIR [--seeds 3] [--go-on] [--at-once 2] [--seconds 240] [--out DIR]
 
 DIR holds input.txt (tiny Shakespeare). Its bytes are the tokens, and the vocabulary stays GPT-2's 50257, so that the
-model is the whole XL: 1,557,611,200 parameters. A run makes 200 steps of 1×1024 tokens, a quarter of the batch in
-gpt2_speed.py: strict fp32 takes about a quarter of a second for one on an H200, and three seeds fit in four minutes.
+model is the whole XL: 1,557,611,200 parameters and 47 rows of padding. A run makes 200 steps of 1×1024 tokens, a
+quarter of the batch in gpt2_speed.py: strict fp32 takes a second for one of those on an H200.
 
 Both rows start from the same random weights for each seed, and all runs see the same windows in the same order: the
 spread between fp32's seeds is that of their first weights alone. What counts is the training loss over the last 20
 steps and the loss on 32 held-out windows; the row passes a measure where its largest distance from fp32 with the same
-seed is no larger than the distance between fp32's best and worst seed.
+seed is no larger than the distance between fp32's best and worst seed. Below three seeds there is no verdict.
 
 Each run is a process of its own. All build their model at once, and --at-once of them train beside each other. After
---seconds those still at work are ended; what had finished is stored. Steps are eager (`--set train.fast=graph` for
-another mode). `--small` is for trying the script on a CPU, in simulated formats.
+--seconds those still at work are ended; what had finished is stored, and --go-on makes the others. Steps are eager
+(`--set train.fast=graph` for another mode). `--small` is for trying the script on a CPU, in simulated formats.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import multiprocessing
 import queue
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -46,12 +48,13 @@ from halfstep.step.guard import Action
 from halfstep.tune.choose import tuned
 from halfstep.workloads import load
 from parity import said
-from recording import shown_settings, store
+from recording import RESULTS, shown_settings, store
 
 STEPS, LAST = 200, 20
 CONTEXT, HELD_OUT = 1024, 32
 ROWS: dict[str, tuple[str, ...]] = {"fp32": ("precision=fp32",), "split": ("precision=bf16-true", *SPLIT)}
 MEASURES = ("last_loss", "held_out_loss")
+FEWEST_SEEDS = 3
 DATA_SEED = 0
 
 
@@ -76,7 +79,9 @@ def main() -> None:
         ]
         for job in jobs:
             config_for(job)  # a wrong setting shows before anything starts
-        runs: list[dict[str, Any]] = []
+        runs = stored_runs(arguments) if arguments.go_on else []
+        done = {(run["row"], run["seed"]) for run in runs}
+        jobs = [job for job in jobs if (job.row, job.seed) not in done]
         for run in finished(jobs, at_once=arguments.at_once, seconds=arguments.seconds):
             runs.append(run)
             print({name: value for name, value in run.items() if name != "losses"}, flush=True)
@@ -90,12 +95,27 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--go-on", action="store_true", help="keep the runs that are stored, make those that are not")
     parser.add_argument("--at-once", type=int, default=2, metavar="N", help="runs that train beside each other")
     parser.add_argument("--seconds", type=float, default=240, help="runs that take longer are not waited for")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--small", action="store_true", help="a tiny model, for trying this on a CPU")
     parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
     return parser.parse_args()
+
+
+def stored_runs(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Those of an earlier call with the same settings, in benchmarks/results or, where it has some, in --out."""
+    folders = [Path(folder) for folder in (arguments.out, RESULTS) if folder]
+    path = next((path for folder in folders if (path := folder / "gpt2_xl_loss.json").is_file()), None)
+    if path is None:
+        return []
+    record = json.loads(path.read_text())
+    for name in ("set", "small"):
+        if record["settings"][name] != getattr(arguments, name):
+            sys.exit(f"{path} was made with --{name} {record['settings'][name]}: its runs are not those of this call")
+    runs: list[dict[str, Any]] = record["runs"]
+    return runs
 
 
 SMALL_SETTINGS = (*SMALL, "model.vocab=256", "train.max_steps=22", "schedule.warmup_steps=2", "precision.simulate=true")
@@ -148,6 +168,7 @@ def run(job: Job, may_begin: Any, results: Any) -> None:
             "held_out_loss": held_out,
             "built_s": built_s,
             "trained_s": time.monotonic() - began,
+            "ended_at": time.strftime("%Y-%m-%d %H:%M"),
             "losses": losses,
         }
     )
@@ -180,19 +201,15 @@ def finished(jobs: Sequence[Job], *, at_once: int, seconds: float) -> Iterator[d
     for process in processes:
         process.start()
     try:
-        waiting = list(turns)
         while True:
-            busy = [
-                process for process, turn in zip(processes, turns, strict=True) if turn.is_set() and process.is_alive()
-            ]
-            for turn in waiting[: max(at_once - len(busy), 0)]:
+            at_work = [process for process, turn in zip(processes, turns, strict=True) if turn.is_set()]
+            num_busy = sum(process.is_alive() for process in at_work)
+            for turn in turns[len(at_work) :][: max(at_once - num_busy, 0)]:
                 turn.set()
-                waiting.remove(turn)
-            is_over = not waiting and not busy
             try:
                 yield results.get(timeout=0.5)
             except queue.Empty:
-                if is_over or time.monotonic() > end:
+                if time.monotonic() > end or not any(process.is_alive() for process in processes):
                     return
     finally:
         for process in processes:
@@ -205,7 +222,7 @@ def verdicts(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     for measure in MEASURES:
         values = {row: {run["seed"]: run[measure] for run in runs if run["row"] == row} for row in ROWS}
         fp32, split = values["fp32"], values["split"]
-        if len(fp32) < 2 or not (pairs := sorted(fp32.keys() & split.keys())):
+        if not (pairs := sorted(fp32.keys() & split.keys())):
             continue
         spread = max(fp32.values()) - min(fp32.values())
         differences = {seed: split[seed] - fp32[seed] for seed in pairs}
@@ -216,7 +233,7 @@ def verdicts(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             "fp32_spread": spread,
             "differences": differences,
             "largest_difference": largest,
-            "verdict": "within" if largest <= spread else "outside",
+            "verdict": "too few seeds" if len(pairs) < FEWEST_SEEDS else "within" if largest <= spread else "outside",
         }
     return found
 
