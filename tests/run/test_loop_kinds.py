@@ -344,7 +344,6 @@ def test_a_graph_as_a_sparse_matrix_trains_in_simulated_formats(precision: str) 
 
 def test_a_rollback_takes_teacher_state_and_the_loss_functions_weights_along_but_no_other_network() -> None:
     student, teacher, rival, carried = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), Carried()
-    teacher.requires_grad_(False)
     spread = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([*student.parameters(), spread], 0.1, fused=True)
 
@@ -360,7 +359,7 @@ def test_a_rollback_takes_teacher_state_and_the_loss_functions_weights_along_but
 
     def loss(x: Tensor) -> Tensor:
         carried.state = (carried.state[: len(x)] + x).detach()
-        return F.mse_loss(student(x), teacher(x)) * torch.exp(-spread) + spread + rival(x).mean() * 0
+        return F.mse_loss(student(x), teacher(x).detach()) * torch.exp(-spread) + spread + rival(x).mean() * 0
 
     def state() -> list[Tensor]:
         return [t.detach().clone() for t in (*student.parameters(), *teacher.parameters(), spread, carried.state)]
@@ -374,3 +373,33 @@ def test_a_rollback_takes_teacher_state_and_the_loss_functions_weights_along_but
         over(step, loss, [NAN[:1], NAN[:1]])
     assert all(map(torch.equal, at_step[6], state()))
     assert rival.weight.min() > 8
+
+
+# --- a loss of something else ---
+
+
+def test_a_loss_whose_gradients_reach_no_trained_parameter_is_refused() -> None:
+    tensor = torch.zeros(4, requires_grad=True)
+    model = nn.ParameterList([tensor])  # wraps it in another Parameter
+    step = hs.Step(model, sgd(model), "fp32")
+    with pytest.raises(ConfigError, match="no gradient reached"):
+        step(lambda x: (x - tensor).square().mean(), [X])
+    assert step(lambda x: (x - model[0]).square().mean(), [X]).committed
+    assert step.attempted == 1
+
+
+def test_a_window_that_counts_for_nothing_is_dropped_and_not_refused() -> None:
+    model, step = made()
+    assert not step(lambda x: (F.mse_loss(model(x), x), 0), [X]).committed
+
+
+def test_torchs_averaged_model_moves_with_good_steps_only() -> None:
+    model = nn.Linear(4, 4)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    step = hs.Step(model, sgd(model), "fp32", also=[average], on_commit=average.update_parameters)
+    for k, x in enumerate([NAN, X, X, NAN, X]):
+        before = copy.deepcopy(average.state_dict())
+        step(loss_of(model), [x])
+        same = all(torch.equal(before[name], value) for name, value in average.state_dict().items())
+        assert same is (k in (0, 3))
+    assert int(average.n_averaged) == 3

@@ -260,9 +260,12 @@ class Step:
         with explained(), contextlib.ExitStack() as watched:
             if self._capsules is not None:
                 watched.enter_context(self._capsules.around(self.attempted, batches))
-            if self._loss.is_new(loss_fn):
+            if is_new := self._loss.is_new(loss_fn):
                 watched.enter_context(self._strangers.noticed(loss_fn))
-            return self._step.compute(checked, batches)
+            facts = self._step.compute(checked, batches)
+            if is_new:
+                self._loss.refuse_unreached()
+            return facts
 
     def commit(self, facts: Facts) -> None:
         """The second half: the optimizers step, or everything stays as it was."""

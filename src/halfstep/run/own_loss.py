@@ -48,6 +48,7 @@ class OwnLoss:
         self.step = step
         self.known: set[object] = set()  # loss functions that were looked at; of a lambda written in the loop, its code
         self.last: LossFn | None = None
+        self.weighs = False  # whether a batch of this window counts
         self.overflow: Tensor | None = None  # whether a gradient taken inside the loss function was not finite
 
     def checked(self, loss_fn: LossFn, *, is_alone: bool) -> LossFn:
@@ -57,7 +58,7 @@ class OwnLoss:
                 why="there is no gradient to train on",
                 fix="call it outside; evaluation needs no step",
             )
-        self.last, kind = loss_fn, _kind(loss_fn)
+        self.last, self.weighs, kind = loss_fn, False, _kind(loss_fn)
         if not self.known and torch.is_autocast_enabled(self.step.device.type):
             warn_user(
                 "the step was called inside torch.autocast: it enters autocast by itself, and backward and optimizer "
@@ -67,6 +68,7 @@ class OwnLoss:
         def loss_of(batch: Batch) -> tuple[Tensor, Weight]:
             self.overflow = None
             loss, weight = loss_and_weight(loss_fn(batch), batch, is_alone=is_alone)
+            self.weighs = self.weighs or isinstance(weight, Tensor) or weight != 0
             if kind not in self.known:
                 self._look_closely(loss, weight)
                 self.known.add(kind)
@@ -75,6 +77,16 @@ class OwnLoss:
             return loss, weight
 
         return loss_of
+
+    def refuse_unreached(self) -> None:
+        """After a first window: its gradients have gone elsewhere, and training would go on without any effect."""
+        if self.weighs and all(p.grad is None for p in self.step.trained_parameters()):
+            self.step.abandon()
+            raise ConfigError(
+                "no gradient reached a parameter that this step trains",
+                why="the loss is of another network, of a copy, or of a tensor that was wrapped in a Parameter",
+                fix="compute it with the very parameters that the optimizer holds",
+            )
 
     def is_new(self, loss_fn: LossFn) -> bool:
         return _kind(loss_fn) not in self.known

@@ -323,7 +323,8 @@ def _refuse_uninitialised(places: Places) -> None:
 
 
 def _is_trained(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.requires_grad
+    """Whether it has had a gradient: an average may require one and never get it."""
+    return tensor is not None and tensor.is_leaf and tensor.grad is not None
 
 
 def _has_plain_storage(tensor: Tensor | None) -> bool:
