@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -97,13 +98,18 @@ def test_a_run_is_evaluated_and_used(tmp_path: Path, clips: Path, capsys: pytest
     for t in range(2):
         Image.fromarray(video[t]).save(tmp_path / "frames" / f"{t:08d}_image.png")
         Image.fromarray(video[t, ..., 0]).save(tmp_path / "frames" / f"{t:08d}_mask_00.png")
+    for t, part in itertools.product(range(2), ("frames", "masks")):
+        (tmp_path / "cut 1" / part).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(video[t]).save(tmp_path / "cut 1" / part / f"{t}.png")
     shard = next(clips.glob("*validation*.tar"))
-    asked = [tmp_path / "a.npy", tmp_path / "frames", shard]
+    asked = [tmp_path / "a.npy", tmp_path / "frames", tmp_path / "cut 1", shard]
     made = predict(run, asked, report=RunReport(run, quiet=True), wishes=Wishes(out=tmp_path / "out"))
     assert not made.failed
     assert np.load(tmp_path / "out" / "a_slots.npy").shape == (3, 32, 48)
     assert (tmp_path / "out" / "frames.gif").exists()
     assert len(np.load(tmp_path / "out" / "frames_slots.npy")) == 2, "masks are no frames"
+    assert len(np.load(tmp_path / "out" / "cut 1_slots.npy")) == 2
+    assert not list((tmp_path / "out").glob("*masks*"))
     assert (tmp_path / "out" / shard.stem / "000001.gif").exists()
 
 

@@ -93,6 +93,13 @@ class FrameFolders:
         return [path for folder in self._folders for path in folder.frames]
 
 
+def is_mask(path: Path) -> bool:
+    """Whether a picture is a mask of frames beside it, and no frame."""
+    folder = path.parent
+    has_frames = folder.name in MASK_FOLDERS and any((folder.parent / name).is_dir() for name in FRAME_FOLDERS)
+    return has_frames or STEVE_MASK.match(path.stem) is not None
+
+
 def _subfolders(root: Path) -> list[Path]:
     refuse_missing(root)
     return [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]

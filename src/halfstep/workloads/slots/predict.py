@@ -1,6 +1,6 @@
 """Slots of videos: for each a gif and a sheet, and slot numbers as an array.
 
-Pictures are frames: those of one folder are one video, in their natural order; STEVE's masks beside them are none.
+Pictures are frames: those of one folder are one video, in their natural order; masks beside them are none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from halfstep.data.clips import crop_box
 from halfstep.data.files import PICTURES, BadFiles, load_array
-from halfstep.data.frame_folders import STEVE_MASK
+from halfstep.data.frame_folders import FRAME_FOLDERS, is_mask
 from halfstep.data.images import read_image
 from halfstep.data.loader import Batch
 from halfstep.data.video_layouts import VIDEO_ENDINGS, read_frames, video_facts
@@ -59,7 +59,7 @@ class SlotPredictor:
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
         """One for each file; frames of a folder share theirs."""
         assert wishes.out is not None
-        inputs = [item for item in inputs if not STEVE_MASK.match(item.path.stem)] or inputs
+        inputs = [item for item in inputs if not is_mask(item.path)] or inputs
         bar.total = len(inputs)
         for _, grouped in groupby(inputs, key=lambda item: item.path.parent if _is_frame(item) else item.path):
             items = list(grouped)
@@ -104,8 +104,7 @@ def _videos(items: list[Input]) -> Iterator[tuple[Path, Array]]:
     """Names without endings, and frames (T, H, W, 3) uint8."""
     item = items[0]
     if _is_frame(item):
-        named = item.name.parent if item.name.parent.name else Path(item.path.resolve().parent.name)
-        yield named, _stacked([_frame(entry.path) for entry in items], item.path.parent)
+        yield _name_of(item), _stacked([_frame(entry.path) for entry in items], item.path.parent)
     elif item.path.suffix.lower() == ".tar":
         shard = ShardVideos(item.path.parent, item.path.name, bad_files=BadFiles("error"))
         for index, video in enumerate(shard.videos):
@@ -119,6 +118,14 @@ def _videos(items: list[Input]) -> Iterator[tuple[Path, Array]]:
     else:
         count, _ = video_facts(item.path)
         yield item.name.with_suffix(""), read_frames(item.path, 0, count)
+
+
+def _name_of(item: Input) -> Path:
+    """Of the folder with the frames; `frames/` inside a video's folder has that one's."""
+    inside, up = item.name.parent, 0
+    if inside.name in FRAME_FOLDERS:
+        inside, up = inside.parent, 1
+    return inside if inside.name else Path(item.path.resolve().parents[up].name)
 
 
 def _frame(path: Path) -> Array:
