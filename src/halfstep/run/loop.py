@@ -56,9 +56,7 @@ class Loop:
             parts.guard.make_again = self._make_again
             if parts.recorder is not None:
                 parts.guard.look_early = parts.recorder.look_early
-        self.throughput = Throughput()
-        self.waiting = Waiting()
-        self.num_samples = 0
+        self.throughput, self.waiting, self.num_samples = Throughput(), Waiting(), 0
         self._is_asked = False
         """Whether a process of several was asked to stop, as all of them have read in the facts of the same step."""
         self._num_posts = 0
@@ -192,8 +190,7 @@ class Loop:
         return made
 
     def _after_step(self, samples: int, waiting: Waiting) -> None:
-        parts, train = self.parts, self.parts.config.train
-        attempted = parts.step.attempted
+        parts, attempted, every = self.parts, self.parts.step.attempted, self.parts.config.train.checkpoint_every
         self.num_samples += samples
         self.throughput.add(samples)
         self.journal.stepped(attempted, self.throughput.per_s(), waiting)
@@ -202,7 +199,7 @@ class Loop:
         if parts.snapshots is not None and parts.snapshots.due(attempted):
             parts.guard.let_go()
             parts.snapshots.take(parts.model, parts.step)
-        if train.checkpoint_every and attempted % train.checkpoint_every == 0:
+        if every and attempted % every == 0:
             self.save()
         if self._must_leave:
             self._leave()
@@ -289,8 +286,8 @@ class Loop:
         parts, train = self.parts, self.parts.config.train
         epoch, is_whole = self.position.epoch, self.position.batch >= len(parts.train_loader)
         in_turn = not self._by_steps and (epoch + 1) % train.validate_every == 0
-        is_due = in_turn or self.is_over or epoch + 1 == train.epochs
-        is_due = is_due and self.validated_at != parts.step.attempted
+        is_last = self.is_over or epoch + 1 == train.epochs
+        is_due = (in_turn or is_last) and self.validated_at != parts.step.attempted
         is_best = is_due and len(parts.val_loader) > 0 and self._validate(epoch, in_turn=in_turn and is_whole)
         # Only now: a run that ends while it validates, validates again when it is resumed.
         if is_whole:

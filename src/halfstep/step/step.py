@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -121,13 +122,8 @@ class Step:
 
     def windows(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
         """Groups of `accumulate` micro-batches; the last partial group still steps."""
-        window: list[Batch] = []
-        for batch in batches:
-            window.append(batch)
-            if len(window) == self.accumulate:
-                yield window
-                window = []
-        if window:
+        left = iter(batches)
+        while window := list(islice(left, self.accumulate)):
             yield window
 
     def __call__(self, loss_fn: LossFn, window: Window) -> Facts:
