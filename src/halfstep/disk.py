@@ -29,7 +29,8 @@ def write_whole(path: Path, text: str) -> None:
         hidden.replace(path)
         flush(path.parent)
     except OSError as error:
-        hidden.unlink(missing_ok=True)
+        with suppress(OSError):
+            hidden.unlink()
         raise CheckpointError(
             f"cannot write {path}: {error.strerror}",
             why="nothing was overwritten",

@@ -79,6 +79,8 @@ def test_a_run_is_running_while_its_process_lives_and_stopped_afterwards(
         assert run.stdout.readline() == "held\n"
         assert "running, last record" in look(capsys, str(tmp_path), "--once")[1]
         run.kill()
+    assert "before its first checkpoint" in json.loads(look(capsys, str(tmp_path), "--json")[1])["state"]
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     assert f"train --resume {tmp_path}" in json.loads(look(capsys, str(tmp_path), "--json")[1])["state"]
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "summary.json").write_text('{"metric": "iou"}')

@@ -144,6 +144,25 @@ def test_a_run_that_has_not_ended_is_shown_as_such(tmp_path: Path) -> None:
     assert "has not ended" in page(str(run), "--out", str(tmp_path / "page.html"))
 
 
+def test_a_run_killed_before_its_first_record_has_a_page_too(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("workload: unet\n")
+    with pytest.raises(SystemExit) as end:
+        main(["report", str(tmp_path)])
+    assert not end.value.code
+    text = (tmp_path / "report" / "report.html").read_text()
+    assert "has not ended" in text
+    assert "Nothing is on record." in text
+
+
+def test_where_it_cannot_be_written_another_place_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = written_run(tmp_path / "run")
+    (run / "report" / "report.html").mkdir()
+    with pytest.raises(SystemExit) as end:
+        main(["report", str(run)])
+    assert end.value.code == 2
+    assert "--out FILE.html" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "said"), [("nowhere", "is not a folder"), ("empty", "is not a run"), ("damaged", "cannot be read")]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import webbrowser
 from pathlib import Path
 from typing import Annotated
@@ -54,9 +55,16 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
         records = [read_run(path) for path in runs]
         page = page_of_runs(records, [_memory(path) for path in runs])
     place = out or runs[0] / "report" / "report.html"
-    if not place.parent.is_dir():
+    if out is None:
+        with contextlib.suppress(OSError):  # what is written next says why
+            place.parent.mkdir(exist_ok=True)
+    elif not place.parent.is_dir():
         raise ConfigError(f"{place.parent} is not a folder", fix="make it first, or choose another --out")
-    write_whole(place, page)
+    try:
+        write_whole(place, page)
+    except CheckpointError as error:
+        error.fix = "a place with room that you may write to: --out FILE.html"
+        raise
     return place
 
 

@@ -81,7 +81,9 @@ def _state(run: RunRecord) -> str:
     if run.has_ended and not is_live:  # a resumed run still has the summary of its first end
         return "ended"
     if is_live is False:
-        return f"stopped or killed; go on with: {suggested('train', '--resume', run.path)}"
+        if any(run.path.glob("checkpoints/step-*")):
+            return f"stopped or killed; go on with: {suggested('train', '--resume', run.path)}"
+        return "stopped or killed before its first checkpoint"
     if not file.exists():
         return "starting"
     seconds = max(time.time() - file.stat().st_mtime, 0)

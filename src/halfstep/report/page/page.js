@@ -66,7 +66,7 @@ function draw(svg, data, view) {
     svg.append(element("line", {class: "grid", x1: LEFT, x2: W - RIGHT, y1: at, y2: at}));
     svg.append(element("text", {x: LEFT - 6, y: at + 4, "text-anchor": "end"}, labels[k]));
   }
-  const steps = ticks(view.low, view.high, 5);
+  const steps = ticks(view.low, view.high, 5).filter(v => data.x !== "step" || Number.isInteger(v));
   for (const [k, label] of told(steps).entries()) {
     svg.append(element("text", {x: x(steps[k]), y: H - 10, "text-anchor": "middle"}, label));
   }
