@@ -13,6 +13,7 @@ from halfstep.cli.compare import seconds_of
 from halfstep.cli.main import main
 from halfstep.cli.report import comparison_page
 from halfstep.errors import CheckpointError, ConfigError
+from halfstep.report.comparison_view import comparison_columns
 from halfstep.run.train import train
 from halfstep.use.compare import Comparison, Request, open_comparison, seconds_to_quality, settings_of
 from halfstep.use.compare_run import STRICT, Outcome, Row, one_run
@@ -83,7 +84,7 @@ def test_a_budget_ends_it_before_the_last_look(tmp_path: Path, capsys: pytest.Ca
         capsys, MOONS, *SMALL, *TWO, "--margin", "0.1", "--budget", "0.01s", "--out", str(tmp_path / "c")
     )
     assert code == 1
-    assert "the budget of 0.01 s is spent" in text
+    assert "the budget of 0.01 s is spent (--resume with a larger --budget goes on)" in text
     assert "5 are the fewest" in text
 
 
@@ -213,6 +214,25 @@ def test_time_to_the_same_quality_is_the_first_validation_at_the_baselines_end_l
     comparison = Comparison(request=Request(target="x", overrides=(), rows=rows), margin=0.05, runs=runs)
     assert seconds_to_quality(comparison, comparison.outcomes("b")) == [1.0, None]
     assert seconds_to_quality(comparison, comparison.outcomes("a")) == [2.0, 2.0]
+
+
+def test_the_median_time_to_quality_counts_the_seeds_that_never_get_there() -> None:
+    rows = tuple(Row(name=name, overrides=()) for name in ("a", "b"))
+    curves = [[0.9], [0.1, 0.9], [0.1, 0.1, 0.9], [0.1]]
+    runs = [timed(row, seed, curve if row == "b" else [0.9]) for row in "ab" for seed, curve in enumerate(curves)]
+    comparison = Comparison(request=Request(target="x", overrides=(), rows=rows), margin=0.05, runs=runs)
+    line = lines_of(comparison)[1]
+    assert (line.to_quality_s, line.not_reached) == (2.5, 1), "between the second and the third of four"
+
+
+def test_what_a_budget_cut_off_counts_for_nothing_and_small_metrics_show_their_deviation() -> None:
+    rows = tuple(Row(name=name, overrides=()) for name in ("a", "b"))
+    runs = [timed(row, seed, [1e-4 + 1e-6 * seed]) for row in "ab" for seed in range(5)]
+    request = Request(target="x", overrides=(), rows=rows)
+    whole = Comparison(request=request, margin=0.05, runs=runs)
+    cut = Comparison(request=request, margin=0.05, runs=[*runs, timed("a", 5, [0.5])])
+    assert [line.values for line in lines_of(cut)] == [line.values for line in lines_of(whole)]
+    assert comparison_columns(lines_of(cut), "mse")["mse"] == 2 * ["0.0001020 ± 0.0000016"]
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,11 @@ def comparison_columns(lines: Sequence[Line], metric: str) -> dict[str, list[str
         "money/run": [_number(line.money) for line in lines],
     }
     columns |= measured
-    columns[metric] = [_spread(line.values) for line in lines]
-    columns["difference"] = [_interval(line.interval) for line in lines]
+    spreads = [statistics.stdev(line.values) for line in lines if len(line.values) > 1]
+    columns[metric] = [_spread(line.values, decimals(spreads)) for line in lines]
+    bounds = [line.interval for line in lines if line.interval is not None]
+    places = decimals([high - low for low, high in bounds])
+    columns["difference"] = [_interval(line.interval, places) for line in lines]
     columns["time to\nsame quality"] = [_quality(line) for line in lines]
     columns["verdict"] = [line.verdict for line in lines]
     # A column that nobody could measure says nothing.
@@ -108,15 +111,21 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def _spread(values: Sequence[float]) -> str:
+def decimals(spreads: Sequence[float]) -> int:
+    """Places in which the smallest of them shows two digits: four at least, eight at most."""
+    smallest = min((spread for spread in spreads if 0 < spread < math.inf), default=1.0)
+    return min(max(4, 1 - math.floor(math.log10(smallest))), 8)
+
+
+def _spread(values: Sequence[float], places: int) -> str:
     if not values or not all(map(math.isfinite, values)):
         return "no metric" if values else "no run"
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):.4f} ± {deviation:.4f}"
+    return f"{statistics.mean(values):.{places}f} ± {deviation:.{places}f}"
 
 
-def _interval(bounds: tuple[float, float] | None) -> str:
-    return "" if bounds is None else f"{bounds[0]:+.4f} … {bounds[1]:+.4f}"
+def _interval(bounds: tuple[float, float] | None, places: int) -> str:
+    return "" if bounds is None else f"{bounds[0]:+.{places}f} … {bounds[1]:+.{places}f}"
 
 
 def _quality(line: Line) -> str:

@@ -117,6 +117,10 @@ class Comparison:
         """In the order of their seeds, which is how they pair."""
         return sorted((run for run in self.runs if run.row == row), key=lambda run: run.seed)
 
+    def paired(self, row: str) -> list[Outcome]:
+        """Those of the seeds that all rows have: what a budget or Ctrl-C cut off counts for nothing."""
+        return self.outcomes(row)[: self.whole_seeds()]
+
     def whole_seeds(self) -> int:
         """Seeds with a run of every row."""
         seeds = [{run.seed for run in self.runs if run.row == row.name} for row in self.request.rows]
@@ -125,8 +129,7 @@ class Comparison:
     def verdicts(self) -> dict[str, Verdict]:
         """Each row against the baseline, over the seeds that all rows have."""
         assert self.margin is not None
-        count = self.whole_seeds()
-        values = {row.name: [run.value for run in self.outcomes(row.name)[:count]] for row in self.request.rows}
+        values = {row.name: [run.value for run in self.paired(row.name)] for row in self.request.rows}
         baseline = values.pop(self.request.baseline.name)
         return verdicts(baseline, values, self.margin, looks=self.request.looks)
 
@@ -203,7 +206,7 @@ def _run(folder: Path, comparison: Comparison, say: Say) -> None:
         _fix_margin(folder, comparison, say)
     for count in comparison.request.looks:
         if not runs.paired(count):
-            return _end(folder, comparison, f"{runs.budget} is spent")
+            return _end(folder, comparison, f"{runs.budget} is spent (--resume with a larger --budget goes on)")
         if all(verdict.is_settled for verdict in comparison.verdicts().values()):
             return _end(folder, comparison, f"every row is settled with {counted(count, 'seed')}")
     return _end(folder, comparison, f"{counted(comparison.request.looks[-1], 'seed')} were asked for")
@@ -317,7 +320,7 @@ def why_wide(comparison: Comparison) -> str:
 def seconds_to_quality(comparison: Comparison, runs: Sequence[Outcome]) -> list[float | None]:
     """When each of these runs first was as good as the baseline ends, less the margin; None: never."""
     assert comparison.margin is not None
-    finals = [run.value for run in comparison.outcomes(comparison.request.baseline.name) if math.isfinite(run.value)]
+    finals = [run.value for run in comparison.paired(comparison.request.baseline.name) if math.isfinite(run.value)]
     if not finals:
         return []
     sign = 1 if comparison.mode == "max" else -1

@@ -22,14 +22,15 @@ def lines_of(comparison: Comparison) -> list[Line]:
 
 
 def _line(comparison: Comparison, row: str, verdict: Verdict | None) -> Line:
-    runs = comparison.outcomes(row)
+    runs, paired = comparison.outcomes(row), comparison.paired(row)
     # Beside others, or in a format that is only simulated, a run says nothing about time or memory.
     alone = [run for run in runs if run.alone and run.summary and not run.summary["simulated"]]
     seconds, per_sample = _median(alone, "elapsed_s"), _median(alone, "trained_s", per="samples")
     price = comparison.request.price
     is_simulated = any(run.summary.get("simulated") for run in runs)
     times = [] if is_simulated else seconds_to_quality(comparison, [run for run in runs if run.alone])
-    reached = [time for time in times if time is not None]
+    # The median over all seeds: where half of them never get there, neither does the median.
+    to_quality_s = statistics.median(math.inf if time is None else time for time in times) if times else math.inf
     does_not_fit = any(run.end == OUT_OF_MEMORY for run in runs)
     return Line(
         name=row,
@@ -39,13 +40,12 @@ def _line(comparison: Comparison, row: str, verdict: Verdict | None) -> Line:
         largest_batch=_largest_batch(comparison, alone),
         joules=_median(alone, "joules"),
         money=None if price is None or seconds is None else price * seconds / 3600,
-        values=[run.value for run in runs],
+        values=[run.value for run in paired],
         verdict=OUT_OF_MEMORY if does_not_fit else _word(verdict, is_wide=bool(why_wide(comparison))),
         interval=None if verdict is None or math.isnan(verdict.mean) else (verdict.low, verdict.high),
-        # The median over all seeds: where half of them never get there, neither does the median.
-        to_quality_s=statistics.median(reached) if len(reached) * 2 > len(times) else None,
-        not_reached=len(times) - len(reached),
-        curves=[[(step, value) for step, _, value in run.curve] for run in runs],
+        to_quality_s=to_quality_s if math.isfinite(to_quality_s) else None,
+        not_reached=times.count(None),
+        curves=[[(step, value) for step, _, value in run.curve] for run in paired],
     )
 
 
@@ -74,7 +74,8 @@ def _median(runs: Sequence[Outcome], key: str, *, per: str = "") -> float | None
 def notes_of(comparison: Comparison) -> list[str]:
     """What a reader must know to believe the table."""
     request, margin = comparison.request, comparison.margin
-    notes = [f"margin {margin:.4g} in {comparison.metric}: {comparison.margin_from}"]
+    better = "" if comparison.mode == "max" else " (lower is better)"
+    notes = [f"margin {margin:.4g} in {comparison.metric}{better}: {comparison.margin_from}"]
     if wide := why_wide(comparison):
         notes.append(wide)
     looks = ", ".join(map(str, request.looks))
