@@ -138,10 +138,20 @@ def test_networks_that_train_in_turn_have_a_curve_each(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_run_that_has_not_ended_is_shown_as_such(tmp_path: Path) -> None:
+def test_a_run_that_has_not_ended_is_shown_as_such_with_the_metric_so_far(tmp_path: Path) -> None:
     run = written_run(tmp_path / "run")
     (run / "report" / "summary.json").unlink()
     assert "has not ended" in page(str(run), "--out", str(tmp_path / "page.html"))
+    assert "iou" in {chart.title for chart in charts_of([read_run(run)])}
+
+
+def test_runs_with_other_metrics_have_a_chart_of_each(tmp_path: Path) -> None:
+    other = written_run(tmp_path / "other")
+    for name in ("metrics.jsonl", "report/summary.json"):
+        (other / name).write_text((other / name).read_text().replace('"iou"', '"psnr"'))
+    charts = {chart.title: chart for chart in charts_of([read_run(written_run(tmp_path / "run")), read_run(other)])}
+    assert [line.name for line in charts["iou"].series] == ["run validation"]
+    assert [line.name for line in charts["psnr"].series] == ["other validation"]
 
 
 def test_a_run_killed_before_its_first_record_has_a_page_too(tmp_path: Path) -> None:
@@ -180,10 +190,17 @@ def test_a_real_browser_draws_the_curves(tmp_path: Path) -> None:
     page(str(written_run(tmp_path / "run")), "--out", str(tmp_path / "page.html"))
     browser = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
                "--virtual-time-budget=2000"]  # fmt: skip
+    pressed = """<script>const svg = document.querySelector("figure svg"), seen = () => svg.querySelector(".series")
+        .getAttribute("d"), whole = seen(); svg.focus();
+        const press = key => document.activeElement.dispatchEvent(new KeyboardEvent("keydown", {key}));
+        press("+"); const zoomed = seen(); press("ArrowRight"); const moved = seen(); press("0");
+        document.body.dataset.keys = [zoomed !== whole, moved !== zoomed, seen() === whole];</script>"""
+    (tmp_path / "page.html").write_text((tmp_path / "page.html").read_text() + pressed)
     url = (tmp_path / "page.html").as_uri()
     shown = subprocess.run([*browser, "--dump-dom", url], capture_output=True, text=True, timeout=60, check=True).stdout
     assert shown.count('class="series"') >= 6, "lines are drawn by the page's script"
     assert "validation</span>" in shown, "the legend is filled in"
+    assert 'data-keys="true,true,true"' in shown, "+ zooms, arrows pan, 0 shows all"
     picture = tmp_path / "shot.png"
     subprocess.run([*browser, f"--screenshot={picture}", url], capture_output=True, timeout=60, check=True)
     assert np.asarray(Image.open(picture).convert("L")).std() > 5, "not a blank page"

@@ -24,7 +24,7 @@ def top_facts(run: RunRecord) -> dict[str, Any]:
     latest: dict[str, Any] = train[-1] if train else {}
     facts: dict[str, Any] = {"run": str(run.path), "state": _state(run)}
     facts |= {key: latest[key] for key in (*RECORDED, *_losses(run)) if latest.get(key) is not None}
-    metric = run.metric or _first_metric(val)
+    metric = run.metric
     if val and metric in val[-1]:
         facts[metric] = val[-1][metric]
     if run.monitor:
@@ -39,7 +39,7 @@ def top_facts(run: RunRecord) -> dict[str, Any]:
 def top_table(run: RunRecord, facts: dict[str, Any]) -> Table:
     """The same for people, with curves."""
     train, val = run.of_kind("train"), run.of_kind("val")
-    metric = run.metric or _first_metric(val)
+    metric = run.metric
     lines = {"run": facts["run"], "state": facts["state"], "step": "none on record yet"}
     if train:
         lines |= {
@@ -89,8 +89,3 @@ def _state(run: RunRecord) -> str:
     seconds = max(time.time() - file.stat().st_mtime, 0)
     known = "running" if is_live else "not known whether it runs"
     return f"{known}, last record {seconds:.0f} s ago"
-
-
-def _first_metric(validations: list[dict[str, Any]]) -> str:
-    skipped = {"kind", "step", "epoch", "loss", "elapsed_s", "best"}
-    return next((name for record in validations for name in record if name not in skipped), "")

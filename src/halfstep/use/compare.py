@@ -143,7 +143,7 @@ def new_comparison(request: Request, out: Path | None) -> tuple[Path, Comparison
     name = re.sub(r"[:/]", "-", configs[request.baseline.name].workload)
     folder = RunFolder.create(str(out) if out else None, f"compare-{name}").path
     comparison = Comparison(request=request, margin=request.margin, settings=_settings(configs))
-    comparison.margin_from = "--margin" if request.margin is not None else ""
+    comparison.margin_from = "given with --margin" if request.margin is not None else ""
     _write(folder, comparison)
     return folder, comparison
 

@@ -56,12 +56,11 @@ class Chart:
 
 def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
     """Those with points, in the order in which a reader asks."""
-    metric = runs[0].metric
     losses = [*_lines(runs, "train", "loss", "train"), *_lines(runs, "val", "loss", "validation")]
-    scores = [*_lines(runs, "val", f"train_{metric}", "train"), *_lines(runs, "val", metric, "validation")]
+    metrics = dict.fromkeys(run.metric for run in runs if run.metric)
     charts = [
         Chart(title="loss", x="step", log=True, series=losses),
-        Chart(title=metric, x="step", series=scores),
+        *(Chart(title=metric, x="step", series=_scores(runs, metric)) for metric in metrics),
         Chart(title="learning rate", x="step", series=[*_lines(runs, "train", "lr")]),
         Chart(title="gradient norm", x="step", log=True, series=[*_lines(runs, "train", "grad_norm")]),
         Chart(title="loss scale", x="step", log=True, series=_moving(_lines(runs, "train", "scale"))),
@@ -70,6 +69,10 @@ def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
     ]
     shown = (replace(chart, series=[line for line in chart.series if line.points]) for chart in charts)
     return [replace(chart, log=chart.log and chart.is_positive) for chart in shown if chart.series]
+
+
+def _scores(runs: Sequence[RunRecord], metric: str) -> list[Series]:
+    return [*_lines(runs, "val", f"train_{metric}", "train"), *_lines(runs, "val", metric, "validation")]
 
 
 def _lines(runs: Sequence[RunRecord], kind: str, key: str, label: str = "") -> Iterable[Series]:

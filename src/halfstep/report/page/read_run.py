@@ -14,6 +14,7 @@ from halfstep.errors import CheckpointError
 from halfstep.report.metrics_file import read
 
 PICTURES = (".png", ".jpg", ".jpeg", ".gif")
+NOT_METRICS = {"kind", "step", "epoch", "loss", "elapsed_s", "best"}
 MOST_SAMPLES = 12
 LARGEST_PICTURE = 4_000_000
 """Bytes: a page is one file, and a mail program opens it."""
@@ -40,7 +41,9 @@ class RunRecord:
 
     @property
     def metric(self) -> str:
-        return str(self.summary.get("metric", ""))
+        """Its headline; of a run that has not ended the first that validation found."""
+        found = (name for record in self.of_kind("val") for name in record if name not in NOT_METRICS)
+        return str(self.summary.get("metric") or next(found, ""))
 
     @property
     def phases(self) -> list[str]:

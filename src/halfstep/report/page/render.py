@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import format_bytes
+from halfstep.errors import format_bytes, suggested
 from halfstep.report.memory_view import COLOURS
 from halfstep.report.page.charts import Chart, charts_of
 from halfstep.report.page.read_run import RunRecord, shown
@@ -172,7 +172,7 @@ def _faults(run: RunRecord) -> str:
     rows = [
         [
             str(e.get("bad_step", e.get("step", ""))),
-            str(e.get("event", "")),
+            str(e.get("event", "")) + (f" ({e['phase']})" if e.get("phase") else ""),
             str(e.get("reason", "")),
             ", ".join(map(str, e.get("files") or e.get("sample_ids") or ()))[:120],
         ]
@@ -180,7 +180,7 @@ def _faults(run: RunRecord) -> str:
     ]
     found = _table(["step", "event", "reason", "samples"], rows) if rows else ""
     capsules = [
-        [c["name"], str(c.get("reason", "")), f"halfstep replay {run.path / 'capsules' / c['name']}"]
+        [c["name"], str(c.get("reason", "")), suggested("replay", run.path / "capsules" / c["name"])]
         for c in run.capsules
     ]
     return found + (_table(["capsule", "reason", "find the cause"], capsules) if capsules else "")
