@@ -1,10 +1,11 @@
 """Which algorithms cuDNN picks for convolutions in strict fp32, by their workspaces: what the memory plan cannot know.
 
-    python benchmarks/convolution_workspaces.py [--seconds 60] [--out DIR]     # on a GPU: asks for each shape
-    python benchmarks/convolution_workspaces.py --write                        # its answers as the plan's table
+    python benchmarks/convolution_workspaces.py [--sides 24,40] [--seconds 60] [--out DIR]   # on a GPU: each shape
+    python benchmarks/convolution_workspaces.py --write                                      # as the plan's table
 
 3x3 convolutions with stride 1 of [n, c, side, side] to k channels. A workspace names its algorithm: none is an implicit
-product, and src/halfstep/tune/planner/convolutions.py has the sizes of the three others.
+product, and src/halfstep/tune/planner/convolutions.py has the sizes of the three others. Stored shapes are not asked
+again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import itertools
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -33,11 +34,11 @@ HEAD = """# cuDNN's choices in strict fp32 on {device}, cuDNN {cudnn}.
 """
 
 
-def shapes() -> list[Shape]:
+def shapes(sides: Sequence[int]) -> list[Shape]:
     """In an order that leaves an even grid where the time is up."""
     found = [
         Shape(n, c, k, side, side, 3)
-        for n, c, k, side in itertools.product(COUNTS, CHANNELS, CHANNELS, SIDES)
+        for n, c, k, side in itertools.product(COUNTS, CHANNELS, CHANNELS, sides)
         if max(c, k) <= 2 * min(c, k) and 4 * n * side**2 * max(c, k) <= MOST_BYTES
     ]
     affordable = [shape for shape in found if work_of(shape) <= MOST_WORK]
@@ -71,16 +72,22 @@ def asked(shape: Shape) -> list[int]:
     return [forward, backward(True, False, False), backward(False, True, False)]
 
 
-def measure(seconds: float, out: str | None) -> None:
+def measure(sides: Sequence[int], seconds: float, out: str | None) -> None:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    began, rows = time.monotonic(), []
-    for shape in shapes():
+    began, version = time.monotonic(), torch.backends.cudnn.version()
+    record = json.loads((RESULTS / "convolution_workspaces.json").read_text())
+    rows = record["rows"] if record["cudnn"] == version else []  # another version chooses otherwise
+    known = {tuple(map(int, row.split()[:4])) for row in rows}
+    missing = [shape for shape in shapes(sides) if shape[:4] not in known]
+    num_asked = 0
+    for shape in missing:
         if time.monotonic() - began > seconds:
             break
-        rows.append(" ".join(map(str, (shape.n, shape.c, shape.k, shape.height, *asked(shape)))))
-    facts = {"cudnn": torch.backends.cudnn.version(), "columns": "n c k side forward d_input d_weight", "rows": rows}
+        rows.append(" ".join(map(str, (*shape[:4], *asked(shape)))))
+        num_asked += 1
+    facts = {"cudnn": version, "columns": "n c k side forward d_input d_weight", "rows": rows}
     store("convolution_workspaces", facts, torch.device("cuda"), out)
-    print(len(rows), "shapes of", len(shapes()))
+    print(num_asked, "shapes of", len(missing))
 
 
 def write() -> None:
@@ -98,6 +105,7 @@ def write() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sides", default=",".join(map(str, SIDES)))
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--out")
     parser.add_argument("--write", action="store_true")
@@ -105,7 +113,7 @@ def main() -> None:
     if given.write:
         write()
     else:
-        measure(given.seconds, given.out)
+        measure([int(side) for side in given.sides.split(",")], given.seconds, given.out)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-SIDES = (7, 14, 16, 28, 32, 48, 56, 64, 96, 128, 192, 256, 512)
+SIDES = (7, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512)
 COMPLEX_BYTES, FLOAT_BYTES = 8, 4
 TILE_FREQUENCIES = 32 * 17
 """Of a tile of 32 x 32 real numbers."""
