@@ -38,8 +38,11 @@ class Transformer(nn.Module):
         self.layers, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(DIM, 3)
 
     def forward(self, image: Tensor) -> Tensor:
-        x, mask = image.flatten(2).transpose(1, 2).repeat(1, 1, DIM // 2), torch.zeros(64, 64).triu(1)
-        entropy = torch.zeros(())
+        x, mask = (
+            image.flatten(2).transpose(1, 2).repeat(1, 1, DIM // 2),
+            torch.zeros(64, 64, device=image.device).triu(1),
+        )
+        entropy = image.new_zeros(())
         for layer in self.layers:
             x, more = layer(x, mask=mask)
             entropy = entropy + more["weights"].square().mean()
@@ -195,7 +198,10 @@ class CheckpointedNet(Transformer):
     def forward(self, image: Tensor) -> Tensor:
         from torch.utils.checkpoint import checkpoint
 
-        x, mask = image.flatten(2).transpose(1, 2).repeat(1, 1, DIM // 2), torch.zeros(64, 64).triu(1)
+        x, mask = (
+            image.flatten(2).transpose(1, 2).repeat(1, 1, DIM // 2),
+            torch.zeros(64, 64, device=image.device).triu(1),
+        )
         for layer in self.layers:
             x, _ = checkpoint(layer, x, mask=mask, use_reentrant=False)
         return self.head(x.mean(1))
