@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halfstep.align.findings import Finding
-from halfstep.align.lint.amp import Amp, rescales_gradients
+from halfstep.align.lint.amp import Amp, passed, rescales_gradients
 from halfstep.align.lint.flow import Event, Trace
 from halfstep.align.lint.syntax import dotted_name, is_constant, keyword, last, names_in
 
 MASK_WORDS = ("mask", "valid", "num_tokens", "n_tokens", "ntokens", "token_count")
 ACCUMULATION_WORDS = ("accum", "micro")
 MICRO_WORDS = ("micro_batch", "microbatch", "micro_batches", "chunks", "minibatches", "mini_batches")
+WEIGHT = re.compile(
+    r"weight|lambda|alpha|beta|gamma|coef|(^|_)w(_|$)|temp|(^|_)t$|mask|token|outputs|eps", re.IGNORECASE
+)
+"""In the name of what weighs a term of the loss, or counts its elements."""
+RATE = re.compile(r"(^|_|\.)(lr|rate|grad)", re.IGNORECASE)
 WRAPPERS = ("enumerate", "tqdm", "trange", "zip", "list")
 
 
@@ -33,11 +39,12 @@ def find(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces:
         yield from gated_engine(amp, trace)
         yield from divided_twice(amp, trace)
+        yield from never_gathered(amp, trace)
         for window in (*windows(trace), *inner_windows(amp, trace)):
             chain = loss_chain(trace, window.backward)
-            divided = any(divides(event.node) for event in chain) or divides(window.backward.node)
-            divided = divided or any(map(rescales_gradients, trace.events))
-            if chain and not divided and not uses_length(trace, window) and last(window.length) not in amp.divisors:
+            steps = [*(event.node for event in chain), window.backward.node]
+            divided = any(divides(amp, node, window) for node in steps) or any(map(rescales_gradients, trace.events))
+            if chain and not divided and not hands_over_length(trace, window) and not divided_elsewhere(amp, window):
                 message = f"the loss is not divided by {window.length}: the gradient is that many times too large"
                 fix = f"loss = loss / {window.length} before backward"
                 yield amp.script.finding("accumulation-not-divided", window.backward.node, message, fix=fix)
@@ -82,6 +89,22 @@ def divided_twice(amp: Amp, trace: Trace) -> Iterator[Finding]:
                 return
 
 
+def never_gathered(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """An Accelerator(gradient_accumulation_steps=n) without accumulate(): it divides by n, and steps every time."""
+    if re.search(r"\.accumulate\(|\.no_sync\(|sync_gradients|gradient_state", amp.script.code):
+        return
+    for name, call in ((n, v) for n in amp.accelerators for v in amp.script.values(n) if isinstance(v, ast.Call)):
+        length = keyword(call, "gradient_accumulation_steps")
+        backwards = [e for e in trace.calls("backward") if amp.script.canonical(e.receiver) == name and e.loops]
+        for backward in backwards if length is not None and not is_constant(length, 1) else ():
+            steps = [e for e in trace.calls("step") if e.optimizer and e.loops == backward.loops]
+            if any(e.conditions <= backward.conditions for e in steps):
+                message = f"the loss is divided by {last(ast.unparse(length))}, and nothing gathers: each batch steps"
+                fix = f"with {last(name)}.accumulate(model): around the batch"
+                yield amp.script.finding("stepped-within-window", backward.node, message, fix=fix, related=call)
+                return
+
+
 def divisors_in(node: ast.AST) -> list[ast.expr]:
     """What an expression, or `loss /= n`, divides by."""
     by = [n.right for n in ast.walk(node) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div)]
@@ -120,7 +143,7 @@ def inner_windows(amp: Amp, trace: Trace) -> Iterator[Window]:
         inside = [e for e in trace.events if e.loops[: len(backward.loops)] == backward.loops]
         after = [e for e in trace.calls("step") if e.loops == backward.loops[:-1] and e.index > inside[-1].index]
         steps = [e for e in after if e.optimizer]
-        if steps and not any(e.method in ("step", "zero_grad") for e in inside):
+        if steps and not any(e.method == "zero_grad" or e.optimizer for e in inside):
             seen.add(id(loop))
             yield Window(backward=backward, step=steps[0], test="", length=length)
 
@@ -142,8 +165,9 @@ def counted(loop: ast.For | None) -> str:
 
 def recomputes(amp: Amp, loop: ast.For) -> bool:
     """Whether a pass sees the whole window, `torch.cat` of features kept before (contrastive losses): no mean of N."""
-    names = {dotted_name(call.func).rsplit(".", 1)[-1] for call in amp.script.calls_below(loop)}
-    return bool(names & {"cat", "concat", "concatenate"})
+    joins = [c for c in amp.script.calls_below(loop) if last(dotted_name(c.func)) in ("cat", "concat", "concatenate")]
+    listed = (c.args[0].elts if c.args and isinstance(c.args[0], ast.List) else [ast.Constant(None)] for c in joins)
+    return any(not all(isinstance(part, ast.Name) for part in parts) for parts in listed)
 
 
 def modulus(test: str) -> str:
@@ -167,24 +191,52 @@ def loss_chain(trace: Trace, backward: Event) -> list[Event]:
     return chain
 
 
-def divides(node: ast.AST) -> bool:
-    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div | ast.Mult):
-        return True
-    scaled = (ast.Div, ast.Mult)
-    return any(isinstance(n, ast.BinOp) and isinstance(n.op, scaled) for n in ast.walk(node)) or any(
-        isinstance(n, ast.Call) and getattr(n.func, "attr", "") in ("div", "div_", "mul", "mul_")
-        for n in ast.walk(node)
+def divides(amp: Amp, node: ast.AST, window: Window) -> bool:
+    """Whether the loss may be divided by the window's length here; a term's weight and a mean over tokens are not."""
+    parts = list(ast.walk(node))
+    methods = {getattr(n.func, "attr", "") for n in parts if isinstance(n, ast.Call)}
+    factors = [n for n in parts if isinstance(n, ast.BinOp | ast.AugAssign) and isinstance(n.op, ast.Mult)]
+    by = [side for n in factors for side in ([n.value] if isinstance(n, ast.AugAssign) else [n.left, n.right])]
+    return (
+        bool(methods & {"div", "div_", "mul", "mul_"})
+        or any(may_be_length(amp, divisor, window) for divisor in divisors_in(node))
+        or any(may_be_length(amp, side, window) for side in by if "loss" not in ast.unparse(side).lower())
     )
 
 
-def uses_length(trace: Trace, window: Window) -> bool:
-    """Whether N is used for anything else in the loop, say handed to the function that computes the loss."""
-    name = last(window.length)
-    if name.isdigit():
+def may_be_length(amp: Amp, node: ast.expr, window: Window) -> bool:
+    """Whether a divisor, or a factor, may be the number of micro-batches: by its name, its value, or not known."""
+    text = ast.unparse(node)
+    if last(window.length) in text or any(word in text.lower() for word in ACCUMULATION_WORDS):
+        return True
+    if isinstance(node, ast.Constant) or not isinstance(node, ast.Name | ast.Attribute):
+        counts = "len(" in text and not window.test  # the micro-batches of an inner loop
+        return counts or isinstance(node, ast.Constant) and str(node.value) == window.length
+    values = [v for v in amp.script.values(dotted_name(node)) if v is not node]
+    if window.test and WEIGHT.search(last(text)):
         return False
-    loops = window.backward.loops
-    inside = [e for e in trace.events if e.loops[: len(loops)] == loops]
-    return any(name in ast.unparse(event.node) for event in inside)
+    return not values or any(name in ast.unparse(v) for v in values for name in (last(window.length), "accum", "micro"))
+
+
+def hands_over_length(trace: Trace, window: Window) -> bool:
+    """Whether N is given to a call before backward, say to the function that computes the loss."""
+    name, loops = last(window.length), window.backward.loops
+    before = [e for e in trace.events[: window.backward.index] if e.loops[: len(loops)] == loops]
+    return not name.isdigit() and any(last(given) == name for e in before for given in passed(e))
+
+
+def divided_elsewhere(amp: Amp, window: Window) -> bool:
+    """Whether N divides something in a function that runs no backward itself, or a rate or gradient anywhere."""
+    for node in (n for n in amp.script.nodes if isinstance(n, ast.BinOp | ast.AugAssign) and isinstance(n.op, ast.Div)):
+        by = node.value if isinstance(node, ast.AugAssign) else node.right
+        of = ast.unparse(node.target if isinstance(node, ast.AugAssign) else node.left)
+        if last(ast.unparse(by)) != last(window.length) or "len(" in of:
+            continue
+        home = amp.script.owners.get(id(node), amp.script.tree)
+        trains = any(getattr(call.func, "attr", "") == "backward" for call in amp.script.calls_below(home))
+        if not trains or RATE.search(of):
+            return True
+    return False
 
 
 def masked_means(amp: Amp, chain: list[Event], divided: bool) -> Iterator[Finding]:

@@ -124,12 +124,6 @@ class Amp:
         return {event.method for trace in self.traces for event in trace.events if event.grad_off}
 
     @cached_property
-    def divisors(self) -> set[str]:
-        """Last names of what anything here is divided by; counting steps, `len(loader) / n`, is not a case."""
-        divisions = (n for n in self.script.nodes if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div))
-        return {last(ast.unparse(n.right)) for n in divisions if "len(" not in ast.unparse(n.left)}
-
-    @cached_property
     def steps(self) -> bool:
         """Whether anything is stepped here: a lone backward() only looks at gradients."""
         return any(getattr(call.func, "attr", "") == "step" for call in self.script.calls)
@@ -141,7 +135,9 @@ class Amp:
         return {argument for event in followed for argument in passed(event) if argument}
 
     def is_disabled(self, key: str) -> bool:
-        return any(made.enabled is False for made in self.scalers if same_object(made.key, key))
+        """Whether a scaler is off wherever it is made; one that is off on the CPU alone is not."""
+        made = [made.enabled for made in self.scalers if same_object(made.key, key)]
+        return bool(made) and all(enabled is False for enabled in made)
 
 
 def accelerated(value: ast.expr | None, script: Script) -> str:
@@ -219,7 +215,7 @@ def rescales_gradients(event: Event) -> bool:
     if isinstance(event.node, ast.Call) and RESCALING.search(event.method.lower()):
         return True
     changes = event.method in ("div_", "mul_") or isinstance(event.node, ast.AugAssign)
-    return changes and ".grad" in ast.unparse(event.node)
+    return changes and re.search(r"\.grad\b", ast.unparse(event.node)) is not None
 
 
 def is_scaler_step(event: Event, scaler: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
 from halfstep.align.lint.accumulation import modulus, windows
-from halfstep.align.lint.amp import Amp, is_plain_backward, is_scaled_backward, passed
+from halfstep.align.lint.amp import Amp, is_plain_backward, is_scaled_backward, passed, same_object
 from halfstep.align.lint.flow import Event, Trace
 from halfstep.align.lint.syntax import dotted_name, is_constant, last, names_in, parameters_of
 
@@ -16,8 +16,10 @@ CLEARS = re.compile(
     r"zero_?_?grad|clear_?grad|reset_grad|grad_?zero|closure|\.grad(\.data)?\s*([-+*/]?=[^=]|\.\w+_\()", re.IGNORECASE
 )
 """Whatever could clear a gradient, or change it by hand; reading one clears nothing."""
-MAY_CLEAR = re.compile(r"zero|clear|reset|train|optim|step_|_step", re.IGNORECASE)
-"""In the name of a function of another file that may clear gradients."""
+MAY_CLEAR = re.compile(r"zero(?!s)|clear|reset(?!$)|train(?!$|ed|ing)|optim|step_|_step", re.IGNORECASE)
+"""In the name of a function of another file that may clear gradients; `meter.reset()` and `model.train()` do not."""
+ONLY_READS = re.compile(r"save|checkpoint|(^|_)lr(_|$)|sched|log|print|item", re.IGNORECASE)
+"""In the name of a function that is given the optimizer and leaves its gradients alone."""
 FIRST = re.compile(r"(\w+) == 0")
 """Holds in a loop's first iteration alone."""
 WINDOW_WORDS = ("accum", "micro", "virtual", "update_freq", "iter_size", "grad")
@@ -35,7 +37,9 @@ def never_cleared(amp: Amp, trace: Trace) -> Iterator[Finding]:
     """backward and step in one loop, and nothing that runs in it clears a gradient."""
     backwards = [e for e in trace.events if e.loops and (is_plain_backward(e) or is_scaled_backward(e))]
     for step in trace.calls("step"):
-        before = any(e.loops == step.loops and e.index < step.index and not e.excludes(step) for e in backwards)
+        depth = len(step.loops)  # the micro-batches of a window may have a loop of their own
+        inside = [e for e in backwards if depth and e.loops[:depth] == step.loops]
+        before = any(e.index < step.index and not e.excludes(step) for e in inside)
         if before and steps_alone(amp, trace, step) and not may_be_cleared(amp, trace, step):
             name = last(step.optimizer)
             message = f"nothing in this loop clears the gradients that {name} steps with: each step adds to the last"
@@ -106,8 +110,14 @@ def steps_alone(amp: Amp, trace: Trace, step: Event) -> bool:
     inside = [e for e in trace.events if e.loops[: len(step.loops)] == step.loops and e.method not in own]
     handed = name in parameters_of(trace.root)
     unknown = any(is_unknown_method(amp, e) or MAY_CLEAR.search(e.method) for e in inside)
-    alone = not unknown and not any(name in passed(e) for e in inside)
-    return bool(name) and alone and (handed or made_by_torch(amp, name))
+    alone = not unknown and not any(name in passed(e) and not ONLY_READS.search(e.method) for e in inside)
+    # A scaler takes torch's optimizers alone, whoever makes them.
+    taken = bool(step.arguments) and is_scaler(amp, step.receiver) and bool(amp.script.values(name))
+    return bool(name) and alone and (handed or taken or made_by_torch(amp, name))
+
+
+def is_scaler(amp: Amp, key: str) -> bool:
+    return any(same_object(made.key, key) for made in amp.scalers) or "scaler" in last(key).lower()
 
 
 def is_unknown_method(amp: Amp, event: Event) -> bool:
@@ -146,7 +156,9 @@ def cleared_within(amp: Amp, trace: Trace) -> Iterator[Finding]:
         for event in inside:
             same = last(event.receiver) == last(optimizer) or last(event.receiver) in amp.script.model_names
             cleared = event.method == "zero_grad" and same or drops_gradient(event)
-            if cleared and event.conditions <= window.backward.conditions:
+            # `if due: zero_grad()`, backward, `if due: step()`: the clear throws away what the window gathered.
+            due = (window.test, True) in event.conditions and event.index < window.backward.index
+            if cleared and (due or event.conditions <= window.backward.conditions):
                 message = f"gradients are cleared at every micro-batch: of {window.length} only the last one counts"
                 fix = "clear them where the optimizer steps"
                 yield amp.script.finding(

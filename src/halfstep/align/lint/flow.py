@@ -155,7 +155,10 @@ class Trace:
                 self.fatal |= {text for text, _ in self.conditions(node.test, True, scope)}
         elif isinstance(node, ast.For | ast.AsyncFor | ast.While):
             self.expression(node.test if isinstance(node, ast.While) else node.iter, scope)
-            self.block(node.body, scope.inside(loops=(*scope.loops, id(node))))
+            # `for optimizer in optimizers:` is one step of all of them, no iteration of training.
+            over = dotted_name(node.target) if isinstance(node, ast.For) else ""
+            steps = bool(over) and self.script.is_optimizer(over)
+            self.block(node.body, scope if steps else scope.inside(loops=(*scope.loops, id(node))))
             self.block(node.orelse, scope)
         elif isinstance(node, ast.With | ast.AsyncWith):
             for item in node.items:
@@ -197,6 +200,8 @@ class Trace:
 
     def conditions(self, test: ast.expr, holds: bool, scope: Scope) -> frozenset[Condition]:
         """What is known where `test` holds (or not): negations and `is None` are brought to one form."""
+        if is_constant(test, True) and holds:
+            return frozenset()
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             return self.conditions(test.operand, not holds, scope)
         if isinstance(test, ast.Compare) and len(test.ops) == 1 and is_constant(test.comparators[0], None):

@@ -43,6 +43,7 @@ PENALTY = re.compile(r"grad(ient)?_?penalty|\b(wgan_)?gp\b|\br1_?(reg|penalty|lo
 def find(amp: Amp) -> Iterator[Finding]:
     yield from replaced_step(amp)
     for trace in amp.traces:
+        yield from update_alone(amp, trace)
         yield from scaled_value_read(amp, trace)
         yield from unscaled_penalty(amp, trace)
         for step in (e for e in trace.calls("step") if e.optimizer and not takes_closure(e)):
@@ -180,6 +181,20 @@ def is_scaler_object(amp: Amp, trace: Trace, key: str) -> bool:
     made = {last(made.key) for made in amp.scalers}
     asked = {last(e.receiver) for e in trace.calls("unscale_", "get_scale")}
     return last(key) in made | asked or "scaler" in last(key).lower()
+
+
+def update_alone(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """update() on a path that leaves before any step() or unscale_(): without an inf check it raises."""
+    for update in trace.calls("update"):
+        own = [e for e in trace.calls("step", "unscale_") if e.receiver == update.receiver]
+        same = [e for e in own if e.loops[: len(update.loops)] == update.loops]
+        others = [e for e in same if e.excludes(update) and e.index > update.index and e.optimizer]
+        live = is_scaler_object(amp, trace, update.receiver) and not amp.is_disabled(update.receiver)
+        if update.loops and live and others and all(e.excludes(update) for e in own):
+            message = "update() on a path without step() or unscale_(): without an inf check GradScaler raises"
+            fix = "leave update() out where nothing is stepped"
+            yield amp.script.finding("scaler-misused", update.node, message, fix=fix, related=others[0].node)
+            return
 
 
 def scaler_out_of_order(amp: Amp, trace: Trace, step: Event) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from halfstep.align.lint.dtypes import (
 )
 from halfstep.align.lint.flow import Event
 from halfstep.align.lint.script import Script
-from halfstep.align.lint.syntax import Function, argument, dotted_name, keyword, last, methods_of
+from halfstep.align.lint.syntax import Function, argument, dotted_name, keyword, last, methods_of, parameters_of
 from halfstep.formats import BF16, FP16, Format, round_value
 
 FORMATS = {"fp16": FP16, "bf16": BF16}
@@ -222,28 +222,19 @@ def manual_cast(script: Script, node: ast.Call, types: Inference) -> Iterator[Fi
 
 
 def refused_bce(amp: Amp) -> Iterator[Finding]:
-    given = [(name, value) for name, values in amp.script.assigned.items() for value in values]
+    kinds: dict[str, list[bool]] = {}
+    for name in amp.script.assigned:
+        kinds.setdefault(last(name), []).extend(is_bce_loss(v, amp.script) for v in amp.script.origins(name))
     # A name that is also given another loss may be that one here.
-    made = [
-        (n, v)
-        for n, v in given
-        if all(is_bce_loss(other, amp.script) for name, other in given if last(name) == last(n))
-    ]
+    made = {name for name, found in kinds.items() if found and all(found)}
     for trace in amp.traces:
         for event in trace.events:
             region = event.region
             if region is None or not region.may_be_on or region.device == "cpu" or not isinstance(event.node, ast.Call):
                 continue
-            called = f"{event.receiver}.{event.method}" if event.receiver else event.method
             by_function = event.name.endswith("functional.binary_cross_entropy")
-            if (
-                by_function
-                or in_a_loss_module(amp, event)
-                or any(
-                    last(called) == last(name) and ("." in name or amp.script.share_scope(value, event.node))
-                    for name, value in made
-                )
-            ):
+            by_loss = last(event.called) in made and event.called not in parameters_of(trace.root)
+            if by_function or by_loss or in_a_loss_module(amp, event):
                 message = "binary_cross_entropy raises under CUDA autocast: its gradient can leave fp16's range"
                 fix = "use binary_cross_entropy_with_logits (BCEWithLogitsLoss) on the logits"
                 yield amp.script.finding("bce-under-autocast", event.node, message, fix=fix)
@@ -256,8 +247,8 @@ def in_a_loss_module(amp: Amp, event: Event) -> bool:
     if forward is None or "autocast" in ast.unparse(forward) or "cuda.amp" in ast.unparse(forward):
         return False
     names = [amp.script.name_of(call.func) for call in amp.script.calls_below(forward)]
-    held = {n for n, values in amp.script.assigned.items() if any(is_bce_loss(v, amp.script) for v in values)}
-    own = {n for n in held if n.startswith("self.") and all(is_bce_loss(v, amp.script) for v in amp.script.values(n))}
+    held = {name: amp.script.origins(name) for name in amp.script.assigned if name.startswith("self.")}
+    own = {name for name, made in held.items() if made and all(is_bce_loss(v, amp.script) for v in made)}
     return any(name.endswith("functional.binary_cross_entropy") or name in own for name in names)
 
 

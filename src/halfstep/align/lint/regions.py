@@ -97,11 +97,17 @@ def one_of(choices: list[Region | None]) -> Region | None:
     )
 
 
-def may_be_fp16(node: ast.expr | None, script: Script) -> bool:
-    """`torch.float16` as one arm of a choice, in a table of dtypes, or one of the values a local name is given."""
+def may_be_fp16(node: ast.expr | None, script: Script, depth: int = 0) -> bool:
+    """`torch.float16` as one arm of a choice, in a table of dtypes, or one of the values that a name is given."""
     name = dotted_name(node)
-    values = script.values(name) if name and name not in script.parameters else []
-    return any(format_of(arm, script) == "fp16" for v in values or ([node] if node else []) for arm in arms(v, script))
+    handed = script.handed(name) if name in script.parameters else []
+    values = [*handed, *(script.values(name) if handed or name not in script.parameters else [])]
+    choices = [arm for v in values or ([node] if node else []) for arm in arms(v, script)]
+    # `self.dtype = dtype`, which the caller chose.
+    passed_on = [a for a in choices if depth < MAX_ALIASES and isinstance(a, ast.Name) and a is not node]
+    return any(format_of(arm, script) == "fp16" for arm in choices) or any(
+        may_be_fp16(arm, script, depth + 1) for arm in passed_on
+    )
 
 
 def arms(node: ast.expr | None, script: Script) -> list[ast.expr]:

@@ -183,12 +183,27 @@ def bypassed_scaler(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Fin
             fix = f"delete {optimizer}.step()"
             yield amp.script.finding("step-bypasses-scaler", step.node, message, fix=fix, related=backward.node)
             continue
-        if any(unscales(amp, e, optimizer) or e.method == "get_scale" or rescales_gradients(e) for e in between):
+        unscaled = any(unscales(amp, e, optimizer) and e.method == "unscale_" for e in between)
+        by_hand = any(unscales(amp, e, optimizer) and e.method != "unscale_" for e in between)
+        by_hand = by_hand or any(e.method == "get_scale" or rescales_gradients(e) for e in between)
+        if by_hand or unscaled and looks_for_inf(amp, step, between):
             continue
         if not any(same_object(optimizer, other) for other in through):
             message = f"{optimizer}.step() on gradients that are still scaled: steps 65536 times too long at first"
+            if unscaled:
+                message = f"{optimizer}.step() steps on inf too: after unscale_() only the scaler's step() skips it"
             fix = f"{last(backward.scaled_by)}.step({optimizer}), then {last(backward.scaled_by)}.update()"
             yield amp.script.finding("step-bypasses-scaler", step.node, message, fix=fix, related=backward.node)
+
+
+LOOKS_FOR_INF = re.compile(r"isfinite|isinf|isnan|finite|found_inf|overflow|nan_to_num|_check_inf|skip", re.IGNORECASE)
+
+
+def looks_for_inf(amp: Amp, step: Event, between: list[Event]) -> bool:
+    """Whether somebody asks for inf by hand between unscale_() and a plain step."""
+    texts = [*(text for text, _ in step.conditions), *(ast.unparse(e.node) for e in between)]
+    named = [ast.unparse(v) for text, _ in step.conditions for v in amp.script.values(text)]
+    return any(map(LOOKS_FOR_INF.search, (*texts, *named)))
 
 
 def follows_always(step: Event, backward: Event) -> bool:
@@ -214,10 +229,11 @@ def updated_between_steps(amp: Amp, trace: Trace) -> Iterator[Finding]:
     """step(a), update(), step(b) after one backward: b's gradients carry the old scale, the new one divides them."""
     steps = [e for e in trace.calls("step") if e.arguments and e.arguments[0] and e.receiver]
     for step in steps:
-        loop = next((n for n in amp.script.nodes if step.loops and id(n) == step.loops[-1]), None)
-        over = isinstance(loop, ast.For) and last(step.optimizer) in names_in(loop.target)
-        inside = [e for e in trace.calls("update", "backward") if e.loops == step.loops]
-        if over and [e.method for e in inside if e.method == "backward" or e.receiver == step.receiver] == ["update"]:
+        name = last(step.optimizer)
+        loops = (n for n in amp.script.nodes if isinstance(n, ast.For) and name in names_in(n.target))
+        within = next((below for n in loops if step.node in (below := amp.script.below(n))), [])
+        inside = [e for e in trace.calls("update", "backward") if e.node in within]
+        if within and [e.method for e in inside if e.method == "backward" or e.receiver == step.receiver] == ["update"]:
             message = "update() after the step of each optimizer: the next one's gradients carry the old scale"
             fix = "step all optimizers, then update() once, after the loop"
             yield amp.script.finding("update-between-steps", inside[0].node, message, fix=fix, related=step.node)

@@ -9,7 +9,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from halfstep.align.findings import Edit, Finding, Place
-from halfstep.align.lint.syntax import Function, dotted_name, is_constant, keyword, last, methods_of, paired
+from halfstep.align.lint.syntax import (
+    Function,
+    argument,
+    dotted_name,
+    is_constant,
+    keyword,
+    last,
+    methods_of,
+    paired,
+    parameters_of,
+)
 from halfstep.align.textlines import lines_of
 
 MARKS = ast.expr_context | ast.operator | ast.unaryop | ast.cmpop | ast.boolop
@@ -144,14 +154,16 @@ class Script:
         name = dotted_name(value)
         return self.class_of(name) if name else None
 
-    def origins(self, key: str, depth: int = 0) -> list[ast.expr]:
+    def origins(self, key: str, seen: frozenset[str] = frozenset()) -> list[ast.expr]:
         """What the values of a name come from, `FSDP(net)` for `model = sharded.to(device)`; names followed."""
         found: list[ast.expr] = []
+        seen |= {key}
         for value in self.values(key):
             while isinstance(value, ast.Call) and getattr(value.func, "attr", "") in ("to", "cuda", "train", "eval"):
                 value = value.func.value  # type: ignore[attr-defined]
-            inner = self.origins(dotted_name(value), depth + 1) if dotted_name(value) and depth < 3 else []
-            found += inner or [value]
+            name = dotted_name(value)
+            if name not in seen:  # `loss = loss.to(device)` is made from itself
+                found += (self.origins(name, seen) if name else []) or [value]
         return found
 
     @cached_property
@@ -224,13 +236,22 @@ class Script:
         for node in self.nodes:
             if isinstance(node, ast.Assign):
                 for target, value in paired(node):
-                    # `a, b = f()`: each is something that f gave.
-                    for part in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
+                    parts = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+                    given = self.returned(value, len(parts)) if len(parts) > 1 else []
+                    for number, part in enumerate(parts):
                         if name := dotted_name(part):
-                            found.setdefault(name, []).append(value)
+                            # `a, b = f()`: what a function of this file returns there, or something that f gave.
+                            found.setdefault(name, []).extend([end[number] for end in given] or [value])
             elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
                 found.setdefault(dotted_name(node.target), []).append(node.value)
         return found
+
+    def returned(self, value: ast.expr, length: int) -> list[list[ast.expr]]:
+        """The tuples of this length that a function of this file may return to a call."""
+        own = self.function_named(last(dotted_name(value.func))) if isinstance(value, ast.Call) else None
+        ends = [n.value for n in self.below(own) if isinstance(n, ast.Return)] if own is not None else []
+        tuples = [end.elts for end in ends if isinstance(end, ast.Tuple) and len(end.elts) == length]
+        return tuples if len(tuples) == len(ends) else []
 
     def values(self, key: str) -> list[ast.expr]:
         """What a name is ever given; a walk into a function writes its local names as `function:name`."""
@@ -306,6 +327,17 @@ class Script:
     def parameters(self) -> set[str]:
         """Names of any function's parameters: their value is the caller's business."""
         return {node.arg for node in self.nodes if isinstance(node, ast.arg)}
+
+    def handed(self, name: str) -> list[ast.expr]:
+        """What calls of this file give to the parameter of this name, a class's `__init__()` included."""
+        found: list[ast.expr] = []
+        for function in (n for n in self.nodes if isinstance(n, Function) and name in parameters_of(n)):
+            owner = next((c.name for c in self.classes if function in c.body), "")
+            taken = [a.arg for a in (*function.args.posonlyargs, *function.args.args) if a.arg != "self"]
+            called = owner if function.name == "__init__" else function.name
+            place = taken.index(name) if name in taken else len(taken)
+            found += [v for c in self.calls if last(dotted_name(c.func)) == called and (v := argument(c, place, name))]
+        return found
 
     @cached_property
     def autocast_names(self) -> set[str]:
