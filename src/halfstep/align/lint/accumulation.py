@@ -95,8 +95,9 @@ def never_gathered(amp: Amp, trace: Trace) -> Iterator[Finding]:
         return
     for name, call in ((n, v) for n in amp.accelerators for v in amp.script.values(n) if isinstance(v, ast.Call)):
         length = keyword(call, "gradient_accumulation_steps")
-        backwards = [e for e in trace.calls("backward") if amp.script.canonical(e.receiver) == name and e.loops]
-        for backward in backwards if length is not None and not is_constant(length, 1) else ():
+        if length is None or is_constant(length, 1):
+            continue
+        for backward in (e for e in trace.calls("backward") if amp.script.canonical(e.receiver) == name and e.loops):
             steps = [e for e in trace.calls("step") if e.optimizer and e.loops == backward.loops]
             if any(e.conditions <= backward.conditions for e in steps):
                 message = f"the loss is divided by {last(ast.unparse(length))}, and nothing gathers: each batch steps"
