@@ -205,3 +205,32 @@ def test_a_capsule_is_replayed_where_it_belongs(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="a loop of your own") as refused:
         replay_run(tmp_path / "own" / "00000000")
     assert "hs.replay" in refused.value.fix
+
+
+class Averaged(nn.Module):
+    """A codebook that forward moves by averages: it grows without any learning rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("codes", torch.ones(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        loss = (h @ self.codes).square().mean()
+        self.codes.mul_(1000.0)
+        return loss
+
+
+def test_a_codebook_that_grew_is_an_overflow_of_the_format_and_no_divergence(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Averaged()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0, fused=True)
+    step = hs.Step(model, optimizer, "fp16", simulate=True, capsules=tmp_path, scaler={"init_scale": 1.0})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(4):
+            step(model, [torch.randn(8, 4)])
+        step.finish()
+        found = hs.replay(capsule.all_in(tmp_path)[0], model, model)
+    assert found.cause == causes.OVERFLOW

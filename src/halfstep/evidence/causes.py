@@ -254,7 +254,11 @@ def _of_refusal(subject: Subject, runs: Runs) -> Diagnosis | None:
 
 def _of_growth(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosis | None:
     start = {name: size for name, size in capsule.about["start"].items() if isinstance(size, float) and size > 0}
-    matrices = [name for name, value in subject.state.items() if value.ndim >= 2 and name in start]
+    # A codebook that forward moves by averages grows by no learning rate.
+    unmoved = {*dict(subject.model.named_buffers())}
+    unmoved |= {name for name, weight in subject.model.named_parameters() if not weight.requires_grad}
+    own = {name: value for name, value in subject.state.items() if name not in unmoved}
+    matrices = [name for name, value in own.items() if value.ndim >= 2 and name in start]
     if not matrices:
         return None
     numbers = [subject.state[name].numel() for name in matrices]

@@ -382,6 +382,8 @@ class Step:
             return
         self._guard.acknowledge()
         fix = verdict.fix or 'a smaller "margin" in guard={...}, or a lower learning rate: no copy is old enough'
+        if self._capsules is None:
+            fix += '; capsules="DIR" keeps such a step, and hs.replay names its cause'
         if carried := not_finite_in(self._loss.last):
             fix += (
                 f"; loss_fn holds {', '.join(carried[:3])}, not finite: if that goes from batch to batch, as a hidden "
