@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from halfstep.workloads.adversarial import adaptive_weight
 from halfstep.workloads.over_ranks import over_ranks
 from halfstep.workloads.slots.metrics import slot_contrast
 from ranks_together import together
@@ -31,6 +32,12 @@ CASES: dict[str, tuple[list[int], bool, bool]] = {
 
 def contrast(net: nn.Module, clips: Tensor, real: Tensor | None, *, across: bool) -> Tensor:
     return slot_contrast(net(clips), temperature=0.2, across_batch=across, is_real=real)
+
+
+def balance(net: nn.Module, clips: Tensor) -> Tensor:
+    seen = net(clips)
+    last: Any = list(net.parameters())[-2]
+    return adaptive_weight(seen.square().mean(), seen.mean(), last, scales=(2.0, 4.0))
 
 
 def made() -> nn.Module:
@@ -57,6 +64,8 @@ def scenario(rank: int, size: int, port: int) -> dict[str, Any]:
         (share * size).backward()  # DDP takes the mean
         dist.all_reduce(loss := share.detach().clone())
         found[name] = (loss, gradients(net), bool(talks))
+        with over_ranks(rows, rank, lambda: None):
+            found[f"balance, {name}"] = balance(net, CLIPS[own])
         del model  # while the others are there: it waits for what it sent them
     dist.barrier()
     dist.destroy_process_group()
@@ -78,6 +87,13 @@ def test_loss_and_gradients_are_those_of_one_process(name: str, found: list[dict
         torch.testing.assert_close(loss, whole.detach(), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(own, gradients(net), rtol=1e-4, atol=1e-6)
         assert talks == across
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_discriminators_weight_is_that_of_the_whole_batch(name: str, found: list[dict[str, Any]]) -> None:
+    whole = balance(made(), CLIPS[: sum(CASES[name][0])])
+    for ranks in found:
+        torch.testing.assert_close(ranks[f"balance, {name}"], whole, rtol=1e-5, atol=0)
 
 
 def test_one_process_gathers_nothing() -> None:

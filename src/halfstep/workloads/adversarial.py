@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.islands import fp32_island, in_fp32
+from halfstep.workloads import over_ranks
 from halfstep.workloads.phase import Phase
 from halfstep.workloads.workload import Batch, Loss
 
@@ -60,10 +61,11 @@ def adaptive_weight(
     """Makes both losses pull equally at the last layer: the ratio of their gradients' norms there, without gradient.
 
     Each loss is multiplied by its scale while its gradient is taken, and the norm divided by it: in fp16 the gradient
-    of a sum over pixels overflows, that of a mean over patches vanishes.
+    of a sum over pixels overflows, that of a mean over patches vanishes. Gradients are those of the whole batch,
+    whichever processes have its samples.
     """
     of_reconstruction, of_adversarial = (
-        torch.autograd.grad(loss * scale, last_layer, retain_graph=True)[0].float().norm() / scale
+        over_ranks.mean(torch.autograd.grad(loss * scale, last_layer, retain_graph=True)[0].float()).norm() / scale
         for loss, scale in zip((reconstruction, adversarial), scales, strict=True)
     )
     weight: Tensor = of_reconstruction / (of_adversarial + SMALLEST_NORM)

@@ -69,6 +69,11 @@ def total(own: Tensor) -> Tensor:
     return summed
 
 
+def mean(own: Tensor) -> Tensor:
+    """Over the samples of all processes, of what is a mean over each one's own. No gradients."""
+    return total(own * _together[-1].own) / sum(_together[-1].rows) if _together else own
+
+
 class _Gathered(torch.autograd.Function):
     """A sum of blocks: every backend has that, for uneven ones as well."""
 
