@@ -148,5 +148,5 @@ def _draw(scaled: Trace, unscaled: Trace, path: Path) -> None:
         right.annotate(f"{name} ", (math.log10(edge), 0.8), xycoords=("data", "axes fraction"), fontsize=8, color=BAD,
                        ha="right")  # fmt: skip
     right.set_title("gradients as fp16 holds them, log10 of their size", loc="left", fontsize=10, color=FAINT)
-    right.legend(frameon=False, fontsize=8, loc="upper center")
+    right.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.56, 1))
     save_figure(figure, path)

@@ -11,7 +11,8 @@ from halfstep.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-INK, FAINT, BAD, GOOD, GRID = "#1f2933", "#616e7c", "#d62f3a", "#12805c", "#e4e7eb"
+INK, FAINT, BAD, GOOD, GRID = "#1f2933", "#616e7c", "#d62f3a", "#2f6fde", "#e4e7eb"
+"""Red and blue: what is good and bad is told apart by colour-blind readers, too."""
 DPI, MARGIN_INCHES = 150, 0.15
 
 

@@ -92,9 +92,10 @@ class Comparison:
 
     @property
     def in_points(self) -> bool:
-        """Whether the metric is a share of 1, such as accuracy or IoU, whose margin is given in points."""
+        """Whether the metric is a share of 1, such as accuracy or IoU, whose margin is given in points; one that is
+        adjusted for chance, such as the Rand index, may fall below 0."""
         values = [run.value for run in (*self.pilot, *self.runs) if math.isfinite(run.value)]
-        return self.mode == "max" and all(0 <= value <= 1 for value in values)
+        return self.mode == "max" and all(abs(value) <= 1 for value in values)
 
     def _of_runs(self, key: str, unknown: str) -> str:
         return next((run.summary[key] for run in (*self.pilot, *self.runs) if key in run.summary), unknown)

@@ -43,6 +43,11 @@ function logTicks(low, high) {
   return found.length > 2 ? found.filter((_, i) => i % step === 0) : ticks(10 ** low, 10 ** high, 4).map(Math.log10);
 }
 
+function dashed(s) {
+  // Where colours begin anew, lines are dotted.
+  return s.colour < COLOURS.length ? (s.dashed ? "5 3" : "") : (s.dashed ? "7 3 1.5 3" : "1.5 3");
+}
+
 function draw(svg, data, view) {
   const up = data.log ? Math.log10 : v => v, down = data.log ? v => 10 ** v : v => v;
   const usable = s => s.points.filter(p => !data.log || p[1] > 0);
@@ -74,7 +79,8 @@ function draw(svg, data, view) {
   data.series.forEach(s => {
     const d = usable(s).map((p, k) => `${k ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join("");
     const look = {class: "series", d, stroke: COLOURS[s.colour % COLOURS.length]};
-    if (s.dashed) look["stroke-dasharray"] = "5 3";
+    const dashes = dashed(s);
+    if (dashes) look["stroke-dasharray"] = dashes;
     const path = element("path", look);
     path.append(element("title", {}, s.name || data.title));
     lines.append(path);
@@ -122,7 +128,7 @@ function start(figure, number) {
     if (!s.name || data.series.findIndex(other => other.name === s.name) < i) return;
     const item = document.createElement("span"), swatch = document.createElement("i");
     swatch.style.borderTopColor = COLOURS[s.colour % COLOURS.length];
-    if (s.dashed) swatch.style.borderTopStyle = "dashed";
+    if (dashed(s)) swatch.style.borderTopStyle = s.colour < COLOURS.length ? "dashed" : "dotted";
     item.append(swatch, s.name);
     legend.append(item);
   });
