@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from halfstep.cli.main import main
-from halfstep.report.top_view import sparkline
+from halfstep.report.page.read_run import read_run
+from halfstep.report.top_view import is_over, sparkline
 
 
 def look(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -78,7 +79,9 @@ def test_a_run_is_running_while_its_process_lives_and_stopped_afterwards(
         assert run.stdout is not None
         assert run.stdout.readline() == "held\n"
         assert "running, last record" in look(capsys, str(tmp_path), "--once")[1]
+        assert not is_over(read_run(tmp_path))
         run.kill()
+    assert is_over(read_run(tmp_path)), "a live look leaves it"
     assert "before its first checkpoint" in json.loads(look(capsys, str(tmp_path), "--json")[1])["state"]
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     assert f"train --resume {tmp_path}" in json.loads(look(capsys, str(tmp_path), "--json")[1])["state"]

@@ -243,6 +243,7 @@ def test_what_a_budget_cut_off_counts_for_nothing_and_small_metrics_show_their_d
         ((MOONS, "--precisions", "fp32,fp32"), "two rows are called 'fp32'"),
         ((MOONS, "--precisions", "fp32,bf17"), "bf17"),
         ((MOONS, "--device", "cpu", "--rows", "a: precision=fp32", "b: precision=fp8"), "no fp8"),
+        ((MOONS, "--simulate", "--rows", "a: precision=fp32", "b: precision=bf16 train.fast=graph"), "b: a simulated"),
         ((MOONS, *TWO, "--precisions", "fp32,bf16"), "--rows and --precisions"),
         ((MOONS, *TWO, "--seeds", "2"), "--seeds 2"),
         ((MOONS, *TWO, "--margin", "0"), "--margin 0"),

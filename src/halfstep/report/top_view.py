@@ -76,11 +76,17 @@ def sparkline(values: list[float]) -> str:
     return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1))] for value in finite)
 
 
+def is_over(run: RunRecord) -> bool:
+    """Whether it has ended, was stopped or killed; a resumed run still has the summary of its first end."""
+    is_live = is_owned(run.path)
+    return not is_live and run.has_ended or is_live is False
+
+
 def _state(run: RunRecord) -> str:
     file, is_live = run.path / "metrics.jsonl", is_owned(run.path)
-    if run.has_ended and not is_live:  # a resumed run still has the summary of its first end
+    if is_over(run) and run.has_ended:
         return "ended"
-    if is_live is False:
+    if is_over(run):
         if any(run.path.glob("checkpoints/step-*")):
             return f"stopped or killed; go on with: {suggested('train', '--resume', run.path)}"
         return "stopped or killed before its first checkpoint"

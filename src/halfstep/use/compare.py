@@ -24,11 +24,12 @@ from typing import Any
 from halfstep.config.foreign import flat
 from halfstep.config.schema import RunConfig
 from halfstep.disk import owned, write_whole
-from halfstep.errors import CheckpointError, ConfigError, counted
+from halfstep.errors import CheckpointError, ConfigError, HalfstepError, counted
 from halfstep.hardware.probe import probe
 from halfstep.measure.clock import Stopwatch
 from halfstep.precision.decide import decide
 from halfstep.run.folder import RunFolder, with_absolute_paths
+from halfstep.tune.modes import asked_mode
 from halfstep.use.compare_run import OUT_OF_MEMORY, Outcome, Row, keep_the_records, loaded_for, one_run
 from halfstep.use.equivalence import FEWEST_SEEDS, LOOKS, Verdict, default_margin, is_wide, power, verdicts
 
@@ -139,8 +140,12 @@ def new_comparison(request: Request, out: Path | None) -> tuple[Path, Comparison
     """A folder for it, once every row is known to be right."""
     refuse_bad_rows(request)
     configs = {row.name: config_of(request, row) for row in request.rows}
-    for config in configs.values():
-        decide(config.precision, probe(config.device))  # a format that is not there must not show after the pilot
+    for row, config in configs.items():
+        try:  # a format or a mode that is not there must not show after the pilot
+            asked_mode(config, decide(config.precision, probe(config.device)))
+        except HalfstepError as error:
+            error.what = f"{row}: {error.what}"
+            raise
     name = re.sub(r"[:/]", "-", configs[request.baseline.name].workload)
     folder = RunFolder.create(str(out) if out else None, f"compare-{name}").path
     comparison = Comparison(request=request, margin=request.margin, settings=_settings(configs))

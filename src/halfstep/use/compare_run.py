@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from halfstep.config.load import Loaded
-from halfstep.errors import CheckpointError, MemoryLimitError, TrainingStopped
+from halfstep.errors import CheckpointError, HalfstepError, Interrupted, MemoryLimitError, TrainingStopped
 from halfstep.report.metrics_file import read
 from halfstep.run.ending import read_summary
 from halfstep.run.train import train
@@ -91,8 +91,11 @@ def one_run(
             end, stopped = "stopped", error.what
         except (MemoryLimitError, OutOfMemory) as error:
             end, stopped = OUT_OF_MEMORY, _does_not_fit(error, alone=alone)
-        except CheckpointError as error:
-            if is_resumed:
+        except Interrupted:
+            raise
+        except HalfstepError as error:
+            error.what = f"{row.name}, seed {seed}: {error.what}"
+            if is_resumed and isinstance(error, CheckpointError):
                 error.fix = f"delete {folder}: the comparison then trains this run again"
             raise
     if end != "done":
