@@ -403,3 +403,43 @@ def test_torchs_averaged_model_moves_with_good_steps_only() -> None:
         same = all(torch.equal(before[name], value) for name, value in average.state_dict().items())
         assert same is (k in (0, 3))
     assert int(average.n_averaged) == 3
+
+
+def test_an_optimizer_of_the_loss_functions_own_weights_comes_with_both_modules() -> None:
+    model, centres = nn.Linear(4, 4), nn.ParameterList([nn.Parameter(torch.zeros(4))])
+    optimizers = [sgd(model), sgd(centres, 0.5)]
+    with pytest.raises(ConfigError) as error:
+        hs.Step(model, optimizers, "fp32")
+    assert "ModuleList([model, criterion])" in error.value.fix
+    step = hs.Step(nn.ModuleList([model, centres]), optimizers, "fp32")
+    assert step(lambda x: (model(x) - centres[0]).square().mean(), [X]).committed
+    assert centres[0].any()
+
+
+class Slow(torch.optim.Optimizer):
+    """As Lookahead and AcceleratedOptimizer: around another optimizer, without torch's constructor."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.defaults = optimizer, optimizer.defaults
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+        self.slow = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+        for p, slow in self.slow.items():
+            slow.lerp_(p.detach(), 0.5)
+            p.data.copy_(slow)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+def test_an_optimizer_around_another_is_stepped_on_good_steps_only() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = Slow(sgd(model))
+    step = hs.Step(model, optimizer, "fp32")
+    assert step(loss_of(model), [X]).committed
+    before = [t.clone() for t in (*model.parameters(), *optimizer.slow.values())]
+    assert not step(loss_of(model), [NAN]).committed
+    assert all(map(torch.equal, before, (*model.parameters(), *optimizer.slow.values())))

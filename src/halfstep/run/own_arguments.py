@@ -48,7 +48,7 @@ def model_and_optimizers(model: object, given: object) -> tuple[nn.Module, list[
         fix = (
             "a tensor that is trained itself: model = torch.nn.ParameterList([x]), with an optimizer of its parameters"
         )
-    elif isinstance(inner := getattr(model, "model", None), nn.Module):
+    elif not isinstance(model, nn.Module) and isinstance(inner := getattr(model, "model", None), nn.Module):
         fix = f"a trainer has a loop of its own: give hs.Step its {type(inner).__name__}, and write the loop"
     elif isinstance(getattr(given, "optimizer", None), Optimizer):
         fix = f"the optimizer in the {type(given).__name__}: hs.Step(model, optimizer.optimizer, schedule=...), where "
@@ -128,7 +128,8 @@ def refuse_strangers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
                 f"none of the {len(held)} parameters of {type(optimizer).__name__} belongs to this "
                 f"{type(model).__name__}",
                 why="it was made for another model, or before the weights were replaced, as by model.to(...) or a copy",
-                fix=f"make it again: {type(optimizer).__name__}(model.parameters(), ...)",
+                fix=f"make it again: {type(optimizer).__name__}(model.parameters(), ...); if it is that of a loss "
+                "function, give both: hs.Step(torch.nn.ModuleList([model, criterion]), [optimizer, its_optimizer])",
             )
 
 

@@ -32,7 +32,8 @@ COMMITTING, WATCHED = "_halfstep_commits", "_halfstep_watches"
 
 def watch_for_hands(optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
-        if not hasattr(optimizer, WATCHED):
+        # One that wraps another, as Lookahead or Accelerate's, may have left torch's constructor out.
+        if not hasattr(optimizer, WATCHED) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
             setattr(optimizer, WATCHED, True)
             optimizer.register_step_pre_hook(_notice)
 
