@@ -156,6 +156,8 @@ class Writing(nn.Module):
         super().__init__()
         self.fc, self.out, self.how, self.count, self.seen = nn.Linear(128, 128), nn.Linear(128, 128), how, 0, []  # type: ignore[var-annotated]
         self.register_buffer("mean", torch.zeros(128))
+        if how == "spectral":
+            nn.utils.parametrizations.spectral_norm(self.fc)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "buffer":

@@ -64,10 +64,12 @@ def test_asked_for_outright_a_run_recomputes_resumes_and_ends_with_the_same_weig
 
 
 def test_what_cannot_be_recomputed_is_a_warning_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(tmp_path / "run", settings("checkpointed", **{"train.activation_checkpointing": True}), OTHERS)
-    said = capsys.readouterr().err
-    assert "train.activation_checkpointing=true changes nothing" in said
-    assert "3 x Block" in said
+    for net, left in {"checkpointed": "3 x Block", "writing": "first.0.mean"}.items():
+        run(tmp_path / net, settings(net, **{"train.activation_checkpointing": True}), OTHERS)
+        told = capsys.readouterr()
+        [warning] = [line for line in told.err.splitlines() if "train.activation_checkpointing=true leaves" in line]
+        assert left in warning
+        assert ("recomputed: blocks: 2 x Sequential (second.0 ... second.1)" in told.out) == (net == "writing")
 
 
 def made(net: str, **more: Any) -> tuple[RunConfig, Workload, Plan]:

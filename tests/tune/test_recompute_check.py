@@ -56,6 +56,7 @@ def test_blocks_with_dropout_and_statistics_pass_in_each_precision(precision: st
         ("input", "gradient of first.0"),
         ("python", "python's random"),
         ("weight", "first.0"),
+        ("spectral", "_u"),
     ],
 )
 def test_blocks_that_write_state_are_refused_by_name_and_the_others_stay(how: str, what: str) -> None:
@@ -94,14 +95,35 @@ def test_a_step_that_fails_or_is_not_finite_checks_nothing() -> None:
         return model(batch["image"].reshape(4, -1, 2, 8, 8).flatten(0, 1))  # type: ignore[no-any-return]
 
     whole = dataclasses.replace(workload, forward=needs_four)
-    assert recomputable(config, whole, plan, rehearsal).ways == ("pointwise", "blocks"), "tried on a whole batch then"
+    names, ways, [note] = recomputable(config, whole, plan, rehearsal)
+    assert not names
+    assert not ways
+    assert "a step of 2 samples ends in RuntimeError" in note
+
+
+def test_a_mask_of_infinities_is_compared_as_well() -> None:
+    block = Writing()
+    block.mean.fill_(float("-inf"))
+    one = dict(left_by(block))
+    assert not any(gaps_between(one, dict(left_by(block))).values())
+    block.mean[3] = 0
+    assert gaps_between(one, dict(left_by(block)))["mean"] > 0
 
 
 def test_frozen_blocks_have_nothing_to_save() -> None:
     config, workload, plan = made(net="resnet")
+    for part in (workload.model.stem, workload.model.layer1):
+        part.requires_grad_(False)  # type: ignore[operator]
+    assert recomputable(config, workload, plan, rehearsal).names == ("layer2.0", "layer2.1")
     workload.model.requires_grad_(False)
     workload.model.fc.requires_grad_(True)  # type: ignore[union-attr]
-    assert "nothing of them is kept" in recomputable(config, workload, plan, rehearsal).notes[0]
+    assert "nothing trains in them" in recomputable(config, workload, plan, rehearsal).notes[0]
+
+
+def test_a_frozen_block_behind_what_trains_is_recomputed() -> None:
+    config, workload, plan = made(net="resnet")
+    workload.model.layer2.requires_grad_(False)  # type: ignore[operator]
+    assert recomputable(config, workload, plan, rehearsal).names == tuple(BLOCKS["resnet"])
 
 
 def test_the_check_leaves_the_model_alone() -> None:

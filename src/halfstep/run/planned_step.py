@@ -84,14 +84,9 @@ class PlannedStep:
     def __init__(self, config: RunConfig, workload: Workload, raw: Batch) -> None:
         self.config, self.workload, self.raw = config, workload, raw
         self.pretence = Pretence(workload.modules())
-        self.blocks: Collection[str] = found_blocks(workload.model)
-        """Of a model of the user's; a run that is about to begin knows which of them may be recomputed."""
+        self.blocks: Collection[str] = found_blocks(workload.model)  # a run that begins knows which of them may be
+        self.recomputes = bool(self.blocks) or any(isinstance(m, Recomputing) for m in workload.model.modules())
         self.has_batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in workload.model.modules())
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether there is anything that may be recomputed."""
-        return bool(self.blocks) or any(isinstance(module, Recomputing) for module in self.workload.model.modules())
 
     @property
     def num_parameters(self) -> int:

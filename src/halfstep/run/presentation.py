@@ -19,8 +19,7 @@ from halfstep.run.frozen import described
 from halfstep.run.loop import Loop
 from halfstep.run.pace import way_out
 from halfstep.run.stored_state import half_weights, lost_updates, rounding_warnings
-from halfstep.tune.own_blocks import Recomputed
-from halfstep.tune.own_blocks import described as described_blocks
+from halfstep.tune.own_blocks import what_recomputes
 
 ON_BAD_STEP: dict[str, str] = {
     "found_inf": "its fused kernel skips bad steps",
@@ -57,7 +56,7 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
         ("batch", batch),
         ("processes", _processes(parts)),
         ("steps", _length(parts)),
-        ("recomputed", _recomputed(parts)),
+        ("recomputed", what_recomputes(parts.model)),
         ("phases", ", ".join(own.phase.when for own in parts.phases)),
         ("optimizer", ", ".join(commits)),
         ("scores", parts.workload.scoring),
@@ -107,14 +106,6 @@ def _processes(parts: Assembly) -> str:
     train = parts.config.train
     each = f"{counted(world.rows(train.batch_size), 'sample')} of a batch each" if world.size > 1 else "the whole batch"
     return f"{world.size}, {each}, gradients summed in {train.reduce}"
-
-
-def _recomputed(parts: Assembly) -> str:
-    """Of a model that does not know to itself: how, and what."""
-    blocks = {name: part for name, part in parts.model.named_modules() if isinstance(part, Recomputed)}
-    return ", ".join(dict.fromkeys(part.how for part in blocks.values())) + (
-        f": {described_blocks(parts.model, blocks)}" if blocks else ""
-    )
 
 
 def _length(parts: Assembly) -> str:

@@ -58,14 +58,11 @@ def _copied(model: nn.Module) -> nn.Module:
         raise CannotRun(f"{type(model).__name__} cannot be copied for a trial ({first_line(error)})") from error
     for module in copied.modules():
         functions = {key: held for key, held in vars(module).items() if isinstance(held, FunctionType)}
-        vars(module).update({key: _over_copies(held, made) for key, held in functions.items()})
+        vars(module).update({key: _over_copies(held, made) for key, held in functions.items() if held.__closure__})
     return copied
 
 
 def _over_copies(function: FunctionType, made: Mapping[int, Any]) -> FunctionType:
     """`self.mlpf = lambda x: m.out(m.fc(x))`: deepcopy keeps a function, and with it the modules it was written for."""
-    over = [cell.cell_contents for cell in function.__closure__ or ()]
-    cells = tuple(CellType(made.get(id(one), one)) for one in over)
-    again = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-    again.__kwdefaults__ = function.__kwdefaults__
-    return again
+    cells = tuple(CellType(made.get(id(cell.cell_contents), cell.cell_contents)) for cell in function.__closure__ or ())
+    return FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)

@@ -178,9 +178,10 @@ class Tuning:
         plan = dataclasses.replace(plan, blocks=found.names)
         if found.names:
             self.say(f"may be recomputed: {described(self.workload.model, found.names)}")
-        if is_outright and not found.ways:
-            nothing = f"train.activation_checkpointing=true changes nothing: {'; '.join(found.notes)}"
-            plan = dataclasses.replace(plan, warnings=(*plan.warnings, nothing))
+        if is_outright:
+            left = (note for note in found.notes if not note.startswith("recompute pointwise"))
+            left_out = (f"train.activation_checkpointing=true leaves this as it is: {note}" for note in left)
+            plan = dataclasses.replace(plan, warnings=(*plan.warnings, *left_out))
         return self._with_levers(plan, found) if train.memory == "low" else plan
 
     def _with_levers(self, plan: Plan, found: Recomputable) -> Plan:
