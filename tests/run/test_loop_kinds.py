@@ -443,3 +443,63 @@ def test_an_optimizer_around_another_is_stepped_on_good_steps_only() -> None:
     before = [t.clone() for t in (*model.parameters(), *optimizer.slow.values())]
     assert not step(loss_of(model), [NAN]).committed
     assert all(map(torch.equal, before, (*model.parameters(), *optimizer.slow.values())))
+
+
+# --- state that is exchanged under the step's hands ---
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "select": lambda weights: torch.optim.NAdam(weights, 1e-2),
+    "fused SGD": lambda weights: torch.optim.SGD(weights, 0.1, momentum=0.9, fused=True),
+    "fused Adam": lambda weights: torch.optim.Adam(weights, 1e-2, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("how", ["loaded", "cleared"])
+def test_an_optimizer_whose_state_was_emptied_by_hand_survives_a_bad_step(name: str, how: str) -> None:
+    """As a search for the learning rate does, which goes back to the start."""
+    model = nn.Linear(4, 4)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    step, empty = hs.Step(model, optimizer, "fp32"), copy.deepcopy(optimizer.state_dict())
+    for _ in range(2):
+        step(loss_of(model), [X])
+    if how == "loaded":
+        optimizer.load_state_dict(empty)
+    else:
+        optimizer.state.clear()
+    twin = copy.deepcopy(model)
+    own = OPTIMIZERS[name](twin.parameters())
+    assert not step(loss_of(model), [NAN]).committed
+    assert step(loss_of(model), [X]).committed
+    loss_of(twin)(X).backward()
+    own.step()
+    assert torch.equal(model.weight, twin.weight)
+
+
+class Observing(nn.Module):
+    """Resizes its buffer in place when it first sees data, as observers of quantised training do."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        if self.seen.shape != h.shape[1:]:
+            self.seen.resize_(h.shape[1:])
+        self.seen.copy_(h.detach().amax(0))
+        return h.square().mean()
+
+
+def test_a_buffer_that_a_bad_step_resized_has_its_shape_and_bits_again() -> None:
+    model = Observing()
+    step = hs.Step(model, sgd(model), "fp32")
+    assert not step(model, [NAN]).committed
+    assert torch.equal(model.seen, torch.ones(1))
+    assert step(model, [X]).committed
+    before = model.seen.clone()
+    assert not step(model, [NAN]).committed
+    assert torch.equal(model.seen, before)

@@ -62,7 +62,7 @@ class Committer:
         self.optimizer, self.rates = optimizer, rates
         self.method = commit_method(optimizer)
         self.takes_tensor_lr = self.method == "found_inf" or self.method == "select" and _is_capturable(optimizer)
-        self.stepped: set[Tensor] = set()  # parameters whose state the optimizer has built
+        self.stepped: dict[Tensor, bool] = {}  # parameters that it has stepped, and whether it keeps state of them
         self.single_pass: SinglePass | None = None  # while a step is captured: what takes the place of torch's kernel
         if rates is not None and self.takes_tensor_lr:
             rates.bind(optimizer)
@@ -89,7 +89,7 @@ class Committer:
 
     def commit(self, bad: Tensor, factor: Tensor | None = None) -> None:
         """Step the optimizer with gradients times `factor`, or leave everything as it was where `bad` is set."""
-        by_host = self.method == "host" or any(p not in self.stepped for p in self._with_grad())
+        by_host = self.method == "host" or any(map(self._is_first, self._with_grad()))
         if self.method == "found_inf" and not by_host:
             return self._commit_in_kernel(bad, factor)
         if factor is not None:
@@ -98,7 +98,7 @@ class Committer:
 
     def forget(self) -> None:
         """After the state was loaded: the tensors are new ones."""
-        self.stepped = set(self.optimizer.state)
+        self.stepped = {p: bool(own) for p, own in self.optimizer.state.items()}
         if self.rates is not None and self.takes_tensor_lr:
             self.rates.bind(self.optimizer)
 
@@ -111,12 +111,17 @@ class Committer:
         """After a capture, whole or broken: what lies in the graph's memory must not be mistaken for our own."""
         self.single_pass = None
 
+    def _is_first(self, parameter: Tensor) -> bool:
+        """Whether its state has to be built; again, where somebody has cleared it or loaded an empty one."""
+        has_state = self.stepped.get(parameter)
+        return has_state is None or has_state and not self.optimizer.state.get(parameter)
+
     def _commit_by_host(self, bad: Tensor) -> None:
         if bool(bad):
             return
         self._begin_momentum()
         self._step()
-        self.stepped.update(self._with_grad())
+        self.stepped |= {p: bool(self.optimizer.state.get(p)) for p in self._with_grad()}
 
     def _begin_momentum(self) -> None:
         """Fused SGD cannot begin the momentum of one parameter after the others: what it starts from is put there."""

@@ -338,7 +338,10 @@ def _storage(tensor: Tensor | None) -> Tensor | None:
 
 
 def _is_moved(tensor: Tensor | None, storage: Tensor | None) -> bool:
-    return tensor is not None and storage is not None and tensor.data_ptr() != storage.data_ptr()
+    """Whether it was given other memory, or resized within its own, as observers of quantised training are."""
+    if tensor is None or storage is None:
+        return False
+    return tensor.data_ptr() != storage.data_ptr() or tensor.numel() != storage.numel()
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:
