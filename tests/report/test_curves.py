@@ -78,6 +78,18 @@ def test_each_phase_has_a_curve_of_its_own(tmp_path: Path) -> None:
     assert pixels_of(green, tmp_path / "two.png") > 0
 
 
+@pytest.mark.parametrize("names", [("psnr", "l1", "mse", "kl"), ("fg_ari", "fg_ari_image", "ari", "ari_image")])
+def test_a_legend_leaves_the_title_alone(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("halfstep.report.curves.save_figure", lambda figure, path: drawn.append(figure))
+    draw_curves([{"kind": "val", "step": 2, "loss": 1.0, **dict.fromkeys(names, 0.0063791)}], Path("unused"))
+    drawn[0].canvas.draw()
+    metrics = drawn[0].axes[1]
+    assert len(metrics.get_legend().get_texts()) == 4
+    titles = [title for title in (metrics._left_title, metrics.title) if title.get_text()]
+    assert not metrics.get_legend().get_window_extent().overlaps(titles[0].get_window_extent())
+
+
 def test_a_place_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match="cannot write"):

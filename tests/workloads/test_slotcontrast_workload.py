@@ -105,6 +105,8 @@ def test_a_run_is_evaluated_and_used(tmp_path: Path, clips: Path, capsys: pytest
     asked = [tmp_path / "a.npy", tmp_path / "frames", tmp_path / "cut 1", shard]
     made = predict(run, asked, report=RunReport(run, quiet=True), wishes=Wishes(out=tmp_path / "out"))
     assert not made.failed
+    assert [answer.file for answer in made.answers] == [str(tmp_path / "a.npy"), str(tmp_path / "frames"),
+                                                        str(tmp_path / "cut 1" / "frames"), str(shard)]  # fmt: skip
     assert np.load(tmp_path / "out" / "a_slots.npy").shape == (3, 32, 48)
     assert (tmp_path / "out" / "frames.gif").exists()
     assert len(np.load(tmp_path / "out" / "frames_slots.npy")) == 2, "masks are no frames"

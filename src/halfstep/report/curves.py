@@ -64,6 +64,10 @@ class Quarter:
     """Stands beside the name of the lower axis."""
 
 
+TITLE_LINE = 64
+"""Letters of a legend that fit beside a title."""
+
+
 def draw_curves(metrics: Sequence[Record], path: Path) -> None:
     """Write the picture of these records to `path`; a quarter without records says so."""
     figure = new_figure((11, 6.8))
@@ -198,9 +202,11 @@ def _dress(axes: Axes, last_step: float, note: str) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GRID)
-    if axes.get_legend_handles_labels()[1]:
-        # Above the axes, on the title's line: inside, it would cover curves.
-        place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": 5}
+    if labels := axes.get_legend_handles_labels()[1]:
+        # Above the axes, on the title's line: inside, it would cover curves. Long names take more lines, not the title.
+        widths = [len(label) + 4 for label in labels]
+        columns = len(labels) if sum(widths) <= TITLE_LINE else max(1, TITLE_LINE // max(widths))
+        place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": columns}
         narrow: dict[str, Any] = {
             "handlelength": 1.0,
             "handletextpad": 0.4,

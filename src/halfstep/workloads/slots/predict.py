@@ -6,6 +6,7 @@ Pictures are frames: those of one folder are one video, in their natural order; 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -57,19 +58,17 @@ class SlotPredictor:
         self._forward, self._prepare = forward_of(backbone.module), prepare_of(config)
 
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
-        """One for each file; frames of a folder share theirs."""
+        """One for each video: for a folder of frames, a file, or a tar of several."""
         assert wishes.out is not None
         inputs = [item for item in inputs if not is_mask(item.path)] or inputs
-        bar.total = len(inputs)
-        for _, grouped in groupby(inputs, key=lambda item: item.path.parent if _is_frame(item) else item.path):
-            items = list(grouped)
+        videos = [list(items) for _, items in groupby(inputs, key=_source)]
+        bar.total = len(videos)
+        for items in videos:
             try:
                 found = [self._written(name, frames, trained, wishes.out) for name, frames in _videos(items)]
+                yield _answer(_source(items[0]), found)
             except DataError as error:
-                yield from (failure_of(item, error) for item in items)
-                continue
-            for item in items:
-                yield _answer(item, found)
+                yield failure_of(replace(items[0], path=_source(items[0])), error)
 
     def _written(self, name: Path, frames: Array, trained: Trained, out: Path) -> tuple[Path, list[float]]:
         box = crop_box((frames.shape[1], frames.shape[2]), steady(self.config.data.crop), ())
@@ -98,6 +97,10 @@ class SlotPredictor:
 
 def _is_frame(item: Input) -> bool:
     return item.path.suffix.lower() in FRAME_ENDINGS
+
+
+def _source(item: Input) -> Path:
+    return item.path.parent if _is_frame(item) else item.path
 
 
 def _videos(items: list[Input]) -> Iterator[tuple[Path, Array]]:
@@ -148,13 +151,13 @@ def _unused(place: Path) -> Path:
     return free
 
 
-def _answer(item: Input, found: list[tuple[Path, list[float]]]) -> Answer:
+def _answer(source: Path, found: list[tuple[Path, list[float]]]) -> Answer:
     gifs = [f"{place}.gif" for place, _ in found]
     shares = {f"slot {k}": share for k, share in enumerate(found[0][1])}
     taking = sum(share > 0.01 for share in found[0][1])
     shown = gifs[0] if len(gifs) == 1 else f"{gifs[0]} and {len(gifs) - 1} more"
     return Answer(
-        file=str(item.path),
+        file=str(source),
         found={"gifs": gifs, "shares": shares},
         cells={"gif": gifs[0], **shares},
         brief={"gif": shown, "in use": counted(taking, "slot")},
