@@ -18,6 +18,12 @@ SWITCH = re.compile(r"amp|fp16|half|mixed|autocast", re.IGNORECASE)
 NO_SWITCH = re.compile(r"bf16|bfloat16|float16|dtype|is_available|device|cuda", re.IGNORECASE)
 """What chooses a dtype, or only asks for a GPU, without which autocast("cuda") is off anyway."""
 
+ASKS_FOR_AMP = re.compile(r"(^|_)(amp|fp16|half|mixed(_precision)?|autocast|scaler|scaling)(_|$)", re.IGNORECASE)
+NEGATIVE = re.compile(
+    r"(^|_)(no|not|disable\w*|without|off|skip|bf16|fp32|full|has|pure|native|apex)(_|$)", re.IGNORECASE
+)
+"""In the name of a switch that is on where mixed precision is off, or another kind of it is on."""
+
 
 def find(amp: Amp) -> Iterator[Finding]:
     yield from asked_for_scaler(amp)
@@ -61,12 +67,14 @@ def asked_for_scaler(amp: Amp) -> Iterator[Finding]:
 
 
 def opposite(amp: Amp) -> Iterator[Finding]:
-    """autocast(enabled=not flag) beside GradScaler(enabled=flag)."""
-    flags = {ast.unparse(flag) for made in amp.scalers if (flag := scaler_condition(amp, made)) is not None}
-    for test, call in autocast_tests(amp):
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) and ast.unparse(test.operand) in flags:
-            message = f"autocast is on where `{ast.unparse(test)}`, the scaler where it is not"
-            yield amp.script.finding("amp-switch-stuck", call, message, fix="give both the same condition")
+    """`enabled=not use_amp`, of autocast or of the scaler: on where mixed precision is not asked for."""
+    scalers = [(flag, made.call) for made in amp.scalers if (flag := keyword(made.call, "enabled")) is not None]
+    for test, call in (*autocast_tests(amp), *scalers):
+        flag = test.operand if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) else None
+        name = last(dotted_name(flag))
+        if flag is not None and ASKS_FOR_AMP.search(name) and not NEGATIVE.search(name):
+            message = f"{last(dotted_name(call.func))} is on where `{ast.unparse(test)}`: where AMP is not asked for"
+            yield amp.script.finding("amp-switch-stuck", call, message, fix=f"enabled={ast.unparse(flag)}")
 
 
 def autocast_tests(amp: Amp) -> Iterator[tuple[ast.expr, ast.Call]]:

@@ -94,7 +94,8 @@ class Amp:
         # An import that is never used scales nothing, and a StandardScaler scales data.
         imported = {name for name, full in self.script.imports.items() if full not in SCALERS}
         names = {name for name in {*names, *imported} if not self.scales_data(name)}
-        return any(word in name.lower() for name in names for word in words)
+        # `loss_scaled = loss / n` is a loss, not a scale.
+        return any(word in name.lower().replace("loss_scaled", "") for name in names for word in words)
 
     def scales_data(self, name: str) -> bool:
         """Whether a name is scikit-learn's, or holds only what that made."""

@@ -90,7 +90,8 @@ def uncovered(amp: Amp, trace: Trace) -> Iterator[Finding]:
             e for e in trace.events[: backward.index] if e.loops == backward.loops != () and not e.excludes(backward)
         ]
         forwards = [e for e in before if not e.regions and models_run_by(amp, e)]
-        inside = [e for e in trace.events if e.regions]
+        depth = len(backward.loops)  # evaluation's own autocast covers nothing here
+        inside = [e for e in trace.events if e.regions and not e.grad_off and e.loops[:depth] == backward.loops]
         covered = any(is_model(amp, e) or models_run_by(amp, e) for e in inside)
         covered = covered or any(last(e.receiver) in amp.script.model_names for e in inside)
         used = any(e.regions and e.region is not None and e.region.may_be_on for e in before)

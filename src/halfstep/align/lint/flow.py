@@ -152,7 +152,7 @@ class Trace:
                 known = self.conditions(node.test, holds, scope)
                 self.block(body, guarded.inside(conditions=scope.conditions | known))
             if node.body and isinstance(node.body[-1], ast.Raise):
-                self.fatal |= {text for text, _ in self.conditions(node.test, True, scope)}
+                self.fatal |= {text for holds in (True, False) for text, _ in self.conditions(node.test, holds, scope)}
         elif isinstance(node, ast.For | ast.AsyncFor | ast.While):
             self.expression(node.test if isinstance(node, ast.While) else node.iter, scope)
             # `for optimizer in optimizers:` is one step of all of them, no iteration of training.

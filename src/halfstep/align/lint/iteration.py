@@ -154,6 +154,9 @@ def never_scaled(amp: Amp, trace: Trace, step: Event) -> Iterator[Finding]:
     if not is_scaler_object(amp, trace, step.receiver):
         return
     before = [e for e in beside(trace, step) if e.method == "backward" and e.index < step.index]
+    # Of a GAN's two losses, the one since this optimizer's gradients were cleared, or since another one stepped.
+    starts = [e.index for e in beside(trace, step) if begins(e, step) and e.index < step.index]
+    before = [e for e in before if not starts or e.index > starts[-1]]
     others = {e.scaled_by for e in before}
     made = {last(made.key) for made in amp.scalers}
     if before and all(last(name) in made and not same_object(name, step.receiver) for name in others):
@@ -175,6 +178,13 @@ def never_scaled(amp: Amp, trace: Trace, step: Event) -> Iterator[Finding]:
         message = f"{name}.step() divides gradients by its scale, and nothing multiplied the loss: too small by 65536"
         fix = f"{name}.scale(loss).backward()"
         yield amp.script.finding("fp16-without-scaler", backward.node, message, fix=fix, related=step.node)
+
+
+def begins(event: Event, step: Event) -> bool:
+    """Whether nothing that was computed before an event reaches a step, which runs wherever the event does."""
+    cleared = event.method == "zero_grad" and last(event.receiver) == last(step.optimizer)
+    other = bool(event.optimizer) and last(event.optimizer) != last(step.optimizer)
+    return (cleared or other) and event.loops == step.loops and event.conditions <= step.conditions
 
 
 def is_scaler_object(amp: Amp, trace: Trace, key: str) -> bool:

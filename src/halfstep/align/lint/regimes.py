@@ -135,7 +135,7 @@ def is_lifted(event: Event) -> bool:
 
 
 def inverted_scaler(amp: Amp) -> Iterator[Finding]:
-    """A scaler that is on for bf16 and off for fp16, or where autocast is off."""
+    """A loss that is scaled where autocast is off, or a scaler that is on for bf16 and off for fp16."""
     switches = autocast_switches(amp)
     for trace in amp.traces:
         for event in filter(is_scaled_backward, trace.events):
@@ -144,11 +144,7 @@ def inverted_scaler(amp: Amp) -> Iterator[Finding]:
                 yield amp.script.finding("fp16-without-scaler", event.node, message, fix="swap the two branches")
     for made in amp.scalers:
         condition = scaler_condition(amp, made)
-        opposite = isinstance(condition, ast.UnaryOp) and ast.unparse(condition.operand) in switches
-        if condition is not None and opposite:
-            message = f"{last(made.key)} is on where {ast.unparse(condition)}, autocast where it is not: fp16 gets none"
-            yield amp.script.finding("fp16-without-scaler", made.call, message, fix="give both the same condition")
-        elif condition is not None and is_for_bf16(condition):
+        if condition is not None and is_for_bf16(condition):
             message = f"{last(made.key)} is on where {ast.unparse(condition)}: bf16 gets a scaler, fp16 gets none"
             fix = "turn the condition around: fp16 needs loss scaling, bf16 does not"
             yield amp.script.finding("fp16-without-scaler", made.call, message, fix=fix)

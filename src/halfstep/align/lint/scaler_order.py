@@ -277,11 +277,28 @@ def step_without_update(amp: Amp) -> Iterator[Finding]:
         updated = any(name.endswith(f"{last(scaler)}.update") for name in called)
         updated = updated or any(same_object(e.receiver, scaler) for t in amp.traces for e in t.calls("update"))
         hidden = any(same_object(scaler, name) for name in amp.escaped) or inherits(amp, scaler)
+        if steps and updated and not hidden and not amp.is_disabled(scaler):
+            yield from stepped_more_often(amp, scaler)
         if steps and not updated and not hidden and not amp.is_disabled(scaler):
             message = f"{last(scaler)}.step() without {last(scaler)}.update(): the scale never changes, skips never end"
             yield amp.script.finding(
                 "step-without-update", steps[0].node, message, fix=f"call {last(scaler)}.update() after it"
             )
+
+
+def stepped_more_often(amp: Amp, scaler: str) -> Iterator[Finding]:
+    """update() after the loop over batches, or at every n-th one: the second step() in a row raises."""
+    for trace in amp.traces:
+        updates = [e for e in trace.calls("update") if e.receiver == scaler]
+        for step in (e for e in trace.events if is_scaler_step(e, scaler) and e.loops and updates):
+            per_step = [e for e in updates if e.loops[: len(step.loops)] == step.loops]
+            gates = [{t for t, _ in e.conditions - step.conditions if t in trace.windows} for e in per_step]
+            once = len([e for e in trace.events if is_scaler_step(e, scaler)]) == 1
+            if once and all(gates) and not any(e.excludes(step) for e in updates):
+                message = f"{last(scaler)}.step() runs more often than {last(scaler)}.update(): the second one raises"
+                fix = f"{last(scaler)}.update() right after it"
+                yield amp.script.finding("step-without-update", step.node, message, fix=fix, related=updates[0].node)
+                return
 
 
 def inherits(amp: Amp, scaler: str) -> bool:
