@@ -94,7 +94,7 @@ def found_blocks(model: nn.Module, uncalled: Collection[str] = ()) -> list[str]:
 
 
 def _kind(module: nn.Module) -> tuple[type[nn.Module], ...]:
-    parts = module.children() if type(module) is nn.Sequential else ()
+    parts = module.children() if original_class(module) is nn.Sequential else ()
     return (original_class(module), *map(original_class, parts))
 
 
