@@ -80,16 +80,19 @@ class _Check:
             raise CannotRun(f"{described(self.model, idle)}: nothing trains in them or before them")
 
     def found(self) -> Recomputable:
-        names, notes, ways = self.blocks, list[str](), list[Recompute]()
+        names, notes = self.blocks, list[str]()
         if self._problem("blocks", names):
-            problems = [(some, self._problem("blocks", some)) for some in by_kind(self.model, names)]
-            notes = [f"recompute blocks, {described(self.model, some)}: {why}" for some, why in problems if why]
-            names = [name for some, why in problems if not why for name in some]
-        if names and (why := self._problem("pointwise", names)):
+            names = []
+            for some in by_kind(self.model, self.blocks):
+                if why := self._problem("blocks", [*names, *some]):
+                    notes.append(f"recompute blocks, {described(self.model, some)}: {why}")
+                else:
+                    names += some
+        why = self._problem("pointwise", names) if names else ""
+        if why:
             notes.append(f"recompute pointwise, {described(self.model, names)}: {why}")
-        elif names:
-            ways.append("pointwise")
-        return Recomputable(tuple(names), (*ways, "blocks") if names else (), tuple(notes))
+        ways: tuple[Recompute, ...] = ("blocks",) if why else ("pointwise", "blocks")
+        return Recomputable(tuple(names), ways if names else (), tuple(notes))
 
     def _problem(self, how: Recompute, names: Collection[str]) -> str:
         """Why these may not be recomputed; empty if they may."""
