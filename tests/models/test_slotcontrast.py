@@ -12,7 +12,7 @@ from halfstep.models.dinov2 import dinov2, load_backbone_weights_
 from halfstep.models.recompute import set_recompute
 from halfstep.models.slot_attention import Mlp, recurrent_update
 from halfstep.models.slot_decoder import SlotDecoder, even_chunk
-from halfstep.models.slotcontrast import SlotContrast, SlotContrastSize, from_upstream, upstream_backbone
+from halfstep.models.slotcontrast import SlotContrast, SlotContrastSize, from_upstream
 from halfstep.models.weights import load_weights_
 from halfstep.precision.simulate import simulate
 from halfstep.workloads.slots.metrics import cosines, slot_contrast, slot_labels
@@ -24,7 +24,7 @@ def test_the_original_is_equalled_from_pixels_to_gradients() -> None:
     tensors, facts = golden("slotcontrast_tiny")
     state, out = group(tensors, "state/"), group(tensors, "out/")
     backbone = dinov2("vit_small_patch14_dinov2", depth=2, heads=2, dim=32)
-    load_backbone_weights_(backbone, upstream_backbone(state), source="golden")
+    load_backbone_weights_(backbone, state, source="golden")
     with torch.no_grad():
         features = backbone(tensors["in/video"].flatten(0, 1)).unflatten(0, (2, 3))
     assert_golden(features, out["backbone_features"], name="features")

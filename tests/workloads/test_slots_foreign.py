@@ -225,6 +225,16 @@ def test_a_second_file_changes_the_first(written: Path, tmp_path: Path) -> None:
     assert (config.model.slots, config.model.temperature, config.train.batch_size) == (9, 0.5, 8)
 
 
+def test_a_word_may_add_a_key_that_their_reader_knows(written: Path) -> None:
+    written.write_text(THEIRS.replace("    main_features_key: vit_block2\n", ""))
+    assert "main_features_key" not in written.read_text()
+    loaded = load(str(written), overrides=["model.encoder.main_features_key=vit_block2", "model.weights=a.ckpt"])
+    assert config_of(loaded).model.weights == "a.ckpt", "ours stay ours"
+    assert not any("main_features_key" in note and "not used" in note for note in loaded.notes)
+    with pytest.raises(ConfigError, match="unknown key 'model.encoder.main_feature_key'"):
+        load(str(written), overrides=["model.encoder.main_feature_key=vit_block2"])
+
+
 def test_flags_of_theirs(written: Path, tmp_path: Path) -> None:
     from halfstep.cli.run_place import new_folder, resumed_folder, seconds_of
 

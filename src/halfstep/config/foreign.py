@@ -52,17 +52,30 @@ class Translation:
 
 def translated(document: Document, overrides: Sequence[str], families: Iterable[Translator]) -> Translation | None:
     """The file as the first family that knows it translates it; None where nobody does."""
-    own: list[str] = []
-    theirs: list[str] = []
-    for word in overrides:
-        key = word.partition("=")[0].strip()
-        (theirs if has_key(document.values, key) else own).append(word)
-    values = resolved(with_words(document.values, theirs))
-    found = next((f for family in families if (f := family.claim(values, document.name)) is not None), None)
-    if found is None:
+    families = list(families)
+    inside = [word for word in overrides if section_of(document.values, key_of(word)) is not None]
+    known = claimed(document, inside, families)
+    if known is None:
         return None
+    # A word is theirs where the file has its key, or where its translator reads one that the file left out.
+    theirs = [word for word in inside if has_key(document.values, key_of(word)) or key_of(word) in set(known[1].used)]
+    own = [word for word in overrides if word not in theirs]
+    values, found = claimed(document, theirs, families) or known
     said = layer_statements({"workload": found.workload, **found.values}, "file", document.name)
     return Translation(said=said, overrides=own, notes=notes_of(found, values, document, theirs))
+
+
+def claimed(
+    document: Document, words: Sequence[str], families: Iterable[Translator]
+) -> tuple[dict[str, Any], Foreign] | None:
+    """The file's values, changed by words in its own keys, and what the first family that knows it makes of them."""
+    values = resolved(with_words(document.values, words))
+    found = next((f for family in families if (f := family.claim(values, document.name)) is not None), None)
+    return None if found is None else (values, found)
+
+
+def key_of(word: str) -> str:
+    return word.partition("=")[0].strip()
 
 
 def notes_of(found: Foreign, values: Mapping[str, Any], document: Document, words: Sequence[str]) -> list[str]:
@@ -98,11 +111,15 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def has_key(values: Mapping[str, Any], path: str) -> bool:
-    *parents, name = path.split(".")
+    return path.rpartition(".")[2] in (section_of(values, path) or {})
+
+
+def section_of(values: Mapping[str, Any], path: str) -> Mapping[str, Any] | None:
+    """The section a key belongs into, where it is there."""
     section: Any = values
-    for parent in parents:
+    for parent in path.split(".")[:-1]:
         section = section.get(parent) if isinstance(section, Mapping) else None
-    return isinstance(section, Mapping) and name in section
+    return section if isinstance(section, Mapping) else None
 
 
 def with_words(values: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:

@@ -86,7 +86,13 @@ def load_backbone_(model: DinoV2, path: str) -> None:
     load_backbone_weights_(model, read_weights(Path(path))[0], source=path)
 
 
+IN_SLOTCONTRAST = "encoder.module.backbone.model."
+"""Where a checkpoint of SlotContrast's own project holds it."""
+
+
 def load_backbone_weights_(model: DinoV2, weights: Mapping[str, Tensor], *, source: str) -> None:
+    inside = {name: value for name, value in weights.items() if name.startswith(IN_SLOTCONTRAST)}
+    weights = {name.removeprefix(IN_SLOTCONTRAST): value for name, value in (inside or weights).items()}
     own = model.state_dict()
     named = in_names_of(own, {name: value for name, value in weights.items() if name not in NOT_NEEDED})
     table = named.get("encoder.pos_embedding")

@@ -128,12 +128,6 @@ def from_upstream(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.replace(".module.", ".", 1): value for name, value in kept.items()}
 
 
-def upstream_backbone(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The backbone's weights of such a state dict, under timm's names."""
-    prefix = f"{BACKBONE}model."
-    return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
-
-
 Zooms = tuple[Sequence[tuple[int, int]], Sequence[int]]
 WORD_SIDES: dict[int, Zooms] = {4: (((4, 6),), (2, 2)), 14: (((2, 2), (7, 4)), (7, 2))}
 """By a word's side in pixels, how the VAE goes down and up: STEVE's own, and one of a word for a patch of DINOv2."""
