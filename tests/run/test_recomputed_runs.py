@@ -17,15 +17,15 @@ from halfstep.run.assemble import build_workload, plan_for
 from halfstep.run.memory_fit import levels_of
 from halfstep.run.memory_plan import Cell, MemoryPlanner
 from halfstep.run.planned_batch import predicted_peak
-from halfstep.run.planned_step import planned_step
+from halfstep.run.planned_step import PlannedStep, planned_step
 from halfstep.run.rehearse import rehearsal
 from halfstep.tune import choose
 from halfstep.tune.choose import tuned
 from halfstep.tune.memory_low import Cost, MemorySetting
-from halfstep.tune.trials import Rehearse
+from halfstep.tune.trials import Rehearse, first_batch
 from halfstep.workloads import from_dict
 from halfstep.workloads.workload import Workload
-from models_of_others import BLOCKS
+from models_of_others import BLOCKS, BasicBlock
 from whole_runs import final_state, resume, run
 
 OTHERS = "models_of_others:build"
@@ -109,6 +109,14 @@ def test_the_plan_counts_it_for_a_model_of_ones_own() -> None:
             cell = Cell.of(config, "bf16", mode, MemorySetting(recompute=how))  # type: ignore[arg-type]
             kept[how] = planner.predict(cell).components["activations"]
         assert kept["blocks"] < kept["pointwise"] < kept["none"], mode
+
+
+def test_blocks_with_forms_of_their_own_are_not_planned() -> None:
+    config, workload, _ = made("resnet")
+    batch = first_batch(config, workload)
+    assert PlannedStep(config, workload, batch).recomputes
+    own = dataclasses.replace(workload, blocks={BasicBlock: None})
+    assert not PlannedStep(config, own, batch).recomputes
 
 
 def test_a_run_that_is_about_to_begin_plans_with_what_passed_the_check() -> None:

@@ -84,7 +84,8 @@ class PlannedStep:
     def __init__(self, config: RunConfig, workload: Workload, raw: Batch) -> None:
         self.config, self.workload, self.raw = config, workload, raw
         self.pretence = Pretence(workload.modules())
-        self.blocks: Collection[str] = found_blocks(workload.model)  # a run that begins knows which of them may be
+        # A run that begins knows which of them pass the check; those with forms of their own are not captured so.
+        self.blocks: Collection[str] = () if workload.blocks else found_blocks(workload.model)
         self.recomputes = bool(self.blocks) or any(isinstance(m, Recomputing) for m in workload.model.modules())
         self.has_batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in workload.model.modules())
 
