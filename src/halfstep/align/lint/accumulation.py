@@ -44,6 +44,7 @@ def find(amp: Amp) -> Iterator[Finding]:
             chain = loss_chain(trace, window.backward)
             steps = [*(event.node for event in chain), window.backward.node]
             divided = any(divides(amp, node, window) for node in steps) or any(map(rescales_gradients, trace.events))
+            divided = divided or divides_itself(amp, window.backward)
             if chain and not divided and not hands_over_length(trace, window) and not divided_elsewhere(amp, window):
                 message = f"the loss is not divided by {window.length}: the gradient is that many times too large"
                 fix = f"loss = loss / {window.length} before backward"
@@ -51,6 +52,17 @@ def find(amp: Amp) -> Iterator[Finding]:
             yield from masked_means(amp, chain, divided)
             if window.test:
                 yield from dropped_tail(amp, trace, window)
+
+
+def divides_itself(amp: Amp, backward: Event) -> bool:
+    """Whether `engine.backward(loss)` may divide by the window: Fabric does not, nor an Accelerator that has none."""
+    if not isinstance(backward.node, ast.Call) or not backward.node.args:
+        return False
+    made = [v for v in amp.script.values(backward.receiver) if isinstance(v, ast.Call)]
+    plain = [
+        last(dotted_name(v.func)) in ("Accelerator", "Fabric") and "accumulation" not in ast.unparse(v) for v in made
+    ]
+    return not plain or not all(plain)
 
 
 def gated_engine(amp: Amp, trace: Trace) -> Iterator[Finding]:
@@ -134,7 +146,7 @@ def windows(trace: Trace) -> Iterator[Window]:
 
 def inner_windows(amp: Amp, trace: Trace) -> Iterator[Window]:
     """`for _ in range(accumulation_steps):` or `for micro in batch.chunk(n):` around backward, and a step after it."""
-    loops = {id(node): node for node in amp.script.nodes if isinstance(node, ast.For)}
+    loops = {id(node): node for node in amp.script.nodes if isinstance(node, ast.For | ast.While)}
     seen: set[int] = set()
     for backward in trace.calls("backward"):
         loop = loops.get(backward.loops[-1]) if backward.loops else None
@@ -149,8 +161,12 @@ def inner_windows(amp: Amp, trace: Trace) -> Iterator[Window]:
             yield Window(backward=backward, step=steps[0], test="", length=length)
 
 
-def counted(loop: ast.For | None) -> str:
-    """N of `for … in range(N)` that counts micro-batches, or what is cut into them; wrapped or not."""
+def counted(loop: ast.For | ast.While | None) -> str:
+    """N of `for … in range(N)` or `while i < N` that counts micro-batches, or what is cut into them; wrapped or not."""
+    if isinstance(loop, ast.While):
+        below = isinstance(loop.test, ast.Compare) and len(loop.test.ops) == 1 and isinstance(loop.test.ops[0], ast.Lt)
+        length = ast.unparse(loop.test.comparators[0]) if below and isinstance(loop.test, ast.Compare) else ""
+        return length if any(word in length.lower() for word in ACCUMULATION_WORDS) else ""
     over = loop.iter if loop is not None else None
     while isinstance(over, ast.Call) and dotted_name(over.func).rsplit(".", 1)[-1] in WRAPPERS and over.args:
         over = over.args[0]
@@ -164,7 +180,7 @@ def counted(loop: ast.For | None) -> str:
     return f"len({text})" if cut or any(word in text.lower() for word in MICRO_WORDS) else ""
 
 
-def recomputes(amp: Amp, loop: ast.For) -> bool:
+def recomputes(amp: Amp, loop: ast.For | ast.While) -> bool:
     """Whether a pass sees the whole window, `torch.cat` of features kept before (contrastive losses): no mean of N."""
     joins = [c for c in amp.script.calls_below(loop) if last(dotted_name(c.func)) in ("cat", "concat", "concatenate")]
     listed = (c.args[0].elts if c.args and isinstance(c.args[0], ast.List) else [ast.Constant(None)] for c in joins)
@@ -182,6 +198,8 @@ def loss_chain(trace: Trace, backward: Event) -> list[Event]:
     """Assignments in the loop that the loss of this backward is made from."""
     func = backward.node.func if isinstance(backward.node, ast.Call) else None
     inner = names_in(func.value) if isinstance(func, ast.Attribute) and not backward.receiver else set()
+    given = backward.node.args[:1] if isinstance(backward.node, ast.Call) else []
+    inner |= {name for value in given for name in names_in(value)}  # `fabric.backward(loss)`
     # In a function walked in place of its call, local names carry the function's name.
     inner |= {f"{backward.function}:{name}" for name in inner}
     wanted, chain = ({backward.receiver} | inner) - {"", backward.scaled_by}, []

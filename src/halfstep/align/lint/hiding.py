@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
-from halfstep.align.lint.accumulation import windows
+from halfstep.align.lint.accumulation import inner_windows, windows
 from halfstep.align.lint.amp import Amp, is_clip, is_plain_backward
 from halfstep.align.lint.dtypes import is_model_call
 from halfstep.align.lint.flow import Event, Trace
@@ -158,11 +158,13 @@ def clipped_twice(amp: Amp, trace: Trace) -> Iterator[Finding]:
 def clipped_within(amp: Amp, trace: Trace) -> Iterator[Finding]:
     """A clip at every micro-batch of a window: the sum so far is clipped, and again with the next."""
     yield from clipped_within_accumulate(amp, trace)
-    for window in (w for w in windows(trace) if is_plain_backward(w.backward)):
+    for window in (*windows(trace), *inner_windows(amp, trace)):
         inside = trace.events[window.backward.index : window.step.index]
         gated = window.step.conditions - window.backward.conditions
-        for clip in (e for e in inside if is_clip(e) and e.loops == window.step.loops):
-            if not clip.conditions & gated and not clip.excludes(window.step):
+        plain = [e for e in trace.events if is_plain_backward(e) and e.loops == window.backward.loops]
+        for clip in (e for e in inside if is_clip(e) and e.loops == window.backward.loops):
+            unscaled = any(not e.excludes(clip) for e in plain)  # a scaled one is clip-before-unscale's
+            if unscaled and not clip.conditions & gated and not clip.excludes(window.step):
                 message = f"the sum is clipped after each of {window.length} micro-batches, not once before the step"
                 yield amp.script.finding("clip-twice", clip.node, message, fix="clip where the optimizer steps")
                 return

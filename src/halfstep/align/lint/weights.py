@@ -71,9 +71,7 @@ def find(amp: Amp) -> Iterator[Finding]:
             (name, made) for name, made in optimized for own, where in known if is_same(script, name, made, own, where)
         ]
         # Picking by requires_grad where something is frozen: a frozen half model with trainable fp32 parts is likely.
-        steps = [
-            step for step in steps if not partly or not model.loaded and "requires_grad" not in ast.unparse(step[1])
-        ]
+        steps = [step for step in steps if not partly or not model.loaded and not picks_trained(script, step[1], model)]
         if steps and (model.name, model.dtype) not in seen:
             seen.add((model.name, model.dtype))
             found = lost_updates(script, model)
@@ -83,6 +81,13 @@ def find(amp: Amp) -> Iterator[Finding]:
     yield from refused_by_scaler(amp, {name for name, _ in seen})
     if optimized and (default := half_default(script)) is not None:
         yield lost_updates(script, default)
+
+
+def picks_trained(script: Script, made: ast.AST, model: HalfModel) -> bool:
+    """Whether an optimizer is given what wants a gradient, `filter(lambda p: p.requires_grad, …)`, also by a name."""
+    named = [v for n in ast.walk(made) if isinstance(n, ast.Name) for v in script.values(n.id)]
+    each = ".data" in ast.unparse(model.call)  # those that are trained were cast one by one
+    return any("requires_grad" in ast.unparse(node) for node in (made, *(named if not each else [])))
 
 
 def refused_by_scaler(amp: Amp, reported: set[str]) -> Iterator[Finding]:
@@ -182,6 +187,10 @@ def half_choice(node: ast.expr | None, script: Script) -> str:
     node = script.default(node)
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return dtype_of(node.value) or ""
+    given = script.values(dotted_name(node)) if dotted_name(node) not in script.parameters else []
+    formats = [format_of(value, script) for value in given]
+    if len(formats) > 1 and all(formats):  # `weight_dtype = torch.float32`, then half where that is asked for
+        return next((word for word in ("bf16", "fp16") if word in formats), "")
     if not isinstance(node, ast.IfExp):
         return format_of(node, script)
     both = [format_of(part, script) for part in (node.body, node.orelse)]
