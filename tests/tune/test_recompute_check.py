@@ -20,6 +20,7 @@ from halfstep.tune.recompute_check import Recomputable, gaps_between, left_by, r
 from halfstep.workloads import from_dict
 from halfstep.workloads.workload import Workload
 from models_of_others import BLOCKS, ResNet, Writing
+from phased_workload import SIZE
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -151,3 +152,13 @@ def test_what_is_no_tensor_shows_as_well() -> None:
     one = dict(left_by(block))
     block.seen.append(1)
     assert gaps_between(one, dict(left_by(block)))["seen"] == float("inf")
+
+
+def test_networks_that_train_in_turn_are_checked_in_all_their_phases() -> None:
+    config = from_dict("phased_workload:build", {"precision.default": "fp32", "train.batch_size": 8}).config
+    workload = build_workload(config)
+    for name, last in {"generator": nn.Identity(), "critic": nn.Linear(SIZE, 1)}.items():
+        blocks = (nn.Sequential(nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE), nn.ReLU(inplace=True)) for _ in range(2))
+        setattr(workload.model, name, nn.Sequential(*blocks, last))
+    found = recomputable(config, workload, plan_for(config, workload, probe("cpu")), rehearsal)
+    assert found == (("generator.0", "generator.1", "critic.0", "critic.1"), ("pointwise", "blocks"), ())
