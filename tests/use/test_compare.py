@@ -15,7 +15,7 @@ from halfstep.cli.report import comparison_page
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.report.comparison_view import comparison_columns
 from halfstep.run.train import train
-from halfstep.use.compare import Comparison, Request, open_comparison, seconds_to_quality, settings_of
+from halfstep.use.compare import Comparison, Request, file_names, open_comparison, seconds_to_quality, settings_of
 from halfstep.use.compare_run import STRICT, Outcome, Row, one_run
 from halfstep.use.compare_table import as_json, lines_of, notes_of
 from halfstep.workloads import load
@@ -223,6 +223,12 @@ def test_the_median_time_to_quality_counts_the_seeds_that_never_get_there() -> N
     comparison = Comparison(request=Request(target="x", overrides=(), rows=rows), margin=0.05, runs=runs)
     line = lines_of(comparison)[1]
     assert (line.to_quality_s, line.not_reached) == (2.5, 1), "between the second and the third of four"
+
+
+def test_rows_whose_names_files_cannot_hold_have_folders_of_their_own() -> None:
+    rows = [Row(name=name, overrides=()) for name in ("a b", "a_b", "ä", "ö", "pilot", "amp+large")]
+    assert list(file_names(rows)) == ["a_b", "a_b_1", "_", "__3", "pilot_4", "amp+large"]
+    assert list(file_names(rows).values()) == rows
 
 
 def test_what_a_budget_cut_off_counts_for_nothing_and_small_metrics_show_their_deviation() -> None:

@@ -35,7 +35,7 @@ from halfstep.use.equivalence import FEWEST_SEEDS, LOOKS, Verdict, default_margi
 
 PILOT_SEED = 1_000_000
 """Pilot runs count from here: no seed of theirs is one of the comparison's."""
-FILE = "comparison.json"
+PILOT, FILE = "pilot", "comparison.json"
 
 Say = Callable[[str], None]
 
@@ -236,14 +236,14 @@ class _Runs:
         """Runs of the baseline that the comparison never sees; False where the budget did not last."""
         baseline = self.comparison.request.baseline
         self.say(f"pilot: {FEWEST_SEEDS} runs of {baseline.name} fix the margin (--margin X spares them)")
-        jobs = [(baseline, PILOT_SEED + k, self.folder / "runs" / f"pilot-{k}") for k in range(FEWEST_SEEDS)]
+        jobs = [(baseline, PILOT_SEED + k, self.folder / "runs" / f"{PILOT}-{k}") for k in range(FEWEST_SEEDS)]
         return self._trained(jobs, self.comparison.pilot)
 
     def paired(self, count: int) -> bool:
         """One run each of every row up to this many seeds, seed by seed; False where the budget did not last."""
-        rows = self.comparison.request.rows
-        jobs = [(row, seed, self.folder / "runs" / f"{_file_name(row.name)}-{seed}")
-                for seed in range(count) for row in rows]  # fmt: skip
+        named = file_names(self.comparison.request.rows)
+        jobs = [(row, seed, self.folder / "runs" / f"{name}-{seed}")
+                for seed in range(count) for name, row in named.items()]  # fmt: skip
         return self._trained(jobs, self.comparison.runs)
 
     def _trained(self, jobs: Sequence[Job], kept: list[Outcome]) -> bool:
@@ -373,8 +373,13 @@ def _said(comparison: Comparison, run: Outcome) -> str:
     return f"{run.row}, seed {run.seed}: {comparison.metric} {run.value:.4f}, {aside}"
 
 
-def _file_name(row: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.+-]", "_", row)
+def file_names(rows: Sequence[Row]) -> dict[str, Row]:
+    """What the folders of each row's runs are called: its name as files take it, numbered where another has it."""
+    found: dict[str, Row] = {}
+    for number, row in enumerate(rows):
+        name = re.sub(r"[^A-Za-z0-9_.+-]", "_", row.name)
+        found[f"{name}_{number}" if name in found or name == PILOT else name] = row
+    return found
 
 
 def _write(folder: Path, comparison: Comparison) -> None:
