@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +28,7 @@ from halfstep.measure.clock import Stopwatch
 from halfstep.precision.decide import decide
 from halfstep.run.folder import RunFolder, with_absolute_paths
 from halfstep.tune.modes import asked_mode
+from halfstep.use.compare_beside import Job, beside_each_other
 from halfstep.use.compare_run import OUT_OF_MEMORY, Outcome, Row, keep_the_records, loaded_for, one_run
 from halfstep.use.equivalence import FEWEST_SEEDS, LOOKS, Verdict, default_margin, is_wide, power, verdicts
 
@@ -218,9 +217,6 @@ def _run(folder: Path, comparison: Comparison, say: Say) -> None:
     return _end(folder, comparison, f"{counted(comparison.request.looks[-1], 'seed')} were asked for")
 
 
-Job = tuple[Row, int, Path]
-
-
 class _Runs:
     """Trains what is missing and stores each outcome as soon as it is known, while the budget lasts."""
 
@@ -303,9 +299,7 @@ def _outcomes(request: Request, jobs: Sequence[Job], known: Sequence[Outcome]) -
             # Another seed takes as much memory: the row is not tried again.
             yield run(row, seed, place) if too_large is None else replace(too_large, seed=seed)
         return
-    # Not forked: a process that has used the GPU cannot hand it down.
-    with ProcessPoolExecutor(request.at_once, mp_context=multiprocessing.get_context("spawn")) as processes:
-        yield from processes.map(run, *zip(*jobs, strict=True)) if jobs else ()
+    yield from beside_each_other(run, jobs, request.at_once)
 
 
 def _end(folder: Path, comparison: Comparison, why: str) -> None:
