@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def words_of(row: str, arguments: argparse.Namespace) -> tuple[str, ...]:
-    low = ("train.memory=low",) if row == "halfstep_low" else ()
+    low = ("train.memory=low", "train.max_steps=10000") if row == "halfstep_low" else ()
     return (*WORDS, *(SMALL if arguments.small else (f"train.batch_size={arguments.batch_size}",)), *low)
 
 

@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def config_of(row: str, arguments: argparse.Namespace) -> RunConfig:
-    low = ("train.memory=low",) if row == "halfstep_low" else ()
+    low = ("train.memory=low", "train.max_steps=10000") if row == "halfstep_low" else ()
     settings = SMALL[arguments.case] if arguments.small else SETTINGS[arguments.case]
     size = f"train.batch_size={2 if arguments.small else arguments.batch_sizes}"
     return bench_config(WORKLOADS[arguments.case], (*settings, size, *low), {}, small=False)

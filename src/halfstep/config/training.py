@@ -162,7 +162,10 @@ class TrainConfig(Section):
     )
     memory: Literal["normal", "low"] = Field(
         default="normal",
-        description="low: recompute, 8-bit moments, compiler's budget: the least that trials find for 9 % more time",
+        description="low: recompute, 8-bit moments, compiler's budget: the least that trials find within memory_time",
+    )
+    memory_time: float = Field(
+        default=1.1, gt=1.01, description="How many times as long as normally a step with memory: low may take"
     )
     channels_last: Literal["auto"] | bool = Field(
         default="auto", description="NHWC memory layout of images and convolutions; auto: where it is faster"

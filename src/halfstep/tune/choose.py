@@ -25,6 +25,7 @@ from halfstep.precision.fp8_pays import after_whole_steps, measured_gains, witho
 from halfstep.precision.ladder import lacks
 from halfstep.precision.plan import Plan
 from halfstep.tune.memory_low import (
+    HOTTER,
     CannotRun,
     Cost,
     MemoryChoice,
@@ -203,7 +204,10 @@ class Tuning:
         levers = levers_of(found.ways, self.config.optimizer.name, is_compiled=mode != "eager")
         positions = by_predicted_peak(levers.positions, lambda setting: self.peak(plan, setting))
         try:
-            choice = choose_memory(measure, positions, notes=[*found.notes, *levers.notes], may_go_on=may_go_on)
+            choice = choose_memory(
+                measure, positions, time_limit=self.config.train.memory_time - HOTTER,
+                notes=[*found.notes, *levers.notes], may_go_on=may_go_on,
+            )  # fmt: skip
         except CannotRun as error:
             choice = MemoryChoice(setting=MemorySetting(), reason=str(error))
         headline, *lines = choice.lines()

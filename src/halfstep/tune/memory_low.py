@@ -6,8 +6,8 @@ Levers, each tried alone and then the best of each kind together:
     recompute           pointwise: keep what is bound by arithmetic only; blocks: keep the blocks' inputs only
     optimizer bits      8: AdamW's two moments in a quarter of their bytes
 
-The least memory wins among the settings that take at most TIME_LIMIT of the normal step's time. Here is the decision;
-what measures is passed in, so that no trial knows of it.
+The least memory wins among the settings that take at most `train.memory_time` times the normal step's time. Here is
+the decision; what measures is passed in, so that no trial knows of it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from halfstep.step.adamw_bf16 import AdamWBf16
 from halfstep.step.half_weights import Rounding, is_kept_in_half
 from halfstep.step.optimizers import Options, ParamGroups, build_optimizer
 
-TIME_LIMIT = 1.09
-"""Of the normal step's time, in trials; so that a long run, whose device gets hotter, stays within a tenth. Beyond that
-a smaller batch is the better trade."""
+HOTTER = 0.01
+"""How much less than `train.memory_time` a setting may take in trials: in a long run the device gets hotter."""
 
 WORTH_BYTES = 0.01
 """A setting that saves less than this share of the peak saves nothing: peaks differ by that much between runs."""
@@ -122,37 +121,38 @@ def choose_memory(
     measure: Measure,
     levers: Iterable[Sequence[MemorySetting]],
     *,
+    time_limit: float,
     notes: Sequence[str] = (),
     may_go_on: Callable[[], bool] = lambda: True,
 ) -> MemoryChoice:
     """Measure the normal step, each lever from its gentlest position on, and the best of each lever together."""
     trials, is_cut_short = [_tried(measure, NORMAL)], False
     for lever in levers:
-        tried = list(_along(measure, lever, trials, may_go_on))
+        tried = list(_along(measure, lever, trials, time_limit, may_go_on))
         left = lever[len(tried) :]
         if left and may_go_on():
-            notes = (*notes, f"{', '.join(map(str, left))}: {_why_no_further(tried[-1], trials[0])}")
+            notes = (*notes, f"{', '.join(map(str, left))}: {_why_no_further(tried[-1], trials[0], time_limit)}")
         is_cut_short |= bool(left) and not may_go_on()
         trials += tried
-    together = _combined(trials)
+    together = _combined(trials, time_limit)
     if together is not None and may_go_on():
         trials.append(_tried(measure, together))
     elif together is not None or is_cut_short:
         notes = (*notes, OUT_OF_TIME)
-    return chosen(trials, notes)
+    return chosen(trials, time_limit, notes)
 
 
-def chosen(trials: Sequence[Trial], notes: Sequence[str] = ()) -> MemoryChoice:
+def chosen(trials: Sequence[Trial], time_limit: float, notes: Sequence[str] = ()) -> MemoryChoice:
     """The decision alone: least memory within the time limit."""
     base = _reference(trials)
-    fitting = [trial for trial in trials if trial.cost is not None and trial.cost.ms <= TIME_LIMIT * base.ms]
+    fitting = [trial for trial in trials if trial.cost is not None and trial.cost.ms <= time_limit * base.ms]
     best = min(fitting, key=lambda trial: (_whole(trial).peak_bytes, _whole(trial).ms))
     cost = _whole(best)
     if trials[0].cost is None:
         reason = f"{_size(cost)} at {cost.ms:.1f} ms: the normal step does not fit ({trials[0].problem})"
     elif best is trials[0] or cost.peak_bytes > (1 - WORTH_BYTES) * base.peak_bytes:
-        best, reason = trials[0], f"nothing lowers the peak of {_size(base)} within +{TIME_LIMIT - 1:.0%} time"
-        reason += _refused(trials)
+        best, reason = trials[0], f"nothing lowers the peak of {_size(base)} within +{time_limit - 1:.0%} time"
+        reason += _refused(trials, time_limit)
     else:
         reason = f"{_size(cost)} instead of {_size(base)}, {_change(cost, base)}"
     return MemoryChoice(setting=best.setting, reason=reason, trials=tuple(trials), notes=tuple(notes))
@@ -168,7 +168,11 @@ def _tried(measure: Measure, setting: MemorySetting) -> Trial:
 
 
 def _along(
-    measure: Measure, lever: Sequence[MemorySetting], before: Sequence[Trial], may_go_on: Callable[[], bool]
+    measure: Measure,
+    lever: Sequence[MemorySetting],
+    before: Sequence[Trial],
+    time_limit: float,
+    may_go_on: Callable[[], bool],
 ) -> Iterator[Trial]:
     """Positions of one lever in order; each saves more and takes longer, so the first too slow one is the last. So is
     the second that saves nothing: the lever has no hold on this model."""
@@ -179,12 +183,12 @@ def _along(
         trial = _tried(measure, setting)
         yield trial
         idle = idle + 1 if _saves_nothing(trial, before[0]) else 0
-        if _is_too_slow(trial, before[0]) or idle == 2:
+        if _is_too_slow(trial, before[0], time_limit) or idle == 2:
             return
 
 
-def _is_too_slow(trial: Trial, normal: Trial) -> bool:
-    return trial.cost is not None and normal.cost is not None and trial.cost.ms > TIME_LIMIT * normal.cost.ms
+def _is_too_slow(trial: Trial, normal: Trial, time_limit: float) -> bool:
+    return trial.cost is not None and normal.cost is not None and trial.cost.ms > time_limit * normal.cost.ms
 
 
 def _saves_nothing(trial: Trial, normal: Trial) -> bool:
@@ -193,13 +197,13 @@ def _saves_nothing(trial: Trial, normal: Trial) -> bool:
     return trial.cost.peak_bytes > (1 - WORTH_BYTES) * normal.cost.peak_bytes
 
 
-def _why_no_further(last: Trial, normal: Trial) -> str:
-    return f"{last.setting} {'is too slow' if _is_too_slow(last, normal) else 'saves nothing'} already"
+def _why_no_further(last: Trial, normal: Trial, time_limit: float) -> str:
+    return f"{last.setting} {'is too slow' if _is_too_slow(last, normal, time_limit) else 'saves nothing'} already"
 
 
-def _combined(trials: Sequence[Trial]) -> MemorySetting | None:
+def _combined(trials: Sequence[Trial], time_limit: float) -> MemorySetting | None:
     """The best activation lever with the small optimizer; two activation levers would fight over the same tensors."""
-    best = chosen(trials).setting
+    best = chosen(trials, time_limit).setting
     small = next((trial for trial in trials if trial.setting == MemorySetting(optimizer_bits=8) and trial.cost), None)
     if small is None or best.optimizer_bits == 8 or best == NORMAL:
         return None
@@ -221,10 +225,10 @@ def _whole(trial: Trial) -> Cost:
     return trial.cost
 
 
-def _refused(trials: Sequence[Trial]) -> str:
+def _refused(trials: Sequence[Trial], time_limit: float) -> str:
     """The most that could be saved at another price, and how to pay it where a setting can."""
     normal = trials[0]
-    slow = [trial for trial in trials if _is_too_slow(trial, normal) and not _saves_nothing(trial, normal)]
+    slow = [trial for trial in trials if _is_too_slow(trial, normal, time_limit) and not _saves_nothing(trial, normal)]
     if not slow:
         return ""
     best = min(slow, key=lambda trial: _whole(trial).peak_bytes)
