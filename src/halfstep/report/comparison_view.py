@@ -82,6 +82,9 @@ def draw_comparison(lines: Sequence[Line], metric: str, path: Path) -> None:
             width = 1.5 + 1.8 * (len(lines) - 1 - number)
             axes.plot(steps, means, color=colour, linewidth=width, marker="o", markersize=width + 1.5, label=line.name)
             axes.fill_between(steps, lows, highs, color=colour, alpha=0.12, linewidth=0)
+            if len(steps) == 1:  # of which a band shows nothing
+                axes.vlines(steps, lows, highs, color=colour, linewidth=width / 2, alpha=0.5)
+                axes.set_xlim(steps[0] - 1, steps[0] + 1)
             for edge in (lows, highs):
                 axes.plot(steps, edge, color=colour, linewidth=width / 2, alpha=0.5)
     axes.set_xlabel("step", color=FAINT)
