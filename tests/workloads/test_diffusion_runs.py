@@ -240,6 +240,20 @@ def test_evaluation_scores_both_weights_and_measures_distances(data: Path, tmp_p
 # --- folders of diffusers ---
 
 
+def test_other_pictures_are_evaluated_all_and_nothing_is_written_beside_them(
+    data: Path, vae: str, tmp_path: Path
+) -> None:
+    run = train(
+        settings("diffusion", data, model__vae=vae, data__cache="latents", train__epochs=1), out=tmp_path / "run"
+    )
+    others = pictures(tmp_path / "others", num=5)
+    before = {path.name for path in others.rglob("*")}
+    for k in range(2):
+        found = evaluate(run, data=others, out=tmp_path / str(k), report=RunReport(run, quiet=True))
+        assert found.samples == 5
+    assert {path.name for path in others.rglob("*")} == before
+
+
 def test_exported_pixels_open_in_a_pipeline_and_here(data: Path, vae: str, tmp_path: Path) -> None:
     run = train(settings("diffusion", data, train__max_steps=2), out=tmp_path / "run")
     pipeline = DDPMPipeline.from_pretrained(run / "model", low_cpu_mem_usage=False)

@@ -57,7 +57,7 @@ def find_captioned(root: Path, layout: FolderLayout, column: str) -> CaptionedFo
     )
     in_order = [sorted(found, key=lambda path: natural_key(str(path))) for found in (train, val)]
     images = _divided(root, in_order[0], in_order[1], layout, divided=bool(val_folders))
-    bare = sum(len(pictures_below(folder)) for folder in (*train_folders, *val_folders)) - len(train) - len(val)
+    bare = sum(len(pictures_below(folder)) for folder in {*train_folders, *val_folders}) - len(train | val)
     notes = (f"left out: {counted(bare, 'picture')} without a caption",) if bare > 0 else ()
     return CaptionedFolder(images=images, captions=train | val, notes=notes)
 

@@ -63,19 +63,15 @@ def _in_classes_of_the_run(samples: SegmentationData) -> tuple[SegmentationData,
     return mapped, [f"these masks hold {theirs} where the run's held {ours}: taken as the same classes, in this order"]
 
 
-def classes_folder(config: Config, folder: Path) -> Config:
-    """All pictures below the class folders; read as files, since a packed cache would be written into the folder."""
-    values: dict[str, Any] = {
-        "dir": str(folder),
-        "cache": False,
-        "cache_file": None,
-        "train_folder": "",
-        "val_folder": "",
-    }
+def pictures_folder(config: Config, folder: Path) -> Config:
+    """All pictures of the folder; read as files, since a cache would be written into it."""
+    fields = type(config.data).model_fields
+    values: dict[str, Any] = {name: fields[name].default for name in ("cache", "cache_file") if name in fields}
+    values |= {"dir": str(folder), "train_folder": "", "val_folder": ""}
     has_own_split = has_stored_images(folder) or any(folder.glob(KAGGLE_TRAIN))
     train, val = (_first(folder, names) for names in (TRAIN_NAMES, VALIDATION_NAMES))
     if not has_own_split and not (train and val):
-        # The same folder twice: a list of classes is needed, and nothing is trained.
+        # The same folder twice: nothing is trained, but workloads want training samples.
         whole = train or val or "."
         values |= {"train_folder": whole, "val_folder": whole}
     return config.changed(data=values)

@@ -11,7 +11,7 @@ from torch import Tensor
 from halfstep.report.class_pictures import ShownMistake, draw_confusion, draw_mistakes
 from halfstep.report.evaluation_view import Cell
 from halfstep.workloads.classification.scores import ClassificationDetails, Mistake
-from halfstep.workloads.other_data import classes_folder
+from halfstep.workloads.other_data import pictures_folder
 from halfstep.workloads.using import Look, PlainEvaluation
 from halfstep.workloads.workload import Workload
 
@@ -20,7 +20,7 @@ SHOWN_MISTAKES = 24
 
 class ClassificationEvaluation(PlainEvaluation):
     ranking = "accuracy"
-    config_for = staticmethod(classes_folder)
+    config_for = staticmethod(pictures_folder)
     metrics: ClassificationDetails
 
     def __init__(self, workload: Workload) -> None:

@@ -6,6 +6,9 @@ since the usual one (Inception) would have to be downloaded.
 
 from __future__ import annotations
 
+import atexit
+import tempfile
+import uuid
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from halfstep.config.schema import RunConfig
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, ModelError
 from halfstep.report.evaluation_view import Cell
@@ -24,6 +28,7 @@ from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import to_bytes
 from halfstep.workloads.diffusion.make import Maker
 from halfstep.workloads.diffusion.scores import DenoisingMetrics
+from halfstep.workloads.other_data import pictures_folder
 from halfstep.workloads.sheets import Array, grid
 from halfstep.workloads.using import Look, Phase, PlainEvaluation, Trained
 from halfstep.workloads.workload import Metrics, Workload
@@ -34,6 +39,17 @@ SHOWN = 8
 
 class DiffusionEvaluation(PlainEvaluation):
     """Validation's errors by timestep, a grid of samples, and where features are named FID and KID."""
+
+    @staticmethod
+    def config_for(config: RunConfig, folder: Path) -> RunConfig:
+        """Latents of other pictures are kept as long as this process lasts."""
+        assert isinstance(config, DiffusionConfig)
+        found = pictures_folder(config, folder)
+        if config.data.cache == "off":
+            return found
+        place = Path(tempfile.gettempdir()) / f"halfstep-latents-{uuid.uuid4().hex}.safetensors"
+        atexit.register(place.unlink, missing_ok=True)
+        return found.changed(data={"cache": config.data.cache, "cache_file": str(place)})
 
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
@@ -162,6 +178,8 @@ def open_features(path: Path, device: torch.device) -> nn.Module:
 
 class VaeEvaluation(PlainEvaluation):
     """Validation's scores, and pictures above their reconstructions."""
+
+    config_for = staticmethod(pictures_folder)
 
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
