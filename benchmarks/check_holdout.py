@@ -2,10 +2,10 @@
 
     python benchmarks/check_holdout.py FOLDER --name first
 
-FOLDER holds labels.yaml, sources.csv, scripts/, configs/ and projects/. The scripts are other people's and are not
-stored here; what is stored are the labels, where each file comes from (repository, path, commit), and what was found. A
-finding within six lines of a label is taken for it, for the nearest of several. Doubtful labels do not count as missed,
-nor as false where found.
+FOLDER holds labels.yaml, sources.csv, scripts/, configs/ and, where there are any, projects/. The scripts are other
+people's and are not stored here; what is stored are the labels, where each file comes from (repository, path, commit),
+and what was found. A finding within six lines of a label is taken for it, for the nearest of several. Doubtful labels
+do not count as missed, nor as false where found.
 """
 
 from __future__ import annotations

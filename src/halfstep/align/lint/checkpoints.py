@@ -12,7 +12,8 @@ from halfstep.align.lint.amp import Amp, ScalerMade, is_scaled_backward, passed
 from halfstep.align.lint.flow import Event
 from halfstep.align.lint.syntax import dotted_name, last
 
-RESUME_WORDS = re.compile(r"resume|restore|start_epoch|(load|from|last|latest)_?(check|ckpt)", re.IGNORECASE)
+LOADS = re.compile(r"load|resume|restore", re.IGNORECASE)
+"""In the name of a function that reads a checkpoint."""
 
 
 def find(amp: Amp) -> Iterator[Finding]:
@@ -98,8 +99,11 @@ def unsaved(amp: Amp, live: dict[str, ast.AST]) -> Iterator[Finding]:
 
 
 def resumes(amp: Amp) -> bool:
-    """Whether this file goes on from a checkpoint: it loads an optimizer, or has a word for it."""
-    return any(is_optimizer_load(amp, call) for call in amp.script.calls) or bool(RESUME_WORDS.search(amp.script.text))
+    """Whether this file goes on from a checkpoint: it loads an optimizer, or hands one to who loads."""
+    given = [[last(dotted_name(v)) for v in (*c.args, *(k.value for k in c.keywords))]
+             for c in amp.script.calls if LOADS.search(called_name(c))]  # fmt: skip
+    handed = any(amp.script.is_optimizer(name) for names in given for name in names if name)
+    return handed or any(is_optimizer_load(amp, call) for call in amp.script.calls)
 
 
 def reaches(amp: Amp, name: str, owner: ast.AST, node: ast.AST) -> bool:
