@@ -165,6 +165,7 @@ def test_a_second_pass_of_sam_in_on_gradients_is_bit_equal_to_sam_by_hand_and_sa
 
 
 def test_a_distribution_that_refuses_nan_comes_with_the_way_to_let_the_step_drop_it() -> None:
+    torch.distributions.Distribution.set_default_validate_args(True)
     model, step = made()
 
     def loss(x: Tensor) -> Tensor:

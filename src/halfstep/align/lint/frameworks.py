@@ -172,7 +172,7 @@ def beside_apex(amp: Amp, trace: Trace) -> Iterator[Finding]:
     level = keyword(made[0], "opt_level") if made else None
     if not made or isinstance(level, ast.Constant) and level.value == "O0":
         return
-    scaled = any(amp.script.name_of(c.func) == "apex.amp.scale_loss" for c in amp.script.calls)
+    scaled = any(last(dotted_name(c.func)) == "scale_loss" for c in amp.script.calls)
     for backward in (e for e in trace.events if is_plain_backward(e) and e.loops and not scaled):
         if any(e.optimizer and e.loops == backward.loops for e in trace.calls("step")):
             message = "loss.backward() outside amp.scale_loss(): nothing scales fp16's gradients"

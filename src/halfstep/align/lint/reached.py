@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 
@@ -71,7 +72,7 @@ def missing_before_update(trace: Trace, event: Event, scaler: str) -> frozenset[
         without_parts(c for c in asked_again(trace, event, u) if not follows(c, event) and c[0] not in trace.fatal)
         for u in updates
     ]
-    both = any(frozenset({(text, not holds)}) in more for only in more if len(only) == 1 for text, holds in only)
+    both = any(one.excludes(other) for one, other in itertools.combinations(updates, 2))
     return None if both or frozenset() in more else min(more, key=len)
 
 

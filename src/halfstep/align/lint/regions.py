@@ -57,11 +57,13 @@ def region_of(node: ast.expr, script: Script, depth: int = 0) -> Region | None:
 
 
 def handed_out(function: Function | None, script: Script) -> list[ast.expr]:
-    """What a helper returns, `return torch.autocast(…)`, or opens around its yield."""
+    """What a helper returns, `return torch.autocast(…)`, or opens around its yield; None for a yield in the open."""
     inside = script.below(function) if function is not None else []
     ends = [n.value for n in inside if isinstance(n, ast.Return) and n.value is not None]
-    opened = [n for n in inside if isinstance(n, ast.With) and any(isinstance(y, ast.Yield) for y in ast.walk(n))]
-    return [*ends, *(item.context_expr for block in opened for item in block.items)]
+    yields = {n for n in inside if isinstance(n, ast.Yield)}
+    opened = [n for n in inside if isinstance(n, ast.With) and yields.intersection(ast.walk(n))]
+    bare: list[ast.expr] = [ast.Constant(None)] if yields.difference(*map(ast.walk, opened)) else []
+    return [*ends, *(item.context_expr for block in opened for item in block.items), *bare]
 
 
 def made_region(maker: ast.expr, call: ast.Call, script: Script, depth: int) -> Region | None:
