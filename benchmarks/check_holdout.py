@@ -112,6 +112,7 @@ def main() -> None:
     with (folder / "sources.csv").open(newline="") as file:
         sources = list(csv.DictReader(file))
     found = {
+        "command": f"python benchmarks/check_holdout.py FOLDER --name {arguments.name}",
         "scripts": of_scripts(folder, labels["scripts"]),
         "configs": of_configs(folder, labels["configs"]),
         "projects": of_projects(folder, labels.get("projects", {})),
