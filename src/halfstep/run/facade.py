@@ -34,7 +34,7 @@ from halfstep.run.own_arguments import (
     window_of,
 )  # fmt: skip
 from halfstep.run.own_evidence import OwnCapsules
-from halfstep.run.own_loss import OwnLoss, Strangers, explained, not_finite_in
+from halfstep.run.own_loss import OwnLoss, Strangers, explained, ways_to_the_cause
 from halfstep.run.own_warnings import committing, watch_for_hands
 from halfstep.run.snapshots import Rollback
 from halfstep.step.batches import Batch
@@ -382,15 +382,10 @@ class Step:
             return
         self._guard.acknowledge()
         fix = verdict.fix or 'a smaller "margin" in guard={...}, or a lower learning rate: no copy is old enough'
-        if self._capsules is None:
-            fix += '; capsules="DIR" keeps such a step, and hs.replay names its cause'
-        if carried := not_finite_in(self._loss.last):
-            fix += (
-                f"; loss_fn holds {', '.join(carried[:3])}, not finite: if that goes from batch to batch, as a hidden "
-                "state does, keep it in a buffer of a module in also=, so that a bad step puts it back"
-            )
         raise TrainingStopped(
-            f"training stopped: {verdict.reason}", why="the weights are as they were before those steps", fix=fix
+            f"training stopped: {verdict.reason}",
+            why="the weights are as they were before those steps",
+            fix="; ".join([fix, *ways_to_the_cause(self._loss.last, has_capsules=self._capsules is not None)]),
         )
 
     def _hints(self) -> list[str]:

@@ -240,6 +240,17 @@ def named_by(loss_fn: Callable[..., Any]) -> dict[str, Any]:
     return found | {f"{name}{key}": part for name, value in holders.items() for key, part in _parts(value).items()}
 
 
+def ways_to_the_cause(loss_fn: Callable[..., Any] | None, *, has_capsules: bool) -> Iterator[str]:
+    """What a user whose training was stopped may do beside the guard's own advice."""
+    if not has_capsules:
+        yield 'capsules="DIR" keeps such a step, and hs.replay names its cause'
+    if carried := not_finite_in(loss_fn):
+        yield (
+            f"loss_fn holds {', '.join(carried[:3])}, not finite: if that goes from batch to batch, as a hidden state "
+            "does, keep it in a buffer of a module in also=, so that a bad step puts it back"
+        )
+
+
 def not_finite_in(loss_fn: Callable[..., Any] | None) -> list[str]:
     """Names of tensors that a loss function holds outside of modules and that are not finite: a hidden state carried
     from batch to batch would be NaN for good. Waits for the device."""

@@ -1,10 +1,10 @@
 """Whether blocks of a model may be recomputed: tried on copies of it, never assumed.
 
-Two eager steps of two samples are made as the run would make them, with and without. Afterwards gradients and all that
-modules hold (weights, buffers, numbers, lists) must be the same to the bit, generators must stand in the same place,
-and less must have been kept for backward. So it comes out if a forward pass writes a buffer, counts, draws numbers that
-torch does not put back, or overwrites its input. Where two plain steps differ, on a device that sums in any order,
-NOISE times that is allowed. What fails together is tried kind by kind.
+Two eager steps of two samples are made as the run would make them, with and without. Afterwards gradients and all
+that modules hold (weights, buffers, numbers, lists) must be the same, tensors by a weighted sum in fp64, generators
+must stand in the same place, and less must have been kept for backward. So it comes out if a forward pass writes a
+buffer, counts, draws numbers that torch does not put back, or overwrites its input. Where two plain steps differ, on
+a device that sums in any order, NOISE times that is allowed. What fails together is tried kind by kind.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def left_by(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _mark(value: Any) -> Any:
-    """A tensor's sum, each value with a weight of its own, and that of magnitudes: in fp64 any bit of fp32 shows."""
+    """A tensor's sum, each value with a weight of its own, and that of magnitudes: in fp64 nearly any bit shows."""
     if not isinstance(value, Tensor):
         kind = nn.Module if isinstance(value, nn.Module) else type(value)  # its class may be swapped
         return value if isinstance(value, (int, float, str, type(None))) else kind
