@@ -266,3 +266,11 @@ def test_several_losses_are_refused_with_the_way_to_add_them(losses: Callable[[T
     with pytest.raises(ConfigError) as error:
         step(lambda x: losses(model(x)), [X])
     assert fix in error.value.fix
+
+
+@pytest.mark.parametrize("name", ["on_gradients", "on_commit", "on_outcome"])
+def test_a_hook_that_cannot_be_called_is_refused_at_once(name: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with pytest.raises(ConfigError, match=f"{name}=5"):
+        hs.Step(model, optimizer, precision="fp32", **{name: 5})  # type: ignore[arg-type]

@@ -30,6 +30,7 @@ from halfstep.run.own_arguments import (
     refuse_odd_settings,
     refuse_recast,
     refuse_strangers,
+    refuse_uncallable,
     scaler_options,
     window_of,
 )  # fmt: skip
@@ -203,6 +204,7 @@ class Step:
             precision_of(precision), probe(str(device)), model, modules=modules, strict=strict, simulate=simulate,
             force=force,
         )  # fmt: skip
+        refuse_uncallable(on_gradients=on_gradients, on_commit=on_commit, on_outcome=on_outcome)
         refuse_recast(model, plan)
         refuse_strangers(model, optimizers)
         self._schedules = OwnSchedules(schedule, optimizers, device)

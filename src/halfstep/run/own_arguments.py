@@ -93,6 +93,13 @@ def count(name: str, value: object) -> int:
     return int(value)
 
 
+def refuse_uncallable(**hooks: object) -> None:
+    for name, hook in hooks.items():
+        if hook is not None and not callable(hook):
+            takes = "the Outcome of a step" if name == "on_outcome" else "the model"
+            raise ConfigError(f"{name}={hook!r} cannot be called", fix=f"a function that takes {takes}, or None")
+
+
 def guard_options(given: GuardOptions | Mapping[str, object] | None) -> GuardOptions:
     return given if isinstance(given, GuardOptions) else GuardOptions(**_named("guard", given, GuardOptions))
 
