@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from halfstep.report.metrics_file import read
 from halfstep.use.compare import Comparison, Request, new_comparison, run_comparison
 from halfstep.use.compare_run import Row
-from halfstep.use.equivalence import FEWEST_SEEDS, default_margin, verdicts
+from halfstep.use.equivalence import FEWEST_SEEDS, Verdict, default_margin, verdicts
 from recording import shown_settings, store
 
 Settings = Mapping[str, object]
@@ -85,7 +84,8 @@ def keep(arguments: argparse.Namespace, where: Path, comparison: Comparison, als
     """What the runs so far say, with the last validation of each."""
     rows = [row.name for row in comparison.request.rows]
     runs = {name: [run_record(where, run) for run in comparison.outcomes(name)] for name in rows}
-    judged = {comparison.metric: {name: as_json(found) for name, found in comparison.verdicts().items()}}
+    count = comparison.whole_seeds()
+    judged = {comparison.metric: {name: as_json(found, count) for name, found in comparison.verdicts().items()}}
     if comparison.pilot:
         judged |= {metric: others(where, comparison, runs, metric) for metric in also}
     record = {
@@ -116,10 +116,9 @@ def others(where: Path, comparison: Comparison, runs: dict[str, list[Any]], metr
     margin = default_margin(pilot, in_points=metric != "loss" and all(0 <= value <= 1 for value in pilot))
     values = {name: [run[metric] for run in found[:count]] for name, found in runs.items()}
     baseline = values.pop(comparison.request.baseline.name)
-    return {name: as_json(found) for name, found in verdicts(baseline, values, margin).items()}
+    return {name: as_json(found, count) for name, found in verdicts(baseline, values, margin).items()}
 
 
-def as_json(verdict: Any) -> dict[str, Any]:
-    found = asdict(verdict)
-    return {"verdict": str(verdict), "mean_difference": found["mean"], "interval_90": [found["low"], found["high"]],
-            "margin": found["margin"], "seeds": found["num_seeds"], "why": found["why"]}  # fmt: skip
+def as_json(found: Verdict, num_seeds: int) -> dict[str, Any]:
+    return {"verdict": str(found), "mean_difference": found.mean, "interval_90": [found.low, found.high],
+            "margin": found.margin, "seeds": num_seeds, "why": found.why}  # fmt: skip
