@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -136,3 +137,30 @@ def test_a_clamp_of_the_own_weights_changes_nothing_after_a_bad_step() -> None:
     assert model.weight.abs().max().detach() <= 0.01
     step(lambda x: model(x).mean(), [NAN])
     assert_same_bits(before, model.state_dict())
+
+
+@pytest.mark.parametrize("batch", [X, NAN], ids=["good", "bad"])
+def test_a_step_whose_on_commit_raises_is_made_and_counted(batch: Tensor) -> None:
+    seen: list[int] = []
+
+    def trained(*, raises: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        def move(student: nn.Module, teacher: nn.Module) -> None:
+            if step.attempted != 2:
+                return through_data(student, teacher)
+            teacher[0].bias.add_(1)  # type: ignore[index, operator]  # half of its work
+            if raises:
+                raise KeyboardInterrupt
+
+        more = {"ema_decay": 0.9, "schedule": lambda k: 1 / (k + 1)}
+        step, teacher, loss = made(move, on_outcome=lambda outcome: seen.append(outcome.step), **more)
+        for k in range(5):
+            with pytest.raises(KeyboardInterrupt) if raises and k == 2 else contextlib.nullcontext():
+                step(loss, [batch if k == 2 else X + k])
+        step.finish()
+        return state(step, teacher), step.state_dict()
+
+    (weights, stored), (own, own_stored) = trained(raises=True), trained(raises=False)
+    assert_same_bits(weights, own)
+    assert_same_bits(stored["ema"], own_stored["ema"])
+    assert [stored[key] for key in ("attempted", "committed")] == [own_stored[k] for k in ("attempted", "committed")]
+    assert seen == [0, 1, 2, 3, 4] * 2

@@ -18,6 +18,7 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.apply import apply
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
+from halfstep.run.outcome import Outcome
 from halfstep.run.own_arguments import (
     count,
     device_of,
@@ -41,7 +42,7 @@ from halfstep.run.snapshots import Rollback
 from halfstep.step.batches import Batch
 from halfstep.step.clip import Clip
 from halfstep.step.ema import Ema
-from halfstep.step.facts import Facts, Reading
+from halfstep.step.facts import Facts
 from halfstep.step.forward_writes import Also
 from halfstep.step.guard import OF_OWN_LOOPS, Action, Guard, GuardOptions, Verdict
 from halfstep.step.own_ranks import refuse_other_rates, refuse_other_steps
@@ -53,60 +54,6 @@ from halfstep.step.step import Step as GuardedStep
 from halfstep.step.step_state import refuse_unfit
 
 OneSchedule = LRScheduler | Schedule | Paced
-
-
-class Outcome:
-    """What became of one step. The first property read waits for the device, so read it when you report."""
-
-    def __init__(self, facts: Facts | Reading) -> None:
-        self._facts = facts
-
-    @property
-    def reading(self) -> Reading:
-        """Everything at once, as plain numbers."""
-        if isinstance(self._facts, Facts):
-            self._facts = self._facts.read()
-        return self._facts
-
-    @property
-    def step(self) -> int:
-        """Which step it was: attempted steps before it."""
-        return self.reading.attempted
-
-    @property
-    def loss(self) -> float:
-        """The window's loss, unscaled."""
-        return self.reading.loss
-
-    @property
-    def grad_norm(self) -> float:
-        """Norm over all gradients, unscaled, before clipping."""
-        return self.reading.grad_norm
-
-    @property
-    def lr(self) -> float:
-        """The learning rate it ran with: of the first parameter group of the first optimizer."""
-        return self.reading.lr
-
-    @property
-    def scale(self) -> float:
-        """The loss scale it ran with; 1 where nothing is scaled."""
-        return self.reading.scale
-
-    @property
-    def committed(self) -> bool:
-        """Whether the weights moved."""
-        return not self.reading.is_bad
-
-    @property
-    def reason(self) -> str:
-        """Why they did not; empty if they did."""
-        return self.reading.reason
-
-    def __repr__(self) -> str:
-        r = self.reading
-        became = "committed" if self.committed else f"skipped: {r.reason}"
-        return f"Outcome(step {r.attempted} {became}, loss {r.loss:.4g}, grad_norm {r.grad_norm:.4g}, lr {r.lr:.2e})"
 
 
 class Step:
@@ -230,7 +177,8 @@ class Step:
         self._strangers = Strangers(self._step.writes)
         self._passes = 0
         watch_for_hands(optimizers)
-        for hint in (*plan.warnings, *self._hints()):
+        hints = (committer.hint for committer in self._step.committers)
+        for hint in filter(None, (*plan.warnings, *self._schedules.hints, *hints)):
             warnings.warn(hint, stacklevel=2)
 
     # --- training ---
@@ -271,8 +219,13 @@ class Step:
 
     def commit(self, facts: Facts) -> None:
         """The second half: the optimizers step, or everything stays as it was."""
-        with explained(), committing(self._step.optimizers):
-            self._step.commit(facts)
+        try:
+            with explained(), committing(self._step.optimizers):
+                self._step.commit(facts)
+        except BaseException:
+            if facts.is_packed:  # made all the same: `on_commit` raised
+                self._guard.pending.append(facts)
+            raise
         self._act_on(self._guard.watch(facts))
 
     def grad(
@@ -389,13 +342,3 @@ class Step:
             why="the weights are as they were before those steps",
             fix="; ".join([fix, *ways_to_the_cause(self._loss.last, has_capsules=self._capsules is not None)]),
         )
-
-    def _hints(self) -> list[str]:
-        hints = [*self._schedules.hints]
-        for committer in self._step.committers:
-            if committer.could_be_fused:
-                price = (
-                    "a copy of weights and state each step" if committer.method == "select" else "one wait each step"
-                )
-                hints.append(f"{committer.name} is not fused: skipping safely costs {price}; fused=True makes it free")
-        return hints

@@ -19,10 +19,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from halfstep.errors import ConfigError, ModelError, PrecisionError, nearest
 from halfstep.precision.apply import STORAGE_DTYPES
 from halfstep.precision.plan import ROOT, Plan
-from halfstep.step.batches import Batch, batch_length
+from halfstep.step.batches import Batch, Weight, batch_length
 from halfstep.step.guard import GuardOptions
 from halfstep.step.scaler import ScalerOptions
-from halfstep.step.step import Weight
 
 BY_DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 

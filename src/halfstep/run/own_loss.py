@@ -22,9 +22,9 @@ from halfstep.errors import ConfigError
 from halfstep.precision.contexts import autocast_dtype
 from halfstep.run.own_arguments import half_dtypes_in, is_divided_by, is_scaled_by_hand, loss_and_weight
 from halfstep.run.own_warnings import warn_user
-from halfstep.step.batches import Batch
+from halfstep.step.batches import Batch, Weight
 from halfstep.step.forward_writes import ForwardWrites
-from halfstep.step.step import LossFn, Step, Weight
+from halfstep.step.step import LossFn, Step
 
 NOTES = {
     "(Unsupported dtype |not implemented for ')(BFloat16|Half)":

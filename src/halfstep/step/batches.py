@@ -1,16 +1,18 @@
-"""What a step has to know of batches, which are the user's: how many samples one holds, and which."""
+"""What a step has to know of batches, which are the user's: how many samples one holds, which, and what it weighs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from halfstep.errors import DataError
 
 Batch = Any
 Window = Sequence[Batch]
+Weight = Tensor | float | int  # what a micro-batch counts in its window
 
 
 def batch_length(batch: Batch) -> int:
@@ -36,3 +38,16 @@ def sample_ids(window: Window) -> tuple[Tensor, ...]:
     """The `index` entries of the window's batches, where the loader gives them."""
     found = (batch.get("index") for batch in window if isinstance(batch, Mapping))
     return tuple(ids for ids in found if isinstance(ids, Tensor))
+
+
+def is_one(factor: Weight) -> bool:
+    """Whether the host knows it is 1, so that multiplying is not worth a kernel."""
+    return not isinstance(factor, Tensor) and factor == 1
+
+
+def positive(weight: Weight) -> Weight:
+    """The weight where it is positive, else 1: what the others of its window are divided by."""
+    if isinstance(weight, Tensor):
+        weight = weight.detach().float()
+        return torch.where(weight > 0, weight, torch.ones_like(weight))
+    return weight

@@ -72,11 +72,14 @@ class Committer:
         return type(self.optimizer).__name__
 
     @property
-    def could_be_fused(self) -> bool:
-        """Whether `fused=True` would make skipping free; torch has no fused kernels for complex weights."""
+    def hint(self) -> str:
+        """Where `fused=True` would make skipping free; torch has no fused kernels for complex weights."""
         parameters = (p for group in self.optimizer.param_groups for p in group["params"])
         is_one = type(self.optimizer) in READS_FLAG_IN_KERNEL and all(p.is_floating_point() for p in parameters)
-        return is_one and self.method != "found_inf"
+        if not is_one or self.method == "found_inf":
+            return ""
+        price = "a copy of weights and state each step" if self.method == "select" else "one wait each step"
+        return f"{self.name} is not fused: skipping safely costs {price}; fused=True makes it free"
 
     @property
     def extra_bytes(self) -> int:

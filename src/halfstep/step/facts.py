@@ -97,6 +97,11 @@ class Facts:
         said = [] if self.said is None else [self.said]
         self.packed = torch.cat([numbers, flags, committed.double().view(1), *said])
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether the step was made, or dropped, in every place."""
+        return self.packed.numel() > 0
+
     def replayed(self, attempted: int) -> Facts:
         """The facts of a later step that a graph wrote into the same device tensors; to be sent before the next."""
         facts = copy.copy(self)

@@ -126,9 +126,11 @@ class Rates(Tabulated):
     def _live_groups(self) -> list[dict[str, Any]]:
         return list(itertools.chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers))
 
-    def knows_all(self) -> bool:
-        """False once somebody added a parameter group, for which there is no schedule."""
-        return len(self.groups) == len(self._live_groups())
+    def refuse_new_groups(self) -> None:
+        if len(self.groups) != len(self._live_groups()):
+            raise ConfigError(
+                "a parameter group was added after the step was made", why="it has no schedule", fix="make a new Step"
+            )
 
     def refind(self) -> None:
         """After `load_state_dict` the optimizers hold new group dicts."""

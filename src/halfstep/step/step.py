@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -29,7 +28,7 @@ from torch.optim import Optimizer
 
 from halfstep.errors import ConfigError
 from halfstep.precision.plan import Plan
-from halfstep.step.batches import Batch, Window, batch_length, sample_ids
+from halfstep.step.batches import Batch, Weight, Window, batch_length, is_one, positive, sample_ids
 from halfstep.step.clip import Clip
 from halfstep.step.commit import Committer
 from halfstep.step.ema import Ema
@@ -47,7 +46,6 @@ from halfstep.step.step_state import load_into, refuse_unfit, state_of
 from halfstep.step.tabulated import Values
 from halfstep.step.world import is_loss
 
-Weight = Tensor | float | int
 LossFn = Callable[[Batch], "Tensor | tuple[Tensor, Weight]"]
 OnGradients = Callable[[nn.Module], None]
 OnCommit = Callable[[nn.Module], object]
@@ -93,8 +91,9 @@ class Step:
         trained = self.trained_parameters()
         refuse_spread(model, trained)
         self.device = trained[0].device
-        of_model = partial(ranks_of, model, trained, self.device)
-        self.ranks = of_model() if ranks == "of the model" else None if ranks == "alone" else ranks
+        if ranks == "of the model":
+            ranks = ranks_of(model, trained, self.device)
+        self.ranks = None if ranks == "alone" else ranks
         """The processes that train the same model; None where there is one."""
         if isinstance(schedules, Rates):
             self.rates = schedules
@@ -182,12 +181,13 @@ class Step:
             self._judged.refuse_edited()
             self.look_ahead()
             self.commit_on_device(facts)
-        except BaseException:
-            self.abandon()
-            raise
-        self._rng, self._judged = {}, Judged()
-        self.attempted += 1
-        facts.send()
+        finally:
+            if facts.is_packed:
+                self._rng, self._judged = {}, Judged()
+                self.attempted += 1
+                facts.send()
+            else:
+                self.abandon()
 
     def look_ahead(self) -> None:
         """Have the next step's rates and values at hand. A table that grows is a new tensor: no graph knows it yet."""
@@ -199,14 +199,20 @@ class Step:
     @torch.no_grad()
     def commit_on_device(self, facts: Facts) -> None:
         """The part of `commit` that the device does; everything is written in place, so that a graph can hold it."""
-        bad = facts.bad
         if self.rates is not None:
             self.rates.refresh(self.committed)
         lr = self._first_rate()
         for committer in self.committers:
-            committer.commit(bad, facts.factor)
+            committer.commit(facts.bad, facts.factor)
+        try:
+            if self.on_commit is not None:
+                self.on_commit(self.model)
+        finally:  # the optimizers have stepped: whatever the hook raises, the step is made, and all else agrees on it
+            self._conclude(facts, lr)
+
+    def _conclude(self, facts: Facts, lr: Tensor) -> None:
+        bad = facts.bad
         if self.on_commit is not None:
-            self.on_commit(self.model)
             self.writes.look_again()
             self.writes.refuse_unsaved(bad)
         self.writes.restore_where(bad)
@@ -266,10 +272,10 @@ class Step:
                     if self.ranks is not None and number == len(window):
                         self._backward(self.ranks.nothing(loss, parameters))
                     continue
-                unit = _positive(weight) if unit is None else unit
+                unit = positive(weight) if unit is None else unit
                 share = weight / unit
                 loss = single(loss).to(self.device, torch.float32)
-                loss = loss if _is_one(share) else loss * share
+                loss = loss if is_one(share) else loss * share
                 self._backward(loss)
             if total_loss is None:
                 # A copy where more follow: the user's own loss may be written into by then.
@@ -312,7 +318,7 @@ class Step:
         """What the window came to, over all ranks."""
         ruined = self.writes.became_non_finite(self.device)
         if self.ranks is None:
-            loss = loss_sum if _is_one(weight) else loss_sum / weight
+            loss = loss_sum if is_one(weight) else loss_sum / weight
             unscale = 1.0 / (scale * weight) if self.scaler.enabled or is_weighted else None
             return Totals(loss, weight, ruined, unscale, None)
         agreed = self.ranks.agree(loss_sum, weight, ruined, self._first_rate())
@@ -353,10 +359,8 @@ class Step:
 
     def trained_parameters(self) -> list[Tensor]:
         """Each once, asked for again at every step: a group may have been added, a parameter be in two optimizers."""
-        if self.rates is not None and not self.rates.knows_all():
-            raise ConfigError(
-                "a parameter group was added after the step was made", why="it has no schedule", fix="make a new Step"
-            )
+        if self.rates is not None:
+            self.rates.refuse_new_groups()
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
         return checked(list({id(p): p for group in groups for p in group["params"]}.values()))
 
@@ -392,15 +396,3 @@ class Step:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         refuse_unfit(self, state)
         load_into(self, state)
-
-
-def _is_one(factor: Weight) -> bool:
-    """Whether the host knows it is 1, so that multiplying is not worth a kernel."""
-    return not isinstance(factor, Tensor) and factor == 1
-
-
-def _positive(weight: Weight) -> Weight:
-    if isinstance(weight, Tensor):
-        weight = weight.detach().float()
-        return torch.where(weight > 0, weight, torch.ones_like(weight))
-    return weight
