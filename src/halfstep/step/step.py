@@ -91,10 +91,10 @@ class Step:
         trained = self.trained_parameters()
         refuse_spread(model, trained)
         self.device = trained[0].device
-        if ranks == "of the model":
-            ranks = ranks_of(model, trained, self.device)
-        self.ranks = None if ranks == "alone" else ranks
+        self.ranks: Ranks | None = None
         """The processes that train the same model; None where there is one."""
+        if ranks != "alone":
+            self.ranks = ranks_of(model, trained, self.device) if ranks == "of the model" else ranks
         if isinstance(schedules, Rates):
             self.rates = schedules
         elif schedules:
