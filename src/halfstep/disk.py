@@ -67,6 +67,15 @@ def unused(path: Path, ending: str = "") -> Path:
     return next(one for one in itertools.chain([path], numbered) if not one.exists())
 
 
+DRY_PREFIX = "halfstep-dry-"
+"""Of the folders that --dry trains in and removes."""
+
+
+def is_dry(run: Path) -> bool:
+    """Whether a run's folder is gone when its command ends."""
+    return run.parent.name.startswith(DRY_PREFIX)
+
+
 def flush(path: Path) -> None:
     """Wait until a file, or a folder's list of names, is on the disk."""
     handle = os.open(path, os.O_RDONLY)

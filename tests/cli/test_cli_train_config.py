@@ -58,7 +58,7 @@ def test_guide_3s_command_works_as_written(capsys: Capture, tmp_path: Path) -> N
 
 
 def test_every_other_flag_reaches_its_setting(capsys: Capture) -> None:
-    flags = "--strict --simulate --device cpu --seed 7 --max-steps 9 --quiet --tensorboard --preset debug --fp16"
+    flags = "--strict --simulate --device cpu --seed 7 --max-steps 9 -q --tensorboard --preset debug --fp16"
     view = shown(capsys, "unet", *flags.split())
     expected = {
         "precision.strict": True,
@@ -114,6 +114,24 @@ def test_resume_reads_the_runs_own_config_and_takes_changes(capsys: Capture, tmp
     assert "is a unet run, not resnet50" in capsys.readouterr().err
 
 
+def test_a_run_goes_on_by_the_command_it_was_started_with(capsys: Capture, tmp_path: Path) -> None:
+    written = tmp_path / "mine.yaml"
+    written.write_text("workload: unet\ntrain: {batch_size: 3}\nprecision: {modules: {head: fp32}}\n")
+    command = [str(written), "train.epochs=7", "--lr", "0.5"]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(
+        to_yaml(load(str(written), overrides=["train.epochs=7"], flags={"lr": 0.5}).config)
+    )
+    again = shown(capsys, *command, "--resume", str(tmp_path / "run"))
+    stored = shown(capsys, "--resume", str(tmp_path / "run"))
+    assert {key: value(again, key) for key in again["settings"]} == {
+        key: value(stored, key) for key in stored["settings"]
+    }
+    assert not again["overridden"]
+    assert halfstep("train", str(written), "workload=resnet50", "--resume", str(tmp_path / "run")) == 2
+    assert "is a unet run, not resnet50" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -129,6 +147,7 @@ def test_resume_reads_the_runs_own_config_and_takes_changes(capsys: Capture, tmp
         (["unet", "--epohcs", "3"], "No such option: --epohcs"),
         (["unet", "--learning_rate", "3"], "settings are words: learning_rate=VALUE"),
         (["unet", "--optimizer.lr=3"], "settings are words: optimizer.lr=VALUE"),
+        (["unet", "--run-eval-after-training"], "halfstep evaluate RUN"),
         (["unet", "--preset", "turbo"], "unknown preset 'turbo' (--preset turbo)"),
         (["unet", "epohcs=3"], "did you mean train.epochs?"),
         (["unet", "--mixed_precision", "bf16"], "--precision bf16"),

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from halfstep.errors import ModelError
 from halfstep.models import dvae as dvae_module
 from halfstep.models.cross_attention import Attention
-from halfstep.models.dvae import DVae
+from halfstep.models.dvae import DVae, as_matrix
 from halfstep.models.recompute import set_recompute
 from halfstep.models.steve import RecurrentCell, Seen, Steve, SteveSize
 from halfstep.models.word_decoder import WordDecoder
@@ -188,3 +188,12 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers() -> None:
 def test_a_decoder_without_blocks_is_a_table_of_positions() -> None:
     decoder = WordDecoder(8, 4, dim=4, num_blocks=0, heads=1, dropout=0.0)
     assert decoder(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 2, 4)).shape == (1, 4, 4)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_gradient_of_a_kernel_lies_in_memory_as_the_kernel_does(layout: torch.memory_format) -> None:
+    kernel = torch.randn(3, 4, 1, 1).to(memory_format=layout).requires_grad_()
+    matrix = as_matrix(kernel)
+    assert torch.equal(matrix, kernel.flatten(1))
+    (gradient,) = torch.autograd.grad(matrix.square().sum(), kernel)
+    assert gradient.stride() == kernel.stride()

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from halfstep.cli.main import main
+from halfstep.disk import DRY_PREFIX
 from halfstep.errors import CheckpointError, DataError, HalfstepError, TrainingStopped
+from halfstep.run.folder import how_to_go_on
 from halfstep.run.train import train
 from halfstep.workloads import load
 from halfstep.workloads.segmentation.demo import write_demo
@@ -165,6 +168,21 @@ def test_a_run_whose_steps_were_all_skipped_says_so_and_ends_with_1(
     assert (tmp_path / "run" / "report" / "curves.png").is_file()
     assert stopped.value.exit_code == 1
     assert stopped.value.fix
+
+
+def test_a_dry_run_names_nothing_of_a_folder_that_is_gone(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"{key}={json.dumps(value)}" for key, value in SMALL.items()]
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "unet", "--dry", *words, f"data.dir={data}", "train.max_steps=1"])
+    assert not ended.value.code
+    printed = capsys.readouterr()
+    said = printed.out.partition("done")[2]
+    assert "best iou" in said
+    assert DRY_PREFIX not in said
+    assert DRY_PREFIX not in how_to_go_on(tmp_path / f"{DRY_PREFIX}ab" / "unet")
+    assert "--resume" in how_to_go_on(tmp_path / "unet")
 
 
 def test_a_run_that_only_went_back_to_its_start_has_trained_nothing(tmp_path: Path) -> None:

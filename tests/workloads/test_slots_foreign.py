@@ -148,6 +148,10 @@ def with_folder(loaded: Loaded, folder: Path) -> SlotVideoConfig:
 def test_a_key_nobody_knows_is_named(written: Path) -> None:
     written.write_text(THEIRS.replace("  input_type: video\n", "  input_type: video\n  brand_new: 3\n"))
     assert any("model.brand_new is not used" in note for note in load(str(written)).notes)
+    written.write_text(THEIRS.replace("ignore_background: true", "ignore_background: true, ignore_overlaps: true"))
+    assert any("ari.ignore_overlaps is not used" in note for note in load(str(written)).notes)
+    written.write_text(THEIRS.replace("pred_key: decoder_masks_hard", "pred_key: grouping_masks_hard"))
+    assert any("ari.pred_key is not used: the decoder's masks" in note for note in load(str(written)).notes)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +160,9 @@ def test_a_key_nobody_knows_is_named(written: Path) -> None:
         ("input_type: video", "input_type: image", "model.input_type is image"),
         ("name: SlotAttention", "name: Other", "model.grouper.name is Other"),
         ("frozen: true", "frozen: false", "backbone.frozen is False"),
+        ('[0, "${globals.FEAT_DIM}"]', "[0, 2]", r"featrec.pred_dims is \[0, 2\]"),
+        ("name: MSELoss", "name: MSELoss, target_transform: {name: x}", "featrec.target_transform is"),
+        ("pred_key: processor.state", "pred_key: processor.state_predicted", "ss.pred_key is processor.state_pred"),
         ("name: exp_decay_with_warmup", "name: zigzag", "lr_scheduler.name is zigzag"),
         ("ari: {name: VideoARI,", "psnr: 3\n  ari: {name: VideoARI,", "val_metrics.psnr is not a mapping"),
         ("'a ** 2', 2", "'a ** 2', 3", "n_patches is 9"),

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import typer
 
+from halfstep.disk import DRY_PREFIX
 from halfstep.errors import ConfigError, RankLost
 
 DURATION = re.compile(r"(?:(?:(\d+):)?(\d+):)?(\d+):(\d+)")
@@ -43,7 +44,7 @@ def new_folder(out: Path | None, log_dir: Path | None, *, dry: bool, name: str) 
     if sum(map(bool, (out, log_dir, dry))) > 1:
         raise ConfigError("--out, --log-dir and --dry each say where the run goes", fix="keep one of them")
     if dry:
-        with tempfile.TemporaryDirectory(prefix="halfstep-dry-") as place:
+        with tempfile.TemporaryDirectory(prefix=DRY_PREFIX) as place:
             typer.echo(f"--dry: the run is in {place} while it lasts, then removed", err=True)
             yield Path(place) / name
     else:

@@ -64,7 +64,7 @@ class Flags:
     ledger: Annotated[bool | None, option(LEDGER, "--ledger", panel=RUN)] = None
     ledger_every: Annotated[int | None, option("--ledger, and again every so many steps.", panel=RUN)] = None
     tensorboard: Annotated[bool | None, option("Write TensorBoard events.", "--tensorboard", panel=RUN)] = None
-    quiet: Annotated[bool | None, option("Only warnings and the summary.", "--quiet", panel=RUN)] = None
+    quiet: Annotated[bool | None, option("Only warnings and the summary.", "--quiet", "-q", panel=RUN)] = None
 
 
 @with_flags(Flags)
@@ -133,24 +133,44 @@ def command(
 def loaded_from(
     words: list[str], flags: dict[str, object], resume: Path | None, overrides_file: Path | None = None
 ) -> Loaded:
-    """The first word names the workload or the file; with --resume the run's own config is the file."""
-    from halfstep.workloads import load
+    """The first word names the workload or the file. With --resume the run's own config is the file, and what another
+    one says on top of it has to be the same."""
+    from halfstep.config.load import is_file
+    from halfstep.workloads import KINDS, load
 
     target, overrides = (words[0], words[1:]) if words and "=" not in words[0] else ("", words)
     if resume:
+        if is_file(target, KINDS):
+            asked = load(target, flags=flags, overrides=overrides, overrides_file=overrides_file)
+            target, flags, overrides = asked.config.workload, {}, words_of(asked)
         from halfstep.run.folder import RunFolder
 
-        stored = load(str(RunFolder.open(str(resume)).config), flags=flags, overrides=overrides)
-        if target not in ("", stored.config.workload):
-            raise ConfigError(
-                f"--resume {resume} is a {stored.config.workload} run, not {target}", fix=f"leave {target} out"
-            )
-        return stored
+        stored = str(RunFolder.open(str(resume)).config)
+        if target and target != (workload := load(stored).config.workload):
+            raise ConfigError(f"--resume {resume} is a {workload} run, not {target}", fix=f"leave {target} out")
+        return load(stored, flags=flags, overrides=overrides)
     if not target:
         raise ConfigError(
             "nothing to train", fix="name a workload or a file first: halfstep train unet, halfstep train my.yaml"
         )
     return load(target, flags=flags, overrides=overrides, overrides_file=overrides_file)
+
+
+def words_of(loaded: Loaded) -> list[str]:
+    """Everything that was said, whoever said it, as KEY=VALUE words."""
+    from halfstep.config.dump import plain
+
+    found: dict[str, object] = {}
+    for path in (path for path, origin in loaded.origins.items() if origin.layer != "default" and path != "workload"):
+        value: Any = plain(loaded.config)
+        said: list[str] = []
+        for name in path.split("."):
+            if not isinstance(value, dict) or name not in value:  # below it keys are the user's own
+                break
+            value = value[name]
+            said.append(name)
+        found[".".join(said)] = value
+    return [f"{path}={json.dumps(value)}" for path, value in found.items()]
 
 
 def write_schema(workload: str, path: Path) -> None:

@@ -26,6 +26,16 @@ USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 EXPECTED = {"valid integer": "a whole number", "valid number": "a number"}
 """Our words for what typer says of a value."""
 
+OF_OTHERS = {
+    "-v": "leave it out: all is shown, and --quiet shows less",
+    "--verbose": "leave it out: all is shown, and --quiet shows less",
+    "--no-interactive": "leave it out: nothing asks questions",
+    "--no-tensorboard": "leave it out: --tensorboard writes events",
+    "--no-sub-logdirs": "--out DIR is the run's folder itself",
+    "--run-eval-after-training": "halfstep evaluate RUN, after the run",
+}
+"""Flags of SlotContrast's own command that have no part in this one, and what to do instead."""
+
 
 def refused(error: Any, words: Sequence[str] = (), context: Any = None) -> ConfigError:
     """The parser's error in our words; `words` are those it was given, `context` the command they were for."""
@@ -37,6 +47,8 @@ def refused(error: Any, words: Sequence[str] = (), context: Any = None) -> Confi
         return ConfigError(f"{said[-1]}: {_expectation(error.message)}", fix=help_text)
     what = getattr(error, "message", "") or error.format_message()
     is_unknown = hasattr(error, "possibilities")
+    if is_unknown and (instead := OF_OTHERS.get(error.option_name)):
+        return ConfigError(what.rstrip("."), fix=instead)
     has_settings = context is not None and any(one.name == "words" for one in context.command.params)
     if is_unknown and has_settings and (setting := _setting(error.option_name)):
         return ConfigError(what.rstrip("."), fix=f"settings are words: {setting}=VALUE. {help_text}")

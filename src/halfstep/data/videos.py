@@ -155,7 +155,11 @@ def from_planes(planes: Array, name: str) -> Array:
     """One label a pixel (T, H, W) from a plane for each object (T, H, W, objects); 0 where there is none."""
     is_there = planes != 0
     if bool((is_there.sum(-1, dtype=np.int32) > 1).any()):
-        raise DataError(f"objects overlap in the masks of {name}", why="in FG-ARI and mBO a pixel has one object")
+        raise DataError(
+            f"objects overlap in the masks of {name}",
+            why="in FG-ARI and mBO a pixel has one object",
+            fix="write its segmentations.npy anew, with one object at each pixel",
+        )
     return np.where(is_there.any(-1), is_there.argmax(-1) + 1, NO_OBJECT).astype(np.uint8)
 
 

@@ -75,7 +75,7 @@ class DVae(Recomputing):
 
     def embedded_softly(self, rows: Tensor, tau: Tensor | float, noise: Tensor, *, hard: bool) -> Tensor:
         """The decoder's first layer on softmax((logits + noise) / tau), before its bias: (N, positions, 64)."""
-        paint = self._first_convolution().weight.flatten(1)
+        paint = as_matrix(self._first_convolution().weight)
         tau = torch.as_tensor(tau, dtype=torch.float32, device=rows.device)
         return _softly(torch.compiler.is_compiling(), hard, rows, noise, tau, *self._to_logits(), paint)
 
@@ -88,7 +88,7 @@ class DVae(Recomputing):
         last = self.encoder[-1]
         assert isinstance(last, nn.Conv2d)
         assert last.bias is not None
-        return last.weight.flatten(1), last.bias
+        return as_matrix(last.weight), last.bias
 
     def decoded(self, embedded: Tensor, grid: Sequence[int]) -> Tensor:
         """The image from the first layer's output before its bias, (N, positions, 64)."""
@@ -141,6 +141,12 @@ def convolution(
     assert made.bias is not None
     nn.init.zeros_(made.bias)
     return made
+
+
+def as_matrix(kernel: Tensor) -> Tensor:
+    """A 1×1 kernel (out, in, 1, 1) as (out, in), whose gradient comes back with the kernel's own strides: DDP compares
+    them with those of its buckets, those of sides of length 1 too."""
+    return kernel.flatten(1) if kernel.stride(2) == 1 else kernel.movedim(1, 3).flatten(1)
 
 
 def _encoder_layers(downs: Sequence[tuple[int, int]]) -> list[nn.Module]:

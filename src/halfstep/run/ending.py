@@ -19,7 +19,7 @@ from halfstep.hardware.probe import probe
 from halfstep.measure.memory import peak_memory_bytes
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import load
-from halfstep.run.folder import RunFolder
+from halfstep.run.folder import RunFolder, how_to_go_on
 from halfstep.run.loop import Loop
 from halfstep.run.stored_state import load_for_use
 from halfstep.step.phases import PhasedStep
@@ -95,7 +95,7 @@ def _stopped_at_once(loop: Loop, folder: RunFolder, *, is_new: bool) -> Interrup
     what = f"stopped by a second Ctrl-C after step {loop.parts.step.attempted}, without saving"
     kept = loop.checkpoints.all()
     if kept:
-        return Interrupted(what, why=f"the newest checkpoint is {kept[-1]}", fix=_resume_command(folder))
+        return Interrupted(what, why=f"the newest checkpoint is {kept[-1]}", fix=how_to_go_on(folder.path))
     if not is_new:
         return Interrupted(what)
     shutil.rmtree(folder.path, ignore_errors=True)
@@ -118,17 +118,13 @@ def _kept(error: DataError, loop: Loop, folder: RunFolder) -> HalfstepError:
         except CheckpointError as unsaved:
             return _added(error, why=unsaved.what)
     left_out = " (with files left out: --allow-changes as well)" if "on_bad_file=skip" in error.fix else ""
-    return _added(error, fix=f"then {_resume_command(folder)}{left_out}")
+    return _added(error, fix=f"then {how_to_go_on(folder.path)}{left_out}")
 
 
 def _added(error: HalfstepError, *, why: str = "", fix: str = "") -> HalfstepError:
     fix = fix if error.fix else fix.removeprefix("then ")
     error.why, error.fix = ("; ".join(filter(None, parts)) for parts in ((error.why, why), (error.fix, fix)))
     return error
-
-
-def _resume_command(folder: RunFolder) -> str:
-    return f"continue with: {suggested('train', '--resume', folder.path)}"
 
 
 # --- report/summary.json ---

@@ -15,7 +15,7 @@ from typing import Any, cast
 from halfstep.config.schema import RunConfig, is_import_path
 from halfstep.data.files import some_of
 from halfstep.data.loader import FileSamples
-from halfstep.disk import owned, unused, write_whole
+from halfstep.disk import is_dry, owned, unused, write_whole
 from halfstep.errors import CheckpointError, DataError, counted, printable, suggested
 from halfstep.precision.plan import Plan
 from halfstep.run.checkpoint import Checkpoints
@@ -94,6 +94,13 @@ class RunFolder:
                 f"{path} is not a run folder: it has no config.yaml", fix="give the folder that `halfstep train` named"
             )
         return folder
+
+
+def how_to_go_on(path: Path) -> str:
+    """For the user of a run that stopped before its end."""
+    if is_dry(path):
+        return "--dry removes it now: leave that out to go on later"
+    return f"continue with: {suggested('train', '--resume', path)}"
 
 
 def _taken(folder: RunFolder) -> CheckpointError:

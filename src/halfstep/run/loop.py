@@ -11,10 +11,11 @@ from typing import Any, NoReturn, TypeVar
 from torch import Tensor
 
 from halfstep.data.prefetch import Prefetcher, prefetch
-from halfstep.errors import CheckpointError, Interrupted, MemoryLimitError, TrainingStopped, suggested
+from halfstep.errors import CheckpointError, Interrupted, MemoryLimitError, TrainingStopped
 from halfstep.measure.clock import Stopwatch, Throughput
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import Checkpoint, Checkpoints
+from halfstep.run.folder import how_to_go_on
 from halfstep.run.held import HeldWindows, Position
 from halfstep.run.interrupts import Interrupts
 from halfstep.run.journal import Journal
@@ -360,7 +361,7 @@ class Loop:
         raise Interrupted(
             f"stopped by {self.interrupts.received.name if self.interrupts.received else 'a signal to another rank'} "
             f"after step {self.parts.step.attempted}; everything is saved in {path}",
-            fix=f"continue with: {suggested('train', '--resume', self.checkpoints.folder.parent)}",
+            fix=how_to_go_on(self.checkpoints.folder.parent),
             exit_code=self.interrupts.exit_code,
         )
 

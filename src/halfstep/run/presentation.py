@@ -9,6 +9,7 @@ from halfstep.config.load import Loaded
 from halfstep.config.section import num_cores
 from halfstep.config.statements import DEFAULT
 from halfstep.data.files import some_of
+from halfstep.disk import is_dry
 from halfstep.errors import counted, format_bytes, suggested
 from halfstep.measure.memory import peak_memory_bytes
 from halfstep.report.config_view import header_lines
@@ -92,12 +93,15 @@ def show_summary(
     if loop.waiting.is_worth_saying:
         faster = way_out(parts.config, parts.workload.train_samples, num_cores())
         rows.append(("waiting for data", f"{loop.waiting.share:.0%} of the training time; faster with {faster}"))
-    rows.append(("best checkpoint", str(best) if best else "none"))
-    if parts.config.log.curves:
-        rows.append(("curves", str(folder.report / "curves.png")))
+    report.finish("done", rows + ([] if is_dry(folder.path) else _what_is_left(folder, loop)))
+
+
+def _what_is_left(folder: RunFolder, loop: Loop) -> list[tuple[str, str]]:
+    parts, best = loop.parts, loop.checkpoints.best()
+    curves = [("curves", str(folder.report / "curves.png"))] if parts.config.log.curves else []
     held_out = () if len(parts.workload.val_samples) else ("--data", "DIR")
-    rows.append(("look closer", suggested("evaluate", folder.path, *held_out)))
-    report.finish("done", rows)
+    closer = suggested("evaluate", folder.path, *held_out)
+    return [("best checkpoint", str(best) if best else "none"), *curves, ("look closer", closer)]
 
 
 def _processes(parts: Assembly) -> str:

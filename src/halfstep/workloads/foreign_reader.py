@@ -53,4 +53,8 @@ class Reader:
         """A key that is not there says nothing."""
         value = self(path)
         if value is not None and value not in allowed:
-            raise ConfigError(f"{path} is {value}", why=why, fix=f"{path}: {' or '.join(map(str, allowed))}")
+            raise ConfigError(
+                f"{path} is {value}",
+                why=why,
+                fix=f"{path}: {' or '.join(map(str, allowed))}" if allowed else f"leave {path} out",
+            )

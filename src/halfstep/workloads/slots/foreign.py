@@ -26,6 +26,12 @@ CROPS = {
 }
 SCORED = ("VideoARI", "ImageARI", "VideoIoU", "ImageIoU")
 """Metrics that every run has; IoU with the matching that makes it mBO."""
+COMPARED = {
+    "MSELoss": ("decoder.reconstruction", "encoder.backbone_features"),
+    "Slot_Slot_Contrastive_Loss": ("processor.state", "encoder.backbone_features"),
+}
+"""What a loss compares, in upstream's words; the contrast has no use for its target."""
+SCORED_MASKS = "decoder_masks_hard"
 PROCESSES = "the command says how many processes train: --gpus N, or torchrun"
 UNUSED = {
     key: why
@@ -287,22 +293,41 @@ def _losses(read: Reader) -> dict[str, Any]:
         values |= {"model.dvae_weight": 0.0, "model.words_weight": 0.0}
     for key, given in losses.items():
         weight, kind = weights.get(key, 1.0), given.get("name")
-        if kind == "MSELoss":
-            values["model.feature_weight"] = weight
-        elif kind == "Slot_Slot_Contrastive_Loss":
-            values["model.contrast_weight"] = weight
-            values["model.temperature"] = given.get("temperature", 0.1)
-            values["model.contrast_batch"] = given.get("batch_contrast", True)
+        at = f"model.losses.{key}"
+        if kind in COMPARED:
+            _refuse_other_parts(read, at, kind)
+            values |= {"model.feature_weight": weight} if kind == "MSELoss" else _contrast(read, at, weight)
         elif kind in (VAE_LOSS, WORDS_LOSS) and has_words(read):
-            values |= word_loss(given, weight, f"model.losses.{key}")
+            values |= word_loss(given, weight, at)
+            read(at)
         else:
-            read.unused[f"model.losses.{key}"] = f"{kind} needs the discrete VAE, which is off"
+            read.unused[at] = f"{kind} needs the discrete VAE, which is off"
             read.unused[f"model.loss_weights.{key}"] = "its loss is not used"
             continue
-        read.note("model", f"losses.{key}", f"loss_weights.{key}")
+        read(f"model.loss_weights.{key}")
     for key in set(weights) - set(losses):
         read.unused[f"model.loss_weights.{key}"] = "there is no such loss"
     return values
+
+
+def _contrast(read: Reader, at: str, weight: Any) -> dict[str, Any]:
+    return {
+        "model.contrast_weight": weight,
+        "model.temperature": read(f"{at}.temperature", 0.1),
+        "model.contrast_batch": read(f"{at}.batch_contrast", True),
+    }
+
+
+def _refuse_other_parts(read: Reader, at: str, kind: str) -> None:
+    """A loss of other tensors, or of a part of them, would train another model."""
+    predicted, target = COMPARED[kind]
+    read.must_be(f"{at}.pred_key", predicted, why=f"{kind} is of {predicted}")
+    read.must_be(f"{at}.target_key", target, why=f"{kind} is of {predicted}")
+    read.must_be(f"{at}.remove_last_n_frames", 0, why="all frames count")
+    read.must_be(f"{at}.target_transform", why="features are compared as they are")
+    if kind == "MSELoss" and (dim := read("model.encoder.output_transform.inp_dim")):
+        read.must_be(f"{at}.pred_dims", [0, dim], why=f"all {dim} features are compared")
+    read.note(at, "name", "video_inputs", "patch_inputs", "keep_input_dim")
 
 
 # --- data ---
@@ -354,7 +379,11 @@ def _metrics(read: Reader) -> dict[str, Any]:
         if kind not in SCORED or given.get("matching", "overlap") != "overlap":
             read.unused[at] = f"{kind} with this matching is not offered: FG-ARI, ARI and mBO are always computed"
             continue
+        if given.get("pred_key", SCORED_MASKS) != SCORED_MASKS:
+            read.unused[f"{at}.pred_key"] = "the decoder's masks are scored"
         ignores.add(bool(given.get("ignore_background", False)))
+        if given.get("ignore_overlaps", False):
+            read.unused[f"{at}.ignore_overlaps"] = "objects that overlap are an error"
         read(at)
     if len(ignores) > 1:
         read.unused["val_metrics"] = "some ignore the background and some do not: ari and fg_ari are both reported"
