@@ -94,8 +94,8 @@ def test_a_table_of_boxes_beside_class_folders_leaves_the_folders_their_say(tmp_
     [
         ('{"file_name": "gone.png", "label": 1}', r"line 2 names gone\.png"),
         ('{"file_name": "../out.png", "label": 1}', r"line 2 names \.\./out\.png"),
-        ('{"file_name": "0.png", "label": null}', "line 2: label is None"),
-        ('{"file_name": "0.png", "label": [1]}', r"line 2: label is \[1\]"),
+        ('{"file_name": "1.png", "label": null}', "line 2: label is None"),
+        ('{"file_name": "1.png", "label": [1]}', r"line 2: label is \[1\]"),
         ('{"label": 1}', "line 2 has no file_name"),
         ("{", "line 2 is not JSON"),
         ("[1]", "line 2 holds no object"),

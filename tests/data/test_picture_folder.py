@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +75,33 @@ def test_captions_without_files_or_without_text_are_named(tmp_path: Path) -> Non
     table(tmp_path, [{"file_name": "0.png", "caption": "zero"}])
     with pytest.raises(DataError, match=r"data\.text_column"):
         find_captioned(tmp_path, LAYOUT, "text")
+    for caption in (None, ["zero", "nought"]):
+        table(tmp_path, [{"file_name": "0.png", "text": caption}])
+        with pytest.raises(DataError, match="line 1: text is") as refused:
+            find_captioned(tmp_path, LAYOUT, "text")
+        assert "one caption" in refused.value.why
+
+
+def test_a_picture_that_two_rows_name_is_refused(tmp_path: Path) -> None:
+    for k in range(3):
+        picture(tmp_path / f"{k}.png")
+    rows = [{"file_name": f"{k}.png", "text": f"number {k}", "label": k % 2} for k in (0, 1, 2, 0)]
+    table(tmp_path, rows)
+    for find in (partial(find_captioned, column="text"), partial(find_classes, class_file=None)):
+        with pytest.raises(DataError, match=r"line 4 names 0\.png again") as refused:
+            find(tmp_path, LAYOUT)
+        assert "line 1" in refused.value.why
+
+
+def test_captions_are_classes_only_where_they_are_named_so(tmp_path: Path) -> None:
+    for k in range(4):
+        picture(tmp_path / f"{k}.png")
+    table(tmp_path, [{"file_name": f"{k}.png", "text": ("a disc", "a cross")[k % 2]} for k in range(4)])
+    with pytest.raises(DataError, match="no column label") as refused:
+        find_classes(tmp_path, LAYOUT, None)
+    assert "data.label_column" in refused.value.fix
+    named = replace(LAYOUT, label_column="text")
+    assert find_classes(tmp_path, named, None).images.classes == ("a cross", "a disc")
 
 
 def test_a_class_file_numbers_the_classes_and_one_that_does_not_match_is_refused(tmp_path: Path) -> None:

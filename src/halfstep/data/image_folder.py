@@ -31,7 +31,7 @@ from halfstep.data.files import (
     some_of,
 )
 from halfstep.data.layouts import pair_folders
-from halfstep.data.metadata_file import labels_in
+from halfstep.data.metadata_file import LABEL_COLUMNS, labels_in
 from halfstep.errors import DataError, counted, printable
 
 KAGGLE_TRAIN, KAGGLE_VALIDATION, KAGGLE_TITLES = "train.X[0-9]*", "val.X*", "Labels.json"
@@ -47,7 +47,8 @@ class FolderLayout:
     """Share of each class that is held out where there is no validation folder; 0 holds out nothing."""
     seed: int = 0
     label_column: str = ""
-    """Of a metadata table; empty: label, or what is usual."""
+    """Of a metadata table; empty: the first of `label_columns`."""
+    label_columns: tuple[str, ...] = LABEL_COLUMNS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +95,7 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
     """
     refuse_missing(root)
     train_folders, val_folders = split_folders(root, layout)
-    labelled = labels_in(train_folders[0], root, layout.label_column)
+    labelled = labels_in(train_folders[0], root, layout.label_column, usual=layout.label_columns)
     if labelled is None and not layout.train:
         _refuse_masks(root)
     train = labelled or _by_class(train_folders)
@@ -108,7 +109,8 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
             fix="one folder per class: train/<class>/*.jpg",
         )
     if val_folders:
-        val = labels_in(val_folders[0], root, layout.label_column) or _by_class(val_folders)
+        val = labels_in(val_folders[0], root, layout.label_column, usual=layout.label_columns)
+        val = val or _by_class(val_folders)
         _refuse_unknown(sorted(set(val) - set(classes)), val_folders)
     else:
         train, val = _split(train, layout)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,18 @@ from halfstep.errors import DataError
 
 TABLES = ("metadata.jsonl", "metadata.csv")
 FILE_COLUMN = "file_name"
-LABEL_COLUMNS = ("label", "labels", "class", "category", "text")
+CLASS_COLUMNS = ("label", "labels", "class", "category")
+LABEL_COLUMNS = (*CLASS_COLUMNS, "text")
 FEW_ROWS = 20
 """So many rows may each have a label of their own; among more, that is a caption."""
 
 
-def labels_in(folder: Path, root: Path, column: str = "") -> dict[str, list[Path]] | None:
-    """The pictures of each class inside `folder`, by a table there or at the data's root; None where there is none."""
+def labels_in(
+    folder: Path, root: Path, column: str = "", *, usual: Sequence[str] = LABEL_COLUMNS
+) -> dict[str, list[Path]] | None:
+    """The pictures of each class inside `folder`, by a table there or at the data's root; None where there is none.
+
+    `usual` are the columns looked for where none is named."""
     table = table_of(folder, root)
     if table is None:
         return None
@@ -32,7 +37,7 @@ def labels_in(folder: Path, root: Path, column: str = "") -> dict[str, list[Path
     for number, row in _rows(table):
         if rows == 0 and not column and _is_beside_class_folders(row, folder):
             return None
-        label, path = _label(table, number, row, column), _picture(table, number, row, root)
+        label, path = _label(table, number, row, [column] if column else usual), _picture(table, number, row, root)
         rows += 1
         if path.resolve().is_relative_to(inside):
             found.setdefault(label, []).append(path)
@@ -64,23 +69,46 @@ def captions_in(folder: Path, root: Path, column: str) -> dict[Path, str]:
     for number, row in _rows(table):
         path, caption = _picture(table, number, row, root), row.get(column)
         if not isinstance(caption, str):
-            raise DataError(
-                f"{table}, line {number} has no caption in {column!r}: {caption!r}",
-                why=f"it has {some_of(row, 10)}",
-                fix="name the column with the captions: data.text_column=NAME",
-            )
+            raise _no_caption(table, number, row, column)
         if path.resolve().is_relative_to(inside):
             found[path] = caption
     return found
 
 
+def _no_caption(table: Path, number: int, row: dict[str, Any], column: str) -> DataError:
+    if column in row:
+        return DataError(
+            f"{table}, line {number}: {column} is {row[column]!r}",
+            why="a picture has one caption, a string",
+            fix="correct the line, or leave it out: pictures without a line are not trained on",
+        )
+    return DataError(
+        f"{table}, line {number} has no caption in {column!r}",
+        why=f"it has {some_of(row, 10)}",
+        fix="name the column with the captions: data.text_column=NAME",
+    )
+
+
 def _is_beside_class_folders(row: dict[str, Any], folder: Path) -> bool:
     """Whether a table tells of boxes or captions, and folders of classes."""
     has_folders = any(path.is_dir() and not path.name.startswith(".") for path in folder.iterdir())
-    return has_folders and not set(LABEL_COLUMNS[:-1]) & set(row)
+    return has_folders and not set(CLASS_COLUMNS) & set(row)
 
 
 def _rows(table: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers and rows; a picture that two of them name would count twice, perhaps on both sides of a split."""
+    lines: dict[str, int] = {}
+    for number, row in _read(table):
+        if (first := lines.setdefault(str(row.get(FILE_COLUMN)), number)) != number:
+            raise DataError(
+                f"{table}, line {number} names {row[FILE_COLUMN]} again",
+                why=f"line {first} does already, and a picture has one row",
+                fix="keep one of the lines",
+            )
+        yield number, row
+
+
+def _read(table: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         text = table.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -105,11 +133,11 @@ def _parsed(table: Path, number: int, line: str) -> dict[str, Any]:
     return row
 
 
-def _label(table: Path, number: int, row: dict[str, Any], column: str) -> str:
-    name = column or next((one for one in LABEL_COLUMNS if one in row), "")
-    if not name or name not in row:
+def _label(table: Path, number: int, row: dict[str, Any], columns: Sequence[str]) -> str:
+    name = next((one for one in columns if one in row), "")
+    if not name:
         raise DataError(
-            f"{table} has no column {column or ' or '.join(LABEL_COLUMNS)}",
+            f"{table} has no column {' or '.join(columns)}",
             why=f"line {number} has {some_of(row, 10)}",
             fix="name the column with the classes: data.label_column=NAME",
         )

@@ -21,7 +21,7 @@ from halfstep.data.image_folder import (
     pictures_below,
     split_folders,
 )
-from halfstep.data.metadata_file import captions_in
+from halfstep.data.metadata_file import CLASS_COLUMNS, captions_in
 from halfstep.errors import DataError, counted
 
 FEWEST = 2
@@ -63,8 +63,10 @@ def find_captioned(root: Path, layout: FolderLayout, column: str) -> CaptionedFo
 
 
 def find_classes(root: Path, layout: FolderLayout, class_file: Path | None) -> CaptionedFolder:
-    """The pictures of class folders, or of a table of labels; a file may say which class has which number."""
-    images = find_images(root, layout)
+    """The pictures of class folders, or of a table of labels; a file may say which class has which number.
+
+    `text` holds captions here: it holds classes only where it is named."""
+    images = find_images(root, replace(layout, label_columns=CLASS_COLUMNS))
     if class_file is not None:
         images = _renumbered(images, class_names(class_file), class_file)
     _refuse_few(root, len(images.train) + len(images.val))

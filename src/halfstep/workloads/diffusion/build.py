@@ -23,11 +23,12 @@ from halfstep.models.noise_schedule import noised, target_of
 from halfstep.workloads.diffusion import vae as autoencoder
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
 from halfstep.workloads.diffusion.data import open_pictures, unit_images
-from halfstep.workloads.diffusion.latents import Encoder, open_samples
+from halfstep.workloads.diffusion.latents import Encoder, open_samples, told_of_captions
 from halfstep.workloads.diffusion.make import Maker, check_steps
 from halfstep.workloads.diffusion.networks import Parts, frozen_parts, model_of, open_parts
 from halfstep.workloads.diffusion.noising import Noising, schedule_of
 from halfstep.workloads.diffusion.scores import DenoisingMetrics, denoising_loss
+from halfstep.workloads.diffusion.weights_settings import Adopted, adopted
 from halfstep.workloads.kind import Store
 from halfstep.workloads.workload import Batch, Workload
 
@@ -40,6 +41,8 @@ FRAGILE = (
 
 def build(config: DiffusionConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """The workload for `config.data.dir`; `store` of an earlier run fixes classes and the U-Net's form."""
+    found_in_weights = adopted(config) if store is None else Adopted(config=config)
+    config = found_in_weights.config
     check_steps(config.sample.steps, schedule_of(config))
     data = open_pictures(config.data, config.model.conditioning)
     classes = tuple(store["classes"]) if store else data.classes
@@ -56,11 +59,18 @@ def build(config: DiffusionConfig, store: Mapping[str, Any] | None = None) -> Wo
         samples.val,
         found,
         with_vae=config.data.cache == "off",
-        notes=data.notes,
+        notes=(*data.notes, *found_in_weights.notes, *told_of_captions(data, parts.conditions)),
         val_names=data.val_names,
-        about=(*data.about, *samples.about),
-        settled=samples.settled,
+        about=(*data.about, *found_in_weights.about, *samples.about, *told_of(config, parts)),
+        settled={**found_in_weights.settled, **samples.settled},
     )
+
+
+def told_of(config: DiffusionConfig, parts: Parts) -> tuple[tuple[str, str], ...]:
+    """What the U-Net is told of a picture, for the header."""
+    if not parts.conditions.is_told:
+        return ()
+    return (("is told", f"{parts.conditions.about}; nothing of {config.model.drop_condition:.0%} of the samples"),)
 
 
 def workload_of(

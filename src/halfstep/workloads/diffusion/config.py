@@ -273,9 +273,15 @@ class DiffusionConfig(RunConfig):
 
     @model_validator(mode="after")
     def eps_needs_a_signal(self) -> Self:
-        if self.noise.zero_terminal_snr and self.model.target == "eps":
-            raise ValueError(
-                "model.target=eps with noise.zero_terminal_snr: the last timestep is the noise itself, which teaches "
-                "nothing about images, and its SNR of 0 would be divided by; use model.target=v"
-            )
+        if why := self.why_untrainable():
+            raise ValueError(why)
         return self
+
+    def why_untrainable(self) -> str:
+        """What is wrong with target and schedule together; mostly nothing."""
+        if not (self.noise.zero_terminal_snr and self.model.target == "eps"):
+            return ""
+        return (
+            "model.target=eps with noise.zero_terminal_snr: the last timestep is the noise itself, which teaches "
+            "nothing about images, and its SNR of 0 would be divided by; use model.target=v"
+        )

@@ -31,6 +31,7 @@ from halfstep.models.posterior import drawn, posterior
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import PictureData, open_pictures, square_pictures, unit_images
 from halfstep.workloads.diffusion.networks import Conditions, Parts, TextConditions, open_parts
+from halfstep.workloads.diffusion.weights_settings import adopted
 from halfstep.workloads.vae_format import Choice, chosen_format, computing_in, training_device
 from halfstep.workloads.workload import Batch
 
@@ -176,12 +177,13 @@ def open_samples(config: DiffusionConfig, data: PictureData, parts: Parts, store
 
 def vae_choice(config: DiffusionConfig, data: PictureData, parts: Parts) -> Choice:
     """The VAE's format: as asked, fp32 in a run that computes so, else the better half one."""
-    is_full = config.precision.default in ("fp32", "tf32")
-    asked = config.precision.modules.get("vae", "fp32" if is_full else "auto")
+    asked = config.precision.modules.get("vae")
+    if asked is None and config.precision.default in ("fp32", "tf32"):
+        return Choice(name="fp32", why=f"as the run, which computes in {config.precision.default}")
     device, simulated = training_device(config), config.precision.simulate
     samples = square_pictures(data.train, config.data.image_size)
     return chosen_format(
-        parts.vae, round_trip, lambda: some_images(samples, device), device, asked, simulated=simulated
+        parts.vae, round_trip, lambda: some_images(samples, device), device, asked or "auto", simulated=simulated
     )
 
 
@@ -218,12 +220,21 @@ def _tokens(data: PictureData, conditions: Conditions) -> Tokens:
     return [conditions.tokens(captions) for captions in data.captions]
 
 
+def told_of_captions(data: PictureData, conditions: Conditions) -> tuple[str, ...]:
+    """A note where captions are too long."""
+    if not isinstance(conditions, TextConditions):
+        return ()
+    cut = sum(map(conditions.num_cut, data.captions))
+    return (f"cut: {counted(cut, 'caption')} of more than {conditions.length} tokens",) if cut else ()
+
+
 def pack(config: DiffusionConfig) -> dict[str, object]:
     """Encode every picture, unless that was done; what was made, for people and programs."""
     if config.data.cache != "latents":
         raise ConfigError(
             "data.cache is off in this config", why="there are no latents to pack", fix="data.cache=latents"
         )
+    config = adopted(config).config
     data = open_pictures(config.data, config.model.conditioning)
     parts = open_parts(config, data.classes)
     choice = vae_choice(config, data, parts)

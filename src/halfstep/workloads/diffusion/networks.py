@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from halfstep.data import noise
+from halfstep.data.files import some_of
 from halfstep.errors import ConfigError, ModelError
 from halfstep.islands import fp32_island
 from halfstep.models.diffusers_nets import (
@@ -33,6 +34,9 @@ from halfstep.workloads.parts import FrozenPart
 from halfstep.workloads.workload import Batch
 
 IMAGE_CHANNELS = 3
+MORE_CONDITIONS = ("addition_embed_type", "encoder_hid_dim", "class_embed_type", "time_cond_proj_dim")
+"""Settings of diffusers' U-Nets that need inputs of their own."""
+SHOWN_CLASSES = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +84,7 @@ def model_of(config: DiffusionConfig, parts: Parts, store: Mapping[str, Any] | N
     elif config.model.weights:
         model = open_net(net_folder(config.model.weights, "unet", "model.weights"), [UNET, TEXT_UNET])
         _check_fits(model, config, parts)
+        model.register_to_config(sample_size=parts.shape[1])  # what a pipeline draws
     else:
         model = build_net(new_unet(config, parts.shape, parts.conditions))
     by_vae = halvings(parts.vae.config) if parts.vae is not None else 0
@@ -113,6 +118,18 @@ def _check_fits(model: Net, config: DiffusionConfig, parts: Parts) -> None:
             f"the U-Net of {source} takes {found.in_channels} channels, here are {channels}",
             fix="a latent model needs its VAE: model.vae=DIR" if channels == IMAGE_CHANNELS else "another model.vae",
         )
+    if int(found.out_channels) != channels:
+        raise ConfigError(
+            f"the U-Net of {source} gives {found.out_channels} channels for {channels}",
+            why="a variance that is learned beside the noise is not built here",
+            fix="another model.weights",
+        )
+    if more := [name for name in MORE_CONDITIONS if found.get(name)]:
+        raise ConfigError(
+            f"the U-Net of {source} is told more than text or a class: {more[0]}={found[more[0]]}",
+            why="sizes, pooled texts and the like, as SDXL has them, are not built here",
+            fix="another model.weights",
+        )
     if (found.get("cross_attention_dim") or 0) != conditions.text_dim and isinstance(conditions, TextConditions):
         raise ConfigError(
             f"the U-Net of {source} reads text of {found.get('cross_attention_dim')} numbers a token, the text encoder "
@@ -135,6 +152,8 @@ class Conditions:
     num_classes = 0
     """With one more for "nothing said"."""
     text_dim = 0
+    about = ""
+    """What the U-Net is told of a picture."""
 
     def dropped(self, batch: Batch, *, key: tuple[int, ...], share: float) -> Batch:
         """Part of the samples are told nothing, for classifier-free guidance."""
@@ -157,6 +176,7 @@ class ClassConditions(Conditions):
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names, self.num_classes = tuple(names), len(names) + 1
+        self.about = f"its class, of {len(names)}: {some_of(names, SHOWN_CLASSES)}"
 
     def dropped(self, batch: Batch, *, key: tuple[int, ...], share: float) -> Batch:
         label = batch["label"]
@@ -176,6 +196,12 @@ class TextConditions(Conditions):
         self.encoder, self.tokenizer, self.text_dim = encoder, tokenizer, int(encoder.config.hidden_size)
         self.length = min(int(tokenizer.model_max_length), int(encoder.config.max_position_embeddings))
         self._empty = self.tokens([""])
+        self.about = f"its caption, by the text encoder in up to {self.length} tokens"
+
+    def num_cut(self, captions: Sequence[str]) -> int:
+        """How many are longer than the encoder can read."""
+        found = self.tokenizer(list(captions), verbose=False)["input_ids"] if captions else []
+        return sum(len(tokens) > self.length for tokens in found)
 
     def tokens(self, captions: Sequence[str]) -> Tensor:
         """(N, L) numbers; what is longer than the encoder can read is cut."""
