@@ -15,7 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.data.loader import Loader, _is_there
+from halfstep.data.loader import (
+    FileSamples,
+    Loader,
+    NamedSamples,
+    WholeBatches,
+    WorkerBatches,
+    _is_there,
+    offers,
+)
 from halfstep.data.prefetch import prefetch
 from halfstep.data.seeds import generator_for
 from halfstep.errors import DataError
@@ -36,6 +44,18 @@ class Numbers:
             raise DataError("cannot read seven.png", why="cut short", fix="replace it")
         noise = torch.rand(2, generator=generator_for(*key))
         return {"image": torch.cat([torch.tensor([float(index)]), noise])}
+
+
+class WithNames(Numbers):
+    """Attributes that are called as methods of other data sets are."""
+
+    files, batch, filled, name_of = ["a.wav", "b.wav"], 8, True, "chirps"
+
+
+def test_attributes_of_a_users_own_are_not_taken_for_the_methods_of_that_name() -> None:
+    own, plain = (list(Loader(kind(5), batch_size=2).epoch(0)) for kind in (WithNames, Numbers))
+    assert all(mine["image"].equal(other["image"]) for mine, other in zip(own, plain, strict=True))
+    assert not any(offers(WithNames(5), kind) for kind in (FileSamples, WholeBatches, WorkerBatches, NamedSamples))
 
 
 class Dying(Numbers):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from halfstep.data.crops import uniform
 from halfstep.data.files import refuse_no_room
-from halfstep.data.loader import FileSamples, NamedSamples, Samples
+from halfstep.data.loader import FileSamples, NamedSamples, Samples, offers
 from halfstep.data.stored_images import first_of, gathered
 from halfstep.disk import turn_at
 from halfstep.errors import DataError
@@ -200,10 +200,10 @@ class WithColumn:
         return self.samples.sample(index, key=key) | {self.name: self.values[index].clone()}
 
     def name_of(self, index: int) -> str:
-        return self.samples.name_of(index) if isinstance(self.samples, NamedSamples) else ""
+        return self.samples.name_of(index) if offers(self.samples, NamedSamples) else ""
 
     def files(self) -> Iterable[Path]:
-        return self.samples.files() if isinstance(self.samples, FileSamples) else ()
+        return self.samples.files() if offers(self.samples, FileSamples) else ()
 
 
 def told_of_pack(cache: LatentCache, text: str, *, is_new: bool, **more: object) -> dict[str, object]:

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,11 +34,11 @@ from halfstep.errors import DataError, HalfstepError, counted
 
 Key = TypeVar("Key")
 Made = TypeVar("Made")
+Offered = TypeVar("Offered")
 
 BATCHES_A_THREAD = 2
 
 
-@runtime_checkable
 class WholeBatches(Protocol):
     """A data set that makes many samples at once, each the same as `sample` makes it alone."""
 
@@ -68,7 +68,6 @@ def pinned(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.pin_memory() for name, tensor in batch.items()}
 
 
-@runtime_checkable
 class WorkerBatches(Protocol):
     """A data set that makes many samples at once in a worker, each the same as `sample` makes it alone."""
 
@@ -100,7 +99,6 @@ class Samples(Protocol):
         ...
 
 
-@runtime_checkable
 class NamedSamples(Protocol):
     """Samples that can say which file one is; those that are not files need not."""
 
@@ -109,13 +107,17 @@ class NamedSamples(Protocol):
         ...
 
 
-@runtime_checkable
 class FileSamples(Protocol):
     """Samples that are read from files of their own."""
 
     def files(self) -> Iterable[Path]:
         """Every file that is read, in the order of the samples."""
         ...
+
+
+def offers(samples: object, protocol: type[Offered]) -> TypeGuard[Offered]:
+    """Whether samples have the methods of one of these; a list that somebody calls `files` is not one."""
+    return all(callable(getattr(samples, name, None)) for name in vars(protocol) if not name.startswith("_"))
 
 
 class Loader:
@@ -154,7 +156,7 @@ class Loader:
     def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
         """The batches of one epoch from `start_batch` on; one iterator at a time. Workers live on for the next one."""
         self._order.epoch, self._order.start_batch = epoch, start_batch
-        if isinstance(self._fetch.samples, WholeBatches):
+        if offers(self._fetch.samples, WholeBatches):
             return self._checked(read_ahead(self._fetch.whole, self._order, num_threads=max(1, self.num_workers)))
         self._workers = self._workers or self._start()
         with warnings.catch_warnings():
@@ -251,14 +253,14 @@ class _Fetch(Dataset[Batch | HalfstepError]):
         return batch | {"index": torch.tensor(indices)}
 
     def _made(self, indices: list[int], epoch: int) -> Batch:
-        if isinstance(self.samples, WorkerBatches):
+        if offers(self.samples, WorkerBatches):
             return self.samples.filled(indices, seed=self.seed, epoch=epoch)
         rows = [self.samples.sample(index, key=(self.seed, epoch, index)) for index in indices]
         return default_collate(rows)  # in a worker, straight into shared memory
 
     def whole(self, keys: list[tuple[int, int]]) -> Batch | HalfstepError:
         """The same at once, from samples that can."""
-        assert isinstance(self.samples, WholeBatches)
+        assert offers(self.samples, WholeBatches)
         indices = torch.tensor([index for _, index in keys])
         try:
             batch = self.samples.batch(indices, seed=self.seed, epoch=keys[0][0])

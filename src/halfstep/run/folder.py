@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from halfstep.config.schema import RunConfig, is_import_path
 from halfstep.data.files import some_of
-from halfstep.data.loader import FileSamples
+from halfstep.data.loader import FileSamples, offers
 from halfstep.disk import is_dry, owned, unused, write_whole
 from halfstep.errors import CheckpointError, DataError, counted, printable, suggested
 from halfstep.precision.plan import Plan
@@ -220,8 +220,8 @@ def changed_data(workload: Workload, folder: RunFolder) -> list[str]:
 
 def _files(workload: Workload) -> Iterator[Path]:
     for samples in (workload.train_samples, workload.val_samples):
-        if isinstance(samples, FileSamples):
-            yield from samples.files()
+        if offers(samples, FileSamples):
+            yield from map(Path, samples.files())
 
 
 def _digest(files: list[Path], *, with_times: bool = True) -> str:

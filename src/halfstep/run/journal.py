@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from halfstep.data.loader import NamedSamples, Samples
+from halfstep.data.loader import NamedSamples, Samples, offers
 from halfstep.errors import format_bytes
 from halfstep.measure.clock import Stopwatch
 from halfstep.measure.memory import peak_memory_bytes
@@ -59,7 +59,7 @@ class Journal:
     ) -> None:
         self.report, self.plan, self.epochs, self.report_every, self.metric = report, plan, epochs, report_every, metric
         self._hint, self.unit, self._peak_flops = hint, unit, peak_flops(plan)
-        self._named = samples if isinstance(samples, NamedSamples) else None
+        self._named = samples if offers(samples, NamedSamples) else None
         self.device = torch.device(plan.device)
         self.attempted = 0
         self.num_records = 0

@@ -187,7 +187,8 @@ def refuse_other_metrics(metrics: object, workload: str) -> None:
 
 def refuse_other_samples(samples: object, whose: str) -> None:
     """A data set of torch's own form is the likeliest mistake of all, and would fail in a worker."""
-    if not (hasattr(samples, "__len__") and any(hasattr(samples, way) for way in ("sample", "filled", "batch"))):
+    forms = (getattr(samples, name, None) for name in ("sample", "filled", "batch"))
+    if not (hasattr(samples, "__len__") and any(map(callable, forms))):
         raise ConfigError(
             f"{whose}: a {type(samples).__name__} without __len__ or sample(index, *, key)",
             why="a sample depends on its index and (seed, epoch, index) alone, whatever the workers and batches",
