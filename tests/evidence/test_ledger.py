@@ -138,6 +138,12 @@ def test_a_part_with_a_precision_of_its_own_is_as_planned() -> None:
     assert "blocks.0 (as planned)" in ledger.summary
 
 
+def test_what_the_plan_casts_itself_is_no_finding_against_the_model() -> None:
+    ledger = ledger_of(Net("nothing"), "fp16", modules={"blocks.0": "bf16"})
+    assert ledger.findings == ()
+    assert row(ledger, "blocks.0").forward == "bf16"
+
+
 def test_the_ledger_changes_no_bit_of_training() -> None:
     def trained(watched: bool) -> dict[str, Tensor]:
         torch.manual_seed(3)

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -39,7 +40,8 @@ from halfstep.precision.rows import UPCAST_BY_AUTOCAST
 OUTSIDE = "(outside the model)"
 Direction = Literal["forward", "backward"]
 EXPLICIT_CASTS = {Tensor.float, Tensor.to, Tensor.type, Tensor.double}
-OF_TORCH = ("torch/", "torch\\", "halfstep/evidence", "halfstep/islands", "halfstep/precision")
+NOT_THE_MODELS = ("torch/", "halfstep/evidence", "halfstep/islands")
+BY_PLAN = "halfstep/precision"
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,13 +251,14 @@ class _Functions(TorchFunctionMode):
 
 
 def _line_of_caller() -> str:
-    """The nearest line of code that is not torch's or ours: `model.py:31`."""
-    frame = sys._getframe(2)
+    """The nearest line of code that is not torch's or ours: `model.py:31`; none where the plan casts, not the model."""
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        path = frame.f_code.co_filename
-        if not any(part in path for part in OF_TORCH):
-            return f"{path.replace(chr(92), '/').rsplit('/', 1)[-1]}:{frame.f_lineno}"
-        assert frame.f_back is not None
+        path = frame.f_code.co_filename.replace("\\", "/")
+        if BY_PLAN in path:
+            return ""
+        if not any(part in path for part in NOT_THE_MODELS):
+            return f"{path.rsplit('/', 1)[-1]}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 

@@ -80,7 +80,7 @@ class JudgedAdamW(Optimizer):
 
     def write(self, parameter: Tensor, weights: Tensor, values: Tensor, state: Mapping[str, Tensor]) -> None:
         if not is_kept_in_half(parameter):
-            if values.data_ptr() != weights.data_ptr():
+            if values is not weights:
                 weights.copy_(values)
         elif LOW in state:
             high, low = split(values)
@@ -149,7 +149,7 @@ class AdamWBf16(JudgedAdamW):
         for parameter, new, gradient, state in zip(parameters, weights, gradients, states, strict=True):
             self.write(parameter, parameter, new, state)
             assert parameter.grad is not None
-            if scale is not None and gradient.data_ptr() != parameter.grad.data_ptr():
+            if scale is not None and gradient is not parameter.grad:
                 parameter.grad.copy_(gradient)
 
     def _empty_state(self, parameter: Tensor) -> dict[str, Tensor]:
