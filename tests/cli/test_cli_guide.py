@@ -161,6 +161,21 @@ def test_start_really_starts_the_training(place: Path, capsys: Capture, monkeypa
     assert load("guide_own_workload-build-fast.yaml").config.train.auto_batch
 
 
+def test_a_workload_of_ones_own_with_demo_data_needs_no_folder(
+    place: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "import dataclasses\nfrom halfstep.workloads import KINDS\n"
+    (place.parent / "own_demo.py").write_text(
+        f"{source}KIND = dataclasses.replace(KINDS['gpt2'], guide=None, sample_size=lambda config: 'a page')\n"
+    )
+    monkeypatch.syspath_prepend(str(place.parent))
+    Path("answers.yaml").write_text("task: own\nworkload: own_demo:KIND\n")
+    code, text, error = run(capsys, *QUICK, "--answers", "answers.yaml")
+    assert code == 0, error
+    assert "pixels" not in text
+    assert load("own_demo-KIND-fast.yaml").config.data.dir is None
+
+
 @pytest.mark.usefixtures("untraced")
 def test_piped_lines_are_answers_and_a_wrong_folder_is_asked_again(
     place: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch

@@ -23,7 +23,8 @@ def test_a_run_that_is_under_way_shows_its_newest_step_and_fault(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.yaml").write_text("workload: unet\n")
-    step = {"kind": "train", "epoch": 1, "samples_per_s": 250.0, "memory_bytes": 2.5e9, "skipped": 1}
+    step = {"kind": "train", "epoch": 1, "samples_per_s": 250.0, "tokens_per_s": 4000.0,
+            "memory_bytes": 2.5e9, "skipped": 1}  # fmt: skip
     records = [{**step, "step": 10, "loss": 0.9}, {**step, "step": 20, "loss": 0.5},
                {"kind": "val", "step": 20, "epoch": 1, "loss": 0.6, "iou": 0.71},
                {"kind": "event", "step": 15, "bad_step": 13, "event": "skipped", "reason": "loss is nan"}]  # fmt: skip
@@ -34,7 +35,8 @@ def test_a_run_that_is_under_way_shows_its_newest_step_and_fault(
         "not known whether it runs",
         "20 (epoch 1)",
         "0.5000",
-        "250.0",
+        "tokens/s",
+        "4,000.0",
         "2.50 GB",
         "iou",
         "0.7100",
@@ -43,7 +45,7 @@ def test_a_run_that_is_under_way_shows_its_newest_step_and_fault(
         assert part in text
     assert "Ctrl-C" not in text
     facts = json.loads(look(capsys, str(tmp_path), "--json")[1])
-    assert (facts["samples_per_s"], facts["step"], facts["iou"]) == (250.0, 20, 0.71)
+    assert (facts["samples_per_s"], facts["tokens_per_s"], facts["iou"]) == (250.0, 4000.0, 0.71)
     assert facts["last_fault"] == {"step": 13, "reason": "loss is nan"}
 
 

@@ -31,7 +31,8 @@ def written_run(path: Path, *, lr: float = 1e-3, odd: str = "", steps: int = 30)
             "rows": [{"module": "head", "storage": "-", "compute": "-", "reason": "", "kind": "island"}]}  # fmt: skip
     (path / "plan.json").write_text(json.dumps(plan))
     summary = {"workload": "unet", "metric": "iou", "mode": "max", "best": 0.81, "elapsed_s": 10.0, "trained_s": 8.0,
-               "waited_s": 1.0, "samples_per_s": 12.0, "skipped": 1, "versions": {"torch": "2.13.0"},
+               "waited_s": 1.0, "samples_per_s": 12.0, "images_per_s": 24.0, "skipped": 1,
+               "versions": {"torch": "2.13.0"},
                "command": ["halfstep", "train", "unet"]}  # fmt: skip
     (path / "report" / "summary.json").write_text(json.dumps(summary))
     train = [
@@ -54,8 +55,8 @@ def page(*words: str) -> str:
 
 def test_one_file_holds_everything_and_needs_no_network(tmp_path: Path) -> None:
     text = page(str(written_run(tmp_path / "run")), "--out", str(tmp_path / "page.html"))
-    for part in ("granted bf16", "fastest here", "31 % faster", "loss is nan", "0.8100", "a warning", "torch 2.13.0",
-                 "data:image/png;base64,", "optimizer.lr", "GPU busy", "waiting for data"):  # fmt: skip
+    for part in ("granted bf16", "fastest here", "31 % faster", "24.0 images/s", "loss is nan", "0.8100", "a warning",
+                 "torch 2.13.0", "data:image/png;base64,", "optimizer.lr", "GPU busy", "waiting for data"):  # fmt: skip
         assert part in text, part
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", text)
 

@@ -163,7 +163,7 @@ def test_judged_by_its_best_validation_a_run_counts_as_its_best_checkpoint_would
     assert max(value for _, _, value in last.curve) == best.value > last.value
 
 
-def timed(row: str, seed: int, values: list[float], **more: str) -> Outcome:
+def timed(row: str, seed: int, values: list[float], **more: Any) -> Outcome:
     curve = tuple((10 * (k + 1), float(k + 1), value) for k, value in enumerate(values))
     summary = {
         "metric": "accuracy",
@@ -186,6 +186,14 @@ def test_an_epochs_time_is_that_of_training_and_a_runs_money_is_that_of_all_of_i
     line = lines_of(Comparison(request=request, margin=0.05, runs=runs))[0]
     assert (line.seconds_per_epoch, line.samples_per_s) == pytest.approx((0.4, 100))
     assert line.money == pytest.approx(0.002)
+    assert line.rate == pytest.approx(("samples/s", 100))
+
+
+def test_a_table_counts_in_the_unit_of_the_workload() -> None:
+    rows = tuple(Row(name=name, overrides=()) for name in ("a", "b"))
+    runs = [timed(row, 0, [0.5], samples_per_s=60.0, tokens_per_s=600.0) for row in ("a", "b")]
+    lines = lines_of(Comparison(request=Request(target="x", overrides=(), rows=rows), margin=0.05, runs=runs))
+    assert comparison_columns(lines, "accuracy")["tokens/s"] == ["1,000", "1,000"]
 
 
 def test_the_largest_batch_is_that_of_the_gpu_the_rows_ran_on_wherever_the_table_is_read() -> None:

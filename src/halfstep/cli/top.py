@@ -16,7 +16,7 @@ def command(
     once: Annotated[bool, typer.Option("--once", help="Look once and leave.")] = False,
     wants_json: Annotated[bool, typer.Option("--json", help="Look once, as JSON.")] = False,
 ) -> None:
-    """A run that trains in another terminal, live: loss, metric, samples/s, GPU, memory, faults.
+    """A run that trains in another terminal, live: loss, metric, throughput, GPU, memory, faults.
 
     It reads the run's records, never touches the run, and leaves when the run ends.
 

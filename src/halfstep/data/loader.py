@@ -115,7 +115,7 @@ class FileSamples(Protocol):
         ...
 
 
-def offers(samples: object, protocol: type[Offered]) -> TypeGuard[Offered]:
+def offers(samples: object, protocol: Callable[..., Offered]) -> TypeGuard[Offered]:
     """Whether samples have the methods of one of these; a list that somebody calls `files` is not one."""
     return all(callable(getattr(samples, name, None)) for name in vars(protocol) if not name.startswith("_"))
 

@@ -148,8 +148,11 @@ def _data(asker: Asker, console: Console, workload: str, scratch: Path) -> tuple
                 return look_at_demo(workload, scratch / "demo")
             return look_at(workload, path_in(answer).absolute())
 
-    if KINDS.of(workload).guide is None:
-        return asker.ask(dataclasses.replace(DATA, empty_means=""), existing_folder), None
+    kind = KINDS.of(workload)
+    if kind.guide is None:
+        if kind.demo is None:
+            return asker.ask(dataclasses.replace(DATA, empty_means=""), existing_folder), None
+        return asker.ask(DATA, lambda answer: existing_folder(answer) if answer else None), None
     found = asker.ask(DATA, look)
     grid = _grid_path(scratch)
     save_grid(found, grid)
@@ -180,9 +183,9 @@ def _choice(asker: Asker, console: Console, situation: Situation) -> Suggestion:
 
 
 def _in_short(one: Suggestion) -> str:
-    train, data = one.config.train, one.config.data
+    train, each = one.config.train, KINDS.of(one.config.workload).size_of_sample(one.config)
     times = f" x {train.accumulate}" if train.accumulate > 1 else ""
-    size = f"batch {train.batch_size}{times} at {data.image_size} pixels"
+    size = f"batch {train.batch_size}{times}{f' at {each}' if each else ''}"
     return f"{one.config.precision.default}, {size}, {counted(train.epochs, 'epoch')}"
 
 

@@ -26,6 +26,8 @@ class Line:
     name: str
     seconds_per_epoch: float | None
     samples_per_s: float | None
+    rate: tuple[str, float] | None
+    """Throughput in the unit of the workload: `("tokens/s", 1234.5)`."""
     memory_bytes: float | None
     largest_batch: int | None
     """That is predicted to fit the device; None without a GPU."""
@@ -43,9 +45,10 @@ class Line:
 def comparison_columns(lines: Sequence[Line], metric: str) -> dict[str, list[str]]:
     """The table's cells by title, for a terminal and for a page."""
     columns: dict[str, list[str]] = {"row": [line.name for line in lines]}
+    rate = next((line.rate[0] for line in lines if line.rate), "samples/s")
     measured: Mapping[str, list[str]] = {
         "s/epoch": [_number(line.seconds_per_epoch) for line in lines],
-        "samples/s": [_number(line.samples_per_s) for line in lines],
+        rate: [_number(line.rate and line.rate[1]) for line in lines],
         "memory": [format_bytes(line.memory_bytes, digits=3) if line.memory_bytes else "" for line in lines],
         "largest\nbatch": [f"{line.largest_batch:,}" if line.largest_batch else "" for line in lines],
         "J/run": [_number(line.joules) for line in lines],

@@ -9,12 +9,12 @@ from rich.table import Table
 
 from halfstep.disk import is_owned
 from halfstep.errors import format_bytes, suggested
-from halfstep.report.page.read_run import RunRecord
+from halfstep.report.page.read_run import SAMPLES, RunRecord, per_second
 from halfstep.report.tables import pairs_table
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
-RECORDED = ("step", "epoch", "loss", "samples_per_s", "memory_bytes", "skipped")
+RECORDED = ("step", "epoch", "loss", SAMPLES, "memory_bytes", "skipped")
 GPU = {"utilization": "% busy", "power_w": "W", "temperature_c": "°C"}
 
 
@@ -23,7 +23,7 @@ def top_facts(run: RunRecord) -> dict[str, Any]:
     train, val, events = run.of_kind("train"), run.of_kind("val"), run.of_kind("event")
     latest: dict[str, Any] = train[-1] if train else {}
     facts: dict[str, Any] = {"run": str(run.path), "state": _state(run)}
-    facts |= {key: latest[key] for key in (*RECORDED, *_losses(run)) if latest.get(key) is not None}
+    facts |= {key: latest[key] for key in (*RECORDED, run.rate, *_losses(run)) if latest.get(key) is not None}
     metric = run.metric
     if val and metric in val[-1]:
         facts[metric] = val[-1][metric]
@@ -45,7 +45,7 @@ def top_table(run: RunRecord, facts: dict[str, Any]) -> Table:
         lines |= {
             "step": f"{facts['step']:,} (epoch {facts['epoch']})",
             **{key.replace("/", " "): _latest(train, key) for key in _losses(run)},
-            "samples/s": f"{facts['samples_per_s']:,.1f}",
+            per_second(run.rate): f"{facts[run.rate]:,.1f}",
             "memory": format_bytes(facts["memory_bytes"], digits=3) if facts.get("memory_bytes") else "",
             "skipped": f"{facts['skipped']}",
         }

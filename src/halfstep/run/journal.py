@@ -140,12 +140,10 @@ class Journal:
         )
 
     def _units_per_s(self) -> dict[str, float]:
-        """Where a sample is many units, such as tokens, a reader wants those."""
+        """In the unit of the workload, such as tokens, which its readers want."""
         used = utilisation(self.unit, self._samples_per_s, self._peak_flops)
         share = {"mfu": round(used, 4)} if used else {}
-        if self.unit.per_sample == 1:
-            return share
-        return {f"{self.unit.name}s_per_s": round(self._samples_per_s * self.unit.per_sample, 2), **share}
+        return {**self.unit.rates(self._samples_per_s), **share}
 
     @property
     def _first(self) -> Reading | None:

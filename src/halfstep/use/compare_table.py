@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from halfstep.config.aliases import precision_name
 from halfstep.errors import counted
 from halfstep.report.comparison_view import Line
+from halfstep.report.page.read_run import SAMPLES, per_second, rate_of
 from halfstep.run.planned_batch import planned_largest_batch
 from halfstep.use.compare import Comparison, config_of, differing_keys, seconds_to_quality, why_wide
 from halfstep.use.compare_run import OUT_OF_MEMORY, Outcome
@@ -36,6 +37,7 @@ def _line(comparison: Comparison, row: str, verdict: Verdict | None) -> Line:
         name=row,
         seconds_per_epoch=_median(alone, "trained_s", per="epochs"),
         samples_per_s=1 / per_sample if per_sample else None,
+        rate=_rate(alone[0].summary, 1 / per_sample) if per_sample else None,
         memory_bytes=_median(alone, "peak_memory_bytes"),
         largest_batch=_largest_batch(comparison, alone),
         joules=_median(alone, "joules"),
@@ -47,6 +49,12 @@ def _line(comparison: Comparison, row: str, verdict: Verdict | None) -> Line:
         not_reached=times.count(None),
         curves=[[(step, value) for step, _, value in run.curve] for run in paired],
     )
+
+
+def _rate(summary: Mapping[str, Any], samples_per_s: float) -> tuple[str, float]:
+    """In the unit of the workload; runs of versions that did not store it have samples."""
+    key = rate_of(summary)
+    return per_second(key), samples_per_s * (1 if key == SAMPLES else summary[key] / summary[SAMPLES])
 
 
 def _largest_batch(comparison: Comparison, alone: Sequence[Outcome]) -> int | None:

@@ -51,6 +51,10 @@ class Unit:
         """`12.3 images/s`."""
         return f"{samples_per_s * self.per_sample:,.{digits}f} {self.name}s/s"
 
+    def rates(self, samples_per_s: float) -> dict[str, float]:
+        """`{"tokens_per_s": 1234.5}`, for records beside `samples_per_s`; empty where samples are the unit."""
+        return {} if self.name == "sample" else {f"{self.name}s_per_s": round(samples_per_s * self.per_sample, 2)}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from halfstep.report.page.read_run import RunRecord
+from halfstep.report.page.read_run import SAMPLES, RunRecord, per_second
 
 MOST_POINTS = 800
 """A screen shows no more; longer curves are thinned."""
@@ -58,13 +58,15 @@ def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
     """Those with points, in the order in which a reader asks."""
     losses = [*_lines(runs, "train", "loss", "train"), *_lines(runs, "val", "loss", "validation")]
     metrics = dict.fromkeys(run.metric for run in runs if run.metric)
+    rates = {run.rate for run in runs}
+    rate = rates.pop() if len(rates) == 1 else SAMPLES
     charts = [
         Chart(title="loss", x="step", log=True, series=losses),
         *(Chart(title=metric, x="step", series=_scores(runs, metric)) for metric in metrics),
         Chart(title="learning rate", x="step", series=[*_lines(runs, "train", "lr")]),
         Chart(title="gradient norm", x="step", log=True, series=[*_lines(runs, "train", "grad_norm")]),
         Chart(title="loss scale", x="step", log=True, series=_moving(_lines(runs, "train", "scale"))),
-        Chart(title="samples/s", x="step", series=[*_lines(runs, "train", "samples_per_s")]),
+        Chart(title=per_second(rate), x="step", series=[*_lines(runs, "train", rate)]),
         *(_monitor_chart(runs, key, title) for key, title in MONITOR.items()),
     ]
     shown = (replace(chart, series=[line for line in chart.series if line.points]) for chart in charts)

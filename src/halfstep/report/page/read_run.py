@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from halfstep.report.metrics_file import read
 
 PICTURES = (".png", ".jpg", ".jpeg", ".gif")
 NOT_METRICS = {"kind", "step", "epoch", "loss", "elapsed_s", "best"}
+SAMPLES = "samples_per_s"
 MOST_SAMPLES = 12
 LARGEST_PICTURE = 4_000_000
 """Bytes: a page is one file, and a mail program opens it."""
@@ -51,6 +53,11 @@ class RunRecord:
         return list(dict.fromkeys(key[5:] for record in self.of_kind("train") for key in record if key[:5] == "loss/"))
 
     @property
+    def rate(self) -> str:
+        """The key of its throughput, in the unit of its workload."""
+        return rate_of((self.of_kind("train") or [{}])[-1])
+
+    @property
     def has_ended(self) -> bool:
         return bool(self.summary)
 
@@ -72,6 +79,16 @@ def read_run(path: Path) -> RunRecord:
         ledger=_json(path / "report" / "ledger.json"),
         capsules=[{"name": file.parent.name, **_json(file)} for file in sorted(path.glob("capsules/*/capsule.json"))],
     )
+
+
+def rate_of(record: Mapping[str, Any]) -> str:
+    """The key of a record's throughput in the unit of its workload, such as `tokens_per_s`."""
+    return next((key for key in record if key.endswith("s_per_s") and key != SAMPLES), SAMPLES)
+
+
+def per_second(key: str) -> str:
+    """`tokens/s`."""
+    return key.replace("_per_s", "/s")
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 from halfstep.errors import format_bytes, suggested
 from halfstep.report.memory_view import COLOURS
 from halfstep.report.page.charts import Chart, charts_of
-from halfstep.report.page.read_run import RunRecord, shown
+from halfstep.report.page.read_run import RunRecord, per_second, rate_of, shown
 
 MOST_ROWS = 200
 """Of modules and events: the rest is a number."""
@@ -77,7 +77,7 @@ def _cards(run: RunRecord) -> str:
     pairs = [
         (f"best {run.metric}", _optional(summary.get("best"), "{:.4f}")),
         ("time", _optional(summary.get("elapsed_s"), "{:,.0f} s")),
-        ("speed", _optional(summary.get("samples_per_s"), "{:,.1f} samples/s")),
+        ("speed", _optional(summary.get(rate := rate_of(summary)), f"{{:,.1f}} {per_second(rate)}")),
         ("peak memory", _bytes(summary.get("peak_memory_bytes"))),
         ("energy", _optional(summary.get("joules"), "{:,.0f} J")),
         ("skipped steps", _optional(summary.get("skipped"), "{:.0f}")),
