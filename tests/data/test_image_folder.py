@@ -125,7 +125,6 @@ def test_cifar_batches_become_images_with_their_labels(tmp_path: Path) -> None:
 def test_images_and_masks_are_no_classes(tmp_path: Path, write: Callable[[Path], None]) -> None:
     root = tmp_path / "my data"
     write(root)
-    root = root / "VOCdevkit" / "VOC2012" if write is data_sets.voc else root
     with pytest.raises(DataError, match="images and masks") as refused:
         find_images(root, FolderLayout())
     assert f"halfstep train unet --data-dir '{root}'" in refused.value.fix

@@ -4,7 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from data import data_sets
 from data.data_sets import SIZE, mask, picture
@@ -112,6 +114,15 @@ def test_drives_test_part_without_masks_leaves_a_split_of_its_training_part(tmp_
     workload = built(tmp_path, val_fraction=0.5)
     assert len(workload.train_samples) == len(workload.val_samples) == 1
     assert "validation" not in about(workload)
+
+
+def test_the_150_classes_of_ade20k_are_no_blurred_edges(tmp_path: Path) -> None:
+    data_sets.ade20k(tmp_path)
+    [path] = (tmp_path / "ADEChallengeData2016" / "annotations" / "training").iterdir()
+    Image.fromarray((np.arange(SIZE[0] * SIZE[1]) % 151).astype(np.uint8).reshape(SIZE[::-1])).save(path)
+    workload = built(tmp_path)
+    assert len(workload.store["mask_values"]) == 150
+    assert not workload.notes
 
 
 def test_one_part_of_drive_is_a_data_set_too(tmp_path: Path) -> None:

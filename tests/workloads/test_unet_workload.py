@@ -156,6 +156,7 @@ def test_masks_with_grey_edges_are_told_and_their_values_are_not_all_listed(tmp_
     [note] = build_workload(config(tmp_path / "own")).notes
     assert "the masks hold 201 different values" in note
     assert "and 193 more" in note
+    assert not build_workload(config(tmp_path / "own", model={"classes": 201})).notes
     with pytest.raises(DataError, match=r"model.classes is 2, the masks hold 201 values: 0, 1, .* and 193 more"):
         build_workload(config(tmp_path / "own", model={"classes": 2}))
 

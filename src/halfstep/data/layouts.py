@@ -162,7 +162,15 @@ def find_layout(root: Path, asked: PairLayout) -> tuple[Path, Layout]:
 
 
 def pair_folders(root: Path) -> str:
-    """The folders of a data set of images and masks, where `root` is one: their files share ids. Empty where not."""
+    """The folders of a data set of images and masks, where `root` is one or holds nothing else: their files share ids.
+    Empty where not."""
+    for folders in _levels(root):
+        if len(folders) == 1 and (found := _pair_folders_at(folders[0])):
+            return found
+    return ""
+
+
+def _pair_folders_at(root: Path) -> str:
     try:
         layout = _layout_at(root, PairLayout())
     except DataError as error:  # fits two
