@@ -77,7 +77,7 @@ def both_stages(work: Path, tree: Path, precision: str, arguments: argparse.Name
     shared = (
         f"data.dir={tree}", f"precision={precision}", f"train.max_steps={arguments.steps}", "train.epochs=1000000",
         "train.report_every=1", f"train.validate_every_steps={arguments.steps}", "train.batch_size=4",
-        "data.num_workers=0", *(SMALL_STAGE if arguments.small else ()),
+        "data.num_workers=0", f"train.checkpoint_every={arguments.steps}", *(SMALL_STAGE if arguments.small else ()),
     )  # fmt: skip
     first = ("model.discriminator.enabled=false", "optimizer.lr=1e-4", *(SMALL_UNET[-1:] if arguments.small else ()))
     found = {"stage 1": one_run("radiodiff_vae", (*shared, *first), work / "vae")}
