@@ -13,6 +13,7 @@ from video_sets import clip, shards
 
 from halfstep.data.files import BadFiles
 from halfstep.data.shards import expand_braces, find_shards
+from halfstep.data.video_layouts import find_videos
 from halfstep.data.videos import ShardVideos
 from halfstep.errors import DataError
 
@@ -77,6 +78,26 @@ def test_wherever_a_tar_is_cut_what_is_left_can_be_read(tmp_path: Path) -> None:
             assert (videos.frames(index, 0, 6) == clip(index)[0]).all()
 
 
+def test_a_tar_cut_between_two_files_is_no_whole_one(tmp_path: Path) -> None:
+    shards(tmp_path, "v", (3,))
+    path = tmp_path / "v-000000.tar"
+    with tarfile.open(path) as shard:
+        end = shard.getmember("000001.segmentations.npy").offset
+    path.write_bytes(path.read_bytes()[:end])
+    with pytest.raises(DataError, match=r"v-000000\.tar is not a whole tar file"):
+        ShardVideos(tmp_path, "v-000000.tar", bad_files=BadFiles("error"))
+    left = ShardVideos(tmp_path, "v-000000.tar", bad_files=BadFiles("skip")).videos
+    assert [(video.name, video.has_masks) for video in left] == [("v-000000.tar/000000", True)], "without its masks"
+
+
+def test_two_samples_of_one_name_are_an_error_and_hidden_files_are_none(tmp_path: Path) -> None:
+    put(tmp_path / "v.tar", {"._a.video.npy": b"", "in/.DS_Store": b"", "a.video.npy": video})
+    assert [found.name for found in ShardVideos(tmp_path, "v.tar", bad_files=BadFiles("error")).videos] == ["v.tar/a"]
+    put(tmp_path / "w.tar", {"a.video.npy": video, "a.VIDEO.npy": video})
+    with pytest.raises(DataError, match=r"w\.tar holds a\.VIDEO\.npy twice"):
+        ShardVideos(tmp_path, "w.tar", bad_files=BadFiles("error"))
+
+
 def test_a_packed_tar_is_refused_with_the_way_out(tmp_path: Path) -> None:
     shards(tmp_path, "v", (1,))
     plain = tmp_path / "v-000000.tar"
@@ -84,6 +105,9 @@ def test_a_packed_tar_is_refused_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(DataError) as raised:
         ShardVideos(tmp_path, "v-000000.tar", bad_files=BadFiles("error"))
     assert "unpack" in raised.value.fix
+    plain.rename(tmp_path / "v.tar.gz")
+    with pytest.raises(DataError, match=r"v\.tar\.gz is packed"):
+        find_videos(tmp_path, bad_files=BadFiles("error"))
 
 
 def put(path: Path, parts: dict[str, np.ndarray | bytes]) -> None:

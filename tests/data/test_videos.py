@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,18 @@ def test_a_gif_is_a_video(tmp_path: Path) -> None:
     assert find_videos(tmp_path, bad_files=ERROR).train.names == ("a.gif",)
 
 
+def test_a_gif_cut_short_is_named_or_shorter_wherever_it_is_cut(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (4, 9, 9, 3), dtype=np.uint8)
+    pictures = [Image.fromarray(frame) for frame in noise]
+    pictures[0].save(tmp_path / "a.gif", save_all=True, append_images=pictures[1:])
+    whole = (tmp_path / "a.gif").read_bytes()
+    for end in range(20, len(whole) - 1, 37):
+        (tmp_path / "a.gif").write_bytes(whole[:end])
+        with suppress(DataError):
+            count, _ = video_facts(tmp_path / "a.gif")
+            assert len(read_frames(tmp_path / "a.gif", 0, count)) == count
+
+
 def test_a_video_file_without_a_decoder_says_what_to_install(tmp_path: Path) -> None:
     import importlib.util
 
@@ -93,6 +106,13 @@ def test_an_mp4_is_a_video_where_a_decoder_is_installed(tmp_path: Path) -> None:
         container.mux(stream.encode())
     assert video_facts(tmp_path / "a.mp4") == (3, (16, 32))
     assert read_frames(tmp_path / "a.mp4", 1, 2)[:, 8, 16].argmax(-1).tolist() == [1, 2]
+    with av.open(str(tmp_path / "sound.mkv"), "w") as container:
+        stream = container.add_stream("pcm_s16le", rate=8000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 800), np.int16), format="s16", layout="mono")
+        frame.sample_rate = 8000
+        container.mux(stream.encode(frame))
+    with pytest.raises(DataError, match=r"sound\.mkv"):
+        video_facts(tmp_path / "sound.mkv")
 
 
 def test_frames_of_other_sizes_and_masks_without_frames_are_named(tmp_path: Path) -> None:

@@ -95,29 +95,47 @@ class ShardSample:
 def index_shard(path: Path, *, bad_files: BadFiles) -> list[ShardSample]:
     """The samples of one shard in the order they stand in it: files of one name up to the first dot are one."""
     samples: dict[str, dict[str, Place]] = {}
-    for name, place in _members(path, bad_files):
-        folder, _, file = name.rpartition("/")
-        key, _, ending = file.partition(".")
-        samples.setdefault(f"{folder}/{key}" if folder else key, {})[ending.lower()] = place
+    try:
+        for name, place in _members(path):
+            folder, _, file = name.rpartition("/")
+            key, _, ending = file.partition(".")
+            if not key:  # of a file system: .DS_Store, ._video.npy
+                continue
+            parts = samples.setdefault(f"{folder}/{key}" if folder else key, {})
+            if ending.lower() in parts:
+                bad_files.report(_twice(path, name))
+            parts[ending.lower()] = place
+    except (tarfile.TarError, OSError, EOFError) as error:
+        if samples:
+            samples.popitem()  # the last one is cut, or may lack parts
+        bad_files.report(_damaged(path, error))
     return [ShardSample(name=name, parts=parts) for name, parts in samples.items()]
 
 
-def _members(path: Path, bad_files: BadFiles) -> Iterator[tuple[str, Place]]:
-    try:
-        end = path.stat().st_size
-        with tarfile.open(path, "r:") as shard:
-            for member in shard:
-                # Of a file cut short the last member's header may be there, and its content not.
-                if member.isreg() and member.offset_data + member.size <= end:
-                    yield member.name, Place(path=path, offset=member.offset_data, size=member.size)
-    except (tarfile.TarError, OSError, EOFError) as error:
-        bad_files.report(
-            DataError(
-                f"{path} is not a whole tar file",
-                why=f"{error}; packed tars (.tar.gz) cannot be read by offset" if _is_packed(path) else str(error),
-                fix="unpack it to .tar" if _is_packed(path) else "download it again, or data.on_bad_file=skip",
-            )
-        )
+def _members(path: Path) -> Iterator[tuple[str, Place]]:
+    end = path.stat().st_size
+    with tarfile.open(path, "r:") as shard:
+        for member in shard:
+            if member.isreg():
+                yield member.name, Place(path=path, offset=member.offset_data, size=member.size)
+        if shard.offset >= end:  # tarfile does not miss them, and takes a tar cut between two files for a whole one
+            raise tarfile.ReadError("the blocks that end a tar are missing")
+
+
+def _twice(path: Path, name: str) -> DataError:
+    return DataError(
+        f"{path} holds {name} twice",
+        why="one of both would never be seen",
+        fix="give each sample a name of its own, or take the last one: data.on_bad_file=skip",
+    )
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    return DataError(
+        f"{path} is not a whole tar file",
+        why=f"{error}; packed tars (.tar.gz) cannot be read by offset" if _is_packed(path) else str(error),
+        fix="unpack it to .tar" if _is_packed(path) else "download it again, or data.on_bad_file=skip",
+    )
 
 
 def _is_packed(path: Path) -> bool:

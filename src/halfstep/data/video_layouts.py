@@ -28,6 +28,9 @@ from halfstep.errors import DataError, counted
 DECODED = (".mp4", ".mov", ".avi", ".webm", ".mkv", ".m4v")
 VIDEO_ENDINGS = (".gif", *DECODED)
 DECODERS = ("av", "cv2")
+UNDECODABLE = (*UNREADABLE, IndexError)
+"""IndexError: Pillow's for a gif that is cut short, PyAV's for a file without a video stream."""
+PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
 class VideoFiles:
@@ -72,7 +75,7 @@ def video_facts(path: Path) -> tuple[int, tuple[int, int]]:
         try:
             with Image.open(path) as picture:
                 return int(getattr(picture, "n_frames", 1)), (picture.height, picture.width)
-        except UNREADABLE as error:
+        except UNDECODABLE as error:
             raise unreadable(path, error) from error
     count, size = 0, (0, 0)
     for frame in _frames_of(path):
@@ -95,7 +98,7 @@ def _frames_of(path: Path) -> Iterator[Array]:
                     yield np.asarray(frame.convert("RGB"))
         else:
             yield from _decoded(path)
-    except UNREADABLE as error:
+    except UNDECODABLE as error:
         raise unreadable(path, error) from error
 
 
@@ -188,6 +191,10 @@ def open_videos(root: Path, *, bad_files: BadFiles) -> Videos:
         return ShardVideos(root, tars, bad_files=bad_files)
     if files := video_files(root):
         return VideoFiles(files, bad_files=bad_files)
+    if packed := [path for path in sorted(root.rglob("*.t*")) if path.name.lower().endswith(PACKED)]:
+        raise DataError(
+            f"{packed[0]} is packed", why="samples are read by their offset in the tar", fix="unpack it to .tar"
+        )
     return FrameFolders(root, bad_files=bad_files)
 
 
