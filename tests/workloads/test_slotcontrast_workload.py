@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,39 @@ def test_videos_without_masks_are_trained_on_and_watched_by_loss(tmp_path: Path)
     built = build(settings(tmp_path / "gifs").config)
     assert (built.metric, built.mode) == ("loss", "min")
     assert any("no FG-ARI" in note for note in built.notes)
+
+
+def test_clips_without_a_labelled_object_do_not_count_where_nobody_labelled_background(tmp_path: Path) -> None:
+    """As in YTVIS: a plane for each object, and pixels that belong to none."""
+    videos = np.random.default_rng(0).integers(0, 255, (4, 5, 32, 32, 3), dtype=np.uint8)
+    planes = np.zeros((2, 5, 32, 32, 2), np.uint8)
+    planes[0, :, :9, :, 0] = planes[0, :, 20:, :, 1] = 7  # a category's number, the same for both; clip 1 has none
+    with (
+        tarfile.open(tmp_path / "a-train-0.tar", "w") as seen,
+        tarfile.open(tmp_path / "a-val-0.tar", "w") as val,
+    ):
+        for number in range(2):
+            put(seen, f"{number}.video.npy", videos[number])
+            put(val, f"{number}.video.npy", videos[2 + number])
+            put(val, f"{number}.segmentations.npy", planes[number])
+    built = build(settings(tmp_path, {"model.ignore_background": False}).config)
+    assert built.metric == "fg_ari"
+    assert "without foreground are left out" in built.scoring
+    metrics = built.metrics()
+    true = torch.stack([built.val_samples.sample(index, key=(0, 0, index))["masks"] for index in range(2)])
+    halves = (torch.arange(16) // 8).expand(2, 5, 16)  # slots: the upper and the lower half, patch by patch
+    metrics.update({"masks": torch.nn.functional.one_hot(halves, 2).movedim(-1, 2).float()}, {"masks": true})
+    found = metrics.compute()
+    assert (found["fg_ari"], found["empty"]) == (1.0, 1.0)
+
+
+def put(shard: tarfile.TarFile, name: str, array: Any) -> None:
+    content = io.BytesIO()
+    np.save(content, array)
+    member = tarfile.TarInfo(name)
+    member.size = content.tell()
+    content.seek(0)
+    shard.addfile(member, content)
 
 
 def test_a_backbone_without_weights_is_an_error_and_random_ones_are_said_aloud(clips: Path) -> None:

@@ -201,18 +201,23 @@ def loss_of(config: SlotContrastConfig) -> Loss:
 
 
 def metrics_of(config: SlotContrastConfig, store: Mapping[str, Any]) -> SlotMetrics:
+    return SlotMetrics(**_counting(config, bool(store.get("background_is_labelled", True))))
+
+
+def _counting(config: SlotContrastConfig, background_is_labelled: bool) -> dict[str, bool]:
     """Pixels that nobody labelled are not background to find, whatever the config says."""
-    labelled = bool(store.get("background_is_labelled", True))
-    ignores = config.model.ignore_background or not labelled
-    return SlotMetrics(ignore_background=ignores, skip_empty=config.model.skip_empty or not labelled)
+    return {
+        "ignore_background": config.model.ignore_background or not background_is_labelled,
+        "skip_empty": config.model.skip_empty or not background_is_labelled,
+    }
 
 
 def _scoring(config: SlotContrastConfig, found: Mapping[str, Any]) -> tuple[str, str]:
     if not found["has_masks"]:
         return "loss", "the validation videos have no masks, so the loss alone is watched"
     side = config.data.mask_size or config.data.image_size
-    ignores = config.model.ignore_background or not found["background_is_labelled"]
-    empty = "are left out of FG-ARI" if config.model.skip_empty else "count as 1 in FG-ARI, as upstream (`empty`)"
+    ignores, skips = _counting(config, found["background_is_labelled"]).values()
+    empty = "are left out of FG-ARI" if skips else "count as 1 in FG-ARI, as upstream (`empty`)"
     return (
         "fg_ari" if ignores else "ari",
         f"slot masks at {side}×{side} pixels; {'fg_ari and mbo leave' if ignores else 'fg_ari leaves'} label 0 out; "
