@@ -38,9 +38,7 @@ def refuse_unexplainable(modes: Iterable[str], steps: int) -> None:
     for mode in modes:
         if mode not in MODES:
             raise ConfigError(
-                f"--modes {mode} cannot be explained",
-                why="it is one of the others",
-                fix=f"--modes {','.join(MODES)}",
+                f"--modes {mode} cannot be explained", why="it is one of the others", fix=f"--modes {','.join(MODES)}"
             )
     refuse_too_few(steps)
 

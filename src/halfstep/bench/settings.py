@@ -63,12 +63,7 @@ def default_modes(device: torch.device) -> tuple[Mode, ...]:
 
 
 def bench_config(
-    target: str,
-    overrides: Sequence[str],
-    flags: Mapping[str, object],
-    *,
-    small: bool,
-    against: Sequence[str] = (),
+    target: str, overrides: Sequence[str], flags: Mapping[str, object], *, small: bool, against: Sequence[str] = ()
 ) -> RunConfig:
     """The config of a workload's name or file; `small` takes the size of the workload's demo, for a CPU."""
     given = dict(flags) if small else {"data_dir": NO_FOLDER, **flags}

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 def command(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take every default, and print it.")] = False,
     answers: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Answers in YAML or JSON; what it leaves out takes its default."),
+        Path | None, typer.Option(metavar="FILE", help="Answers in YAML or JSON; what it leaves out takes its default.")
     ] = None,
     device: Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu, cuda:1, mps, xpu; default: best.")] = None,
     no_measure: Annotated[

@@ -13,14 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from halfstep.data.files import PICTURES, held_out, natural_key, refuse_missing, some_of
-from halfstep.data.image_folder import (
-    FolderLayout,
-    ImageFolder,
-    Listing,
-    find_images,
-    pictures_below,
-    split_folders,
-)
+from halfstep.data.image_folder import FolderLayout, ImageFolder, Listing, find_images, pictures_below, split_folders
 from halfstep.data.metadata_file import CLASS_COLUMNS, captions_in
 from halfstep.errors import DataError, counted
 

@@ -52,10 +52,7 @@ def run(folder: Path, *, steps: int = STEPS) -> Story:
     return Story(
         title="Exercise 2: overflow in fp16, and what loss scaling does about it",
         titles=("training", "first scale", "last scale", "skipped steps", "loss fell by", "gradients that are 0"),
-        rows=[
-            _cells("with dynamic loss scaling", scaled),
-            _cells("without scaling", unscaled),
-        ],
+        rows=[_cells("with dynamic loss scaling", scaled), _cells("without scaling", unscaled)],
         claims=[
             Claim(text="the scale fell until gradients fitted", holds=scaled.scales[-1] < FIRST_SCALE),
             Claim(text="skipped steps came first, and then none", holds=_come_first(scaled.skipped)),

@@ -10,11 +10,7 @@ from halfstep.hardware.facts import Hardware, Measurement, Op
 GIB = 2**30
 SMALL_MARK = "*"
 """Behind a rate of the small problem: a note says what fp32 reaches on that one."""
-OP_NAMES: dict[Op, str] = {
-    "matmul": "matmul",
-    "conv_nchw": "convolution",
-    "conv_nhwc": "channels_last convolution",
-}
+OP_NAMES: dict[Op, str] = {"matmul": "matmul", "conv_nchw": "convolution", "conv_nhwc": "channels_last convolution"}
 
 
 def identity(hardware: Hardware) -> list[tuple[str, str]]:

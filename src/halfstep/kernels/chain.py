@@ -16,14 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from halfstep.kernels.normalise import (
-    GradientSums,
-    Norm,
-    gradient_of_raw,
-    gradient_sums,
-    normalisation,
-    normalised,
-)
+from halfstep.kernels.normalise import GradientSums, Norm, gradient_of_raw, gradient_sums, normalisation, normalised
 
 
 def convolved(z: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:

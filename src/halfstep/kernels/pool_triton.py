@@ -183,10 +183,7 @@ def pooled(y: Tensor, norm: Norm) -> Tensor:
     out = torch.empty(
         (n, channels, height // 2, width // 2), dtype=y.dtype, device=y.device, memory_format=torch.channels_last
     )
-    pooled_kernel[tiles.grid](
-        *(y, norm.scale, norm.offset, out, tiles.num, channels),
-        **tiles.options,
-    )
+    pooled_kernel[tiles.grid](*(y, norm.scale, norm.offset, out, tiles.num, channels), **tiles.options)
     return out
 
 

@@ -218,8 +218,7 @@ def pooled(y: Tensor, norm: Norm) -> Pooled:
     num_windows = z.numel() // num_channels
     tiles = tiles_of(num_windows, num_channels, POOLS)
     _pool[tiles.grid](
-        *(y, norm.scale, norm.offset, z, raw, places, num_windows, num_channels, height, width),
-        **tiles.options,
+        *(y, norm.scale, norm.offset, z, raw, places, num_windows, num_channels, height, width), **tiles.options
     )
     return Pooled(z, raw, places)
 

@@ -65,10 +65,7 @@ def make_step(
         values=values,
         ranks=ranks,
         spikes=SpikeMeter(
-            torch.device(plan.device),
-            threshold=guard.spike_threshold,
-            size=guard.spike_window,
-            skips=guard.skip_spikes,
+            torch.device(plan.device), threshold=guard.spike_threshold, size=guard.spike_window, skips=guard.skip_spikes
         ),
     )
 

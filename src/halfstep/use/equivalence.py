@@ -83,11 +83,7 @@ def is_wide(margin: float, baseline: Sequence[float], *, in_points: bool) -> boo
 
 
 def verdicts(
-    baseline: Sequence[float],
-    rows: Mapping[str, Sequence[float]],
-    margin: float,
-    *,
-    looks: Sequence[int] = (),
+    baseline: Sequence[float], rows: Mapping[str, Sequence[float]], margin: float, *, looks: Sequence[int] = ()
 ) -> dict[str, Verdict]:
     """Each row against the baseline, seed by seed. `looks` are all that were planned; none: this is the only one."""
     # A metric that is one number in all runs tells nothing: it never counts as the same.

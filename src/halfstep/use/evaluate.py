@@ -28,15 +28,7 @@ from halfstep.run.stored_state import load_for_use
 from halfstep.run.validate import evaluating, validate
 from halfstep.step.randomness import algorithms
 from halfstep.tune.memory_limit import OutOfMemory
-from halfstep.use.open_run import (
-    OpenedRun,
-    as_trained,
-    fresh_folder,
-    in_use,
-    open_run,
-    plan_for_use,
-    with_weights,
-)
+from halfstep.use.open_run import OpenedRun, as_trained, fresh_folder, in_use, open_run, plan_for_use, with_weights
 from halfstep.workloads import KINDS
 from halfstep.workloads.options import with_defaults
 from halfstep.workloads.other_data import any_folder

@@ -208,8 +208,5 @@ def in_use(model: nn.Module, plan: Plan, report: RunReport) -> Trained:
             yield
 
     return Trained(
-        model=model,
-        device=torch.device(plan.device),
-        inside=inside,
-        warn=lambda text: report.notice(text, "warning"),
+        model=model, device=torch.device(plan.device), inside=inside, warn=lambda text: report.notice(text, "warning")
     )

@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import counted, format_bytes
-from halfstep.evidence.proofs import (
-    Line,
-    clipping,
-    is_same_rate,
-    nan_is_dropped,
-    rates_are_scheduled,
-    scheduled_rate,
-)
+from halfstep.evidence.proofs import Line, clipping, is_same_rate, nan_is_dropped, rates_are_scheduled, scheduled_rate
 from halfstep.report.page.read_run import RunRecord, read_run
 from halfstep.run.assemble import Assembly
 from halfstep.run.engine import prepared_window

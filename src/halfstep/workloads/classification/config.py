@@ -148,11 +148,7 @@ class ViTConfig(ClassifierConfig):
 
     presets: ClassVar[dict[str, dict[str, Any]]] = VIT_PRESETS
     demo: ClassVar[dict[str, Any]] = VIT_DEMO
-    defaults: ClassVar[dict[str, Any]] = {
-        "optimizer.lr": 5e-4,
-        "optimizer.lr_per": 512,
-        "optimizer.weight_decay": 0.05,
-    }
+    defaults: ClassVar[dict[str, Any]] = {"optimizer.lr": 5e-4, "optimizer.lr_per": 512, "optimizer.weight_decay": 0.05}
 
     model: ViTModelConfig = ViTModelConfig()
 

@@ -112,12 +112,7 @@ QUICK: Preset = {
 
 RESNET_PRESETS: dict[str, Preset] = {
     # NVIDIA's optimizer for half of the time: fewer epochs on fewer pixels, evaluated larger (FixRes).
-    "fast": {
-        **NVIDIA_90_EPOCHS,
-        **TRAIN_176_EVALUATE_224,
-        "precision.default": "bf16",
-        "train.epochs": 50,
-    },
+    "fast": {**NVIDIA_90_EPOCHS, **TRAIN_176_EVALUATE_224, "precision.default": "bf16", "train.epochs": 50},
     "quality": TORCHVISION_V2,
     **PURPOSES,
     "guide": GUIDE,

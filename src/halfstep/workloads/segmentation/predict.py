@@ -203,14 +203,7 @@ TILE = 1024  # pixels a side, where the model allows it: a few GB at full width
 class WholeImages:
     """A trained U-Net at work on files; tiles are halved where the device runs out of memory."""
 
-    def __init__(
-        self,
-        trained: Trained,
-        *,
-        store: Mapping[str, Any],
-        depth: int,
-        tile: int | None = None,
-    ) -> None:
+    def __init__(self, trained: Trained, *, store: Mapping[str, Any], depth: int, tile: int | None = None) -> None:
         self.trained, self.store, self.depth = trained, store, depth
         self.tile = tile or smallest_good_tile(depth)
 
