@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from halfstep.config.schema import ModelConfig, RunConfig
+from halfstep.config.section import FilePath
 from halfstep.errors import DataError
 from halfstep.run.folder import RunFolder, with_absolute_paths, with_data_found
 from halfstep.run.train import train
@@ -84,3 +86,19 @@ def test_parts_of_a_model_are_found_from_anywhere_and_words_stay_words(home: Pat
     assert with_absolute_paths(words) == words
     missing = load("diffusion", overrides=["model.vae=nowhere"]).config
     assert with_absolute_paths(missing) == missing
+
+
+class TaughtModel(ModelConfig):
+    teacher: FilePath = None
+    name: str | None = None
+
+
+class TaughtConfig(RunConfig):
+    model: TaughtModel = TaughtModel()
+
+
+def test_a_setting_of_ones_own_that_names_a_file_is_found_from_anywhere(home: Path) -> None:
+    (home / "teacher.pt").touch()
+    model = TaughtModel(teacher="teacher.pt", name="teacher.pt")
+    found: Any = with_absolute_paths(TaughtConfig(workload="own:KIND", model=model)).model
+    assert (found.teacher, found.name) == (str(home / "teacher.pt"), "teacher.pt")

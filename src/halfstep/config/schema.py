@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, JsonValue, field_validator, model_v
 
 from halfstep.config.aliases import precision_name
 from halfstep.config.foreign import Translator
-from halfstep.config.section import PositiveCount, Section, Workers
+from halfstep.config.section import FilePath, NamedPath, PositiveCount, Section, Workers
 from halfstep.config.training import EmaConfig, GuardConfig, OptimizerConfig, ScalerConfig, ScheduleConfig, TrainConfig
 from halfstep.errors import ConfigError, nearest
 
@@ -80,7 +80,7 @@ def canonical(value: object) -> str:
 class DataConfig(Section):
     """Where the data is and how it is read."""
 
-    dir: Annotated[str, Field(min_length=1)] | None = Field(
+    dir: NamedPath = Field(
         default=None, description="Folder of the data set; without one halfstep trains on generated demo data"
     )
     image_size: PositiveCount = Field(default=224, description="Side of the square images the model sees, in pixels")
@@ -103,7 +103,7 @@ class ModelConfig(Section):
     options: dict[str, JsonValue] = Field(
         default_factory=dict, description="Keyword arguments for your own model or workload"
     )
-    weights: str | None = Field(default=None, description="File with weights to start from")
+    weights: FilePath = Field(default=None, description="File with weights to start from")
 
 
 class BuiltModelConfig(ModelConfig):

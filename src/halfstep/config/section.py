@@ -84,6 +84,10 @@ OffNumber = Annotated[float, Field(ge=0), BeforeValidator(zero_when_off)]
 """A number where 0 means off."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
+IS_PATH = "path"
+"""Marks a setting that names a file or folder: a run stores it as it is found from any working folder."""
+FilePath = Annotated[str | None, IS_PATH]
+NamedPath = Annotated[Annotated[str, Field(min_length=1)] | None, IS_PATH]
 PositiveCount = Annotated[int, Field(ge=1)]
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from halfstep.config.keys import fields_of
 from halfstep.config.schema import RunConfig, is_import_path
+from halfstep.config.section import IS_PATH
 from halfstep.data.files import some_of
 from halfstep.data.loader import FileSamples, offers
 from halfstep.disk import is_dry, owned, unused, write_whole
@@ -117,26 +119,16 @@ def _taken(folder: RunFolder) -> CheckpointError:
 
 # --- where its files are ---
 
-PATHS = (
-    "data.dir", "data.train_list", "data.val_list", "data.class_file", "data.cache_file", "model.weights", "model.vae",
-    "model.text_encoder", "model.vgg_weights", "model.backbone_weights", "model.pyramid.weights",
-)  # fmt: skip
-"""Settings that name files and folders; not every workload has them all."""
-
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """The same files whatever the working folder will be; `~` is the home folder."""
     is_own = is_import_path(config.workload)
-    given = {path: functools.reduce(_setting, path.split("."), cast("Any", config)) for path in PATHS}
-    for path, value in ((path, value) for path, value in given.items() if value):
-        # What a model is made of may be a word (`random`), and what is missing is named as it was typed.
-        place = _absolute(value, only_if_there=is_own or path.startswith("model."))
-        config = _with_setting(config, path.split("."), place)
+    for path, field in fields_of(type(config)).items():
+        if IS_PATH in field.metadata and (value := operator.attrgetter(path)(config)):
+            # What a model is made of may be a word (`random`), and what is missing is named as it was typed.
+            place = _absolute(value, only_if_there=is_own or not path.startswith("data."))
+            config = _with_setting(config, path.split("."), place)
     return config
-
-
-def _setting(section: Any, name: str) -> Any:
-    return getattr(section, name, None)
 
 
 def _with_setting(section: Any, names: Sequence[str], value: str) -> Any:

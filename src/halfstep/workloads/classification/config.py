@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from halfstep.config.schema import DataConfig, ModelConfig, RunConfig
-from halfstep.config.section import Fraction, OffCount, OffNumber, Positive, PositiveCount, Section
+from halfstep.config.section import Fraction, NamedPath, OffCount, OffNumber, Positive, PositiveCount, Section
 from halfstep.workloads.classification.presets import RESNET_DEMO, RESNET_PRESETS, VIT_DEMO, VIT_PRESETS
 
 
@@ -65,7 +65,7 @@ class ImageDataConfig(DataConfig):
     cache: bool = Field(
         default=False, description="Decode every image once into one packed file and read that from then on"
     )
-    cache_file: Annotated[str, Field(min_length=1)] | None = Field(
+    cache_file: NamedPath = Field(
         default=None, description="Where that file is, for a folder that cannot be written to; default: in data.dir"
     )
     cache_size: PositiveCount = Field(default=256, description="Side of the images in that file, in pixels")

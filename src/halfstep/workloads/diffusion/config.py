@@ -12,7 +12,17 @@ from halfstep.config.schema import (
     LatentCaching,
     RunConfig,
 )
-from halfstep.config.section import Fraction, OffCount, OffNumber, Positive, PositiveCount, Section, zero_when_off
+from halfstep.config.section import (
+    FilePath,
+    Fraction,
+    NamedPath,
+    OffCount,
+    OffNumber,
+    Positive,
+    PositiveCount,
+    Section,
+    zero_when_off,
+)
 
 Conditioning = Literal["none", "class", "text"]
 
@@ -35,7 +45,7 @@ class DiffusionDataConfig(PictureDataConfig):
     label_column: str = Field(
         default="", description="Column of metadata.jsonl or .csv with the classes; empty: label, or what is usual"
     )
-    class_file: str | None = Field(
+    class_file: FilePath = Field(
         default=None,
         description="Text file with one class per line: their numbers; default: the folders' names, sorted",
     )
@@ -44,9 +54,7 @@ class DiffusionDataConfig(PictureDataConfig):
         default="off",
         description="latents: encode every picture once and train on what the VAE says of it; flips are cached too",
     )
-    cache_file: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None, description="Where the latents are; default: in data.dir"
-    )
+    cache_file: NamedPath = Field(default=None, description="Where the latents are; default: in data.dir")
 
 
 class UNetSize(BuiltModelConfig):
@@ -58,7 +66,7 @@ class UNetSize(BuiltModelConfig):
         description="Channels of each level; each halves the image",
     )
     layers: PositiveCount = Field(default=2, description="ResNet blocks of each level")
-    weights: str | None = Field(
+    weights: FilePath = Field(
         default=None, description="Folder of diffusers' to start from: the network's own, or a pipeline's"
     )
 
@@ -75,7 +83,7 @@ class VaeModelConfig(UNetSize):
     loss: Literal["l1", "l2"] = Field(default="l1", description="Distance between image and reconstruction")
     kl_weight: OffNumber = Field(default=1e-6, description="Weight of the KL divergence, summed over a latent")
     perceptual_weight: OffNumber = Field(default=0.0, description="Weight of the perceptual loss; needs vgg_weights")
-    vgg_weights: str | None = Field(
+    vgg_weights: FilePath = Field(
         default=None, description="File with torchvision's VGG16 weights, for the perceptual loss"
     )
     gan_weight: OffNumber = Field(
@@ -141,11 +149,11 @@ class DiffusionModelConfig(UNetSize):
     drop_condition: Fraction = Field(
         default=0.1, description="Share of samples that are told nothing, for classifier-free guidance"
     )
-    vae: str | None = Field(
+    vae: FilePath = Field(
         default=None,
         description="Folder of a VAE (diffusers', or model/ of a run): diffusion of latents, not of pixels",
     )
-    text_encoder: str | None = Field(
+    text_encoder: FilePath = Field(
         default=None, description="Folder of a CLIP text model with its tokenizer, or of a pipeline that has both"
     )
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from halfstep.config.schema import DataConfig, ModelConfig, RunConfig
-from halfstep.config.section import OffCount
+from halfstep.config.section import FilePath, NamedPath, OffCount
 
 Preset = dict[str, Any]
 CONTEXT = 1024
@@ -19,7 +19,7 @@ class TextDataConfig(DataConfig):
 
     image_size: ClassVar[int] = 0  # type: ignore[misc]  # no setting of texts
 
-    dir: Annotated[str, Field(min_length=1)] | None = Field(
+    dir: NamedPath = Field(
         default=None, description="Text file or folder; without one halfstep trains on generated demo text"
     )
     tokenizer: str = Field(
@@ -29,7 +29,7 @@ class TextDataConfig(DataConfig):
         "or the weights, or bytes",
     )
     cache: bool = Field(default=True, description="Tokenise once, into a file; false: at each start, in memory")
-    cache_file: Annotated[str, Field(min_length=1)] | None = Field(
+    cache_file: NamedPath = Field(
         default=None, description="Where the tokenised text is kept; default: a hidden file beside the text"
     )
 
@@ -44,7 +44,7 @@ class LanguageModelConfig(ModelConfig):
     vocab: OffCount = Field(default=0, description="Tokens it knows; 0: as many as the tokenizer has, or 50257")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout of embeddings, attention and branches")
     bias: bool = Field(default=True, description="Biases in linear layers and LayerNorm; GPT-2 has them")
-    weights: str | None = Field(
+    weights: FilePath = Field(
         default=None, description="Weights to start from: a file or folder of Hugging Face's, or of nanoGPT's"
     )
 

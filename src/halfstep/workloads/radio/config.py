@@ -12,7 +12,7 @@ from halfstep.config.schema import (
     LatentCaching,
     RunConfig,
 )
-from halfstep.config.section import Fraction, OffCount, Positive, PositiveCount, Section
+from halfstep.config.section import FilePath, Fraction, NamedPath, OffCount, Positive, PositiveCount, Section
 
 Counts = tuple[PositiveCount, ...]
 Window = tuple[PositiveCount, PositiveCount]
@@ -47,7 +47,7 @@ class RadioDiffDataConfig(RadioDataConfig):
     cache: LatentCaching = Field(
         default="off", description="latents: encode every training map once, not in every step"
     )
-    cache_file: str | None = Field(default=None, min_length=1, description="Where latents are; default: in data.dir")
+    cache_file: NamedPath = Field(default=None, description="Where latents are; default: in data.dir")
 
 
 class FirstStageConfig(Section):
@@ -87,13 +87,13 @@ class PyramidConfig(Section):
     num_heads: Counts = Field(default=(4, 8, 16, 32), description="Attention heads of each stage")
     window: PositiveCount = Field(default=7, description="Side of the attention windows")
     stochastic_depth: float = Field(default=0.5, ge=0, lt=1, description="Chance that the last block is left out")
-    weights: str | None = Field(default=None, description="File with torchvision's swin weights to start from")
+    weights: FilePath = Field(default=None, description="File with torchvision's swin weights to start from")
 
 
 class RadioDiffModelConfig(BuiltModelConfig):
     """The denoiser and its sampler."""
 
-    vae: str | None = Field(
+    vae: FilePath = Field(
         default=None, description="First stage: a radiodiff_vae run, or a file with weights (then see first_stage)"
     )
     first_stage: FirstStageConfig = FirstStageConfig()

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from halfstep.config.schema import BuiltModelConfig, DataConfig, RunConfig
-from halfstep.config.section import Fraction, PositiveCount, Section
+from halfstep.config.section import FilePath, Fraction, PositiveCount, Section
 
 
 class UNetAugmentConfig(Section):
@@ -51,10 +51,10 @@ class UNetDataConfig(DataConfig):
     channels: Literal["auto", 1, 3] = Field(
         default="auto", description="Channels of the images; auto: as the files have them"
     )
-    val_list: str | None = Field(
+    val_list: FilePath = Field(
         default=None, description="Text file with the validation images, one name per line; replaces val_fraction"
     )
-    train_list: str | None = Field(default=None, description="Text file with the training images; default: all others")
+    train_list: FilePath = Field(default=None, description="Text file with the training images; default: all others")
     split_seed: int = Field(default=0, ge=0, description="Seed of the split by val_fraction")
     augment: UNetAugmentConfig = UNetAugmentConfig()
 

@@ -13,7 +13,7 @@ from halfstep.config.schema import (
     OptimizerConfig,
     RunConfig,
 )
-from halfstep.config.section import Fraction, OffCount, OffNumber, Positive, PositiveCount, Section
+from halfstep.config.section import FilePath, Fraction, OffCount, OffNumber, Positive, PositiveCount, Section
 
 Backbone = Literal[
     "vit_small_patch14_dinov2", "vit_base_patch14_dinov2", "vit_large_patch14_dinov2", "filters"
@@ -66,7 +66,7 @@ class SlotContrastModelConfig(BuiltModelConfig):
         default="vit_small_patch14_dinov2",
         description="Where features come from, by timm's name; filters: fixed filters of our own, for demos",
     )
-    backbone_weights: str | None = Field(
+    backbone_weights: FilePath = Field(
         default=None, description="Local file with the backbone's weights (timm's, official or HF names), or random"
     )
     backbone_depth: OffCount = Field(default=0, description="Blocks of the backbone; 0: as the name says")
