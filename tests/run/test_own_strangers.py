@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -118,3 +119,20 @@ def test_a_replay_knows_the_networks_that_a_loss_names_each_once_and_not_the_mod
     assert held_by(trainer.loss, trainer.model) == {"self.teacher": trainer.teacher}
     assert held_by(functools.partial(trainer.loss), trainer.model) == {"self.teacher": trainer.teacher}
     assert held_by(loss_fn, trainer.model) == {"critic": critic, "trainer.teacher": trainer.teacher}
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_forward_pass_before_the_step_misses_its_precision_and_is_warned_about(is_early: bool) -> None:
+    policy = nn.Linear(4, 1)
+    step = hs.Step(policy, torch.optim.SGD(policy.parameters(), 0.1, fused=True), "bf16", simulate=True)
+    with contextlib.nullcontext() if is_early else step.plan.forward():
+        loss = policy(X).square().mean()
+    expected = pytest.warns(UserWarning, match="no layer of the model.*computed in bf16.*step.plan.forward")
+    with expected if is_early else contextlib.nullcontext():
+        step(lambda _: loss, [None])
+
+
+def test_layers_that_stay_in_fp32_inside_of_the_loss_are_no_early_forward_pass() -> None:
+    table = nn.Embedding(4, 4)
+    step = hs.Step(table, torch.optim.SGD(table.parameters(), 0.1, fused=True), "bf16", simulate=True)
+    assert step(lambda ids: table(ids).square().mean(), [torch.arange(4)]).committed

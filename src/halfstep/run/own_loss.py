@@ -48,6 +48,7 @@ class OwnLoss:
         self.step = step
         self.known: set[object] = set()  # loss functions that were looked at; of a lambda written in the loop, its code
         self.last: LossFn | None = None
+        self.halves: set[torch.dtype] = set()  # half formats in the loss that was looked at last
         self.weighs = False  # whether a batch of this window counts
         self.overflow: Tensor | None = None  # whether a gradient taken inside the loss function was not finite
 
@@ -88,6 +89,13 @@ class OwnLoss:
                 fix="compute it with the very parameters that the optimizer holds",
             )
 
+    def hint_at_precision(self, *, ran: bool) -> None:
+        """After a first window: without a layer of the model in it, the forward pass ran before the step."""
+        if not ran and not self.halves and autocast_dtype(self.step.plan.compute) is not None:
+            warn_user(f"loss_fn ran no layer of the model, and nothing of the loss was computed in "
+                      f"{self.step.plan.granted}: run the forward pass inside loss_fn, or in "
+                      "`with step.plan.forward():`")  # fmt: skip
+
     def is_new(self, loss_fn: LossFn) -> bool:
         return _kind(loss_fn) not in self.known
 
@@ -127,8 +135,8 @@ class OwnLoss:
         if isinstance(weight, Tensor) and weight.is_floating_point() and not float(weight) >= 1:
             warn_user(f"loss_fn gave (loss, {float(weight):g}): the second value weighs the batch in its window. If "
                        "it is an accuracy, return the loss alone")  # fmt: skip
-        strange = half_dtypes_in(loss) - self._half_dtypes_of_plan()
-        if strange:
+        self.halves = half_dtypes_in(loss)
+        if strange := self.halves - self._half_dtypes_of_plan():
             names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in strange))
             warn_user(f"loss_fn computes in {names}, while the plan says {self.step.plan.granted}: an autocast of "
                        "your own, or a cast, is in force; leave it to precision= and modules=")  # fmt: skip
@@ -174,13 +182,15 @@ class Strangers:
     def __init__(self, writes: ForwardWrites) -> None:
         self.writes = writes
         self.warned: set[nn.Module] = set()
+        self.ran_own = True  # whether a module of the step's own ran in the window that was looked at last
 
     @contextlib.contextmanager
     def noticed(self, loss_fn: Callable[..., Any]) -> Iterator[None]:
         named = named_by(loss_fn)
         self.writes.places.refresh()
         own = set(self.writes.places.modules)
-        if any(map(_is_compiled, [*named.values(), *self.writes.places.roots])):
+        self.ran_own = any(map(_is_compiled, [*named.values(), *self.writes.places.roots]))
+        if self.ran_own:  # it may have: no hook could tell
             yield
             return
         ran: dict[nn.Module, Buffers] = {}
@@ -189,7 +199,9 @@ class Strangers:
         def note(module: nn.Module, args: Any) -> None:
             if torch.compiler.is_compiling() or threading.get_ident() != thread:
                 return
-            if module not in own and module not in ran:
+            if module in own:
+                self.ran_own = True
+            elif module not in ran:
                 ran[module] = self._copies(module) if module.training else {}
 
         handle = register_module_forward_pre_hook(note)
