@@ -292,6 +292,22 @@ def test_exported_models_that_are_told_classes_open_as_a_pipeline_with_its_code(
     assert_same_bits(pipeline.unet.state_dict(), newest(run).ema)
 
 
+def test_a_vae_with_a_shift_is_exported_with_a_pipeline_that_knows_it(data: Path, vae: str, tmp_path: Path) -> None:
+    shifted = open_net(Path(vae), ["AutoencoderKL"])
+    shifted.register_to_config(shift_factor=0.5)
+    shifted.save_pretrained(tmp_path / "vae")
+    wish = {"model__vae": str(tmp_path / "vae"), "train__max_steps": 1}
+    run = train(settings("diffusion", data, **wish), out=tmp_path / "run")
+    pipeline = DiffusionPipeline.from_pretrained(run / "model", trust_remote_code=True, low_cpu_mem_usage=False)
+    pipeline.set_progress_bar_config(disable=True)
+    seen: list[Tensor] = []
+    pipeline.vae.post_quant_conv.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    for shift in (0.5, None):
+        pipeline.vae.register_to_config(shift_factor=shift)
+        pipeline([""], num_inference_steps=2, generator=torch.manual_seed(0), output_type="np")
+    torch.testing.assert_close(seen[0] - seen[1], torch.full_like(seen[0], 0.5))
+
+
 # --- bad input ---
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, ModelError
 from halfstep.workloads import load
+from halfstep.workloads.radio.build_vae import build_vae
 
 STAGE2 = """
 model:
@@ -119,6 +120,15 @@ def test_stage_1_is_translated_and_its_turns_are_explained(tmp_path: Path) -> No
     notes = "\n".join(loaded.notes)
     assert "never trains its discriminator" in notes
     assert "has no such setting" not in notes
+
+
+def test_weights_that_a_public_file_names_and_nobody_has_are_refused_with_the_way_on(tmp_path: Path) -> None:
+    path = written(tmp_path, STAGE1.replace("ckpt_path:", "ckpt_path: theirs/model-7.pt"))
+    flags = {"data.dir": "RadioMapSeer"}
+    with pytest.raises(ModelError, match=r"theirs/model-7\.pt: there is no such file") as refused:
+        build_vae(load(path, flags=flags).config)  # type: ignore[arg-type]
+    assert "model.weights=null" in refused.value.fix
+    assert load(path, overrides=["model.weights=null"], flags=flags).config.model.weights is None
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,11 @@ def _save_pipeline(folder: Path, unet: Net, parts: Parts, shared: dict[str, Any]
         return
     # An offset of 1 is what Stable Diffusion's pipeline insists on; trailing timesteps do not read it.
     scheduler = diffusers_class("DDIMScheduler")(**shared, clip_sample=clips, steps_offset=1)
-    if not clips and type(conditions) is Conditions:
+    # Neither pipeline for latents knows a VAE's shift.
+    is_plain = parts.vae is not None and not parts.vae.config.shift_factor
+    if is_plain and type(conditions) is Conditions:
         diffusers_class("LDMPipeline")(vqvae=parts.vae, unet=unet, scheduler=scheduler).save_pretrained(folder)
-    elif not clips and isinstance(conditions, TextConditions):
+    elif is_plain and isinstance(conditions, TextConditions):
         diffusers_class("StableDiffusionPipeline")(
             vae=parts.vae,
             text_encoder=conditions.encoder,

@@ -1,4 +1,5 @@
-"""A pipeline of diffusers' for models that are told a class, and for models of pixels that are told a caption.
+"""A pipeline of diffusers' for models that are told a class, for models of pixels that are told a caption, and for VAEs
+with a shift.
 
 diffusers has none for these, so this file is written beside the weights, as pipeline.py. It needs diffusers alone:
 
@@ -40,7 +41,7 @@ class ToldPipeline(DiffusionPipeline):
         generator: torch.Generator | None = None,
         output_type: str = "pil",
     ) -> Any:
-        """One image for each class's name, or caption, in `told`."""
+        """One image for each class's name, or caption, in `told`; for each of its entries where nothing is told."""
         net, device = self.unet.config, self._execution_device
         side = net.sample_size
         state = randn_tensor((len(told), net.in_channels, side, side), generator=generator, device=device)
@@ -51,13 +52,16 @@ class ToldPipeline(DiffusionPipeline):
             found = unsaid + guidance_scale * (said - unsaid)
             state = self.scheduler.step(found, timestep, state).prev_sample
         if self.vae is not None:
-            state = self.vae.decode(state / self.vae.config.scaling_factor).sample
+            shift = self.vae.config.shift_factor or 0.0
+            state = self.vae.decode(state / self.vae.config.scaling_factor + shift).sample
         images = (state / 2 + 0.5).clamp(0, 1).cpu().permute(0, 2, 3, 1).float().numpy()
         return ImagePipelineOutput(images=self.numpy_to_pil(images) if output_type == "pil" else images)
 
     def _keywords(self, told: Any, device: Any) -> dict[str, Any]:
         if self.text_encoder is None:
-            names = list(self.config.classes)
+            names = list(self.config.classes or ())
+            if not names:
+                return {}
             numbers = [len(names) if one is None else names.index(one) for one in told]
             return {"class_labels": torch.tensor(numbers, device=device)}
         length = min(self.tokenizer.model_max_length, self.text_encoder.config.max_position_embeddings)

@@ -42,6 +42,7 @@ from halfstep.workloads.radio.first_stage import (
     round_trip,
     sizes_of,
     some_maps,
+    weights_to_start_from,
     with_latents,
 )
 from halfstep.workloads.radio.pictures import sample_pictures
@@ -64,6 +65,7 @@ REPEATED = (SwinBlock, PatchMerging, TimedBlock, Relation, LinearAttention, Resi
 
 def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """The workload for `config.data.dir`; `store` of an earlier run fixes sizes and scale."""
+    weights = weights_to_start_from(config) if store is None else ""
     data = find_data(config)
     stage = first_stage(config)
     why_scale, is_new = "stored with the run", store is None
@@ -76,8 +78,8 @@ def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Wo
     if is_new:  # a stored run's checkpoint brings its own weights
         if config.model.pyramid.weights:
             load_file_(model.condition, config.model.pyramid.weights, pyramid_weights)
-        if config.model.weights:
-            load_file_(model, config.model.weights, unet_weights)
+        if weights:
+            load_file_(model, weights, unet_weights)
     return workload_of(
         config,
         store,

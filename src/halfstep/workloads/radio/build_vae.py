@@ -32,6 +32,7 @@ from halfstep.workloads.radio.first_stage import (
     measured_scale,
     reduction_of,
     sizes_of,
+    weights_to_start_from,
     write_first_stage,
 )
 from halfstep.workloads.radio.pictures import sample_pictures
@@ -56,10 +57,11 @@ class Stage1(nn.Module):
 
 def build_vae(config: RadioVaeConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """The workload for `config.data.dir`."""
+    weights = weights_to_start_from(config) if store is None else ""
     data = find_data(config)
     model = stage1(config)
-    if store is None and config.model.weights:
-        load_vae_(model.vae, config.model.weights)
+    if weights:
+        load_vae_(model.vae, weights)
     return workload_of(config, model, data)
 
 

@@ -36,7 +36,7 @@ from halfstep.models.posterior import latent_scale
 from halfstep.models.radio_names import in_our_names, vae_name
 from halfstep.models.radio_vae import RadioVAE
 from halfstep.models.weights import load_file_
-from halfstep.workloads.radio.config import FirstStageConfig, RadioDiffConfig
+from halfstep.workloads.radio.config import FirstStageConfig, RadioDiffConfig, RadioVaeConfig
 from halfstep.workloads.radio.data import RadioData, find_data, signed, tree_of, unit_gain
 from halfstep.workloads.vae_format import training_device
 
@@ -67,6 +67,18 @@ def reduction_of(sizes: Mapping[str, Any]) -> int:
 def latent_shape(sizes: Mapping[str, Any], image_size: int) -> tuple[int, int, int]:
     side = image_size // reduction_of(sizes)
     return sizes["latent_channels"], side, side
+
+
+def weights_to_start_from(config: RadioVaeConfig | RadioDiffConfig) -> str:
+    """`model.weights`, refused before anything is built where it leads nowhere, as `ckpt_path` of public files does."""
+    path = config.model.weights or ""
+    if path and not Path(path).is_file():
+        raise ModelError(
+            f"model.weights={path}: there is no such file",
+            why="training would start from it (ckpt_path in a public config)",
+            fix="a file that is there, or model.weights=null to start new",
+        )
+    return path
 
 
 def load_vae_(vae: RadioVAE, path: str) -> None:
