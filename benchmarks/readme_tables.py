@@ -72,7 +72,7 @@ def other_table() -> str:
             f"| guarded step against a bare loop, bf16, {kind} | {row['step_ms']:.2f} against {row['bare_ms']:.2f} ms "
             f"({row['overhead']:+.1%}) | `python benchmarks/unet_eager.py` |"
         )
-    lines += classification_lines()
+    lines += [*classification_lines(), diffusion_line()]
     times = ", ".join(f"{name} {simulation[name]['times_fp32']:.2f}x" for name in ("bf16", "fp16"))
     lines.append(
         f"| simulated formats on a CPU, time against fp32 | {times} | `python benchmarks/simulation_overhead.py` |"
@@ -105,6 +105,24 @@ def classification_lines() -> list[str]:
         f"| ResNet-50 bf16 at batch {batch}, eager, {feed['device']}: fed from the packed cache against data on the "
         f"GPU | {slower:+.1%} time, {rate:,.0f} images/s | `{feed['command']}` |",
     ]
+
+
+def diffusion_line() -> str:
+    """Held-out error of pixel diffusion: the smaller the better."""
+    parity = result("diffusion_parity")
+    means = {name: statistics.mean(run["mse"] for run in runs) for name, runs in parity["runs"].items()}
+    own = [run["mse"] for run in parity["runs"]["fp32"]]
+    found = parity["verdicts"]
+    others = ", ".join(
+        f"{name} {means[name]:.5f}: {one['verdict']} ({one['interval_90'][0]:+.5f} to {one['interval_90'][1]:+.5f})"
+        for name, one in found.items()
+    )
+    margin = next(iter(found.values()))["margin"]
+    return (
+        f"| pixel diffusion, 32×32, 1,000 real pictures, {len(own)} paired seeds, {parity['device']}, held-out squared "
+        f"error | fp32 {means['fp32']:.5f} ± {statistics.stdev(own):.5f}, {others}; margin {margin:.5f} | "
+        f"`{parity['command']}` |"
+    )
 
 
 def speed_table(problems: dict[str, Any], starts: dict[str, Any]) -> str:
