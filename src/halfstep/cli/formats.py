@@ -6,7 +6,12 @@ from typing import Annotated
 
 import typer
 
-from halfstep.formats import FORMATS, Fate, Format, fate_of
+from halfstep.formats import FORMATS, Fate, fate_of
+
+FACTS = (
+    *("bits", "storage_bits", "exponent_bits", "mantissa_bits", "has_infinity", "largest", "smallest_normal"),
+    *("smallest_subnormal", "spacing_at_1", "decimal_digits"),
+)
 
 
 def command(
@@ -53,7 +58,7 @@ def print_json(fates: dict[str, list[Fate]]) -> None:
 
     answer: object = {value: {fate.format: fate_facts(fate) for fate in rows} for value, rows in fates.items()}
     if not fates:
-        answer = {fmt.name: format_facts(fmt) for fmt in FORMATS.values()}
+        answer = {fmt.name: {fact: getattr(fmt, fact) for fact in FACTS} for fmt in FORMATS.values()}
     typer.echo(json.dumps(answer, indent=2, allow_nan=False))
 
 
@@ -63,18 +68,3 @@ def fate_facts(fate: Fate) -> dict[str, object]:
     # JSON knows neither inf nor nan.
     result = fate.result if math.isfinite(fate.result) else str(fate.result)
     return {"result": result, "fate": fate.kind, "relative_error": fate.relative_error}
-
-
-def format_facts(fmt: Format) -> dict[str, object]:
-    return {
-        "bits": fmt.bits,
-        "storage_bits": fmt.storage_bits,
-        "exponent_bits": fmt.exponent_bits,
-        "mantissa_bits": fmt.mantissa_bits,
-        "has_infinity": fmt.has_infinity,
-        "largest": fmt.largest,
-        "smallest_normal": fmt.smallest_normal,
-        "smallest_subnormal": fmt.smallest_subnormal,
-        "spacing_at_1": fmt.spacing_at_1,
-        "decimal_digits": fmt.decimal_digits,
-    }

@@ -127,7 +127,7 @@ def matched(replay: Sequence[Kernel], reference: Sequence[Placed]) -> list[Place
     """Each kernel of a replay with the place of its counterpart."""
     places: dict[int, Place | None] = {}
     mine, theirs = list(range(len(replay))), list(range(len(reference)))
-    for key in (_launch, _name, _kind):
+    for key in (lambda kernel: (kernel.name, kernel.shape), lambda kernel: kernel.name, _kind):
         pairs = _pairs([key(replay[k]) for k in mine], [key(reference[k].kernel) for k in theirs])
         places |= {mine[a]: reference[theirs[b]].place for a, b in pairs}
         used = {theirs[b] for _, b in pairs}
@@ -136,14 +136,6 @@ def matched(replay: Sequence[Kernel], reference: Sequence[Placed]) -> list[Place
     committing = Place((COMMITTING,), "step")
     behind = {number: committing for number in mine if replay[number].start_us > last}
     return [Placed(kernel, places.get(number) or behind.get(number)) for number, kernel in enumerate(replay)]
-
-
-def _launch(kernel: Kernel) -> object:
-    return kernel.name, kernel.shape
-
-
-def _name(kernel: Kernel) -> object:
-    return kernel.name
 
 
 def _kind(kernel: Kernel) -> object:

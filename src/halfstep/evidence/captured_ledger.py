@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from halfstep.evidence.captured import Place, Placed
-from halfstep.evidence.expected import Expected
-from halfstep.evidence.findings import findings
+from halfstep.evidence.findings import Expected, findings
 from halfstep.evidence.ledger import KernelRow, Ledger, LedgerRow, percent
 from halfstep.evidence.observer import Product, Seen
 from halfstep.precision.plan import Plan

@@ -17,7 +17,7 @@ from torch import Tensor
 from halfstep.evidence.attempts import Attempt, Subject, attempt
 from halfstep.evidence.capsule import Capsule
 from halfstep.evidence.patches import HALF, WithoutCasts
-from halfstep.evidence.ranges import Operation, Range, twin_of
+from halfstep.evidence.ranges import Operation, twin_of
 from halfstep.evidence.recorder import not_finite
 from halfstep.evidence.samples import BadPlace, bad_places, culprits, odd_places, outliers, sample_name, without
 from halfstep.formats import format_named
@@ -50,7 +50,6 @@ DIVIDING = ("div", "div_", "reciprocal", "rsqrt", "log", "log2", "log10", "log1p
             "std", "_softmax_backward_data", "binary_cross_entropy")  # fmt: skip
 """Operations that a zero, or nothing but -inf, takes out of the finite range."""
 
-UNDEFINED = "NaN of finite numbers: the operation is not defined there"
 MEAN_OF_NONE = "a mean over nothing: all targets are ignored (ignore_index), or their weights sum to 0"
 
 
@@ -268,7 +267,7 @@ def _of_growth(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosis | No
         return None
     most = max(matrices, key=lambda name: float(subject.state[name].double().square().mean().sqrt()) / start[name])
     shown = [f"the weights have grown {now / before:.3g} times since training began, {most} most", *_trail(capsule)]
-    losses = [row["loss"] for row in capsule.about["trail"] if isinstance(row["loss"], float)]
+    losses = _losses(capsule)
     is_unbounded = len(losses) > 1 and losses[-1] < min(2 * losses[0], 0.0)
     return Diagnosis(cause=DIVERGED, shown=shown, origin=runs.eager.origin, loss_is_unbounded=is_unbounded)
 
@@ -327,7 +326,8 @@ def _twin(runs: Runs, origin: Operation) -> Operation | None:
 
 def _divides_by_zero(origin: Operation, twin: Operation | None) -> bool:
     """Whether zeros, or nothing but -inf, made it: in a wider format the output is one that the format could hold."""
-    if twin is not None and twin.output.is_finite and twin.output.high > _largest_of(origin.output):
+    largest = format_named(DTYPE_FORMATS.get(origin.output.dtype, "fp32")).largest
+    if twin is not None and twin.output.is_finite and twin.output.high > largest:
         return False
     if _is_undefined(origin) and (twin is None or not twin.output.is_finite):
         return True
@@ -348,20 +348,16 @@ def _multiplies_infinity(origin: Operation) -> bool:
     return origin.is_backward and origin.output.num_nan > 0 and any(r.num_zero for r in origin.inputs)
 
 
-def _largest_of(range_: Range) -> float:
-    return format_named(DTYPE_FORMATS.get(range_.dtype, "fp32")).largest
-
-
 def _trail(capsule: Capsule) -> list[str]:
     """Losses before the fault, where they went far."""
-    losses = [row["loss"] for row in capsule.about["trail"] if isinstance(row["loss"], float)]
+    losses, rate = _losses(capsule), float(capsule.about["lr"])  # "nan" where the step did not get so far
     if len(losses) < 2 or abs(losses[-1]) < 2 * abs(losses[0]):
         return []
-    return [f"the loss went from {losses[0]:.4g} to {losses[-1]:.4g} in the steps before, at lr {_rate(capsule):.4g}"]
+    return [f"the loss went from {losses[0]:.4g} to {losses[-1]:.4g} in the steps before, at lr {rate:.4g}"]
 
 
-def _rate(capsule: Capsule) -> float:
-    return float(capsule.about["lr"])  # "nan" where the step did not get so far
+def _losses(capsule: Capsule) -> list[float]:
+    return [row["loss"] for row in capsule.about["trail"] if isinstance(row["loss"], float)]
 
 
 def _since(start: Any) -> str:

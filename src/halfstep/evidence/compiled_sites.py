@@ -8,7 +8,6 @@ module whose forward made it.
 from __future__ import annotations
 
 import re
-import types
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from halfstep.evidence.graphs import module_of
+from halfstep.evidence.graphs import copied, module_of
 
 Modules = tuple[str, ...]
 Nodes = Mapping[str, str]
@@ -96,11 +95,8 @@ class NodeRecorder:
     graphs: list[dict[str, str]] = field(default_factory=list)
 
     def traced(self, region: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of its own, so that the run's compiled code stays; it runs its graphs as they are."""
-        assert isinstance(region, types.FunctionType)
-        code = region.__code__.replace(co_name=f"{region.__code__.co_name}_named")
-        copied = types.FunctionType(code, region.__globals__, region.__name__, region.__defaults__, region.__closure__)
-        return torch.compile(copied, backend=self._backend, dynamic=False)
+        """It runs its graphs as they are."""
+        return torch.compile(copied(region, "named"), backend=self._backend, dynamic=False)
 
     def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         from torch._inductor.compile_fx import compile_fx

@@ -24,7 +24,6 @@ from halfstep.precision.rounding import round_to
 
 Target = Literal["fp16", "bf16-true", "fp8"]
 TARGETS: tuple[Target, ...] = ("fp16", "bf16-true", "fp8")
-KINDS = ("weights", "activations", "gradients", "updates")
 DTYPES = {"fp16": "float16", "bf16-true": "bfloat16", "fp8": "bfloat16"}
 MUCH = 0.1
 """A module loses much where a tenth of its numbers that are not zero become zero, or a tenth of its updates vanish."""

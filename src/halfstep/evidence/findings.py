@@ -6,16 +6,37 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from halfstep.evidence.expected import Expected
 from halfstep.evidence.observer import OUTSIDE, Product, Seen
 from halfstep.evidence.operations import HALF, format_of
-from halfstep.precision.plan import ROOT, Plan
+from halfstep.precision.apply import STORAGE_DTYPES
+from halfstep.precision.plan import ROOT, WHOLE_MODEL, Plan
 
 Level = Literal["differs", "costs"]
+
+
+class Expected:
+    """The plan's rows by module, and what holds where there is none."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        rows = (*plan.rows, *plan.frozen)
+        self.rows = {row.module: row for row in rows if row.kind != "island" and row.module != WHOLE_MODEL}
+
+    def compute(self, module: str) -> str:
+        """The format of its matmuls and convolutions: of its own row, of the part it lies in, or the plan's."""
+        row = self.rows.get(module)
+        while row is None and module not in ("", ROOT):
+            module = module.rpartition(".")[0]
+            enclosing = self.rows.get(module)
+            row = enclosing if enclosing is not None and enclosing.is_part else None
+        return row.compute if row is not None else self.plan.compute
+
+    def storage(self, module: str) -> str:
+        row = self.rows.get(module)
+        return row.storage if row is not None else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +123,7 @@ def _of_weights(expected: Expected, modules: Mapping[str, nn.Module]) -> Iterabl
                     module=name,
                     what=f"{own} is stored in {stored}, the plan says {planned}",
                     why="it was cast after the plan was made, or came so: small updates round away in half",
-                    fix=f"model.get_submodule({name.replace(ROOT, '')!r}).to({_dtype_name(planned)}) "
+                    fix=f"model.get_submodule({name.replace(ROOT, '')!r}).to({STORAGE_DTYPES[planned]}) "
                     "before the optimizer is made",
                 )
 
@@ -149,8 +170,3 @@ def _of_norms(expected: Expected, seen: Seen) -> Iterable[Finding]:
 def _is_in_fp32(expected: Expected, norm: str) -> bool:
     """Whether the part around it is declared fp32; the norm's own row says fp32 always."""
     return expected.compute(norm.rpartition(".")[0] or ROOT) == "fp32"
-
-
-def _dtype_name(name: str) -> str:
-    names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    return str(names.get(name, torch.float32))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,13 +52,15 @@ class GraphRecorder:
         return keep
 
     def compiled(self, region: Callable[..., Any]) -> Callable[..., Any]:
-        """The region as the front end sees it; a function of its own, so that the run's compiled code stays."""
-        assert isinstance(region, types.FunctionType)
-        code = region.__code__.replace(co_name=f"{region.__code__.co_name}_seen")
-        copied = types.FunctionType(
-            code, region.__globals__, region.__name__, region.__defaults__, region.__closure__
-        )  # fmt: skip
-        return torch.compile(copied, backend=self.backend(), dynamic=False)
+        """The region as the front end sees it."""
+        return torch.compile(copied(region, "seen"), backend=self.backend(), dynamic=False)
+
+
+def copied(region: Callable[..., Any], word: str) -> Callable[..., Any]:
+    """A function of its own, whose code object the compiler has not met: the run's compiled code stays."""
+    assert isinstance(region, types.FunctionType)
+    code = region.__code__.replace(co_name=f"{region.__code__.co_name}_{word}")
+    return types.FunctionType(code, region.__globals__, region.__name__, region.__defaults__, region.__closure__)
 
 
 def seen_in(graphs: list[Graph], model: nn.Module, frozen: Mapping[str, nn.Module], twin: Seen) -> Seen:
@@ -121,7 +123,7 @@ class _Reader:
 
     def _kept(self, graph: fx.GraphModule) -> None:
         """What backward reads of forward; weights and inputs (primals) and the gradients it is given are not kept."""
-        for node in _placeholders(graph):
+        for node in graph.graph.find_nodes(op="placeholder"):
             value = _value(node)
             if isinstance(value, Tensor) and value.is_floating_point() and node.name in self._forward_modules:
                 self.seen.kept[self._forward_modules[node.name], format_of(value.dtype)] += value.nbytes
@@ -142,10 +144,6 @@ def module_name(path: str, names: set[str]) -> str | None:
     ends = (".".join(parts[k:]) for k in range(len(parts)))
     found = next((end for end in ends if end in names), None)
     return "" if found is None and len(parts) == 1 else found
-
-
-def _placeholders(graph: fx.GraphModule) -> Iterator[fx.Node]:
-    return (node for node in graph.graph.nodes if node.op == "placeholder")
 
 
 def _value(node: Any) -> Any:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import counted
-from halfstep.evidence.expected import Expected
-from halfstep.evidence.findings import Finding, findings, is_as_planned
+from halfstep.evidence.findings import Expected, Finding, findings, is_as_planned
 from halfstep.evidence.observer import OUTSIDE, Observer, Product, Seen
 from halfstep.evidence.operations import format_of
 from halfstep.precision.plan import ROOT, Plan
@@ -120,10 +119,6 @@ class Weights:
             found.states[name or ROOT] = _formats(_moments(states.get(id(p), {}) for p in own))
         return found
 
-    def with_states(self, later: Weights) -> Weights:
-        """The same with the optimizer's state as it is after the commit."""
-        return Weights(self.weights, self.gradients, later.states)
-
 
 def _moments(states: Iterable[Mapping[str, Any]]) -> Iterable[Tensor]:
     for state in states:
@@ -160,7 +155,8 @@ def _rows(expected: Expected, seen: Seen, weights: Weights, found: Sequence[Find
     named += [module for module, _ in seen.kept] + [name for name, own in weights.weights.items() if own != "-"]
     told = {finding.module: finding for finding in reversed(found)}
     rows = []
-    for module in dict.fromkeys([*_in_order(weights, named), *named]):
+    wanted = set(named)
+    for module in dict.fromkeys([*(name for name in weights.weights if name in wanted), *named]):
         kept = Counter({name: size for (own, name), size in seen.kept.items() if own == module})
         casts = [cast for cast in seen.casts if cast.module == module]
         rows.append(
@@ -181,11 +177,6 @@ def _rows(expected: Expected, seen: Seen, weights: Weights, found: Sequence[Find
             )
         )
     return rows
-
-
-def _in_order(weights: Weights, named: Sequence[str]) -> list[str]:
-    wanted = set(named)
-    return [module for module in weights.weights if module in wanted]
 
 
 def _verdict(module: str, expected: Expected, seen: Seen, finding: Finding | None) -> str:

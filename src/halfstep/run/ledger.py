@@ -89,7 +89,7 @@ def _ledgers_of_one(
     """Those of its code, and the modules that have islands."""
     step, frozen = engine.guarded, modules_of(parts.workload.frozen)
     observer, weights = observe(step, loss_alone(engine.parts.eager), prepared, frozen)
-    weights = weights.with_states(Weights.of(step.model, step.optimizers))
+    weights.states = Weights.of(step.model, step.optimizers).states  # as they are after the commit
     to_ledger = partial(
         ledger_of, parts.plan, model=step.model, weights=weights, frozen=frozen, step=parts.step.attempted
     )

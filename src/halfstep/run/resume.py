@@ -27,7 +27,7 @@ NOT_STORED = ("log.quiet",)  # how one call is to be watched is not part of the 
 
 FOLLOWS_THE_LENGTH = ("cosine", "linear", "polynomial", "onecycle")  # schedules that end where the run ends
 
-KEPT = ("model.weights", "model.replace_head")
+KEPT = ("model.weights",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

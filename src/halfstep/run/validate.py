@@ -8,14 +8,17 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import nn
 
 from halfstep.data.loader import Loader
 from halfstep.data.prefetch import prefetch
 from halfstep.data.seeds import Key
+from halfstep.disk import whole_folder
+from halfstep.errors import CheckpointError, ConfigError
 from halfstep.precision.plan import Plan
-from halfstep.report.samples import write_samples
 from halfstep.step.phases import PhasedStep
 from halfstep.step.randomness import generator_states, restore_generators
 from halfstep.step.step import Step
@@ -89,6 +92,8 @@ def validate(
 
 # --- samples ---
 
+FORM = "a str, or a uint8 array of shape (height, width) or (height, width, 3)"
+
 
 def sample(parts: Assembly, folder: Path) -> list[Path]:
     """Call the workload's `sample` with the weights that validation uses; no generator is any further afterwards."""
@@ -101,6 +106,38 @@ def sample(parts: Assembly, folder: Path) -> list[Path]:
     finally:
         restore_generators(generators)
     return write_samples(folder, found)
+
+
+def write_samples(folder: Path, found: Mapping[str, Any]) -> list[Path]:
+    """`NAME.png` and `NAME.txt`; those of the same step, from before a resumed run was killed, are replaced."""
+    for name, value in found.items():
+        _refuse_other(name, value)
+    try:
+        with whole_folder(folder, replaces=True) as hidden:
+            written = [_write(hidden / name, value) for name, value in found.items()]
+    except OSError as error:
+        raise CheckpointError(f"cannot write samples into {folder}: {error.strerror}", fix="make room") from error
+    return [folder / path.name for path in written]
+
+
+def _write(path: Path, value: Any) -> Path:
+    if isinstance(value, str):
+        path = path.with_name(f"{path.name}.txt")
+        path.write_text(value, encoding="utf-8")
+    else:
+        path = path.with_name(f"{path.name}.png")
+        Image.fromarray(value).save(path)
+    return path
+
+
+def _refuse_other(name: str, value: Any) -> None:
+    if not name or Path(name).name != name or name.startswith("."):
+        raise ConfigError(f"sample() names a sample {name!r}", why="it becomes a file's name", fix="a plain name")
+    is_picture = isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.size > 0
+    if isinstance(value, str) or is_picture and (value.ndim == 2 or value.ndim == 3 and value.shape[2] == 3):
+        return
+    shape = f" of {value.dtype}, shape {tuple(value.shape)}" if hasattr(value, "dtype") else ""
+    raise ConfigError(f"sample() gives {name!r} as a {type(value).__name__}{shape}", fix=f"give {FORM}")
 
 
 # --- the best validation ---

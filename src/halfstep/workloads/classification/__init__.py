@@ -7,6 +7,7 @@ from halfstep.workloads.options import Option
 KIND = Kind.in_folder(
     __name__,
     schemas=CLASSIFIER_SCHEMAS,
+    kept=("model.replace_head",),
     reads_packs=True,
     peer_prepare=".build:peer_prepare",
     evaluation=".evaluate:ClassificationEvaluation",
