@@ -18,6 +18,7 @@ from halfstep.tune.mode_cache import CachedMode
 from halfstep.tune.mode_search import FoundMode
 from halfstep.tune.modes import compiled_code
 from halfstep.tune.trial_time import TrialTime
+from halfstep.workloads import load
 from halfstep.workloads.segmentation.demo import write_demo
 from mode_trials import USUAL, Machine, made
 
@@ -56,6 +57,12 @@ def test_it_is_kept_for_the_same_model_and_shape_only(demo: Path) -> None:
     config, workload, plan = made(demo)
     apart = Row(module="head", storage="fp32", compute="fp16", reason="asked for", kind="module")
     assert CachedMode(config, workload, dataclasses.replace(plan, rows=(*plan.rows, apart))).read() is None
+
+
+def test_clips_of_another_length_are_another_shape(demo: Path) -> None:
+    _, workload, plan = made(demo)
+    clips = [load("slotcontrast", overrides=[f"data.chunk_size={frames}"]).config for frames in (2, 4)]
+    assert len({CachedMode(config, workload, plan).name for config in clips}) == 2
 
 
 def test_what_an_earlier_version_cached_under_other_names_is_read(demo: Path) -> None:

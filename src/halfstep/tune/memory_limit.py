@@ -52,12 +52,9 @@ def memory_error(
         ways.append("train.memory=low (measures what saves memory here for at most 10 % more time)")
     ways.append("train.activation_checkpointing=true (one more forward pass in each step)")
     each = KINDS.of(config.workload).size_of_sample(config)
-    return MemoryLimitError(
-        f"out of memory on {device} with batch size {size}{f' at {each}' if each else ''}"
-        + (f", {-(-size // num_ranks)} in a process" if num_ranks > 1 else ""),
-        why="\n       ".join([first_line(error), *memory_picture(device).splitlines()]),
-        fix="one of:\n       " + "\n       ".join(ways),
-    )
+    what = f"out of memory on {device} with batch size {size}{f' at {each}' if each else ''}"
+    what += f", {-(-size // num_ranks)} in a process" if num_ranks > 1 else ""
+    return _with_ways(what, error, device, ways)
 
 
 def model_memory_error(
@@ -69,11 +66,13 @@ def model_memory_error(
     if config.ema.enabled:
         ways.append("ema.enabled=false (the average is a second copy of the weights)")
     ways.append("a device with more memory, or one that nobody else uses (--device)")
-    return MemoryLimitError(
-        f"{type(model).__name__} with its {num_parameters:,} parameters does not fit on {device}, before any batch",
-        why="\n       ".join([first_line(error), *memory_picture(device).splitlines()]),
-        fix="one of:\n       " + "\n       ".join(ways),
-    )
+    what = f"{type(model).__name__} with its {num_parameters:,} parameters does not fit on {device}, before any batch"
+    return _with_ways(what, error, device, ways)
+
+
+def _with_ways(what: str, error: OutOfMemory, device: torch.device, ways: Iterable[str]) -> MemoryLimitError:
+    why = "\n       ".join([first_line(error), *memory_picture(device).splitlines()])
+    return MemoryLimitError(what, why=why, fix="one of:\n       " + "\n       ".join(ways))
 
 
 def first_line(error: BaseException) -> str:

@@ -24,6 +24,7 @@ from halfstep.precision.plan import Plan, with_current_names
 from halfstep.precision.row import Gain
 from halfstep.tune.mode_search import FoundMode
 from halfstep.tune.modes import COMPILE_S, CUDNN_TRIALS_S, KERNEL_TUNING_S, WARM_START_S, compiled_code
+from halfstep.workloads import KINDS
 from halfstep.workloads.workload import Workload
 
 MUCH_LONGER = 2.0  # a run so much longer than the one that measured tries what that one left untried
@@ -35,6 +36,7 @@ class CachedMode:
         identity = (
             "\n".join(map(str, (workload.model, *(part.module for part in workload.frozen.values())))),
             [config.train.batch_size, config.train.accumulate, config.data.image_size],
+            KINDS.of(config.workload).size_of_sample(config),  # frames, tokens
             [config.optimizer.name, config.optimizer.moment_bits, config.precision.rounding, config.ema.enabled],
             [config.train.channels_last, config.train.tune_kernels, config.train.activation_checkpointing],
             [plan.granted, plan.device_name, [(row.module, row.compute) for row in rows if row.is_part]],
