@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -85,6 +87,19 @@ def test_the_official_names_load_with_what_they_hold_besides() -> None:
     assert "blocks.0.attn.qkv.weight" in file
     load_backbone_weights_(other, file, source="official")
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+
+
+@pytest.mark.parametrize("named", [dict, in_names_of_timm])
+def test_features_of_an_earlier_block_come_from_the_whole_file(named: Callable[..., dict[str, Tensor]]) -> None:
+    torch.manual_seed(0)
+    whole, part = (dinov2("vit_small_patch14_dinov2", depth=depth, heads=2, dim=32, grid=2) for depth in (3, 2))
+    load_backbone_weights_(part, named(whole.state_dict()), source="vit.pth")
+    seen: list[Tensor] = []
+    whole.get_submodule("encoder.layers.encoder_layer_1").register_forward_hook(lambda *call: seen.append(call[2]))
+    images = torch.randn(1, 3, 28, 28)
+    with torch.no_grad():
+        whole(images)
+        assert torch.equal(part.tokens(images), seen[0])
 
 
 def test_a_file_of_another_architecture_is_named() -> None:

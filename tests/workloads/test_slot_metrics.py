@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from golden import golden
+from halfstep.workloads.slots import metrics as slot_metrics
 from halfstep.workloads.slots.metrics import SCORES, SlotMetrics, slot_labels
 
 GOLDEN_NAMES = {name: name if name.endswith("_image") else f"{name}_video" for name in SCORES}
@@ -113,6 +114,13 @@ def test_counting_goes_on_from_a_stored_state() -> None:
     second.load_state_dict(first.state_dict())
     second.count(*parts[1], 3)
     assert second.compute() == whole.compute()
+
+
+def test_masks_of_a_long_video_are_resized_some_frames_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = torch.rand(2, 5, 3, 16, generator=torch.Generator().manual_seed(0)).softmax(2)
+    whole = slot_labels(masks, (7, 9))
+    monkeypatch.setattr(slot_metrics, "RESIZED", 2 * 3 * 7 * 9)
+    assert torch.equal(slot_labels(masks, (7, 9)), whole)
 
 
 def test_soft_masks_are_resized_before_the_largest_is_taken() -> None:

@@ -8,6 +8,7 @@ whatever size the images have; for others it is resampled as timm does (bicubic,
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -100,4 +101,11 @@ def load_backbone_weights_(model: DinoV2, weights: Mapping[str, Tensor], *, sour
         model.encoder.pos_embedding = nn.Parameter(torch.empty_like(table))  # its own grid, resampled when used
     # Files of feature extractors end with the last block.
     named = {name: own[name] for name in ("encoder.ln.weight", "encoder.ln.bias")} | named
-    load_weights_(model, named, source=source)
+    depth = len(model.encoder.layers)
+    load_weights_(model, {name: value for name, value in named.items() if _block(name) < depth}, source=source)
+
+
+def _block(name: str) -> int:
+    """A weight's block; -1 outside. Blocks behind the last one that is asked for have no part in its features."""
+    found = re.match(r"encoder\.layers\.encoder_layer_(\d+)\.", name)
+    return int(found[1]) if found else -1

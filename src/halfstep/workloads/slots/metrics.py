@@ -28,6 +28,8 @@ from halfstep.workloads.sums import Sums
 
 NUM_LABELS = 256
 """Masks are bytes; a table of all labels is small, and asking for the largest would wait for the device."""
+RESIZED = 2**26
+"""Numbers that masks are resized to at a time: a minute of video with a plane for each slot would be tens of GB."""
 SCORES = ("fg_ari", "fg_ari_image", "ari", "ari_image", "mbo", "mbo_image")
 
 
@@ -37,7 +39,8 @@ def slot_labels(masks: Tensor, size: tuple[int, int]) -> Tensor:
         batch, frames, slots, patches = masks.shape
         side = round(patches**0.5)
         grid = to_fp32(masks).reshape(batch * frames, slots, side, side)
-        labels = F.interpolate(grid, size, mode="bilinear").argmax(1)
+        at_once = max(1, RESIZED // (slots * size[0] * size[1]))
+        labels = torch.cat([F.interpolate(part, size, mode="bilinear").argmax(1) for part in grid.split(at_once)])
         return labels.view(batch, frames, *size)
 
 
