@@ -105,6 +105,9 @@ def test_both_losses_fall_in_every_format_without_a_skipped_step(
 def assert_is_used(run: Path, demo: Path, out: Path) -> None:
     """Evaluation draws, prediction writes, and the samples of training are there."""
     found = evaluate(run, report=RunReport(run, quiet=True))
+    scores = last_scores(run)
+    assert found.metrics["mse"] == pytest.approx(scores["mse"])
+    assert found.metrics["cross_entropy"] == pytest.approx(scores["cross_entropy"])
     assert found.metrics["fg_ari"] == pytest.approx(last_scores(run)["fg_ari"], abs=1e-9)
     video = demo / "demo-validation-000000.tar"
     predict(run, [video], report=RunReport(run, quiet=True), wishes=Wishes(out=out))

@@ -15,7 +15,7 @@ from halfstep.data.clips import ClipSamples
 from halfstep.report.evaluation_view import Cell
 from halfstep.workloads.other_data import any_folder
 from halfstep.workloads.slots.data import all_clips
-from halfstep.workloads.slots.metrics import SlotMetrics, slot_labels
+from halfstep.workloads.slots.metrics import SlotMetrics, SteveMetrics, slot_labels
 from halfstep.workloads.slots.pictures import clip_views, sheet, write_gif
 from halfstep.workloads.using import Look, PlainEvaluation
 from halfstep.workloads.workload import Workload
@@ -54,6 +54,10 @@ class SlotDetails(SlotMetrics):
         return (total / total.sum()).tolist()
 
 
+class SteveDetails(SteveMetrics, SlotDetails):
+    """The same, and STEVE's losses."""
+
+
 class SlotEvaluation(PlainEvaluation):
     """Counts every clip."""
 
@@ -61,7 +65,7 @@ class SlotEvaluation(PlainEvaluation):
         self.workload = workload
         counted = workload.metrics()
         assert isinstance(counted, SlotMetrics)
-        self.metrics: SlotDetails = SlotDetails(counted)
+        self.metrics = SteveDetails(counted) if isinstance(counted, SteveMetrics) else SlotDetails(counted)
 
     @staticmethod
     def config_for(config: RunConfig, folder: Path) -> RunConfig:
