@@ -65,7 +65,8 @@ class SlotEvaluation(PlainEvaluation):
         self.workload = workload
         counted = workload.metrics()
         assert isinstance(counted, SlotMetrics)
-        self.metrics = SteveDetails(counted) if isinstance(counted, SteveMetrics) else SlotDetails(counted)
+        details = SteveDetails if isinstance(counted, SteveMetrics) else SlotDetails
+        self.metrics: SlotDetails = details(counted)
 
     @staticmethod
     def config_for(config: RunConfig, folder: Path) -> RunConfig:
