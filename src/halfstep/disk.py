@@ -19,18 +19,27 @@ from halfstep.errors import CheckpointError
 # --- whole or not at all ---
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write beside it, flush, rename; when that fails, what was there before is still there."""
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A hidden file beside it to write; it becomes `path` in one rename, or vanishes, and what was there stays."""
     path = Path(os.path.realpath(path))  # a link stays, and what it names is written
     hidden = path.with_name(f".{path.name}-{os.getpid()}")
     try:
-        hidden.write_text(text, encoding="utf-8")
+        yield hidden
         flush(hidden)
         hidden.replace(path)
         flush(path.parent)
-    except OSError as error:
+    finally:
         with suppress(OSError):
             hidden.unlink()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The text of a small file."""
+    try:
+        with whole_file(path) as hidden:
+            hidden.write_text(text, encoding="utf-8")
+    except OSError as error:
         raise CheckpointError(
             f"cannot write {path}: {error.strerror}",
             why="nothing was overwritten",

@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from halfstep.data.crops import uniform
 from halfstep.data.files import refuse_no_room
 from halfstep.data.loader import FileSamples, NamedSamples, Samples, offers
 from halfstep.data.stored_images import first_of, gathered
-from halfstep.disk import turn_at
+from halfstep.disk import turn_at, whole_file
 from halfstep.errors import DataError
 
 NAME, CHECKSUM, FINGERPRINT = "moments", "sha256", "fingerprint"
@@ -51,23 +50,16 @@ def write_latents(path: Path, num: int, shape: tuple[int, ...], rows: Iterable[T
     """Write `num` rows of this shape, given as batches of them; returns their checksum."""
     num_bytes = num * math.prod(shape) * BYTES
     refuse_no_room(path, num_bytes, "the latents")
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     digest, written = hashlib.sha256(), 0
-    try:
-        with partial.open("wb") as file:
-            file.write(_header((num, *shape), meta, "0" * digest.digest_size * 2))
-            for batch in rows:
-                data = batch.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
-                digest.update(data)
-                written += file.write(data)
-            assert written == num_bytes, (written, num_bytes)
-            file.seek(0)
-            file.write(_header((num, *shape), meta, digest.hexdigest()))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(path) as hidden, hidden.open("wb") as file:
+        file.write(_header((num, *shape), meta, "0" * digest.digest_size * 2))
+        for batch in rows:
+            data = batch.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
+            digest.update(data)
+            written += file.write(data)
+        assert written == num_bytes, (written, num_bytes)
+        file.seek(0)
+        file.write(_header((num, *shape), meta, digest.hexdigest()))
     return digest.hexdigest()
 
 

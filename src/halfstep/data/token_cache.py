@@ -24,7 +24,7 @@ from halfstep.data.files import refuse_no_room
 from halfstep.data.text_files import TextFiles
 from halfstep.data.tokenizers import Tokenizer, identity
 from halfstep.data.tokens import Tokens
-from halfstep.disk import turn_at
+from halfstep.disk import turn_at, whole_file
 from halfstep.errors import DataError
 
 MAGIC = b"hstoken1"
@@ -55,28 +55,22 @@ def default_cache(root: Path, tokenizer: Tokenizer) -> Path:
 
 def _write(texts: TextFiles, tokenizer: Tokenizer, path: Path, made_from: dict[str, Any]) -> None:
     kind = _kind_for(tokenizer)
-    hidden = path.with_name(f"{path.name}-{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # A guess on the low side, as a token of most texts stands for four bytes or more; a full disk is an error too.
         refuse_no_room(path, sum(file.stat().st_size for file in texts.all) * kind.itemsize // 4, "the token cache")
-        with hidden.open("wb") as file:
+        with whole_file(path) as hidden, hidden.open("wb") as file:
             file.write(MAGIC)
             counts, checks = _write_ids(file, texts, tokenizer, kind)
             header = {"dtype": kind.name, "counts": counts, "checks": checks, "made_from": made_from}
             encoded = json.dumps(header).encode()
             file.write(encoded + len(encoded).to_bytes(8, "little"))
-            file.flush()
-            os.fsync(file.fileno())
-        hidden.replace(path)
     except OSError as error:
         raise DataError(
             f"cannot write the token cache {path}: {error.strerror}",
             why="texts are tokenised once, into a file beside them; nothing is left of this try",
             fix="make room there, or name another place: data.cache_file=FILE",
         ) from error
-    finally:
-        hidden.unlink(missing_ok=True)
 
 
 class _CheckedFile:
