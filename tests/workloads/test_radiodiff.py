@@ -12,6 +12,7 @@ from PIL import Image
 from torch import nn
 
 from halfstep.data.latent_cache import open_latents, write_latents
+from halfstep.data.radio_maps import read_gray
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, DataError, ModelError, TrainingStopped
 from halfstep.models.radio_vae import RadioVAE
@@ -108,6 +109,8 @@ def test_a_run_is_evaluated_at_any_steps_and_on_test_maps(trained: Path) -> None
     assert any(file.endswith("contact_sheet.png") for file in plain.files)
     more = evaluate(trained, report=RunReport(trained, quiet=True), options={"steps": 3, "part": "test"})
     assert more.metrics["nmse"] != plain.metrics["nmse"]
+    assert (more.samples, more.scored_at) == (4, "3 steps, 4 calls of the network, test maps")
+    assert plain.scored_at.endswith("validation maps")
     with pytest.raises(ConfigError, match="--part nowhere"):
         evaluate(trained, report=RunReport(trained, quiet=True), options={"part": "nowhere"})
 
@@ -123,10 +126,25 @@ def test_predictions_are_drawn_beside_buildings_truth_and_error(trained: Path, d
         assert gain.size == (16, 16)
     with Image.open(tmp_path / "out" / "pictures" / antennas[0].name) as picture:
         assert picture.width == GAP + 4 * (CELL + GAP)
-    again = predict(trained, antennas, report=RunReport(trained, quiet=True), wishes=Wishes(out=tmp_path / "again"))
+    alone = antennas[1:]
+    again = predict(trained, alone, report=RunReport(trained, quiet=True), wishes=Wishes(out=tmp_path / "again"))
     assert not again.failed
     one, other = (np.asarray(Image.open(tmp_path / name / "maps" / antennas[1].name)) for name in ("out", "again"))
     assert np.abs(one.astype(int) - other).max() <= 1
+
+
+def test_predictions_are_scored_by_gains_above_the_threshold_as_they_were_learned(
+    data: Path, vae: Path, tmp_path: Path
+) -> None:
+    run = train_diffusion(tmp_path / "run", data, vae, train__max_steps=1, data__threshold=0.5)
+    antenna = sorted((data / "png" / "antennas").iterdir())[0]
+    made = predict(run, [antenna], report=RunReport(run, quiet=True), wishes=Wishes(out=tmp_path / "out"))
+    gain = read_gray(data / "gain" / "DPM" / antenna.name, (16, 16)) / 255
+    learned = np.clip((gain - 0.5) / 0.5, 0, None)
+    found = np.asarray(Image.open(tmp_path / "out" / "maps" / antenna.name)) / 255
+    assert made.answers[0].found["nmse"] == pytest.approx(
+        ((found - learned) ** 2).mean() / (learned**2).mean(), rel=0.05
+    )
 
 
 def test_an_antenna_without_truth_is_predicted_and_one_without_buildings_is_named(

@@ -75,7 +75,7 @@ def evaluate(
         found = Evaluation(
             **run.facts(plan),
             data=str(config.data.dir or "the workload's own"),
-            samples=len(workload.val_samples),
+            samples=getattr(evaluation, "num_scored", 0) or len(workload.val_samples),
             metrics=metrics,
             scoring=workload.scoring,
             scored_at=evaluation.scored_at,

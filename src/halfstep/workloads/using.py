@@ -57,7 +57,7 @@ class Evaluation(Protocol):
 
     @property
     def scored_at(self) -> str:
-        """The size at which outputs were compared, where that is a question."""
+        """The size, or the sampling steps, at which outputs were compared, where that is a question."""
         ...
 
     @property
@@ -80,7 +80,7 @@ class Evaluation(Protocol):
 
 
 class OptionalScores(Protocol):
-    """An evaluation whose Kind has `evaluate_options`."""
+    """An evaluation whose Kind has `evaluate_options`; `num_scored` says how many samples where not all were."""
 
     def scored(
         self, config: RunConfig, trained: Trained, options: Mapping[str, Any], phase: Phase, batch_size: int | None

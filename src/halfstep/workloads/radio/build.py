@@ -29,7 +29,7 @@ from halfstep.workloads.kind import Store
 from halfstep.workloads.parts import FrozenPart
 from halfstep.workloads.radio import build_vae
 from halfstep.workloads.radio.build_vae import refuse_uneven
-from halfstep.workloads.radio.config import RadioDiffConfig, RadioVaeConfig
+from halfstep.workloads.radio.config import RadioDiffConfig, RadioDiffModelConfig, RadioVaeConfig
 from halfstep.workloads.radio.data import RadioData, find_data, signed, unit_gain, unsigned
 from halfstep.workloads.radio.ddm import ddm_loss, noised, sampled, sampling_times, times_of
 from halfstep.workloads.radio.first_stage import (
@@ -119,6 +119,10 @@ def _format(
     )
     settled = {"precision.modules": {**modules, "vae": choice.name}}
     return settled, (("first stage's format", f"{choice.name}: {choice.why}"),)
+
+
+def told_of_steps(steps: int, wish: RadioDiffModelConfig) -> str:
+    return f"{counted(steps, 'step')}, {counted(steps + int(wish.extra_call), 'call')} of the network"
 
 
 def store_of(config: RadioDiffConfig, sizes: Mapping[str, Any], scale: float) -> dict[str, Any]:
@@ -247,7 +251,6 @@ def workload_of(
         return sample_pictures(data.val, model, workload, key)
 
     wish = config.model
-    calls = wish.sampling_steps + wish.extra_call
     workload = Workload(
         name=config.workload,
         model=model,
@@ -261,14 +264,14 @@ def workload_of(
         mode="min",
         fragile=FRAGILE,
         blocks={kind: kind.forward for kind in REPEATED},
-        scoring=f"of samples (model.sampling_steps={wish.sampling_steps}, or --steps): {SCORING}",
+        scoring=f"of samples: {SCORING}",
         store=store,
         notes=data.notes,
         val_names=data.val_names(),
         about=(
             *data.about,
             *about,
-            ("sampling", f"{counted(wish.sampling_steps, 'step')}, {counted(calls, 'call')} of the network"),
+            ("sampling", told_of_steps(wish.sampling_steps, wish)),
         ),
         frozen={"vae": vae},
         settled=settled or {},

@@ -16,9 +16,9 @@ from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError
 from halfstep.models.radio_unet import RadioUNet
 from halfstep.models.radio_vae import RadioVAE
-from halfstep.workloads.radio.build import Denoising
+from halfstep.workloads.radio.build import Denoising, told_of_steps
 from halfstep.workloads.radio.config import RadioDiffConfig
-from halfstep.workloads.radio.data import part_of, split_of, tree_of
+from halfstep.workloads.radio.data import ROLE_NAMES, part_of, split_of, tree_of
 from halfstep.workloads.radio.pictures import MapRow, map_sheet
 from halfstep.workloads.radio.scores import RadioMetrics
 from halfstep.workloads.sheets import worst_to_best
@@ -82,6 +82,8 @@ class RadioEvaluation(PlainEvaluation):
 class SamplingEvaluation(RadioEvaluation):
     """Of stage 2."""
 
+    num_scored = 0
+
     def scored(
         self,
         config: RadioDiffConfig,
@@ -93,10 +95,12 @@ class SamplingEvaluation(RadioEvaluation):
         """Samples of other steps, or of other maps, than validation's."""
         if options["part"] not in PARTS:
             raise ConfigError(f"--part {options['part']} is not part of the split", fix=f"one of {', '.join(PARTS)}")
+        steps = int(options["steps"] or config.model.sampling_steps)
+        self.scored_at = f"{told_of_steps(steps, config.model)}, {ROLE_NAMES[options['part']]} maps"
         if options["steps"] is None and options["part"] == "val":
             return None
         maps = self._maps(config, options["part"])
-        steps = int(options["steps"] or config.model.sampling_steps)
+        self.num_scored = len(maps)
         denoising = Denoising(
             config, self.workload.store, cast(RadioVAE, self.workload.frozen["vae"].module), steps=steps
         )

@@ -5,7 +5,6 @@ With a first stage: `halfstep predict RUN RadioMapSeer/gain/DPM`, each map as it
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +32,9 @@ from halfstep.workloads.radio.scores import map_scores
 from halfstep.workloads.sheets import Array
 from halfstep.workloads.using import Input, Trained, Wishes, each_answered, saved_picture
 
+MOST_TRANSMITTERS = 1000
+"""Of a map: a sample's noise is that of its map and transmitter, whatever other files are asked for."""
+
 
 class MapPredictor:
     """A gain map and a picture for each antenna file; buildings, cars and truth are found beside it."""
@@ -54,19 +56,19 @@ class MapPredictor:
         bar.total = len(asked)
         steps = int(wishes.options["steps"] or self.config.model.sampling_steps)
         denoising = Denoising(self.config, self.store, self.vae, steps=steps)
-        keys = (Key.of_sampling(seed, place) for place in itertools.count())
-        return each_answered(asked, lambda item: self._answer(item, trained, denoising, next(keys), out))
+        return each_answered(asked, lambda item: self._answer(item, trained, denoising, seed, out))
 
-    def _answer(self, item: Input, trained: Trained, denoising: Denoising, key: Key, out: Path) -> Answer:
+    def _answer(self, item: Input, trained: Trained, denoising: Denoising, seed: int, out: Path) -> Answer:
         size = (self.store["image_size"], self.store["image_size"])
         files = self._files(item.path)
+        key = Key.of_sampling(seed, files.number * MOST_TRANSMITTERS + files.transmitter)
         condition = read_condition(files, size)
         batch = {"condition": signed(torch.from_numpy(condition)[None].to(trained.device).float() / 255)}
         batch |= denoising.draws(key, 1, trained.device)
         with trained.inside():
             unet = cast(RadioUNet, trained.model)
             found = denoising.sample(unet, unet.condition(batch["condition"]), batch)[0, 0].float().cpu()
-        truth = None if files.gain is None else read_gray(files.gain, size) / 255
+        truth = None if files.gain is None else _true_gain(files.gain, size, self.config.data.threshold)
         row = MapRow(name=item.path.name, condition=condition, predicted=found.numpy(), truth=truth)
         return _written(row, item, out)
 
@@ -110,14 +112,18 @@ class ReconstructionPredictor:
         return each_answered(inputs, lambda item: self._answer(item, trained, out))
 
     def _answer(self, item: Input, trained: Trained, out: Path) -> Answer:
-        pixels = torch.from_numpy(read_gray(item.path, self.size))[None, None].to(trained.device)
-        truth = unit_gain(pixels, self.config.data.threshold)
+        truth = _true_gain(item.path, self.size, self.config.data.threshold)
         with trained.inside():
             vae = cast(Stage1, trained.model).vae
-            mean, _ = vae.encode(signed(truth))
+            mean, _ = vae.encode(signed(torch.from_numpy(truth)[None, None].to(trained.device)))
             found = unsigned(vae.decode(mean))[0, 0].cpu().numpy()
-        row = MapRow(name=item.path.name, condition=None, predicted=found, truth=truth[0, 0].cpu().numpy())
+        row = MapRow(name=item.path.name, condition=None, predicted=found, truth=truth)
         return _written(row, item, out)
+
+
+def _true_gain(path: Path, size: tuple[int, int], threshold: float) -> Array:
+    """(H, W) in 0..1, as the model learned it."""
+    return unit_gain(torch.from_numpy(read_gray(path, size)), threshold).numpy()
 
 
 def _written(row: MapRow, item: Input, out: Path) -> Answer:
