@@ -124,6 +124,7 @@ def test_other_videos_are_evaluated_whole(tmp_path: Path, clips: Path) -> None:
     found = evaluate(run, data=other, report=RunReport(run, quiet=True))
     assert found.samples == 3
     assert "fg_ari" in found.metrics
+    assert "slot masks at 32×32" in found.scoring
 
 
 def test_videos_without_masks_are_trained_on_and_watched_by_loss(tmp_path: Path) -> None:

@@ -106,8 +106,8 @@ def _decoded(path: Path) -> Iterator[Array]:
     found = next((name for name in DECODERS if importlib.util.find_spec(name)), None)
     if found is None:
         raise DataError(
-            f"{path} needs a library that decodes video",
-            why="neither PyAV (av) nor OpenCV (cv2) is installed",
+            f"{path} needs PyAV (pip install av) or OpenCV to be decoded",
+            why="neither av nor cv2 is installed",
             fix="pip install av, or save the frames as pictures: a folder for each video",
         )
     library = importlib.import_module(found)

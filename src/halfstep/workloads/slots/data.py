@@ -113,7 +113,7 @@ def open_clips(config: VideoDataConfig) -> ClipData:
         about=(("layout", found.layout), ("clips", f"{len(train)} to train on, {len(val)} to validate on")),
         notes=bad_files.notes,
         val_names=tuple(val.name_of(index) for index in range(len(val))),
-        has_masks=val.form.with_masks,
+        has_masks=(found.val or found.train).have_masks,
     )
 
 
