@@ -12,7 +12,7 @@ ids copied to the device within the step; rows differ in nothing else but what t
     halfstep     `halfstep train` with train.fast=graph
 
 Peak memory is the larger of max_memory_allocated before a capture and reserved memory after it.
-`--small` is for trying the script on a CPU.
+`--small` is for trying the script on a CPU: its bf16 matmuls can take a thousand times a GPU's time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from step_rows import halfstep_row, rows, rows_parser, torch_row
 
 WARM_UP, STEPS, WINDOWS = 12, 15, 3
 CONTEXT = 1024
-SMALL = ("model.depth=2", "model.dim=64", "model.heads=2", "model.context=64")
+SMALL_BATCH, SMALL_CONTEXT, SMALL_SHAPE = 2, 8, {"depth": 2, "dim": 32, "heads": 2, "vocab": 257}
+SMALL = (f"model.context={SMALL_CONTEXT}", *(f"model.{name}={size}" for name, size in SMALL_SHAPE.items()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +78,7 @@ CASES = {
         batch_size=4,
         title="GPT-2 XL, bf16-true, split master, 8-bit moments, train.memory=low",
         precisions={"bf16-true": ("halfstep",)},
-        # As in a long run, whose trials may take minutes.
-        words=(*SPLIT, "train.memory=low", "train.memory_time=1.25", "train.max_steps=10000"),
+        words=(*SPLIT, "train.memory=low", "train.memory_time=1.25"),
     ),
 }
 
@@ -118,12 +118,17 @@ def asked_for(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
                 yield from ((name, row, precision) for row in possible if row in wanted)
 
 
+def batch_of(case: Case, arguments: argparse.Namespace) -> int:
+    return SMALL_BATCH if arguments.small else case.batch_size
+
+
 # --- halfstep ---
 
 
 def by_halfstep(case: Case, row: str, precision: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    words = (*case.words, *(SMALL if arguments.small else ()))
-    config = bench_config(case.workload, words, {"batch_size": case.batch_size}, small=False)
+    # Trials of train.memory take as long as the run at most, and in a long one minutes.
+    words = (*case.words, f"train.max_steps={10 if arguments.small else 10_000}", *(SMALL if arguments.small else ()))
+    config = bench_config(case.workload, words, {"batch_size": batch_of(case, arguments)}, small=False)
     return halfstep_row(config, precision, profiles=arguments.profile)
 
 
@@ -141,7 +146,9 @@ def by_torch(case: Case, row: str, precision: str, arguments: argparse.Namespace
     is_tuned = row != "plain"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=is_tuned)
     run = torch.compile(lambda tokens: loss_of(model, tokens)) if is_tuned else lambda tokens: loss_of(model, tokens)
-    host = torch.randint(model.config.vocab_size if row != "stock" else 50257, (case.batch_size, context + 1))
+    host = torch.randint(
+        model.size.vocab if row == "stock" else model.config.vocab_size, (batch_of(case, arguments), context + 1)
+    )
     host = host.pin_memory() if device.type == "cuda" else host
     counts = (2, 2, WINDOWS) if arguments.small else (WARM_UP, STEPS, WINDOWS)
     return torch_row(
@@ -151,16 +158,15 @@ def by_torch(case: Case, row: str, precision: str, arguments: argparse.Namespace
 
 def made(case: Case, row: str, small: bool) -> tuple[Any, Callable[[Any, Tensor], Tensor], int]:
     size = GPT2S[case.workload]
-    context = 64 if small else CONTEXT
-    shape = (
-        {"depth": 2, "heads": 2, "dim": 64} if small else {"depth": size.depth, "heads": size.heads, "dim": size.dim}
-    )
+    published = {"depth": size.depth, "heads": size.heads, "dim": size.dim, "vocab": size.vocab}
+    context, shape = (SMALL_CONTEXT, SMALL_SHAPE) if small else (CONTEXT, published)
     if row == "stock":
         return gpt2(case.workload, context=context, **shape), stock_loss, context
     from transformers import GPT2Config, GPT2LMHeadModel
 
     theirs = GPT2Config(
         n_layer=shape["depth"], n_head=shape["heads"], n_embd=shape["dim"], n_positions=context,
+        vocab_size=shape["vocab"],
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
     )  # fmt: skip
     return GPT2LMHeadModel(theirs), their_loss, context

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
@@ -258,3 +259,13 @@ def test_gradients_of_several_micro_batches_add_up_in_fp32(kind: Any) -> None:
     assert facts.read().grad_norm == pytest.approx(2**0.5 * sum(shares) / 5, rel=1e-6)
     step.commit(step.compute(loss, [{"share": torch.tensor(1.0)}]))
     assert model.weight.grad.dtype == torch.bfloat16, "alone they take two bytes"  # type: ignore[union-attr]
+
+
+def test_fp32_weights_among_half_ones_are_planned_without_reading_addresses() -> None:
+    """As the memory plan builds the optimizer's state: tensors without content have no address, and torch warns."""
+    with FakeTensorMode():
+        half, whole = (nn.Parameter(torch.empty(4, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32))
+        half.grad, whole.grad = torch.empty_like(half), torch.empty_like(whole)
+        optimizer = AdamWBf16([half, whole], lr=1e-3)
+        optimizer.step()
+    assert {name for name, value in optimizer.state[whole].items() if value.shape} == {"exp_avg", "exp_avg_sq"}

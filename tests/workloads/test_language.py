@@ -207,8 +207,9 @@ def test_bad_texts_are_refused_and_leave_nothing_behind(tmp_path: Path) -> None:
     folder = tmp_path / "text"
     folder.mkdir()
     (folder / "a.txt").write_bytes(b"")
-    with pytest.raises(DataError, match=r"a\.txt is empty"):
+    with pytest.raises(DataError, match=r"a\.txt is empty") as error:
         built(folder / "a.txt")
+    assert "data.on_bad_file=skip" in error.value.fix
     (folder / "a.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match="not UTF-8"):
         built(folder / "a.txt")
@@ -295,6 +296,12 @@ def test_temperature_top_k_and_top_p_say_what_may_be_drawn() -> None:
     assert chances(logits, Sampling(top_p=0.01)).tolist() == [1, 0, 0, 0]
     cold = chances(logits, Sampling(temperature=0.5))
     assert cold.tolist() == pytest.approx((logits * 2).softmax(0).tolist())
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"temperature": math.nan}, {"top_p": 0}, {"top_p": math.nan}])
+def test_what_nothing_can_be_drawn_by_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=r"temperature .*top-p"):
+        Sampling(**wrong)  # type: ignore[arg-type]
 
 
 def test_what_is_drawn_from_the_cache_is_what_the_whole_text_would_give() -> None:

@@ -76,12 +76,16 @@ def read_text(path: Path) -> str:
         raise DataError(
             f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at position {error.start:,}",
             why="it is in another encoding, or no text",
-            fix=f"iconv -f latin1 -t utf-8 {path.name}, if it is Latin-1; or data.on_bad_file=skip",
+            fix=f"iconv -f latin1 -t utf-8 {path.name}, if it is Latin-1; in a folder also data.on_bad_file=skip",
         ) from error
     except OSError as error:
         raise DataError(f"cannot read {path}", why=error.strerror or str(error)) from error
     if not text.strip():
-        raise DataError(f"{path} is empty", why="there is nothing to learn in it", fix="remove it, or fill it")
+        raise DataError(
+            f"{path} is empty",
+            why="there is nothing to learn in it",
+            fix="remove it, or fill it; in a folder also data.on_bad_file=skip",
+        )
     return text
 
 

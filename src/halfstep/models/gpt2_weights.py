@@ -131,11 +131,14 @@ def _refuse_other_function(model: GPT2, description: Mapping[str, Any], path: Pa
     }
     theirs = {key: (*mine, description[key]) for key, mine in own.items() if key in description}
     if other := [(setting, mine, value) for setting, mine, value in theirs.values() if value != mine]:
+        settings = {setting: value for setting, _, value in theirs.values()}
+        if (context := description.get("n_positions", description.get("block_size", size.context))) < size.context:
+            settings["model.context"] = context
         raise ModelError(
             f"{path} is of another size: "
             + ", ".join(f"{setting} {value}, here {mine}" for setting, mine, value in other),
             why="its description says so",
-            fix=" ".join(f"{setting}={str(value).lower()}" for setting, _, value in theirs.values()),
+            fix=" ".join(f"{setting}={str(value).lower()}" for setting, value in settings.items()),
         )
     for key, ours in FUNCTION.items():
         if description.get(key, ours[0]) not in ours:

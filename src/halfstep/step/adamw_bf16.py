@@ -80,7 +80,7 @@ class JudgedAdamW(Optimizer):
 
     def write(self, parameter: Tensor, weights: Tensor, values: Tensor, state: Mapping[str, Tensor]) -> None:
         if not is_kept_in_half(parameter):
-            if values is not weights:
+            if values is not weights:  # `read` gave fp32 weights themselves, and they are written already
                 weights.copy_(values)
         elif LOW in state:
             high, low = split(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -28,10 +29,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+        if not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ConfigError(
                 f"temperature {self.temperature:g}, top-k {self.top_k}, top-p {self.top_p:g}",
-                why="a temperature and a count are not negative, a probability lies above 0 and up to 1",
+                why="a temperature is finite and, as a count, not negative; a probability lies above 0 and up to 1",
                 fix="--temperature 0.8 --top-k 200 --top-p 0.95",
             )
 
