@@ -109,7 +109,9 @@ class Histograms(Trace):
 def judged(subject: Subject, target: Target, windows: Iterable[list[Any]]) -> list[Judged]:
     """Weights, activations and gradients of each module."""
     in_fp32 = subject.plan_for("fp32", {})
-    in_target = None if target == "fp8" else _in_format(subject, target)
+    in_target = None
+    if target != "fp8":
+        in_target = attempt(subject, target, subject.plan_for(target.removesuffix("-true"), {}), traced=True)
     held = _held(in_target, target) if in_target is not None else {}
     cast = {module for (module, name, *_), is_held in held.items() if is_held and name in (*PRODUCTS, "convolution")}
     """Modules whose weights autocast brings into the format, which no fp32 step shows."""
@@ -134,10 +136,6 @@ def judged(subject: Subject, target: Target, windows: Iterable[list[Any]]) -> li
     scale = _best_scale(found) if target == "fp16" else 1.0
     rows = [_judge(module, kind, magnitudes, target, scale) for (module, kind), magnitudes in found.items()]
     return [*rows, _refused(in_target)] if in_target is not None and in_target.error else rows
-
-
-def _in_format(subject: Subject, target: Target) -> Attempt:
-    return attempt(subject, target, subject.plan_for(target.removesuffix("-true"), {}), traced=True)
 
 
 def _refused(run: Attempt) -> Judged:

@@ -34,7 +34,9 @@ def show_bench(record: Record, console: Console) -> None:
     columns = _columns(measured, record.get("unit", OLDER_UNIT))
     for table in fitting(columns, console.width) if measured else ():
         console.print(columns_table(table, left=WHO))
-    for line in (*_not_measured(rows), *_remarks(measured), *_meanings(record, measured, columns)):
+    missing = [f"not measured: {_label(row)}: {row['reason']}" for row in rows if not row["window_ms"]]
+    remarks = [f"{_label(row)}: {remark}" for row in measured for remark in row["remarks"]]
+    for line in (*missing, *remarks, *_meanings(record, measured, columns)):
         console.print(Text(line, style="dim"), soft_wrap=True)
     for warning in record["warnings"]:
         console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
@@ -69,7 +71,7 @@ def digits(value: float | None, significant: int = 3) -> str:
     return f"{value:.{max(0, significant - 1 - math.floor(math.log10(abs(value))))}f}"
 
 
-def start(row: Mapping[str, Any]) -> str:
+def start(row: Record) -> str:
     """Seconds to the first step, and how the compiler found its cache."""
     return f"{digits(row['start_s'])} {row['cache']}".rstrip()
 
@@ -88,7 +90,7 @@ def fitting(columns: Mapping[str, Sequence[str]], width: int) -> list[dict[str, 
     return tables
 
 
-def _columns(rows: Sequence[Mapping[str, Any]], unit: Mapping[str, Any]) -> dict[str, list[str]]:
+def _columns(rows: Sequence[Record], unit: Record) -> dict[str, list[str]]:
     def each(name: str, scale: float = 1.0, significant: int = 3) -> list[str]:
         return [digits(None if row[name] is None else row[name] * scale, significant) for row in rows]
 
@@ -112,19 +114,11 @@ def _columns(rows: Sequence[Mapping[str, Any]], unit: Mapping[str, Any]) -> dict
     return {name: cells for name, cells in columns.items() if any(cell != NOTHING for cell in cells)}
 
 
-def _times(row: Mapping[str, Any], name: str) -> str:
+def _times(row: Record, name: str) -> str:
     return NOTHING if row[name] is None else f"{row[name]:.2f}"
 
 
-def _not_measured(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [f"not measured: {_label(row)}: {row['reason']}" for row in rows if not row["window_ms"]]
-
-
-def _remarks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [f"{_label(row)}: {remark}" for row in rows for remark in row["remarks"]]
-
-
-def _meanings(record: Record, rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> list[str]:
+def _meanings(record: Record, rows: Sequence[Record], columns: Iterable[str]) -> list[str]:
     """What the columns that are shown mean, where the words alone could mislead."""
     if not rows:
         return []
@@ -140,11 +134,9 @@ def _meanings(record: Record, rows: Sequence[Mapping[str, Any]], columns: Iterab
     return [*said, f"memory: {record['memory']}"]
 
 
-def _label(row: Mapping[str, Any]) -> str:
+def _label(row: Record) -> str:
     return " ".join(filter(None, (row["name"], row["variant"], row["precision"])))
 
-
-Row = Mapping[str, Any]
 
 COLOURS = {"fp32": "#616e7c", "tf32": "#8e44ad", "bf16": "#2f6fde", "fp16": "#0b9ac0", "fp8": "#12805c"}
 OTHER = "#b7791f"
@@ -155,7 +147,7 @@ ROOM_FOR_LABELS = 1.55
 """Of the longest bar: the numbers stand behind the bars."""
 
 
-def draw_bench(record: Mapping[str, Any], path: Path) -> None:
+def draw_bench(record: Record, path: Path) -> None:
     """Write the picture; rows that say nothing about speed are left out of it."""
     rows = [row for row in record["rows"] if row["window_ms"] and not row["simulated"]]
     figure = new_figure((11.5, 1.5 + INCHES_A_ROW * max(len(rows), 2)))
@@ -170,7 +162,7 @@ def draw_bench(record: Mapping[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
-def _notes(record: Mapping[str, Any], num_drawn: int, *, has_memory: bool) -> Iterator[str]:
+def _notes(record: Record, num_drawn: int, *, has_memory: bool) -> Iterator[str]:
     """What is missing in the picture, and why."""
     if num_drawn and not has_memory:
         yield f"memory: {record['memory']}"
@@ -178,19 +170,19 @@ def _notes(record: Mapping[str, Any], num_drawn: int, *, has_memory: bool) -> It
         yield f"not drawn: {counted(left_out, 'row')} that could not be measured, or whose format is simulated here"
 
 
-def _draw_times(axes: Axes, rows: Sequence[Row], unit: Mapping[str, Any]) -> None:
+def _draw_times(axes: Axes, rows: Sequence[Record], unit: Record) -> None:
     _bars(axes, rows, [row["ms"] for row in rows], "time per step, ms (line: fastest to slowest window)")
     _spreads(axes, rows)
     _labels(axes, [row["ms_max"] for row in rows], [_time_label(row, unit) for row in rows])
 
 
-def _draw_memory(axes: Axes, rows: Sequence[Row]) -> None:
+def _draw_memory(axes: Axes, rows: Sequence[Record]) -> None:
     sizes = [(row["peak_bytes"] or 0) / 1e9 for row in rows]
     _bars(axes, rows, sizes, "peak memory, GB")
     _labels(axes, sizes, [f"{digits(size)} GB" if size else "not counted" for size in sizes])
 
 
-def _bars(axes: Axes, rows: Sequence[Row], lengths: Sequence[float], name: str) -> None:
+def _bars(axes: Axes, rows: Sequence[Record], lengths: Sequence[float], name: str) -> None:
     places = range(len(rows))
     bars = axes.barh(places, lengths, height=0.7, color=[COLOURS.get(row["precision"], OTHER) for row in rows])
     for bar, row in zip(bars, rows, strict=True):
@@ -203,7 +195,7 @@ def _bars(axes: Axes, rows: Sequence[Row], lengths: Sequence[float], name: str) 
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _spreads(axes: Axes, rows: Sequence[Row]) -> None:
+def _spreads(axes: Axes, rows: Sequence[Record]) -> None:
     for place, row in enumerate(rows):
         for colour, width in (("white", 4.0), (INK, 1.6)):  # a rim, to be seen on a dark bar
             ends = [row["ms_min"], row["ms_max"]]
@@ -215,7 +207,7 @@ def _labels(axes: Axes, ends: Sequence[float], labels: Sequence[str]) -> None:
         axes.annotate(label, (end, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5, color=INK)
 
 
-def _time_label(row: Row, unit: Mapping[str, Any]) -> str:
+def _time_label(row: Record, unit: Record) -> str:
     rate = digits(row["samples_per_s"] * unit["per_sample"], 4)
     facts = [f"{digits(row['ms'], 4)} ms", f"{rate} {unit['name']}s/s"]
     facts += [f"{row['speedup_fp32']:.1f}x fp32"] if row["speedup_fp32"] is not None else []

@@ -83,17 +83,14 @@ def formats_table(formats: Iterable[Format]) -> Table:
 
 def fates_table(fates: Iterable[Fate]) -> Table:
     """What each format makes of one number."""
-    rows = ((fate.format, _result(fate), fate.kind, _loss(fate)) for fate in fates)
+    digits = {"fp64": 17}
+    rows = ((f.format, f"{f.result:.{digits.get(f.format, 9)}g}", f.kind, _loss(f)) for f in fates)
     return rows_table(("format", "becomes", "fate", "relative error"), rows)
 
 
 def number(value: float) -> str:
     """Short where that is exact (65504, 448), three digits otherwise."""
     return f"{value:.0f}" if 1 <= value < 1e6 else f"{value:.2e}"
-
-
-def _result(fate: Fate) -> str:
-    return f"{fate.result:.17g}" if fate.format == "fp64" else f"{fate.result:.9g}"
 
 
 def _loss(fate: Fate) -> str:

@@ -63,7 +63,8 @@ class ModeSearch:
             best = self._with_cudnn_trials(trial, best)
         best = self._with_tuned_kernels(best)
         factor = [f"{eager.ms / best.ms:.2f}x eager"] if eager and best and best is not eager else []
-        reason = "; ".join([_line(self.costs) or "nothing could be measured", *factor, *self._remarks()])
+        costs = ", ".join(f"{label} {cost.ms:.1f} ms" for label, cost in self.costs.items())
+        reason = "; ".join([costs or "nothing could be measured", *factor, *self._remarks()])
         gains = tuple(_with_outcome(gain, self.fields) for gain in self.gains)
         return FoundMode(
             fields={**self.fields, "mode_reason": reason, "gains": gains},
@@ -211,10 +212,6 @@ def fastest_mode(costs: dict[str, Cost]) -> Mode:
     modes |= {mode: costs[mode] for mode in ("compile", "graph") if mode in costs}
     limit = min(cost.ms for cost in modes.values()) * WORTH
     return next(mode for mode, cost in modes.items() if cost.ms <= limit)
-
-
-def _line(costs: dict[str, Cost]) -> str:
-    return ", ".join(f"{label} {cost.ms:.1f} ms" for label, cost in costs.items())
 
 
 def _duration(seconds: float) -> str:

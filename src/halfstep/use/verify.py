@@ -38,7 +38,9 @@ def verify(word: str, *, flags: Mapping[str, object], overrides: Sequence[str]) 
             _rate(parts, engine, window, record),
             amp,
         ]
-    return [*lines, *(_of_record(record) if record is not None else _without_record())]
+    if record is None:
+        return [*lines, *_without_record()]
+    return [*lines, _gpu(record), _memory(record), _skipped(record), _capsules(record)]
 
 
 def _each(name: str, engine: AnyEngine, window: list[Batch], parts: Assembly, proof: Proof) -> Line:
@@ -88,10 +90,6 @@ def _is_scheduled(step: Step, record: Mapping[str, Any]) -> bool:
     """A committed step ran with the rate of the count before it, a dropped one with that of the count it left."""
     committed = int(record["committed"])
     return any(is_same_rate(float(record["lr"]), scheduled_rate(step, max(c, 0))) for c in (committed - 1, committed))
-
-
-def _of_record(record: RunRecord) -> list[Line]:
-    return [_gpu(record), _memory(record), _skipped(record), _capsules(record)]
 
 
 def _without_record() -> list[Line]:
