@@ -104,7 +104,7 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
     classes = tuple(known) if set(train) <= set(known) else in_order
     if len(classes) < 2 and not known:
         raise DataError(
-            f"{_names(train_folders)} holds one class, {classes[0]}",
+            f"{some_of(train_folders)} holds one class, {classes[0]}",
             why="there is nothing to tell apart",
             fix="one folder per class: train/<class>/*.jpg",
         )
@@ -120,7 +120,7 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
         train=_listing(train, classes),
         val=_listing(val, classes),
         titles=_titles(root),
-        val_source=_names(val_folders) if val_folders else f"{layout.val_fraction:.0%} of each class",
+        val_source=some_of(val_folders) if val_folders else f"{layout.val_fraction:.0%} of each class",
         has_table=labelled is not None,
     )
 
@@ -177,14 +177,14 @@ def _by_class(folders: Sequence[Path]) -> dict[str, list[Path]]:
                 found.setdefault(printable(folder.name), []).extend(pictures_below(folder))
     if not found:
         raise DataError(
-            f"no class folders in {_names(folders)}",
+            f"no class folders in {some_of(folders)}",
             why=f"it holds {_content(folders[0])}",
             fix="one folder per class: train/<class>/*.jpg and val/<class>/*.jpg",
         )
     empty = sorted(name for name, paths in found.items() if not paths)
     if empty:
         raise DataError(
-            f"no pictures in class {some_of(empty)} of {_names(folders)}",
+            f"no pictures in class {some_of(empty)} of {some_of(folders)}",
             why="a class without examples cannot be learned, and would shift the numbers of the others",
             fix="add pictures (" + " ".join(PICTURES) + ") or remove the folder",
         )
@@ -218,7 +218,7 @@ def _split(
 def _refuse_unknown(extra: Sequence[str], folders: Sequence[Path]) -> None:
     if extra:
         raise DataError(
-            f"only in {_names(folders)}: {some_of(extra, 10)}",
+            f"only in {some_of(folders)}: {some_of(extra, 10)}",
             why="the model never sees these classes in training",
             fix="add them to the training folder, or remove them",
         )
@@ -239,10 +239,6 @@ def _titles(root: Path) -> dict[str, str]:
         return {str(name): str(title) for name, title in titles.items()}
     except (ValueError, AttributeError) as error:
         raise DataError(f"cannot read {path}", why=str(error), fix='it holds {"class": "name"}') from error
-
-
-def _names(folders: Sequence[Path]) -> str:
-    return some_of(folders)
 
 
 def _content(folder: Path) -> str:
