@@ -50,8 +50,8 @@ def final_state(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
 
 def records(folder: Path) -> list[dict[str, Any]]:
     """Without what a clock or the machine decides."""
-    clocks = ("samples_per_s", "memory_bytes", "elapsed_s")
-    return [{name: value for name, value in line.items() if name not in clocks} for line in stored_lines(folder)]
+    clocks = ("_per_s", "memory_bytes", "elapsed_s")
+    return [{name: value for name, value in line.items() if not name.endswith(clocks)} for line in stored_lines(folder)]
 
 
 def stored_lines(folder: Path) -> list[dict[str, Any]]:
