@@ -237,6 +237,12 @@ def test_a_pattern_that_matches_nothing_lists_near_names() -> None:
     assert "'vae" in caught.value.fix
 
 
+def test_a_misspelled_frozen_part_is_suggested() -> None:
+    with pytest.raises(PrecisionError) as caught:
+        decide("bf16", HOPPER, tiny_diffusion(), modules={"techer": "fp32"}, frozen={"teacher": nn.Linear(2, 2)})
+    assert "'teacher'" in caught.value.fix
+
+
 def test_a_pattern_for_a_model_without_parts_is_told_so() -> None:
     with pytest.raises(PrecisionError, match="matches no module of Linear") as caught:
         decide("bf16", HOPPER, nn.Linear(4, 2), modules={"head": "fp32"})

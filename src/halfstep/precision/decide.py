@@ -56,7 +56,10 @@ def decide(
         device=hardware.device,
         device_name=hardware.name,
         simulated=any(answer.simulated for answer in grants),
-        rows=(*_rows(model, default, parts, hardware, fp8_gains or {}, force=force), *map(_island, fragile)),
+        rows=(
+            *_rows(model, default, parts, hardware, fp8_gains or {}, force=force, frozen=tuple(frozen or ())),
+            *map(_island, fragile),
+        ),
         frozen=used,
         warnings=tuple(dict.fromkeys(answer.warning for answer in grants if answer.warning)),
     )
@@ -144,13 +147,15 @@ def _rows(
     gains: Mapping[str, Fp8Gain],
     *,
     force: bool,
+    frozen: tuple[str, ...],
 ) -> list[Row]:
     if model is not None:
         from halfstep.precision.fp8_pays import Fp8Layers  # torch is needed only once there is a model
         from halfstep.precision.rows import rows_of
 
         fp8 = Fp8Layers(gains=gains, force=force)
-        return rows_of(model, default, parts, cuda_lists=default.simulated or hardware.kind != "cpu", fp8=fp8)
+        cuda_lists = default.simulated or hardware.kind != "cpu"
+        return rows_of(model, default, parts, cuda_lists=cuda_lists, fp8=fp8, frozen=frozen)
     whole = Row(module=WHOLE_MODEL, storage=default.storage, compute=default.compute, reason="the default")
     return [whole, *(
         Row(module=pattern, storage=part.storage, compute=part.compute, kind="module", precision=part.precision,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -26,10 +26,12 @@ def rows_of(
     *,
     cuda_lists: bool,
     fp8: Fp8Layers = Fp8Layers(),  # noqa: B008 frozen
+    frozen: Iterable[str] = (),
 ) -> list[Row]:
-    """A row for every module with weights of its own, and for the outermost modules that a pattern names."""
+    """A row for every module with weights of its own, and for the outermost modules that a pattern names; `frozen` are
+    parts besides the model that a pattern may have meant."""
     edges = edge_layers(model)
-    grants = grants_by_module(model, default, parts)
+    grants = grants_by_module(model, default, parts, frozen)
     rows = []
     for name, module in model.named_modules():
         answer = grants[name]
@@ -40,13 +42,15 @@ def rows_of(
     return rows
 
 
-def grants_by_module(model: nn.Module, default: Grant, parts: Mapping[str, Grant]) -> dict[str | None, Grant]:
+def grants_by_module(
+    model: nn.Module, default: Grant, parts: Mapping[str, Grant], frozen: Iterable[str] = ()
+) -> dict[str | None, Grant]:
     """The last pattern that matches a module's name decides; else its parent's grant holds."""
     names = plain_names(model)
     for pattern in parts:
         if not any(_matches(name, plain, pattern) for name, plain in names.items()):
             depth = pattern.count(".")
-            known = [plain for plain in names.values() if plain and plain.count(".") <= depth]
+            known = [*frozen, *(plain for plain in names.values() if plain and plain.count(".") <= depth)]
             none = "leave it out: the model has no parts, the default precision is all of it"
             raise PrecisionError(
                 f"precision.modules: {pattern!r} matches no module of {type(model).__name__}",
