@@ -199,6 +199,13 @@ def test_half_precision_and_recomputing_save_memory() -> None:
     recomputed = step_cost(config(**{"train.activation_checkpointing": True}), store, CPU, "fp32")
     assert recomputed.sample_bytes < 0.8 * full.sample_bytes
     assert recomputed.sample_flops() == full.sample_flops()
+    known: dict[str, Any] = {}
+    shared = [
+        step_cost(config(**{"train.activation_checkpointing": on}), store, CPU, "fp32", known) for on in (False, True)
+    ]
+    assert [one.bytes_at(8) for one in shared] == [full.bytes_at(8), recomputed.bytes_at(8)]
+    plain, other = known.values()
+    assert plain._fixed is other._fixed, "weights and optimizer are counted once"
 
 
 def test_configs_that_differ_in_how_long_they_train_are_traced_once() -> None:

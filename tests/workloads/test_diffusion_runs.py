@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +307,21 @@ def test_a_vae_with_a_shift_is_exported_with_a_pipeline_that_knows_it(data: Path
         pipeline.vae.register_to_config(shift_factor=shift)
         pipeline([""], num_inference_steps=2, generator=torch.manual_seed(0), output_type="np")
     torch.testing.assert_close(seen[0] - seen[1], torch.full_like(seen[0], 0.5))
+
+
+def test_the_header_says_what_the_unet_is_told_and_which_captions_are_cut(
+    data: Path, text: str, tmp_path: Path
+) -> None:
+    plain = building.build(settings("diffusion", data, model__conditioning="class").config)  # type: ignore[arg-type]
+    assert dict(plain.about)["is told"].startswith("its class, of 3: cross, disc, square; 10% of the samples: nothing")
+    for k in range(3):
+        Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8)).save(tmp_path / f"{k}.png")
+    rows = [{"file_name": f"{k}.png", "text": "a red disc" if k else "red " * 20} for k in range(3)]
+    (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    wish = {"model__conditioning": "text", "model__text_encoder": text, "model__attention_head_dim": 2}
+    told = building.build(settings("diffusion", tmp_path, **wish).config)  # type: ignore[arg-type]
+    assert told.notes == ("cut: 1 caption of more than 16 tokens",)
+    assert "caption" in dict(told.about)["is told"]
 
 
 # --- bad input ---

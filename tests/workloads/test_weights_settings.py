@@ -15,7 +15,7 @@ from halfstep.config.load import Loaded
 from halfstep.errors import ConfigError
 from halfstep.models.diffusers_nets import build_net, unet_config
 from halfstep.run.train import train
-from halfstep.workloads import load
+from halfstep.workloads import build, load
 from halfstep.workloads.diffusion.weights_settings import adopted
 
 THEIRS: dict[str, Any] = {
@@ -104,3 +104,16 @@ def test_a_process_that_is_not_built_here_is_refused(
     weights = pipeline(tmp_path / "theirs", **theirs)
     with pytest.raises(ConfigError, match=said):
         adopted(asked(data, weights).config)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [({"out_channels": 6}, "gives 6 channels for 3"), ({"class_embed_type": "timestep"}, "class_embed_type=timestep")],
+)
+def test_a_unet_that_learns_or_is_told_more_is_refused(
+    data: Path, tmp_path: Path, form: dict[str, Any], said: str
+) -> None:
+    size = {"sample_size": 8, "sample_channels": 3, "channels": (8, 8), "layers": 1}
+    build_net(unet_config(**size, attention=[], attention_head_dim=8) | form).save_pretrained(tmp_path / "unet")
+    with pytest.raises(ConfigError, match=said):
+        build(asked(data, tmp_path / "unet").config)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from halfstep.config.schema import RunConfig
 from halfstep.hardware.facts import Hardware
@@ -93,6 +93,10 @@ class MemoryPlanner:
     _traces: dict[tuple[object, ...], list[Trace]] = field(default_factory=dict)
     _fixed: dict[tuple[str, int], Fixed] = field(default_factory=dict)
     _inputs: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def recomputing(self, step: PlannedStep) -> MemoryPlanner:
+        """Of the same step with other blocks recomputed: weights, optimizer and inputs are known already."""
+        return replace(self, step=step, _timelines={}, _traces={})
 
     def predict(self, cell: Cell, *, base_batch: int = 0) -> Prediction:
         """Traced at its own batch, or from those of `base_batch` and its double: for looking at many batches."""

@@ -82,7 +82,9 @@ def step_cost(
     cell = dataclasses.replace(Cell.of(config, traced, mode), batch_size=size, accumulate=1)
     known, key = {} if known is None else known, config.model_dump_json(exclude=NOT_OF_THE_STEP)
     if key not in known:
-        known[key] = MemoryPlanner(planned_step(config, store), hardware)
+        made, plain = planned_step(config, store), _but_for_recomputing(config)
+        like = next((one for one in known.values() if _but_for_recomputing(one.step.config) == plain), None)
+        known[key] = like.recomputing(made) if like else MemoryPlanner(made, hardware)
     step, found = known[key].step, known[key].predict(cell)
     by_batch = sum(found.components[name] for name in BY_BATCH)
     return StepCost(
@@ -92,6 +94,11 @@ def step_cost(
         sample_flops=step.sample_flops,
         usable=USABLE if is_gpu else USABLE_MEMORY,
     )
+
+
+def _but_for_recomputing(config: RunConfig) -> str:
+    switched_off = config.changed(train={"activation_checkpointing": False})
+    return switched_off.model_dump_json(exclude=NOT_OF_THE_STEP)
 
 
 def planned_largest_batch(config: RunConfig, precision: str, mode: Mode, memory_bytes: int) -> int | None:

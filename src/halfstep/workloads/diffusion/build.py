@@ -70,7 +70,7 @@ def told_of(config: DiffusionConfig, parts: Parts) -> tuple[tuple[str, str], ...
     """What the U-Net is told of a picture, for the header."""
     if not parts.conditions.is_told:
         return ()
-    return (("is told", f"{parts.conditions.about}; nothing of {config.model.drop_condition:.0%} of the samples"),)
+    return (("is told", f"{parts.conditions.about}; {config.model.drop_condition:.0%} of the samples: nothing"),)
 
 
 def workload_of(

@@ -140,9 +140,11 @@ def _check_fits(model: Net, config: DiffusionConfig, parts: Parts) -> None:
         raise ConfigError(f"the U-Net of {source} is told text", fix="model.conditioning=text model.text_encoder=DIR")
     if (found.get("num_class_embeds") or 0) != conditions.num_classes:
         raise ConfigError(
-            f"the U-Net of {source} knows {found.get('num_class_embeds') or 0} classes, here are "
-            f"{conditions.num_classes} with the one for nothing said",
-            fix="data with its classes, or no model.weights",
+            f"the U-Net of {source} has {found.get('num_class_embeds') or 0} class numbers, here are "
+            f"{conditions.num_classes}: one for each class, and one for nothing said"
+            if conditions.num_classes
+            else f"the U-Net of {source} is told a class",
+            fix="data with its classes, or no model.weights" if conditions.num_classes else "model.conditioning=class",
         )
 
 
