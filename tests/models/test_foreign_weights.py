@@ -98,7 +98,7 @@ def hf_resnet() -> dict[str, Tensor]:
     return filled(shapes | pairs("classifier.1", CLASSES, 32))
 
 
-@pytest.mark.parametrize("wrap", ["", "model.", "module.backbone.", "_orig_mod.net."])
+@pytest.mark.parametrize("wrap", ["", "model.", "module.backbone.", "_orig_mod.net.", "student.visual."])
 @pytest.mark.parametrize("theirs", [timm_vit, hf_vit, hf_vit_in_memory])
 def test_other_projects_vit_loads_whole(theirs: Callable[[], dict[str, Tensor]], wrap: str) -> None:
     """Loading refuses a name that is missing or left over, so that it succeeds says that all were found."""

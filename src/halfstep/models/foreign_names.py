@@ -7,6 +7,7 @@ timm's and DeiT's ResNet names are torchvision's, which are ours.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 
@@ -97,7 +98,8 @@ def in_names_of(own: Iterable[str], weights: Mapping[str, Tensor]) -> dict[str, 
     """The weights under the names, of those they may have, that most of `own` are among."""
     wanted = set(own)
     given = {plain(name): tensor for name, tensor in weights.items()}
-    forms = (_renamed(names, table) for names in (given, _unwrapped(given)) for table in TABLES)
+    inner = (given, _unwrapped(given), _without_shared_start(given))
+    forms = (_renamed(names, table) for names in inner for table in TABLES)
     return max(forms, key=lambda form: len(wanted & form.keys()))
 
 
@@ -110,6 +112,12 @@ def _unwrapped(weights: dict[str, Tensor]) -> dict[str, Tensor]:
             inner = inner.removeprefix(prefix)
         found[name if inner in found else inner] = tensor
     return found
+
+
+def _without_shared_start(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of a file that holds one part of another model, whatever its name there: `encoder.conv1.weight`."""
+    shared = ".".join([*os.path.commonprefix([name.split(".")[:-1] for name in weights]), ""])
+    return {name.removeprefix(shared): tensor for name, tensor in weights.items()}
 
 
 def _renamed(weights: dict[str, Tensor], table: Table) -> dict[str, Tensor]:
