@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from data.picture_folders import write_split
+from data.test_idx import write_idx
 from diffusion_tiny import pictures, vae_folder
 from halfstep.cli.main import main
 
@@ -156,3 +157,10 @@ def test_a_config_packs_its_latents_once(tmp_path: Path, capsys: pytest.CaptureF
     assert "data.cache=latents" in error
     config.write_text(json.dumps({"workload": "unet"}))
     assert run(capsys, "pack", str(config))[0] == 2
+
+
+def test_files_of_mnist_are_not_taken_for_a_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_idx(tmp_path / "FashionMNIST" / "raw")
+    code, _, error = run(capsys, "pack", str(tmp_path))
+    assert code == 2
+    assert f"halfstep train resnet18 --data-dir {tmp_path}" in error

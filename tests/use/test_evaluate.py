@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data import data_sets
 from halfstep.errors import CheckpointError, ConfigError, DataError
 from halfstep.report.evaluation_view import Evaluation
 from halfstep.report.metrics_file import read
@@ -302,3 +303,15 @@ def test_a_run_without_validation_asks_for_data(tmp_path: Path) -> None:
     shutil.copytree(run / "data", tmp_path / "data")
     assert evaluate(run, report=told.report, data=tmp_path / "data").samples == 100
     assert "no checkpoint is marked as the best one" in told.text
+
+
+def test_data_of_another_kind_are_refused_without_settings_that_no_evaluation_takes(
+    unet: Path, resnet: Path, tmp_path: Path
+) -> None:
+    data_sets.tgs(tmp_path / "masks")
+    (tmp_path / "other" / "scans").mkdir(parents=True)
+    for run, data in ((resnet, "masks"), (unet, "other")):
+        with pytest.raises(DataError) as refused:
+            evaluated(run, data=tmp_path / data)
+        assert "laid out as the run's own" in refused.value.fix
+        assert "data." not in refused.value.fix

@@ -124,7 +124,14 @@ def packed(folder: Path, layout: FolderLayout, path: Path, settings: PackSetting
 
     from halfstep.data.image_folder import find_images
     from halfstep.data.pack_folder import PackingBar, open_or_pack, pack
+    from halfstep.workloads.classification.data import has_stored_images
 
+    if has_stored_images(folder):
+        raise DataError(
+            f"{folder} holds the files of CIFAR-10 or MNIST, not pictures",
+            why="these are read whole, so that packing would gain nothing",
+            fix=f"train on them as they are: {suggested('train', 'resnet18', '--data-dir', folder)}",
+        )
     found = find_images(folder, layout)
     start = time.perf_counter()
     work = pack if force else open_or_pack

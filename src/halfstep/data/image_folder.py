@@ -145,7 +145,8 @@ def _refuse_masks(root: Path) -> None:
         raise DataError(
             f"{root} holds images and masks ({names}), no classes",
             why="a classifier would learn to tell pictures from masks",
-            fix=f"halfstep train unet --data-dir {shlex.quote(str(root))}; if they are classes: data.train_folder=.",
+            fix=f"halfstep train unet --data-dir {shlex.quote(str(root))}; if they are classes: data.train_folder=. "
+            "(pack: --train-folder .)",
         )
 
 

@@ -104,8 +104,13 @@ def _with_data(
             report.notice(f"{data} has as many samples as the run's own data had, which are not in {stored} any more: "
                           "only its validation part is evaluated, as in training", "warning")  # fmt: skip
             return moved
-        workload = kind.on_all(build_workload(kind.config_for(config, data), run.store))
-        return kind.config_for(config, data), workload
+        other = kind.config_for(config, data)
+        try:
+            return other, kind.on_all(build_workload(other, run.store))
+        except DataError as error:
+            if "data." in error.fix or "halfstep train" in error.fix:  # an evaluation takes no settings
+                error.fix = f"give data laid out as the run's own, {stored or 'its demo data'}"
+            raise
     config, notes = with_data_found(run.config, run.folder)
     for note in notes:
         report.notice(note, "warning")
