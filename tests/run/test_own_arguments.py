@@ -109,6 +109,7 @@ WRONG = {
     "three": (lambda loss, out: (loss, 1, 2), "3 values"),
     "a list": (lambda loss, out: [loss, 1], "a list"),
     "an output with a loss": (lambda loss, out: SimpleNamespace(loss=loss), r"output\.loss"),
+    "complex": (lambda loss, out: loss * torch.tensor(1j), "complex"),
     "unreduced": (lambda loss, out: out, r"\(8, 4\)"),
     "backward inside": (lambda loss, out: (loss.backward(), loss)[1], "backward"),
     "backward inside, graph kept": (lambda loss, out: (loss.backward(retain_graph=True), loss)[1], "backward"),
@@ -258,6 +259,8 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[HalfstepError], str]] = {
     "scaler typo": ({"scaler": {"init_scal": 3}}, ConfigError, "init_scale"),
     "scaler number": ({"scaler": 1024}, ConfigError, "not a dict"),
     "scaler value": ({"scaler": {"growth_factor": 1}}, ConfigError, "growth_factor=1"),
+    "modules list": ({"modules": ["head"]}, ConfigError, "modules= is a list"),
+    "capsules number": ({"capsules": 3}, ConfigError, "capsules=3"),
     "modules typo": ({"modules": {"hed": "fp32"}}, PrecisionError, "hed"),
 }
 

@@ -267,6 +267,24 @@ def test_a_rate_that_is_not_finite_is_told_from_a_schedule_that_ended(paced: Any
     assert "division by 0" in error.value.fix
 
 
+def test_a_decay_that_falls_below_0_ends_there_and_does_not_climb() -> None:
+    model = nn.Linear(2, 2)
+    step = made(sgd(model), model, lambda k: 1 - k / 2)
+    for _ in range(3):  # 1, 0.5, 0
+        stepped(step, model)
+    with pytest.raises(ConfigError, match=r"step 3: it gives -0\.5") as error:
+        stepped(step, model)
+    assert "max(0, " in error.value.fix
+
+
+@pytest.mark.parametrize("schedule", [lambda step, total: 1.0, lambda step: None])
+def test_a_function_that_is_no_schedule_is_told_what_one_is(schedule: Any) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="no learning rate for step 0") as error:
+        made(sgd(model), model, schedule)
+    assert "one argument" in error.value.fix
+
+
 def test_validated_without_a_plateau_says_what_follows_a_metric() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="ReduceLROnPlateau"):

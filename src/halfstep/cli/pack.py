@@ -122,11 +122,11 @@ NOT_AGAIN = {"verify", "as_json", "force", "workers"}
 def packed(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings, *, force: bool) -> Summary:
     import time
 
+    from halfstep.data.binary_sets import cifar_folder, idx_folder
     from halfstep.data.image_folder import find_images
     from halfstep.data.pack_folder import PackingBar, open_or_pack, pack
-    from halfstep.workloads.classification.data import has_stored_images
 
-    if has_stored_images(folder):
+    if cifar_folder(folder) or idx_folder(folder):
         raise DataError(
             f"{folder} holds the files of CIFAR-10 or MNIST, not pictures",
             why="these are read whole, so that packing would gain nothing",

@@ -22,10 +22,12 @@ from halfstep.run.outcome import Outcome
 from halfstep.run.own_arguments import (
     count,
     device_of,
+    folder_of,
     guard_options,
     loader_of,
     model_and_optimizers,
     number,
+    parts_of,
     precision_of,
     refuse_no_function,
     refuse_odd_settings,
@@ -145,10 +147,11 @@ class Step:
     ) -> None:
         model, optimizers = model_and_optimizers(model, optimizer)
         device, options, scaling = device_of(model), guard_options(guard), scaler_options(scaler)
+        folder, parts = folder_of(capsules), parts_of(modules)
         decay, limit = number("ema_decay", ema_decay, below=1.0), number("clip_norm", clip_norm)
         accumulate, clip = count("accumulate", accumulate), Clip(limit=limit, kind=clip_type)
         plan = decide(
-            precision_of(precision), probe(str(device)), model, modules=modules, strict=strict, simulate=simulate,
+            precision_of(precision), probe(str(device)), model, modules=parts, strict=strict, simulate=simulate,
             force=force,
         )  # fmt: skip
         refuse_uncallable(on_gradients=on_gradients, on_commit=on_commit, on_outcome=on_outcome)
@@ -171,7 +174,7 @@ class Step:
             self._guard.observers.append(refuse_other_rates)
         if on_outcome is not None:
             self._guard.observers.append(lambda facts, reading: on_outcome(Outcome(reading)))
-        self._capsules = OwnCapsules(capsules, self._step, self._guard, spikes=skip_spikes) if capsules else None
+        self._capsules = OwnCapsules(folder, self._step, self._guard, spikes=skip_spikes) if folder else None
         self._rollback = Rollback(model, self._step, self._guard) if options.on_fault == "rollback" else None
         self._loss = OwnLoss(self._step)
         self._strangers = Strangers(self._step.writes)
@@ -220,11 +223,12 @@ class Step:
 
     def commit(self, facts: Facts) -> None:
         """The second half: the optimizers step, or everything stays as it was."""
+        before = self.attempted
         try:
             with explained(), committing(self._step.optimizers):
                 self._step.commit(facts)
         except BaseException:
-            if facts.is_packed:  # made all the same: `on_commit` raised
+            if self.attempted > before:  # made all the same: `on_commit` raised
                 self._guard.pending.append(facts)
             raise
         self._act_on(self._guard.watch(facts))

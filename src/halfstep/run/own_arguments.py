@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, NoReturn
@@ -97,6 +98,22 @@ def refuse_uncallable(**hooks: object) -> None:
         if hook is not None and not callable(hook):
             takes = "the Outcome of a step" if name == "on_outcome" else "the model"
             raise ConfigError(f"{name}={hook!r} cannot be called", fix=f"a function that takes {takes}, or None")
+
+
+def folder_of(capsules: object) -> str | os.PathLike[str] | None:
+    if capsules is None or isinstance(capsules, (str, os.PathLike)):
+        return capsules or None
+    raise ConfigError(f"capsules={capsules!r} is not a folder", fix='capsules="DIR"')
+
+
+def parts_of(modules: object) -> Mapping[str, str] | None:
+    if modules is None or isinstance(modules, Mapping):
+        return modules
+    raise ConfigError(
+        f"modules= is a {type(modules).__name__}",
+        why="it says the precision of each part",
+        fix='modules={"head": "fp32"}',
+    )
 
 
 def guard_options(given: GuardOptions | Mapping[str, object] | None) -> GuardOptions:
@@ -260,6 +277,10 @@ def _loss(loss: Any) -> Tensor:
             f"the loss has the shape {tuple(loss.shape)}",
             why="a gradient is taken of one number; of a tuple the loss comes first: (loss, weight)",
             fix="return one number: loss.mean() or loss.sum()",
+        )
+    if loss.is_complex():
+        raise ConfigError(
+            "the loss is complex", why="complex numbers have no least one", fix="return loss.abs() or loss.real"
         )
     if not loss.requires_grad:
         raise ConfigError(

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.step.rates import Rates, base_rate, no_rate
+from halfstep.step.rates import Rates, base_rate, no_rate, rate
 from halfstep.step.schedule import Schedule
 from halfstep.step.tabulated import finite
 
@@ -115,7 +115,7 @@ class OwnSchedules:
 
     def _said_by(self, driven: Driven, epochs: int) -> Sequence[float]:
         try:
-            return [finite(rate) for rate in driven.absolute(epochs)]
+            return [rate(own) for own in driven.absolute(epochs)]
         except Exception as error:  # whatever a user's function may raise
             raise no_rate(f"epoch {epochs}", error, "T_max=number of epochs") from error
 
@@ -341,8 +341,8 @@ class PlateauTwin:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.twin.load_state_dict(state["scheduler"])
-        for group, rate in zip(self.stand_in.param_groups, state["rates"], strict=True):
-            group["lr"] = float(rate)
+        for group, stored in zip(self.stand_in.param_groups, state["rates"], strict=True):
+            group["lr"] = float(stored)
 
 
 def twin_of(scheduler: Any) -> tuple[Any, Optimizer]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from halfstep.errors import ConfigError
 from halfstep.step.schedule import Schedule
-from halfstep.step.tabulated import NotFinite, Tabulated
+from halfstep.step.tabulated import Tabulated, Unusable, finite
 
 
 class Rates(Tabulated):
@@ -54,6 +54,9 @@ class Rates(Tabulated):
         self.held: list[Any] = [group["lr"] for group in self.groups]
         """What stands in each group's `lr` unless somebody else wrote there."""
         self.version = self.now._version
+
+    def checked(self, value: Any) -> float:
+        return rate(value)
 
     def ended(self, step: int, error: Exception) -> ConfigError:
         return no_rate(f"step {step}", error, "total_steps=number of optimizer steps")
@@ -144,17 +147,27 @@ def base_rate(group: Mapping[str, Any]) -> float:
     return float(group.get("initial_lr", group["lr"]))
 
 
+def rate(value: Any) -> float:
+    """A learning rate; below 0, as past the end of a linear decay, training would climb."""
+    if (found := finite(value)) < 0:
+        raise Unusable(f"it gives {value}")
+    return found
+
+
 def no_rate(when: str, error: Exception, length: str) -> ConfigError:
     """What a schedule that ends, or gives no number, is answered."""
-    if isinstance(error, NotFinite):
+    if isinstance(error, Unusable):
         return ConfigError(
             f"the schedule has no learning rate for {when}: {error}",
-            why="a learning rate is a finite number",
-            fix="look for a division by 0, or a power of what is negative past the end: clamp its argument, as in "
+            why="a learning rate is a finite number, and not below 0",
+            fix="look for a division by 0, or a formula past its end: clamp its argument, as in "
             "max(0, 1 - step / total)",
         )
+    fix = f"make it as long as the training, for example {length}"
+    if isinstance(error, TypeError):
+        fix = "give a function of one argument, the count, that returns a number"
     return ConfigError(
         f"the schedule has no learning rate for {when}",
         why=f"{type(error).__name__}: {error}",
-        fix=f"make it as long as the training, for example {length}",
+        fix=fix,
     )

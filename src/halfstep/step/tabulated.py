@@ -47,6 +47,10 @@ class Tabulated:
     def at(self, committed: Tensor) -> Tensor:
         return self.table.index_select(1, committed.view(1)).view(-1)
 
+    def checked(self, value: Any) -> float:
+        """A function's value, or `Unusable`."""
+        return finite(value)
+
     def ended(self, step: int, error: Exception) -> ConfigError:
         """What to say where a function has no value for a step."""
         raise NotImplementedError
@@ -67,20 +71,20 @@ class Tabulated:
         first = CPU_CHUNK if self.table.device.type == "cpu" else TABLE_CHUNK
         for step in range(known, attempted + (self.chunk or max(known, first))):
             try:
-                columns.append([finite(function(step)) for function in self.functions])
+                columns.append([self.checked(function(step)) for function in self.functions])
             except Exception as error:  # whatever a user's function may raise
                 self.end = self.ended(step, error)
                 break
         return columns
 
 
-class NotFinite(ValueError):
-    """A function gave something else than a finite number."""
+class Unusable(ValueError):
+    """A function gave a number that no step can use."""
 
 
 def finite(value: Any) -> float:
     if isinstance(value, complex) or not math.isfinite(value):
-        raise NotFinite(f"it gives {value}")
+        raise Unusable(f"it gives {value}")
     return float(value)
 
 
