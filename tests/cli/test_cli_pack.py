@@ -163,4 +163,4 @@ def test_files_of_mnist_are_not_taken_for_a_class(tmp_path: Path, capsys: pytest
     write_idx(tmp_path / "FashionMNIST" / "raw")
     code, _, error = run(capsys, "pack", str(tmp_path))
     assert code == 2
-    assert f"halfstep train resnet18 --data-dir {tmp_path}" in error
+    assert f"halfstep train WORKLOAD --data-dir {tmp_path}" in error

@@ -130,7 +130,7 @@ def packed(folder: Path, layout: FolderLayout, path: Path, settings: PackSetting
         raise DataError(
             f"{folder} holds the files of CIFAR-10 or MNIST, not pictures",
             why="these are read whole, so that packing would gain nothing",
-            fix=f"train on them as they are: {suggested('train', 'resnet18', '--data-dir', folder)}",
+            fix=f"train on them as they are: {suggested('train', 'WORKLOAD', '--data-dir', folder)}",
         )
     found = find_images(folder, layout)
     start = time.perf_counter()
