@@ -18,6 +18,7 @@ from halfstep.align.lint import (
     division,
     evaluation,
     frameworks,
+    graphs,
     hiding,
     hints,
     iteration,
@@ -40,7 +41,7 @@ OF_LINES = (numerics, contracts, switches, api, hints, evaluation)
 """Families that judge lines of this file as they stand."""
 OF_FLOW = (
     *(scaler_order, iteration, reached, regimes, skips, accumulation, weights),
-    *(scaler_use, frameworks, clearing, coverage, checkpoints, lifetimes, hiding, agreement, division),
+    *(scaler_use, frameworks, graphs, clearing, coverage, checkpoints, lifetimes, hiding, agreement, division),
 )
 """Families that follow objects, also into helpers imported from files beside it."""
 RELEVANT = re.compile(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, passed, rescales_gradients
 from halfstep.align.lint.flow import Event, Trace
+from halfstep.align.lint.script import Script
 from halfstep.align.lint.syntax import dotted_name, is_constant, keyword, last, names_in
 
 MASK_WORDS = ("mask", "valid", "num_tokens", "n_tokens", "ntokens", "token_count")
@@ -137,7 +138,10 @@ def windows(trace: Trace) -> Iterator[Window]:
         ]
         latest = next((e for e in reversed(backwards) if not e.excludes(step)), None)
         length = modulus(tests[0])
-        free = latest is not None and not any(text == tests[0] for text, _ in latest.conditions)
+        # `with model.no_sync(): …backward()` of the micro-batches before the last one, which has a branch of its own.
+        waiting = [e for e in backwards if (tests[0], False) in e.conditions and e.loops == step.loops]
+        latest = waiting[-1] if waiting else latest
+        free = latest is not None and (waiting or not any(text == tests[0] for text, _ in latest.conditions))
         own = step.loops, step.optimizer
         if latest is not None and free and own not in seen:
             seen.add(own)
@@ -150,7 +154,7 @@ def inner_windows(amp: Amp, trace: Trace) -> Iterator[Window]:
     seen: set[int] = set()
     for backward in trace.calls("backward"):
         loop = loops.get(backward.loops[-1]) if backward.loops else None
-        length = counted(loop)
+        length = counted(loop, amp.script)
         if loop is None or not length or id(loop) in seen or recomputes(amp, loop):
             continue
         inside = [e for e in trace.events if e.loops[: len(backward.loops)] == backward.loops]
@@ -161,20 +165,26 @@ def inner_windows(amp: Amp, trace: Trace) -> Iterator[Window]:
             yield Window(backward=backward, step=steps[0], test="", length=length)
 
 
-def counted(loop: ast.For | ast.While | None) -> str:
+def counts_micro_batches(length: ast.expr, script: Script) -> bool:
+    """By its name, `accum_steps`, or by what it is made from: `n_inner = batch_size // microbatch`."""
+    texts = [ast.unparse(length), *map(ast.unparse, script.values(dotted_name(length)))]
+    return any(word in text.lower() for text in texts for word in ACCUMULATION_WORDS)
+
+
+def counted(loop: ast.For | ast.While | None, script: Script) -> str:
     """N of `for … in range(N)` or `while i < N` that counts micro-batches, or what is cut into them; wrapped or not."""
     if isinstance(loop, ast.While):
         below = isinstance(loop.test, ast.Compare) and len(loop.test.ops) == 1 and isinstance(loop.test.ops[0], ast.Lt)
-        length = ast.unparse(loop.test.comparators[0]) if below and isinstance(loop.test, ast.Compare) else ""
-        return length if any(word in length.lower() for word in ACCUMULATION_WORDS) else ""
+        limit = loop.test.comparators[0] if below and isinstance(loop.test, ast.Compare) else None
+        return ast.unparse(limit) if limit is not None and counts_micro_batches(limit, script) else ""
     over = loop.iter if loop is not None else None
     while isinstance(over, ast.Call) and dotted_name(over.func).rsplit(".", 1)[-1] in WRAPPERS and over.args:
         over = over.args[0]
     if over is None or loop is None:
         return ""
     if isinstance(over, ast.Call) and getattr(over.func, "id", "") == "range":
-        length = ast.unparse(over.args[0]) if len(over.args) == 1 else ""
-        return length if any(word in length.lower() for word in ACCUMULATION_WORDS) else ""
+        fits = len(over.args) == 1 and counts_micro_batches(over.args[0], script)
+        return ast.unparse(over.args[0]) if fits else ""
     cut = isinstance(over, ast.Call) and getattr(over.func, "attr", "") in ("chunk", "split")
     text = ast.unparse(over)
     return f"len({text})" if cut or any(word in text.lower() for word in MICRO_WORDS) else ""
@@ -230,7 +240,7 @@ def may_be_length(amp: Amp, node: ast.expr, window: Window) -> bool:
         return True
     if isinstance(node, ast.Constant) or not isinstance(node, ast.Name | ast.Attribute):
         counts = "len(" in text and not window.test  # the micro-batches of an inner loop
-        return counts or isinstance(node, ast.Constant) and str(node.value) == window.length
+        return counts or isinstance(node, ast.Constant) and str(node.value) in re.findall(r"\w+", window.length)
     values = [v for v in amp.script.values(dotted_name(node)) if v is not node]
     if window.test and WEIGHT.search(last(text)):
         return False

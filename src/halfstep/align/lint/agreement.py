@@ -28,6 +28,7 @@ NEGATIVE = re.compile(
 def find(amp: Amp) -> Iterator[Finding]:
     yield from asked_for_scaler(amp)
     yield from opposite(amp)
+    yield from never_there(amp)
     for trace in amp.traces if amp.scalers else ():
         yield from always_on(amp, trace)
 
@@ -64,6 +65,17 @@ def asked_for_scaler(amp: Amp) -> Iterator[Finding]:
             flag = ast.unparse(scalers[name])
             message = f"`{ast.unparse(test)}` holds without {flag} too: autocast stays fp16, the scaler scales nothing"
             yield amp.script.finding("amp-switch-stuck", call, message, fix=f"enabled={name}.is_enabled()")
+
+
+def never_there(amp: Amp) -> Iterator[Finding]:
+    """autocast on where `scaler is not None`, and nothing ever makes one."""
+    for test, call in autocast_tests(amp):
+        name = asked_object(amp, test)
+        values = [v for key, given in amp.script.assigned.items() if last(key) == name for v in given]
+        asked = isinstance(amp.script.constant(test) or test, ast.Compare)
+        if asked and values and all(is_constant(v, None) for v in values) and name not in amp.script.parameters:
+            message = f"`{ast.unparse(test)}` never holds, {name} is None throughout: autocast is off for good"
+            yield amp.script.finding("amp-switch-stuck", call, message, fix="enabled by the flag that asks for AMP")
 
 
 def opposite(amp: Amp) -> Iterator[Finding]:

@@ -194,18 +194,20 @@ def is_scaled_backward(event: Event) -> bool:
     return event.method == "backward" and bool(event.scaled_by)
 
 
-CLIPS = (
-    *("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_gradient", "clip_gradients", "dispatch_clip_grad"),
-)
+CLIPS = re.compile(r"(adaptive_|dispatch_)?clip_(grad|grads|gradient|gradients)(_norm|_value|_by_\w+)?_?")
+HAND_CLIP = re.compile(r"clip|norm", re.IGNORECASE)
 
 
 def is_clip(event: Event) -> bool:
     """torch.nn.utils' clipping functions and those named after them; a framework's own clipping unscales first."""
     if event.method == "clamp_" and last(event.receiver.removesuffix(".data")) == "grad":
         return True  # by hand: p.grad.data.clamp_(-1, 1)
+    text = ast.unparse(event.node) if rescales_gradients(event) else ""
+    if HAND_CLIP.search(text) and "scale" not in text:
+        return True  # by hand: p.grad.mul_(max_norm / total_norm)
     path, _, name = event.name.rpartition(".")
     by_model = "model" in last(path).lower() and name == "clip_grad_norm_"  # FSDP's method
-    return name in CLIPS and (not path or "util" in path or by_model)
+    return CLIPS.fullmatch(name) is not None and (not path or "util" in path or by_model)
 
 
 RESCALING = re.compile(r"(multiply|scale|mul|div|divide|average|normalize)_(\w+_)?grad")
@@ -215,8 +217,9 @@ def rescales_gradients(event: Event) -> bool:
     """`p.grad.div_(n)`, `p.grad *= f`, `multiply_grads(optimizer, f)`: what the gradients are then, is not known."""
     if isinstance(event.node, ast.Call) and RESCALING.search(event.method.lower()):
         return True
-    changes = event.method in ("div_", "mul_") or isinstance(event.node, ast.AugAssign)
-    return changes and re.search(r"\.grad\b", ast.unparse(event.node)) is not None
+    func = event.node.func if isinstance(event.node, ast.Call) and event.method in ("div_", "mul_") else None
+    changed = event.node.target if isinstance(event.node, ast.AugAssign) else func
+    return changed is not None and re.search(r"\.grad\b", ast.unparse(changed)) is not None
 
 
 def is_scaler_step(event: Event, scaler: str) -> bool:

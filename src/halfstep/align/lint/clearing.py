@@ -13,7 +13,8 @@ from halfstep.align.lint.flow import Event, Trace
 from halfstep.align.lint.syntax import dotted_name, is_constant, last, names_in, parameters_of
 
 CLEARS = re.compile(
-    r"zero_?_?grad|clear_?grad|reset_grad|grad_?zero|closure|\.grad(\.data)?\s*([-+*/]?=[^=]|\.\w+_\()", re.IGNORECASE
+    r"zero_?_?grad|clear_?grad|reset_grad|grad_?zero|closure|\.grad(\.data)?\s*(-?=[^=]|\.(zero|fill|copy|sub|set|mul)_\()",
+    re.IGNORECASE,
 )
 """Whatever could clear a gradient, or change it by hand; reading one clears nothing."""
 MAY_CLEAR = re.compile(r"zero(?!s)|clear|reset(?!$)|train(?!$|ed|ing)|optim|step_|_step", re.IGNORECASE)

@@ -13,7 +13,7 @@ from halfstep.align.lint.api import serves_two_versions
 from halfstep.align.lint.regions import format_of
 from halfstep.align.lint.scaler_use import is_scaler
 from halfstep.align.lint.script import AUTOCASTS, Script
-from halfstep.align.lint.syntax import argument, dotted_name, keyword, last
+from halfstep.align.lint.syntax import Function, argument, dotted_name, keyword, last
 
 FLAG = re.compile(
     r"^(use_?|enable_?|no_?|with_?|is_?)*(amp|fp16|bf16|mixed|mixed_precision|half|autocast|enabled?)$", re.I
@@ -143,6 +143,10 @@ def never_entered(script: Script) -> Iterator[Finding]:
         if called is not None and script.name_of(called) in AUTOCASTS:
             message = "autocast() alone switches nothing on: it is a context"
             yield script.finding("model-outside-autocast", node, message, fix="with autocast(…): around the model")
+        bare = [script.name_of(d) for d in node.decorator_list] if isinstance(node, Function) else []
+        if AUTOCASTS.intersection(bare) - {"autocast"}:
+            message = "`@autocast` without a call makes the function an autocast object: it can no longer be called"
+            yield script.finding("launch-refused", node, message, fix="@autocast(…)")
         for item in node.items if isinstance(node, ast.With) else ():
             context = item.context_expr
             if isinstance(context, ast.Name | ast.Attribute) and script.name_of(context) in AUTOCASTS - {"autocast"}:

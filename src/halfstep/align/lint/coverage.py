@@ -37,19 +37,24 @@ def find(amp: Amp) -> Iterator[Finding]:
 
 
 def idle_scaler(amp: Amp) -> Iterator[Finding]:
-    """A GradScaler that only functions of this file get, none of which scales, beside no autocast: all is fp32."""
-    words = {getattr(n, "attr", "") or getattr(n, "id", "") for n in amp.script.nodes}
-    used = words & {"scale", "unscale_", "get_scale"} or any("autocast" in word for word in words)
-    if used or not amp.goes_backward or not amp.steps or OTHER_HALF.search(amp.script.code):
+    """A GradScaler that stays in this file, where nothing asks it to scale, beside no autocast: all is fp32."""
+    nodes = amp.script.nodes
+    words = {getattr(n, "attr", "") or getattr(n, "id", "") for n in nodes}
+    if any("autocast" in word for word in words) or OTHER_HALF.search(amp.script.code):
         return
     kept = {last(name) for name in amp.escaped}
-    takers = [n for n in amp.script.nodes if isinstance(n, Function) and parameters_of(n)]
-    for made in (m for m in amp.scalers if m.enabled is not False and last(m.key) not in kept):
-        inside = [c for f in takers if last(made.key) in parameters_of(f) for c in amp.script.calls_below(f)]
-        for call in (c for c in inside if getattr(c.func, "attr", "") == "backward"):
-            message = f"{last(made.key)} is handed over and scales nothing, and no autocast is there: all is fp32"
+    trains = amp.goes_backward and amp.steps
+    for made in (m for m in amp.scalers if trains and m.enabled is not False and last(m.key) not in kept):
+        asked = {n.attr for n in nodes if isinstance(n, ast.Attribute) and last(dotted_name(n.value)) == last(made.key)}
+        takers = [n for n in nodes if isinstance(n, Function) and last(made.key) in parameters_of(n)]
+        inside = [c for f in takers for c in amp.script.calls_below(f)]
+        runs = [c for c in inside if getattr(c.func, "attr", "") == "backward"] if not asked else []
+        # One that nobody asks for anything is a leftover; one that is saved, or handed on, is taken for live.
+        if (asked or takers) and not asked - {"state_dict", "load_state_dict"}:
+            message = f"{last(made.key)} scales nothing, and no autocast is there: all is fp32"
             fix = "autocast around the model, and scale, step and update through it; or drop it"
-            yield amp.script.finding("model-outside-autocast", call, message, fix=fix, related=made.call)
+            where = runs[0] if runs else made.call
+            yield amp.script.finding("model-outside-autocast", where, message, fix=fix, related=made.call)
             return
 
 

@@ -100,7 +100,9 @@ class Inference:
             self.note_cast(node)
             dtypes = [(target, self.dtype(value)) for target, value in paired(node)]
             for target, dtype in dtypes:
-                self.assign([target], dtype if not self.may_be_lifted(target, node.value) else UNKNOWN)
+                several = isinstance(target, ast.Tuple | ast.List)
+                for part in target.elts if several else [target]:  # type: ignore[attr-defined]
+                    self.assign([part], dtype if not self.may_be_lifted(part, node.value, several) else UNKNOWN)
         elif isinstance(node, ast.AugAssign):
             self.assign([node.target], self.combined([self.dtype(node.target), self.dtype(node.value)]))
         elif isinstance(node, ast.For):
@@ -121,12 +123,13 @@ class Inference:
         elif isinstance(over, ast.Name | ast.Attribute):
             self.assign([target], self.dtype(over))
 
-    def may_be_lifted(self, target: ast.expr, value: ast.expr) -> bool:
-        """Whether a model may end in a softmax, which autocast runs in fp32: several outputs, or probabilities."""
+    def may_be_lifted(self, target: ast.expr, value: ast.expr, several: bool) -> bool:
+        """Whether a model may end in a softmax or a loss, which autocast runs in fp32: probabilities, other outputs."""
         if not isinstance(value, ast.Call) or not is_model_call(value, self.script):
             return False
-        names = isinstance(target, ast.Tuple | ast.List) or "prob" in dotted_name(target).lower()
-        return names or self.script.ends_lifted
+        name = dotted_name(target).lower()
+        main = re.match(r"out|logit|pred", name) and not re.search(r"len|size|mask|loss|prob", name)
+        return several and not main or "prob" in name or self.script.ends_lifted
 
     def look(self, node: ast.expr) -> None:
         self.visit(node, self)
@@ -152,8 +155,10 @@ class Inference:
 
     @property
     def active(self) -> Region | None:
-        """The region that is certainly on here, on CUDA as far as known."""
-        return self.region if self.region is not None and self.region.enabled and self.region.device != "cpu" else None
+        """The region that is on here, or on where it is asked for (`enabled=args.amp`), on CUDA as far as known."""
+        return (
+            self.region if self.region is not None and self.region.may_be_on and self.region.device != "cpu" else None
+        )
 
     def dtype(self, node: ast.expr) -> str:
         """fp16, bf16, fp32, a neutral number, or unknown."""

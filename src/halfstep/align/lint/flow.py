@@ -254,6 +254,12 @@ class Trace:
         if isinstance(node, Comprehension):
             self.comprehension(node, scope)
             return
+        if isinstance(node, ast.IfExp):  # `loss.backward() if scaler is None else scaler.scale(loss).backward()`
+            self.expression(node.test, scope)
+            for arm, holds in ((node.body, True), (node.orelse, False)):
+                known = self.conditions(node.test, holds, scope)
+                self.expression(arm, scope.inside(conditions=scope.conditions | known))
+            return
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
                 self.expression(child, scope)

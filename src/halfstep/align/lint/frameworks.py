@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding, Severity
-from halfstep.align.lint.amp import Amp, is_clip, is_plain_backward
+from halfstep.align.lint.amp import Amp, is_clip, is_plain_backward, same_object
 from halfstep.align.lint.flow import Trace
 from halfstep.align.lint.syntax import Function, dotted_name, keyword, last, methods_of
 
@@ -18,8 +18,10 @@ def find(amp: Amp) -> Iterator[Finding]:
     yield from backward_in_compute_loss(amp)
     yield from plain_backward_in_lightning(amp)
     yield from apex_without_scaling(amp)
+    yield from wrapped_before_apex(amp)
     for trace in amp.traces:
         yield from scaled_for_a_framework(amp, trace)
+        yield from stepped_by_own_scaler(amp, trace)
         yield from beside_accelerate(amp, trace)
         yield from beside_deepspeed(amp, trace)
         yield from beside_apex(amp, trace)
@@ -94,6 +96,48 @@ def scaled_for_a_framework(amp: Amp, trace: Trace) -> Iterator[Finding]:
             yield amp.script.finding(
                 RULE, event.node, message, fix=f"{last(event.receiver)}.backward(loss), and no GradScaler"
             )
+            return
+
+
+def stepped_by_own_scaler(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """scaler.step(optimizer) of an optimizer that belongs to DeepSpeed, or to an Accelerator that scales itself."""
+    for step in (e for e in trace.calls("step") if e.optimizer and e.arguments and not amp.is_disabled(e.receiver)):
+        if not any(same_object(made.key, step.receiver) for made in amp.scalers):
+            continue
+        # Given to it on every path that leads here: who has a branch for DeepSpeed may have another one.
+        given = [e for e in trace.events[: step.index] if e.conditions <= step.conditions]
+        stores = (e.node for e in given if step.optimizer in e.targets)
+        owners = (owned_by(amp, node.value) for node in stores if isinstance(node, ast.Assign))
+        owner = next(filter(None, owners), "")
+        if owner:
+            scaled = [e for e in trace.calls("backward") if e.scaled_by == step.receiver and not e.excludes(step)]
+            message = f"{last(step.optimizer)} is {owner}'s, which scales by itself: your GradScaler goes round it"
+            fix = f"{owner}'s backward() and step(), and no GradScaler"
+            yield amp.script.finding(RULE, (scaled or [step])[-1].node, message, fix=fix, related=step.node)
+            return
+
+
+def owned_by(amp: Amp, value: ast.expr) -> str:
+    """`deepspeed` of deepspeed.initialize(…), `accelerator` of prepare(…) where it has fp16 or a plugin that scales."""
+    if not isinstance(value, ast.Call):
+        return ""
+    name = amp.script.name_of(value.func)
+    owner = dotted_name(value.func).removesuffix(".prepare")
+    made = [v for v in amp.script.values(owner) if isinstance(v, ast.Call)]
+    plugged = any(keyword(v, word) is not None for v in made for word in ("deepspeed_plugin", "fsdp_plugin"))
+    if owner in amp.accelerators and name.endswith(".prepare"):
+        return last(owner) if plugged or amp.accelerators[owner] == "fp16" else ""
+    return "deepspeed" if name == "deepspeed.initialize" else ""
+
+
+def wrapped_before_apex(amp: Amp) -> Iterator[Finding]:
+    """`net = DataParallel(net)` and then amp.initialize(net): apex refuses wrapped models."""
+    for call in (c for c in amp.script.calls if amp.script.name_of(c.func) == "apex.amp.initialize" and c.args):
+        values = [v for v in amp.script.values(dotted_name(call.args[0])) if isinstance(v, ast.Call)]
+        wraps = [v for v in values if last(dotted_name(v.func)) in ("DataParallel", "DistributedDataParallel", "DDP")]
+        for wrap in (v for v in wraps if amp.script.share_scope(v, call) and v.lineno < call.lineno):
+            message = f"apex's initialize() gets a model inside {last(dotted_name(wrap.func))}, and raises"
+            yield amp.script.finding("launch-refused", call, message, fix="wrap the model after it", related=wrap)
             return
 
 

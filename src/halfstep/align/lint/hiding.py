@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep.align.findings import Finding
-from halfstep.align.lint.accumulation import inner_windows, windows
+from halfstep.align.lint.accumulation import Window, inner_windows, windows
 from halfstep.align.lint.amp import Amp, is_clip, is_plain_backward
 from halfstep.align.lint.dtypes import is_model_call
 from halfstep.align.lint.flow import Event, Trace
@@ -160,6 +160,7 @@ def clipped_within(amp: Amp, trace: Trace) -> Iterator[Finding]:
     yield from clipped_within_accumulate(amp, trace)
     for window in (*windows(trace), *inner_windows(amp, trace)):
         inside = trace.events[window.backward.index : window.step.index]
+        yield from clipped_at_every_sync(amp, window, inside)
         gated = window.step.conditions - window.backward.conditions
         plain = [e for e in trace.events if is_plain_backward(e) and e.loops == window.backward.loops]
         for clip in (e for e in inside if is_clip(e) and e.loops == window.backward.loops):
@@ -168,6 +169,18 @@ def clipped_within(amp: Amp, trace: Trace) -> Iterator[Finding]:
                 message = f"the sum is clipped after each of {window.length} micro-batches, not once before the step"
                 yield amp.script.finding("clip-twice", clip.node, message, fix="clip where the optimizer steps")
                 return
+
+
+def clipped_at_every_sync(amp: Amp, window: Window, inside: list[Event]) -> Iterator[Finding]:
+    """`if accelerator.sync_gradients: clip` of an Accelerator without a window, which syncs at every batch."""
+    for clip in (e for e in inside if e.method in ("clip_grad_norm_", "clip_grad_value_")):
+        owner = amp.script.canonical(clip.receiver)
+        asked = {text for text, _ in clip.conditions - window.backward.conditions}
+        if owner in amp.accelerators and not counts_window(amp, owner) and all("sync_gradients" in t for t in asked):
+            message = f"the sum is clipped after each of {window.length} micro-batches: the Accelerator has no window"
+            fix = "Accelerator(gradient_accumulation_steps=…), and step at every batch under accumulate()"
+            yield amp.script.finding("clip-twice", clip.node, message, fix=fix, related=window.step.node)
+            return
 
 
 def clipped_within_accumulate(amp: Amp, trace: Trace) -> Iterator[Finding]:

@@ -49,6 +49,7 @@ def find(amp: Amp) -> Iterator[Finding]:
         for step in (e for e in trace.calls("step") if e.optimizer and not takes_closure(e)):
             yield from cleared_before_step(amp, trace, step)
             yield from clipped_after_step(amp, trace, step)
+            yield from clipped_before_backward(amp, trace, step)
             if step.arguments and step.receiver and not amp.is_disabled(step.receiver):
                 yield from never_scaled(amp, trace, step)
                 yield from scaler_out_of_order(amp, trace, step)
@@ -85,18 +86,19 @@ def unscaled_penalty(amp: Amp, trace: Trace) -> Iterator[Finding]:
             continue
         text = ast.unparse(event.node)
         inner = event.name == "torch.autograd.grad" and "create_graph=True" in text
-        if (inner or is_penalty(amp, event)) and "scale" not in text and "float()" not in text:
+        if (inner or is_penalty(amp, trace, event)) and "scale" not in text and "float()" not in text:
             message = "the inner gradient comes from fp16 autocast and is not scaled: small entries of it become zero"
             fix = "grad(scaler.scale(out), …), then divide by scaler.get_scale(); or compute the penalty in fp32"
             yield amp.script.finding("penalty-unscaled", event.node, message, fix=fix)
             return
 
 
-def is_penalty(amp: Amp, event: Event) -> bool:
+def is_penalty(amp: Amp, trace: Trace, event: Event) -> bool:
     """`gradient_penalty(critic, real, fake)` of another file: it is given the model that it differentiates."""
     func = event.node.func if isinstance(event.node, ast.Call) else None
     named = func is not None and PENALTY.search(ast.unparse(func)) is not None
-    return named and any(last(a) in amp.script.model_names for a in event.arguments if a)
+    run = {e.called for e in trace.events if isinstance(e.node, ast.Call)}
+    return named and any(last(a) in amp.script.model_names or a in run for a in event.arguments if a)
 
 
 def takes_closure(step: Event) -> bool:
@@ -146,6 +148,22 @@ def clipped_after_step(amp: Amp, trace: Trace, step: Event) -> Iterator[Finding]
             message = f"gradients are clipped after {last(step.optimizer)}.step(): the step took them as they were"
             fix = "clip before the step, after unscale_() where a scaler is used"
             yield amp.script.finding("clip-after-step", event.node, message, fix=fix, related=step.node)
+            return
+
+
+def clipped_before_backward(amp: Amp, trace: Trace, step: Event) -> Iterator[Finding]:
+    """zero_grad(), clip, backward(), step(): what is clipped is empty, what steps is not clipped."""
+    before = [e for e in beside(trace, step) if e.index < step.index and e.loops == step.loops != ()]
+    for clip in filter(is_clip, before):
+        mine = [e for e in before if not e.excludes(clip)]
+        since = [e for e in mine if e.index < clip.index]
+        cleared = max((e.index for e in since if e.method == "zero_grad"), default=None)
+        computed = [e for e in since if cleared is not None and e.index > cleared and MAY_TRAIN.search(e.method)]
+        later = [e for e in mine if e.index > clip.index and (e.method == "backward" or is_clip(e))]
+        if cleared is not None and not computed and later and later[0].method == "backward" and len(later) == 1:
+            message = "gradients are clipped before backward() computes them: the step takes them as they come"
+            fix = "clip after backward(), and after unscale_() where a scaler is used"
+            yield amp.script.finding("clip-after-step", clip.node, message, fix=fix, related=later[0].node)
             return
 
 

@@ -13,6 +13,7 @@ from halfstep.align.lint.script import SCALERS
 from halfstep.align.lint.syntax import Function, last, parameters_of
 from halfstep.align.lint.weights import models_of
 
+SHARDS = re.compile(r"FULL_SHARD|SHARD_GRAD_OP|HYBRID_SHARD")
 FSDP = (
     *("torch.distributed.fsdp.FullyShardedDataParallel", "FSDP", "FullyShardedDataParallel"),
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
@@ -121,11 +122,9 @@ def clipped_by_shard(amp: Amp, trace: Trace) -> Iterator[Finding]:
     wrapped = {last(n) for n in amp.script.assigned if any(is_fsdp(amp, v) for v in amp.script.origins(n))}
     # Who takes the sharded scaler trains a sharded model, wherever that was wrapped.
     sharded = any(last(event.name) == "ShardedGradScaler" for event in trace.events)
-    if (
-        "NO_SHARD" in amp.script.text
-        or "fully_shard" in amp.script.text
-        or any(last(e.receiver) in wrapped for e in trace.calls("clip_grad_norm_"))
-    ):
+    whole = "NO_SHARD" in amp.script.code and not SHARDS.search(amp.script.code)
+    own = any(last(e.receiver) in wrapped for e in trace.calls("clip_grad_norm_"))
+    if whole or own or re.search(r"\bfully_shard\b", amp.script.code):  # FSDP2's gradients know that they are shards
         return
     for clip in trace.events:
         by_torch = clip.name.startswith("torch.nn.utils.") and clip.method.startswith("clip_grad_norm")

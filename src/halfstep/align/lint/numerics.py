@@ -33,6 +33,8 @@ def find(amp: Amp) -> Iterator[Finding]:
     def visit(node: ast.expr, types: Inference) -> None:
         if isinstance(node, ast.Call):
             found.extend(half_sum(amp.script, node, types))
+            found.extend(half_loss(amp.script, node, types))
+            found.extend(bf16_to_numpy(amp.script, node, types))
             found.extend(vanishing_eps(amp.script, node, types))
             found.extend(vanishing_addend(amp.script, node, types))
             found.extend(manual_cast(amp.script, node, types))
@@ -81,6 +83,29 @@ def half_sum(script: Script, node: ast.Call, types: Inference) -> Iterator[Findi
     harm = "overflows beyond 65504" if dtype == "fp16" else "keeps 8 significant bits"
     message = f"a sum over a {dtype} tensor outside autocast stays {dtype} and {harm}"
     yield script.finding("half-loss-sum", node, message, fix="call .float() on the tensor before it is summed")
+
+
+def half_loss(script: Script, node: ast.Call, types: Inference) -> Iterator[Finding]:
+    """A CTC loss of half log-probabilities, or a mean square of two half tensors, where autocast lifts neither."""
+    made = [v for v in script.values(dotted_name(node.func)) if isinstance(v, ast.Call)]
+    names = {last(dotted_name(call.func)) for call in (node, *made)}
+    dtypes = [types.dtype(value) for value in node.args[:2]]
+    if types.active or len(dtypes) < 2 or dtypes[0] not in FORMATS:
+        return
+    if names & {"ctc_loss", "CTCLoss"}:
+        message = f"a CTC loss of {dtypes[0]} outside autocast: torch has no half kernel for it, and raises"
+        yield script.finding("half-loss-sum", node, message, fix="call .float() on the log-probabilities")
+    elif names & {"mse_loss", "MSELoss"} and dtypes[0] == dtypes[1] == "fp16":
+        message = "a mean square of two fp16 tensors outside autocast stays fp16: errors above 255 become inf"
+        yield script.finding("half-loss-sum", node, message, fix="call .float() on both")
+
+
+def bf16_to_numpy(script: Script, node: ast.Call, types: Inference) -> Iterator[Finding]:
+    """`out.cpu().numpy()` of what bf16 autocast computed."""
+    tensor = node.func.value if isinstance(node.func, ast.Attribute) and node.func.attr == "numpy" else None
+    if tensor is not None and types.dtype(tensor) == "bf16":
+        message = "NumPy has no bfloat16: numpy() raises a TypeError on this tensor"
+        yield script.finding("bf16-numpy", node, message, fix=".float() before .numpy()")
 
 
 def sums_much(node: ast.Call, script: Script) -> bool:

@@ -17,11 +17,14 @@ from halfstep.align.lint.amp import (
     same_object,
 )
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.regions import format_of, region_of
+from halfstep.align.lint.regions import format_of, may_be_fp16, region_of
 from halfstep.align.lint.script import AUTOCASTS
 from halfstep.align.lint.syntax import dotted_name, is_constant, keyword, last, names_in
 from halfstep.align.spellings import dtype_of
 
+ABOUT_PRECISION = re.compile(
+    r"amp|16|32|half|mixed|scale|precision|dtype|cuda|cpu|device|gpu|autocast|apex|deepspeed", re.IGNORECASE
+)
 BF16 = re.compile(r"bfloat16|bf16", re.IGNORECASE)
 
 
@@ -29,6 +32,7 @@ def find(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces if amp.steps else ():
         yield from backward_in_autocast(amp, trace)
         yield from fp16_without_scaler(amp, trace)
+    yield from fp16_in_a_model(amp)
     yield from scaler_with_bf16(amp)
     yield from scaler_beside_bf16(amp)
     yield from inverted_scaler(amp)
@@ -75,6 +79,24 @@ def fp16_without_scaler(amp: Amp, trace: Trace) -> Iterator[Finding]:
         yield found if region.dtype == "fp16" else dataclasses.replace(found, severity=Severity.WARNING)
 
 
+def fp16_in_a_model(amp: Amp) -> Iterator[Finding]:
+    """An fp16 autocast in the forward() of a module, a plain backward and step beside it, and nothing that scales."""
+    inside = [e for t in amp.traces for e in t.events if e.function == "forward" and e.region and not e.grad_off]
+    certain = [e for e in inside if e.region and e.region.dtype == "fp16" and e.region.may_be_on]
+    if not certain or amp.may_scale or any(e.regions and e.function != "forward" for t in amp.traces for e in t.events):
+        return
+    for trace in amp.traces:
+        steps = [e for e in trace.calls("step") if e.optimizer and not e.arguments]
+        for backward in (e for e in trace.events if is_plain_backward(e) and not runs_without_amp(e)):
+            if any(e.index > backward.index and not e.excludes(backward) for e in steps):
+                message = "the model runs in fp16 autocast, and nothing scales its loss: small gradients become zero"
+                fix = "use a GradScaler, or autocast with dtype=torch.bfloat16"
+                yield amp.script.finding(
+                    "fp16-without-scaler", backward.node, message, fix=fix, related=certain[0].node
+                )
+                return
+
+
 def model_under_its_own(amp: Amp, trace: Trace, backward: Event) -> Event | None:
     """The model's call before a backward, as one under the autocast that the model's own forward() opens."""
     for event in reversed(trace.events[: backward.index]):
@@ -93,6 +115,10 @@ def may_be_scaled(amp: Amp, trace: Trace, backward: Event) -> bool:
     scaled = [e for e in trace.events if is_scaled_backward(e) and not amp.is_disabled(e.scaled_by)]
     beside = [e for e in scaled if e.loops == backward.loops and not e.excludes(backward)]
     forgotten = bool(beside) and backward.conditions == beside[0].conditions
+    # `if meta: … backward(), step()` and `else: scaler.scale(…)`: what is asked has nothing to do with AMP.
+    branches = [e for e in scaled if e.loops == backward.loops and e.excludes(backward)]
+    asked = {text for e in branches for text, holds in e.conditions if (text, not holds) in backward.conditions}
+    forgotten = forgotten or bool(asked) and not any(map(ABOUT_PRECISION.search, asked))
     return amp.may_scale and not forgotten
 
 
@@ -164,9 +190,12 @@ def sharded_in_fp16(amp: Amp) -> Iterator[Finding]:
     plain = any(is_plain_backward(e) for t in amp.traces for e in t.events)
     for call in amp.script.calls if plain and amp.steps and not amp.may_scale else ():
         policy = last(amp.script.name_of(call.func)) in ("MixedPrecision", "MixedPrecisionPolicy")
-        if policy and format_of(keyword(call, "param_dtype"), amp.script) == "fp16":
+        dtype = keyword(call, "param_dtype") if policy else None
+        certain = format_of(dtype, amp.script) == "fp16"
+        if certain or may_be_fp16(dtype, amp.script):
             message = "FSDP computes in fp16 by this policy, and nothing scales the loss: small gradients become zero"
-            yield amp.script.finding("fp16-without-scaler", call, message, fix="ShardedGradScaler, or bf16")
+            found = amp.script.finding("fp16-without-scaler", call, message, fix="ShardedGradScaler, or bf16")
+            yield found if certain else dataclasses.replace(found, severity=Severity.WARNING)
 
 
 def unscaled_fallback(amp: Amp) -> Iterator[Finding]:

@@ -102,8 +102,8 @@ def one_of(choices: list[Region | None]) -> Region | None:
 def may_be_fp16(node: ast.expr | None, script: Script, depth: int = 0) -> bool:
     """`torch.float16` as one arm of a choice, in a table of dtypes, or one of the values that a name is given."""
     name = dotted_name(node)
-    handed = script.handed(name) if name in script.parameters else []
-    values = [*handed, *(script.values(name) if handed or name not in script.parameters else [])]
+    handed = script.handed(name) if script.is_taken(node) else []
+    values = [*handed, *(script.values(name) if handed or not script.is_taken(node) else [])]
     choices = [arm for v in values or ([node] if node else []) for arm in arms(v, script)]
     # `self.dtype = dtype`, which the caller chose.
     passed_on = [a for a in choices if depth < MAX_ALIASES and isinstance(a, ast.Name) and a is not node]
@@ -112,10 +112,10 @@ def may_be_fp16(node: ast.expr | None, script: Script, depth: int = 0) -> bool:
     )
 
 
-def arms(node: ast.expr | None, script: Script) -> list[ast.expr]:
+def arms(node: ast.expr | None, script: Script, depth: int = 0) -> list[ast.expr]:
     """What a choice chooses from: `a if test else b`, `{"fp16": a, "bf16": b}[name]`, `table.get(name, c)`."""
     if isinstance(node, ast.IfExp):
-        return [*arms(node.body, script), *arms(node.orelse, script)]
+        return [*arms(node.body, script, depth), *arms(node.orelse, script, depth)]
     getter = node.func if isinstance(node, ast.Call) else None
     table = node.value if isinstance(node, ast.Subscript) else None
     if isinstance(getter, ast.Attribute) and getter.attr == "get":
@@ -123,10 +123,10 @@ def arms(node: ast.expr | None, script: Script) -> list[ast.expr]:
     table = script.constant(table)
     if isinstance(table, ast.Dict):
         return table.values
-    own = script.functions.get(dotted_name(getter)) if getter is not None else None
-    if own is not None:  # `def pick_dtype(): return torch.bfloat16 if … else torch.float16`
+    own = script.functions.get(dotted_name(getter)) if getter is not None else script.property_named(node)
+    if own is not None and depth < MAX_ALIASES:  # `def pick_dtype(): return torch.bfloat16 if … else torch.float16`
         ends = (n.value for n in script.below(own) if isinstance(n, ast.Return) and n.value is not None)
-        return [arm for end in ends if not isinstance(end, ast.Call) for arm in arms(end, script)]
+        return [arm for end in ends if not isinstance(end, ast.Call) for arm in arms(end, script, depth + 1)]
     return [node] if node is not None else []
 
 

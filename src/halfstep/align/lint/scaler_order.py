@@ -46,7 +46,7 @@ def clip_inside_apex(amp: Amp) -> Iterator[Finding]:
         if not any(isinstance(c, ast.Call) and amp.script.name_of(c.func) == "apex.amp.scale_loss" for c in calls):
             continue
         for call in amp.script.calls_below(node):
-            if last(dotted_name(call.func)) in CLIPS:
+            if CLIPS.fullmatch(last(dotted_name(call.func))):
                 message = "gradients are clipped while still multiplied by apex's loss scale"
                 fix = "clip after the with block, which unscales them"
                 yield amp.script.finding("clip-before-unscale", call, message, fix=fix, related=node)
@@ -99,7 +99,7 @@ def clip_before_unscale(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator
             steps_through(e, backward.scaled_by) and not e.excludes(clip) for e in trace.events[clip.index :]
         )
         unscaled = any(
-            (e.method.startswith("unscale") or e.method == "get_scale" or rescales_gradients(e))
+            (unscales_what_steps(amp, trace, e, clip) or e.method == "get_scale" or rescales_gradients(e))
             and not e.excludes(clip)
             and not is_optional(e, clip, backward)
             for e in between
@@ -109,6 +109,16 @@ def clip_before_unscale(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator
             message = f"gradients are clipped while still multiplied by {last(backward.scaled_by)}'s scale"
             fix = f"call {last(backward.scaled_by)}.unscale_(optimizer) before clipping"
             yield amp.script.finding("clip-before-unscale", clip.node, message, fix=fix, related=backward.node)
+
+
+def unscales_what_steps(amp: Amp, trace: Trace, event: Event, clip: Event) -> bool:
+    """`unscale_(opt_d)` where opt_d steps after the clip; another network's optimizer is no help."""
+    if not event.method.startswith("unscale"):
+        return False
+    later = trace.events[clip.index :]
+    until = next((e.index for e in later if e.method == "backward" and not e.excludes(clip)), len(trace.events))
+    steps = [e for e in later if e.index < until and steps_through(e, event.receiver) and not e.excludes(clip)]
+    return not steps or any(unscales(amp, event, e.arguments[0]) for e in steps)
 
 
 def is_optional(unscale: Event, clip: Event, backward: Event) -> bool:

@@ -161,9 +161,10 @@ class Script:
         for value in self.values(key):
             while isinstance(value, ast.Call) and getattr(value.func, "attr", "") in ("to", "cuda", "train", "eval"):
                 value = value.func.value  # type: ignore[attr-defined]
-            name = dotted_name(value)
-            if name not in seen:  # `loss = loss.to(device)` is made from itself
-                found += (self.origins(name, seen) if name else []) or [value]
+            for end in self.ends(value) or [value]:
+                name = dotted_name(end)
+                if name not in seen:  # `loss = loss.to(device)` is made from itself
+                    found += (self.origins(name, seen) if name else []) or [end]
         return found
 
     @cached_property
@@ -192,6 +193,11 @@ class Script:
         """The function or method of this name, when there is one alone."""
         found = self.named_functions.get(name, [])
         return found[0] if len(found) == 1 else None
+
+    def property_named(self, node: ast.AST | None) -> Function | None:
+        """`def dtype(self)` under @property, for `cfg.dtype`."""
+        found = self.function_named(node.attr) if isinstance(node, ast.Attribute) else None
+        return found if found is not None and "property" in map(dotted_name, found.decorator_list) else None
 
     def name_of(self, node: ast.AST) -> str:
         """The full dotted name an expression means after imports, or an empty string."""
@@ -246,10 +252,15 @@ class Script:
                 found.setdefault(dotted_name(node.target), []).append(node.value)
         return found
 
+    def ends(self, value: ast.expr) -> list[ast.expr]:
+        """What a function of this file may return to a call."""
+        own = self.function_named(last(dotted_name(value.func))) if isinstance(value, ast.Call) else None
+        inside = self.below(own) if own is not None else []
+        return [n.value for n in inside if isinstance(n, ast.Return) and n.value is not None]
+
     def returned(self, value: ast.expr, length: int) -> list[list[ast.expr]]:
         """The tuples of this length that a function of this file may return to a call."""
-        own = self.function_named(last(dotted_name(value.func))) if isinstance(value, ast.Call) else None
-        ends = [n.value for n in self.below(own) if isinstance(n, ast.Return)] if own is not None else []
+        ends = self.ends(value)
         tuples = [end.elts for end in ends if isinstance(end, ast.Tuple) and len(end.elts) == length]
         return tuples if len(tuples) == len(ends) else []
 
@@ -328,6 +339,15 @@ class Script:
         """Names of any function's parameters: their value is the caller's business."""
         return {node.arg for node in self.nodes if isinstance(node, ast.arg)}
 
+    def is_taken(self, node: ast.AST | None) -> bool:
+        """Whether a name is a parameter of a function around it: its value is the caller's business."""
+        name, around = dotted_name(node), self.owners.get(id(node))
+        while name and around is not None:
+            if name in parameters_of(around):
+                return True
+            around = self.owners.get(id(around))
+        return False
+
     def handed(self, name: str) -> list[ast.expr]:
         """What calls of this file give to the parameter of this name, a class's `__init__()` included."""
         found: list[ast.expr] = []
@@ -389,7 +409,7 @@ class Script:
         for _ in range(4):
             name = dotted_name(node)
             values = self.assigned.get(name, [])
-            if len(values) != 1 or name in self.parameters:
+            if len(values) != 1 or self.is_taken(node):
                 return node
             node = values[0]
         return node

@@ -28,6 +28,9 @@ def find(amp: Amp) -> Iterator[Finding]:
     yield from always_on(amp.script)
     yield from chosen_word(amp.script)
     yield from accelerate_bool(amp)
+    yield from compared_with_nan(amp.script)
+    if amp.goes_backward:
+        yield from never_read(amp.script)
 
 
 def bool_flags(script: Script) -> Iterator[Finding]:
@@ -42,6 +45,42 @@ def bool_flags(script: Script) -> Iterator[Finding]:
             message = f"type=bool makes every value true: `{flag} False` turns it on"
             fix = "action=argparse.BooleanOptionalAction"
             yield script.finding("amp-switch-stuck", call, message, fix=fix)
+
+
+def compared_with_nan(script: Script) -> Iterator[Finding]:
+    """`loss == float("nan")`: a NaN equals nothing, itself included."""
+    for node in (n for n in script.nodes if isinstance(n, ast.Compare) and isinstance(n.ops[0], ast.Eq | ast.NotEq)):
+        texts = (ast.unparse(part).lower() for part in (node.left, *node.comparators))
+        if any(re.fullmatch(r"""float\(["']nan["']\)|(np|numpy|math|torch)\.nan""", text) for text in texts):
+            answer = "never" if isinstance(node.ops[0], ast.Eq) else "always"
+            message = f"`{ast.unparse(node)}` {answer} holds: a NaN equals nothing"
+            yield script.finding("amp-switch-stuck", node, message, fix="torch.isnan(…), or torch.isfinite(…)")
+
+
+PARSED = re.compile(r"\.parse_\w*args\(")
+LOGS = re.compile(r"print|log|info|dump|wandb|vars|str|repr|format|pformat|items|save|write|setup_seed", re.IGNORECASE)
+"""In the name of a call that is handed all settings, and acts on none."""
+
+
+def never_read(script: Script) -> Iterator[Finding]:
+    """`--amp` is parsed, and nothing in the file that trains asks for it, nor hands all settings to another file."""
+    flags = [c for c in script.calls if getattr(c.func, "attr", "") == "add_argument"]
+    named = [(call, name) for call in flags for name in boolean_flags(call) if AMP_FLAG.search(name)]
+    sources = {name: map(ast.unparse, script.origins(name)) for name in script.assigned}
+    holders = {name for name, texts in sources.items() if any(map(PARSED.search, texts))}
+    known = script.local_names | set(script.class_by_name)
+    others = [c for c in script.calls if last(dotted_name(c.func)) not in known]
+    takers = [c for c in others if not LOGS.search(ast.unparse(c.func))]
+    given = {dotted_name(v) for c in takers for v in (*c.args, *(k.value for k in c.keywords))}
+    read = {n.attr for n in script.nodes if isinstance(n, ast.Attribute)}
+    inside = {id(n) for call in flags for n in script.below(call)}
+    words = {n.value for n in script.nodes if isinstance(n, ast.Constant) and id(n) not in inside}
+    for call, name in named if holders and not holders & given else ():
+        kept = keyword(call, "dest")
+        name = str(kept.value) if isinstance(kept, ast.Constant) else name
+        if name not in read and name not in words:
+            message = f"--{name} is parsed and never read: it switches nothing"
+            yield script.finding("amp-switch-stuck", call, message, fix="autocast(…, enabled=args.…), or drop the flag")
 
 
 def negated_flags(script: Script) -> Iterator[Finding]:

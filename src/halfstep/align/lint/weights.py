@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from halfstep.align.findings import Finding, Severity
 from halfstep.align.lint.amp import Amp, is_scaled_backward
 from halfstep.align.lint.dtypes import explicit_cast
-from halfstep.align.lint.regions import format_of
+from halfstep.align.lint.regions import arms, format_of
 from halfstep.align.lint.script import WRAPPER, Script
 from halfstep.align.lint.syntax import argument, dotted_name, is_constant, keyword, last, paired
 from halfstep.align.spellings import dtype_of
@@ -45,6 +45,7 @@ TRAINED_IN_PART = re.compile(
 )
 """Part of some model is frozen by a helper, or somebody keeps fp32 copies."""
 
+ADDS_ADAPTERS = ("get_peft_model", "add_adapter", "inject_adapter_in_model", "inject_trainable_lora")
 EVALUATION_WORDS = ("eval", "infer", "test", "predict", "deploy", "export")
 
 
@@ -70,8 +71,9 @@ def find(amp: Amp) -> Iterator[Finding]:
         steps = [
             (name, made) for name, made in optimized for own, where in known if is_same(script, name, made, own, where)
         ]
-        # Picking by requires_grad where something is frozen: a frozen half model with trainable fp32 parts is likely.
-        steps = [step for step in steps if not partly or not model.loaded and not picks_trained(script, step[1], model)]
+        # Picking by requires_grad where something is frozen: a frozen half model with trainable fp32 parts is likely,
+        # unless all that the optimizer holds is cast afterwards.
+        steps = [step for step in steps if not partly or not model.loaded and holds_half(script, step[1], model)]
         if steps and (model.name, model.dtype) not in seen:
             seen.add((model.name, model.dtype))
             found = lost_updates(script, model)
@@ -81,6 +83,14 @@ def find(amp: Amp) -> Iterator[Finding]:
     yield from refused_by_scaler(amp, {name for name, _ in seen})
     if optimized and (default := half_default(script)) is not None:
         yield lost_updates(script, default)
+
+
+def holds_half(script: Script, made: ast.AST, model: HalfModel) -> bool:
+    same = script.owners.get(id(made)) is script.owners.get(id(model.call))
+    cast_later = same and getattr(made, "lineno", 0) < model.call.lineno
+    added = (c for c in script.calls if last(dotted_name(c.func)) in ADDS_ADAPTERS)  # in fp32, to a model in half
+    adapted = any(call.lineno > model.call.lineno for call in added)
+    return cast_later or not adapted and not picks_trained(script, made, model)
 
 
 def picks_trained(script: Script, made: ast.AST, model: HalfModel) -> bool:
@@ -139,7 +149,7 @@ def lost_updates(script: Script, model: HalfModel) -> Finding:
 
 def half_models(amp: Amp) -> list[HalfModel]:
     script = amp.script
-    restored = {last(dotted_name(c.func).removesuffix(".float")) for c in script.calls if is_float_restore(c)}
+    restored = {c: last(dotted_name(c.func).removesuffix(".float")) for c in script.calls if is_float_restore(c)}
     found: list[HalfModel] = []
     for call in script.calls:
         loaded = loaded_dtype(script, call)
@@ -148,7 +158,9 @@ def half_models(amp: Amp) -> list[HalfModel]:
             continue
         # `self.net = net.half().cuda()`: both names hold it.
         names = {assigned_model(amp, call), "" if loaded else dotted_name(call.func.value)} - {""}
-        kept = [name for name in sorted(names) if last(name) not in restored]
+        names = names or {name for name, _ in handed_out(script, call, "")}  # `return Net.from_pretrained(…)`
+        back = {name for c, name in restored.items() if script.share_scope(c, call)}
+        kept = [name for name in sorted(names) if last(name) not in back]
         if not only_to_evaluate(script, call):
             found += [HalfModel(name=name, dtype=dtype, call=call, loaded=bool(loaded)) for name in kept]
     return [*found, *cast_in_a_loop(script)]
@@ -183,25 +195,49 @@ def stored_dtype(call: ast.Call, script: Script) -> str:
 
 
 def half_choice(node: ast.expr | None, script: Script) -> str:
-    """bf16 of `torch.bfloat16 if supported else torch.float16`: half either way."""
+    """bf16 of `torch.bfloat16 if supported else torch.float16`, of a table by its default, of a function's returns."""
     node = script.default(node)
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return dtype_of(node.value) or ""
-    given = script.values(dotted_name(node)) if dotted_name(node) not in script.parameters else []
-    formats = [format_of(value, script) for value in given]
-    if len(formats) > 1 and all(formats):  # `weight_dtype = torch.float32`, then half where that is asked for
-        return next((word for word in ("bf16", "fp16") if word in formats), "")
-    if not isinstance(node, ast.IfExp):
-        return format_of(node, script)
-    both = [format_of(part, script) for part in (node.body, node.orelse)]
-    # `torch.float16 if device == "cuda" else torch.float32`: half wherever it matters.
-    by_device = any(word in ast.unparse(node.test) for word in ("cuda", "device", "gpu"))
-    return both[0] if set(both) <= {"fp16", "bf16"} or by_device and both[1] == "fp32" else ""
+    given = script.values(dotted_name(node)) if not script.is_taken(node) else []
+    if len(given) > 1:  # `weight_dtype = torch.float32`, then half where that is asked for
+        named = [format_of(value, script) for value in given]
+        formats = [
+            word or half_choice(v, script) if not dotted_name(v) else word for v, word in zip(given, named, strict=True)
+        ]
+        return preferred(formats) if all(formats) else ""
+    if isinstance(node, ast.IfExp):
+        both = [format_of(part, script) for part in (node.body, node.orelse)]
+        # `torch.float16 if device == "cuda" else torch.float32`: half wherever it matters.
+        by_device = any(word in ast.unparse(node.test) for word in ("cuda", "device", "gpu"))
+        return both[0] if set(both) <= {"fp16", "bf16"} or by_device and both[1] == "fp32" else ""
+    choices = [node] if (entry := default_entry(node, script)) is None else [entry]
+    formats = [format_of(choice, script) for one in choices for choice in arms(one, script)]
+    return preferred([word for word in formats if word])
+
+
+def preferred(formats: list[str]) -> str:
+    """What to call a choice among several: half, where it is one of them."""
+    return next((word for word in ("bf16", "fp16", *formats) if word in formats), "")
+
+
+def default_entry(node: ast.expr | None, script: Script) -> ast.expr | None:
+    """The entry of `{"bf16": torch.bfloat16, …}[args.dtype]` that the key's default, or a constant, leads to."""
+    getter = node.func if isinstance(node, ast.Call) else None
+    looked_up = isinstance(getter, ast.Attribute) and getter.attr == "get" and isinstance(node, ast.Call) and node.args
+    owner, key = (getter.value, node.args[0]) if looked_up else (None, None)  # type: ignore[union-attr]
+    if isinstance(node, ast.Subscript):
+        owner, key = node.value, node.slice
+    table, word = script.constant(owner), script.default(key)
+    if not isinstance(table, ast.Dict) or not isinstance(word, ast.Constant):
+        return None
+    entries = zip(table.keys, table.values, strict=True)
+    return next((value for k, value in entries if isinstance(k, ast.Constant) and k.value == word.value), None)
 
 
 def loaded_dtype(script: Script, call: ast.Call) -> str:
     """`from_pretrained(…, torch_dtype=torch.bfloat16)` of a model that is trained as a whole."""
-    loads = getattr(call.func, "attr", "") in ("from_pretrained", "from_config", "from_single_file")
+    loads = getattr(call.func, "attr", "") in ("from_pretrained", "from_config", "_from_config", "from_single_file")
     if not loads:
         return ""
     return half_choice(keyword(call, "torch_dtype") or keyword(call, "dtype"), script)
@@ -209,35 +245,51 @@ def loaded_dtype(script: Script, call: ast.Call) -> str:
 
 def half_default(script: Script) -> HalfModel | None:
     """torch.set_default_dtype(torch.bfloat16), never set back: all that is made from then on is half."""
-    calls = [call for call in script.calls if script.name_of(call.func) == "torch.set_default_dtype" and call.args]
-    dtype = format_of(calls[0].args[0], script) if len(calls) == 1 else ""
+    setters = ("torch.set_default_dtype", "torch.set_default_tensor_type")
+    calls = [call for call in script.calls if script.name_of(call.func) in setters and call.args]
+    tensors = {"HalfTensor": "fp16", "BFloat16Tensor": "bf16"}
+    value = calls[0].args[0] if len(calls) == 1 else None
+    word = value.value if isinstance(value, ast.Constant) else dotted_name(value)
+    dtype = tensors.get(last(str(word)), "") or format_of(value, script)
     if dtype not in ("fp16", "bf16") or trained_in_part(script, set()):
         return None
     return HalfModel(name="every new parameter", dtype=dtype, call=calls[0])
 
 
 def is_plain_optimizer(amp: Amp, call: ast.Call) -> bool:
-    name = amp.script.name_of(call.func)
-    plain = name.rpartition(".")[2] in PLAIN_OPTIMIZERS
-    return name.startswith(LIBRARIES) and plain
+    """`torch.optim.AdamW(…)`, and `optimizer_class(…)` of a name that holds such a class."""
+    classes = [call.func, *amp.script.values(dotted_name(call.func))]
+    return any(is_plain_class(amp.script.name_of(arm)) for one in classes for arm in arms(one, amp.script))
+
+
+def is_plain_class(name: str) -> bool:
+    return name.startswith(LIBRARIES) and last(name) in PLAIN_OPTIMIZERS
 
 
 def optimized_by(script: Script, call: ast.Call) -> Iterator[tuple[str, ast.AST]]:
     """Names of the models an optimizer steps, also through a list made before and through a function's parameter."""
-    words = {dotted_name(n) for value in call.args[:1] for n in ast.walk(value)} - {""}
-    given = [v for word in sorted(words) for v in script.values(word) if script.share_scope(v, call)]
-    names = {name for source in (call, *given) for name in models_of(source)}
+    given = [value for value in (argument(call, 0, "params"),) if value is not None]
+    yield from models_given(script, given, call)
+    owner = script.owners.get(id(call))
+    taken = [a.arg for a in owner.args.args if a.arg != "self"] if owner is not None else []
+    words = {name.id for value in given for name in ast.walk(value) if isinstance(name, ast.Name)}
+    for number, name in enumerate(taken):
+        if owner is not None and name in words:
+            for use in (c for c in script.calls if last(dotted_name(c.func)) == owner.name):
+                passed = argument(use, number, name)
+                if passed is not None:
+                    yield dotted_name(passed), use
+                    yield from models_given(script, [passed], use)
+
+
+def models_given(script: Script, values: list[ast.expr], call: ast.Call) -> Iterator[tuple[str, ast.AST]]:
+    words = {dotted_name(n) for value in values for n in ast.walk(value)} - {""}
+    made = [v for word in sorted(words) for v in script.values(word) if script.share_scope(v, call)]
+    names = {name for source in (*values, *made) for name in models_of(source)}
     # Groups that a function fills by hand come from the one model it walks over.
     home = script.owners.get(id(call))
     walked = set(models_of(home)) if home is not None and not names else set()
-    for name in sorted(names or (walked if len(walked) == 1 else set())):
-        if name:
-            yield name, call
-            owner = script.owners.get(id(call))
-            taken = [a.arg for a in owner.args.args] if owner is not None else []
-            if owner is not None and name in taken:
-                for use in (c for c in script.calls if dotted_name(c.func) == owner.name):
-                    yield dotted_name(argument(use, taken.index(name), name)), use
+    yield from ((name, call) for name in sorted(names or (walked if len(walked) == 1 else set())) if name)
 
 
 def trained_by(script: Script, call: ast.Call) -> Iterator[tuple[str, ast.AST]]:
@@ -276,7 +328,7 @@ def handed_out(script: Script, call: ast.Call, model: str) -> list[tuple[str, as
         return []
     returns = [n.value for n in script.below(builder) if isinstance(n, ast.Return) and n.value is not None]
     parts = [value.elts if isinstance(value, ast.Tuple) else [value] for value in returns]
-    places = {i for listed in parts for i, part in enumerate(listed) if root(part) == model}
+    places = {i for listed in parts for i, p in enumerate(listed) if call in chain(p) or model and root(p) == model}
     stores = [(t, v) for n in script.nodes if isinstance(n, ast.Assign) for t, v in paired(n)]
     found: list[tuple[str, ast.AST]] = []
     for target, value in stores if places else ():
@@ -292,6 +344,7 @@ def with_wrappers(script: Script, known: list[tuple[str, ast.AST]]) -> list[tupl
         for value in values:
             wraps = isinstance(value, ast.Call) and WRAPPER.search(dotted_name(value.func))
             inner = dotted_name(value.args[0]) if wraps and isinstance(value, ast.Call) and value.args else ""
+            inner = inner or dotted_name(value).rpartition(".")[0]  # `unet = pipe.unet`
             if inner and any(inner == own and script.share_scope(value, where) for own, where in known):
                 known.append((name, value))
     return known

@@ -107,9 +107,18 @@ LOOP_RULES = (
         threads=("huggingface/transformers#34191", "pytorch/torchtune#1875", "axolotl-ai-cloud/axolotl#1100"),
     ),
     Rule(
+        name="backward-again",
+        severity=Severity.ERROR,
+        title="backward runs a second time on one graph",
+        why="backward() frees the graph it walked. A second one on the same loss raises, at once or in the second "
+        "micro-batch.",
+        bad="for _ in range(4):\n    if i == 0:\n        loss = model(x) / 4\n    loss.backward()",
+        good="for _ in range(4):\n    loss = model(x) / 4\n    loss.backward()",
+    ),
+    Rule(
         name="clip-after-step",
         severity=Severity.ERROR,
-        title="gradients are clipped after the step",
+        title="gradients are clipped after the step, or before backward",
         why="The optimizer has used them as they were; what is clipped is thrown away by the next zero_grad.",
         bad="scaler.step(optimizer)\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\nscaler.update()",
         good="scaler.unscale_(optimizer)\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"

@@ -7,6 +7,16 @@ from halfstep.align.rules.rule import Rule
 
 NUMERIC_RULES = (
     Rule(
+        name="bf16-numpy",
+        severity=Severity.ERROR,
+        title="a bf16 tensor is given to NumPy",
+        why="NumPy has no bfloat16. numpy() on what bf16 autocast computed raises a TypeError, often in the evaluation "
+        "after the first epoch.",
+        bad="with torch.autocast('cuda', dtype=torch.bfloat16):\n    out = model(x)\nscores = out.cpu().numpy()",
+        good="with torch.autocast('cuda', dtype=torch.bfloat16):\n    out = model(x)\n"
+        "scores = out.float().cpu().numpy()",
+    ),
+    Rule(
         name="half-loss-sum",
         severity=Severity.WARNING,
         title="a half tensor is summed outside autocast",
