@@ -219,6 +219,8 @@ def is_number(node: ast.expr, script: Script) -> bool:
         return sized or script.name_of(node.func).startswith(("math.", "numpy."))
     if isinstance(node, ast.Subscript):
         return getattr(node.value, "attr", "") == "shape"
+    if is_power(node) and isinstance(node, ast.BinOp):
+        return isinstance(node.left, ast.Attribute | ast.Name) and getattr(node.right, "value", None) == 0.5
     if isinstance(node, ast.Attribute):
         values = script.values(dotted_name(node))
         held = [v for v in values if isinstance(v, ast.Call) and is_number(v, script) or is_power(v)]

@@ -90,7 +90,7 @@ def half_loss(script: Script, node: ast.Call, types: Inference) -> Iterator[Find
     made = [v for v in script.values(dotted_name(node.func)) if isinstance(v, ast.Call)]
     names = {last(dotted_name(call.func)) for call in (node, *made)}
     dtypes = [types.dtype(value) for value in node.args[:2]]
-    if types.active or len(dtypes) < 2 or dtypes[0] not in FORMATS:
+    if types.active or len(dtypes) < 2 or dtypes[0] not in FORMATS or loss_function(script, node) is not None:
         return
     if names & {"ctc_loss", "CTCLoss"}:
         message = f"a CTC loss of {dtypes[0]} outside autocast: torch has no half kernel for it, and raises"

@@ -144,6 +144,7 @@ def returned_under(trace: Trace, event: Event) -> Event:
     blocks = [n for n in trace.script.below(own) if isinstance(n, ast.With)] if own is not None else []
     ends = [n for n in blocks if any(isinstance(i, ast.Return) for i in trace.script.below(n))]
     opened = [region_of(item.context_expr, trace.script) for block in ends for item in block.items]
+    opened += [region_of(node, trace.script) for node in own.decorator_list] if own is not None else []
     regions = tuple(region for region in opened if region is not None)
     return dataclasses.replace(event, regions=regions) if regions else event
 

@@ -89,8 +89,18 @@ def holds_half(script: Script, made: ast.AST, model: HalfModel) -> bool:
     same = script.owners.get(id(made)) is script.owners.get(id(model.call))
     cast_later = same and getattr(made, "lineno", 0) < model.call.lineno
     added = (c for c in script.calls if last(dotted_name(c.func)) in ADDS_ADAPTERS)  # in fp32, to a model in half
-    adapted = any(call.lineno > model.call.lineno for call in added)
+    adapted = any(c.lineno > model.call.lineno and not are_opposite(script, c, made) for c in added)
     return cast_later or not adapted and not picks_trained(script, made, model)
+
+
+def are_opposite(script: Script, one: ast.AST, other: ast.AST) -> bool:
+    """Whether one node stands where a condition holds, and the other where it does not."""
+
+    def holds(block: list[ast.stmt], node: ast.AST) -> bool:
+        return any(node in script.below(statement) for statement in block)
+
+    choices = (n for n in script.nodes if isinstance(n, ast.If))
+    return any(holds(n.body, one) and holds(n.orelse, other) for n in choices)
 
 
 def picks_trained(script: Script, made: ast.AST, model: HalfModel) -> bool:
