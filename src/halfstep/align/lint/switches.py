@@ -66,7 +66,7 @@ def never_read(script: Script) -> Iterator[Finding]:
     """`--amp` is parsed, and nothing in the file that trains asks for it, nor hands all settings to another file."""
     flags = [c for c in script.calls if getattr(c.func, "attr", "") == "add_argument"]
     named = [(call, name) for call in flags for name in boolean_flags(call) if AMP_FLAG.search(name)]
-    sources = {name: map(ast.unparse, script.origins(name)) for name in script.assigned}
+    sources = {name: map(ast.unparse, script.origins(name)) for name in script.assigned} if named else {}
     holders = {name for name, texts in sources.items() if any(map(PARSED.search, texts))}
     known = script.local_names | set(script.class_by_name)
     others = [c for c in script.calls if last(dotted_name(c.func)) not in known]
