@@ -92,7 +92,9 @@ def half_loss(script: Script, node: ast.Call, types: Inference) -> Iterator[Find
     dtypes = [types.dtype(value) for value in node.args[:2]]
     if types.active or len(dtypes) < 2 or dtypes[0] not in FORMATS or loss_function(script, node) is not None:
         return
-    if names & {"ctc_loss", "CTCLoss"}:
+    by_torch = made or script.name_of(node.func).startswith("torch.")
+    # Another file's `criterion.ctc_loss` under autocast(enabled=False) is likely to cast by itself.
+    if names & {"ctc_loss", "CTCLoss"} and (by_torch or types.region is None):
         message = f"a CTC loss of {dtypes[0]} outside autocast: torch has no half kernel for it, and raises"
         yield script.finding("half-loss-sum", node, message, fix="call .float() on the log-probabilities")
     elif names & {"mse_loss", "MSELoss"} and dtypes[0] == dtypes[1] == "fp16":
