@@ -134,7 +134,7 @@ def wrapped_before_apex(amp: Amp) -> Iterator[Finding]:
     """`net = DataParallel(net)` and then amp.initialize(net): apex refuses wrapped models."""
     for call in (c for c in amp.script.calls if amp.script.name_of(c.func) == "apex.amp.initialize" and c.args):
         made = [c for v in amp.script.values(dotted_name(call.args[0])) for c in amp.script.calls_below(v)]
-        wraps = [c for c in made if last(dotted_name(v.func)) in ("DataParallel", "DistributedDataParallel", "DDP")]
+        wraps = [c for c in made if last(dotted_name(c.func)) in ("DataParallel", "DistributedDataParallel", "DDP")]
         for wrap in (v for v in wraps if amp.script.share_scope(v, call) and v.lineno < call.lineno):
             message = f"apex's initialize() gets a model inside {last(dotted_name(wrap.func))}, and raises"
             yield amp.script.finding("launch-refused", call, message, fix="wrap the model after it", related=wrap)
