@@ -78,10 +78,11 @@ def test_vocab_and_merges_are_the_tokenizer_they_came_from(tmp_path: Path) -> No
     (apart / "vocab.json").write_text(json.dumps(model["vocab"]))
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     (apart / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
-    found = tokenizer_at(apart)
-    assert found.encode(TEXT).tolist() == whole.encode(TEXT).tolist()
-    assert found.decode(found.encode(TEXT).tolist()) == TEXT
-    assert found.end == whole.end
+    for named in (apart, apart / "vocab.json", apart / "merges.txt"):
+        found = tokenizer_at(named)
+        assert found.encode(TEXT).tolist() == whole.encode(TEXT).tolist()
+        assert found.decode(found.encode(TEXT).tolist()) == TEXT
+        assert found.end == whole.end
 
 
 def test_a_character_that_is_not_known_is_named_with_its_place() -> None:

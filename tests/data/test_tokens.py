@@ -164,6 +164,7 @@ def test_of_several_texts_whole_ones_are_for_validation(tmp_path: Path) -> None:
     texts = texts_at(tmp_path)
     assert [path.name for path in texts.train] == [f"{number}.txt" for number in range(10)]
     assert [path.name for path in texts.val] == ["10.txt", "11.txt"]
+    assert "19% of the bytes" in texts.source
 
 
 def test_parts_that_have_names_are_kept(tmp_path: Path) -> None:
@@ -172,6 +173,43 @@ def test_parts_that_have_names_are_kept(tmp_path: Path) -> None:
     texts = texts_at(tmp_path)
     assert [path.name for path in texts.all] == ["train.txt", "valid.txt"]
     assert texts.source == "valid.txt"
+
+
+@pytest.mark.parametrize("name", ["train.txt", "train/a.txt"])
+def test_what_lies_beside_a_training_part_is_no_text_of_it(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("a text to learn from " * 50)
+    (tmp_path / "README.md").write_text("about it")
+    found = texts_at(tmp_path)
+    assert found.train == (tmp_path / name,)
+    assert (found.val, found.cut) == ((), 0.1)
+
+
+def test_the_rest_is_trained_on_where_only_the_validation_part_has_a_name(tmp_path: Path) -> None:
+    for name in ("book.txt", "val.txt", "more.txt"):
+        (tmp_path / name).write_text(name * 9)
+    found = texts_at(tmp_path)
+    assert [path.name for path in found.train] == ["book.txt", "more.txt"]
+    assert [path.name for path in found.val] == ["val.txt"]
+    (tmp_path / "book.txt").unlink()
+    (tmp_path / "more.txt").unlink()
+    assert texts_at(tmp_path).train == (tmp_path / "val.txt",)  # alone it is the text
+
+
+def test_ids_in_a_folder_below_are_pointed_at(tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards/train.bin").write_bytes(b"ids")
+    with pytest.raises(DataError, match="no text in") as error:
+        texts_at(tmp_path)
+    assert f"--data-dir {tmp_path / 'shards'}" in error.value.fix
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "latin1"])
+def test_the_fix_names_the_likely_encoding(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.txt").write_text("caf\xe9", encoding=encoding)
+    with pytest.raises(DataError, match="not UTF-8") as error:
+        texts_at(tmp_path / "a.txt")
+    assert f"iconv -f {encoding} " in error.value.fix
 
 
 def test_texts_that_are_none_are_refused_or_left_out(tmp_path: Path) -> None:

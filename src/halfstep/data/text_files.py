@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,15 +55,18 @@ def find_texts(root: Path, *, val_fraction: float, bad_files: BadFiles) -> TextF
     prose, code = _below(root, PROSE), _below(root, CODE)
     endings, beside = (PROSE, tuple(code)) if prose else (CODE, ())
     train, val = _named_part(root, TRAIN_NAMES, endings), _named_part(root, VALIDATION_NAMES, endings)
+    if val and not train:
+        train = [path for path in prose or code if path not in val]
     if train and val:
         train, val = _check(train, bad_files), _check(val, bad_files)
         return TextFiles(root=root, train=tuple(train), val=tuple(val), source=_place(root, val), beside=beside)
-    files = _check(prose or code, bad_files)
+    files = _check(train or prose or code, bad_files)  # beside a training part of its own lies what is about it
     if not files:
+        ids = next(root.rglob("*.bin"), None)
         raise DataError(
             f"no text in {root}",
             why="no file ends in " + " ".join(PROSE + CODE),
-            fix="--data-dir: a text file or a folder",
+            fix=f"--data-dir {ids.parent}, for token ids" if ids else "--data-dir: a text file or a folder",
         )
     found = _one(root, files[0], val_fraction) if len(files) == 1 else _split(root, files, val_fraction)
     return replace(found, beside=beside)
@@ -73,10 +77,11 @@ def read_text(path: Path) -> str:
     try:
         text = path.read_bytes().decode("utf-8").removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as error:
+        likely = "utf-16" if error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "latin1"
         raise DataError(
             f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at position {error.start:,}",
             why="it is in another encoding, or no text",
-            fix=f"iconv -f latin1 -t utf-8 {path.name}, if it is Latin-1; in a folder also data.on_bad_file=skip",
+            fix=f"iconv -f {likely} -t utf-8 {path.name}, if it is {likely}; in a folder also data.on_bad_file=skip",
         ) from error
     except OSError as error:
         raise DataError(f"cannot read {path}", why=error.strerror or str(error)) from error
@@ -98,13 +103,14 @@ def _split(root: Path, files: list[Path], val_fraction: float) -> TextFiles:
     """Whole documents: a part of one that was trained on would flatter the rest of it."""
     if not val_fraction:
         return TextFiles(root=root, train=tuple(files), val=(), source="none")
-    wanted = sum(path.stat().st_size for path in files) * val_fraction
+    total = sum(path.stat().st_size for path in files)
     taken, size = 0, 0
-    while taken < len(files) - 1 and (size < wanted or taken == 0):
+    while taken < len(files) - 1 and (size < total * val_fraction or taken == 0):
         taken += 1
         size += files[-taken].stat().st_size
     train, val = tuple(files[:-taken]), tuple(files[-taken:])
-    return TextFiles(root=root, train=train, val=val, source=f"the last {counted(taken, 'file')}: {some_of(val, 2)}")
+    source = f"the last {counted(taken, 'file')}, {size / total:.0%} of the bytes: {some_of(val, 2)}"
+    return TextFiles(root=root, train=train, val=val, source=source)
 
 
 def _place(root: Path, files: list[Path]) -> str:

@@ -20,6 +20,7 @@ Array = np.ndarray[Any, Any]
 END_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "[SEP]")
 """What tokenizers call the end of a document."""
 TIKTOKEN = "tiktoken:"
+PAIR = ("vocab.json", "merges.txt")
 OWN_FILE = "halfstep_tokenizer.json"
 """Beside a run's weights, where Hugging Face has no file for its tokenizer."""
 
@@ -225,27 +226,33 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def tokenizer_at(path: Path) -> Tokenizer:
-    """A local tokenizer.json, or a folder with one, or with vocab.json and merges.txt, or of a run's weights."""
+    """A local tokenizer.json, vocab.json with merges.txt beside it, a folder with these, or that of a run's weights."""
     if (path / OWN_FILE).is_file():
         return tokenizer_from(json.loads((path / OWN_FILE).read_text(encoding="utf-8")))
+    if path.name in PAIR:
+        return _of_pair(path.parent)
     file = path / "tokenizer.json" if path.is_dir() else path
     if file.is_file():
         try:
             return Bpe(file.read_text(encoding="utf-8"), source=str(file))
         except UnicodeDecodeError as error:
             raise DataError(f"cannot read the tokenizer {file}", why="it is not UTF-8") from error
-    vocab, merges = path / "vocab.json", path / "merges.txt"
+    return _of_pair(path)
+
+
+def _of_pair(folder: Path) -> Tokenizer:
+    vocab, merges = (folder / name for name in PAIR)
     if vocab.is_file() and merges.is_file():
         return Bpe.of_vocab_and_merges(vocab, merges)
     raise DataError(
-        f"no tokenizer at {path}",
+        f"no tokenizer at {folder}",
         why="neither a tokenizer.json nor vocab.json and merges.txt are there",
         fix="data.tokenizer: bytes, characters, a path, or tiktoken:gpt2",
     )
 
 
 def has_tokenizer(folder: Path) -> bool:
-    names = ("tokenizer.json",), ("vocab.json", "merges.txt"), (OWN_FILE,)
+    names = ("tokenizer.json",), PAIR, (OWN_FILE,)
     return any(all((folder / name).is_file() for name in needed) for needed in names)
 
 

@@ -107,8 +107,12 @@ def _ids(
         tokenizer=tokenizer,
         about=(("token ids", f"{counted(len(files.train) + len(files.val), 'file')}, {_in_words(train, val)}"),
                ("tokenizer", named)),
-        notes=() if files.val else (f"nothing is validated: {folder} has no .bin with `val` in its name",),
+        notes=() if files.val else (f"nothing is validated: {_why_no_validation(root)}",),
     )  # fmt: skip
+
+
+def _why_no_validation(root: Path) -> str:
+    return f"{root} has no .bin with `val` in its name" if root.is_dir() else f"{root.name} is named, not its folder"
 
 
 def _refuse_ids_of_another(tokenizer: Tokenizer | None, root: Path) -> None:
