@@ -24,6 +24,7 @@ from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import build, load
 from halfstep.workloads.slots.demo import write_demo
+from halfstep.workloads.slots.pictures import slot_colours, tinted, write_gif
 from halfstep.workloads.using import Wishes
 from tiny_training import assert_same_bits
 from whole_runs import final_state, resume
@@ -211,6 +212,17 @@ def test_one_frame_has_nothing_to_be_contrasted_with(clips: Path) -> None:
 def test_accumulation_changes_the_negatives_and_says_so(clips: Path) -> None:
     built = build(settings(clips, {"train.accumulate": 2}).config)
     assert any("11 others of their micro-batch of 4 clips" in note for note in built.notes)
+
+
+def test_large_frames_are_small_in_a_gif_and_keep_their_slots_colours(tmp_path: Path) -> None:
+    frames, slots = np.zeros((2, 300, 600, 3), np.uint8), np.zeros((2, 300, 600), np.int64)
+    slots[:, :, 300:] = 1
+    write_gif(tmp_path / "a.gif", frames, slots)
+    with Image.open(tmp_path / "a.gif") as moving:
+        assert (moving.size, moving.n_frames) == ((1024, 256), 1), "equal frames are one page"
+        seen = np.asarray(moving.convert("RGB"))
+    expected = tinted(np.zeros((2, 3), np.uint8), slot_colours(np.arange(2)))
+    assert np.abs(seen[128, [600, 900]].astype(int) - expected).max() <= 2
 
 
 def test_samples_are_sheets_of_validation_clips(tmp_path: Path, clips: Path) -> None:

@@ -25,6 +25,8 @@ from halfstep.workloads.workload import Forward, Prepare, Sample
 SHOWN_FRAMES = 6
 SAMPLED_CLIPS = 2
 MS_PER_FRAME = 120
+GIF_SIDE = 512
+"""Longest side of a frame in a gif, in pixels."""
 
 
 def slot_colours(labels: Array) -> Array:
@@ -50,15 +52,24 @@ def spread(count: int, shown: int = SHOWN_FRAMES) -> list[int]:
 def sheet(frames: Array, slots: Array, truth: Array | None) -> Array:
     """Rows of a few frames: as they are, under their slots, slots alone, and true objects where they are known."""
     picked = spread(len(frames))
-    rows = [frames, tinted(frames, slot_colours(slots)), slot_colours(slots)]
-    rows += [object_colours(truth)] if truth is not None else []
-    return grid(np.concatenate([row[picked] for row in rows]), columns=len(picked), gap=4)
+    colours = slot_colours(slots[picked])
+    rows = [frames[picked], tinted(frames[picked], colours), colours]
+    rows += [object_colours(truth[picked])] if truth is not None else []
+    return grid(np.concatenate(rows), columns=len(picked), gap=4)
 
 
 def write_gif(path: Path, frames: Array, slots: Array) -> None:
-    """Frames beside their slots, moving."""
-    pages = np.concatenate([frames, tinted(frames, slot_colours(slots))], axis=2)
-    pictures = [Image.fromarray(page) for page in pages]
+    """Frames beside their slots, moving; large ones shrunk, as half a second for each would go into its palette."""
+    height, width = frames.shape[1:3]
+    share = min(1.0, GIF_SIDE / max(height, width))
+    down, across = (
+        np.arange(max(1, round(side * share))) * side // max(1, round(side * share)) for side in (height, width)
+    )
+    pictures = []
+    for frame, of in zip(frames, slots, strict=True):
+        frame = np.asarray(Image.fromarray(frame).resize((len(across), len(down))))
+        pair = [frame, tinted(frame, slot_colours(of[down[:, None], across]))]
+        pictures.append(Image.fromarray(np.concatenate(pair, axis=1)))
     pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=MS_PER_FRAME, loop=0)
 
 
