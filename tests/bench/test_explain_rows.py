@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from halfstep.bench.explain_rows import NotExplained, explain_rows, facts_of, refuse_unexplainable
+from halfstep.bench.explain import NotExplained, explain_rows, facts_of, refuse_unexplainable
 from halfstep.bench.ours import Ours
 from halfstep.bench.peers import peers
 from halfstep.bench.problem import AfterStep, Problem, problem_for

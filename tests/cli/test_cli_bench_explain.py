@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep.bench import explain_rows as explain_rows_module
+from halfstep.bench import explain as explain_module
 from halfstep.bench.explain_kernels import Kind
 from halfstep.cli.main import main
 from halfstep.hardware.probe import probe
@@ -75,14 +75,14 @@ def test_the_profilers_own_log_is_not_on_the_terminal(tmp_path: Path, monkeypatc
 def test_ctrl_c_keeps_what_was_explained_and_writes_nothing_where_nothing_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, turn: int
 ) -> None:
-    real, turns = explain_rows_module.explain, itertools.count()
+    real, turns = explain_module.explain, itertools.count()
 
     def interrupted(*arguments: Any, **named: Any) -> Explanation:
         if next(turns) == turn:
             raise KeyboardInterrupt
         return real(*arguments, **named)
 
-    monkeypatch.setattr(explain_rows_module, "explain", interrupted)
+    monkeypatch.setattr(explain_module, "explain", interrupted)
     file = tmp_path / "kinds.json"
     words = [*TINY, "--device", "cpu", "--precisions", "fp32", "--modes", "eager,compile", "--against", "plain:tuned"]
     with pytest.raises(SystemExit) as ended:

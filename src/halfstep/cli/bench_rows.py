@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from halfstep.bench.bench import STOPPED, Request, Tell, bench, runners
-from halfstep.bench.explain_rows import NotExplained, explain_rows, refuse_unexplainable
+from halfstep.bench.explain import NotExplained, explain_rows, refuse_unexplainable
 from halfstep.bench.problem import step_flops
 from halfstep.bench.record import Record, circumstances, command_line, results
 from halfstep.bench.record import save as save_record
