@@ -184,6 +184,16 @@ def test_a_distribution_that_refuses_nan_comes_with_the_way_to_let_the_step_drop
     assert step(loss, [X]).committed
 
 
+def test_a_bce_loss_that_stops_at_nan_comes_with_the_one_that_lets_it_through() -> None:
+    model, step = made()
+    before = model.weight.clone()
+    with pytest.raises(RuntimeError, match="between 0 and 1") as error:
+        step(lambda x: F.binary_cross_entropy(model(x).sigmoid(), torch.ones(8, 4)), [NAN])
+    assert any("binary_cross_entropy_with_logits" in note for note in error.value.__notes__)
+    assert not step(lambda x: F.binary_cross_entropy_with_logits(model(x), torch.ones(8, 4)), [NAN]).committed
+    assert torch.equal(model.weight, before)
+
+
 def test_a_graph_carried_over_comes_with_the_word_detach() -> None:
     model, step = made()
     carried: list[Tensor] = []
