@@ -33,8 +33,8 @@ NOTES = {
         "torch.distributions refuses what is not finite before the step can drop it; let the step do so: "
         "torch.distributions.Distribution.set_default_validate_args(False)",
     "elements of input should be between 0 and 1|BCELoss are unsafe to autocast":
-        "return binary_cross_entropy_with_logits (BCEWithLogitsLoss) of the logits, without the sigmoid: BCELoss stops at "
-        "NaN before the step can drop it, and CUDA's autocast refuses it",
+        "return binary_cross_entropy_with_logits (BCEWithLogitsLoss) of the logits, without the sigmoid: BCELoss stops "
+        "at NaN before the step can drop it, and CUDA's autocast refuses it",
     "not support sparse|sparse.*not supported":
         "sparse gradients are for torch.optim.SparseAdam, and for SGD and Adagrad without fused=True; otherwise "
         "nn.Embedding(..., sparse=False)",
