@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperCommand
 
+from halfstep.config.aliases import PRECISIONS
 from halfstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,7 +50,10 @@ def refused(error: Any, words: Sequence[str] = (), context: Any = None) -> Confi
     is_unknown = hasattr(error, "possibilities")
     if is_unknown and (instead := OF_OTHERS.get(error.option_name)):
         return ConfigError(what.rstrip("."), fix=instead)
-    has_settings = context is not None and any(one.name == "words" for one in context.command.params)
+    names = {one.name for one in context.command.params} if context is not None else set()
+    if is_unknown and "precision" in names and (precision := error.option_name.lstrip("-")) in PRECISIONS:
+        return ConfigError(what.rstrip("."), fix=f"--precision {precision}")
+    has_settings = "words" in names
     if is_unknown and has_settings and (setting := _setting(error.option_name)):
         return ConfigError(what.rstrip("."), fix=f"settings are words: {setting}=VALUE. {help_text}")
     near = [name for name in getattr(error, "possibilities", None) or () if name != "--help"]
