@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from halfstep.models.diffusers_nets import (
 )
 from halfstep.models.patch_gan import PatchGan, VggDistance
 from halfstep.models.posterior import drawn, kl_divergence, posterior
+from tiny_training import assert_same_bits
 
 SMALL = {"sample_size": 8, "sample_channels": 3, "channels": (8, 16), "layers": 1, "attention_head_dim": 8}
 
@@ -86,6 +88,16 @@ def test_folders_of_diffusers_are_opened_and_others_are_named(tmp_path: Path) ->
     (tmp_path / "broken" / "diffusion_pytorch_model.safetensors").write_bytes(b"no")
     with pytest.raises(ModelError, match="cannot open"):
         open_net(tmp_path / "broken", ["AutoencoderKL"])
+
+
+@pytest.mark.parametrize(
+    "how", [{"variant": "fp16"}, {"safe_serialization": False}, {"variant": "fp16", "max_shard_size": "2KB"}, {}]
+)
+def test_a_folder_of_halves_shards_or_pickled_tensors_is_opened(tmp_path: Path, how: dict[str, Any]) -> None:
+    vae = build_net(vae_config(channels=(8, 8), layers=1, latent_channels=2, image_size=8)).half()
+    vae.save_pretrained(tmp_path, **how)
+    opened = open_net(tmp_path, ["AutoencoderKL"])
+    assert_same_bits(opened.state_dict(), {name: value.float() for name, value in vae.state_dict().items()})
 
 
 def test_latents_are_scaled_and_shifted_back_before_they_are_decoded(tmp_path: Path) -> None:

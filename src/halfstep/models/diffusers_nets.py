@@ -125,7 +125,7 @@ def open_net(folder: Path, expected: Sequence[str]) -> Net:
         raise ModelError(f"{folder} holds another network: {name}", fix=f"a folder of {' or '.join(expected)}")
     try:
         net = diffusers_class(name).from_pretrained(
-            folder, local_files_only=True, torch_dtype=torch.float32, low_cpu_mem_usage=False
+            folder, local_files_only=True, torch_dtype=torch.float32, low_cpu_mem_usage=False, **which_files(folder)
         )
     except Exception as error:  # a foreign folder can break a reader in any way
         raise ModelError(
@@ -134,6 +134,15 @@ def open_net(folder: Path, expected: Sequence[str]) -> Net:
     if broken := [name for name, tensor in net.state_dict().items() if not bool(tensor.isfinite().all())]:
         raise ModelError(f"the weights in {folder} are not finite: {broken[0]}", fix="another copy, in fp32 or bf16")
     return net.train()
+
+
+def which_files(folder: Path) -> dict[str, Any]:
+    """What `from_pretrained` must be told where a folder has no plain safetensors, only halves or pickled tensors."""
+    names = [path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")]
+    safe = [name for name in names if name.endswith(".safetensors")]
+    middles = {"".join(name.split(".")[1:-1]).split("-")[0] for name in safe or names}
+    variant = {} if "" in middles or not middles else {"variant": min(middles)}
+    return variant | ({} if safe or not names else {"use_safetensors": False})
 
 
 def check_side(side: int, num_halvings: int, halved_by: str, setting: str) -> None:

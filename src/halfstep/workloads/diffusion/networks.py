@@ -28,6 +28,7 @@ from halfstep.models.diffusers_nets import (
     open_net,
     set_checkpointing,
     unet_config,
+    which_files,
 )
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.parts import FrozenPart
@@ -235,7 +236,9 @@ def open_text(folder: str) -> TextConditions:
         from transformers import CLIPTextModel, CLIPTokenizer
 
         with quiet_transformers():
-            encoder = CLIPTextModel.from_pretrained(place, local_files_only=True, dtype=torch.float32)
+            encoder = CLIPTextModel.from_pretrained(
+                place, local_files_only=True, dtype=torch.float32, **which_files(place)
+            )
         tokenizer = CLIPTokenizer.from_pretrained(words, local_files_only=True)
     except ImportError as error:
         raise ModelError("transformers is not installed", fix="pip install 'halfstep[diffusion]'") from error
