@@ -23,7 +23,7 @@ from halfstep.align.lint.syntax import dotted_name, is_constant, keyword, last, 
 from halfstep.align.spellings import dtype_of
 
 ABOUT_PRECISION = re.compile(
-    r"amp|16|32|half|mixed|scale|precision|dtype|cuda|cpu|device|gpu|autocast|apex|deepspeed", re.IGNORECASE
+    r"amp|16|32|half|mixed|scale|precision|dtype|cuda|cpu|device|gpu|autocast|apex|deepspeed|enable", re.IGNORECASE
 )
 BF16 = re.compile(r"bfloat16|bf16", re.IGNORECASE)
 
