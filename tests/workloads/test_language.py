@@ -175,6 +175,14 @@ def test_the_tokenizer_beside_the_weights_is_taken_where_none_is_named(tmp_path:
         workload = built(text, model__weights=str(weights), data__tokenizer="auto")
         assert workload.store["vocab"] == bpe.get_vocab_size()
         assert dict(workload.about)["tokenizer"].startswith("BPE")
+    padded = gpt2("gpt2", depth=1, heads=2, dim=16, context=8, vocab=512)  # more than our own padding
+    save_gpt2(padded, tmp_path / "weights")
+    workload = built(text, model__weights=str(tmp_path / "weights"), data__tokenizer="auto")
+    rows = workload.model.get_parameter("transformer.wte.weight")[: bpe.get_vocab_size()]
+    assert torch.equal(rows, padded.transformer.wte.weight[: len(rows)])
+    (tmp_path / "weights" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    with pytest.raises(ModelError, match="knows 512 tokens"):  # whose they are nobody knows
+        built(text, model__weights=str(tmp_path / "weights"), data__tokenizer=str(tmp_path / "tokenizer.json"))
 
 
 def test_a_runs_own_weights_bring_their_characters(tmp_path: Path, text: Path) -> None:

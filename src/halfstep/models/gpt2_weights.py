@@ -33,8 +33,9 @@ FUNCTION: dict[str, tuple[Any, ...]] = {
 """What GPT-2 computes with, by transformers' names, and other names for the same."""
 
 
-def load_gpt2_(model: GPT2, path: Path) -> None:
-    """A file or a folder of Hugging Face's or nanoGPT's into a new model."""
+def load_gpt2_(model: GPT2, path: Path, *, has_its_tokenizer: bool = False) -> None:
+    """A file or a folder of Hugging Face's or nanoGPT's into a new model. With the tokenizer that lies beside them,
+    rows past its tokens are padding, however many; otherwise more than padding are of another tokenizer."""
     read, description = _read(path)
     weights = {_ours(name): tensor for name, tensor in read.items() if not name.endswith(MASKS)}
     if EMBEDDING not in weights and "lm_head.weight" in weights:
@@ -49,7 +50,8 @@ def load_gpt2_(model: GPT2, path: Path) -> None:
         )
     _refuse_other_function(model, description, path)
     weights = _as_linear_layers(weights)
-    weights[EMBEDDING] = _with_padding(weights[EMBEDDING], model.size.vocab, path)
+    embedding = weights[EMBEDDING][: model.size.vocab] if has_its_tokenizer else weights[EMBEDDING]
+    weights[EMBEDDING] = _with_padding(embedding, model.size.vocab, path)
     weights[POSITIONS] = _positions(weights[POSITIONS], model.size.context, path)
     load_weights_(model, weights, source=str(path))
 

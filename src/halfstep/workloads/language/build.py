@@ -20,7 +20,7 @@ from halfstep.models.gpt2_weights import load_gpt2_, save_gpt2
 from halfstep.workloads import model_of
 from halfstep.workloads.kind import Store
 from halfstep.workloads.language.config import LanguageConfig, context_of
-from halfstep.workloads.language.data import LanguageData, open_language_data, stored_tokenizer
+from halfstep.workloads.language.data import LanguageData, is_of_weights, open_language_data, stored_tokenizer
 from halfstep.workloads.language.scores import LanguageMetrics, num_counted
 from halfstep.workloads.language.writing import Sampling, continued
 from halfstep.workloads.workload import Sample, Workload
@@ -110,7 +110,7 @@ def _with_weights(config: LanguageConfig, store: Store) -> GPT2:
     assert config.model.weights is not None
     with unfilled():
         model = model_from_store(config, store)
-    load_gpt2_(model, Path(config.model.weights))
+    load_gpt2_(model, Path(config.model.weights), has_its_tokenizer=is_of_weights(stored_tokenizer(store), config))
     return model
 
 

@@ -18,6 +18,7 @@ from halfstep.data.tokenizers import (
     Tokenizer,
     disagree,
     has_tokenizer,
+    identity,
     tokenizer_at,
     tokenizer_from,
 )
@@ -152,6 +153,11 @@ def _beside_weights(config: LanguageConfig) -> Tokenizer | None:
     weights = Path(config.model.weights)
     folder = weights if weights.is_dir() else weights.parent
     return tokenizer_at(folder) if has_tokenizer(folder) else None
+
+
+def is_of_weights(tokenizer: Tokenizer | None, config: LanguageConfig) -> bool:
+    theirs = _beside_weights(config)
+    return tokenizer is not None and theirs is not None and identity(theirs) == identity(tokenizer)
 
 
 def _refuse_another_than_the_weights(tokenizer: Tokenizer, config: LanguageConfig) -> None:
