@@ -89,6 +89,14 @@ def test_only_models_that_convolve_images_and_are_known_to_take_it_get_another_l
     assert not wants_channels_last(parts.config, parts.plan, nn.Conv2d(3, 4, 3)), "a model of one's own may flatten"
 
 
+def test_factors_of_channels_keep_strides_that_their_gradients_have() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 1, 1))
+    model.register_parameter("gain", nn.Parameter(torch.ones(1, 4, 1, 1)))
+    to_channels_last_(model)
+    assert model.gain.stride() == torch.ones(1, 4, 1, 1).stride()
+    assert model[0].weight.stride() == (4, 1, 4, 4), "a kernel of one channel is one all the same"
+
+
 def test_a_model_of_video_and_images_and_its_five_dimensional_batch_take_the_layout() -> None:
     model = to_channels_last_(nn.Sequential(nn.Conv3d(3, 4, 3), nn.Conv2d(4, 4, 3)))
     assert model[1].weight.is_contiguous(memory_format=torch.channels_last)

@@ -45,8 +45,16 @@ def convolves_images(*modules: nn.Module) -> bool:
 
 
 def to_channels_last_(model: nn.Module) -> nn.Module:
-    """Its kernels in that layout; those of video, in three dimensions, have no such one."""
-    model._apply(lambda t: t.to(memory_format=torch.channels_last) if t.ndim == 4 else t)
+    """Its kernels in that layout; those of video, in three dimensions, have no such one. Factors of channels
+    (1, C, 1, 1) lie the same in both, and DDP would warn of strides that their gradients do not share."""
+    factors = {
+        id(parameter)
+        for module in model.modules()
+        if not isinstance(module, nn.modules.conv._ConvNd)
+        for parameter in module._parameters.values()
+        if parameter is not None and parameter.shape[2:] == (1, 1)
+    }
+    model._apply(lambda t: t.to(memory_format=torch.channels_last) if t.ndim == 4 and id(t) not in factors else t)
     return model
 
 
