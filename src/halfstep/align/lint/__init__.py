@@ -30,6 +30,7 @@ from halfstep.align.lint import (
     scaler_use,
     skips,
     switches,
+    sync,
     weights,
 )
 from halfstep.align.lint.amp import Amp
@@ -37,7 +38,7 @@ from halfstep.align.lint.linking import with_imports
 from halfstep.align.lint.script import Script
 from halfstep.errors import ConfigError
 
-OF_LINES = (numerics, contracts, switches, api, hints, evaluation)
+OF_LINES = (numerics, contracts, switches, api, hints, evaluation, sync)
 """Families that judge lines of this file as they stand."""
 OF_FLOW = (
     *(scaler_order, iteration, reached, regimes, skips, accumulation, weights),

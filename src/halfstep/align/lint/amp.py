@@ -112,6 +112,10 @@ class Amp:
         return [region for region in seen if region.may_be_on]
 
     @cached_property
+    def certainly_bf16(self) -> bool:
+        return bool(self.regions) and all(region.dtype == "bf16" for region in self.regions)
+
+    @cached_property
     def uses_autocast(self) -> bool:
         return bool(self.regions)
 

@@ -12,14 +12,14 @@ from halfstep.align.lint.amp import Amp, ScalerMade, is_scaled_backward, passed
 from halfstep.align.lint.flow import Event
 from halfstep.align.lint.syntax import dotted_name, last
 
-LOADS = re.compile(r"load|resume|restore", re.IGNORECASE)
-"""In the name of a function that reads a checkpoint."""
+LOADS = re.compile(r"^(?!.*(config|cfg)).*(load|resume|restore)", re.IGNORECASE)
+"""In the name of a function that reads a checkpoint; load_from_config() makes something new."""
 
 
 def find(amp: Amp) -> Iterator[Finding]:
     yield from apex_unloaded(amp)
     live = live_scalers(amp)
-    if not live or certainly_bf16(amp):
+    if not live or amp.certainly_bf16:
         return
     saved = receivers_of(amp, "state_dict")
     loaded = receivers_of(amp, "load_state_dict")
@@ -68,10 +68,6 @@ def handed_over(amp: Amp, made: ScalerMade) -> bool:
 def keeps_state(event: Event) -> bool:
     """save_checkpoint(…, scaler), Checkpointer(scaler=…), load(…): what happens to the scaler there is not known."""
     return any(word in event.method.lower() for word in ("save", "check", "ckpt", "load", "resume", "state", "prepare"))
-
-
-def certainly_bf16(amp: Amp) -> bool:
-    return bool(amp.regions) and all(region.dtype == "bf16" for region in amp.regions)
 
 
 def receivers_of(amp: Amp, method: str) -> set[str]:

@@ -10,7 +10,7 @@ from halfstep.align.findings import Finding
 from halfstep.align.lint.accumulation import modulus, windows
 from halfstep.align.lint.amp import Amp, is_plain_backward, is_scaled_backward, passed, same_object
 from halfstep.align.lint.flow import Event, Trace
-from halfstep.align.lint.syntax import dotted_name, is_constant, last, names_in, parameters_of
+from halfstep.align.lint.syntax import dotted_name, is_constant, keyword, last, names_in, parameters_of
 
 CLEARS = re.compile(
     r"zero_?_?grad|clear_?grad|reset_grad|grad_?zero|closure|\.grad(\.data)?\s*(-?=[^=]|\.(zero|fill|copy|sub|set|mul)_\()",
@@ -23,6 +23,7 @@ ONLY_READS = re.compile(r"save|checkpoint|(^|_)lr(_|$)|sched|log|print|item", re
 """In the name of a function that is given the optimizer and leaves its gradients alone."""
 FIRST = re.compile(r"(\w+) == 0")
 """Holds in a loop's first iteration alone."""
+GATHERS = ("gradient_accumulation_steps", "gradient_accumulation_plugin")
 WINDOW_WORDS = ("accum", "micro", "virtual", "update_freq", "iter_size", "grad")
 
 
@@ -32,6 +33,7 @@ def find(amp: Amp) -> Iterator[Finding]:
         yield from cleared_on_one_path(amp, trace)
         yield from cleared_within(amp, trace)
         yield from stepped_within(amp, trace)
+    yield from cleared_at_head(amp)
 
 
 def never_cleared(amp: Amp, trace: Trace) -> Iterator[Finding]:
@@ -166,6 +168,25 @@ def cleared_within(amp: Amp, trace: Trace) -> Iterator[Finding]:
                     "cleared-within-window", event.node, message, fix=fix, related=window.step.node
                 )
                 break
+
+
+def cleared_at_head(amp: Amp) -> Iterator[Finding]:
+    """zero_grad() before backward in accumulate(): it acts on the last micro-batch alone, and wipes the others."""
+    for node in (n for n in amp.script.nodes if isinstance(n, ast.With)):
+        opened = [i.context_expr for i in node.items if isinstance(i.context_expr, ast.Call)]
+        owners = [dotted_name(c.func).removesuffix(".accumulate") for c in opened]
+        owner = next((name for name, c in zip(owners, opened, strict=True) if name != dotted_name(c.func)), "")
+        made = [v for v in amp.script.values(owner) if isinstance(v, ast.Call)]
+        lengths = [v for c in made for v in map(amp.script.default, (keyword(c, key) for key in GATHERS)) if v]
+        alone = made and all(is_constant(length, 1) for length in lengths)
+        calls = [c for c in amp.script.calls_below(node) if isinstance(c.func, ast.Attribute)]
+        calls = sorted(calls, key=lambda c: (c.lineno, c.col_offset))
+        names = [getattr(c.func, "attr", "") for c in calls]
+        first = names.index("backward") if "backward" in names else 0
+        early = [c for c, name in zip(calls[:first], names, strict=False) if name == "zero_grad"]
+        if owner and early and not alone and "step" in names[first:]:
+            message = "zero_grad() acts on a window's last micro-batch alone, before its backward: the others are wiped"
+            yield amp.script.finding("cleared-within-window", early[0], message, fix="clear them after the step")
 
 
 def drops_gradient(event: Event) -> bool:

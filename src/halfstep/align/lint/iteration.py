@@ -144,7 +144,8 @@ def clipped_after_step(amp: Amp, trace: Trace, step: Event) -> Iterator[Finding]
             return
         rest = [e for e in later if e.index > event.index]
         used = any(e.method == "backward" or e.optimizer for e in rest)
-        if is_clip(event) and event.conditions >= step.conditions and not used:
+        clips = is_clip(event) or event.method in ("clip_grad_norm_", "clip_grad_value_")  # an Accelerator's, too
+        if clips and event.conditions >= step.conditions and not used:
             message = f"gradients are clipped after {last(step.optimizer)}.step(): the step took them as they were"
             fix = "clip before the step, after unscale_() where a scaler is used"
             yield amp.script.finding("clip-after-step", event.node, message, fix=fix, related=step.node)

@@ -10,7 +10,7 @@ from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, is_scaled_backward, is_scaler_step, same_object
 from halfstep.align.lint.flow import Event, Trace
 from halfstep.align.lint.script import SCALERS
-from halfstep.align.lint.syntax import Function, last, parameters_of
+from halfstep.align.lint.syntax import Function, dotted_name, last, parameters_of
 from halfstep.align.lint.weights import models_of
 
 SHARDS = re.compile(r"FULL_SHARD|SHARD_GRAD_OP|HYBRID_SHARD")
@@ -120,6 +120,8 @@ def not_sharded(amp: Amp, trace: Trace) -> Iterator[Finding]:
 def clipped_by_shard(amp: Amp, trace: Trace) -> Iterator[Finding]:
     """torch's clip_grad_norm_ on FSDP's parameters: every rank clips by the norm of its own shard."""
     wrapped = {last(n) for n in amp.script.assigned if any(is_fsdp(amp, v) for v in amp.script.origins(n))}
+    ends = {dotted_name(n.value) for n in amp.script.nodes if isinstance(n, ast.Return)}
+    built = {name for name in wrapped & ends if name in amp.script.parameters}  # `model = FSDP(model)`, handed back
     # Who takes the sharded scaler trains a sharded model, wherever that was wrapped.
     sharded = any(last(event.name) == "ShardedGradScaler" for event in trace.events)
     whole = "NO_SHARD" in amp.script.code and not SHARDS.search(amp.script.code)
@@ -130,7 +132,7 @@ def clipped_by_shard(amp: Amp, trace: Trace) -> Iterator[Finding]:
         by_torch = clip.name.startswith("torch.nn.utils.") and clip.method.startswith("clip_grad_norm")
         # What a caller hands over, and no caller is here, may be any model.
         models = {last(name) for name in models_of(clip.node)}
-        known = (models - parameters_of(trace.root)) & wrapped or models and sharded
+        known = (models - (parameters_of(trace.root) - built)) & wrapped or models and sharded
         if by_torch and known and not runs_without_fsdp(clip):
             message = "every rank clips by the norm of its own shard: the ranks scale one gradient differently"
             fix = f"{min(models)}.clip_grad_norm_(max_norm), FSDP's own"

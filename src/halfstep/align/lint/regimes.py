@@ -19,7 +19,7 @@ from halfstep.align.lint.amp import (
 from halfstep.align.lint.flow import Event, Trace
 from halfstep.align.lint.regions import format_of, may_be_fp16, region_of
 from halfstep.align.lint.script import AUTOCASTS
-from halfstep.align.lint.syntax import dotted_name, is_constant, keyword, last, names_in
+from halfstep.align.lint.syntax import argument, dotted_name, is_constant, keyword, last, names_in
 from halfstep.align.spellings import dtype_of
 
 ABOUT_PRECISION = re.compile(
@@ -36,6 +36,7 @@ def find(amp: Amp) -> Iterator[Finding]:
     yield from scaler_with_bf16(amp)
     yield from scaler_beside_bf16(amp)
     yield from inverted_scaler(amp)
+    yield from scaler_of_another_device(amp)
     yield from scaler_off(amp)
     yield from sharded_in_fp16(amp)
     yield from unscaled_fallback(amp)
@@ -161,6 +162,17 @@ def is_lifted(event: Event) -> bool:
     return event.region is not None and not event.region.may_be_on
 
 
+def scaler_of_another_device(amp: Amp) -> Iterator[Finding]:
+    """GradScaler() is CUDA's: beside autocast on mps it finds no GPU and switches itself off."""
+    if not amp.regions or not all(region.device == "mps" and region.may_be_fp16 for region in amp.regions):
+        return
+    for made in amp.scalers:
+        device = argument(made.call, 0, "device")
+        if made.enabled is not False and (device is None or getattr(device, "value", "") == "cuda"):
+            message = f"{last(made.key)} is CUDA's, and switches itself off on mps: fp16 gradients are not scaled"
+            yield amp.script.finding("fp16-without-scaler", made.call, message, fix='torch.amp.GradScaler("mps")')
+
+
 def inverted_scaler(amp: Amp) -> Iterator[Finding]:
     """A loss that is scaled where autocast is off, or a scaler that is on for bf16 and off for fp16."""
     switches = autocast_switches(amp)
@@ -171,7 +183,7 @@ def inverted_scaler(amp: Amp) -> Iterator[Finding]:
                 yield amp.script.finding("fp16-without-scaler", event.node, message, fix="swap the two branches")
     for made in amp.scalers:
         condition = scaler_condition(amp, made)
-        if condition is not None and is_for_bf16(condition):
+        if condition is not None and is_for_bf16(condition) and not amp.certainly_bf16:
             message = f"{last(made.key)} is on where {ast.unparse(condition)}: bf16 gets a scaler, fp16 gets none"
             fix = "turn the condition around: fp16 needs loss scaling, bf16 does not"
             yield amp.script.finding("fp16-without-scaler", made.call, message, fix=fix)

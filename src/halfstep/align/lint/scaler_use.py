@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 
 from halfstep.align.findings import Finding
 from halfstep.align.lint.amp import Amp, is_scaled_backward
 from halfstep.align.lint.flow import Trace
-from halfstep.align.lint.syntax import dotted_name, is_constant, last, paired
+from halfstep.align.lint.script import Script
+from halfstep.align.lint.syntax import dotted_name, is_constant, last, leaves, paired
 
 
 def find(amp: Amp) -> Iterator[Finding]:
@@ -17,6 +19,9 @@ def find(amp: Amp) -> Iterator[Finding]:
     yield from asked_for_result(amp)
     yield from missing_attribute(amp)
     yield from entered_scale(amp)
+    yield from called_as_function(amp)
+    yield from scaled_for_nothing(amp)
+    yield from loaded_into_none(amp)
 
 
 SCALER_API = {
@@ -51,6 +56,66 @@ def entered_scale(amp: Amp) -> Iterator[Finding]:
                 message = "scale() returns a tensor, which is no context: this raises, and nothing is scaled"
                 fix = f"{ast.unparse(call)}.backward()"
                 yield amp.script.finding("scaler-misused", node, message, fix=fix)
+
+
+def called_as_function(amp: Amp) -> Iterator[Finding]:
+    """`scaler(loss).backward()`; timm's wrapper is called so, and has no step() and update() of its own."""
+    used = {dotted_name(call.func) for call in amp.script.calls}
+    for call in amp.script.calls:
+        name = dotted_name(call.func)
+        own = "scaler" in last(name).lower() and amp.script.class_of(name) is None
+        if (
+            own
+            and call.args
+            and {f"{name}.step", f"{name}.update"} <= used
+            and last(name) not in amp.script.local_names
+        ):
+            message = f"a GradScaler is not called: `{ast.unparse(call)}` is a TypeError"
+            fix = f"{name}.scale({ast.unparse(call.args[0])})"
+            yield amp.script.finding("scaler-misused", call, message, fix=fix)
+
+
+def scaled_for_nothing(amp: Amp) -> Iterator[Finding]:
+    """`scaler.scale(loss)` as a line of its own: the product is dropped, and nothing goes backward."""
+    for node in (n for n in amp.script.nodes if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)):
+        call = node.value
+        func = call.func if isinstance(call, ast.Call) else None
+        named = isinstance(func, ast.Attribute) and func.attr == "scale" and "scal" in last(dotted_name(func.value))
+        if named and isinstance(call, ast.Call) and len(call.args) == 1:
+            message = f"what {ast.unparse(call)} returns is dropped: no backward() runs, and the step has no gradients"
+            yield amp.script.finding("step-without-backward", call, message, fix=f"{ast.unparse(call)}.backward()")
+
+
+def loaded_into_none(amp: Amp) -> Iterator[Finding]:
+    """`scaler = GradScaler() if amp else None`, and load_state_dict() on it that no test guards."""
+    script = amp.script
+    for call in (c for c in script.calls if getattr(c.func, "attr", "") == "load_state_dict"):
+        target = call.func.value  # type: ignore[attr-defined]
+        name = dotted_name(target)
+        uses = script.handed(name) if name and script.is_taken(target) else [target]
+        off = [u for u in uses if any(map(is_none_without_amp(amp), script.values(dotted_name(u))))]
+        if off and not any(is_guarded(script, node, last(name)) for node in (call, *off)):
+            message = f"{last(name)} is None without AMP: this is an AttributeError at every resume"
+            yield amp.script.finding("scaler-misused", call, message, fix=f"if {name} is not None: …")
+
+
+def is_none_without_amp(amp: Amp) -> Callable[[ast.expr], bool]:
+    def judge(value: ast.expr) -> bool:
+        choice = isinstance(value, ast.IfExp) and is_constant(value.orelse, None)
+        return choice and any(True for _ in amp.made_scalers(value))
+
+    return judge
+
+
+def is_guarded(script: Script, node: ast.AST, name: str) -> bool:
+    """Whether a test, or a try, in the function around a node looks at the scaler, at AMP, or at the checkpoint."""
+    home = script.owners.get(id(node), script.tree)
+    kinds = ast.If | ast.IfExp | ast.Try | ast.BoolOp
+    around = [n for n in script.below(home) if isinstance(n, kinds) and node in script.below(n)]
+    tests = [n.test if isinstance(n, ast.If | ast.IfExp) else n for n in around]
+    left = [n.test for n in script.below(home) if isinstance(n, ast.If) and leaves(n.body)]
+    words = re.compile(rf"\b{name}\b|scaler|amp\b|fp16|mixed|half|precision|cuda")
+    return any(isinstance(t, ast.Try) or words.search(ast.unparse(t)) for t in (*tests, *left))
 
 
 def updated_twice(amp: Amp, trace: Trace) -> Iterator[Finding]:

@@ -272,9 +272,19 @@ class Script:
         """A name as the code that gives it a value writes it: `self.scaler` for `trainer.scaler`."""
         name = key.rsplit(":", 1)[-1]
         owner, _, attribute = name.rpartition(".")
-        if name in self.assigned or owner in ("", "self") or self.class_of(owner) is None:
+        if name in self.assigned or owner in ("", "self"):
             return name
-        return f"self.{attribute}"
+        return f"self.{attribute}" if attribute in self.attributes_of(self.class_of(owner)) else name
+
+    def attributes_of(self, class_node: ast.ClassDef | None) -> frozenset[str]:
+        """What the methods of a class, and of its bases here, set on `self`; `config.device` is not the trainer's."""
+        if class_node is None:
+            return frozenset()
+        if id(class_node) not in self.stored:
+            inside = (n for c in (class_node, *self.parents(class_node)) for n in self.below(c))
+            stores = (n for n in inside if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+            self.stored[id(class_node)] = frozenset(n.attr for n in stores if dotted_name(n.value) == "self")
+        return self.stored[id(class_node)]
 
     @cached_property
     def owners(self) -> dict[int, Function]:

@@ -31,6 +31,8 @@ def find(amp: Amp) -> Iterator[Finding]:
     yield from compared_with_nan(amp.script)
     if amp.goes_backward:
         yield from never_read(amp.script)
+        yield from only_announced(amp.script)
+        yield from never_clips(amp.script)
 
 
 def bool_flags(script: Script) -> Iterator[Finding]:
@@ -81,6 +83,54 @@ def never_read(script: Script) -> Iterator[Finding]:
         if name not in read and name not in words:
             message = f"--{name} is parsed and never read: it switches nothing"
             yield script.finding("amp-switch-stuck", call, message, fix="autocast(…, enabled=args.…), or drop the flag")
+
+
+ASKS_AMP = re.compile(r"(use|enable|with)?_?(amp|mixed_precision|fp16|bf16|autocast)(_enabled)?", re.IGNORECASE)
+LOW_PRECISION = re.compile(
+    r"autocast|scaler|accelerat|deepspeed|float16|half\(|apex|fabric|(?-i:\bTrainer\()", re.IGNORECASE
+)
+
+
+def only_announced(script: Script) -> Iterator[Finding]:
+    """`self.use_amp` is set and logged, and nothing in a file that trains computes in another precision."""
+    foreign = {dotted_name(b) for c in script.classes for b in c.bases} - {*script.class_by_name, "object", "ABC"}
+    flags = {name: values for name, values in script.assigned.items() if ASKS_AMP.fullmatch(last(name))}
+    for name, values in flags.items() if not foreign and not LOW_PRECISION.search(script.code) else ():
+        tests = [n.test for n in script.nodes if isinstance(n, ast.If) and announces(script, n, name)]
+        logs = [c for c in script.calls if is_log(c)]
+        quiet = {id(n) for part in (*tests, *logs) for n in script.below(part)}
+        loads = (n for n in script.nodes if isinstance(getattr(n, "ctx", None), ast.Load) and dotted_name(n) == name)
+        reads = list(loads)
+        if reads and all(id(n) in quiet for n in reads):
+            message = f"{name} is announced, and nothing else reads it: training runs in fp32"
+            yield script.finding("amp-switch-stuck", values[0], message, fix="autocast(…, enabled=…), or drop it")
+
+
+def is_log(call: ast.Call) -> bool:
+    return re.search(r"^print$|log", ast.unparse(call.func), re.IGNORECASE) is not None
+
+
+def announces(script: Script, node: ast.If, name: str) -> bool:
+    """Whether an `if` only logs, and sets the flag that it asks for."""
+    inner = [n for statement in node.body for n in script.below(statement)]
+    stores = {dotted_name(t) for n in inner if isinstance(n, ast.Assign) for t in n.targets}
+    calls = (n for n in inner if isinstance(n, ast.Call))
+    jumps = any(isinstance(n, ast.Return | ast.Raise | ast.Continue | ast.Break) for n in inner)
+    return all(map(is_log, calls)) and stores <= {name} and not jumps
+
+
+def never_clips(script: Script) -> Iterator[Finding]:
+    """`if args.clip_grad: scaler.unscale_(optimizer)`, and no clip after it."""
+    for node in (n for n in script.nodes if isinstance(n, ast.If) and "clip" in ast.unparse(n.test)):
+        only = [s.value for s in node.body if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)]
+        unscales = len(only) == len(node.body) and all(getattr(c.func, "attr", "") == "unscale_" for c in only)
+        around = script.below(script.owners.get(id(node), script.tree))
+        tests = {id(n) for i in around if isinstance(i, ast.If) for n in script.below(i.test)}
+        words = [getattr(n, "attr", "") or getattr(n, "id", "") for n in around if id(n) not in tests]
+        if unscales and not any("clip" in word.lower() or word == "clamp_" for word in words):
+            message = f"`{ast.unparse(node.test)}` only unscales: no gradient is ever clipped"
+            fix = "torch.nn.utils.clip_grad_norm_(…) after unscale_()"
+            yield script.finding("amp-switch-stuck", node, message, fix=fix)
 
 
 def negated_flags(script: Script) -> Iterator[Finding]:

@@ -62,6 +62,7 @@ class HalfModel:
 def find(amp: Amp) -> Iterator[Finding]:
     script = amp.script
     optimized = [pair for call in script.calls if is_plain_optimizer(amp, call) for pair in optimized_by(script, call)]
+    optimized += [pair for call in script.calls for pair in optimized_elsewhere(script, call)]
     handed = [pair for call in script.calls for pair in trained_by(script, call)]
     optimized = [*(optimized if amp.goes_backward or "training_step" in script.named_functions else []), *handed]
     seen: set[tuple[str, str]] = set()
@@ -292,6 +293,19 @@ def optimized_by(script: Script, call: ast.Call) -> Iterator[tuple[str, ast.AST]
                     yield from models_given(script, [passed], use)
 
 
+MAKES_OPTIMIZER = re.compile(r"(get|build|create|make|setup)_optim(izer)?(_v2)?")
+
+
+def optimized_elsewhere(script: Script, call: ast.Call) -> Iterator[tuple[str, ast.AST]]:
+    """`opt = get_optimizer(args, trainable(model))` of another file, stepped here without a scaler."""
+    name = last(dotted_name(call.func))
+    if not MAKES_OPTIMIZER.fullmatch(name) or name in script.local_names or len(call.args) > 2:
+        return
+    held = [key for key, values in script.assigned.items() if call in values]
+    if any(dotted_name(c.func) == f"{key}.step" for key in held for c in script.calls):
+        yield from ((dotted_name(n), call) for value in call.args for n in ast.walk(value) if dotted_name(n))
+
+
 def models_given(script: Script, values: list[ast.expr], call: ast.Call) -> Iterator[tuple[str, ast.AST]]:
     words = {dotted_name(n) for value in values for n in ast.walk(value)} - {""}
     made = [v for word in sorted(words) for v in script.values(word) if script.share_scope(v, call)]
@@ -353,11 +367,19 @@ def with_wrappers(script: Script, known: list[tuple[str, ast.AST]]) -> list[tupl
     for name, values in script.assigned.items():
         for value in values:
             wraps = isinstance(value, ast.Call) and WRAPPER.search(dotted_name(value.func))
-            inner = dotted_name(value.args[0]) if wraps and isinstance(value, ast.Call) and value.args else ""
-            inner = inner or dotted_name(value).rpartition(".")[0]  # `unet = pipe.unet`
-            if inner and any(inner == own and script.share_scope(value, where) for own, where in known):
+            inner = {dotted_name(value.args[0])} if wraps and isinstance(value, ast.Call) and value.args else set()
+            inner |= {dotted_name(value).rpartition(".")[0]}  # `unet = pipe.unet`
+            inner |= {dotted_name(v) for v in held_by(script, value)}
+            if any(own in inner - {""} and script.share_scope(value, where) for own, where in known):
                 known.append((name, value))
     return known
+
+
+def held_by(script: Script, value: ast.expr) -> list[ast.expr]:
+    """What a module of this file is made from, `Step(student=net)`, where nothing is frozen."""
+    module = script.class_by_name.get(dotted_name(value.func)) if isinstance(value, ast.Call) else None
+    trains = module is not None and "forward" in script.methods(module) and not trained_in_part(script, set())
+    return [*value.args, *(k.value for k in value.keywords)] if trains and isinstance(value, ast.Call) else []
 
 
 def root(value: ast.expr) -> str:

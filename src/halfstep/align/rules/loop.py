@@ -88,6 +88,16 @@ LOOP_RULES = (
         good="engine.backward(loss)\nengine.step()",
     ),
     Rule(
+        name="gradients-not-reduced",
+        severity=Severity.ERROR,
+        title="the backward before the step runs in no_sync()",
+        why="no_sync() leaves out DDP's reduction over ranks. The backward of a window's last micro-batch reduces what "
+        "has been gathered; without it every rank steps on its own gradients, and the replicas drift apart.",
+        bad="for batch in window:\n    with model.no_sync():\n        model(batch).backward()\noptimizer.step()",
+        good="with model.no_sync():\n    for batch in window[:-1]:\n        model(batch).backward()\n"
+        "model(window[-1]).backward()\noptimizer.step()",
+    ),
+    Rule(
         name="clip-not-sharded",
         severity=Severity.ERROR,
         title="torch's clip_grad_norm_ on FSDP's parameters",
