@@ -85,6 +85,7 @@ def measure(sides: Sequence[int], seconds: float, out: str | None) -> None:
             break
         rows.append(" ".join(map(str, (*shape[:4], *asked(shape)))))
         num_asked += 1
+        torch.cuda.empty_cache()  # workspaces of many sizes would fill the device, and leave cuDNN no choice
     facts = {"cudnn": version, "columns": "n c k side forward d_input d_weight", "rows": rows}
     store("convolution_workspaces", facts, torch.device("cuda"), out)
     print(num_asked, "shapes of", len(missing))
