@@ -19,7 +19,9 @@ from halfstep.align.spellings import ACCELERATE_WORDS, dtype_of
 
 COMMAND = re.compile(r"\b(python3?|torchrun|accelerate|deepspeed|composer)\b")
 FORMAT_FLAGS = ("precision", "dtype", "model_dtype", "amp_dtype")
-SWITCHES = ("fp16", "bf16", "amp", "use_amp")
+SWITCHES = ("fp16", "bf16", "amp", "use_amp", "use_fp16", "use_bf16")
+BARE = ("fp16", "bf16", "use_fp16", "use_bf16")
+"""Flags that name a format, and are on or off."""
 TRUTHS = {"true", "false", "yes", "no", "on", "off", "0", "1"}
 COMMAND_LINE = "command_line"
 """The fact that says which line of a shell script a source comes from: two commands are two runs."""
@@ -57,7 +59,7 @@ def commands(text: str) -> Iterator[tuple[int, list[str]]]:
     for logical in re.sub(r"\\\r?\n", "\\\n", whole).replace("\\\n", "\x00").split("\n"):
         if COMMAND.search(logical) and not logical.lstrip().startswith("#"):
             try:
-                words = shlex.split(logical.replace("\x00", " "), comments=True)
+                words = shlex.split(logical.replace("\x00", " ").replace("${#", "${"), comments=True)
             except ValueError:  # an open quote: a here-document or a broken line, nothing to read
                 words = []
             if any("--" in word or "=" in word for word in words):
@@ -74,13 +76,13 @@ def source_of(words: list[str], path: str, line: int, lightning_version: str) ->
     by_word = accelerate_precision(root) or flag_format(root)
     if by_word and not root.has("bf16") and not root.has("fp16") and not root.has("precision_type"):
         return read_bare_flag(root)
-    if any(root.has(flag) for flag in HF_FLAGS):
+    if any(root.has(flag) for flag in HF_FLAGS) and not root.has("use_fp16") and not root.has("use_bf16"):
         return dataclasses.replace(transformers.read(root), dialect="transformers flags")
     if root.has("trainer.precision"):
         return dataclasses.replace(lightning.read(root, version=lightning_version), dialect="lightning flags")
     if root.has("precision_type") or is_switch(root.get("mixed_precision")):
         return read_precision_type(root)
-    return read_bare_flag(root) if root.has("bf16") or root.has("fp16") else None
+    return read_bare_flag(root) if any(map(root.has, BARE)) else None
 
 
 def tree(words: list[str], path: str, line: int) -> Node:
@@ -165,15 +167,18 @@ def read_precision_type(root: Node) -> Source:
 
 def read_bare_flag(root: Node) -> Source:
     draft = Draft(root, "command line")
-    on = [name for name in ("fp16", "bf16") if is_on(root.scalar_at(name)) or is_switch(root.get(name))]
+    given = [name for name in BARE if root.has(name)]
+    on = [name for name in given if is_on(root.scalar_at(name)) or is_switch(root.get(name))]
     if len(on) == 2:
         draft.find("two-precisions", "--fp16 and --bf16 in one command", "bf16", fix="keep one of them")
     elif on:
-        draft.say("precision", on[0], on[0])
+        draft.say("precision", on[0][-4:], on[0])
     elif precision := accelerate_precision(root):
         draft.say("precision", precision, "mixed_precision")
     elif key := flag_format(root):
         draft.say("precision", dtype_of(root.scalar_at(key)) or "", key)
+    elif given:
+        draft.say("precision", "fp32", given[0])
     draft.number("batch", "batch_size")
     draft.number("accumulate", "gradient_accumulation_steps")
     return draft.source()

@@ -40,7 +40,8 @@ def say_precision(draft: Draft, key: str) -> None:
 
 
 SECTIONS = ("", "training.", "train.", "trainer.", "amp.", "environment.", "runtime.")
-DTYPE_KEYS = ("amp_dtype", "mixed_precision_dtype", "dtype", "amp_type", "precision")
+DTYPE_KEYS = ("amp_dtype", "mixed_precision_dtype", "mixed_precision", "dtype", "amp_type", "precision")
+SWITCHES = ("use_amp", "use_mixed_precision", "fp16", "bf16", "use_fp16", "use_bf16")
 
 
 def recognises_flat(root: Node) -> bool:
@@ -53,8 +54,14 @@ def flat_section(root: Node) -> str | None:
     known = known if known is not None else next((s for s in SECTIONS[1:] if format_key(root, s)), None)
     if known is not None:
         return known
-    found = [key for key, node in root.walk() if key.endswith(".use_amp") and isinstance(node.value, bool)]
-    return found[0].removesuffix("use_amp") if len(found) == 1 else "" if names_format(root) else None
+    found = {key.rpartition(".")[0] + "." for key, node in root.walk() if "." in key and is_switch(key, node)}
+    return found.pop() if len(found) == 1 else "" if names_format(root) else None
+
+
+def is_switch(key: str, node: Node) -> bool:
+    name = key.rpartition(".")[2]
+    named = name == "precision" and isinstance(node.value, str) and dtype_of(node.value) is not None
+    return named or name in SWITCHES and isinstance(node.value, bool)
 
 
 def format_key(root: Node, section: str) -> str:
@@ -62,7 +69,7 @@ def format_key(root: Node, section: str) -> str:
     for key in (section + "precision", section + "precision.dtype"):
         if dtype_of(root.scalar_at(key)) is not None:
             return key
-    on = [section + name for name in ("fp16", "bf16") if root.scalar_at(section + name) is True]
+    on = [section + name for name in SWITCHES[2:] if root.scalar_at(section + name) is True]
     return on[0] if len(on) == 1 else ""
 
 
@@ -82,8 +89,10 @@ def read_flat(root: Node) -> Source:
         say_block(draft, section + "mixed_precision.")
     elif root.has(section + "mixed_precision"):
         say_word(draft, section + "mixed_precision")
+    elif root.has(section + "use_mixed_precision"):
+        say_word(draft, section + "use_mixed_precision")
     elif section and (key := format_key(root, section)).endswith("16"):
-        draft.say("precision", key.removeprefix(section), key)
+        draft.say("precision", key[-4:], key)
     else:
         say_word(draft, format_key(root, section) or section + "precision")
     for topic, keys in FLAT_NUMBERS.items():
@@ -109,16 +118,21 @@ def say_word(draft: Draft, key: str) -> None:
 
 
 def say_block(draft: Draft, block: str) -> None:
-    """`mixed_precision: {enabled: true, dtype: float16}`; on without a dtype names no format."""
+    """`mixed_precision: {enabled: true, dtype: float16}`, or `bf16: true` in it; on without either names no format."""
     if is_on(draft.root.scalar_at(block + "enabled")):
-        say_word(draft, block + "dtype")
+        if draft.root.has(block + "dtype"):
+            say_word(draft, block + "dtype")
+        elif key := format_key(draft.root, block):
+            draft.say("precision", key[-4:], key)
     else:
         draft.say("precision", "fp32", block + "enabled")
 
 
 def say_flat(draft: Draft, section: str, name: str) -> None:
     switch = section + name
-    key = next((section + k for k in DTYPE_KEYS if draft.root.has(section + k)), section + "amp_dtype")
+    named = (k for k in DTYPE_KEYS if draft.root.has(section + k))
+    named = (k for k in named if k != "mixed_precision" or dtype_of(draft.root.scalar_at(section + k)) is not None)
+    key = section + next(named, "amp_dtype")
     word = draft.root.scalar_at(key)
     dtype = dtype_of(word if word is not None else "float16")
     if dtype not in ("fp16", "bf16"):
