@@ -23,6 +23,7 @@ def find(amp: Amp) -> Iterator[Finding]:
         yield from scaled_for_a_framework(amp, trace)
         yield from stepped_by_own_scaler(amp, trace)
         yield from beside_accelerate(amp, trace)
+        yield from not_prepared(amp, trace)
         yield from beside_deepspeed(amp, trace)
         yield from beside_apex(amp, trace)
 
@@ -161,6 +162,28 @@ def beside_accelerate(amp: Amp, trace: Trace) -> Iterator[Finding]:
             )
             yield amp.script.finding(RULE, backward.node, message, fix=f"{owner}.backward(loss)")
             return
+
+
+def not_prepared(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """prepare(model, loader) without the optimizer: its step() unscales nothing and knows no window."""
+    calls = [c for c in amp.script.calls if getattr(c.func, "attr", "") in ("prepare", "prepare_optimizer")]
+    owned = {c: dotted_name(c.func).rpartition(".")[0] for c in calls}
+    given = {last(dotted_name(a)) for c in calls for a in (*c.args, *(k.value for k in c.keywords))}
+    for call, owner in owned.items() if "" not in given else ():
+        made = [v for v in amp.script.values(owner) if isinstance(v, ast.Call)]
+        gathers = any(keyword(v, "gradient_accumulation_steps") is not None for v in made)
+        runs = [e for e in trace.calls("backward") if amp.script.canonical(e.receiver) == owner in amp.accelerators]
+        for step in (e for e in trace.calls("step") if e.optimizer and not e.arguments and runs):
+            whole = (
+                amp.script.share_scope(call, step.node) and runs[0].index < step.index and runs[0].loops == step.loops
+            )
+            if whole and last(step.optimizer) not in given and (gathers or amp.accelerators[owner] == "fp16"):
+                message = (
+                    f"{last(owner)} never got {last(step.optimizer)}: it steps at every micro-batch, fp16 unscaled"
+                )
+                fix = f"hand {last(step.optimizer)} to prepare(), too"
+                yield amp.script.finding(RULE, call, message, fix=fix, related=step.node)
+                return
 
 
 def engines(amp: Amp) -> set[str]:

@@ -62,13 +62,15 @@ def fp16_without_scaler(amp: Amp, trace: Trace) -> Iterator[Finding]:
             continue
         forward = origin(trace, backward) or model_under_its_own(amp, trace, backward)
         region = forward.region if forward is not None else None
-        if forward is None or region is None or forward.grad_off or runs_without_amp(backward):
+        chosen = forward is not None and opens_fp16_itself(forward, backward)
+        if forward is None or region is None or forward.grad_off or runs_without_amp(backward) and not chosen:
             continue
         if (
             not region.may_be_fp16
             or not region.may_be_on
             or region.device == "cpu"
             or not framework
+            and not chosen
             and may_be_scaled(amp, trace, backward)
         ):
             continue
@@ -78,6 +80,14 @@ def fp16_without_scaler(amp: Amp, trace: Trace) -> Iterator[Finding]:
         fix = "use a GradScaler, or autocast with dtype=torch.bfloat16"
         found = amp.script.finding("fp16-without-scaler", backward.node, message, fix=fix, related=forward.node)
         yield found if region.dtype == "fp16" else dataclasses.replace(found, severity=Severity.WARNING)
+
+
+def opens_fp16_itself(forward: Event, backward: Event) -> bool:
+    """`else:` of a branch with a scaler that opens autocast(dtype=torch.float16) all the same, on the same device."""
+    region, off = forward.region, {text for text, holds in backward.conditions if not holds and "scaler" in text}
+    fixed = region is not None and region.enabled is True and region.explicit_dtype and region.dtype == "fp16"
+    same = bool(off) and off <= {text for text, holds in forward.conditions if not holds}
+    return fixed and same and not any(re.search(r"cuda|cpu|device|gpu", text) for text in off)
 
 
 def fp16_in_a_model(amp: Amp) -> Iterator[Finding]:

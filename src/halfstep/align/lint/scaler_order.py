@@ -91,13 +91,13 @@ def clip_in_a_step(amp: Amp, trace: Trace) -> Iterator[Finding]:
 
 def clip_before_unscale(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:
     for clip in filter(is_clip, trace.events):
-        backward = latest_before(scaled, clip)
-        if backward is None or not shares_loop(backward, clip) or runs_without_amp(clip):
+        later = [e for e in trace.events[clip.index :] if not e.excludes(clip)]
+        # In between a helper may run a backward of its own, through a scaler that steps nothing.
+        stepping = [e for e in scaled if shares_loop(e, clip) and any(steps_through(s, e.scaled_by) for s in later)]
+        backward = latest_before(stepping, clip)
+        if backward is None or runs_without_amp(clip):
             continue
         between = trace.events[backward.index + 1 : clip.index]
-        steps_later = any(
-            steps_through(e, backward.scaled_by) and not e.excludes(clip) for e in trace.events[clip.index :]
-        )
         unscaled = any(
             (unscales_what_steps(amp, trace, e, clip) or e.method == "get_scale" or rescales_gradients(e))
             and not e.excludes(clip)
@@ -105,7 +105,7 @@ def clip_before_unscale(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator
             for e in between
         )
         stepped = any(e.method == "step" and not e.excludes(clip) for e in between)
-        if steps_later and not unscaled and not stepped:
+        if not unscaled and not stepped:
             message = f"gradients are clipped while still multiplied by {last(backward.scaled_by)}'s scale"
             fix = f"call {last(backward.scaled_by)}.unscale_(optimizer) before clipping"
             yield amp.script.finding("clip-before-unscale", clip.node, message, fix=fix, related=backward.node)

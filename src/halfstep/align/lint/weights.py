@@ -219,9 +219,9 @@ def half_choice(node: ast.expr | None, script: Script) -> str:
         return preferred(formats) if all(formats) else ""
     if isinstance(node, ast.IfExp):
         both = [format_of(part, script) for part in (node.body, node.orelse)]
-        # `torch.float16 if device == "cuda" else torch.float32`: half wherever it matters.
-        by_device = any(word in ast.unparse(node.test) for word in ("cuda", "device", "gpu"))
-        return both[0] if set(both) <= {"fp16", "bf16"} or by_device and both[1] == "fp32" else ""
+        # `torch.float16 if device == "cuda" else torch.float32`: half wherever it matters, or where it is asked for.
+        asked = any(word in ast.unparse(node.test) for word in ("cuda", "device", "gpu", "'bf16'", "'fp16'"))
+        return both[0] if set(both) <= {"fp16", "bf16"} or asked and both[1] == "fp32" else ""
     choices = [node] if (entry := default_entry(node, script)) is None else [entry]
     formats = [format_of(choice, script) for one in choices for choice in arms(one, script)]
     return preferred([word for word in formats if word])
