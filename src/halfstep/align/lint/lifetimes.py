@@ -120,8 +120,11 @@ def not_sharded(amp: Amp, trace: Trace) -> Iterator[Finding]:
 def clipped_by_shard(amp: Amp, trace: Trace) -> Iterator[Finding]:
     """torch's clip_grad_norm_ on FSDP's parameters: every rank clips by the norm of its own shard."""
     wrapped = {last(n) for n in amp.script.assigned if any(is_fsdp(amp, v) for v in amp.script.origins(n))}
-    ends = {dotted_name(n.value) for n in amp.script.nodes if isinstance(n, ast.Return)}
-    built = {name for name in wrapped & ends if name in amp.script.parameters}  # `model = FSDP(model)`, handed back
+    # `model = FSDP(model)`, handed back to a caller in another file, who calls the training function, too.
+    called = {last(dotted_name(call.func)) for call in amp.script.calls}
+    builders = (f for name, f in amp.script.functions.items() if name not in called)
+    ends = (n.value for f in builders for n in amp.script.below(f) if isinstance(n, ast.Return))
+    built = wrapped & {dotted_name(end) for end in ends}
     # Who takes the sharded scaler trains a sharded model, wherever that was wrapped.
     sharded = any(last(event.name) == "ShardedGradScaler" for event in trace.events)
     whole = "NO_SHARD" in amp.script.code and not SHARDS.search(amp.script.code)

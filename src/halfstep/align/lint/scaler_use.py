@@ -114,7 +114,7 @@ def is_guarded(script: Script, node: ast.AST, name: str) -> bool:
     around = [n for n in script.below(home) if isinstance(n, kinds) and node in script.below(n)]
     tests = [n.test if isinstance(n, ast.If | ast.IfExp) else n for n in around]
     left = [n.test for n in script.below(home) if isinstance(n, ast.If) and leaves(n.body)]
-    words = re.compile(rf"\b{name}\b|scaler|amp\b|fp16|mixed|half|precision|cuda")
+    words = re.compile(rf"\b{name}\b|scaler|amp\b|fp16|mixed|half|precision|cuda|enable")
     return any(isinstance(t, ast.Try) or words.search(ast.unparse(t)) for t in (*tests, *left))
 
 
