@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperCommand
 
-from halfstep.config.aliases import PRECISIONS
 from halfstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def refused(error: Any, words: Sequence[str] = (), context: Any = None) -> Confi
     if is_unknown and (instead := OF_OTHERS.get(error.option_name)):
         return ConfigError(what.rstrip("."), fix=instead)
     names = {one.name for one in context.command.params} if context is not None else set()
-    if is_unknown and "precision" in names and (precision := error.option_name.lstrip("-")) in PRECISIONS:
+    if is_unknown and "precision" in names and _is_precision(precision := error.option_name.lstrip("-")):
         return ConfigError(what.rstrip("."), fix=f"--precision {precision}")
     has_settings = "words" in names
     if is_unknown and has_settings and (setting := _setting(error.option_name)):
@@ -59,6 +58,12 @@ def refused(error: Any, words: Sequence[str] = (), context: Any = None) -> Confi
     near = [name for name in getattr(error, "possibilities", None) or () if name != "--help"]
     nearest = f"did you mean {' or '.join(near)}? " if near else ""
     return ConfigError(what.rstrip("."), fix=nearest + help_text)
+
+
+def _is_precision(word: str) -> bool:
+    from halfstep.config.aliases import PRECISIONS
+
+    return word in PRECISIONS
 
 
 def _setting(option: str) -> str:
