@@ -90,6 +90,18 @@ def test_a_tar_cut_between_two_files_is_no_whole_one(tmp_path: Path) -> None:
     assert [(video.name, video.has_masks) for video in left] == [("v-000000.tar/000000", True)], "without its masks"
 
 
+@pytest.mark.parametrize(("cut", "rest"), [(100, b""), (0, b"\xff" * 4096)])
+def test_a_tar_cut_within_a_header_or_damaged_there_is_no_whole_one(tmp_path: Path, cut: int, rest: bytes) -> None:
+    shards(tmp_path, "v", (3,))
+    path = tmp_path / "v-000000.tar"
+    with tarfile.open(path) as shard:
+        end = shard.getmember("000001.segmentations.npy").offset
+    path.write_bytes(path.read_bytes()[: end + cut] + rest)
+    with pytest.raises(DataError, match=r"v-000000\.tar is not a whole tar file"):
+        ShardVideos(tmp_path, "v-000000.tar", bad_files=BadFiles("error"))
+    assert len(ShardVideos(tmp_path, "v-000000.tar", bad_files=BadFiles("skip")).videos) == 1
+
+
 def test_two_samples_of_one_name_are_an_error_and_hidden_files_are_none(tmp_path: Path) -> None:
     put(tmp_path / "v.tar", {"._a.video.npy": b"", "in/.DS_Store": b"", "a.video.npy": video})
     assert [found.name for found in ShardVideos(tmp_path, "v.tar", bad_files=BadFiles("error")).videos] == ["v.tar/a"]

@@ -106,6 +106,15 @@ def test_a_process_that_is_not_built_here_is_refused(
         adopted(asked(data, weights).config)  # type: ignore[arg-type]
 
 
+def test_the_unets_own_folder_is_trained_by_ones_own_settings_where_its_process_is_not_built(
+    data: Path, tmp_path: Path
+) -> None:
+    weights = pipeline(tmp_path / "theirs", beta_schedule="sigmoid")
+    found = adopted(asked(data, weights / "unet").config)  # type: ignore[arg-type]
+    assert found.settled == {"data.image_size": 8}
+    assert [note for note in found.notes if "'sigmoid'" in note and "noise.* and model.target hold" in note]
+
+
 @pytest.mark.parametrize(
     ("form", "said"),
     [({"out_channels": 6}, "gives 6 channels for 3"), ({"class_embed_type": "timestep"}, "class_embed_type=timestep")],

@@ -161,8 +161,9 @@ def words_of(loaded: Loaded) -> list[str]:
     from halfstep.config.dump import plain
 
     found: dict[str, object] = {}
+    whole = plain(loaded.config)
     for path in (path for path, origin in loaded.origins.items() if origin.layer != "default" and path != "workload"):
-        value: Any = plain(loaded.config)
+        value: Any = whole
         said: list[str] = []
         for name in path.split("."):
             if not isinstance(value, dict) or name not in value:  # below it keys are the user's own

@@ -47,9 +47,9 @@ def refused(error: Any, words: Sequence[str] = (), context: Any = None) -> Confi
         return ConfigError(f"{said[-1]}: {_expectation(error.message)}", fix=help_text)
     what = getattr(error, "message", "") or error.format_message()
     is_unknown = hasattr(error, "possibilities")
-    if is_unknown and (instead := OF_OTHERS.get(error.option_name)):
-        return ConfigError(what.rstrip("."), fix=instead)
     names = {one.name for one in context.command.params} if context is not None else set()
+    if is_unknown and "quiet" in names and (instead := OF_OTHERS.get(error.option_name)):
+        return ConfigError(what.rstrip("."), fix=instead)
     if is_unknown and "precision" in names and _is_precision(precision := error.option_name.lstrip("-")):
         return ConfigError(what.rstrip("."), fix=f"--precision {precision}")
     has_settings = "words" in names

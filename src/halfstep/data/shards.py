@@ -113,13 +113,15 @@ def index_shard(path: Path, *, bad_files: BadFiles) -> list[ShardSample]:
 
 
 def _members(path: Path) -> Iterator[tuple[str, Place]]:
-    end = path.stat().st_size
     with tarfile.open(path, "r:") as shard:
         for member in shard:
             if member.isreg():
                 yield member.name, Place(path=path, offset=member.offset_data, size=member.size)
-        if shard.offset >= end:  # tarfile does not miss them, and takes a tar cut between two files for a whole one
-            raise tarfile.ReadError("the blocks that end a tar are missing")
+        # tarfile takes whatever is no header for the end: a cut, damage.
+        assert shard.fileobj is not None
+        shard.fileobj.seek(shard.offset)
+        if shard.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError(f"it does not go on at byte {shard.offset:,}, nor end there")
 
 
 def _twice(path: Path, name: str) -> DataError:

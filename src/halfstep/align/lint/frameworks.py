@@ -169,6 +169,9 @@ def not_prepared(amp: Amp, trace: Trace) -> Iterator[Finding]:
     calls = [c for c in amp.script.calls if getattr(c.func, "attr", "") in ("prepare", "prepare_optimizer")]
     owned = {c: dotted_name(c.func).rpartition(".")[0] for c in calls}
     given = {last(dotted_name(a)) for c in calls for a in (*c.args, *(k.value for k in c.keywords))}
+    stores = [n for n in amp.script.nodes if isinstance(n, ast.Assign) and n.value in calls]
+    # `model, optimizer = accelerator.prepare(net, opt)`
+    given |= {last(dotted_name(t)) for n in stores for target in n.targets for t in ast.walk(target)} - {""}
     for call, owner in owned.items() if "" not in given else ():
         made = [v for v in amp.script.values(owner) if isinstance(v, ast.Call)]
         gathers = any(keyword(v, "gradient_accumulation_steps") is not None for v in made)

@@ -31,9 +31,14 @@ def find(amp: Amp) -> Iterator[Finding]:
 
 
 def loss_name(run: Event) -> str:
-    """`loss` of `loss.backward()`, `(loss / n).backward()` and `scaler.scale(loss).backward()`, where it is one."""
+    """`loss` of `loss.backward()`, `(loss / n).backward()` and `scaler.scale(loss).backward()`, where it is one.
+
+    `losses[0]` and `losses[1]` are two, as are two calls of one `loss_fn`."""
     func = run.node.func if isinstance(run.node, ast.Call) else None
-    names = names_in(func.value) if isinstance(func, ast.Attribute) else set()
+    inside = list(ast.walk(func.value)) if isinstance(func, ast.Attribute) else []
+    several = {id(n.func) for n in inside if isinstance(n, ast.Call)}
+    several |= {id(n.value) for n in inside if isinstance(n, ast.Subscript)}
+    names = {n.id for n in inside if isinstance(n, ast.Name) and id(n) not in several}
     found = sorted(name for name in names if "loss" in name.lower() and name != last(run.scaled_by))
     return found[0] if len(found) == 1 and "." not in plain(run.receiver) else ""
 

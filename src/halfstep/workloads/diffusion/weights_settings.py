@@ -36,8 +36,8 @@ def adopted(config: DiffusionConfig) -> Adopted:
     if not config.model.weights:
         return Adopted(config=config)
     unet = net_folder(config.model.weights, "unet", "model.weights")
-    theirs = {**_schedule(unet.parent / "scheduler" / "scheduler_config.json"), **_size(config, unet)}
-    settled, notes = {}, []
+    schedule, notes = _schedule(config.model.weights, unet)
+    theirs, settled = {**schedule, **_size(config, unet)}, {}
     for path, value in theirs.items():
         section, name = path.split(".")
         own = getattr(getattr(config, section), name)
@@ -64,16 +64,22 @@ def _checked(config: DiffusionConfig, settled: Mapping[str, Any]) -> DiffusionCo
     return config
 
 
-def _schedule(path: Path) -> dict[str, Any]:
-    """By our paths; nothing where a U-Net lies alone."""
+def _schedule(weights: str, unet: Path) -> tuple[dict[str, Any], list[str]]:
+    """By our paths, and what to note; nothing where a U-Net lies alone."""
+    path = unet.parent / "scheduler" / "scheduler_config.json"
     if not path.is_file():
-        return {}
+        return {}, []
     found = _read(path)
     schedule, target = found.get("beta_schedule"), found.get("prediction_type", "epsilon")
     if found.get("trained_betas") is not None or schedule not in OUR_SCHEDULES or target not in OUR_TARGETS:
-        raise ConfigError(
+        what = (
             f"{path} is of a process that is not built here: {found.get('_class_name')}, "
-            f"beta_schedule {schedule!r}, prediction_type {target!r}",
+            f"beta_schedule {schedule!r}, prediction_type {target!r}"
+        )
+        if unet == Path(weights).expanduser():  # whoever names the U-Net's own folder wants it without its schedule
+            return {}, [f"{what}; noise.* and model.target hold"]
+        raise ConfigError(
+            what,
             why="its U-Net knows noise by that schedule",
             fix="name the U-Net's own folder (model.weights=DIR/unet) to train it by noise.* and model.target",
         )
@@ -84,7 +90,7 @@ def _schedule(path: Path) -> dict[str, Any]:
         "noise.beta_end": float(found.get("beta_end", 0.02)),
         "noise.zero_terminal_snr": bool(found.get("rescale_betas_zero_snr", False)),
         "model.target": OUR_TARGETS[target],
-    }
+    }, []
 
 
 def _size(config: DiffusionConfig, unet: Path) -> dict[str, Any]:
