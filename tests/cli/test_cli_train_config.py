@@ -110,6 +110,9 @@ def test_resume_reads_the_runs_own_config_and_takes_changes(capsys: Capture, tmp
     (tmp_path / "config.yaml").write_text(to_yaml(load("unet", overrides=["train.batch_size=3"]).config))
     view = shown(capsys, "--resume", str(tmp_path), "train.epochs=7")
     assert (value(view, "train.batch_size"), value(view, "train.epochs")) == (3, 7)
+    (tmp_path / "more.yaml").write_text("train: {epochs: 9}\n")
+    view = shown(capsys, "unet", "--resume", str(tmp_path), "--config-overrides-file", str(tmp_path / "more.yaml"))
+    assert value(view, "train.epochs") == 9
     assert halfstep("train", "resnet50", "--resume", str(tmp_path), "--show-config") == 2
     assert "is a unet run, not resnet50" in capsys.readouterr().err
 

@@ -142,13 +142,13 @@ def loaded_from(
     if resume:
         if is_file(target, KINDS):
             asked = load(target, flags=flags, overrides=overrides, overrides_file=overrides_file)
-            target, flags, overrides = asked.config.workload, {}, words_of(asked)
+            target, flags, overrides, overrides_file = asked.config.workload, {}, words_of(asked), None
         from halfstep.run.folder import RunFolder
 
         stored = str(RunFolder.open(str(resume)).config)
         if target and target != (workload := load(stored).config.workload):
             raise ConfigError(f"--resume {resume} is a {workload} run, not {target}", fix=f"leave {target} out")
-        return load(stored, flags=flags, overrides=overrides)
+        return load(stored, flags=flags, overrides=overrides, overrides_file=overrides_file)
     if not target:
         raise ConfigError(
             "nothing to train", fix="name a workload or a file first: halfstep train unet, halfstep train my.yaml"
