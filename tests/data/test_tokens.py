@@ -183,6 +183,7 @@ def test_what_lies_beside_a_training_part_is_no_text_of_it(tmp_path: Path, name:
     found = texts_at(tmp_path)
     assert found.train == (tmp_path / name,)
     assert (found.val, found.cut) == ((), 0.1)
+    assert found.beside == (tmp_path / "README.md",), "which a note names"
 
 
 def test_the_rest_is_trained_on_where_only_the_validation_part_has_a_name(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ class TextFiles:
     source: str = ""
     """Where the validation part comes from, in words."""
     beside: tuple[Path, ...] = ()
-    """Code and markup that lies beside prose, and is not read."""
+    """Code and markup beside prose, and what lies beside named parts: it is not read."""
 
     @property
     def all(self) -> tuple[Path, ...]:
@@ -53,10 +53,12 @@ def find_texts(root: Path, *, val_fraction: float, bad_files: BadFiles) -> TextF
     if not root.is_dir():
         raise DataError(f"no text at {root}", why="it does not exist", fix="--data-dir: a text file or a folder")
     prose, code = _below(root, PROSE), _below(root, CODE)
-    endings, beside = (PROSE, tuple(code)) if prose else (CODE, ())
+    endings = PROSE if prose else CODE
     train, val = _named_part(root, TRAIN_NAMES, endings), _named_part(root, VALIDATION_NAMES, endings)
     if val and not train:
         train = [path for path in prose or code if path not in val]
+    used = {*train, *val} if train else {*(prose or code)}
+    beside = tuple(path for path in (*prose, *code) if path not in used)
     if train and val:
         train, val = _check(train, bad_files), _check(val, bad_files)
         return TextFiles(root=root, train=tuple(train), val=tuple(val), source=_place(root, val), beside=beside)

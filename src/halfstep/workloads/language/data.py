@@ -87,7 +87,7 @@ def _texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> Langua
 def _not_read(texts: TextFiles) -> Iterator[str]:
     if texts.beside:
         names = some_of((path.relative_to(texts.root).as_posix() for path in texts.beside), 3)
-        yield f"not read: {counted(len(texts.beside), 'file')} of code or markup beside the texts: {names}"
+        yield f"not read: {counted(len(texts.beside), 'file')} beside the texts: {names}"
 
 
 def _ids(
