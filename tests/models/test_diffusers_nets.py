@@ -100,6 +100,15 @@ def test_a_folder_of_halves_shards_or_pickled_tensors_is_opened(tmp_path: Path, 
     assert_same_bits(opened.state_dict(), {name: value.float() for name, value in vae.state_dict().items()})
 
 
+def test_whole_weights_come_before_halves_though_pickled(tmp_path: Path) -> None:
+    vae = build_net(vae_config(channels=(8, 8), layers=1, latent_channels=2, image_size=8))
+    vae.save_pretrained(tmp_path, safe_serialization=False)
+    whole = {name: value.clone() for name, value in vae.state_dict().items()}
+    vae.half().save_pretrained(tmp_path, variant="fp16")
+    (tmp_path / "optimizer.bin").touch()
+    assert_same_bits(open_net(tmp_path, ["AutoencoderKL"]).state_dict(), whole)
+
+
 def test_latents_are_scaled_and_shifted_back_before_they_are_decoded(tmp_path: Path) -> None:
     vae = open_net(vae_folder(tmp_path / "vae"), ["AutoencoderKL"])
     vae.register_to_config(scaling_factor=0.5, shift_factor=0.25)

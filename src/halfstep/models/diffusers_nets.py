@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from halfstep.errors import ConfigError, Interrupted, ModelError
 LARGEST_NORM_GROUPS, FEWEST_IN_GROUP = 32, 4
 """Of GroupNorm, as all published models have them. Narrow levels take fewer: a group of one channel would lose how
 bright it is."""
+WEIGHT_FILE = re.compile(r"(diffusion_pytorch_|pytorch_)?model[.-].*(safetensors|bin)")
 VAE, UNET, TEXT_UNET = "AutoencoderKL", "UNet2DModel", "UNet2DConditionModel"
 Net = Any
 """A network of diffusers', which has no types."""
@@ -137,12 +139,12 @@ def open_net(folder: Path, expected: Sequence[str]) -> Net:
 
 
 def which_files(folder: Path) -> dict[str, Any]:
-    """What `from_pretrained` must be told where a folder has no plain safetensors, only halves or pickled tensors."""
-    names = [path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")]
-    safe = [name for name in names if name.endswith(".safetensors")]
-    middles = {"".join(name.split(".")[1:-1]).split("-")[0] for name in safe or names}
-    variant = {} if "" in middles or not middles else {"variant": min(middles)}
-    return variant | ({} if safe or not names else {"use_safetensors": False})
+    """What `from_pretrained` must be told where a folder has no plain safetensors: whole weights come before halves
+    (`*.fp16.*`), safetensors before pickled tensors."""
+    names = [path.name.split(".") for path in folder.iterdir() if WEIGHT_FILE.fullmatch(path.name)]
+    kinds = (("".join(middle).split("-")[0], ending == "bin") for _, *middle, ending in names)
+    variant, is_pickled = min(kinds, default=("", False))
+    return ({"variant": variant} if variant else {}) | ({"use_safetensors": False} if is_pickled else {})
 
 
 def check_side(side: int, num_halvings: int, halved_by: str, setting: str) -> None:
