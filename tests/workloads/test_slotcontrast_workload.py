@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import tarfile
@@ -23,7 +22,7 @@ from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import build, load
-from halfstep.workloads.slots.demo import write_demo
+from halfstep.workloads.slots.demo import add_array, write_demo
 from halfstep.workloads.slots.pictures import slot_colours, tinted, write_gif
 from halfstep.workloads.using import Wishes
 from tiny_training import assert_same_bits
@@ -148,9 +147,9 @@ def test_clips_without_a_labelled_object_do_not_count_where_nobody_labelled_back
         tarfile.open(tmp_path / "a-val-0.tar", "w") as val,
     ):
         for number in range(2):
-            put(seen, f"{number}.video.npy", videos[number])
-            put(val, f"{number}.video.npy", videos[2 + number])
-            put(val, f"{number}.segmentations.npy", planes[number])
+            add_array(seen, f"{number}.video.npy", videos[number])
+            add_array(val, f"{number}.video.npy", videos[2 + number])
+            add_array(val, f"{number}.segmentations.npy", planes[number])
     built = build(settings(tmp_path, {"model.ignore_background": False}).config)
     assert built.metric == "fg_ari"
     assert "without foreground are left out" in built.scoring
@@ -160,15 +159,6 @@ def test_clips_without_a_labelled_object_do_not_count_where_nobody_labelled_back
     metrics.update({"masks": torch.nn.functional.one_hot(halves, 2).movedim(-1, 2).float()}, {"masks": true})
     found = metrics.compute()
     assert (found["fg_ari"], found["empty"]) == (1.0, 1.0)
-
-
-def put(shard: tarfile.TarFile, name: str, array: Any) -> None:
-    content = io.BytesIO()
-    np.save(content, array)
-    member = tarfile.TarInfo(name)
-    member.size = content.tell()
-    content.seek(0)
-    shard.addfile(member, content)
 
 
 def test_a_backbone_without_weights_is_an_error_and_random_ones_are_said_aloud(clips: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -64,9 +63,13 @@ def _told(number: int, data_dir: str | None, out: Path, screen: Console) -> Stor
         if data_dir is None:
             screen.print("no CIFAR-10 folder was given: the pictures are generated, gratings of ten kinds", style="dim")
         return benchmark(out, data=data_dir, say=lambda line: screen.print(line, style="dim", markup=False))
-    module = importlib.import_module(f"halfstep.exercises.{'overflow' if number == 2 else 'what_stays'}")
-    story: Story = module.run(out)
-    return story
+    if number == 2:
+        from halfstep.exercises.overflow import run as overflow
+
+        return overflow(out)
+    from halfstep.exercises.what_stays import run as what_stays
+
+    return what_stays(out)
 
 
 def _show(story: Story) -> None:

@@ -166,12 +166,10 @@ class Step:
         )  # fmt: skip
         floor = self._step.scaler.options.min_scale
         self._guard = Guard(options, scaling=plan.needs_loss_scaling, min_scale=floor, advice=OF_OWN_LOOPS)
-        if self._step.ranks is not None:
-            settings = {"precision": plan.granted, "simulate": simulate, "accumulate": accumulate, "clip": clip,
-                        "ema_decay": decay, "skip_spikes": skip_spikes, "guard": options,
-                        "scaler": scaling}  # fmt: skip
-            refuse_other_steps(self._step.ranks.world, self._step.optimizers, settings)
-            self._guard.observers.append(refuse_other_rates)
+        self._keep_ranks_alike(
+            precision=plan.granted, simulate=simulate, accumulate=accumulate, clip=clip, ema_decay=decay,
+            skip_spikes=skip_spikes, guard=options, scaler=scaling,
+        )  # fmt: skip
         if on_outcome is not None:
             self._guard.observers.append(lambda facts, reading: on_outcome(Outcome(reading)))
         self._capsules = OwnCapsules(folder, self._step, self._guard, spikes=skip_spikes) if folder else None
@@ -183,6 +181,12 @@ class Step:
         hints = (committer.hint for committer in self._step.committers)
         for hint in filter(None, (*plan.warnings, *self._schedules.hints, *hints)):
             warnings.warn(hint, stacklevel=2)
+
+    def _keep_ranks_alike(self, **settings: object) -> None:
+        """Of several processes each must have made this step, with these settings, and keep to the same rates."""
+        if self._step.ranks is not None:
+            refuse_other_steps(self._step.ranks.world, self._step.optimizers, settings)
+            self._guard.observers.append(refuse_other_rates)
 
     # --- training ---
 

@@ -48,12 +48,12 @@ def write_shard(path: Path, clips: Sequence[tuple[Array, Array | None]], *, firs
     """Clips as samples of a shard: `NAME.video.npy` and, where there are masks, `NAME.segmentations.npy`."""
     with tarfile.open(path, "w") as shard:
         for number, (video, masks) in enumerate(clips, start=first):
-            _add(shard, f"{number:06d}.video.npy", video)
+            add_array(shard, f"{number:06d}.video.npy", video)
             if masks is not None:
-                _add(shard, f"{number:06d}.segmentations.npy", masks[..., None])
+                add_array(shard, f"{number:06d}.segmentations.npy", masks[..., None])
 
 
-def _add(shard: tarfile.TarFile, name: str, array: Array) -> None:
+def add_array(shard: tarfile.TarFile, name: str, array: Array) -> None:
     content = io.BytesIO()
     np.save(content, array)
     member = tarfile.TarInfo(name)
