@@ -36,6 +36,17 @@ def test_the_size_of_the_pictures_is_stored_and_a_resumed_run_keeps_it(
         train(load(str(run / "config.yaml"), overrides=["data.image_size=512"]), resume=run)
 
 
+def test_what_a_run_was_started_with_continues_it_though_its_data_decided_a_setting(tmp_path: Path) -> None:
+    data_sets.tgs(tmp_path / "set")
+    run = trained(tmp_path / "set", tmp_path / "run")
+    again = [f"data.dir={tmp_path / 'set'}", *TINY[:-3], *TINY[-2:], "train.epochs=2"]
+    train(load("unet", overrides=again), resume=run)
+    assert load(str(run / "config.yaml")).config.data.image_size == 24
+    assert newest(run).state["position"]["epoch"] == 2
+    with pytest.raises(CheckpointError, match=r"data\.image_size: 24 -> 512"):
+        train(load("unet", overrides=[*again, "data.image_size=512"]), resume=run)
+
+
 def test_another_size_that_is_allowed_is_trained_stored_and_evaluated_at(tmp_path: Path) -> None:
     """What a run found in its data is stored with it; the size asked for now comes before."""
     data_sets.tgs(tmp_path / "set")

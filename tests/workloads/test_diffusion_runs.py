@@ -14,13 +14,16 @@ from PIL import Image
 from torch import Tensor
 
 from diffusion_tiny import pictures, settings, text_folder, vae_folder
+from halfstep.cli.train import loaded_from
+from halfstep.config.dump import to_yaml
 from halfstep.data.latent_cache import open_latents, write_latents
-from halfstep.errors import ConfigError, DataError, ModelError
+from halfstep.errors import CheckpointError, ConfigError, DataError, ModelError
 from halfstep.models.diffusers_nets import open_net
 from halfstep.report.run_report import RunReport
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
+from halfstep.workloads import load
 from halfstep.workloads.diffusion import build as building
 from halfstep.workloads.diffusion import latents
 from halfstep.workloads.using import Wishes
@@ -126,6 +129,21 @@ def test_other_latents_at_resume_are_refused_and_lost_ones_made_again(data: Path
     file.unlink()
     resume(run, "train.max_steps=2")
     assert file.read_bytes() == own
+
+
+@pytest.mark.parametrize(("asked", "cache"), [("auto", "off"), ("bf16", "latents")])
+def test_a_run_goes_on_by_the_file_that_left_it_the_format_of_its_vae(
+    data: Path, vae: str, tmp_path: Path, asked: str, cache: str
+) -> None:
+    loaded = settings("diffusion", data, model__vae=vae, data__cache=cache, train__max_steps=2)
+    written = tmp_path / "mine.yaml"
+    written.write_text(to_yaml(loaded.config.changed(precision={"modules": {"vae": asked}})))
+    run = train(load(str(written)), out=tmp_path / "run")
+    stored = (run / "config.yaml").read_text()
+    train(loaded_from([str(written), "train.max_steps=3"], {}, run), resume=run)
+    assert (run / "config.yaml").read_text() == stored.replace("max_steps: 2", "max_steps: 3")
+    with pytest.raises(CheckpointError, match=r"precision\.modules"):
+        train(loaded_from([str(written), "precision.modules.vae=fp16"], {}, run), resume=run)
 
 
 def test_training_on_latents_from_disk_places_no_vae(data: Path, vae: str, tmp_path: Path) -> None:

@@ -49,6 +49,13 @@ class RunFolder:
     def report(self) -> Path:
         return self.path / "report"
 
+    def settled(self) -> dict[str, list[Any]]:
+        """Settings that the run decided by itself, with what was asked for; older runs have no such file."""
+        try:
+            return dict(json.loads((self.path / "settled.json").read_text()))
+        except (OSError, ValueError):
+            return {}
+
     def stored_plan(self) -> Plan:
         try:
             return Plan.from_json(self.plan.read_text())

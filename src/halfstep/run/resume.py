@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from halfstep.config.dump import plain
 from halfstep.config.schema import RunConfig
 from halfstep.config.training import WITHOUT_END
 from halfstep.errors import CheckpointError, HardwareError, counted
@@ -50,6 +51,32 @@ def flattened(section: BaseModel, prefix: str = "") -> dict[str, Any]:
         value = getattr(section, name)
         found |= flattened(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else {f"{prefix}{name}": value}
     return found
+
+
+def settled_by_run(asked: RunConfig, config: RunConfig) -> dict[str, list[Any]]:
+    """Settings that a new run decided by itself (its data, its demo), by path; with the value asked for, if any was."""
+    then, now = plain(asked), plain(config)
+    sections = {name: part for name, part in then.items() if isinstance(part, dict)}
+    return {
+        f"{section}.{name}": [value] if is_said(asked, section, name) else []
+        for section, part in sections.items()
+        for name, value in part.items()
+        if value != now[section][name]
+    }
+
+
+def as_settled(asked: RunConfig, stored: RunConfig, settled: Mapping[str, Sequence[Any]]) -> RunConfig:
+    """Whoever asks for what the run was started with, or for nothing, gets what it decided then."""
+    said = plain(asked)
+    for path, values in settled.items():
+        section, name = path.split(".")
+        if not is_said(asked, section, name) or said[section][name] in values:
+            asked = asked.changed(**{section: {name: getattr(getattr(stored, section), name)}})
+    return asked
+
+
+def is_said(config: RunConfig, section: str, name: str) -> bool:
+    return name in getattr(config, section).model_fields_set
 
 
 def refuse_changes(stored: RunConfig, asked: RunConfig, *, allow: bool, kept: Sequence[str] = ()) -> Changes:

@@ -61,7 +61,15 @@ from halfstep.run.plan import is_demo
 from halfstep.run.planned_batch import pieces_by_plan, predicted_peak
 from halfstep.run.presentation import show_header, show_summary
 from halfstep.run.ranked import notes_on, refuse_differences, refuse_unfit, seed_of
-from halfstep.run.resume import Changes, refuse_changes, refuse_missing_device, refuse_other_data, why_finished
+from halfstep.run.resume import (
+    Changes,
+    as_settled,
+    refuse_changes,
+    refuse_missing_device,
+    refuse_other_data,
+    settled_by_run,
+    why_finished,
+)
 from halfstep.run.world import Launch, joined
 from halfstep.step.randomness import algorithms, seed_everything
 from halfstep.step.world import World
@@ -97,7 +105,7 @@ def train(
 def _start(loaded: Loaded, out: str | None, place: Place) -> Path:
     """Everything that can be wrong is found before the run's folder is made; only the demo needs it earlier."""
     loaded = dataclasses.replace(loaded, config=with_absolute_paths(loaded.config))
-    hardware = probe(place.device_of(loaded.config))
+    asked, hardware = loaded.config, probe(place.device_of(loaded.config))
     decide(loaded.config.precision, hardware)
     with_demo = is_demo(loaded.config)
     folder: RunFolder | None = None
@@ -123,6 +131,7 @@ def _start(loaded: Loaded, out: str | None, place: Place) -> Path:
                     lock.enter_context(folder.locked())
                     record_data(workload, folder)
                     store(made, folder.path)
+                    write_whole(folder.path / "settled.json", json.dumps(settled_by_run(asked, loaded.config)))
                     _write_settings(folder, loaded.config, plan)
                 if place.world is not None and not place.world.is_first:
                     seed_everything(seed_of(loaded.config.train.seed, 0, place.world.rank))
@@ -196,7 +205,9 @@ class Resumed:
 
 
 def _resume(loaded: Loaded, folder: RunFolder, place: Place, *, allow_changes: bool) -> Path:
-    stored, asked = (with_absolute_paths(config) for config in (load(str(folder.config)).config, loaded.config))
+    own = load(str(folder.config)).config
+    loaded = dataclasses.replace(loaded, config=as_settled(loaded.config, own, folder.settled()))
+    stored, asked = (with_absolute_paths(config) for config in (own, loaded.config))
     changes = refuse_changes(stored, asked, allow=allow_changes, kept=KINDS.of(asked.workload).kept)
     config, moved = with_data_found(loaded.config, folder)
     loaded = dataclasses.replace(loaded, config=config)
