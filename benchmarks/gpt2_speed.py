@@ -126,8 +126,8 @@ def batch_of(case: Case, arguments: argparse.Namespace) -> int:
 
 
 def by_halfstep(case: Case, row: str, precision: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    # Trials of train.memory take as long as the run at most, and in a long one minutes.
-    words = (*case.words, f"train.max_steps={10 if arguments.small else 10_000}", *(SMALL if arguments.small else ()))
+    # Trials of train.memory may take a twentieth of the run, and minutes only in one that takes hours.
+    words = (*case.words, f"train.max_steps={10 if arguments.small else 100_000}", *(SMALL if arguments.small else ()))
     config = bench_config(case.workload, words, {"batch_size": batch_of(case, arguments)}, small=False)
     return halfstep_row(config, precision, profiles=arguments.profile)
 

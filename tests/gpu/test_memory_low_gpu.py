@@ -126,7 +126,7 @@ def errors(found: list[Tensor], exact: tuple[Tensor, ...]) -> list[float]:
     return [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
 
 
-@pytest.mark.parametrize("how", ["pointwise", "blocks"])
+@pytest.mark.parametrize("how", ["pointwise", "alternate", "blocks"])
 def test_compiled_gradients_are_as_near_to_fp32_as_those_of_the_plain_model(how: Recompute) -> None:
     """Not to each other: the two are compiled to other kernels, each rounds its maps in its own way, and a value that
     rounding turns over at a ReLU has a wholly different gradient. The measure is how far the plain model is off."""

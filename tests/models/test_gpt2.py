@@ -191,7 +191,7 @@ def test_keys_and_values_that_were_kept_give_the_logits_of_the_whole_text() -> N
         torch.testing.assert_close(found, whole[:, end], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("how", ["blocks", "pointwise"])
+@pytest.mark.parametrize("how", ["blocks", "alternate", "pointwise"])
 def test_recomputing_draws_the_same_dropout_again(how: Any) -> None:
     gradients = []
     for setting in ("none", how):

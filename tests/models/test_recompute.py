@@ -23,7 +23,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet": lambda: resnet("resnet50", blocks=(1, 1), width=4, num_classes=3),
     "vit": lambda: vit("vit_s_16", depth=2, heads=2, dim=16, patch=4, image_size=16, num_classes=3),
 }
-HOW: list[Recompute] = ["pointwise", "blocks"]
+HOW: list[Recompute] = ["pointwise", "alternate", "blocks"]
 WIDTH = 24
 """9 * 24 products a value: enough to make 3x3 convolutions expensive."""
 
@@ -82,13 +82,13 @@ def test_two_forwards_under_one_autocast_are_recomputed_although_its_cache_is_go
         torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-8)
 
 
-@pytest.mark.parametrize("name", ["unet", "vit"])
-def test_the_compiled_model_recomputes_and_gives_the_same_gradients(name: str) -> None:
+@pytest.mark.parametrize(("name", "how"), [("unet", "pointwise"), ("vit", "pointwise"), ("vit", "alternate")])
+def test_the_compiled_model_recomputes_and_gives_the_same_gradients(name: str, how: Recompute) -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
     plain = MODELS[name]()
     model = copy.deepcopy(plain)
-    set_recompute(model, "pointwise")
+    set_recompute(model, how)
     compiled = torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)
     state, gradients = step(plain, plain)
     with forced(False):
@@ -156,6 +156,7 @@ def test_a_compiled_model_keeps_the_outputs_of_its_expensive_convolutions_and_no
     pointwise = saved_bytes("pointwise")
     assert convolutions <= pointwise < convolutions + statistics
     assert pointwise < 0.5 * saved_bytes("none")
+    assert saved_bytes("blocks") < saved_bytes("alternate") < pointwise
 
 
 def test_a_model_that_cannot_recompute_says_so() -> None:

@@ -260,7 +260,7 @@ def test_where_nothing_fits_the_least_that_is_needed_is_said(gpt2: MemoryPlanner
 
 
 def test_levels_are_those_the_model_and_its_optimizer_have(gpt2: MemoryPlanner) -> None:
-    assert len(levels_of(gpt2, gpt2.step.config)) == 6
+    assert len(levels_of(gpt2, gpt2.step.config)) == 8
     own = MemoryPlanner(planned_step(tiny("optimizer.name=sgd")))
     assert levels_of(own, own.step.config) == [NORMAL]
 

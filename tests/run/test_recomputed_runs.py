@@ -102,13 +102,13 @@ def test_the_plan_counts_it_for_a_model_of_ones_own() -> None:
     config, _, _ = made("transformer", **{"train.batch_size": 64})
     planner = MemoryPlanner(planned_step(config))
     levels = {level.recompute for level in levels_of(planner, config)}
-    assert levels == {"none", "pointwise", "blocks"}
+    assert levels == {"none", "pointwise", "alternate", "blocks"}
     for mode in ("eager", "compile"):
         kept = {}
-        for how in ("none", "pointwise", "blocks"):
+        for how in ("none", "pointwise", "alternate", "blocks"):
             cell = Cell.of(config, "bf16", mode, MemorySetting(recompute=how))  # type: ignore[arg-type]
             kept[how] = planner.predict(cell).components["activations"]
-        assert kept["blocks"] < kept["pointwise"] < kept["none"], mode
+        assert kept["blocks"] < kept["alternate"] < kept["pointwise"] < kept["none"], mode
 
 
 def test_blocks_with_forms_of_their_own_are_not_planned() -> None:

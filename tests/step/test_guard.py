@@ -73,6 +73,14 @@ def test_fp16_overflow_is_routine_until_the_scale_lies_on_its_floor() -> None:
     assert actions[-1] is Action.STOP
 
 
+@pytest.mark.parametrize(("loss", "advice"), [(6e4, "scaler.min_scale"), (float("inf"), "the model itself")])
+def test_at_the_floor_a_finite_loss_is_told_from_a_model_that_overflows(loss: float, advice: str) -> None:
+    guard = Guard(GuardOptions(floor_patience=1), scaling=True, min_scale=1.0)
+    verdict = guard.judge(reading(0, loss=loss, grad_norm=float("inf"), is_bad=True))
+    assert verdict.action is Action.STOP
+    assert advice in verdict.fix
+
+
 def test_empty_windows_are_no_fault() -> None:
     guard = Guard(GuardOptions(max_consecutive=1), scaling=False)
     assert set(feed(guard, [reading(k, is_bad=True, is_empty=True) for k in range(6)])) == {Action.CONTINUE}

@@ -166,6 +166,9 @@ def test_levers_that_a_run_lacks_are_named() -> None:
     assert len(levers.notes) == 2
     levers = levers_of(("pointwise", "blocks"), "adamw", is_compiled=True)
     assert (len(levers.positions), levers.notes) == (3, [])
+    assert MemorySetting(optimizer_bits=8) not in sum(
+        map(list, levers_of((), "adamw", 8, is_compiled=True).positions), []
+    )
 
 
 def test_more_time_buys_less_memory() -> None:

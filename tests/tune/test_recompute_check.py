@@ -45,7 +45,7 @@ def found(precision: str = "fp32", **options: Any) -> Recomputable:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_blocks_with_dropout_and_statistics_pass_in_each_precision(precision: str) -> None:
     for name in ("resnet", "gpt2") if precision == "fp32" else ("resnet",):
-        assert found(precision, net=name) == (tuple(BLOCKS[name]), ("pointwise", "blocks"), ())
+        assert found(precision, net=name) == (tuple(BLOCKS[name]), ("pointwise", "alternate", "blocks"), ())
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_blocks_with_dropout_and_statistics_pass_in_each_precision(precision: st
 def test_blocks_that_write_state_are_refused_by_name_and_the_others_stay(how: str, what: str) -> None:
     names, ways, notes = found(net="writing", how=how)
     assert names == ("second.0", "second.1")
-    assert ways == ("pointwise", "blocks")
+    assert ways == ("pointwise", "alternate", "blocks")
     [note] = notes
     assert "2 x Writing (first.0 ... first.1)" in note
     assert what in note
@@ -161,4 +161,4 @@ def test_networks_that_train_in_turn_are_checked_in_all_their_phases() -> None:
         blocks = (nn.Sequential(nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE), nn.ReLU(inplace=True)) for _ in range(2))
         setattr(workload.model, name, nn.Sequential(*blocks, last))
     found = recomputable(config, workload, plan_for(config, workload, probe("cpu")), rehearsal)
-    assert found == (("generator.0", "generator.1", "critic.0", "critic.1"), ("pointwise", "blocks"), ())
+    assert found == (("generator.0", "generator.1", "critic.0", "critic.1"), ("pointwise", "alternate", "blocks"), ())

@@ -4,6 +4,7 @@
     pointwise   outputs of what is bound by arithmetic are kept: attention, matmuls and most convolutions. What is bound
                 by memory is computed again: normalisation, activation, concatenation, pooling, a convolution of RGB.
                 Less than half the memory of a convolutional model, for a few passes over what was kept
+    alternate   every other block is recomputed whole, those between pointwise: half of what the next one costs
     blocks      only the inputs of blocks are kept, their forward pass runs twice: least memory
 
 Blocks with dropout draw the same numbers again: eager mode keeps the generators' state for that, compiled code seeds.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import math
 from collections import OrderedDict
@@ -31,7 +33,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-Recompute = Literal["none", "pointwise", "blocks"]
+Recompute = Literal["none", "pointwise", "alternate", "blocks"]
 Run = Callable[..., Tensor]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -87,10 +89,20 @@ def set_recompute(model: nn.Module, how: Recompute) -> bool:
     for module in able:
         module.recompute = how
         for relu in (part for part in module.modules() if isinstance(part, nn.ReLU)):
-            relu.inplace = how != "pointwise"  # a selective region may hold no in-place operation when compiled
-    if how == "pointwise":
+            relu.inplace = not is_selective(how)  # such a region may hold no in-place operation when compiled
+    if is_selective(how):
         logging.getLogger("torch._higher_order_ops.wrap").addFilter(is_no_reminder)
     return bool(able)
+
+
+def is_selective(how: Recompute) -> bool:
+    """Whether some blocks keep what was expensive in them."""
+    return how in ("pointwise", "alternate")
+
+
+def keeps_every_product(how: Recompute) -> bool:
+    """Whether no block is recomputed whole, so that blocks may run as a chain of kernels."""
+    return how in ("none", "pointwise")
 
 
 def how_it_recomputes(model: nn.Module) -> Recompute:
@@ -123,9 +135,17 @@ def block_runner(how: Recompute) -> Run:
     """How it calls each of them: plainly, or to be recomputed where a backward will come."""
     if how == "none" or not torch.is_grad_enabled():
         return run
-    if torch.compiler.is_compiling():
-        return run_checkpointed_compiled if how == "blocks" else run
-    return run_checkpointed if how == "blocks" else run_pointwise
+    is_compiling = torch.compiler.is_compiling()
+    whole = run_checkpointed_compiled if is_compiling else run_checkpointed
+    if how == "pointwise":
+        return run if is_compiling else run_pointwise
+    return whole if how == "blocks" else in_turn(whole, run_pointwise_compiled if is_compiling else run_pointwise)
+
+
+def in_turn(*runners: Run) -> Run:
+    """Each runs one block, then the next one."""
+    turns = itertools.cycle(runners)
+    return lambda block, *inputs: next(turns)(block, *inputs)
 
 
 def run(block: Run, *inputs: Tensor) -> Tensor:

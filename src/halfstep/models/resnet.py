@@ -24,7 +24,7 @@ from halfstep.models.layers import (
     are_plain,
     consists_of,
 )
-from halfstep.models.recompute import Blocks, how_it_recomputes
+from halfstep.models.recompute import Blocks, how_it_recomputes, keeps_every_product
 
 Stem = Literal["imagenet", "small"]
 
@@ -143,7 +143,9 @@ class ResNet(nn.Module):
         parts = (self.conv1, self.bn1, self.relu, *self._stages())
         is_whole = consists_of(parts, CentredConv2d, BatchNorm2d, nn.ReLU, *[Blocks] * self.num_stages)
         is_known = is_whole and type(self.maxpool) in (nn.Identity, HalvingMaxPool2d) and are_plain(replaced, CHAINED)
-        return is_known and how_it_recomputes(self) != "blocks" and has_room_for_tiles(self.conv1.weight.device)
+        return (
+            is_known and keeps_every_product(how_it_recomputes(self)) and has_room_for_tiles(self.conv1.weight.device)
+        )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _chained(self, image: Tensor) -> Tensor:

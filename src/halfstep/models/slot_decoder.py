@@ -32,7 +32,9 @@ from halfstep.models.layers import Checks, always, are_plain, has_bias
 from halfstep.models.recompute import Recompute, Recomputing, run_checkpointed, run_checkpointed_compiled
 from halfstep.models.slot_attention import Mlp
 
-HIDDEN_BYTES: dict[Recompute, int] = {"none": 640 << 20, "pointwise": 160 << 20, "blocks": 80 << 20}
+HIDDEN_BYTES: dict[Recompute, int] = {
+    "none": 640 << 20, "pointwise": 160 << 20, "alternate": 120 << 20, "blocks": 80 << 20,
+}  # fmt: skip
 """Largest hidden map of a chunk, by what memory may cost: six of them are alive at once."""
 SEED = 2.0**-8
 KNOWN: Checks = {nn.Linear: has_bias, nn.ReLU: always, nn.Sequential: always, Mlp: lambda mlp: not mlp.residual}

@@ -31,7 +31,7 @@ from halfstep.models.layers import (
     consists_of,
     is_plain,
 )
-from halfstep.models.recompute import Recomputing, block_runner, region_runner
+from halfstep.models.recompute import Recomputing, block_runner, keeps_every_product, region_runner
 
 
 class DoubleConv(nn.Module):
@@ -147,7 +147,9 @@ class UNet(Recomputing):
                 why=f"each level halves the size, so a side needs at least {2**self.depth} pixels",
                 fix="a larger image_size, or a smaller model.depth",
             )
-        is_chain = self.recompute != "blocks" and not x.requires_grad and chain_fits(x, is_training=self.training)
+        is_chain = (
+            keeps_every_product(self.recompute) and not x.requires_grad and chain_fits(x, is_training=self.training)
+        )
         if is_chain and self._suits_chain():
             return self._chained(x)
         return region_runner(self.recompute)(self._down_and_up, x)

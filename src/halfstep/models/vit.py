@@ -30,7 +30,7 @@ from halfstep.models.layers import (
     has_gain_and_bias,
     is_exact,
 )
-from halfstep.models.recompute import Blocks
+from halfstep.models.recompute import Blocks, keeps_every_product
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,7 +180,7 @@ def chain_wanted(blocks: nn.Module, tokens: Tensor) -> bool:
     """Whether all blocks but the last should run as a chain of our own kernels between matmuls: compiled, on a GPU, and
     under autocast, where rows are half as wide; or when forced."""
     is_fast = torch.compiler.is_compiling() and tokens.is_cuda and has_half_autocast(tokens)
-    are_kept = isinstance(blocks, Blocks) and len(blocks) > 1 and blocks.recompute != "blocks"
+    are_kept = isinstance(blocks, Blocks) and len(blocks) > 1 and keeps_every_product(blocks.recompute)
     is_possible = torch.is_grad_enabled() and tokens.dtype == torch.float32 and are_kept
     return is_possible and decided("chain", otherwise=is_fast) and has_triton()
 

@@ -23,9 +23,9 @@ USABLE = 0.92
 CONTEXT_BYTES = 600_000_000
 """CUDA's own, with its kernels."""
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-true")
-RECOMPUTE_TIME: dict[Recompute, float] = {"none": 1.0, "pointwise": 1.07, "blocks": 1.33}
+RECOMPUTE_TIME: dict[Recompute, float] = {"none": 1.0, "pointwise": 1.07, "alternate": 1.2, "blocks": 1.33}
 """Of a step's time: a few passes over memory (measured on a U-Net, benchmarks/results/speed.json), and one more forward
-pass, which is a third of a step's arithmetic."""
+pass, which is a third of a step's arithmetic; between them their mean."""
 SMALL_OPTIMIZER_TIME = 1.02
 LARGEST_GROWTH = 4
 """How far a larger batch is proposed: much larger ones need more epochs (McCandlish et al. 2018)."""
@@ -85,7 +85,7 @@ def levels_of(planner: MemoryPlanner, config: RunConfig) -> list[MemorySetting]:
     """Memory levels that this model has, the gentlest first."""
     recomputes: list[Recompute] = ["none"]
     if planner.step.recomputes:
-        recomputes += ["pointwise", "blocks"]
+        recomputes += ["pointwise", "alternate", "blocks"]
     small = config.optimizer.name == "adamw" and config.optimizer.moment_bits == 32
     bits: tuple[int, ...] = (32, 8) if small else (32,)
     settings = [MemorySetting(recompute=how, optimizer_bits=b) for how in recomputes for b in bits]  # type: ignore[arg-type]

@@ -119,6 +119,8 @@ class MemoryPlanner:
 
     def _dynamic(self, cell: Cell, base_batch: int) -> Counter[str]:
         """What comes and goes, at its highest: in forward and backward, or while the optimizer updates."""
+        if cell.setting.recompute == "alternate" and cell.mode != "eager":
+            return self._between(cell, base_batch)
         accumulates = cell.accumulate > 1
         if not base_batch or base_batch == cell.batch_size:
             peaks = [line.peak(accumulates=accumulates) for line in self._lines(cell, cell.batch_size)]
@@ -132,6 +134,12 @@ class MemoryPlanner:
         update = 0 if cell.mode == "graph" else self._fixed_of(cell).update
         peaks.append(Counter({"gradients": gradients, "workspaces": update}))
         return max(peaks, key=lambda peak: peak.total())
+
+    def _between(self, cell: Cell, base_batch: int) -> Counter[str]:
+        """Half the blocks compiled in the one way and half in the other."""
+        ways = (replace(cell.setting, recompute=how) for how in ("pointwise", "blocks"))
+        one, other = (self._dynamic(replace(cell, setting=setting), base_batch) for setting in ways)
+        return Counter({name: (one[name] + other[name]) // 2 for name in one | other})
 
     def _lines(self, cell: Cell, batch_size: int) -> list[Timeline]:
         how, recompute = self._family(cell.precision), cell.setting.recompute

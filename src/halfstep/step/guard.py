@@ -10,6 +10,7 @@ the host waits for a step that is long done, never for the one in flight.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -71,10 +72,21 @@ class Advice:
     overflow: str
     clip: str
     rollback: str
+    scale_floor: str
 
 
-OF_RUNS = Advice(overflow="--precision bf16", clip="train.clip_norm", rollback="guard.on_fault=rollback")
-OF_OWN_LOOPS = Advice(overflow='precision="bf16"', clip="clip_norm=1.0", rollback='guard={"on_fault": "rollback"}')
+OF_RUNS = Advice(
+    overflow="--precision bf16",
+    clip="train.clip_norm",
+    rollback="guard.on_fault=rollback",
+    scale_floor="scaler.min_scale",
+)
+OF_OWN_LOOPS = Advice(
+    overflow='precision="bf16"',
+    clip="clip_norm=1.0",
+    rollback='guard={"on_fault": "rollback"}',
+    scale_floor='scaler={"min_scale": ...}',
+)
 
 
 Observer = Callable[[Facts | PhasedFacts | None, Reading], None]
@@ -179,9 +191,14 @@ class Guard:
             action=Action.STOP,
             reason=f"{counted(self.num_at_floor, 'step')} in a row overflowed with the loss scale at its floor of "
             f"{self.min_scale:g} (step {reading.attempted}: {reading.reason})",
-            fix=f"the model itself produces infinities: try {self.advice.overflow} or a lower learning rate"
-            f"{_samples(reading)}",
+            fix=f"{self._why_at_floor(reading)} {self.advice.overflow} or a lower learning rate{_samples(reading)}",
         )
+
+    def _why_at_floor(self, reading: Reading) -> str:
+        if math.isfinite(reading.loss):
+            lower = f"let the scale fall further ({self.advice.scale_floor}), as a loss summed over pixels needs"
+            return f"the loss is finite, its gradients are not: {lower}; or try"
+        return "the model itself produces infinities: try"
 
     def _judge_fault(self, reading: Reading) -> Verdict:
         if self.num_faults == 0:

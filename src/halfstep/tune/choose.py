@@ -201,7 +201,8 @@ class Tuning:
             limit_s = _memory_trials_s(ran[0] * expected_steps(self.config, self.workload)) if ran else MEMORY_TRIALS_S
             return len(costs) < ALWAYS_TRIED or clock.elapsed_s < limit_s
 
-        levers = levers_of(found.ways, self.config.optimizer.name, is_compiled=mode != "eager")
+        optimizer = self.config.optimizer
+        levers = levers_of(found.ways, optimizer.name, optimizer.moment_bits, is_compiled=mode != "eager")
         positions = by_predicted_peak(levers.positions, lambda setting: self.peak(plan, setting))
         try:
             choice = choose_memory(

@@ -3,7 +3,8 @@
 Levers, each tried alone and then the best of each kind together:
 
     activation budget   inductor recomputes what is cheapest until this share of the activations is left (compiled only)
-    recompute           pointwise: keep what is bound by arithmetic only; blocks: keep the blocks' inputs only
+    recompute           pointwise: keep what is bound by arithmetic only; blocks: keep the blocks' inputs only;
+                        alternate: the one and the other in turn
     optimizer bits      8: AdamW's two moments in a quarter of their bytes
 
 The least memory wins among the settings that take at most `train.memory_time` times the normal step's time. Here is
@@ -254,15 +255,15 @@ class Levers(NamedTuple):
     notes: list[str]
 
 
-def levers_of(ways: Sequence[Recompute], optimizer_name: str, *, is_compiled: bool) -> Levers:
+def levers_of(ways: Sequence[Recompute], optimizer_name: str, moment_bits: int = 32, *, is_compiled: bool) -> Levers:
     """The most promising lever first: trials may run out of time. `ways` are those in which the model may recompute."""
     positions: list[Sequence[MemorySetting]] = []
     notes: list[str] = []
     if ways:
         positions.append([MemorySetting(recompute=how) for how in ways])
-    if optimizer_name == "adamw":
+    if optimizer_name == "adamw" and moment_bits == 32:
         positions.append((MemorySetting(optimizer_bits=8),))
-    else:
+    elif optimizer_name != "adamw":
         notes.append(f"8-bit optimizer states: they exist for adamw, not for {optimizer_name}")
     if is_compiled:
         positions.append([MemorySetting(activation_budget=share) for share in BUDGETS])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable
+from itertools import cycle
 from typing import Any, ClassVar
 
 import torch
@@ -66,9 +67,11 @@ def recompute_blocks_(model: nn.Module, how: Recompute, names: Collection[str]) 
         if isinstance(module, (Recomputed, OutOfPlace)):
             object.__setattr__(module, "__class__", module.made_from[0])
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(recompute.is_no_reminder)
-    for block in map(model.get_submodule, names if how != "none" else ()):
-        swap_class(block, Recomputed, how=how)
-        for part in block.modules() if how == "pointwise" else ():
+    ways: tuple[Recompute, ...] = ("blocks", "pointwise") if how == "alternate" else (how,)
+    for name, way in zip(names if how != "none" else (), cycle(ways), strict=False):
+        block = model.get_submodule(name)
+        swap_class(block, Recomputed, how=way)
+        for part in block.modules() if way == "pointwise" else ():
             if vars(part).get("inplace") is True:
                 swap_class(part, OutOfPlace)
 
@@ -134,4 +137,5 @@ def described(model: nn.Module, names: Iterable[str]) -> str:
 def what_recomputes(model: nn.Module) -> str:
     """In which way, and what; empty in a model that knows to itself, and where nothing does."""
     blocks = {name: part.how for name, part in model.named_modules() if isinstance(part, Recomputed)}
-    return f"{', '.join({*blocks.values()})}: {described(model, blocks)}" if blocks else ""
+    ways = {*blocks.values()}
+    return f"{'alternate' if len(ways) > 1 else ways.pop()}: {described(model, blocks)}" if blocks else ""

@@ -51,7 +51,7 @@ class Outcome(NamedTuple):
 def recomputable(config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> Recomputable:
     """Of the model as it trains in this plan."""
     if any(isinstance(module, Recomputing) for module in workload.model.modules()):
-        return Recomputable((), ("pointwise", "blocks"))
+        return Recomputable((), ("pointwise", "alternate", "blocks"))
     small = {"batch_size": min(NUM_SAMPLES, config.train.batch_size), "accumulate": 1}
     config = config.changed(train=small, scaler={"init_scale": 1.0})
     try:
@@ -91,7 +91,7 @@ class _Check:
         why = self._problem("pointwise", names) if names else ""
         if why:
             notes.append(f"recompute pointwise, {described(self.model, names)}: {why}")
-        ways: tuple[Recompute, ...] = ("blocks",) if why else ("pointwise", "blocks")
+        ways: tuple[Recompute, ...] = ("blocks",) if why else ("pointwise", "alternate", "blocks")
         return Recomputable(tuple(names), ways if names else (), tuple(notes))
 
     def _problem(self, how: Recompute, names: Collection[str]) -> str:

@@ -168,8 +168,10 @@ class RadioVaeConfig(RunConfig):
 
     data: RadioDataConfig = RadioDataConfig()
     model: RadioVaeModelConfig = RadioVaeModelConfig()
-    # Gradients of a sum over pixels are large as they are.
-    defaults: ClassVar[dict[str, Any]] = {**RADIO, "optimizer.lr": 5e-6, "scaler.init_scale": 16.0}
+    # Gradients of a sum over pixels are large as they are: at the published size they overflow even unscaled.
+    defaults: ClassVar[dict[str, Any]] = {
+        **RADIO, "optimizer.lr": 5e-6, "scaler.init_scale": 16.0, "scaler.min_scale": 2.0**-10,
+    }  # fmt: skip
 
 
 class RadioDiffConfig(RunConfig):
