@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,13 +46,75 @@ def each(folder: Path) -> list[Tokenizer]:
     return [Bytes(), Characters.of([TEXT]), Characters.of([TEXT, "more"]), tokenizer_at(small_bpe(folder))]
 
 
+def lengths_of(tokenizer: Tokenizer) -> Any:
+    lengths = tokenizer.byte_lengths()
+    assert lengths is not None
+    assert len(lengths) == tokenizer.num_tokens
+    return lengths
+
+
+def num_bytes(tokenizer: Tokenizer) -> int:
+    return int(lengths_of(tokenizer)[tokenizer.encode(TEXT)].sum())
+
+
 def test_a_text_comes_back_and_its_tokens_have_its_bytes(tmp_path: Path) -> None:
     for tokenizer in each(tmp_path):
         ids = tokenizer.encode(TEXT)
         assert tokenizer.decode(ids.tolist()) == TEXT, tokenizer.name
-        assert int(tokenizer.byte_lengths()[ids].sum()) == len(TEXT.encode()), tokenizer.name
-        assert len(tokenizer.byte_lengths()) == tokenizer.num_tokens
+        assert num_bytes(tokenizer) == len(TEXT.encode()), tokenizer.name
         assert ids.max() < tokenizer.num_tokens
+
+
+def sentencepiece_like() -> Any:
+    """Characters with a mark for a space, as Llama's and T5's are written: the mark in front of a text is not of it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pieces = ["<unk>", "</s>", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", *sorted({*TEXT.replace(" ", "▁")} - {"😀"})]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE({piece: k for k, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    made.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Metaspace(), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    )
+    made.add_special_tokens(["<unk>", "</s>"])
+    return made
+
+
+def test_sentencepieces_tokens_have_the_texts_bytes_and_the_space_in_front_of_it() -> None:
+    tokenizer = Bpe(sentencepiece_like().to_str())
+    assert tokenizer.decode(tokenizer.encode(TEXT).tolist()) == TEXT
+    assert num_bytes(tokenizer) == 1 + len(TEXT.encode())
+
+
+def test_added_words_of_a_byte_level_tokenizer_have_their_bytes(tmp_path: Path) -> None:
+    loaded = pytest.importorskip("tokenizers").Tokenizer.from_file(str(small_bpe(tmp_path)))
+    loaded.add_tokens(["汉字"])
+    assert num_bytes(Bpe(loaded.to_str())) == len(TEXT.encode())
+
+
+def test_words_without_their_spaces_do_not_say_how_many_bytes_they_are() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "ByteLevel": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    assert Bpe(words.to_str()).byte_lengths() is None
+    assert Bpe(words.to_str()).name == "WordLevel"
+
+
+def test_a_text_is_never_cut_or_padded_as_a_file_says_that_served_another_purpose(tmp_path: Path) -> None:
+    whole = tokenizer_at(small_bpe(tmp_path))
+    loaded = pytest.importorskip("tokenizers").Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for setting in (lambda: loaded.enable_truncation(8), lambda: loaded.enable_padding(length=999)):
+        setting()
+        assert Bpe(loaded.to_str()).encode(TEXT).tolist() == whole.encode(TEXT).tolist()
+
+
+def test_a_vocabulary_that_leaves_numbers_out_ends_with_its_largest(tmp_path: Path) -> None:
+    content = json.loads(small_bpe(tmp_path).read_text(encoding="utf-8"))
+    content["model"]["vocab"]["Ä"] = 1000
+    tokenizer = Bpe(json.dumps(content))
+    assert tokenizer.num_tokens == 1001
+    assert num_bytes(tokenizer) == len(TEXT.encode())
+    assert tokenizer.decode([500]) == ""
 
 
 def test_a_stored_tokenizer_gives_the_same_numbers(tmp_path: Path) -> None:
@@ -66,7 +129,7 @@ def test_the_end_of_a_document_is_no_text(tmp_path: Path) -> None:
     for tokenizer in each(tmp_path):
         if tokenizer.end is not None:
             assert tokenizer.decode([*tokenizer.encode("and").tolist(), tokenizer.end]) == "and"
-            assert tokenizer.byte_lengths()[tokenizer.end] == 0
+            assert lengths_of(tokenizer)[tokenizer.end] == 0
 
 
 def test_vocab_and_merges_are_the_tokenizer_they_came_from(tmp_path: Path) -> None:

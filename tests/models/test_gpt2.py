@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,20 +96,24 @@ def test_released_files_without_a_prefix_and_with_masks_load(tmp_path: Path) -> 
     assert torch.equal(other.transformer.h[1].attn.c_proj.weight, model.transformer.h[1].attn.c_proj.weight)
 
 
-def test_shards_of_a_folder_are_read_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("index", "save"), [("model.safetensors.index.json", save_file), ("pytorch_model.bin.index.json", torch.save)]
+)
+def test_shards_of_a_folder_are_read_together(tmp_path: Path, index: str, save: Callable[[Any, Path], None]) -> None:
     model, other = small(), small()
-    weights = list(for_transformers(model).items())
-    parts = {"a.safetensors": dict(weights[:9]), "b.safetensors": dict(weights[9:])}
+    weights, ending = list(for_transformers(model).items()), index.split(".")[1]
+    parts = {f"a.{ending}": dict(weights[:9]), f"b.{ending}": dict(weights[9:])}
     for name, part in parts.items():
-        save_file(part, tmp_path / name)
+        save(part, tmp_path / name)
     names = {tensor: name for name, part in parts.items() for tensor in part}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    with torch.no_grad():
-        other.transformer.ln_f.weight.zero_()
-    load_gpt2_(other, tmp_path)
-    assert torch.equal(other.transformer.ln_f.weight, model.transformer.ln_f.weight)
-    (tmp_path / "b.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"b\.safetensors"):
+    (tmp_path / index).write_text(json.dumps({"weight_map": names}))
+    for named in (tmp_path, tmp_path / index):
+        with torch.no_grad():
+            other.transformer.ln_f.weight.zero_()
+        load_gpt2_(other, named)
+        assert torch.equal(other.transformer.ln_f.weight, model.transformer.ln_f.weight)
+    (tmp_path / f"b.{ending}").unlink()
+    with pytest.raises(ModelError, match=rf"b\.{ending}"):
         load_gpt2_(other, tmp_path)
 
 
@@ -249,7 +254,19 @@ def test_a_checkpoint_of_nanogpt_names_its_heads_and_biases(tmp_path: Path) -> N
     assert error.value.fix == "model.depth=2 model.heads=2 model.dim=16 model.bias=false"
 
 
-@pytest.mark.parametrize(("key", "value"), [("activation_function", "relu"), ("layer_norm_epsilon", 1e-12)])
+def test_a_description_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
+    save_gpt2(small(), tmp_path)
+    (tmp_path / "config.json").write_text('{"n_head": 4,')
+    with pytest.raises(ModelError, match=r"cannot read .*config\.json"):
+        load_gpt2_(small(), tmp_path)
+    (tmp_path / "config.json").write_text('{"n_head": 4}')  # as the first files had it, without model_type
+    with pytest.raises(ModelError, match=r"model\.heads 4, here 2"):
+        load_gpt2_(small(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("activation_function", "relu"), ("layer_norm_epsilon", 1e-12), ("n_inner", 20)]
+)
 def test_weights_of_another_function_are_refused(tmp_path: Path, key: str, value: object) -> None:
     save_gpt2(small(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {key: value}

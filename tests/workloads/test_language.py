@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from halfstep.data.loader import Loader
+from halfstep.data.tokenizers import Bpe
 from halfstep.errors import ConfigError, DataError, ModelError
 from halfstep.models import first_values
 from halfstep.models.gpt2 import GPT2, gpt2
@@ -24,7 +26,7 @@ from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import load
 from halfstep.workloads.language.config import LanguageConfig
-from halfstep.workloads.language.writing import Sampling, chances, drawn, written
+from halfstep.workloads.language.writing import Sampling, chances, continued, drawn, written
 from halfstep.workloads.using import Wishes
 from halfstep.workloads.workload import Workload
 from tiny_runs import Told
@@ -264,6 +266,8 @@ def test_predict_writes_the_same_text_for_the_same_seed(tmp_path: Path, text: Pa
     assert all(text.startswith("to be") and len(text) == 35 for text in texts), "past the context of 8"
     with pytest.raises(DataError, match="'X'"):
         predict(run, [], report=told.report, wishes=Wishes(options={"prompt": "X"}))
+    with pytest.raises(DataError, match=r"'to \\udcff' is not UTF-8"):
+        predict(run, [], report=told.report, wishes=Wishes(options={"prompt": "to \udcff"}))
     with pytest.raises(ConfigError, match="top-p 2"):
         predict(run, [], report=told.report, wishes=Wishes(options={"top_p": 2.0}))
 
@@ -298,7 +302,8 @@ def test_nanogpts_words_for_its_settings_are_known() -> None:
 def test_temperature_top_k_and_top_p_say_what_may_be_drawn() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     assert chances(logits, Sampling()).tolist() == pytest.approx([0.5, 0.3, 0.15, 0.05])
-    assert chances(logits, Sampling(temperature=0)).tolist() == [1, 0, 0, 0]
+    for coldest in (0, 1e-45):
+        assert chances(logits, Sampling(temperature=coldest)).tolist() == [1, 0, 0, 0]
     assert chances(logits, Sampling(top_k=2)).tolist() == pytest.approx([0.625, 0.375, 0, 0])
     assert chances(logits, Sampling(top_p=0.8)).tolist() == pytest.approx([0.625, 0.375, 0, 0])
     assert chances(logits, Sampling(top_p=0.01)).tolist() == [1, 0, 0, 0]
@@ -332,3 +337,15 @@ def test_a_text_ends_where_a_document_does() -> None:
         found = list(written(model, torch.tensor([0]), num_tokens=200, sampling=Sampling(), end=2))
     assert found[-1] == 2
     assert 2 not in found[:-1]
+
+
+def test_what_is_written_goes_on_after_the_prompt_with_the_space_between() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    model = gpt2("gpt2", depth=1, heads=1, dim=8, context=8, vocab=2).eval()
+    with torch.no_grad():
+        more = continued(
+            model, Bpe(words.to_str()), "a b", num_tokens=3, sampling=Sampling(), device=torch.device("cpu")
+        )
+    assert re.fullmatch("( [ab]){3}", more)

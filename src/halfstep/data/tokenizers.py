@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +20,8 @@ Array = np.ndarray[Any, Any]
 
 END_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "[SEP]")
 """What tokenizers call the end of a document."""
+SPACE, ONE_BYTE = "\u2581", re.compile("<0x[0-9A-F]{2}>")
+"""How SentencePiece's tokens write a space, and a byte of a character they do not have."""
 TIKTOKEN = "tiktoken:"
 PAIR = ("vocab.json", "merges.txt")
 OWN_FILE = "halfstep_tokenizer.json"
@@ -39,8 +42,8 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, source: str = "the text") -> Array: ...
     def decode(self, ids: Sequence[int]) -> str: ...
-    def byte_lengths(self) -> Array:
-        """UTF-8 bytes that each token stands for; 0 for the end of a document."""
+    def byte_lengths(self) -> Array | None:
+        """UTF-8 bytes that each token stands for; 0 for the end of a document. None where tokens do not say."""
         ...
 
     def stored(self) -> dict[str, Any]: ...
@@ -105,7 +108,7 @@ class Characters:
 
 
 class Bpe:
-    """Hugging Face's `tokenizers`, from the text of a tokenizer.json."""
+    """Hugging Face's `tokenizers`, from the text of a tokenizer.json: BPE, or another of its models."""
 
     def __init__(self, text: str, *, source: str = "the run's tokenizer") -> None:
         try:
@@ -120,8 +123,10 @@ class Bpe:
             raise DataError(
                 f"cannot read the tokenizer {source}", why=str(error).splitlines()[0], fix="a tokenizer.json"
             ) from error
-        self.text, self.name = text, "BPE"
-        self.num_tokens = self.loaded.get_vocab_size()
+        self.loaded.no_truncation()  # both may be stored in the file, and are of what it was used for before:
+        self.loaded.no_padding()  # with them a book would be its first 512 tokens
+        self.text, self.name = text, type(self.loaded.model).__name__
+        self.num_tokens = max(self.loaded.get_vocab().values(), default=-1) + 1  # some leave numbers out
         ends = (self.loaded.token_to_id(name) for name in END_NAMES)
         self.end: int | None = next((end for end in ends if end is not None), None)
 
@@ -146,14 +151,20 @@ class Bpe:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.loaded.decode(list(ids), skip_special_tokens=True))
 
-    def byte_lengths(self) -> Array:
-        """A byte-level token has one character for each byte; of other kinds, what it decodes to."""
-        is_byte_level = "ByteLevel" in self.text
+    def byte_lengths(self) -> Array | None:
+        """A byte-level token has one character for each byte, SentencePiece's are text with ▁ for a space, or one byte.
+        Others (WordPiece, words) drop spaces, and what they stand for is not known."""
+        content = json.loads(self.text)
+        around = str([content.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")])
+        is_byte_level = "ByteLevel" in around
+        if not is_byte_level and SPACE not in around:
+            return None
         lengths = np.zeros(self.num_tokens, dtype=np.int64)
-        special = {token for token, added in self.loaded.get_added_tokens_decoder().items() if added.special}
-        for token in set(range(self.num_tokens)) - special:
-            piece = self.loaded.id_to_token(token) or ""
-            lengths[token] = len(piece) if is_byte_level else len(self.loaded.decode([token]).encode())
+        for piece, token in self.loaded.get_vocab().items():
+            as_text = 1 if ONE_BYTE.fullmatch(piece) else len(piece.replace(SPACE, " ").encode())
+            lengths[token] = len(piece) if is_byte_level else as_text
+        for token, added in self.loaded.get_added_tokens_decoder().items():
+            lengths[token] = 0 if added.special else len(added.content.encode())
         return lengths
 
     def stored(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError
@@ -23,7 +23,8 @@ TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "ml
 MASKS = (".attn.bias", ".attn.masked_bias")
 """Buffers of older files: which tokens attention may see."""
 EMBEDDING, POSITIONS = "transformer.wte.weight", "transformer.wpe.weight"
-INDEX = "model.safetensors.index.json"
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+"""Of weights in several files."""
 FUNCTION: dict[str, tuple[Any, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
     "layer_norm_epsilon": (1e-5,),
@@ -98,13 +99,13 @@ def _config_of(model: GPT2, ends_at: int | None) -> dict[str, Any]:
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The weights, and what is said of the model: in config.json beside them, or in a checkpoint of nanoGPT's."""
+    if path.name in INDEXES:
+        return _read_shards(path), _config_json(path.parent)
     if not path.is_dir():
         weights, beside = read_weights(path)
         args = beside.get("model_args")
         return weights, dict(args) if isinstance(args, Mapping) else _config_json(path.parent)
-    if (path / INDEX).is_file():
-        return _read_shards(path), _config_json(path)
-    for name in ("model.safetensors", "pytorch_model.bin", "ckpt.pt"):
+    for name in (INDEXES[0], "model.safetensors", INDEXES[1], "pytorch_model.bin", "ckpt.pt"):
         if (path / name).is_file():
             return _read(path / name)
     raise ModelError(
@@ -115,11 +116,18 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _config_json(folder: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    file = folder / "config.json"
+    if not file.is_file():
         return {}
-    return found if isinstance(found, dict) and found.get("model_type") == "gpt2" else {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"cannot read {file}",
+            why=f"{error}; it says how many heads the weights beside it have, which their shapes do not",
+            fix="download it again",
+        ) from error
+    return found if isinstance(found, dict) and found.get("model_type", "gpt2") == "gpt2" else {}
 
 
 def _refuse_other_function(model: GPT2, description: Mapping[str, Any], path: Path) -> None:
@@ -142,7 +150,7 @@ def _refuse_other_function(model: GPT2, description: Mapping[str, Any], path: Pa
             why="its description says so",
             fix=" ".join(f"{setting}={str(value).lower()}" for setting, value in settings.items()),
         )
-    for key, ours in FUNCTION.items():
+    for key, ours in {**FUNCTION, "n_inner": (4 * size.dim, None)}.items():
         if description.get(key, ours[0]) not in ours:
             raise ModelError(
                 f"{path} has {key}={description[key]}",
@@ -151,15 +159,15 @@ def _refuse_other_function(model: GPT2, description: Mapping[str, Any], path: Pa
             )
 
 
-def _read_shards(folder: Path) -> dict[str, Tensor]:
+def _read_shards(index: Path) -> dict[str, Tensor]:
     try:
-        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ModelError(f"cannot read {folder / INDEX}", why=str(error), fix="download it again") from error
-    missing = [name for name in names if not (folder / name).is_file()]
+        raise ModelError(f"cannot read {index}", why=str(error), fix="download it again") from error
+    missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
-        raise ModelError(f"{folder} lacks {missing[0]}, which {INDEX} names", fix="download it as well")
-    return {name: tensor for file in names for name, tensor in load_file(folder / file).items()}
+        raise ModelError(f"{index.parent} lacks {missing[0]}, which {index.name} names", fix="download it as well")
+    return {name: tensor for file in names for name, tensor in read_weights(index.parent / file)[0].items()}
 
 
 def _ours(name: str) -> str:

@@ -151,10 +151,11 @@ def _samples(tokens: Tokens, model: GPT2, *, is_training: bool) -> TokenSamples:
 
 
 def _byte_lengths(tokenizer: Tokenizer | None, vocab: int) -> Tensor | None:
-    if tokenizer is None:
+    known = tokenizer.byte_lengths() if tokenizer is not None else None
+    if known is None:
         return None
     lengths = torch.zeros(vocab, dtype=torch.int64)
-    lengths[: tokenizer.num_tokens] = torch.from_numpy(tokenizer.byte_lengths())
+    lengths[: len(known)] = torch.from_numpy(known)
     return lengths
 
 

@@ -38,6 +38,7 @@ class Writer:
         bar.total = asked["num"]
         model, prompt = trained.model, asked["prompt"]
         assert isinstance(model, GPT2)
+        _refuse_no_utf8(prompt)
         for number in range(asked["num"]):
             sampling = Sampling(
                 temperature=asked["temperature"],
@@ -51,3 +52,15 @@ class Writer:
                 )
             found = {"prompt": prompt, "seed": sampling.seed, "text": prompt + more}
             yield Answer(file=f"text {number + 1}", found=found, cells=found, brief={"text": prompt + more})
+
+
+def _refuse_no_utf8(prompt: str) -> None:
+    """Bytes of the command line that are no text come as halves of characters, which cannot be encoded."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"the prompt {prompt!r} is not UTF-8",
+            why=f"character {error.start + 1} of it is a byte of another encoding",
+            fix="type it in a UTF-8 terminal (locale), or convert the file it comes from with iconv",
+        ) from error

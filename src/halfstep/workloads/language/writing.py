@@ -32,7 +32,7 @@ class Sampling:
         if not 0 <= self.temperature < math.inf or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ConfigError(
                 f"temperature {self.temperature:g}, top-k {self.top_k}, top-p {self.top_p:g}",
-                why="a temperature is finite and, as a count, not negative; a probability lies above 0 and up to 1",
+                why="temperature and top-k are 0 or more, and finite; top-p is above 0 and at most 1",
                 fix="--temperature 0.8 --top-k 200 --top-p 0.95",
             )
 
@@ -43,7 +43,7 @@ def chances(logits: Tensor, sampling: Sampling) -> Tensor:
         logits = logits.float()
         if sampling.temperature == 0:
             return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-        logits = logits / sampling.temperature
+        logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature  # the most probable one stays finite
         if 0 < sampling.top_k < logits.shape[-1]:
             least = logits.topk(sampling.top_k).values[..., -1:]
             logits = logits.masked_fill(logits < least, float("-inf"))
@@ -95,7 +95,10 @@ def continued(
     """What the model writes after `prompt`; without one, what follows the end of a document, or a line break."""
     ids = tokenizer.encode(prompt or _beginning(tokenizer), source="the prompt").tolist()
     start = torch.tensor(ids or [tokenizer.end or 0], device=device)
-    return tokenizer.decode(list(written(model, start, num_tokens=num_tokens, sampling=sampling, end=tokenizer.end)))
+    new = list(written(model, start, num_tokens=num_tokens, sampling=sampling, end=tokenizer.end))
+    # Many tokenizers drop the space in front of a text, which here stands in the middle of one.
+    before, whole = tokenizer.decode(ids), tokenizer.decode([*ids, *new])
+    return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(new)
 
 
 def _beginning(tokenizer: Tokenizer) -> str:
