@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from PIL import Image
 
 from diffusion_tiny import TINY, pictures, vae_folder
 from halfstep.config.load import Loaded
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, ModelError
 from halfstep.models.diffusers_nets import build_net, unet_config
 from halfstep.run.train import train
 from halfstep.workloads import build, load
@@ -104,6 +105,40 @@ def test_a_process_that_is_not_built_here_is_refused(
     weights = pipeline(tmp_path / "theirs", **theirs)
     with pytest.raises(ConfigError, match=said):
         adopted(asked(data, weights).config)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        {"beta_start": None},
+        {"beta_end": "much"},
+        {"num_train_timesteps": [40]},
+        {"rescale_betas_zero_snr": 7},
+        {"beta_schedule": ["linear"]},
+        {"beta_start": 0.5},
+    ],
+)
+def test_a_schedule_with_values_of_another_kind_is_named_with_its_file(
+    data: Path, tmp_path: Path, theirs: dict[str, Any]
+) -> None:
+    weights = pipeline(tmp_path / "theirs")
+    path = weights / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | theirs))
+    ((key, value),) = theirs.items()
+    with pytest.raises(ConfigError, match=re.escape(key)) as error:
+        adopted(asked(data, weights).config)  # type: ignore[arg-type]
+    assert str(path) in str(error.value)
+    assert repr(value) in str(error.value)
+    assert "model.weights=DIR/unet" in error.value.fix
+    assert adopted(asked(data, weights / "unet").config).settled == {"data.image_size": 8}  # type: ignore[arg-type]
+
+
+def test_a_vae_whose_channels_are_no_list_is_named(data: Path, tmp_path: Path) -> None:
+    path = vae_folder(tmp_path / "vae") / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"block_out_channels": None}))
+    weights = pipeline(tmp_path / "theirs", channels=2)
+    with pytest.raises(ModelError, match="block_out_channels=None"):
+        adopted(asked(data, weights, model__vae=str(tmp_path / "vae")).config)  # type: ignore[arg-type]
 
 
 def test_the_unets_own_folder_is_trained_by_ones_own_settings_where_its_process_is_not_built(

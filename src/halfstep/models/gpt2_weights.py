@@ -49,7 +49,7 @@ def load_gpt2_(model: GPT2, path: Path, *, has_its_tokenizer: bool = False) -> N
             why="GPT-2's is its token embedding, and this model has no other",
             fix="weights with a tied embedding",
         )
-    _refuse_other_function(model, description, path)
+    _refuse_other_function(model, description, path, len(weights[POSITIONS]))
     weights = _as_linear_layers(weights)
     embedding = weights[EMBEDDING][: model.size.vocab] if has_its_tokenizer else weights[EMBEDDING]
     weights[EMBEDDING] = _with_padding(embedding, model.size.vocab, path)
@@ -130,7 +130,7 @@ def _config_json(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) and found.get("model_type", "gpt2") == "gpt2" else {}
 
 
-def _refuse_other_function(model: GPT2, description: Mapping[str, Any], path: Path) -> None:
+def _refuse_other_function(model: GPT2, description: Mapping[str, Any], path: Path, context: int) -> None:
     """What shapes do not tell: as many channels in other heads, or another activation, is another function."""
     size, has_bias = model.size, model.transformer.ln_f.bias is not None
     own = {
@@ -140,9 +140,16 @@ def _refuse_other_function(model: GPT2, description: Mapping[str, Any], path: Pa
         "bias": ("model.bias", has_bias),
     }
     theirs = {key: (*mine, description[key]) for key, mine in own.items() if key in description}
+    for key, (_, mine, value) in theirs.items():
+        if type(value) is not type(mine):
+            raise ModelError(
+                f"the description of {path} has {key}={value!r}",
+                why="it is true or false" if isinstance(mine, bool) else "it is a whole number",
+                fix="correct it in config.json beside the weights, or save the model again",
+            )
     if other := [(setting, mine, value) for setting, mine, value in theirs.values() if value != mine]:
         settings = {setting: value for setting, _, value in theirs.values()}
-        if (context := description.get("n_positions", description.get("block_size", size.context))) < size.context:
+        if context < size.context:
             settings["model.context"] = context
         raise ModelError(
             f"{path} is of another size: "
@@ -153,7 +160,7 @@ def _refuse_other_function(model: GPT2, description: Mapping[str, Any], path: Pa
     for key, ours in {**FUNCTION, "n_inner": (4 * size.dim, None)}.items():
         if description.get(key, ours[0]) not in ours:
             raise ModelError(
-                f"{path} has {key}={description[key]}",
+                f"{path} has {key}={description[key]!r}",
                 why=f"GPT-2 as it is here computes with {ours[0]}: the weights would be of another function",
                 fix="weights of a GPT-2 as published, or a workload of your own",
             )

@@ -12,13 +12,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from halfstep.errors import ConfigError, ModelError
 from halfstep.models.diffusers_nets import halvings, net_folder
-from halfstep.workloads.diffusion.config import DiffusionConfig
+from halfstep.workloads.diffusion.config import DiffusionConfig, NoiseConfig
 from halfstep.workloads.diffusion.make import THEIR_SCHEDULES, THEIR_TARGETS
 
 OUR_SCHEDULES = {theirs: ours for ours, theirs in THEIR_SCHEDULES.items()}
 OUR_TARGETS = {theirs: ours for ours, theirs in THEIR_TARGETS.items()}
+THEIR_NUMBERS = {
+    "steps": "num_train_timesteps",
+    "beta_start": "beta_start",
+    "beta_end": "beta_end",
+    "zero_terminal_snr": "rescale_betas_zero_snr",
+}
+"""Names of theirs by names of ours; both have the same defaults."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,12 +79,8 @@ def _schedule(weights: str, unet: Path) -> tuple[dict[str, Any], list[str]]:
     if not path.is_file():
         return {}, []
     found = _read(path)
-    schedule, target = found.get("beta_schedule"), found.get("prediction_type", "epsilon")
-    if found.get("trained_betas") is not None or schedule not in OUR_SCHEDULES or target not in OUR_TARGETS:
-        what = (
-            f"{path} is of a process that is not built here: {found.get('_class_name')}, "
-            f"beta_schedule {schedule!r}, prediction_type {target!r}"
-        )
+    noise, what = _noise(found, path)
+    if what:
         if unet == Path(weights).expanduser():  # whoever names the U-Net's own folder wants it without its schedule
             return {}, [f"{what}; noise.* and model.target hold"]
         raise ConfigError(
@@ -83,23 +88,41 @@ def _schedule(weights: str, unet: Path) -> tuple[dict[str, Any], list[str]]:
             why="its U-Net knows noise by that schedule",
             fix="name the U-Net's own folder (model.weights=DIR/unet) to train it by noise.* and model.target",
         )
-    return {
-        "noise.schedule": OUR_SCHEDULES[schedule],
-        "noise.steps": int(found.get("num_train_timesteps", 1000)),
-        "noise.beta_start": float(found.get("beta_start", 1e-4)),
-        "noise.beta_end": float(found.get("beta_end", 0.02)),
-        "noise.zero_terminal_snr": bool(found.get("rescale_betas_zero_snr", False)),
-        "model.target": OUR_TARGETS[target],
-    }, []
+    theirs = {f"noise.{name}": getattr(noise, name) for name in ("schedule", *THEIR_NUMBERS)}
+    return {**theirs, "model.target": OUR_TARGETS[found.get("prediction_type", "epsilon")]}, []
+
+
+def _noise(found: Mapping[str, Any], path: Path) -> tuple[NoiseConfig, str]:
+    """The process in our settings, and what is wrong with it; mostly nothing."""
+    schedule, target = found.get("beta_schedule", ""), found.get("prediction_type", "epsilon")
+    is_known = schedule in list(OUR_SCHEDULES) and target in list(OUR_TARGETS)  # a file's value may have no hash
+    if found.get("trained_betas") is not None or not is_known:
+        return NoiseConfig(), (
+            f"{path} is of a process that is not built here: {found.get('_class_name')}, "
+            f"beta_schedule {schedule!r}, prediction_type {target!r}"
+        )
+    said = {name: found[key] for name, key in THEIR_NUMBERS.items() if key in found}
+    try:
+        return NoiseConfig.model_validate({"schedule": OUR_SCHEDULES[schedule], **said}), ""
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        key = THEIR_NUMBERS.get(str(wrong["loc"][0]), "") if wrong["loc"] else ""
+        return NoiseConfig(), f"{path}: {key}={found[key]!r}: {wrong['msg']}" if key else f"{path}: {wrong['msg']}"
 
 
 def _size(config: DiffusionConfig, unet: Path) -> dict[str, Any]:
     """The side of its pictures."""
     side = _read(unet / "config.json").get("sample_size")
-    if not isinstance(side, int):
+    if type(side) is not int or side < 1:
         return {}
     if config.model.vae:
-        side <<= halvings(_read(net_folder(config.model.vae, "vae", "model.vae") / "config.json"))
+        path = net_folder(config.model.vae, "vae", "model.vae") / "config.json"
+        vae = _read(path)
+        if not isinstance(channels := vae.get("block_out_channels"), list):
+            raise ModelError(
+                f"{path}: block_out_channels={channels!r} is no list of channels", fix="save the VAE again"
+            )
+        side <<= halvings(vae)
     return {"data.image_size": side}
 
 
