@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 from planted import Net, Planted, loss_of, step_of, window
@@ -93,6 +96,16 @@ def test_a_stray_float_is_named_with_its_line() -> None:
     assert (found.module, found.level) == ("blocks.1", "costs")
     assert "planted.py:" in found.what
     assert ".float()" in found.fix
+
+
+@pytest.mark.parametrize("folder", ["pytorch", "halfstep/evidence", "halfstep/precision"])
+def test_a_cast_in_ones_own_folder_of_a_known_name_is_found_at_its_line(tmp_path: Path, folder: str) -> None:
+    path = tmp_path / folder / "mine.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("def upcast(x):\n    return x.float()\n")
+    model = Net("nothing")
+    model.blocks[0].register_forward_hook(lambda module, inputs, output: runpy.run_path(str(path))["upcast"](output))
+    assert any("mine.py:2" in finding.what for finding in ledger_of(model).findings)
 
 
 def test_a_norm_output_kept_in_fp32_is_named_and_one_that_a_matmul_casts_is_not() -> None:

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
@@ -40,8 +41,10 @@ from halfstep.precision.rows import UPCAST_BY_AUTOCAST
 OUTSIDE = "(outside the model)"
 Direction = Literal["forward", "backward"]
 EXPLICIT_CASTS = {Tensor.float, Tensor.to, Tensor.type, Tensor.double}
-NOT_THE_MODELS = ("torch/", "halfstep/evidence", "halfstep/islands")
-BY_PLAN = "halfstep/precision"
+OURS = Path(__file__).parents[1].as_posix()
+# Whole folders: somebody's own code may lie in one called pytorch/ or halfstep/.
+NOT_THE_MODELS = (f"{Path(torch.__file__).parent.as_posix()}/", f"{OURS}/evidence/", f"{OURS}/islands.py")
+BY_PLAN = f"{OURS}/precision/"
 
 
 @dataclass(frozen=True, slots=True)
