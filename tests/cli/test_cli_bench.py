@@ -191,7 +191,6 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
         (("unet", "--batch-size", "0"), "--batch-size 0: it must be greater than or equal to 1"),
         (("",), "the workload is ''"),
         (("warp", "--steps", "10"), "unknown workload 'warp'"),
-        (("tiny_workload:build", "--steps", "10"), "halfstep bench cannot make data for tiny_workload:build"),
         (("unet", "--save", "/nowhere/at/all.json"), "the folder /nowhere/at does not exist"),
         (("unet", "--picture", "speed.xyz"), "speed.xyz has no ending of a picture"),
         (("unet", "--picture", "speed"), "fix: speed.png"),

@@ -18,6 +18,7 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.report.page.charts import MOST_POINTS, charts_of
 from halfstep.report.page.read_run import read_run
+from halfstep.workloads import KINDS
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -80,14 +81,16 @@ def test_several_runs_stand_side_by_side_with_what_differs_marked(tmp_path: Path
 def test_memory_is_a_stack_of_what_the_step_is_predicted_to_take(tmp_path: Path) -> None:
     stored = (Path(__file__).parents[2] / "examples" / "own_workload.py").read_text()
     (tmp_path / "stacked_moons.py").write_text(stored)
-    run = written_run(tmp_path / "run")
+    run, data = written_run(tmp_path / "run"), tmp_path / "data"
     plan = decide("fp32", probe("cpu"))
     (run / "plan.json").write_text(replace(plan, mode="eager").to_json())
-    (run / "config.yaml").write_text("workload: stacked_moons:KIND\ntrain: {batch_size: 32}\n")
+    settings = f"workload: stacked_moons:KIND\ntrain: {{batch_size: 32}}\ndata: {{dir: {data}}}\n"
+    (run / "config.yaml").write_text(settings)
     words = (str(run), "--out", str(tmp_path / "page.html"))
     assert "Not predicted: workload" in page(*words)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(tmp_path)
+        KINDS.of("stacked_moons:KIND").write_demo("stacked_moons:KIND", data, seed=0)
         text = page(*words)
     assert re.search(r"memory by component.*<td>activations</td>", text)
 

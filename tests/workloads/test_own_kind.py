@@ -16,6 +16,7 @@ from halfstep.workloads import KINDS, load
 from halfstep.workloads.classification.config import ResNetConfig, ViTConfig
 from halfstep.workloads.language.build import model_size
 from halfstep.workloads.language.config import LanguageConfig
+from halfstep.workloads.sums import Means
 
 EXAMPLE = "own_workload:KIND"
 SMALL = ("train.max_steps=6", "train.batch_size=16", "data.num_workers=0", "device=cpu", "log.curves=false")
@@ -44,17 +45,48 @@ def test_its_schema_is_read_shown_and_checked(capsys: pytest.CaptureFixture[str]
     assert "model.width" in text
 
 
-def test_it_trains_resumes_evaluates_predicts_and_benches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, points = tmp_path / "run", tmp_path / "points.csv"
+def test_it_trains_resumes_evaluates_and_predicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, points, no_points = tmp_path / "run", tmp_path / "points.csv", tmp_path / "words.csv"
     points.write_text("1.0,0.0\n0.0,0.3\n")
+    no_points.write_text("here,there\n")
     assert run(capsys, "train", EXAMPLE, "--out", str(out), *SMALL)[0] == 0
     assert run(capsys, "train", "--resume", str(out), "train.max_steps=8")[0] == 0
+    out = out.rename(tmp_path / "moved")
     code, text = run(capsys, "evaluate", str(out), "--json")
     assert (code, "accuracy" in json.loads(text)["metrics"]) == (0, True)
-    code, text = run(capsys, "predict", str(out), str(points))
-    assert code == 0, text
-    problem = problem_for(bench_config(EXAMPLE, [], {"batch_size": 4}, small=True), torch.device("cpu"))
+    code, text = run(capsys, "predict", str(out), str(points), str(no_points), "--json")
+    assert code == 1, "a file could not be used"
+    found = json.loads(text)
+    assert [moon in (0, 1) for moon in found["predictions"][0]["moons"]] == [True, True]
+    assert (found["failed"][0]["file"], "'here'" in found["failed"][0]["why"]) == (str(no_points), True)
+
+
+@pytest.mark.parametrize("workload", [EXAMPLE, "tiny_workload:build"])
+@pytest.mark.parametrize("small", [True, False])
+def test_without_made_up_data_a_bench_repeats_a_batch_of_its_own(workload: str, small: bool) -> None:
+    problem = problem_for(bench_config(workload, [], {"batch_size": 16}, small=small), torch.device("cpu"))
+    assert {len(tensor) for tensor in problem.host_batch.values()} == {16}
     assert problem.loss(problem.make_model(), problem.prepare(problem.host_batch)).isfinite()
+
+
+def test_guide_and_memory_plan_take_it_with_its_demo_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("answers.yaml").write_text(f"task: own\nworkload: {EXAMPLE}\nfile: own.yaml\n")
+    assert run(capsys, "guide", "--answers", "answers.yaml", "--device", "cpu", "--no-measure")[0] == 0
+    assert load("own.yaml").config.workload == EXAMPLE
+    code, text = run(capsys, "plan", EXAMPLE, "--memory", "--gpu", "T4", "--mode", "eager", "--precision", "fp32")
+    assert code == 0, text
+
+
+def test_means_are_over_samples_whatever_the_batches() -> None:
+    metrics = Means(size=lambda outputs, batch: outputs.abs())
+    metrics.update(torch.tensor([1.0, -2.0, 3.0]), {})
+    again = Means(size=lambda outputs, batch: outputs.abs())
+    again.load_state_dict(metrics.state_dict())
+    again.update(torch.tensor([-4.0]), {})
+    assert again.compute() == {"size": 2.5}
 
 
 def test_a_part_it_does_not_have_is_refused_by_name() -> None:

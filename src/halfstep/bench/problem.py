@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from halfstep.config.schema import RunConfig
-from halfstep.errors import ConfigError, MemoryLimitError, format_bytes
+from halfstep.data.seeds import Key
+from halfstep.errors import MemoryLimitError, format_bytes
 from halfstep.hardware.facts import Hardware
+from halfstep.run.assemble import build_workload
+from halfstep.run.plan import data_at_hand
 from halfstep.run.planned_batch import step_cost
 from halfstep.step.batches import batch_length
 from halfstep.step.randomness import seed_everything
 from halfstep.step.tabulated import set_to_
+from halfstep.tune.trials import first_batch
 from halfstep.workloads import KINDS
 from halfstep.workloads.kind import Kind, Unit
 from halfstep.workloads.workload import Workload
@@ -94,12 +98,12 @@ class RandomSamples:
 
 def problem_for(config: RunConfig, device: torch.device) -> Problem:
     """What everybody who is timed gets: weights, one pinned batch, preparation and loss."""
-    kind = kind_with_random_data(config)
+    kind = KINDS.of(config.workload)
     workload = random_workload(config)
     for part in workload.frozen.values():  # peers autocast them; ours are built again and placed by the plan
         part.module.to(device).eval().requires_grad_(False)
     set_to_(workload.values, 0, device)
-    batch = kind.make_batch(config, workload.store)
+    batch = kind.make_batch(config, workload.store) if kind.makes_data else first_batch(config, workload)
     if device.type == "cuda":
         batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
     samples = config.train.batch_size
@@ -121,32 +125,25 @@ def problem_for(config: RunConfig, device: torch.device) -> Problem:
 
 
 def random_workload(config: RunConfig) -> Workload:
-    """The workload as a run would build it, with its seeded weights, but for augmentation."""
-    kind = kind_with_random_data(config)
+    """The workload as a run would build it, with its seeded weights, but for augmentation.
+
+    One that makes no data up learns from the first batch of its own, prepared as in training."""
+    kind = KINDS.of(config.workload)
+    if not kind.makes_data:
+        with data_at_hand(config) as with_data:
+            workload = build_workload(with_data)
+            samples = RandomSamples(first_batch(with_data, workload))
+        return replace(workload, train_samples=samples, val_samples=samples)
     seed_everything(config.train.seed)
     store = kind.part("random_store")(config)
-    workload: Workload = kind.part("over")(config, store, RandomSamples(kind.make_batch(config, store)))
-    return workload
-
-
-def kind_with_random_data(config: RunConfig) -> Kind:
-    """The family; one that does not say what its data look like is refused."""
-    kind = KINDS.of(config.workload)
-    if kind.over is None or kind.random_store is None or kind.random_batch is None:
-        known = [name for name in KINDS if KINDS[name].over is not None]
-        raise ConfigError(
-            f"halfstep bench cannot make data for {config.workload}",
-            why="its Kind has no random_store, random_batch and over",
-            fix=f"give it these (examples/own_workload.py), or bench one of {', '.join(known)}",
-        )
-    return kind
+    return cast(Workload, kind.part("over")(config, store, RandomSamples(kind.make_batch(config, store))))
 
 
 def _preparation(kind: Kind, workload: Workload, device: torch.device) -> Callable[[Batch], Batch]:
     if kind.peer_prepare is not None:
         prepare: Callable[[Batch], Batch] = kind.part("peer_prepare")(device)
         return prepare
-    return lambda batch: workload.prepared(batch, key=(), training=True)
+    return lambda batch: workload.prepared(batch, key=Key.of_training(0, 0), training=True)
 
 
 MATMUL_FORMAT = {"fp8": "fp8_e4m3", "bf16-true": "bf16"}
@@ -175,12 +172,12 @@ def floor_ms(flops: int, hardware: Hardware, precision: str) -> float | None:
 
 def refuse_too_large(config: RunConfig, precisions: Sequence[str], modes: Sequence[str], hardware: Hardware) -> None:
     """Raise MemoryLimitError where the most demanding row would need more of a CPU's memory than is free."""
-    free_bytes = hardware.memory_free_bytes
-    if hardware.kind != "cpu" or free_bytes is None:
+    free_bytes, kind = hardware.memory_free_bytes, KINDS.of(config.workload)
+    if hardware.kind != "cpu" or free_bytes is None or not kind.makes_data:
         return
     precision = next((name for name in precisions if name in ("fp32", "tf32")), precisions[0])
-    store = kind_with_random_data(config).part("random_store")(config)
-    cost, batch_size = step_cost(config, store, hardware, precision), config.train.batch_size
+    cost = step_cost(config, kind.part("random_store")(config), hardware, precision)
+    batch_size = config.train.batch_size
     # What is compiled or recomputed may keep fewer activations than are counted.
     keeps_activations = "eager" in modes and config.train.memory != "low"
     needed = cost.bytes_at(batch_size if keeps_activations else 0)

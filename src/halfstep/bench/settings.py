@@ -16,7 +16,7 @@ from halfstep.errors import ConfigError
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.ladder import lacks
 from halfstep.report.config_view import shown
-from halfstep.workloads import load
+from halfstep.workloads import KINDS, load
 
 Mode = Literal["eager", "compile", "graph", "auto"]
 FAST: dict[Mode, str] = {"eager": "off", "compile": "compile", "graph": "graph", "auto": "auto"}
@@ -66,8 +66,11 @@ def bench_config(
     target: str, overrides: Sequence[str], flags: Mapping[str, object], *, small: bool, against: Sequence[str] = ()
 ) -> RunConfig:
     """The config of a workload's name or file; `small` takes the size of the workload's demo, for a CPU."""
-    given = dict(flags) if small else {"data_dir": NO_FOLDER, **flags}
-    said = load(target, flags=given, overrides=overrides)
+    said, given = load(target, flags=flags, overrides=overrides), dict(flags)
+    makes_data = KINDS.of(said.config.workload).makes_data
+    if makes_data and not small:
+        given = {"data_dir": NO_FOLDER, **flags}
+        said = load(target, flags=given, overrides=overrides)
     unsaid = [f"{path}={value}" for path, value in COMPARABLE.items() if said.origins[path].layer in UNSTATED]
     config = load(target, flags=given, overrides=[*unsaid, *overrides]).config
     _refuse_rows_as_settings(said)
@@ -78,7 +81,7 @@ def bench_config(
         )
     if against:
         _refuse_what_peers_lack(config)
-    return config.changed(data={"dir": None})
+    return config.changed(data={"dir": None}) if makes_data else config
 
 
 def _refuse_rows_as_settings(said: Loaded) -> None:

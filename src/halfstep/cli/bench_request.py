@@ -151,7 +151,7 @@ def prepared(asked: Asked) -> tuple[Hardware, Problem, Request]:
     target, *overrides = asked.words
     config = bench_config(target, overrides, asked.flags, small=hardware.kind == "cpu", against=against)
     said = load(target, flags=asked.flags, overrides=overrides)
-    if said.config.data.dir:
+    if said.config.data.dir and config.data.dir is None:
         note = f"data.dir={said.config.data.dir} is not read: one random batch of such a run's size is trained on"
         typer.secho(note, fg="yellow", err=True)
     stated = stated_by_config(said, explain=asked.explain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from halfstep.run.memory_fit import (
     usable_bytes,
 )
 from halfstep.run.memory_plan import MODES, Cell, MemoryPlanner
+from halfstep.run.plan import data_at_hand
 from halfstep.run.planned_step import planned_step
 from halfstep.tune.modes import Mode
 from halfstep.tune.own_blocks import described
@@ -94,7 +96,8 @@ def _planned(words: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | 
     hardware, memory, where = _device(gpu, fit, flags)
     config, is_made_up = _config(words, flags)
     shown = _mode(mode, config)
-    planner = MemoryPlanner(planned_step(config), hardware)
+    with nullcontext(config) if is_made_up else data_at_hand(config) as with_data:
+        planner = MemoryPlanner(planned_step(with_data), hardware)
     wish = flags["precision"]
     name = precision_name(str(wish), "--precision") if wish else "auto"
     precisions = precisions_of(hardware) if name == "auto" else (name,)
@@ -147,7 +150,7 @@ def _config(words: Sequence[str], flags: Flags) -> tuple[RunConfig, bool]:
     """The config at full size: without a folder a workload would take the small size of its demo."""
     loaded = load(words[0], flags=flags, overrides=words[1:])
     kind = KINDS.of(loaded.config.workload)
-    if loaded.config.data.dir is not None or kind.over is None or kind.random_store is None:
+    if loaded.config.data.dir is not None or not kind.makes_data:
         return loaded.config, False
     config = load(words[0], flags={**flags, "data_dir": NO_FOLDER}, overrides=words[1:]).config
     return config.changed(data={"dir": None}), True

@@ -99,6 +99,19 @@ class Samples(Protocol):
         ...
 
 
+class TensorSamples:
+    """Data that fit into memory: sample i is row i of each tensor."""
+
+    def __init__(self, **rows: Tensor) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return min(map(len, self.rows.values()))
+
+    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        return {name: tensor[index] for name, tensor in self.rows.items()}
+
+
 class NamedSamples(Protocol):
     """Samples that can say which file one is; those that are not files need not."""
 

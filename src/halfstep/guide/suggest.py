@@ -108,7 +108,7 @@ def _suggestion(situation: Situation, preset: str, planners: Planners) -> Sugges
 
 def _tried(situation: Situation, preset: str, paths: Mapping[str, Any], batch_size: int) -> tuple[Trial | None, str]:
     """The trial of a config, where trials are made, and what it says of the speed against fp32."""
-    if situation.try_out is None or situation.look is None:
+    if situation.try_out is None or situation.look is None or not KINDS.of(situation.workload).makes_data:
         return None, ""
     store, precision = situation.look.store, paths["precision"]
     found = situation.try_out(_config(situation, preset, paths), store, batch_size)

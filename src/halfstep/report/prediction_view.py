@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,15 @@ class Answer:
     file: str
     found: Mapping[str, Any]
     """For JSON."""
-    cells: Mapping[str, Cell]
-    """For CSV."""
-    brief: Mapping[str, str]
-    """For the console."""
+    cells: Mapping[str, Cell] = field(default_factory=dict)
+    """For CSV; empty: what was found."""
+    brief: Mapping[str, str] = field(default_factory=dict)
+    """For the console; empty: what was found."""
+
+    def __post_init__(self) -> None:
+        plain = {name: value if isinstance(value, str | float) else str(value) for name, value in self.found.items()}
+        object.__setattr__(self, "cells", self.cells or plain)
+        object.__setattr__(self, "brief", self.brief or {name: str(value) for name, value in plain.items()})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -146,14 +146,16 @@ def _with_setting(section: Any, names: Sequence[str], value: str) -> Any:
 def with_data_found(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:
     """A stored run's settings with its data folder as it is here, and what to know about it."""
     stored, here = config.data.dir, with_absolute_paths(config)
-    if stored is None or is_import_path(config.workload):  # what it means is its workload's own business
-        return here, []
+    demo = folder.path.absolute() / "data"  # demo data lie in the run's folder, and move with it
+    if stored is None:
+        return here.changed(data={"dir": str(demo)}) if demo.is_dir() else here, []
     place = Path(_absolute(stored))
     if place.exists():
         return here, []
-    demo = folder.path.absolute() / "data"  # demo data lie in the run's folder, and move with it
     if demo.is_dir():
         return here.changed(data={"dir": str(demo)}), [f"{stored} is not there: using the demo data in {demo}"]
+    if is_import_path(config.workload):  # what it means is its workload's own business
+        return here, []
     raise _missing(folder, stored, place)
 
 

@@ -75,7 +75,7 @@ class Kind:
     demo: Part | None = None
     """(folder, *, seed): data in the layout of real ones."""
     random_store: Part | None = None
-    """(config) -> Store of made-up data."""
+    """(config) -> Store of made-up data. With the next two, bench and planner need no data; else they read its own."""
     random_batch: Part | None = None
     """(config, store) -> Batch on the host, as a loader delivers it."""
     over: Part | None = None
@@ -154,6 +154,11 @@ class Kind:
             raise DataError(f"no data folder, and {workload} has no demo data", fix="--data-dir DIR")
         loaded(self.demo, form="write_demo(folder, seed=0)")(folder, seed=seed)
 
+    @property
+    def makes_data(self) -> bool:
+        """Whether it can be timed and planned without data; else batches of its own are read."""
+        return None not in (self.random_store, self.random_batch, self.over)
+
     def part(self, name: str) -> Callable[..., Any]:
         """A part by its field's name; whoever asks has seen that it is there."""
         given = getattr(self, name)
@@ -185,7 +190,7 @@ def refuse_other_metrics(metrics: object, workload: str) -> None:
         raise ConfigError(
             f"metrics of {workload}: a {type(metrics).__name__} without {', '.join(missing)}",
             why="counts are stored with a checkpoint, so that a run that goes on has the same scores",
-            fix=f"give it {', '.join(METRICS)}: examples/own_workload.py has all of them",
+            fix=f"give it {', '.join(METRICS)}, or use halfstep.workloads.sums.Means as examples/own_workload.py does",
         )
 
 

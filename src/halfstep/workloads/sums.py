@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -24,3 +26,19 @@ class Sums:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.sums = {name: value.clone() for name, value in state.items()}
+
+
+class Means(Sums):
+    """Metrics that are means over samples: each function takes outputs and batch, and gives a value per sample."""
+
+    def __init__(self, **scores: Callable[[Any, Mapping[str, Tensor]], Tensor]) -> None:
+        super().__init__()
+        self.scores = scores
+
+    def update(self, outputs: Any, batch: Mapping[str, Tensor]) -> None:
+        for name, score in self.scores.items():
+            values = score(outputs, batch).double()
+            self.add(**{name: torch.stack([values.sum(), values.new_tensor(values.numel())])})
+
+    def compute(self) -> dict[str, float]:
+        return {name: float(total / count) for name, (total, count) in self.sums.items()}

@@ -176,6 +176,25 @@ def each_answered(inputs: Iterable[Input], answer: Callable[[Input], Answer]) ->
             yield failure_of(item, error)
 
 
+class FilePredictor:
+    """A predictor of a user's own that looks at one file at a time: it has `model`, `endings` and `answer`."""
+
+    endings: tuple[str, ...] = ()
+
+    def answer(self, path: Path, trained: Trained) -> Mapping[str, Any]:
+        """What was found, by name; DataError, ValueError and OSError are about the file."""
+        raise NotImplementedError(f"{type(self).__name__} has no answer(path, trained)")
+
+    def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
+        def answered(item: Input) -> Answer:
+            try:
+                return Answer(file=str(item.path), found=self.answer(item.path, trained))
+            except (ValueError, OSError) as error:
+                raise DataError(f"{item.path} {error}") from error
+
+        return each_answered(inputs, answered)
+
+
 def saved_picture(picture: Image.Image, path: Path) -> Path:
     """Where it lies now: files of one name from several folders get numbers."""
     numbered = (path.with_stem(f"{path.stem}_{k}") for k in itertools.count(2))

@@ -38,6 +38,12 @@ class Prepare(Protocol):
     def __call__(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch: ...
 
 
+def as_loaded(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
+    """Samples that are what the model sees need no preparation."""
+    del key, training
+    return batch
+
+
 class Forward(Protocol):
     def __call__(self, model: nn.Module, batch: Batch) -> Any: ...
 
@@ -70,7 +76,7 @@ class Workload:
     model: nn.Module
     train_samples: Samples
     val_samples: Samples
-    prepare: Prepare
+    prepare: Prepare = as_loaded
     forward: Forward
     loss: Loss
     metrics: MakeMetrics

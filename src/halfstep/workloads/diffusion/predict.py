@@ -61,7 +61,7 @@ class SamplePredictor:
             for k, image in enumerate(images, start=start):
                 file = saved_picture(Image.fromarray(image.numpy()), out / f"{k:04d}.png")
                 found = {"image": str(file), "seed": asked["seed"], "number": k}
-                yield Answer(file=file.name, found=found, cells=found, brief={"image": str(file)})
+                yield Answer(file=file.name, found=found, brief={"image": str(file)})
         saved_picture(Image.fromarray(grid(torch.cat(made).numpy())), out / "grid.png")
         saved_picture(Image.fromarray(path_picture([state.numpy() for state in path])), out / "path.png")
 
@@ -126,4 +126,4 @@ class ReconstructionPredictor:
         file = saved_picture(both, out / item.name.with_suffix(".png"))
         cells: dict[str, str | float] = {"picture": str(file), "psnr": psnr}
         brief = {"picture and reconstruction": str(file), "PSNR": f"{psnr:.2f} dB"}
-        return Answer(file=str(item.path), found=cells, cells=cells, brief=brief)
+        return Answer(file=str(item.path), found=cells, brief=brief)

@@ -51,7 +51,7 @@ class Writer:
                     model, self.tokenizer, prompt, num_tokens=asked["tokens"], sampling=sampling, device=trained.device
                 )
             found = {"prompt": prompt, "seed": sampling.seed, "text": prompt + more}
-            yield Answer(file=f"text {number + 1}", found=found, cells=found, brief={"text": prompt + more})
+            yield Answer(file=f"text {number + 1}", found=found, brief={"text": prompt + more})
 
 
 def _refuse_no_utf8(prompt: str) -> None:
