@@ -6,10 +6,16 @@ The environment is read in `cli`; for those who call us from Python, the two thi
 from __future__ import annotations
 
 import errno
+import functools
+import glob
 import itertools
 import os
+import platform
+import re
 import shutil
 import sys
+import time
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -23,7 +29,8 @@ from halfstep.errors import CheckpointError
 def whole_file(path: Path) -> Iterator[Path]:
     """A hidden file beside it to write; it becomes `path` in one rename, or vanishes, and what was there stays."""
     path = Path(os.path.realpath(path))  # a link stays, and what it names is written
-    hidden = path.with_name(f".{path.name}-{os.getpid()}")
+    remove_left_behind(path)
+    hidden = being_written(path)
     try:
         yield hidden
         flush(hidden)
@@ -51,9 +58,9 @@ def write_whole(path: Path, text: str) -> None:
 def whole_folder(path: Path, *, replaces: bool = False, flushes: bool = True) -> Iterator[Path]:
     """A hidden folder to write into; it becomes `path` in one rename, or vanishes with the error.
 
-    `replaces` removes an earlier one first; without `flushes` a power cut may cost the new one. What a killed process
-    leaves behind is named `.writing-*`."""
-    hidden = path.with_name(f".writing-{path.name}-{os.getpid()}")
+    `replaces` removes an earlier one first; without `flushes` a power cut may cost the new one."""
+    remove_left_behind(path)
+    hidden = being_written(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir()
@@ -68,6 +75,57 @@ def whole_folder(path: Path, *, replaces: bool = False, flushes: bool = True) ->
     except BaseException:
         shutil.rmtree(hidden, ignore_errors=True)
         raise
+
+
+# --- what killed processes leave behind: .writing-NAME-MACHINE-PID ---
+
+A_DAY_S = 24 * 3600
+
+
+def being_written(path: Path) -> Path:
+    return path.with_name(f".writing-{path.name}-{_machine()}-{os.getpid()}")
+
+
+def remove_left_behind(path: Path) -> None:
+    """What processes that are gone have not finished under this name; never what a living one writes."""
+    for left in path.parent.glob(f".writing-{glob.escape(path.name)}-*"):
+        named = re.fullmatch(r"-([0-9a-f]{8})-(\d+)", left.name.removeprefix(f".writing-{path.name}"))
+        if named and _is_given_up(left, named[1], int(named[2])):
+            shutil.rmtree(left, ignore_errors=True)
+            with suppress(OSError):  # a folder, which is gone, or a file that is not ours to remove
+                left.unlink()
+
+
+def _is_given_up(left: Path, machine: str, pid: int) -> bool:
+    """Processes of other machines and containers cannot be asked for: theirs is given up a day after its last byte."""
+    if machine == _machine() and sys.platform != "win32":  # where os.kill(pid, 0) is Ctrl-C
+        return not _is_alive(pid)
+    try:
+        return time.time() - max(one.stat().st_mtime for one in (left, *left.rglob("*"))) > A_DAY_S
+    except OSError:  # it became what it was to be
+        return False
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        return True
+    return True
+
+
+@functools.cache
+def _machine() -> str:
+    """This machine since it was started, as far as processes see each other: a container is one of its own."""
+    told = [platform.node()]
+    with suppress(OSError):  # Linux alone tells these
+        told += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+    return f"{zlib.crc32(' '.join(told).encode()):08x}"
+
+
+# --- names ---
 
 
 def unused(path: Path, ending: str = "") -> Path:

@@ -1,0 +1,72 @@
+"""What killed processes have not finished is removed by the next one that writes it, and nothing else is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from halfstep.disk import being_written, whole_file, whole_folder
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from halfstep import disk
+with getattr(disk, sys.argv[1])(Path(sys.argv[2])) as hidden:
+    (hidden if sys.argv[1] == "whole_file" else hidden / "part").write_text("half")
+    print(hidden, flush=True)
+    time.sleep(60)
+"""
+Whole = Callable[[Path], AbstractContextManager[Path]]
+
+
+def writer(whole: Whole, path: Path) -> tuple[subprocess.Popen[str], Path]:
+    """A process in the middle of writing, and what it writes."""
+    words = [sys.executable, "-c", WRITER, whole.__name__, str(path)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def write(whole: Whole, path: Path) -> None:
+    with whole(path) as hidden:
+        (hidden if whole is whole_file else hidden / "part").write_text("all")
+
+
+@pytest.mark.parametrize("whole", [whole_file, whole_folder])
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_stays(whole: Whole, tmp_path: Path) -> None:
+    path = tmp_path / "cache[1].bin"
+    (killed, left), (alive, growing) = writer(whole, path), writer(whole, path)
+    try:
+        killed.kill()
+        killed.communicate()
+        assert left.exists()
+        assert growing.exists()
+        write(whole, path)
+        assert sorted(tmp_path.iterdir()) == sorted([path, growing])
+    finally:
+        alive.kill()
+        alive.communicate()
+
+
+def test_what_another_machine_writes_is_given_up_after_a_day_without_a_byte(tmp_path: Path) -> None:
+    path = tmp_path / "cache"
+    process_id = os.getpid()
+    fresh, grown, old = (tmp_path / f".writing-cache-{name * 8}-{process_id}" for name in "abc")
+    mine = tmp_path / ".writing-cache-notes"
+    for place in (grown, old):
+        place.mkdir()
+    for place in (fresh, grown / "new", old / "part", mine):
+        place.write_text("")
+    long_ago = time.time() - 25 * 3600
+    for place in (grown, old / "part", old, mine):
+        os.utime(place, (long_ago, long_ago))
+    write(whole_file, path)
+    assert sorted(tmp_path.iterdir()) == sorted([path, fresh, grown, mine])
+    assert being_written(path).name.endswith(f"-{process_id}")
