@@ -14,7 +14,7 @@ fused SGD with momentum leaves an *uninitialised* buffer behind a skipped first 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -183,3 +183,18 @@ class Committer:
         parameters = list(self._with_grad())
         own = (self.optimizer.state[p].values() for p in parameters)
         return parameters + [value for values in own for value in values if torch.is_tensor(value)]
+
+
+def commit_all(committers: Sequence[Committer], bad: Tensor, factor: Tensor | None) -> None:
+    """One that raises finds others stepped already. Copies of all weights at every step, to put those back, would cost
+    more than the checkpoint to go on from, so that state is told of."""
+    for number, committer in enumerate(committers):
+        try:
+            committer.commit(bad, factor)
+        except BaseException as error:
+            if earlier := ", ".join(one.name for one in committers[:number]):
+                error.add_note(
+                    f"halfstep: {earlier} had stepped when {committer.name} raised, and the step is not counted: "
+                    "the weights are between two steps. Load model and step from your last checkpoint to go on"
+                )
+            raise

@@ -30,7 +30,7 @@ from halfstep.errors import ConfigError
 from halfstep.precision.plan import Plan
 from halfstep.step.batches import Batch, Weight, Window, batch_length, is_one, positive, sample_ids
 from halfstep.step.clip import Clip
-from halfstep.step.commit import Committer
+from halfstep.step.commit import Committer, commit_all
 from halfstep.step.ema import Ema
 from halfstep.step.facts import Facts, Hold, restore_rng, rng_state
 from halfstep.step.forward_writes import Also, ForwardWrites
@@ -202,8 +202,7 @@ class Step:
         if self.rates is not None:
             self.rates.refresh(self.committed)
         lr = self._first_rate()
-        for committer in self.committers:
-            committer.commit(facts.bad, facts.factor)
+        commit_all(self.committers, facts.bad, facts.factor)
         try:
             if self.on_commit is not None:
                 self.on_commit(self.model)
