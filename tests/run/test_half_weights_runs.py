@@ -85,6 +85,22 @@ def test_a_run_stored_without_low_halves_goes_on_rounded_to_nearest_and_says_so(
     assert not lows(folder)
 
 
+@pytest.mark.parametrize("bits", [32, 8])
+def test_a_run_stored_with_another_rounding_goes_on_split_from_low_halves_of_zero(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], bits: int
+) -> None:
+    settings = {**HALF, "precision.rounding": "stochastic", "train.max_steps": 2, "optimizer.moment_bits": bits}
+    folder = run(tmp_path / "run", settings)
+    more = ["precision.rounding=split", "train.max_steps=4", "log.quiet=false"]
+    train(load(str(folder / "config.yaml"), overrides=more), resume=folder, allow_changes=True)
+    assert "low halves of the bf16 weights begin at zero" in said(capsys)
+    found = lows(folder)
+    assert found
+    assert all(bool(low.any()) for low in found if low.numel() > 8)
+    resume(folder, "train.max_steps=6")
+    assert lows(folder)
+
+
 def without(tree: Any) -> None:
     """The packed tree without its entries called `low`, wherever they are."""
     if isinstance(tree, dict):

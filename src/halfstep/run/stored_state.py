@@ -64,7 +64,7 @@ def restore(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> list[s
     put_back(parts.model, state["buffers"])
     step, notes = _with_changes(parts, state["step"], changes)
     parts.step.load_state_dict({**step, "ema": _average(parts, checkpoint, changes)})
-    notes += resumed_without_low(parts.step.optimizers)
+    notes += resumed_without_low(parts.step.optimizers, changes)
     parts.guard.load_state_dict(state["guard"])
     if parts.plateau is not None and state["plateau"]:
         parts.plateau.load_state_dict(state["plateau"])
@@ -152,7 +152,7 @@ def _use_threads(parts: Assembly, then: int) -> list[str]:
 
 LOSES = "updates below half of bf16's spacing (0.4 % of a weight) are lost, every time they come"
 WITHOUT_LOW = "the run was stored without the low halves of its bf16 weights: it goes on rounded to nearest; " + LOSES
-
+BEGINS_LOW = "the low halves of the bf16 weights begin at zero: what was rounded away before stays lost"
 
 ROUNDED = {
     "split": "bf16, the 16 bits that it drops beside them (split)",
@@ -186,9 +186,14 @@ def rounding_warnings(optimizers: Iterable[Optimizer]) -> list[str]:
     return found
 
 
-def resumed_without_low(optimizers: Iterable[Optimizer]) -> list[str]:
-    ours = (optimizer for optimizer in optimizers if isinstance(optimizer, JudgedAdamW))
-    return [WITHOUT_LOW] if any(optimizer.was_stored_without_low for optimizer in ours) else []
+def resumed_without_low(optimizers: Iterable[Optimizer], changes: Changes) -> list[str]:
+    """A run that kept none goes on as it was, unless its precision is another one now: then as is asked for."""
+    without = [one for one in optimizers if isinstance(one, JudgedAdamW) and one.was_stored_without_low]
+    if without and changes.touch("precision."):
+        for optimizer in without:
+            optimizer.begin_low()
+        return [BEGINS_LOW]
+    return [WITHOUT_LOW] if without else []
 
 
 def lost_updates(optimizers: Iterable[Optimizer]) -> list[tuple[str, str]]:

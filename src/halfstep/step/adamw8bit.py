@@ -41,11 +41,13 @@ class AdamW8bit(JudgedAdamW):
             weight_decay=group["weight_decay"],
         )
 
+    def low_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        return {name: flat_or_reshaped(value) for name, value in super().low_of(parameter).items()}
+
     def _update_all(self, parameters: list[Tensor], setting: Setting) -> None:
         for parameter in parameters:
             if not self.state[parameter]:
-                low = {name: flat_or_reshaped(value) for name, value in self.low_of(parameter).items()}
-                self.state[parameter].update(empty_state(parameter) | low)
+                self.state[parameter].update(empty_state(parameter) | self.low_of(parameter))
         states = [self.state[parameter] for parameter in parameters]
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, [(setting.found_inf == 0).float()] * len(steps))

@@ -122,6 +122,12 @@ class JudgedAdamW(Optimizer):
             if self.rounding == "split" and is_kept_in_half(parameter) and LOW not in stored:
                 self.rounding, self.was_stored_without_low = "nearest", True
 
+    def begin_low(self) -> None:
+        """Split from here on, after a state without low halves: a weight in bf16 is exact with ones of zero."""
+        self.rounding, self.was_stored_without_low = "split", False
+        for parameter, state in self.state.items():
+            state.update(self.low_of(parameter))
+
 
 class AdamWBf16(JudgedAdamW):
     def _update_on(self, device: torch.device, parameters: list[Tensor], group: dict[str, Any]) -> None:
