@@ -134,16 +134,27 @@ def test_files_of_the_wrong_kind_are_refused_by_what_is_wrong(tmp_path: Path) ->
     (tmp_path / "odd.bin").write_bytes(b"abc")
     np.arange(500, dtype=np.uint32).tofile(tmp_path / "wide.bin")
     (tmp_path / "text.bin").write_text("Größer als ein Byte.\n" * 20)
+    with (tmp_path / "saved.bin").open("wb") as file:
+        np.save(file, np.arange(500, dtype=np.uint16))
     shard(tmp_path / "short.bin", [1, 2, 3], count=9)
     shard(tmp_path / "newer.bin", [1, 2, 3], version=2)
     for name, word in (("empty", "empty"), ("odd", "odd number"), ("wide", "32-bit"), ("text", "hold text: 'Größer"),
-                       ("short", "header says 9"),
+                       ("saved", r"np\.save"), ("short", "header says 9"),
                        ("newer", "version 2")):  # fmt: skip
         with pytest.raises(DataError, match=word):
             open_ids(tmp_path / f"{name}.bin")
     np.array([1, 2, 60000], dtype=np.uint16).tofile(tmp_path / "other.bin")
     with pytest.raises(DataError, match="token 60,000 at position 2, past the vocabulary of 50,257"):
         open_tokens((tmp_path / "other.bin",), vocab=50257)
+    with pytest.raises(DataError, match="no training part"):
+        find_token_files(tmp_path)
+
+
+def test_a_bin_of_another_kind_beside_texts_is_none_of_ids(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("a text")
+    (tmp_path / "sentencepiece.bin").write_bytes(b"model")
+    assert find_token_files(tmp_path) is None
+    (tmp_path / "val.bin").write_bytes(b"ids")
     with pytest.raises(DataError, match="no training part"):
         find_token_files(tmp_path)
 
@@ -173,6 +184,17 @@ def test_parts_that_have_names_are_kept(tmp_path: Path) -> None:
     texts = texts_at(tmp_path)
     assert [path.name for path in texts.all] == ["train.txt", "valid.txt"]
     assert texts.source == "valid.txt"
+
+
+def test_parts_are_known_by_a_word_of_their_names_where_both_are_there(tmp_path: Path) -> None:
+    for name in ("ptb.test.txt", "ptb.train.txt", "ptb.valid.txt"):
+        (tmp_path / name).write_text(name)
+    texts = texts_at(tmp_path)
+    assert [path.name for path in texts.all] == ["ptb.train.txt", "ptb.valid.txt"]
+    assert texts.beside == (tmp_path / "ptb.test.txt",)
+    (tmp_path / "ptb.test.txt").unlink()
+    (tmp_path / "ptb.valid.txt").rename(tmp_path / "a book.txt")
+    assert [path.name for path in texts_at(tmp_path).train] == ["a book.txt"]
 
 
 @pytest.mark.parametrize("name", ["train.txt", "train/a.txt"])
@@ -211,6 +233,13 @@ def test_the_fix_names_the_likely_encoding(tmp_path: Path, encoding: str) -> Non
     with pytest.raises(DataError, match="not UTF-8") as error:
         texts_at(tmp_path / "a.txt")
     assert f"iconv -f {encoding} " in error.value.fix
+
+
+def test_utf16_without_its_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("it would be read as every other character 0", encoding="utf-16le")
+    with pytest.raises(DataError, match="not UTF-8 text") as error:
+        texts_at(tmp_path / "a.txt")
+    assert "utf-16le" in error.value.fix
 
 
 def test_texts_that_are_none_are_refused_or_left_out(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ PROSE = (".txt", ".text", ".md", ".rst", ".tex")
 CODE = (".html", ".xml", ".py", ".c", ".h", ".cpp", ".js", ".java", ".rs")
 """Taken from a folder that holds no prose: beside texts they are what made them, or a page about them."""
 BYTE_ORDER_MARK = "\ufeff"
+NO_WORD = re.compile(r"[\W_\d]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +57,9 @@ def find_texts(root: Path, *, val_fraction: float, bad_files: BadFiles) -> TextF
     prose, code = _below(root, PROSE), _below(root, CODE)
     endings = PROSE if prose else CODE
     train, val = _named_part(root, TRAIN_NAMES, endings), _named_part(root, VALIDATION_NAMES, endings)
+    if not train and not val:
+        words = [_with_word(prose or code, names) for names in (TRAIN_NAMES, VALIDATION_NAMES)]
+        train, val = words if all(words) else ([], [])  # a single one may be a book about trains
     if val and not train:
         train = [path for path in prose or code if path not in val]
     used = {*train, *val} if train else {*(prose or code)}
@@ -87,6 +92,12 @@ def read_text(path: Path) -> str:
         ) from error
     except OSError as error:
         raise DataError(f"cannot read {path}", why=error.strerror or str(error)) from error
+    if text.count("\0") > len(text) / 4:
+        raise DataError(
+            f"{path} is not UTF-8 text: every second or third character is 0",
+            why="UTF-16 looks like that, and so does a file that is no text",
+            fix=f"iconv -f utf-16le -t utf-8 {path.name}, if it is UTF-16; in a folder also data.on_bad_file=skip",
+        )
     if not text.strip():
         raise DataError(
             f"{path} is empty",
@@ -111,7 +122,8 @@ def _split(root: Path, files: list[Path], val_fraction: float) -> TextFiles:
         taken += 1
         size += files[-taken].stat().st_size
     train, val = tuple(files[:-taken]), tuple(files[-taken:])
-    source = f"the last {counted(taken, 'file')}, {size / total:.0%} of the bytes: {some_of(val, 2)}"
+    last = counted(taken, "file") if taken > 1 else "file"
+    source = f"the last {last}, {size / total:.0%} of the bytes: {some_of(val, 2)}"
     return TextFiles(root=root, train=train, val=val, source=source)
 
 
@@ -126,6 +138,12 @@ def _named_part(root: Path, names: tuple[str, ...], endings: tuple[str, ...]) ->
         if files := [root / f"{name}{ending}" for ending in endings if (root / f"{name}{ending}").is_file()]:
             return files
     return []
+
+
+def _with_word(files: list[Path], names: tuple[str, ...]) -> list[Path]:
+    """Of `ptb.train.txt`, `ptb.valid.txt` and `ptb.test.txt` those with a word that names a part."""
+    found = ([path for path in files if name in NO_WORD.split(path.stem.lower())] for name in names)
+    return next(filter(None, found), [])
 
 
 def _below(folder: Path, endings: tuple[str, ...]) -> list[Path]:

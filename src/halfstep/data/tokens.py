@@ -27,6 +27,7 @@ from torch import Tensor
 
 from halfstep.data.files import natural_key
 from halfstep.data.seeds import generator_for
+from halfstep.data.text_files import PROSE
 from halfstep.data.tokenizers import Characters, Tokenizer
 from halfstep.errors import DataError
 
@@ -115,6 +116,7 @@ def refuse_past_vocabulary(ids: Array, vocab: int, *, start: int = 0, source: st
 HEADER_NUMBERS = 256
 LLMC: dict[int, tuple[int, Any]] = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
 """llm.c's magic numbers: version and ids of its files for GPT-2 and for Llama 3."""
+NUMPY_FILE = b"\x93NUMPY"
 LOOKED_AT = 2**26
 """Ids that are compared with the vocabulary before training; the rest as it is read."""
 
@@ -134,7 +136,8 @@ def find_token_files(root: Path) -> TokenFiles | None:
     binary = sorted(root.glob("*.bin"), key=lambda path: natural_key(path.name))
     train = tuple(path for path in binary if "train" in path.name)
     val = tuple(path for path in binary if "val" in path.name and "train" not in path.name)
-    if binary and not train:
+    has_texts = not val and any(path.suffix.lower() in PROSE for path in root.iterdir())  # and something else in a .bin
+    if binary and not train and not has_texts:
         raise DataError(
             f"{root} has {binary[0].name} and no training part",
             why="the parts are told apart by `train` and `val` in their names",
@@ -160,6 +163,13 @@ def open_ids(path: Path) -> np.ndarray[Any, Any]:
         magic, version, count = (int(number) for number in np.fromfile(path, dtype=np.int32, count=3))
         if magic in LLMC:
             return _shard(path, size, magic, version, count)
+    with path.open("rb") as file:
+        if file.read(len(NUMPY_FILE)) == NUMPY_FILE:
+            raise DataError(
+                f"{path} is a file of np.save, with a header of its own",
+                why="a .bin is read as 16-bit ids and nothing else, as nanoGPT writes them",
+                fix="write it with numpy: np.array(ids, dtype=np.uint16).tofile(path)",
+            )
     if size % 2:
         raise DataError(
             f"{path} has {size:,} bytes, an odd number",
