@@ -19,6 +19,7 @@ from halfstep.run.loop import Loop
 from halfstep.run.resume import Changes
 from halfstep.run.stored_state import restore, stored
 from halfstep.step.randomness import algorithms, generator_states, restore_generators
+from halfstep.tune.choose import MEASURED_FOR
 from halfstep.workloads import load
 from whole_runs import TINY, learning_rates, newest, resume, run
 
@@ -44,6 +45,23 @@ def test_another_precision_is_decided_and_stored(tmp_path: Path, loops: list[Loo
     assert newest(folder).state["step"]["scaler"]["scale"] > 1
     resume(folder, "train.epochs=3")
     assert loops[-1].parts.plan.granted == "fp16"
+
+
+@pytest.mark.parametrize(("change", "is_stale"), [("data.val_fraction=0.5", True), ("data.num_workers=1", False)])
+def test_what_was_measured_is_decided_again_where_settings_of_the_data_change_the_step(
+    tmp_path: Path, loops: list[Loop], change: str, is_stale: bool
+) -> None:
+    """Which of them are sizes is known to a family alone, so all do that may change a step."""
+    folder = one_epoch(tmp_path)
+    plan = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps({**plan, "mode_reason": "measured for other sizes"}))
+    resume(folder, change, "train.epochs=2", allow_changes=True)
+    assert ("measured for other sizes" not in loops[-1].parts.plan.mode_reason) == is_stale
+
+
+def test_clips_of_another_length_are_measured_for_again() -> None:
+    assert Changes(keys=("data.chunk_size",)).touch(*MEASURED_FOR)
+    assert not Changes(keys=("data.dir", "data.num_workers")).touch(*MEASURED_FOR)
 
 
 def test_options_of_the_optimizer_change_and_its_state_stays(tmp_path: Path, loops: list[Loop]) -> None:

@@ -39,10 +39,11 @@ class Changes:
     @property
     def are_binding(self) -> bool:
         """Whether they change what a step computes."""
-        return any(not key.startswith(FREE) for key in self.keys)
+        return self.touch("")
 
     def touch(self, *prefixes: str) -> bool:
-        return any(key.startswith(prefixes) for key in self.keys)
+        """Whether settings of these names that change what a step computes are among them."""
+        return any(key.startswith(prefixes) and not key.startswith(FREE) for key in self.keys)
 
 
 def flattened(section: BaseModel, prefix: str = "") -> dict[str, Any]:

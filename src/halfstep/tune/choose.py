@@ -52,10 +52,11 @@ ALWAYS_TRIED = 2
 """The normal step and the most promising lever: low memory is asked for because it may not fit otherwise."""
 MEASURED_FOR = (
     "train.fast", "train.tune_kernels", "train.memory", "train.channels_last", "train.deterministic",
-    "train.batch_size", "train.accumulate", "train.activation_checkpointing", "data.image_size", "model.",
+    "train.batch_size", "train.accumulate", "train.activation_checkpointing", "data.", "model.",
     "optimizer.name", "optimizer.moment_bits", "ema.enabled",
 )  # fmt: skip
-"""Settings whose change makes what was found before worth nothing."""
+"""Settings whose change makes what was found before worth nothing. What of its data makes a family's samples larger
+(pixels, frames, latents from disk) is its own affair: where the shapes stay, what was found is read from disk again."""
 
 Say = Callable[[str], None]
 Peak = Callable[[Plan, MemorySetting], int | None]
