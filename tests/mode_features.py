@@ -71,6 +71,9 @@ FEATURES: dict[str, Feature] = {
     "skipped bad steps": Feature(
         {"model.options.poisoned": [1]}, shows=lambda out: records(out, "event")[0]["bad_step"] == 1
     ),
+    "capsule of a fault": Feature(
+        {"model.options.poisoned": [1]}, shows=lambda out: any((out / "capsules").glob("*/capsule.json"))
+    ),
     "rollback": Feature(
         {
             "guard.on_fault": "rollback",
