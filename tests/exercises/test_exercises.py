@@ -90,8 +90,8 @@ def test_what_is_no_cifar_is_refused(tmp_path: Path) -> None:
 
 def test_generated_pictures_are_the_same_for_the_same_seed() -> None:
     one, two = generated(8, 3), generated(8, 3)
-    assert (one.pixels == two.pixels).all()
-    assert one.pixels.shape == (8, 3, 32, 32)
+    assert (one.rows["image"] == two.rows["image"]).all()
+    assert one.rows["image"].shape == (8, 3, 32, 32)
 
 
 def test_a_place_that_is_no_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

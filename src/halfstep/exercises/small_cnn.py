@@ -12,8 +12,10 @@ from torch.nn import functional as F
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.binary_sets import cifar_folder, cifar_planes
+from halfstep.data.loader import TensorSamples
 from halfstep.errors import DataError
 from halfstep.workloads.kind import Kind
+from halfstep.workloads.sums import Means
 from halfstep.workloads.workload import Workload
 
 SIDE, NUM_CLASSES = 32, 10
@@ -21,20 +23,11 @@ MOST_TESTED = 1000
 """Of CIFAR-10's 10,000 test pictures: fifteen runs validate, within two minutes on two cores."""
 
 
-class Pictures:
-    """Labelled pictures in memory."""
-
-    def __init__(self, pixels: Tensor, labels: Tensor) -> None:
-        self.pixels, self.labels = pixels, labels
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def sample(self, index: int, *, key: tuple[int, ...]) -> dict[str, Tensor]:
-        return {"image": self.pixels[index], "label": self.labels[index]}
+def pictures(pixels: Tensor, labels: Tensor) -> TensorSamples:
+    return TensorSamples(image=pixels, label=labels)
 
 
-def read_cifar(root: Path) -> tuple[Pictures, Pictures]:
+def read_cifar(root: Path) -> tuple[TensorSamples, TensorSamples]:
     """The binary version's five batches and its test batch, as they unpack; fewer training batches do too."""
     folder = cifar_folder(root)
     if folder is None:
@@ -43,11 +36,11 @@ def read_cifar(root: Path) -> tuple[Pictures, Pictures]:
             why="its binary version is read: data_batch_1.bin to data_batch_5.bin and test_batch.bin",
             fix="unpack cifar-10-binary.tar.gz there, or leave the folder out for generated pictures",
         )
-    train, test = cifar_planes(folder)
-    return Pictures(*train), Pictures(*test)
+    train, (pixels, labels) = cifar_planes(folder)
+    return pictures(*train), pictures(pixels[:MOST_TESTED], labels[:MOST_TESTED])
 
 
-def generated(count: int, seed: int) -> Pictures:
+def generated(count: int, seed: int) -> TensorSamples:
     """Gratings: the class is angle and frequency, colour and phase are chance, and there is noise."""
     draws = np.random.default_rng(seed)
     labels = draws.integers(0, NUM_CLASSES, count)
@@ -59,7 +52,7 @@ def generated(count: int, seed: int) -> Pictures:
     grating = np.sin(2 * np.pi * waves[:, None, None] * along + phase)
     colour = draws.uniform(0.2, 1.0, (count, 3, 1, 1))
     pixels = 128 + 60 * colour * grating[:, None] + draws.normal(0, 60, (count, 3, SIDE, SIDE))
-    return Pictures(torch.from_numpy(pixels.clip(0, 255).astype(np.uint8)), torch.from_numpy(labels))
+    return pictures(torch.from_numpy(pixels.clip(0, 255).astype(np.uint8)), torch.from_numpy(labels))
 
 
 class SmallCnn(nn.Sequential):
@@ -71,38 +64,13 @@ class SmallCnn(nn.Sequential):
         super().__init__(*blocks, nn.Flatten(), nn.Linear(32 * 16, NUM_CLASSES))
 
 
-class Accuracy:
-    """Counts on the device; divided once, at the end."""
-
-    def __init__(self) -> None:
-        self.hits, self.seen = torch.zeros(()), torch.zeros(())
-
-    def update(self, outputs: Tensor, batch: Any) -> None:
-        self.hits = self.hits.to(outputs.device) + (outputs.argmax(1) == batch["label"]).sum()
-        self.seen = self.seen.to(outputs.device) + len(outputs)
-
-    def compute(self) -> dict[str, float]:
-        return {"accuracy": float(self.hits / self.seen)}
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"hits": self.hits, "seen": self.seen}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.hits, self.seen = state["hits"], state["seen"]
-
-
 def prepare(batch: dict[str, Tensor], *, key: Any, training: bool) -> dict[str, Tensor]:
     return {"image": (batch["image"].float() - 128) / 64, "label": batch["label"]}
-
-
-def loss(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    return F.cross_entropy(outputs, batch["label"]), len(outputs)
 
 
 def build(config: RunConfig, store: Any = None) -> Workload:
     folder = config.data.dir
     train, test = read_cifar(Path(folder)) if folder else (generated(1200, 0), generated(500, 1))
-    test = Pictures(test.pixels[:MOST_TESTED], test.labels[:MOST_TESTED])
     return Workload(
         name="small_cnn",
         model=SmallCnn(),
@@ -110,8 +78,8 @@ def build(config: RunConfig, store: Any = None) -> Workload:
         val_samples=test,
         prepare=prepare,
         forward=lambda model, batch: model(batch["image"]),
-        loss=loss,
-        metrics=Accuracy,
+        loss=lambda outputs, batch: F.cross_entropy(outputs, batch["label"]),
+        metrics=lambda: Means(accuracy=lambda outputs, batch: outputs.argmax(1) == batch["label"]),
         metric="accuracy",
     )
 

@@ -46,11 +46,16 @@ class Mlp(nn.Module):
 
 def recurrent_update(cell: nn.GRUCell, update: Tensor, state: Tensor) -> Tensor:
     """`nn.GRUCell` whose products compute in the plan's format and whose gates and state are fp32."""
-    from_update = to_fp32(F.linear(update, cell.weight_ih, cell.bias_ih)).chunk(3, dim=-1)
-    from_state = to_fp32(F.linear(state, cell.weight_hh, cell.bias_hh)).chunk(3, dim=-1)
-    reset = torch.sigmoid(from_update[0] + from_state[0])
-    keep = torch.sigmoid(from_update[1] + from_state[1])
-    new = torch.tanh(from_update[2] + reset * from_state[2])
+    from_update = to_fp32(F.linear(update, cell.weight_ih, cell.bias_ih))
+    return gated(from_update, to_fp32(F.linear(state, cell.weight_hh, cell.bias_hh)), state)
+
+
+def gated(from_input: Tensor, from_state: Tensor, state: Tensor) -> Tensor:
+    """A GRU's next state, of both products."""
+    of_input, of_state = from_input.chunk(3, dim=-1), from_state.chunk(3, dim=-1)
+    reset = torch.sigmoid(of_input[0] + of_state[0])
+    keep = torch.sigmoid(of_input[1] + of_state[1])
+    new = torch.tanh(of_input[2] + reset * of_state[2])
     return new + keep * (state - new)
 
 

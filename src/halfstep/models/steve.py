@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from halfstep.islands import fp32_island, to_fp32
 from halfstep.models.cross_attention import Encoder, linear
 from halfstep.models.dvae import ConvRelu, DVae, convolution, words_grid
+from halfstep.models.slot_attention import gated
 from halfstep.models.word_decoder import WordDecoder, words_loss
 
 WORD_SIDE = 4
@@ -177,12 +178,7 @@ class RecurrentCell(nn.GRUCell):
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
         assert hx is not None
         own = to_fp32([self.weight_ih, self.bias_ih, self.weight_hh, self.bias_hh])  # stored in bf16 by bf16-true
-        from_input = F.linear(input, own[0], own[1]).chunk(3, dim=-1)
-        from_state = F.linear(hx, own[2], own[3]).chunk(3, dim=-1)
-        reset = torch.sigmoid(from_input[0] + from_state[0])
-        update = torch.sigmoid(from_input[1] + from_state[1])
-        new = torch.tanh(from_input[2] + reset * from_state[2])
-        return new + update * (hx - new)
+        return gated(F.linear(input, own[0], own[1]), F.linear(hx, own[2], own[3]), hx)
 
 
 class SlotAttentionVideo(nn.Module):
