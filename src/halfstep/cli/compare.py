@@ -55,8 +55,8 @@ def command(
     margin: Annotated[
         float | None, option("What counts as the same, in the metric's unit; default: from a pilot.")
     ] = None,
-    budget: Annotated[str | None, option("Stop after this time in all: 90s, 30m, 8h.", metavar="30m")] = None,
-    price: Annotated[float | None, option("Price of one hour of the device.")] = None,
+    budget: Annotated[str | None, option("Stop after this total time: 90s, 30m, 8h.", metavar="30m")] = None,
+    price: Annotated[float | None, option("Price of a device hour.")] = None,
     at_once: Annotated[int, option("Runs in parallel; gives metrics only, no times.", min=1)] = 1,
     best: Annotated[bool, option("Judge each run's best validation, not its last.", "--best")] = False,
     simulate: Simulate = False,

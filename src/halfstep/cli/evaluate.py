@@ -26,12 +26,12 @@ def command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """How good is it: scores of the whole and of every class, and pictures of what went wrong.
+    """How good is it: overall and per-class scores, and pictures of what went wrong.
 
-    Without --data these are the numbers that training saw when it wrote the checkpoint. Of other data everything is
-    evaluated, or their own validation part where they have one. Nothing is overwritten.
+    Without --data these are the numbers that training saw when it wrote the checkpoint. Other data are
+    evaluated whole, or by their own validation part where they have one. Nothing is overwritten.
 
-    `halfstep evaluate RUN --help` shows what the run's workload takes besides.
+    `halfstep evaluate RUN --help` shows the options of the run's workload, too.
 
     Example:
 

@@ -27,7 +27,7 @@ def command(
         ),
     ],
     size: Annotated[int, option("Pixels per side of a stored image.", min=1)] = 256,
-    out: Annotated[Path | None, option("Where to; default: inside DIR.", metavar="FILE")] = None,
+    out: Annotated[Path | None, option("Where to write it; default: inside DIR.", metavar="FILE")] = None,
     workers: Annotated[int, option("Threads that decode; 0: one per core.", min=0)] = 0,
     limit_gb: Annotated[float, option("Largest size of the file.", min=0)] = 64.0,
     on_bad_file: Annotated[str, option("Stop at a bad file, or leave it out.", metavar="error|skip")] = "error",
@@ -45,7 +45,7 @@ def command(
     """Make my image folder fast: decode every image once into one file.
 
     Training with `data.cache=true` reads that file instead of the pictures. It is checked when opened and made
-    again when the folder changes. --verify ends with 1 where it no longer fits the folder.
+    again when the folder changes. --verify exits with 1 where it no longer fits the folder.
 
     Example:
 

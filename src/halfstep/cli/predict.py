@@ -26,10 +26,10 @@ def command(
     csv: Annotated[Path | None, option("Write the table to a new file as well.", metavar="FILE")] = None,
     as_json: Json = False,
 ) -> None:
-    """Use a trained model on files, or on folders of them; one that draws samples needs none.
+    """Use a trained model on files or folders; one that draws samples needs no input.
 
     U-Net writes masks with the values and size of the originals, and overlays; classifiers give the most probable
-    classes. `halfstep predict RUN --help` shows what the run's workload takes besides. Files that cannot be read are
+    classes. `halfstep predict RUN --help` shows the options of the run's workload, too. Files that cannot be read are
     named and left out (exit code 1). Nothing is overwritten.
 
     Example:

@@ -17,7 +17,7 @@ def command(
     picture: Annotated[Path | None, option("Draw the ranges along the network there.", metavar="FILE.png")] = None,
     as_json: Json = False,
 ) -> None:
-    """Why did this step go bad: it is run again as it was, in fp32, in fp64, eager and without our kernels.
+    """Why did this step go bad? It is run again: as it was, in fp32, in fp64, eager and without our kernels.
 
     Names the cause, the first operation that left the finite range and where it stands, proposes the smallest change,
     tries it on that very step, and prints the line for the config. A run keeps such steps by itself (guard.capsules).

@@ -15,7 +15,7 @@ from halfstep.errors import CheckpointError, ConfigError, HalfstepError, counted
 def command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...|COMPARISON", help="Runs, or one comparison.")],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Where to.", show_default="RUN/report/report.html")
+        Path | None, typer.Option(metavar="FILE.html", help="Where to write it.", show_default="RUN/report/report.html")
     ] = None,
     open_it: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
 ) -> None:

@@ -12,13 +12,13 @@ import typer
 
 def command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look once and leave.")] = False,
     wants_json: Annotated[bool, typer.Option("--json", help="Look once, as JSON.")] = False,
 ) -> None:
-    """A run that trains in another terminal, live: loss, metric, throughput, GPU, memory, faults.
+    """Watch a run that trains in another terminal: loss, metric, throughput, GPU, memory, faults.
 
-    It reads the run's records, never touches the run, and leaves when the run ends.
+    It reads the run's records, never touches the run, and quits when the run ends.
 
     Example:
 

@@ -36,7 +36,7 @@ PRESETS = "fast, quality, lowmem, stable, debug; classifiers: quick, nvidia90, g
 MIXED = "Mixed precision on (bf16, or --precision-type) or off (fp32)."
 OVERRIDES = "YAML file whose values replace those of the config."
 VALIDATION = "Say how validation counts its samples."
-LEDGER = "Observe what steps really compute in, once in each mode."
+LEDGER = "Record what steps really compute in, once per mode."
 
 
 class Flags:
@@ -58,11 +58,11 @@ class Flags:
     max_steps: MaxSteps = None
     lr: Annotated[float | None, option("Learning rate.", panel=DATA)] = None
     num_workers: Annotated[int | None, option("Processes that read the data.", panel=DATA)] = None
-    seed: Annotated[int | None, option("Seed of weights, order and augmentation.", panel=DATA)] = None
+    seed: Annotated[int | None, option("Seed for weights, order and augmentation.", panel=DATA)] = None
     preset: Annotated[str | None, option(PRESETS, panel=DATA)] = None
     device: Device = None
     ledger: Annotated[bool | None, option(LEDGER, "--ledger", panel=RUN)] = None
-    ledger_every: Annotated[int | None, option("--ledger, and again every so many steps.", panel=RUN)] = None
+    ledger_every: Annotated[int | None, option("Like --ledger, and again every N steps.", panel=RUN)] = None
     tensorboard: Annotated[bool | None, option("Write TensorBoard events.", "--tensorboard", panel=RUN)] = None
     quiet: Annotated[bool | None, option("Only warnings and the summary.", "--quiet", "-q", panel=RUN)] = None
 
@@ -82,7 +82,7 @@ def command(
     dry: Annotated[
         bool, option("Train and keep nothing: the run's folder is removed.", "--dry", "-n", panel=RUN)
     ] = False,
-    log_dir: Annotated[Path | None, option("Folder that the run's folder is made in.", panel=RUN)] = None,
+    log_dir: Annotated[Path | None, option("Parent folder of the run's folder.", panel=RUN)] = None,
     timeout: Annotated[str | None, option("Save and stop after DD:HH:MM:SS.", panel=RUN)] = None,
     show_config: Annotated[
         bool, option("Every setting, its value and its source.", "--show-config", panel=SHOW)

@@ -13,7 +13,7 @@ KIND = Kind.in_folder(
         Option("full_size", bool, False, "Score masks at each image's own size, as predict writes them"),
     ),
     predictor=".predict:MaskPredictor",
-    predict_options=(Option("tile", int, None, "Largest side computed at once, in pixels; 1024", least=1),),
+    predict_options=(Option("tile", int, None, "Largest side computed at once, in pixels; default: 1024", least=1),),
     writes_files=True,
     hint=".scores:one_class_everywhere",
     unit="image",
