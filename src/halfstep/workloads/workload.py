@@ -49,9 +49,9 @@ class Forward(Protocol):
 
 
 class Loss(Protocol):
-    """Loss and weight of a batch: the weight is its number of samples (or pixels, or tokens)."""
+    """Loss, or loss and weight of a batch: the weight is its number of samples (or pixels, or tokens)."""
 
-    def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor | float]: ...
+    def __call__(self, outputs: Any, batch: Batch) -> Tensor | tuple[Tensor, Tensor | float]: ...
 
 
 Sampled = Mapping[str, "np.ndarray[Any, Any] | str"]
@@ -138,5 +138,5 @@ class Workload:
 
     def weighed_loss(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor | float]:
         """Loss and weight; a loss that comes alone counts by the number of samples."""
-        found: Any = self.loss(outputs, batch)
+        found = self.loss(outputs, batch)
         return found if isinstance(found, tuple) else (found, len(next(iter(batch.values()))))
