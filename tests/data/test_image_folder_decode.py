@@ -93,6 +93,14 @@ def huge_png(path: Path, width: int, height: int) -> None:
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b""))
 
 
+def test_pixels_of_32_bits_are_refused_before_training(tmp_path: Path) -> None:
+    write_split(tmp_path, train=4)
+    Image.fromarray(np.ones((8, 8), dtype=np.float32)).save(tmp_path / "train" / "cat" / "depth.tif")
+    with pytest.raises(DataError, match=r"depth\.tif") as refused:
+        check_images(find_images(tmp_path, FolderLayout()), bad_files=BadFiles("error"))
+    assert "32 bits" in refused.value.why
+
+
 def folder_with_bad_files(root: Path) -> Path:
     write_split(root, train=4)
     cats = root / "train" / "cat"

@@ -72,6 +72,9 @@ def test_captions_without_files_or_without_text_are_named(tmp_path: Path) -> Non
     table(tmp_path, [{"file_name": "0.png", "text": "zero"}, {"file_name": "7.png", "text": "seven"}])
     with pytest.raises(DataError, match=r"line 2 names 7\.png"):
         find_captioned(tmp_path, LAYOUT, "text")
+    table(tmp_path, [{"file_name": "0.png", "text": "zero"}])
+    with pytest.raises(DataError, match="1 picture with a caption"):
+        find_captioned(tmp_path, LAYOUT, "text")
     table(tmp_path, [{"file_name": "0.png", "caption": "zero"}])
     with pytest.raises(DataError, match=r"data\.text_column"):
         find_captioned(tmp_path, LAYOUT, "text")
@@ -85,10 +88,10 @@ def test_captions_without_files_or_without_text_are_named(tmp_path: Path) -> Non
 def test_a_picture_that_two_rows_name_is_refused(tmp_path: Path) -> None:
     for k in range(3):
         picture(tmp_path / f"{k}.png")
-    rows = [{"file_name": f"{k}.png", "text": f"number {k}", "label": k % 2} for k in (0, 1, 2, 0)]
-    table(tmp_path, rows)
+    names = ("0.png", "1.png", "2.png", "./0.png")
+    table(tmp_path, [{"file_name": name, "text": f"number {k}", "label": k % 2} for k, name in enumerate(names)])
     for find in (partial(find_captioned, column="text"), partial(find_classes, class_file=None)):
-        with pytest.raises(DataError, match=r"line 4 names 0\.png again") as refused:
+        with pytest.raises(DataError, match=r"line 4 names \./0\.png again") as refused:
             find(tmp_path, LAYOUT)
         assert "line 1" in refused.value.why
 

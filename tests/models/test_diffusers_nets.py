@@ -100,6 +100,28 @@ def test_a_folder_of_halves_shards_or_pickled_tensors_is_opened(tmp_path: Path, 
     assert_same_bits(opened.state_dict(), {name: value.float() for name, value in vae.state_dict().items()})
 
 
+def test_a_pipelines_vae_goes_by_two_names_and_one_without_the_part_is_named(tmp_path: Path) -> None:
+    folder = vae_folder(tmp_path / "latent" / "vqvae")
+    assert net_folder(str(tmp_path / "latent"), "vae", "model.vae") == folder
+    (tmp_path / "latent" / "model_index.json").write_text("{}")
+    with pytest.raises(ModelError, match="a pipeline without unet/: it has vqvae"):
+        net_folder(str(tmp_path / "latent"), "unet", "model.weights")
+
+
+def test_a_vae_of_gray_images_is_refused(tmp_path: Path) -> None:
+    gray = vae_config(channels=(8,), layers=1, latent_channels=2, image_size=8) | {"in_channels": 1, "out_channels": 1}
+    build_net(gray).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="in_channels=1, out_channels=1"):
+        open_net(tmp_path, ["AutoencoderKL"])
+
+
+def test_what_is_only_counted_reads_no_weights(tmp_path: Path) -> None:
+    folder = vae_folder(tmp_path)
+    (folder / "diffusion_pytorch_model.safetensors").unlink()
+    with torch.device("meta"):
+        assert all(weight.is_meta for weight in open_net(folder, ["AutoencoderKL"]).parameters())
+
+
 def test_whole_weights_come_before_halves_though_pickled(tmp_path: Path) -> None:
     vae = build_net(vae_config(channels=(8, 8), layers=1, latent_channels=2, image_size=8))
     vae.save_pretrained(tmp_path, safe_serialization=False)

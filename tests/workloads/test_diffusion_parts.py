@@ -15,6 +15,7 @@ from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, ModelError
 from halfstep.models.diffusers_nets import freeze_, open_net
 from halfstep.models.noise_schedule import NoiseSchedule
+from halfstep.run.planned_step import planned_step
 from halfstep.workloads.diffusion.data import open_pictures, square_pictures, to_bytes, unit_images
 from halfstep.workloads.diffusion.evaluate import distances, open_features
 from halfstep.workloads.diffusion.latents import round_trip, some_images
@@ -192,10 +193,10 @@ def some_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tried(folder: Path, data: Path, asked: str, *, simulated: bool = True) -> tuple[str, str]:
-    config = settings("diffusion", data).config.data
-    samples = square_pictures(open_pictures(config).train, 8)  # type: ignore[arg-type]
+    config = settings("diffusion", data, precision__simulate=simulated).config
+    samples = square_pictures(open_pictures(config.data).train, 8)  # type: ignore[arg-type]
     vae = freeze_(open_net(folder, ["AutoencoderKL"]))
-    choice = chosen_format(vae, round_trip, lambda: some_images(samples, CPU), CPU, asked, simulated=simulated)
+    choice = chosen_format(vae, round_trip, lambda: some_images(samples, CPU), CPU, asked, config.precision)
     return choice.name, choice.why
 
 
@@ -229,6 +230,14 @@ def test_trying_formats_leaves_onednn_as_it_was() -> None:
 
 def test_on_a_cpu_auto_is_fp32(tmp_path: Path, some_pictures: Path) -> None:
     assert tried(vae_folder(tmp_path / "vae"), some_pictures, "auto", simulated=False)[0] == "fp32"
+
+
+def test_frozen_networks_are_counted_without_their_weights_and_beside_tf32(tmp_path: Path, some_pictures: Path) -> None:
+    folders = {"model__vae": vae_folder(tmp_path / "vae"), "model__text_encoder": text_folder(tmp_path / "text")}
+    wish = {name: str(folder) for name, folder in folders.items()} | {"model__conditioning": "text"}
+    smaller = {"model__channels": [8], "model__attention": [], "model__attention_head_dim": 2}
+    config = settings("diffusion", some_pictures, **wish, **smaller, precision__modules={"vae": "fp32"}).config
+    assert planned_step(config, {"classes": []}).traces("tf32", "none", 2, chains=False)
 
 
 # --- pictures ---

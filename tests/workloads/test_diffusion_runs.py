@@ -75,6 +75,17 @@ def test_a_model_learns_and_half_formats_learn_as_well(data: Path, tmp_path: Pat
         assert found["mse"] == pytest.approx(exact["mse"], rel=0.05), precision
 
 
+def test_a_vae_computes_in_tf32_where_the_run_does(data: Path, vae: str, tmp_path: Path) -> None:
+    """TF32 is one switch: no part of such a run can stay in fp32."""
+    wish = {"precision__default": "tf32", "precision__simulate": True, "model__vae": vae, "train__max_steps": 1}
+    run = train(settings("diffusion", data, **wish), out=tmp_path / "run")
+    assert load(str(run / "config.yaml")).config.precision.modules == {"vae": "tf32"}
+    resume(run, "train.max_steps=2")
+    auto = wish | {"precision__simulate": False, "precision__modules": {"vae": "auto"}}
+    found = building.build(settings("diffusion", data, **auto).config)  # type: ignore[arg-type]
+    assert found.settled["precision.modules"] == {"vae": "tf32"}
+
+
 @pytest.mark.parametrize("kind", ["class", "text"])
 def test_conditions_reach_the_network(data: Path, vae: str, text: str, tmp_path: Path, kind: str) -> None:
     wish: dict[str, Any] = {"model__conditioning": kind, "model__target": "v", "model__min_snr_gamma": 5}
@@ -282,7 +293,7 @@ def test_exported_pixels_open_in_a_pipeline_and_here(data: Path, vae: str, tmp_p
     wish = {"model__weights": str(run / "model"), "train__max_steps": 1, "optimizer__lr": 1e-12}
     again = train(settings("diffusion", data, **wish), out=tmp_path / "again")
     torch.testing.assert_close(newest(again).model["conv_in.weight"], newest(run).ema["conv_in.weight"])
-    refused("3 channels, here are 2", data, model__weights=str(run / "model"), model__vae=vae)
+    refused("3 channels, latents of the VAE have 2", data, model__weights=str(run / "model"), model__vae=vae)
 
 
 def test_exported_latent_and_text_models_open_in_pipelines(data: Path, vae: str, text: str, tmp_path: Path) -> None:
@@ -290,6 +301,8 @@ def test_exported_latent_and_text_models_open_in_pipelines(data: Path, vae: str,
     pipeline = LDMPipeline.from_pretrained(plain / "model", low_cpu_mem_usage=False)
     pipeline.set_progress_bar_config(disable=True)
     assert pipeline(batch_size=1, num_inference_steps=2, output_type="np").images.shape == (1, 8, 8, 3)
+    ours = str(plain / "model")
+    building.build(settings("diffusion", data, model__weights=ours, model__vae=ours).config)  # type: ignore[arg-type]
     wish = {"model__conditioning": "text", "model__text_encoder": text, "model__attention": [0], "model__vae": vae,
             "model__attention_head_dim": 2}  # fmt: skip
     told = train(settings("diffusion", data, train__max_steps=1, **wish), out=tmp_path / "told")

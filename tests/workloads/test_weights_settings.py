@@ -84,6 +84,18 @@ def test_a_latent_models_pictures_are_larger_by_its_vae(data: Path, tmp_path: Pa
     assert adopted(config).config.data.image_size == 16  # type: ignore[arg-type]
 
 
+def test_a_latent_model_is_not_trained_on_pixels_by_mistake(data: Path, tmp_path: Path) -> None:
+    """Latents of three channels look like pictures."""
+    weights = pipeline(tmp_path / "theirs")
+    vae_folder(weights / "vqvae")
+    with pytest.raises(ConfigError, match="is a latent model") as refused:
+        adopted(asked(data, weights).config)  # type: ignore[arg-type]
+    assert f"model.vae={weights}" in refused.value.fix
+    adopted(asked(data, weights / "unet").config)  # type: ignore[arg-type]
+    with_its_vae = asked(data, weights, model__vae=str(weights)).config
+    assert adopted(with_its_vae).config.data.image_size == 16  # type: ignore[arg-type]
+
+
 def test_a_unet_alone_leaves_the_settings_alone(data: Path, tmp_path: Path) -> None:
     weights = pipeline(tmp_path / "theirs")
     (weights / "unet").rename(tmp_path / "unet")
@@ -95,7 +107,7 @@ def test_a_unet_alone_leaves_the_settings_alone(data: Path, tmp_path: Path) -> N
     ("theirs", "said"),
     [
         ({"beta_schedule": "sigmoid"}, "'sigmoid'"),
-        ({"trained_betas": [0.1] * 40}, "is not built here"),
+        ({"trained_betas": [0.1] * 40}, "'trained_betas'"),
         ({"prediction_type": "epsilon", "rescale_betas_zero_snr": True}, "the last timestep is the noise itself"),
     ],
 )
@@ -152,7 +164,12 @@ def test_the_unets_own_folder_is_trained_by_ones_own_settings_where_its_process_
 
 @pytest.mark.parametrize(
     ("form", "said"),
-    [({"out_channels": 6}, "gives 6 channels for 3"), ({"class_embed_type": "timestep"}, "class_embed_type=timestep")],
+    [
+        ({"out_channels": 6}, "gives 6 channels for 3"),
+        ({"class_embed_type": "timestep"}, "class_embed_type=timestep"),
+        ({"in_channels": 7}, r"takes 7 channels, pictures have 3[\s\S]*inpainting"),
+        ({"in_channels": 1, "out_channels": 1}, r"takes 1 channel, pictures have 3[\s\S]*model\.vae=DIR"),
+    ],
 )
 def test_a_unet_that_learns_or_is_told_more_is_refused(
     data: Path, tmp_path: Path, form: dict[str, Any], said: str

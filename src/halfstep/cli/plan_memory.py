@@ -101,6 +101,8 @@ def _planned(words: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | 
     wish = flags["precision"]
     name = precision_name(str(wish), "--precision") if wish else "auto"
     precisions = precisions_of(hardware) if name == "auto" else (name,)
+    if name == "auto" and "fp32" in config.precision.modules.values():
+        precisions = tuple(one for one in precisions if one != "tf32")  # a run refuses to mix the two
     modes = (shown,) if mode else MODES
     levels = levels_of(planner, config)
     rows = [_row(planner, config, shown, modes, p, setting) for p in precisions for setting in levels]

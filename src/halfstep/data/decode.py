@@ -69,6 +69,8 @@ def open_picture(path: Path) -> Iterator[Picture]:
     except UNREADABLE as error:
         raise unreadable(path, error) from error
     with image:
+        if image.mode in ("I", "F") and image.format != "PNG":
+            raise unreadable(path, ValueError(f"pixels of 32 bits (mode {image.mode}) have no defined brightness"))
         yield Picture(path, image)
 
 
@@ -79,10 +81,8 @@ def check_picture(path: Path) -> None:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode in SIXTEEN_BIT_MODES or (image.mode == "I" and image.format == "PNG"):
+    if image.mode in (*SIXTEEN_BIT_MODES, "I"):  # a PNG of 16 bits may open as I
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    elif image.mode in ("I", "F"):
-        raise ValueError(f"a picture of {image.mode} pixels (32 bits) has no defined brightness")
     elif image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     if image.mode == "RGB":

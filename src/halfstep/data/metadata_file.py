@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,8 @@ def _rows(table: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Line numbers and rows; a picture that two of them name would count twice, perhaps on both sides of a split."""
     lines: dict[str, int] = {}
     for number, row in _read(table):
-        if (first := lines.setdefault(str(row.get(FILE_COLUMN)), number)) != number:
+        name = os.path.normpath(str(row.get(FILE_COLUMN)))  # ./1.png is 1.png
+        if (first := lines.setdefault(name, number)) != number:
             raise DataError(
                 f"{table}, line {number} names {row[FILE_COLUMN]} again",
                 why=f"line {first} does already, and a picture has one row",
@@ -128,7 +130,7 @@ def _parsed(table: Path, number: int, line: str) -> dict[str, Any]:
         raise DataError(f"{table}, line {number} is not JSON", why=str(error)) from error
     if not isinstance(row, dict):
         raise DataError(
-            f"{table}, line {number} holds no object", fix='a line is {"file_name": "1.png", "label": "cat"}'
+            f"{table}, line {number} holds no object", fix='a line is {"file_name": "1.png", "text": "a cat"}'
         )
     return row
 
@@ -152,7 +154,12 @@ def _label(table: Path, number: int, row: dict[str, Any], columns: Sequence[str]
 def _picture(table: Path, number: int, row: dict[str, Any], root: Path) -> Path:
     name = row.get(FILE_COLUMN)
     if not isinstance(name, str) or not name:
-        raise DataError(f"{table}, line {number} has no {FILE_COLUMN}", why=f"it has {some_of(row, 10)}")
+        raise DataError(
+            f"{table}, line {number} has no {FILE_COLUMN}",
+            why=f"it has {some_of(row, 10)}",
+            fix=f"each line names its picture in {FILE_COLUMN}"
+            + ("; columns are separated by commas" if table.suffix == ".csv" else ""),
+        )
     path = table.parent / name
     if not path.is_file():
         raise DataError(f"{table}, line {number} names {name}, which is not there", fix="add the picture, or drop it")

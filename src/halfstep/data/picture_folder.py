@@ -48,6 +48,7 @@ def find_captioned(root: Path, layout: FolderLayout, column: str) -> CaptionedFo
         {path: text for folder in folders for path, text in captions_in(folder, root, column).items()}
         for folders in (train_folders, val_folders)
     )
+    _refuse_few(root, len(train) + len(val), "with a caption", "add captions to the table, a line for each picture")
     in_order = [sorted(found, key=lambda path: natural_key(str(path))) for found in (train, val)]
     images = _divided(root, in_order[0], in_order[1], layout, divided=bool(val_folders))
     bare = sum(len(pictures_below(folder)) for folder in {*train_folders, *val_folders}) - len(train | val)
@@ -108,10 +109,10 @@ def _divided(root: Path, train: list[Path], val: list[Path], layout: FolderLayou
     return ImageFolder(root=root, classes=("",), train=listings[0], val=listings[1], val_source=source)
 
 
-def _refuse_few(root: Path, found: int) -> None:
+def _refuse_few(root: Path, found: int, which: str = "", fix: str = "") -> None:
     if found < FEWEST:
         raise DataError(
-            f"{root} holds {counted(found, 'picture')}",
+            f"{root} holds {counted(found, 'picture')} {which}".rstrip(),
             why=f"at least {FEWEST} are needed: one to train on, one to validate with",
-            fix="add pictures (" + " ".join(PICTURES) + "), or check --data-dir (data.dir)",
+            fix=fix or "add pictures (" + " ".join(PICTURES) + "), or check --data-dir (data.dir)",
         )

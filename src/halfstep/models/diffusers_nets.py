@@ -22,6 +22,9 @@ LARGEST_NORM_GROUPS, FEWEST_IN_GROUP = 32, 4
 bright it is."""
 WEIGHT_FILE = re.compile(r"(diffusion_pytorch_|pytorch_)?model[.-].*(safetensors|bin)")
 VAE, UNET, TEXT_UNET = "AutoencoderKL", "UNet2DModel", "UNet2DConditionModel"
+IMAGE_CHANNELS = 3
+OTHER_NAMES = {"vae": ("vqvae",)}
+"""Of parts: LDMPipeline has its VAE in another folder."""
 Net = Any
 """A network of diffusers', which has no types."""
 
@@ -105,26 +108,44 @@ def config_of(net: Net) -> dict[str, Any]:
 def net_folder(folder: str, part: str, setting: str) -> Path:
     """Where a network lies: in the folder itself, or in the one that a pipeline keeps it in."""
     root = Path(folder).expanduser()
-    for place in (root, root / part, root / "model" / part):
+    names = (part, *OTHER_NAMES.get(part, ()))
+    for place in (root, *(top / name for top in (root, root / "model") for name in names)):
         if (place / "config.json").is_file():
             return place
-    why_not = f"neither it nor {part}/ in it holds a config.json"
-    what = "there is no such folder" if not root.exists() else "it is a file" if root.is_file() else why_not
     raise ModelError(
-        f"{setting}={folder}: {what}",
+        f"{setting}={folder}: {_why_not(root, part)}",
         why="a folder of this machine is needed; nothing is downloaded",
         fix="a folder that save_pretrained wrote, or model/ of a run",
     )
 
 
+def _why_not(root: Path, part: str) -> str:
+    if not root.is_dir():
+        return "it is a file" if root.exists() else "there is no such folder"
+    if (root / "model_index.json").is_file():
+        held = sorted(path.parent.name for path in root.glob("*/config.json"))
+        return f"it is a pipeline without {part}/: it has {', '.join(held) or 'no networks'}"
+    return f"neither it nor {part}/ in it holds a config.json"
+
+
 def open_net(folder: Path, expected: Sequence[str]) -> Net:
     """The network that a folder of diffusers' holds."""
     try:
-        name = str(json.loads((folder / "config.json").read_text()).get("_class_name"))
-    except (OSError, ValueError) as error:
+        config = dict(json.loads((folder / "config.json").read_text()))
+        name = str(config.get("_class_name"))
+    except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"cannot read {folder / 'config.json'}", why=str(error)) from error
     if name not in expected:
         raise ModelError(f"{folder} holds another network: {name}", fix=f"a folder of {' or '.join(expected)}")
+    channels = [config.get(end, IMAGE_CHANNELS) for end in ("in_channels", "out_channels")]
+    if name == VAE and channels != [IMAGE_CHANNELS] * 2:
+        raise ModelError(
+            f"the VAE in {folder} has in_channels={channels[0]!r}, out_channels={channels[1]!r}",
+            why=f"pictures are RGB here: {IMAGE_CHANNELS} channels",
+            fix="another VAE",
+        )
+    if is_counted():
+        return build_net(config).train()
     try:
         net = diffusers_class(name).from_pretrained(
             folder, local_files_only=True, torch_dtype=torch.float32, low_cpu_mem_usage=False, **which_files(folder)
@@ -136,6 +157,11 @@ def open_net(folder: Path, expected: Sequence[str]) -> Net:
     if broken := [name for name, tensor in net.state_dict().items() if not bool(tensor.isfinite().all())]:
         raise ModelError(f"the weights in {folder} are not finite: {broken[0]}", fix="another copy, in fp32 or bf16")
     return net.train()
+
+
+def is_counted() -> bool:
+    """Whether networks are built on meta, to count what they cost: nobody reads their weights."""
+    return torch.get_default_device().type == "meta"
 
 
 def which_files(folder: Path) -> dict[str, Any]:

@@ -147,7 +147,12 @@ class PlannedStep:
 
     def _placed(self, precision: str, recompute: Recompute) -> Plan:
         model, frozen = self.workload.model, modules_of(self.workload.frozen)
-        wish = self.config.precision.model_copy(update={"default": precision, "simulate": False, "strict": False})
+        parts = self.config.precision.modules
+        if precision == "tf32":  # parts in fp32 take the same memory; that both cannot hold together is a run's concern
+            parts = {name: "tf32" if asked == "fp32" else asked for name, asked in parts.items()}
+        wish = self.config.precision.model_copy(
+            update={"default": precision, "simulate": False, "strict": False, "modules": parts}
+        )
         decided = decide(wish, known_gpu(HAS_ALL_FORMATS), model, frozen=frozen)
         plan = dataclasses.replace(decided, device="cpu", simulated=False)
         plan.apply(model)

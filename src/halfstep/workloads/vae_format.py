@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.config.schema import RunConfig
+from halfstep.config.schema import PrecisionConfig, RunConfig
 from halfstep.errors import ConfigError, ModelError
 from halfstep.islands import fp32_island
 
@@ -39,13 +39,20 @@ def training_device(config: RunConfig) -> torch.device:
 
 
 def chosen_format(
-    vae: Any, trip: RoundTrip, images: Callable[[], Tensor], device: torch.device, asked: str, *, simulated: bool
+    vae: Any,
+    trip: RoundTrip,
+    images: Callable[[], Tensor],
+    device: torch.device,
+    asked: str,
+    precision: PrecisionConfig,
 ) -> Choice:
     """What `precision.modules: {vae: ...}` asks for, tried on real samples; a format it overflows in is refused."""
+    # TF32 is one switch for the whole process: a run that has it on cannot keep a part in fp32.
+    whole = "tf32" if precision.default == "tf32" else "fp32"
     if asked not in ("auto", *HALF):
         return Choice(name=asked, why="asked for")
-    if asked == "auto" and device.type == "cpu" and not simulated:
-        return Choice(name="fp32", why="auto: no half format is fast on a CPU")
+    if asked == "auto" and device.type == "cpu" and not precision.simulate:
+        return Choice(name=whole, why="auto: no half format is fast on a CPU")
     tried = images().to(device)
     errors = round_trip_errors(vae, trip, tried, tuple(HALF) if asked == "auto" else (asked,))
     finite = {name: error for name, error in errors.items() if error is not None}
@@ -60,7 +67,7 @@ def chosen_format(
         return Choice(name=asked, why=f"asked for; error of the round trip: {measured}")
     best = min(finite, key=lambda name: finite[name], default="")
     if not best or finite[best] > LARGEST_ERROR:
-        return Choice(name="fp32", why=f"auto: no half format stays below {LARGEST_ERROR:.0%} ({measured})")
+        return Choice(name=whole, why=f"auto: no half format stays below {LARGEST_ERROR:.0%} ({measured})")
     return Choice(name=best, why=f"auto: the smaller error of the round trip ({measured})")
 
 

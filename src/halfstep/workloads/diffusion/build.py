@@ -25,7 +25,7 @@ from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
 from halfstep.workloads.diffusion.data import open_pictures, unit_images
 from halfstep.workloads.diffusion.latents import Encoder, open_samples, told_of_captions
 from halfstep.workloads.diffusion.make import Maker, check_steps
-from halfstep.workloads.diffusion.networks import Parts, frozen_parts, model_of, open_parts
+from halfstep.workloads.diffusion.networks import Parts, frozen_parts, model_of, open_parts, open_text
 from halfstep.workloads.diffusion.noising import Noising, schedule_of
 from halfstep.workloads.diffusion.scores import DenoisingMetrics, denoising_loss
 from halfstep.workloads.diffusion.weights_settings import Adopted, adopted
@@ -144,7 +144,7 @@ class Forward:
         }
 
 
-NUM_CLASSES, NUM_TOKENS = 10, 77
+NUM_CLASSES = 10
 
 
 def random_store(config: DiffusionConfig | VaeConfig) -> dict[str, Any]:
@@ -157,8 +157,11 @@ def random_batch(config: DiffusionConfig | VaeConfig, store: Store) -> Batch:
     image = torch.randint(256, (size, side, side, 3), dtype=torch.uint8, generator=generator)
     label = torch.randint(NUM_CLASSES, (size,), generator=generator)
     batch = {"image": image, "label": label, "index": torch.arange(size)}
-    if isinstance(config, DiffusionConfig) and config.model.conditioning == "text":
-        batch["tokens"] = torch.randint(100, (size, NUM_TOKENS), generator=generator)
+    if isinstance(config, DiffusionConfig) and config.model.text_encoder:
+        with torch.device("meta"):
+            text = open_text(config.model.text_encoder)
+        vocabulary = int(text.encoder.config.vocab_size)
+        batch["tokens"] = torch.randint(vocabulary, (size, text.length), generator=generator)
     return batch
 
 

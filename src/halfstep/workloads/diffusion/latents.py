@@ -176,14 +176,14 @@ def open_samples(config: DiffusionConfig, data: PictureData, parts: Parts, store
 
 
 def vae_choice(config: DiffusionConfig, data: PictureData, parts: Parts) -> Choice:
-    """The VAE's format: as asked, fp32 in a run that computes so, else the better half one."""
-    asked = config.precision.modules.get("vae")
-    if asked is None and config.precision.default in ("fp32", "tf32"):
-        return Choice(name="fp32", why=f"as the run, which computes in {config.precision.default}")
-    device, simulated = training_device(config), config.precision.simulate
+    """The VAE's format: as asked, else that of a run in fp32 or TF32, else the better half one."""
+    asked, default = config.precision.modules.get("vae"), config.precision.default
+    if asked is None and default in ("fp32", "tf32"):
+        return Choice(name=default, why="as the run")
+    device = training_device(config)
     samples = square_pictures(data.train, config.data.image_size)
     return chosen_format(
-        parts.vae, round_trip, lambda: some_images(samples, device), device, asked or "auto", simulated=simulated
+        parts.vae, round_trip, lambda: some_images(samples, device), device, asked or "auto", config.precision
     )
 
 

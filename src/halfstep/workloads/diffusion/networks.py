@@ -13,9 +13,10 @@ from torch import Tensor
 
 from halfstep.data import noise
 from halfstep.data.files import some_of
-from halfstep.errors import ConfigError, ModelError
+from halfstep.errors import ConfigError, ModelError, counted
 from halfstep.islands import fp32_island
 from halfstep.models.diffusers_nets import (
+    IMAGE_CHANNELS,
     TEXT_UNET,
     UNET,
     VAE,
@@ -24,6 +25,7 @@ from halfstep.models.diffusers_nets import (
     check_side,
     freeze_,
     halvings,
+    is_counted,
     net_folder,
     open_net,
     set_checkpointing,
@@ -34,7 +36,6 @@ from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.parts import FrozenPart
 from halfstep.workloads.workload import Batch
 
-IMAGE_CHANNELS = 3
 MORE_CONDITIONS = ("addition_embed_type", "encoder_hid_dim", "class_embed_type", "time_cond_proj_dim")
 """Settings of diffusers' U-Nets that need inputs of their own."""
 SHOWN_CLASSES = 5
@@ -115,9 +116,14 @@ def _check_fits(model: Net, config: DiffusionConfig, parts: Parts) -> None:
     source, found = config.model.weights, model.config
     channels, conditions = parts.shape[0], parts.conditions
     if int(found.in_channels) != channels:
+        takes_more = found.in_channels > found.out_channels
         raise ConfigError(
-            f"the U-Net of {source} takes {found.in_channels} channels, here are {channels}",
-            fix="a latent model needs its VAE: model.vae=DIR" if channels == IMAGE_CHANNELS else "another model.vae",
+            f"the U-Net of {source} takes {counted(int(found.in_channels), 'channel')}, "
+            f"{'pictures' if parts.vae is None else 'latents of the VAE'} have {channels}",
+            why="a mask or an image beside the noised sample, as inpainting has it, is not built here"
+            if takes_more
+            else "a latent model needs the VAE it was trained with",
+            fix="another model.weights" if takes_more else "its VAE: model.vae=DIR, or another model.weights",
         )
     if int(found.out_channels) != channels:
         raise ConfigError(
@@ -233,12 +239,15 @@ def open_text(folder: str) -> TextConditions:
     place = net_folder(folder, "text_encoder", "model.text_encoder")
     words = place.parent / "tokenizer" if (place.parent / "tokenizer").is_dir() else place
     try:
-        from transformers import CLIPTextModel, CLIPTokenizer
+        from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
         with quiet_transformers():
-            encoder = CLIPTextModel.from_pretrained(
-                place, local_files_only=True, dtype=torch.float32, **which_files(place)
-            )
+            if is_counted():
+                encoder = CLIPTextModel(CLIPTextConfig.from_pretrained(place, local_files_only=True))
+            else:
+                encoder = CLIPTextModel.from_pretrained(
+                    place, local_files_only=True, dtype=torch.float32, **which_files(place)
+                )
         tokenizer = CLIPTokenizer.from_pretrained(words, local_files_only=True)
     except ImportError as error:
         raise ModelError("transformers is not installed", fix="pip install 'halfstep[diffusion]'") from error

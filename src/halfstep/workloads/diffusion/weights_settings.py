@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from halfstep.errors import ConfigError, ModelError
-from halfstep.models.diffusers_nets import halvings, net_folder
+from halfstep.models.diffusers_nets import OTHER_NAMES, halvings, net_folder
 from halfstep.workloads.diffusion.config import DiffusionConfig, NoiseConfig
 from halfstep.workloads.diffusion.make import THEIR_SCHEDULES, THEIR_TARGETS
 
@@ -45,6 +45,7 @@ def adopted(config: DiffusionConfig) -> Adopted:
     if not config.model.weights:
         return Adopted(config=config)
     unet = net_folder(config.model.weights, "unet", "model.weights")
+    _refuse_latents_as_pixels(config, unet)
     schedule, notes = _schedule(config.model.weights, unet)
     theirs, settled = {**schedule, **_size(config, unet)}, {}
     for path, value in theirs.items():
@@ -73,6 +74,18 @@ def _checked(config: DiffusionConfig, settled: Mapping[str, Any]) -> DiffusionCo
     return config
 
 
+def _refuse_latents_as_pixels(config: DiffusionConfig, unet: Path) -> None:
+    """A latent of three channels would pass for a picture; whoever names the U-Net's own folder means pictures."""
+    weights, pipeline = Path(str(config.model.weights)).expanduser(), unet.parent
+    has_vae = any((pipeline / name / "config.json").is_file() for name in ("vae", *OTHER_NAMES["vae"]))
+    if has_vae and not config.model.vae and unet != weights:
+        raise ConfigError(
+            f"model.weights={weights} is a latent model, and model.vae is not set",
+            why="its U-Net has seen latents, never pixels",
+            fix=f"model.vae={weights}; to begin with pixels all the same: model.weights={unet}",
+        )
+
+
 def _schedule(weights: str, unet: Path) -> tuple[dict[str, Any], list[str]]:
     """By our paths, and what to note; nothing where a U-Net lies alone."""
     path = unet.parent / "scheduler" / "scheduler_config.json"
@@ -95,8 +108,10 @@ def _schedule(weights: str, unet: Path) -> tuple[dict[str, Any], list[str]]:
 def _noise(found: Mapping[str, Any], path: Path) -> tuple[NoiseConfig, str]:
     """The process in our settings, and what is wrong with it; mostly nothing."""
     schedule, target = found.get("beta_schedule", ""), found.get("prediction_type", "epsilon")
+    if found.get("trained_betas") is not None:
+        schedule = "trained_betas"
     is_known = schedule in list(OUR_SCHEDULES) and target in list(OUR_TARGETS)  # a file's value may have no hash
-    if found.get("trained_betas") is not None or not is_known:
+    if not is_known:
         return NoiseConfig(), (
             f"{path} is of a process that is not built here: {found.get('_class_name')}, "
             f"beta_schedule {schedule!r}, prediction_type {target!r}"

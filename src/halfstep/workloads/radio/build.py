@@ -115,7 +115,7 @@ def _format(
         lambda: torch.cat(list(some_maps(data.train, MEASURED_ON_HOST, config.data.threshold))),
         device,
         modules["vae"],
-        simulated=config.precision.simulate,
+        config.precision,
     )
     settled = {"precision.modules": {**modules, "vae": choice.name}}
     return settled, (("first stage's format", f"{choice.name}: {choice.why}"),)
