@@ -105,6 +105,12 @@ class Draft:
             Declaration(topic=topic, value=value, spelled=spelled, place=place, rewrites=rewrites or {})
         )
 
+    def say_autocast(self, precision: str, key: str, rewrites: Mapping[str, tuple[Edit, ...]] | None = None) -> None:
+        """A precision of autocast's: fp16 comes with a scaler."""
+        self.say("precision", precision, key, rewrites)
+        if precision == "fp16":
+            self.say("scaling", "dynamic", key)
+
     def number(self, topic: Topic, key: str) -> None:
         """Say a number if the key holds one; `auto` is passed on as such."""
         node = self.root.get(key)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from halfstep.config.yaml_source import decoded
 from halfstep.errors import ConfigError
 
 MAX_BYTES = 600_000
@@ -41,13 +42,7 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path}: {error.strerror or error}", fix="check the path") from error
     if b"\0" in data:
         raise ConfigError(f"{path}: a binary file", fix="name YAML, JSON, TOML, Python or shell files")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise ConfigError(
-            f"{path}:{line}: not UTF-8 (byte 0x{data[error.start]:02x})", fix="save it as UTF-8"
-        ) from error
+    return decoded(data, path)
 
 
 def text_or_none(path: Path) -> str | None:

@@ -73,6 +73,10 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     if len(content) > MAX_BYTES:
         raise ConfigError(f"{path} has {len(content):,} bytes", why=f"a config is smaller than {MAX_BYTES:,} bytes")
+    return decoded(content, path)
+
+
+def decoded(content: bytes, path: Path) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -59,14 +59,12 @@ def read_precision(draft: Draft) -> None:
     # A bare `no` is a bool to YAML, and accelerate wants the word.
     spelled = {**ACCELERATE_WORDS, "'no'" if not node.quote else "no": "fp32"}
     words = {precision: (node.rewritten(word),) for word, precision in spelled.items()}
-    draft.say("precision", precision, key, words if key == "mixed_precision" else None)
+    draft.say_autocast(precision, key, words if key == "mixed_precision" else None)
     cast = draft.facts["strategy"] == "deepspeed" and precision in ("bf16", "fp16")
     draft.say("weights", f"{precision} + fp32 master" if cast else "fp32", key)
     if cast and precision == "bf16" and not deepspeed_file(draft.root):
         message = "with DEEPSPEED bf16 casts the weights (and keeps an fp32 master): it is not autocast"
         draft.find("deepspeed-bf16-weights", message, key, fix="for fp32 weights use another distributed_type")
-    if precision == "fp16":
-        draft.say("scaling", "dynamic", key)
     if draft.facts["strategy"] == "fsdp" and precision in ("bf16", "fp16"):
         draft.say("reduce", precision, key)
         # FullyShardedDataParallelPlugin.set_mixed_precision: param, reduce and buffer dtype are all this one.

@@ -140,9 +140,7 @@ def read_accelerate_launch(root: Node) -> Source:
     word = root.scalar_at("mixed_precision")
     precision = accelerate_precision(root)
     if precision is not None:
-        draft.say("precision", precision, "mixed_precision")
-        if precision == "fp16":
-            draft.say("scaling", "dynamic", "mixed_precision")
+        draft.say_autocast(precision, "mixed_precision")
     elif word is not None:
         message = f"accelerate launch --mixed_precision {word}: no such choice"
         draft.find("unknown-value", message, "mixed_precision", fix=f"one of {', '.join(ACCELERATE_WORDS)}")

@@ -34,9 +34,7 @@ def read_precision(draft: Draft, fsdp: Node | None) -> None:
         draft.find("unknown-value", message, "precision", fix=f"one of {', '.join(COMPOSER_WORDS)}")
         return
     rewrites = {p: draft.edit("precision", name) for name, p in COMPOSER_WORDS.items()}
-    draft.say("precision", precision, "precision", rewrites)
-    if precision == "fp16":
-        draft.say("scaling", "dynamic", "precision")
+    draft.say_autocast(precision, "precision", rewrites)
     policy = str(fsdp.scalar_at("mixed_precision") if fsdp is not None else "").upper()
     if fsdp is not None and policy == "PURE" and precision in ("bf16", "fp16"):
         block = "fsdp_config" if draft.root.has("fsdp_config") else "parallelism_config.fsdp"

@@ -32,9 +32,7 @@ def read_accelerate(draft: Draft) -> None:
         if precision is None:
             draft.find("unknown-value", f"{key}={word}", key, fix=f"one of {', '.join(ACCELERATE_WORDS)}")
         else:
-            draft.say("precision", precision, key)
-            if precision == "fp16":
-                draft.say("scaling", "dynamic", key)
+            draft.say_autocast(precision, key)
     draft.number("accumulate", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
 
 

@@ -33,10 +33,8 @@ def say_precision(draft: Draft, key: str) -> None:
     except ConfigError as error:
         draft.find("unknown-value", error.what, key, fix=error.fix)
         return
-    draft.say("precision", precision.removesuffix("-true"), key, {name: draft.edit(key, name) for name in PRECISIONS})
+    draft.say_autocast(precision.removesuffix("-true"), key, {name: draft.edit(key, name) for name in PRECISIONS})
     draft.say("weights", "bf16" if precision == "bf16-true" else "fp32", key)
-    if precision == "fp16":
-        draft.say("scaling", "dynamic", key)
 
 
 SECTIONS = ("", "training.", "train.", "trainer.", "amp.", "environment.", "runtime.")
@@ -147,7 +145,5 @@ def say_flat(draft: Draft, section: str, name: str) -> None:
     if draft.root.has(key):
         for word, precision in (("bfloat16", "bf16"), ("float16", "fp16")):
             rewrites[precision] = draft.edit(switch, true) + draft.edit(key, word)
-    draft.say("precision", dtype if on else "fp32", switch, rewrites)
+    draft.say_autocast(dtype if on else "fp32", switch, rewrites)
     draft.say("weights", "fp32", switch)
-    if on and dtype == "fp16":
-        draft.say("scaling", "dynamic", switch)

@@ -202,10 +202,8 @@ def accelerator_call(arguments: Node) -> Source:
             draft.find("unknown-value", message, "mixed_precision", fix=f"one of {', '.join(ACCELERATE_WORDS)}")
         else:
             rewrites = {p: draft.edit("mixed_precision", w) for w, p in ACCELERATE_WORDS.items()}
-            draft.say("precision", precision, "mixed_precision", rewrites)
+            draft.say_autocast(precision, "mixed_precision", rewrites)
             draft.say("weights", "fp32", "mixed_precision")
-            if precision == "fp16":
-                draft.say("scaling", "dynamic", "mixed_precision")
     draft.number("accumulate", "gradient_accumulation_steps")
     return draft.source()
 

@@ -72,10 +72,8 @@ def say_precision(draft: Draft, prefix: str, precision: str) -> None:
     off = draft.edit(prefix + precision, "False" if draft.root.path.endswith(".py") else "false")
     on = tuple(edit for edit in draft.edit(prefix + other, "True" if draft.root.path.endswith(".py") else "true"))
     rewrites = {"fp32": off} | ({other: off + on} if on else {})
-    draft.say("precision", precision, prefix + precision, rewrites)
+    draft.say_autocast(precision, prefix + precision, rewrites)
     say_weights(draft, prefix, precision)
-    if precision == "fp16":
-        draft.say("scaling", "dynamic", prefix + precision)
 
 
 def say_weights(draft: Draft, prefix: str, precision: str) -> None:
