@@ -21,11 +21,11 @@ from halfstep.data.loader import (
     NamedSamples,
     WholeBatches,
     WorkerBatches,
-    _is_there,
     offers,
 )
 from halfstep.data.prefetch import prefetch
 from halfstep.data.seeds import generator_for
+from halfstep.disk import is_alive
 from halfstep.errors import DataError
 from warm_processes import process
 
@@ -219,9 +219,9 @@ def test_a_run_that_ended_and_was_not_asked_how_is_not_there() -> None:
         while is_running(ended.pid) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert os.path.exists(f"/proc/{ended.pid}")
-        assert not _is_there(ended.pid)
-    assert not _is_there(ended.pid)
-    assert _is_there(os.getpid())
+        assert not is_alive(ended.pid)
+    assert not is_alive(ended.pid)
+    assert is_alive(os.getpid())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers elsewhere are left to torch")
@@ -230,7 +230,7 @@ def test_a_run_is_there_whose_name_was_cut_in_the_middle_of_a_letter() -> None:
     Path("/proc/self/comm").write_bytes(name)
     try:
         assert name in Path("/proc/self/stat").read_bytes()
-        assert _is_there(os.getpid())
+        assert is_alive(os.getpid())
     finally:
         Path("/proc/self/comm").write_bytes(b"python")
 

@@ -13,7 +13,7 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.step.adamw8bit import AdamW8bit
 from halfstep.step.adamw_bf16 import AdamWBf16
-from halfstep.step.half_weights import hashed, hashed_number, joined, key_of, split, stochastic
+from halfstep.step.half_weights import hashed, joined, key_of, split, stochastic
 from halfstep.step.step import Step
 
 KINDS = (AdamWBf16, AdamW8bit)
@@ -91,7 +91,7 @@ def test_values_that_bf16_has_and_values_that_are_none_are_not_rounded() -> None
 
 def test_the_hash_of_a_number_is_that_of_a_tensor() -> None:
     numbers = torch.tensor([0, 1, 12345, 2**31, 2**32 - 1])
-    assert hashed(numbers).tolist() == [hashed_number(int(number)) for number in numbers]
+    assert hashed(numbers).tolist() == [hashed(int(number)) for number in numbers]
 
 
 # --- optimizers ---

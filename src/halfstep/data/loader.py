@@ -11,7 +11,6 @@ threads read ahead, and nothing is sent between processes.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import os
@@ -30,6 +29,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
 
 from halfstep.data.seeds import generator_for
+from halfstep.disk import is_alive
 from halfstep.errors import DataError, HalfstepError, counted
 
 Key = TypeVar("Key")
@@ -304,22 +304,8 @@ def _leave_signals_to_the_run(run: int, worker: int) -> None:
 
 
 def _end_with(run: int) -> None:
-    while _is_there(run):
+    while is_alive(run):
         word = signal.sigtimedwait({signal.SIGTERM}, LOOK_S)
         if word is not None and word.si_pid == run:
             break
     os._exit(0)
-
-
-def _is_there(process: int) -> bool:
-    """Not one that has ended and waits for somebody to ask how, as it may for ever."""
-    with contextlib.suppress(OSError):  # no /proc here
-        # As bytes: the name in it is cut at the fifteenth, be it in the middle of a letter.
-        return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # of another user
-        return True
-    return True

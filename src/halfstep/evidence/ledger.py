@@ -15,7 +15,7 @@ from halfstep.errors import counted
 from halfstep.evidence.findings import Expected, Finding, findings, is_as_planned
 from halfstep.evidence.observer import OUTSIDE, Observer, Product, Seen
 from halfstep.evidence.operations import format_of
-from halfstep.precision.plan import ROOT, Plan
+from halfstep.precision.plan import ROOT, Plan, aligned
 
 WORTH_NAMING = 0.005
 """Share of the FLOPs from which a module is named in the summary."""
@@ -274,7 +274,7 @@ def rendered(ledger: Ledger) -> str:
         body = [(*cells, percent(row.time_share)) for cells, row in zip(body, rows, strict=True)]
     hidden = len(ledger.rows) - len(rows)
     more = [f"and {counted(hidden, 'more module')} as planned or without matmuls (--json has all)"] if hidden else []
-    lines = [f"{ledger.mode}: {ledger.summary}", *ledger.notes, "", *_table([titles, *body]), *more]
+    lines = [f"{ledger.mode}: {ledger.summary}", *ledger.notes, "", *aligned([titles, *body]), *more]
     return "\n".join([*lines, *_listed(ledger.kernels), *_told(ledger.findings)])
 
 
@@ -287,7 +287,7 @@ def _listed(kernels: Sequence[KernelRow]) -> list[str]:
          or "not mapped", k.direction, k.format or "-", str(k.calls), percent(k.time_share))
         for k in shown
     ]  # fmt: skip
-    return ["", *_table([("kernel", "modules", "direction", "format", "calls", "time"), *body])] if shown else []
+    return ["", *aligned([("kernel", "modules", "direction", "format", "calls", "time"), *body])] if shown else []
 
 
 def _told(found: Sequence[Finding]) -> list[str]:
@@ -301,8 +301,3 @@ def _told(found: Sequence[Finding]) -> list[str]:
         lines += [f"    and {len(group) - MOST_ALIKE} more modules likewise"] if len(group) > MOST_ALIKE else []
         lines += [f"    why: {why}", f"    fix: {fix}"]
     return lines
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

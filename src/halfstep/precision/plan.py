@@ -137,7 +137,7 @@ def render(plan: Plan) -> str:
     if plan.rows or plan.frozen:
         rows = folded((*plan.rows, *plan.frozen))
         body = [(_names(names), row.storage, row.compute, row.reason) for names, row in rows]
-        lines += ["", *_table([("module", "storage", "compute", "why"), *body])]
+        lines += ["", *aligned([("module", "storage", "compute", "why"), *body])]
     return "\n".join(lines + [f"warning: {warning}" for warning in plan.warnings])
 
 
@@ -148,6 +148,7 @@ def _names(names: tuple[str, ...]) -> str:
     return f"{len(names)} modules: {shown}"
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
+def aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines of a table."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

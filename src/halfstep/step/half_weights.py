@@ -17,7 +17,7 @@ position, so a resumed run draws what the first one would have drawn, on any dev
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ MASK = 0xFFFF_FFFF
 FIRST, SECOND = 0x7FEB352D, 0x846CA68B
 """Multipliers of Wellons' hash "lowbias32", whose every bit of output depends evenly on every bit of input."""
 STEPS, NUMBERS = 0x9E3779B1, 0x85EBCA77  # odd numbers that set steps and parameters apart
+Whole = TypeVar("Whole", int, Tensor)
 
 
 def joined(high: Tensor, low: Tensor) -> Tensor:
@@ -54,20 +55,12 @@ def stochastic(values: Tensor, key: Tensor) -> Tensor:
 
 def key_of(seed: int, number: int, step: Tensor) -> Tensor:
     """What tells this parameter's draws in this step from all others; on the device, as the step's number is."""
-    return hashed(step.long() * STEPS + hashed_number(seed * NUMBERS + number))
+    return hashed(step.long() * STEPS + hashed(seed * NUMBERS + number))
 
 
-def hashed(numbers: Tensor) -> Tensor:
-    """32 bits of each whole number, in int64."""
+def hashed(numbers: Whole) -> Whole:
+    """32 bits of a number, or of each number of a tensor of int64."""
     bits = numbers & MASK
-    bits = (bits ^ bits >> 16) * FIRST & MASK
-    bits = (bits ^ bits >> 15) * SECOND & MASK
-    return bits ^ bits >> 16
-
-
-def hashed_number(number: int) -> int:
-    """The same of a Python number."""
-    bits = number & MASK
     bits = (bits ^ bits >> 16) * FIRST & MASK
     bits = (bits ^ bits >> 15) * SECOND & MASK
     return bits ^ bits >> 16

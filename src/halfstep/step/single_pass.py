@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from halfstep.step.adamw_bf16 import LOW, AdamWBf16
 from halfstep.step.flat import is_dense
-from halfstep.step.half_weights import NUMBERS, STEPS, hashed, hashed_number, is_kept_in_half
+from halfstep.step.half_weights import NUMBERS, STEPS, hashed, is_kept_in_half
 
 ALIGNMENT = 16  # bytes of one access
 
@@ -101,7 +101,7 @@ class GroupPass:
         """What sets this parameter's random numbers apart, as in `half_weights.key_of`."""
         if not isinstance(self.optimizer, AdamWBf16):
             return 0
-        return hashed_number(self.optimizer.seed * NUMBERS + self.optimizer.numbers[parameter])
+        return hashed(self.optimizer.seed * NUMBERS + self.optimizer.numbers[parameter])
 
     @property
     def fits_gradients(self) -> bool:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +21,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from halfstep.disk import is_alive
 from halfstep.errors import HalfstepError, RankLost
 
 LIMIT_S = 600.0  # how long a rank is waited for
@@ -170,10 +170,7 @@ class World(Share):
         host, process = self._where[rank]
         if host != socket.gethostname():
             return True
-        try:
-            return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-        except OSError:
-            return False
+        return is_alive(process)
 
     def wait(self, event: torch.cuda.Event) -> None:
         """For a step's facts, with a limit: a captured step whose peers are gone would never end."""
