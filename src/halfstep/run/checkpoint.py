@@ -72,7 +72,7 @@ class Checkpoints:
         """The checkpoint with the best metric, if one was marked and is still there."""
         try:
             path = self.folder / str(json.loads((self.folder / "best.json").read_text())["checkpoint"])
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             return None
         return path if path.is_dir() else None
 

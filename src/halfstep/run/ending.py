@@ -171,10 +171,10 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     """None where a run has not ended, or was made by a version without it."""
     path = folder / "report" / "summary.json"
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    return found
+    return found if isinstance(found, dict) else None
 
 
 # --- RUN/model ---

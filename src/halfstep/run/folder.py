@@ -18,7 +18,7 @@ from halfstep.config.section import IS_PATH
 from halfstep.data.files import some_of
 from halfstep.data.loader import FileSamples, offers
 from halfstep.disk import is_dry, owned, unused, write_whole
-from halfstep.errors import CheckpointError, DataError, counted, printable, suggested
+from halfstep.errors import CheckpointError, DataError, PrecisionError, counted, printable, suggested
 from halfstep.precision.plan import Plan
 from halfstep.run.checkpoint import Checkpoints
 from halfstep.workloads.workload import Workload
@@ -52,15 +52,19 @@ class RunFolder:
     def settled(self) -> dict[str, list[Any]]:
         """Settings that the run decided by itself, with what was asked for; older runs have no such file."""
         try:
-            return dict(json.loads((self.path / "settled.json").read_text()))
+            found = json.loads((self.path / "settled.json").read_text())
         except (OSError, ValueError):
             return {}
+        return found if isinstance(found, dict) else {}
 
     def stored_plan(self) -> Plan:
         try:
             return Plan.from_json(self.plan.read_text())
         except OSError as error:
             raise CheckpointError(f"cannot read {self.plan}: {error.strerror}") from error
+        except PrecisionError as error:
+            again = suggested("train", self.config, "--out", "DIR")
+            raise CheckpointError(f"{self.plan}: {error.what}", fix=f"put it back, or start again: {again}") from error
 
     def checkpoints(self, *, keep: int = 0, writes: bool = True) -> Checkpoints:
         return Checkpoints(self.path / "checkpoints", keep=keep, writes=writes)
@@ -204,7 +208,7 @@ def changed_data(workload: Workload, folder: RunFolder) -> list[str]:
         record = json.loads(_place(folder).read_text())
         then, num_then = record["digest"], record["files"]
         started_s = _place(folder).stat().st_mtime
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return []
     files = list(_files(workload))
     if _digest(files) == then:

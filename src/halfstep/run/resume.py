@@ -70,8 +70,8 @@ def as_settled(asked: RunConfig, stored: RunConfig, settled: Mapping[str, Sequen
     """Whoever asks for what the run was started with, or for nothing, gets what it decided then."""
     said = plain(asked)
     for path, values in settled.items():
-        section, name = path.split(".")
-        if not is_said(asked, section, name) or said[section][name] in values:
+        section, _, name = path.partition(".")
+        if name in said.get(section, ()) and (not is_said(asked, section, name) or said[section][name] in values):
             asked = asked.changed(**{section: {name: getattr(getattr(stored, section), name)}})
     return asked
 

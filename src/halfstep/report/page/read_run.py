@@ -95,12 +95,11 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {error}", fix="delete it: the page is drawn without it"
         ) from error
-    return found
 
 
 def _settings(path: Path) -> dict[str, tuple[str, str]]:
