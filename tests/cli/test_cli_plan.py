@@ -89,6 +89,15 @@ def test_mistakes_in_a_memory_plan_are_clear_errors(
     assert said in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(
+    ("gpu", "said"),
+    [("V100", "only emulates bf16: a run there takes another precision"), ("M2 Ultra", "is the buyer's choice: --fit")],
+)
+def test_a_memory_plan_says_what_the_named_gpu_lacks(gpu: str, said: str) -> None:
+    words = ("unet", *SMALL, "--memory", "--precision", "bf16", "--mode", "eager", "--json")
+    assert any(said in note for note in json.loads(printed(*words, "--gpu", gpu))["notes"])
+
+
 def test_a_narrow_terminal_shows_totals_and_no_number_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     said = printed("unet", *SMALL, "--memory", "--precision", "bf16", "--fit", "1GB")

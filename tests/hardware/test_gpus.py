@@ -177,6 +177,7 @@ def test_rates_are_dense_and_with_fp32_accumulation() -> None:
 def test_a_memory_size_in_the_name_is_taken_and_others_are_told() -> None:
     assert known_gpu("A100").memory_total_bytes == 40 * 2**30
     assert known_gpu("A100 80GB").memory_total_bytes == 80 * 2**30
+    assert known_gpu("a100-80g").memory_total_bytes == 80 * 2**30
     assert known_gpu("v100 32 GB").memory_total_bytes == 32 * 2**30
     assert any("80 GB" in note for note in known_gpu("A100").notes)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from halfstep.errors import ConfigError, format_bytes, nearest
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.gpus import known_gpu
 from halfstep.hardware.probe import probe
+from halfstep.precision.ladder import lacks
 from halfstep.report.memory_view import MemoryRow, draw_memory, memory_table, memory_unit, short_level, told_once
 from halfstep.report.picture_file import refuse_unknown_format
 from halfstep.report.tables import columns_table
@@ -111,6 +112,8 @@ def _planned(words: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | 
     if memory and not fits:
         refuse_nothing_fits(planner, config, limit, shown, where)
     notes = [*([MADE_UP] if is_made_up else []), *(notes_of(planner, config, fits) if fits else ())]
+    if gpu and hardware:
+        notes += _of_gpu(hardware, name, memory)
     if planner.step.blocks:
         notes.append(RECOMPUTED.format(described(planner.step.workload.model, planner.step.blocks)))
     return MemoryPlan(
@@ -146,6 +149,15 @@ def _device(gpu: str | None, fit: str | None, flags: Flags) -> tuple[Hardware | 
     if hardware is None:
         return None, 0, ""
     return hardware, hardware.memory_total_bytes, f"{hardware.name} ({format_bytes(hardware.memory_total_bytes)})"
+
+
+def _of_gpu(hardware: Hardware, precision: str, memory: int) -> Iterator[str]:
+    """What a named GPU lacks of what was asked for, and which sizes of it there are."""
+    if precision != "auto" and (reason := lacks(precision, hardware)):
+        yield f"{reason}: a run there takes another precision"
+    if not memory:
+        yield f"how much memory {hardware.name} has is the buyer's choice: --fit SIZE says what fits"
+    yield from hardware.notes
 
 
 def _config(words: Sequence[str], flags: Flags) -> tuple[RunConfig, bool]:

@@ -120,6 +120,7 @@ GIB = 2**30
 def words(name: str) -> frozenset[str]:
     """`NVIDIA A100-SXM4-80GB` -> a100, sxm4, 80gb; `rtx4090`, `M2Max` and `v100 32 GB` are split and joined alike."""
     text = re.sub(r"(\d+)\s*gi?b\b", r" \1gb ", name.lower())
+    text = re.sub(r"\b(\d+)g\b", r" \1gb ", text)  # `80g`, but no A10G
     text = re.sub(r"\b(rtx|gtx|rx|arc|tpu|titan|quadro|max)(?=[a-z]?\d)", r"\1 ", text)
     text = re.sub(r"(?<=\d)(ti|super|xtx|xt|pro|max|ultra|ada|pcie|nvl)", r" \1 ", text)
     text = re.sub(r"(?<=\bti)(?=super)", " ", text)
