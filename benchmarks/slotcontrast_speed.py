@@ -35,7 +35,7 @@ from halfstep.workloads import load
 from halfstep.workloads.slots.build import build_backbone, build_model, prepare_of, random_batch
 from halfstep.workloads.slots.config import SlotContrastConfig
 from halfstep.workloads.slots.demo import write_demo
-from halfstep.workloads.slots.metrics import slot_contrast
+from halfstep.workloads.slots.scores import slot_contrast
 from recording import store
 from row_turns import Turn
 from step_rows import halfstep_row, rows, rows_parser, torch_row

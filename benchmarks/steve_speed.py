@@ -35,7 +35,7 @@ from halfstep.models.slotcontrast import SlotContrastWords
 from halfstep.models.steve import Steve
 from halfstep.models.word_decoder import WordDecoder
 from halfstep.workloads import KINDS
-from halfstep.workloads.slots.metrics import slot_contrast
+from halfstep.workloads.slots.scores import slot_contrast
 from halfstep.workloads.workload import Batch, Workload
 from recording import store
 from row_turns import Turn

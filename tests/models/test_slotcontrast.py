@@ -17,7 +17,7 @@ from halfstep.models.slot_decoder import SlotDecoder, even_chunk
 from halfstep.models.slotcontrast import SlotContrast, SlotContrastSize, from_upstream
 from halfstep.models.weights import load_weights_
 from halfstep.precision.simulate import simulate
-from halfstep.workloads.slots.metrics import cosines, slot_contrast, slot_labels
+from halfstep.workloads.slots.scores import cosines, slot_contrast, slot_labels
 
 TINY = SlotContrastSize(feature_dim=32, num_positions=16, num_slots=4, slot_dim=16, decoder_hidden=(48, 48, 48))
 

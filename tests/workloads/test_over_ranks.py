@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.workloads.adversarial import adaptive_weight
 from halfstep.workloads.over_ranks import over_ranks
-from halfstep.workloads.slots.metrics import slot_contrast
+from halfstep.workloads.slots.scores import slot_contrast
 from ranks_together import together
 
 pytestmark = pytest.mark.ranks

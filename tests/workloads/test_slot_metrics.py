@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from golden import golden
-from halfstep.workloads.slots import metrics as slot_metrics
-from halfstep.workloads.slots.metrics import SCORES, SlotMetrics, slot_labels
+from halfstep.workloads.slots import scores as slot_metrics
+from halfstep.workloads.slots.scores import SCORES, SlotMetrics, slot_labels
 
 GOLDEN_NAMES = {name: name if name.endswith("_image") else f"{name}_video" for name in SCORES}
 

@@ -27,7 +27,7 @@ from halfstep.use.predict import predict
 from halfstep.workloads import load
 from halfstep.workloads.slots.config import SteveConfig
 from halfstep.workloads.slots.demo import write_demo
-from halfstep.workloads.slots.metrics import start_scale, temperature
+from halfstep.workloads.slots.scores import start_scale, temperature
 from halfstep.workloads.using import Wishes
 from halfstep.workloads.workload import Workload
 from tiny_training import assert_same_bits

@@ -22,8 +22,8 @@ from halfstep.workloads.kind import Store
 from halfstep.workloads.parts import FrozenPart, Group
 from halfstep.workloads.slots.config import DINO_PATCH, SlotContrastConfig
 from halfstep.workloads.slots.data import normalised, notes_on, open_clips, prepared_masks, unit_pixels
-from halfstep.workloads.slots.metrics import SlotMetrics, slot_contrast
 from halfstep.workloads.slots.pictures import sample_pictures
+from halfstep.workloads.slots.scores import SlotMetrics, slot_contrast
 from halfstep.workloads.workload import Forward, Loss, Prepare, Workload
 
 FRAGILE = (

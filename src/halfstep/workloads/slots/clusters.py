@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from halfstep.data.loader import Loader
 from halfstep.data.seeds import Key
-from halfstep.workloads.slots.metrics import SlotMetrics
+from halfstep.workloads.slots.scores import SlotMetrics
 from halfstep.workloads.workload import Workload
 
 On = Literal["features", "pixels"]

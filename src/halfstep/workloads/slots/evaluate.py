@@ -15,8 +15,8 @@ from halfstep.data.clips import ClipSamples
 from halfstep.report.evaluation_view import Cell
 from halfstep.workloads.other_data import any_folder
 from halfstep.workloads.slots.data import all_clips
-from halfstep.workloads.slots.metrics import SlotMetrics, SteveMetrics, slot_labels
 from halfstep.workloads.slots.pictures import clip_views, sheet, write_gif
+from halfstep.workloads.slots.scores import SlotMetrics, SteveMetrics, slot_labels
 from halfstep.workloads.using import Look, PlainEvaluation
 from halfstep.workloads.workload import Workload
 

@@ -19,7 +19,7 @@ from halfstep.islands import to_fp32
 from halfstep.models.steve import Steve
 from halfstep.workloads.segmentation.pictures import CLASS_COLOURS
 from halfstep.workloads.sheets import Array, grid
-from halfstep.workloads.slots.metrics import slot_labels
+from halfstep.workloads.slots.scores import slot_labels
 from halfstep.workloads.workload import Forward, Prepare, Sample
 
 SHOWN_FRAMES = 6

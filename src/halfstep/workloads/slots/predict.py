@@ -31,8 +31,8 @@ from halfstep.workloads.parts import FrozenPart
 from halfstep.workloads.slots.build import build_backbone, build_model, forward_of, prepare_of
 from halfstep.workloads.slots.config import SlotContrastConfig, SteveConfig, WordsConfig
 from halfstep.workloads.slots.data import steady
-from halfstep.workloads.slots.metrics import slot_labels
 from halfstep.workloads.slots.pictures import sheet, write_gif
+from halfstep.workloads.slots.scores import slot_labels
 from halfstep.workloads.slots.steve_build import Prepared, model_of, words_model
 from halfstep.workloads.using import Input, Trained, Wishes, failure_of
 from halfstep.workloads.workload import Forward, Prepare

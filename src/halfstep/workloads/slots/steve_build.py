@@ -22,8 +22,8 @@ from halfstep.workloads.scheduled import Scheduled
 from halfstep.workloads.slots import build as slots
 from halfstep.workloads.slots.config import SteveConfig, WordsConfig
 from halfstep.workloads.slots.data import ClipData, open_clips, unit_pixels
-from halfstep.workloads.slots.metrics import SteveMetrics, settled_scale, temperature, total_loss
 from halfstep.workloads.slots.pictures import sample_of
+from halfstep.workloads.slots.scores import SteveMetrics, settled_scale, temperature, total_loss
 from halfstep.workloads.workload import Workload
 
 FRAGILE_WORDS = (
