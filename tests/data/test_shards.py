@@ -84,7 +84,7 @@ def test_a_tar_cut_between_two_files_is_no_whole_one(tmp_path: Path) -> None:
     with tarfile.open(path) as shard:
         end = shard.getmember("000001.segmentations.npy").offset
     path.write_bytes(path.read_bytes()[:end])
-    with pytest.raises(DataError, match=r"v-000000\.tar is not a whole tar file"):
+    with pytest.raises(DataError, match=r"v-000000\.tar is not a complete tar file"):
         ShardVideos(tmp_path, "v-000000.tar", bad_files=BadFiles("error"))
     left = ShardVideos(tmp_path, "v-000000.tar", bad_files=BadFiles("skip")).videos
     assert [(video.name, video.has_masks) for video in left] == [("v-000000.tar/000000", True)], "without its masks"
@@ -97,7 +97,7 @@ def test_a_tar_cut_within_a_header_or_damaged_there_is_no_whole_one(tmp_path: Pa
     with tarfile.open(path) as shard:
         end = shard.getmember("000001.segmentations.npy").offset
     path.write_bytes(path.read_bytes()[: end + cut] + rest)
-    with pytest.raises(DataError, match=r"v-000000\.tar is not a whole tar file"):
+    with pytest.raises(DataError, match=r"v-000000\.tar is not a complete tar file"):
         ShardVideos(tmp_path, "v-000000.tar", bad_files=BadFiles("error"))
     assert len(ShardVideos(tmp_path, "v-000000.tar", bad_files=BadFiles("skip")).videos) == 1
 

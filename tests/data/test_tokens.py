@@ -304,7 +304,7 @@ def test_a_damaged_cache_is_refused(tmp_path: Path) -> None:
     content = bytearray(place.read_bytes())
     content[100] ^= 1
     place.write_bytes(bytes(content))
-    with pytest.raises(DataError, match="checksum does not fit") as error:
+    with pytest.raises(DataError, match="checksum does not match") as error:
         open_or_tokenise(texts_at(tmp_path), Bytes(), place)
     assert "remove it" in error.value.fix
     place.write_bytes(bytes(content[:-30]))

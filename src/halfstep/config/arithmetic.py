@@ -76,7 +76,7 @@ def counted_by(name: str, arguments: str, at: str) -> Any:
 
 def numbers(values: Sequence[Any], at: str) -> list[Number]:
     if not all(isinstance(value, (int, float)) for value in values):
-        raise ConfigError(f"{at} counts with what is not a number")
+        raise ConfigError(f"{at} computes with something that is not a number")
     return list(values)
 
 

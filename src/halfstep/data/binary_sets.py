@@ -62,7 +62,7 @@ def _rows(path: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     values = np.fromfile(path, dtype=np.uint8)
     if values.size == 0 or values.size % ROW_BYTES:
         raise DataError(
-            f"{path} has {values.size:,} bytes, no multiple of {ROW_BYTES}",
+            f"{path} has {values.size:,} bytes, not a multiple of {ROW_BYTES}",
             why="it is cut short, or not a binary batch",
             fix="download it again",
         )

@@ -67,7 +67,7 @@ class BadFiles:
             raise DataError(
                 f"no usable file is left for validation: all {num_before} were left out",
                 why=some_of(error.what for error in self.skipped),
-                fix="repair them, split otherwise, or train without validation: data.val_fraction=0",
+                fix="repair them, split differently, or train without validation: data.val_fraction=0",
             )
 
 

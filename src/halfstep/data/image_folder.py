@@ -143,7 +143,7 @@ def _refuse_masks(root: Path) -> None:
     """Images and their masks in two folders look like two classes."""
     if names := pair_folders(root):
         raise DataError(
-            f"{root} holds images and masks ({names}), no classes",
+            f"{root} holds images and masks ({names}), not classes",
             why="a classifier would learn to tell pictures from masks",
             fix=f"halfstep train unet --data-dir {shlex.quote(str(root))}; if they are classes: data.train_folder=. "
             "(pack: --train-folder .)",

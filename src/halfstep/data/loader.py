@@ -210,7 +210,7 @@ class Loader:
                 self.close()
                 raise DataError(
                     f"a loader worker failed: {str(error).splitlines()[0]}",
-                    why="a worker that dies silently mostly ran out of memory, or of shared memory in a container",
+                    why="a worker that dies silently has usually run out of memory, or of shared memory in a container",
                     fix="data.num_workers=0 shows the cause; docker needs --shm-size or --ipc=host",
                 ) from error.with_traceback(None)
             if batch is None:

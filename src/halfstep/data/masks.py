@@ -149,7 +149,7 @@ def table_of(values: Iterable[MaskValue], *, ignored: MaskValue | None = None) -
     if len(classes) >= IGNORED:
         raise DataError(
             f"the masks have {len(classes)} different values: {some_of(classes)}",
-            why="that is not a set of classes; masks saved lossily or with smooth edges look so",
+            why="that is not a set of classes; masks saved lossily or with smooth edges look like that",
             fix="save masks as PNG with one value per class",
         )
     return MaskTable(values=tuple(classes), ignored=ignored)

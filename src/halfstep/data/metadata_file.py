@@ -45,7 +45,7 @@ def labels_in(
     if rows > FEW_ROWS and len(found) > rows // 2:
         raise DataError(
             f"{table} has {len(found)} different labels in {rows} rows: {some_of(found, 3)}",
-            why="these are captions, no classes",
+            why="these are captions, not classes",
             fix="name the column with the classes: data.label_column=NAME",
         )
     return {name: sorted(found[name], key=lambda p: natural_key(str(p))) for name in sorted(found, key=natural_key)}

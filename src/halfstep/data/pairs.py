@@ -162,13 +162,15 @@ def _listed(pairs: Sequence[Pair], path: Path | None) -> tuple[Pair, ...]:
     if path is None:
         return ()
     if not path.is_file():
-        raise DataError(f"no list of ids at {path}", fix="a text file with one id a line")
+        raise DataError(f"no list of ids at {path}", fix="a text file with one id per line")
     by_name = {name: pair for pair in pairs for name in (pair.image.name, pair.image.stem, pair.id)}
     lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()]
     wanted = dict.fromkeys(line for line in lines if line and not line.startswith("#"))
     unknown = [name for name in wanted if name not in by_name]
     if unknown:
-        raise DataError(f"{path} lists {some_of(unknown)}, which no pair is called", fix=nearest(unknown[0], by_name))
+        raise DataError(
+            f"{path} lists {some_of(unknown)}, but no pair is called that", fix=nearest(unknown[0], by_name)
+        )
     return tuple(dict.fromkeys(by_name[name] for name in wanted))
 
 

@@ -127,14 +127,14 @@ def _members(path: Path) -> Iterator[tuple[str, Place]]:
 def _twice(path: Path, name: str) -> DataError:
     return DataError(
         f"{path} holds {name} twice",
-        why="one of both would never be seen",
+        why="one of them would never be seen",
         fix="give each sample a name of its own, or take the last one: data.on_bad_file=skip",
     )
 
 
 def _damaged(path: Path, error: Exception) -> DataError:
     return DataError(
-        f"{path} is not a whole tar file",
+        f"{path} is not a complete tar file",
         why=f"{error}; packed tars (.tar.gz) cannot be read by offset" if _is_packed(path) else str(error),
         fix="unpack it to .tar" if _is_packed(path) else "download it again, or data.on_bad_file=skip",
     )

@@ -87,7 +87,7 @@ def read_text(path: Path) -> str:
         likely = "utf-16" if error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "latin1"
         raise DataError(
             f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at position {error.start:,}",
-            why="it is in another encoding, or no text",
+            why="it is in another encoding, or not text",
             fix=f"iconv -f {likely} -t utf-8 {path.name}, if it is {likely}; in a folder also data.on_bad_file=skip",
         ) from error
     except OSError as error:
@@ -95,7 +95,7 @@ def read_text(path: Path) -> str:
     if text.count("\0") > len(text) / 4:
         raise DataError(
             f"{path} is not UTF-8 text: every second or third character is 0",
-            why="UTF-16 looks like that, and so does a file that is no text",
+            why="UTF-16 looks like that, and so does a file that is not text",
             fix=f"iconv -f utf-16le -t utf-8 {path.name}, if it is UTF-16; in a folder also data.on_bad_file=skip",
         )
     if not text.strip():

@@ -68,7 +68,7 @@ def _write(texts: TextFiles, tokenizer: Tokenizer, path: Path, made_from: dict[s
     except OSError as error:
         raise DataError(
             f"cannot write the token cache {path}: {error.strerror}",
-            why="texts are tokenised once, into a file beside them; nothing is left of this try",
+            why="texts are tokenised once, into a file beside them; this attempt left nothing behind",
             fix="make room there, or name another place: data.cache_file=FILE",
         ) from error
 
@@ -180,7 +180,7 @@ def _check_blocks(path: Path, header: dict[str, Any]) -> None:
             file.seek(len(MAGIC) + start)
             if zlib.crc32(file.read(min(CHECKED_BYTES, total - start))) != checks[number]:
                 raise DataError(
-                    f"{path} is damaged: its checksum does not fit",
+                    f"{path} is damaged: its checksum does not match",
                     why="it was written to, or the disk lost some of it",
                     fix="remove it: it is made again",
                 )

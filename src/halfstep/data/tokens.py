@@ -108,7 +108,7 @@ def refuse_past_vocabulary(ids: Array, vocab: int, *, start: int = 0, source: st
         at = int(np.argmax(ids >= vocab))
         raise DataError(
             f"{source} has token {int(ids[at]):,} at position {start + at:,}, past the vocabulary of {vocab:,}",
-            why="the ids come from another tokenizer, or the file holds something else than 16-bit ids",
+            why="the ids come from another tokenizer, or the file holds something other than 16-bit ids",
             fix="data.tokenizer: the one these ids were made with; model.vocab where there is none",
         )
 

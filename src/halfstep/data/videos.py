@@ -158,7 +158,7 @@ def from_planes(planes: Array, name: str) -> Array:
         raise DataError(
             f"objects overlap in the masks of {name}",
             why="in FG-ARI and mBO a pixel has one object",
-            fix="write its segmentations.npy anew, with one object at each pixel",
+            fix="write its segmentations.npy again, with one object at each pixel",
         )
     return np.where(is_there.any(-1), is_there.argmax(-1) + 1, NO_OBJECT).astype(np.uint8)
 

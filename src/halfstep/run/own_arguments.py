@@ -280,7 +280,9 @@ def _loss(loss: Any) -> Tensor:
         )
     if loss.is_complex():
         raise ConfigError(
-            "the loss is complex", why="complex numbers have no least one", fix="return loss.abs() or loss.real"
+            "the loss is complex",
+            why="a complex number cannot be minimised",
+            fix="return loss.abs() or loss.real",
         )
     if not loss.requires_grad:
         raise ConfigError(
