@@ -164,3 +164,12 @@ def test_files_of_mnist_are_not_taken_for_a_class(tmp_path: Path, capsys: pytest
     code, _, error = run(capsys, "pack", str(tmp_path))
     assert code == 2
     assert f"halfstep train WORKLOAD --data-dir {tmp_path}" in error
+
+
+def test_a_config_without_latents_is_told_what_packing_is_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "vae.yaml").write_text("workload: vae\n")
+    code, _, error = run(capsys, "pack", str(tmp_path / "vae.yaml"))
+    assert code == 2
+    assert "if it holds class folders" in error

@@ -150,6 +150,12 @@ def test_sizes_that_cannot_be_halved_and_faulty_trees_are_refused_before_the_fir
         build(settings("radiodiff_vae", data, VAE, data__val_maps=[9999]).config)
 
 
+@pytest.mark.parametrize("said", [{"data__test_maps": [1]}, {"data__val_fraction": 0.5}])
+def test_a_split_that_would_be_passed_over_is_refused(data: Path, said: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"would be passed over[\s\S]*data\.split"):
+        settings("radiodiff_vae", data, VAE, **said)
+
+
 def test_radiodiffs_split_names_its_leaking_maps(data: Path) -> None:
     workload = build(settings("radiodiff_vae", data, VAE, data__split="radiodiff", data__simulation="IRT4").config)
     assert any("validation map" in note and "trained too" in note for note in workload.notes)

@@ -104,7 +104,9 @@ def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
     kind = KINDS.of(config.workload)
     if kind.pack is None:
         raise ConfigError(
-            f"{config.workload} packs no config", fix=suggested("pack", config.data.dir or "DIR", "--size", "256")
+            f"{config.workload} packs nothing by a config",
+            why="with a config latents are packed; pictures in class folders are packed without one",
+            fix=suggested("pack", config.data.dir or "DIR", "--size", "256") + ", if it holds class folders",
         )
     summary = kind.part("pack")(config)
     if as_json:

@@ -113,7 +113,8 @@ class RadioTree:
         raise DataError(
             f"{folder} is not a RadioMapSeer folder",
             why="it needs gain/ and png/, as the data set unpacks",
-            fix="--data-dir RadioMapSeer",
+            fix="--data-dir RadioMapSeer; other maps: png/buildings_complete/<map>.png, "
+            "png/antennas/<map>_<transmitter>.png and gain/DPM/<map>_<transmitter>.png",
         )
 
     @property

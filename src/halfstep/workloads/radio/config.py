@@ -40,6 +40,17 @@ class RadioDataConfig(DataConfig):
         default=0.0, ge=0, lt=1, description="Gains below it are 0, the rest is stretched; RadioUNet has 0.2"
     )
 
+    @model_validator(mode="after")
+    def maps_are_split_by_number(self) -> Self:
+        if self.test_maps and not self.val_maps:
+            raise ValueError("data.test_maps would be passed over without data.val_maps: data.split says who tests")
+        if self.val_fraction != DataConfig.model_fields["val_fraction"].default:
+            raise ValueError(
+                f"data.val_fraction={self.val_fraction:g} would be passed over: radio maps are split by their numbers "
+                "(data.split, or data.val_maps=[...])"
+            )
+        return self
+
 
 class RadioDiffDataConfig(RadioDataConfig):
     """The same, with latents on disk."""
