@@ -19,7 +19,7 @@ import typer
 
 from halfstep.cli.usage import USAGE_ERROR, OnceCommand, RunCommand, refused
 from halfstep.disk import GONE, drop
-from halfstep.errors import ConfigError, HalfstepError, Interrupted
+from halfstep.errors import ConfigError, HalfstepError, Interrupted, MemoryLimitError
 
 if TYPE_CHECKING:
     from typing import TextIO
@@ -142,6 +142,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     except OSError as error:
         show_error(unusable_place(error))
         sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        show_once(too_large(error))
+        sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     finally:
@@ -163,6 +166,18 @@ def unusable_place(error: OSError) -> HalfstepError:
         return ConfigError(f"{error.filename} is in the way", why="it is a file, or inside one", fix="name a folder")
     return ConfigError(
         f"cannot use {error.filename}: {error.strerror}", fix="look at its permissions, or choose another place"
+    )
+
+
+def too_large(error: MemoryError | RuntimeError) -> HalfstepError:
+    """Sizes that no memory holds, such as a number with a digit too many; torch says so by a RuntimeError."""
+    asked = re.search(r"DefaultCPUAllocator: .*?(tried to allocate \d+ bytes)", str(error))
+    if asked is None and not isinstance(error, MemoryError):
+        raise error
+    return MemoryLimitError(
+        "out of memory: this machine has too little for these sizes",
+        why=asked[1] if asked else str(error).strip().split("\n")[-1],
+        fix="a smaller train.batch_size, data.image_size or model, or fewer data.num_workers",
     )
 
 
