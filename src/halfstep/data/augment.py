@@ -20,7 +20,7 @@ from halfstep.data.seeds import Drawn
 from halfstep.data.trivial_augment import sent
 
 ELASTIC_KNOTS = 6
-"""Control points a side; the displacement between them is bicubic, so neighbouring pixels move together."""
+"""Control points per side; the displacement between them is bicubic, so neighbouring pixels move together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -109,7 +109,7 @@ def centre_square(picture: Picture, size: int, share: float) -> Array:
 
 
 def decoded_for(picture: Picture, box: Array, size: int) -> tuple[Image.Image, Array]:
-    """The picture at the smallest scale at which the box still has `size` pixels a side, and the box at that scale."""
+    """The picture at the smallest scale at which the box still has `size` pixels per side, and the box there."""
     sides = box[2:] - box[:2]
     image = picture.rgb(reduction=float(sides.min()) / size)
     if image.size == picture.size:

@@ -27,7 +27,7 @@ TRIAL_S = 3.0
 ENOUGH = 4
 """Steps at the largest size, of which the first is slower."""
 SMALLEST = 2
-"""BatchNorm refuses to learn from one value a channel."""
+"""BatchNorm refuses to learn from one value per channel."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

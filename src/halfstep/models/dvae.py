@@ -5,7 +5,7 @@ their softmax. At 72 frames of 32×32 positions and 4096 words each of these is 
 between two small vectors of 64 channels, so that part runs frame by frame and is computed again in backward: nothing of
 the vocabulary's width is kept. Words are drawn without a one-hot tensor: an argmax over logits + noise in fp32.
 
-Gumbel noise is a function of keys that ride in the batch, eight bytes a frame, made where it is read: compiled code
+Gumbel noise is a function of keys that ride in the batch, eight bytes per frame, made where it is read: compiled code
 fuses it with its softmax, a recomputing backward makes the same numbers again, a captured graph gets new ones with each
 batch, and no generator moves. The hash of (key, position, word) is two rounds of a 32-bit mixer (lowbias32's constants,
 found by C. Wellons) around a 64-bit key for each row; int32 products wrap around on every device, so that bits are the

@@ -21,7 +21,7 @@ __all__ = ["ROOT", "WHOLE_MODEL", "Plan", "Row", "RowKind", "folded", "render"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What was asked, what was granted, why they differ, and one row a module."""
+    """What was asked, what was granted, why they differ, and one row per module."""
 
     asked: str
     granted: str  # one of fp32, tf32, bf16, fp16, fp8, bf16-true

@@ -1,4 +1,4 @@
-"""One row a module: which grant holds for it, how its weights are stored, what it computes in."""
+"""One row per module: which grant holds for it, how its weights are stored, what it computes in."""
 
 from __future__ import annotations
 

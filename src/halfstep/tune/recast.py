@@ -1,6 +1,6 @@
 """Autocast's half copies of weights, cast again for backward instead of kept from forward on.
 
-2 bytes a parameter less where memory is highest, for one more cast of each. Gradients have the same bits.
+2 bytes per parameter less where memory is highest, for one more cast of each. Gradients have the same bits.
 """
 
 from __future__ import annotations

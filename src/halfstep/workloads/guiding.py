@@ -47,7 +47,7 @@ class Guiding(Protocol):
         ...
 
     def for_side(self, config: Any, side: int) -> dict[str, Any]:
-        """Settings by path for images of so many pixels a side."""
+        """Settings by path for images of so many pixels per side."""
         ...
 
 

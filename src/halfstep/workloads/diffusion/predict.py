@@ -47,7 +47,7 @@ class SamplePredictor:
         self.maker = Maker(config, self.parts, store)
 
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
-        """One file a sample, then a grid of all and a picture of the way there."""
+        """One file per sample, then a grid of all and a picture of the way there."""
         asked, out = wishes.options, wishes.out
         assert out is not None
         num, size = int(asked["num"]), self.config.train.batch_size

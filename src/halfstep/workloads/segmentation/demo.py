@@ -50,7 +50,7 @@ def draw_sample(rng: np.random.Generator, side: int) -> tuple[Array, Array]:
 
 
 def _smooth_noise(rng: np.random.Generator, side: int, knots: int) -> Array:
-    """Random values at `knots` points a side, in between linear."""
+    """Random values at `knots` points per side, in between linear."""
     values = rng.random((knots, knots))
     at = np.linspace(0, knots - 1, side)
     low = np.minimum(at.astype(int), knots - 2)

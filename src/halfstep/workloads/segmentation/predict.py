@@ -197,7 +197,7 @@ def _spans(length: int, tile: int, depth: int) -> Iterator[tuple[Span, Span]]:
 
 # --- files ---
 
-TILE = 1024  # pixels a side, where the model allows it: a few GB at full width
+TILE = 1024  # pixels per side, where the model allows it: a few GB at full width
 
 
 class WholeImages:
