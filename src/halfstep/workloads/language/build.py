@@ -67,7 +67,6 @@ def over_samples(
         model=model,
         train_samples=train,
         val_samples=val,
-        prepare=_as_loaded,
         forward=lambda model, batch: model(batch["tokens"], batch["targets"]),
         loss=lambda outputs, batch: (outputs, num_counted(batch)),
         metrics=lambda: LanguageMetrics(lengths),
@@ -140,10 +139,6 @@ def model_size(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2Size:
         context=wish.context,
         vocab=store["vocab"],
     )
-
-
-def _as_loaded(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
-    return batch
 
 
 def _samples(tokens: Tokens, model: GPT2, *, is_training: bool) -> TokenSamples:
