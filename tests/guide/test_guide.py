@@ -20,7 +20,7 @@ from data.picture_folders import smooth_picture, write_classes, write_split
 from halfstep.errors import ConfigError, DataError, Interrupted, counted
 from halfstep.guide.ask import Prompt, Question, path_in, read_answers
 from halfstep.guide.data import DataLook, describe, look_at, look_at_demo, save_grid
-from halfstep.guide.guide import FAMILIES, QUESTIONS, TASK, new_yaml_file, write_new
+from halfstep.guide.guide import FAMILIES, QUESTIONS, TASK, new_yaml_file, with_task, write_new
 from halfstep.guide.rules import Rate, Situation, batch, duration, learning_rate, training_rate, workers
 from halfstep.guide.suggest import ORDER, suggestions
 from halfstep.guide.trial import Trial, Trials, measured_trial
@@ -518,6 +518,13 @@ def test_a_path_that_is_no_text_is_refused() -> None:
     for name in ("\udcff", "~no_such_user_here/data"):
         with pytest.raises(ConfigError, match="is not a usable path"):
             path_in(name)
+
+
+def test_a_model_alone_says_which_task_it_is_for() -> None:
+    assert with_task({"model": "radiodiff"})["task"] == "radio maps"
+    assert with_task({"model": "vit_b_16", "task": "own"})["task"] == "own"
+    assert "task" not in with_task({"goal": "fast"})
+    assert [TASK.chosen(name) for name in ("vae", "unet")] == ["autoencoder", "segmentation"]
 
 
 def test_a_choice_is_understood_by_name_number_and_beginning() -> None:

@@ -26,6 +26,7 @@ from halfstep.use.predict import predict
 from halfstep.workloads import load
 from halfstep.workloads.diffusion import build as building
 from halfstep.workloads.diffusion import latents
+from halfstep.workloads.diffusion.evaluate import DiffusionEvaluation
 from halfstep.workloads.using import Wishes
 from tiny_training import assert_same_bits
 from whole_runs import newest, resume, stored_lines
@@ -282,6 +283,8 @@ def test_other_pictures_are_evaluated_all_and_nothing_is_written_beside_them(
         found = evaluate(run, data=others, out=tmp_path / str(k), report=RunReport(run, quiet=True))
         assert found.samples == 5
     assert {path.name for path in others.rglob("*")} == before
+    config = DiffusionEvaluation.config_for(load(str(run / "config.yaml")).config, others)
+    assert config.data.flip == 0, "mirror images of pictures that nobody trains on were encoded"  # type: ignore[attr-defined]
 
 
 def test_exported_pixels_open_in_a_pipeline_and_here(data: Path, vae: str, tmp_path: Path) -> None:

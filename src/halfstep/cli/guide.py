@@ -70,10 +70,10 @@ def conversation(*, yes: bool, answers: Path | None, device: str | None, no_meas
 
 def chosen_asker(console: Console, *, yes: bool, answers: Path | None) -> Asker:
     from halfstep.guide.ask import Prompt, Scripted, read_answers
-    from halfstep.guide.guide import QUESTIONS
+    from halfstep.guide.guide import QUESTIONS, with_task
 
     if answers is not None:
-        return Scripted(console, read_answers(answers, QUESTIONS))
+        return Scripted(console, with_task(read_answers(answers, QUESTIONS)))
     # Python has no stdin where the caller closed it; that is an input that has ended.
     return Scripted(console, {}) if yes else Prompt(console, sys.stdin or io.StringIO())
 

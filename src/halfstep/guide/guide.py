@@ -37,6 +37,7 @@ TASK = Question(
         **{task: kind.about for task, kind in FAMILIES.items()},
         "own": "a workload of your own, by import path pkg.module:KIND or pkg.module:build",
     },
+    aliases={next(iter(kind.models)): task for task, kind in FAMILIES.items() if len(kind.models) == 1},
     default=next(iter(FAMILIES)),
 )
 MODEL = Question(
@@ -68,6 +69,12 @@ START = Question(
     default="no",
 )
 QUESTIONS = (TASK, MODEL, WORKLOAD, DATA, GOAL, PICK, FILE, START)
+
+
+def with_task(answers: Mapping[str, str]) -> Mapping[str, str]:
+    """Answers that name a model and no task, with the task that the model is for."""
+    task = next((task for task, kind in FAMILIES.items() if answers.get(MODEL.key) in kind.models), "")
+    return {TASK.key: task, **answers} if task else answers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

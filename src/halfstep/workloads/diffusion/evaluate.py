@@ -42,14 +42,14 @@ class DiffusionEvaluation(PlainEvaluation):
 
     @staticmethod
     def config_for(config: RunConfig, folder: Path) -> RunConfig:
-        """Latents of other pictures are kept as long as this process lasts."""
+        """Latents of other pictures are kept as long as this process lasts, without mirror images, which only train."""
         assert isinstance(config, DiffusionConfig)
         found = pictures_folder(config, folder)
         if config.data.cache == "off":
             return found
         place = Path(tempfile.gettempdir()) / f"halfstep-latents-{uuid.uuid4().hex}.safetensors"
         atexit.register(place.unlink, missing_ok=True)
-        return found.changed(data={"cache": config.data.cache, "cache_file": str(place)})
+        return found.changed(data={"cache": config.data.cache, "cache_file": str(place), "flip": 0.0})
 
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
