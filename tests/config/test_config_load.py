@@ -249,6 +249,7 @@ def test_different_statements_of_one_layer_name_both_with_file_key_and_line(tmp_
         (["a b=3"], "is not a key"),
         (["train.milestones=[1"], "bad YAML"),
         (["preset=fsat"], "unknown preset 'fsat' (preset=fsat)\n  fix: did you mean 'fast'"),
+        (["preset=[fast]"], "unknown preset ['fast'] (preset=[fast])"),
         (["precision=fp7"], "unknown precision 'fp7' (precision=fp7)"),
         (["precision.modules.head=fp7"], "unknown precision 'fp7' (precision.modules.head=fp7)"),
         (["data.dir=${globals.X}"], "there is no global 'X'"),

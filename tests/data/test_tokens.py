@@ -308,8 +308,19 @@ def test_a_damaged_cache_is_refused(tmp_path: Path) -> None:
         open_or_tokenise(texts_at(tmp_path), Bytes(), place)
     assert "remove it" in error.value.fix
     place.write_bytes(bytes(content[:-30]))
-    with pytest.raises(DataError, match="not a token cache"):
+    with pytest.raises(DataError, match="not a token cache") as error:
         open_or_tokenise(texts_at(tmp_path), Bytes(), place)
+    assert "remove it" in error.value.fix
+
+
+def test_nobody_is_told_to_remove_what_is_no_cache_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    (tmp_path / "mine.json").write_text("{}" * 50)
+    for place in (tmp_path, tmp_path / "mine.json"):
+        with pytest.raises(DataError, match="not a token cache") as error:
+            open_or_tokenise(texts_at(tmp_path), Bytes(), place)
+        assert "remove" not in error.value.fix
+        assert "data.cache_file" in error.value.fix
 
 
 def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path: Path) -> None:

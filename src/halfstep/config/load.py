@@ -178,7 +178,7 @@ def preset_statements(chosen: Statement | None, schema: type[RunConfig]) -> list
     name = typed_by_field(chosen.value, str | None) if chosen else None
     if chosen is None or name is None:
         return []
-    if name not in schema.presets:
+    if name not in list(schema.presets):  # a list has no hash
         raise ConfigError(f"unknown preset {name!r} ({chosen.origin})", fix=nearest(str(name), schema.presets))
     return layer_statements(schema.presets[str(name)], "preset", f"preset {name}")
 

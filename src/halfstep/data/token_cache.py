@@ -28,6 +28,7 @@ from halfstep.disk import turn_at, whole_file
 from halfstep.errors import DataError
 
 MAGIC = b"hstoken1"
+ENDING = ".tokens"
 CHECKED_BYTES = 2**24
 """Of one CRC."""
 CHECKED_BLOCKS = 64
@@ -50,7 +51,7 @@ def open_or_tokenise(texts: TextFiles, tokenizer: Tokenizer, path: Path) -> tupl
 def default_cache(root: Path, tokenizer: Tokenizer) -> Path:
     """Beside the texts, hidden."""
     folder, name = (root, root.name) if root.is_dir() else (root.parent, root.name)
-    return folder / f".{name}-{_digest(identity(tokenizer))[:8]}.tokens"
+    return folder / f".{name}-{_digest(identity(tokenizer))[:8]}{ENDING}"
 
 
 def _write(texts: TextFiles, tokenizer: Tokenizer, path: Path, made_from: dict[str, Any]) -> None:
@@ -141,6 +142,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _header(path: Path) -> dict[str, Any]:
+    begin = b""
     try:
         with path.open("rb") as file:
             begin = file.read(len(MAGIC))
@@ -155,7 +157,10 @@ def _header(path: Path) -> dict[str, Any]:
         if size != len(MAGIC) + ids + length + 8:
             raise ValueError(f"it has {size:,} bytes and should have {len(MAGIC) + ids + length + 8:,}")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is not a token cache", why=str(error), fix="remove it: it is made again") from error
+        # What neither begins nor is named as one of ours may be anything, and dear to somebody.
+        is_ours = begin == MAGIC or path.suffix == ENDING
+        fix = "remove it: it is made again" if is_ours else "another place: data.cache_file=FILE that is not there yet"
+        raise DataError(f"{path} is not a token cache", why=str(error), fix=fix) from error
     return header
 
 
