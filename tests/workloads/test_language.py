@@ -21,6 +21,7 @@ from halfstep.models import first_values
 from halfstep.models.gpt2 import GPT2, gpt2
 from halfstep.models.gpt2_weights import save_gpt2
 from halfstep.run.assemble import build_workload
+from halfstep.run.folder import RunFolder, changed_data
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
@@ -128,6 +129,13 @@ def test_a_run_that_was_stopped_in_an_epoch_goes_on_to_the_same_bits(tmp_path: P
     resume(part, "train.max_steps=12")
     left, right = final_state(whole)[0], final_state(part)[0]
     assert all(torch.equal(left[name], right[name]) for name in left if name.startswith("model."))
+
+
+def test_a_text_that_changed_since_a_run_began_is_named_once(tmp_path: Path, text: Path) -> None:
+    run = trained(tmp_path / "run", text, train__max_steps=1)
+    text.write_text(TEXT * 2)
+    (note,) = changed_data(built(text), RunFolder.open(str(run)))
+    assert note.count(".tokens") == 1, "one file holds both parts"
 
 
 def test_a_tokenizer_that_does_not_fit_the_weights_is_refused(tmp_path: Path, text: Path) -> None:

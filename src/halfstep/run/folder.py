@@ -218,7 +218,7 @@ def changed_data(workload: Workload, folder: RunFolder) -> list[str]:
             f"the run started with {counted(num_then, 'data file')}, there are {len(files)} now: "
             "it does not continue exactly"
         ]
-    newer = [path for path in files if path.stat().st_mtime > started_s]
+    newer = [path for path in dict.fromkeys(files) if path.stat().st_mtime > started_s]  # both parts may be in one file
     which = f"written since: {some_of(newer, SHOWN)}" if newer else "none was written since, so they may be copies"
     return [f"data files have other sizes or times than when this run started ({which}): it may not continue exactly"]
 
