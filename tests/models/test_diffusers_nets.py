@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from diffusers import AutoencoderKL, UNet2DModel
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from diffusion_tiny import vae_folder
+from diffusion_tiny import text_folder, vae_folder
 from halfstep.errors import ConfigError, ModelError
 from halfstep.models.diffusers_nets import (
+    VAE,
     build_net,
     check_side,
     config_of,
@@ -26,6 +28,7 @@ from halfstep.models.diffusers_nets import (
 )
 from halfstep.models.patch_gan import PatchGan, VggDistance
 from halfstep.models.posterior import drawn, kl_divergence, posterior
+from halfstep.workloads.diffusion.networks import open_text
 from tiny_training import assert_same_bits
 
 SMALL = {"sample_size": 8, "sample_channels": 3, "channels": (8, 16), "layers": 1, "attention_head_dim": 8}
@@ -113,6 +116,20 @@ def test_a_vae_of_gray_images_is_refused(tmp_path: Path) -> None:
     build_net(gray).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="in_channels=1, out_channels=1"):
         open_net(tmp_path, ["AutoencoderKL"])
+
+
+def test_weights_that_lack_a_tensor_are_not_filled_by_chance(tmp_path: Path) -> None:
+    text = text_folder(tmp_path / "text")
+    for file, opened in (
+        (vae_folder(tmp_path / "vae") / "diffusion_pytorch_model.safetensors", lambda place: open_net(place, [VAE])),
+        (text / "text_encoder" / "model.safetensors", lambda place: open_text(str(text))),
+    ):
+        weights = load_file(file)
+        opened(file.parent)
+        weights.pop(lost := sorted(weights)[0])
+        save_file(weights, file, metadata={"format": "pt"})
+        with pytest.raises(ModelError, match=f"lack 1 tensor, such as .*{lost}"):
+            opened(file.parent)
 
 
 def test_what_is_only_counted_reads_no_weights(tmp_path: Path) -> None:

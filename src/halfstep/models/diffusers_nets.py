@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.errors import ConfigError, Interrupted, ModelError
+from halfstep.errors import ConfigError, Interrupted, ModelError, counted
 
 LARGEST_NORM_GROUPS, FEWEST_IN_GROUP = 32, 4
 """Of GroupNorm, as all published models have them. Narrow levels take fewer: a group of one channel would lose how
@@ -147,16 +147,32 @@ def open_net(folder: Path, expected: Sequence[str]) -> Net:
     if is_counted():
         return build_net(config).train()
     try:
-        net = diffusers_class(name).from_pretrained(
-            folder, local_files_only=True, torch_dtype=torch.float32, low_cpu_mem_usage=False, **which_files(folder)
+        net, found = diffusers_class(name).from_pretrained(
+            folder,
+            local_files_only=True,
+            torch_dtype=torch.float32,
+            low_cpu_mem_usage=False,
+            output_loading_info=True,
+            **which_files(folder),
         )
     except Exception as error:  # a foreign folder can break a reader in any way
         raise ModelError(
             f"cannot open the {name} in {folder}", why=" ".join(str(error).split())[:300], fix="save it again"
         ) from error
+    refuse_missing_weights(folder, found)
     if broken := [name for name, tensor in net.state_dict().items() if not bool(tensor.isfinite().all())]:
         raise ModelError(f"the weights in {folder} are not finite: {broken[0]}", fix="another copy, in fp32 or bf16")
     return net.train()
+
+
+def refuse_missing_weights(folder: Path, found: Mapping[str, Any]) -> None:
+    """`found` is what `from_pretrained` tells of its loading: it fills what a file lacks with chance and goes on."""
+    if missing := sorted(map(str, found["missing_keys"])):
+        raise ModelError(
+            f"the weights in {folder} lack {counted(len(missing), 'tensor')}, such as {missing[0]}",
+            why="they would be drawn at random",
+            fix="another copy: one that save_pretrained wrote",
+        )
 
 
 def is_counted() -> bool:

@@ -28,6 +28,7 @@ from halfstep.models.diffusers_nets import (
     is_counted,
     net_folder,
     open_net,
+    refuse_missing_weights,
     set_checkpointing,
     unet_config,
     which_files,
@@ -245,10 +246,14 @@ def open_text(folder: str) -> TextConditions:
             if is_counted():
                 encoder = CLIPTextModel(CLIPTextConfig.from_pretrained(place, local_files_only=True))
             else:
-                encoder = CLIPTextModel.from_pretrained(
-                    place, local_files_only=True, dtype=torch.float32, **which_files(place)
+                loaded: Any = CLIPTextModel.from_pretrained(
+                    place, local_files_only=True, dtype=torch.float32, output_loading_info=True, **which_files(place)
                 )
+                encoder, found = loaded
+                refuse_missing_weights(place, found)
         tokenizer = CLIPTokenizer.from_pretrained(words, local_files_only=True)
+    except ModelError:
+        raise
     except ImportError as error:
         raise ModelError("transformers is not installed", fix="pip install 'halfstep[diffusion]'") from error
     except Exception as error:  # a foreign folder can break a reader in any way
