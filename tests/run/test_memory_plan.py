@@ -210,6 +210,15 @@ def test_a_model_that_reads_values_is_refused_with_what_to_do(monkeypatch: pytes
     with pytest.raises(ModelError, match=r"cannot be traced.*_local_scalar_dense") as caught:
         step.traces("fp32", "none", 8, chains=False)
     assert "train.auto_batch=true" in caught.value.fix
+    assert ".item()" in caught.value.why
+
+
+def test_another_error_of_a_model_is_told_as_it_is() -> None:
+    workload = build_tiny(tiny())
+    wrong = dataclasses.replace(workload, forward=lambda model, batch: model(batch["picture"]))
+    with pytest.raises(ModelError, match=r"cannot be traced: KeyError: 'picture'") as caught:
+        PlannedStep(tiny(), wrong, first_batch(tiny(), workload)).traces("fp32", "none", 8, chains=False)
+    assert ".item()" not in caught.value.why
 
 
 # --- what fits ---
@@ -274,13 +283,22 @@ def test_a_gpu_is_asked_for_formats_it_has() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("24GB", 24 * 10**9), ("24", 24 * 10**9), ("1.5 GiB", 3 * 2**29), ("800mb", 8 * 10**8), ("2e10", 2 * 10**10)],
+    [
+        ("24GB", 24 * 10**9),
+        ("24", 24 * 10**9),
+        ("1.5 GiB", 3 * 2**29),
+        ("800mb", 8 * 10**8),
+        ("2e10", 2 * 10**10),
+        ("24G", 24 * 10**9),
+        ("1 TiB", 2**40),
+        ("9b", 9),
+    ],
 )
 def test_sizes_are_read_with_their_units(text: str, size: int) -> None:
     assert read_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "many", "-3GB", "0", "24 parsecs", "1.2.3GB", "nan"])
+@pytest.mark.parametrize("text", ["", "many", "-3GB", "0", "24 parsecs", "1.2.3GB", "nan", "1e99GB", "1e999"])
 def test_a_size_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="not a size of memory"):
         read_size(text)

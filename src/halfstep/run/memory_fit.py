@@ -31,7 +31,9 @@ LARGEST_GROWTH = 4
 """How far a larger batch is proposed: much larger ones need more epochs (McCandlish et al. 2018)."""
 MOST = 1 << 20
 """Samples of a batch that are looked at."""
-UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+UNITS = {"": 1} | {f"{letter}i": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1)}
+UNITS |= {letter: 10 ** (3 * power) for power, letter in enumerate("kmgt", 1)}
+MOST_BYTES = 10**15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,13 +65,14 @@ class Fit:
 
 def read_size(text: str) -> int:
     """`24GB`, `24 GiB` or `24e9` in bytes; a number alone is gigabytes."""
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?b?)\s*", text.lower())
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*((?:[kmgt]i?)?)(b?)\s*", text.lower())
     try:
         number, unit = float(found[1]) if found else 0.0, found[2] if found else ""
-        size = int(number * (UNITS["gb"] if not unit and number < 10**6 else UNITS[unit]))
-    except (ValueError, KeyError):
+        is_bare = found is not None and not unit and not found[3]
+        size = int(number * (UNITS["g"] if is_bare and number < 10**6 else UNITS[unit]))
+    except (ValueError, OverflowError):
         size = 0
-    if size <= 0:
+    if not 0 < size <= MOST_BYTES:
         raise ConfigError(
             f"--fit {text!r} is not a size of memory", fix="a number and its unit: --fit 24GB, or --fit 40GiB"
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
@@ -327,10 +328,20 @@ def _explained(workload: str) -> Iterator[None]:
         yield
     except HalfstepError:
         raise
-    except Exception as error:
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ModelError(
-            f"a step of {workload} cannot be traced: {type(error).__name__}: {first_line(error)}",
+            _cannot_be_traced(workload, error),
             why="its memory is counted on tensors without content, and something in forward or loss asks for values "
             "(.item(), an `if` on a tensor, numpy)",
             fix="keep that out of forward and loss, or let the run find its batch: train.auto_batch=true",
         ) from error
+    except Exception as error:
+        raise ModelError(
+            _cannot_be_traced(workload, error),
+            why="its memory is counted in a step of forward, loss and backward on tensors without content, which ended",
+            fix="see whether the same step trains: halfstep train ... train.max_steps=1",
+        ) from error
+
+
+def _cannot_be_traced(workload: str, error: Exception) -> str:
+    return f"a step of {workload} cannot be traced: {type(error).__name__}: {first_line(error)}"

@@ -182,11 +182,16 @@ def update(
     first = first + (grad - first) * (1 - setting.betas[0])
     second = second + (grad * grad - second) * (1 - setting.betas[1])
     theta = theta - setting.lr * setting.weight_decay * theta
-    denominator = second.sqrt() * corrections[1].sqrt().reciprocal() + setting.eps
+    denominator = rounded_root(second) * rounded_root(corrections[1]).reciprocal() + setting.eps
     theta = theta - setting.lr / corrections[0] * first / denominator
     weights.copy_(torch.where(keep, weights, theta.to(weights.dtype)))
     for name, moment, codes in zip(MOMENTS, (first, second), (signed_codes, unsigned_codes), strict=True):
         _store(state, name, moment, codes, keep)
+
+
+def rounded_root(values: Tensor) -> Tensor:
+    """Rounded to the nearest, as the kernel's is: on some CPUs torch's own is off by a bit, from MKL."""
+    return values.sqrt() if values.is_cuda else values.double().sqrt().float()
 
 
 def _decoded(state: dict[str, Tensor], name: str) -> Tensor:
