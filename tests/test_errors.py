@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.errors import counted, format_bytes, suggested
+from halfstep.errors import counted, first_line, format_bytes, suggested
 
 
 @pytest.mark.parametrize("folder", ["runs/unet", "runs/my unet", "it's here", "a$b", "ä ö", "-x"])
@@ -45,3 +45,8 @@ def test_irregular_plurals_are_given() -> None:
 )
 def test_sizes_speak_in_the_decimal_unit_that_fits_them(num_bytes: int, short: str, fine: str) -> None:
     assert (format_bytes(num_bytes), format_bytes(num_bytes, digits=3)) == (short, fine)
+
+
+@pytest.mark.parametrize(("error", "line"), [(ValueError(), "ValueError"), (OSError("\nno\nmore"), "no")])
+def test_an_error_of_somebody_else_has_one_line_even_if_it_says_nothing(error: Exception, line: str) -> None:
+    assert first_line(error) == line

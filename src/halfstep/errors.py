@@ -119,6 +119,11 @@ class Interrupted(HalfstepError):
         self.exit_code = exit_code
 
 
+def first_line(error: BaseException) -> str:
+    """What somebody else's error says, without the pages below it; one that says nothing has its name."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
 def nearest(name: str, valid: Iterable[str], *, count: int = 3) -> str:
     """`did you mean 'a' or 'b'?` for a mistyped name, or the valid ones when nothing is near."""
     names = list(valid)

@@ -88,9 +88,9 @@ def clock_limits(device: torch.device) -> tuple[str, ...]:
     return limits_in(bits)
 
 
-def shared_with(device: torch.device, driver: Driver | None = None) -> str:
+def shared_with(device: torch.device) -> str:
     """Why others may disturb the measurement, in words; empty where nobody does."""
-    driver = driver or Driver()
+    driver = Driver()
     if device.type == "cpu":
         load, cores = driver.load(), os.cpu_count() or 1
         return f"the CPU has other work: load {load:.1f} on {counted(cores, 'core')}" if load > cores else ""

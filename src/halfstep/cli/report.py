@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from halfstep.errors import CheckpointError, ConfigError, HalfstepError, counted
+from halfstep.errors import CheckpointError, ConfigError, HalfstepError, counted, first_line
 
 
 def command(
@@ -75,7 +75,7 @@ def _memory(path: Path) -> dict[str, int] | str:
     try:
         return predicted_memory(path)
     except (HalfstepError, OSError) as error:
-        return str(error).splitlines()[0]
+        return first_line(error)
 
 
 def comparison_page(folder: Path) -> str:

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from halfstep.disk import free_bytes, whole_folder
-from halfstep.errors import DataError, format_bytes
+from halfstep.errors import DataError, first_line, format_bytes
 
 PICTURES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
 ARRAYS = (".npy", ".pt", ".pth")
@@ -146,7 +146,7 @@ def load_array(path: Path) -> np.ndarray[Any, Any]:
 
 def unreadable(path: Path, error: BaseException) -> DataError:
     """The error for a file that is corrupt, truncated or not what its ending says."""
-    why = (str(error) or type(error).__name__).splitlines()[0].replace(str(path), path.name)
+    why = first_line(error).replace(str(path), path.name)
     return DataError(
         f"cannot read {path}", why=why, fix="replace the file, or leave bad files out: data.on_bad_file=skip"
     )

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_
 
 from halfstep.data.seeds import generator_for
 from halfstep.disk import is_alive
-from halfstep.errors import DataError, HalfstepError, counted
+from halfstep.errors import DataError, HalfstepError, counted, first_line
 
 Key = TypeVar("Key")
 Made = TypeVar("Made")
@@ -209,7 +209,7 @@ class Loader:
                     raise
                 self.close()
                 raise DataError(
-                    f"a loader worker failed: {str(error).splitlines()[0]}",
+                    f"a loader worker failed: {first_line(error)}",
                     why="a worker that dies silently has usually run out of memory, or of shared memory in a container",
                     fix="data.num_workers=0 shows the cause; docker needs --shm-size or --ipc=host",
                 ) from error.with_traceback(None)

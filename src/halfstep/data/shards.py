@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from halfstep.data.files import BadFiles, some_of
-from halfstep.errors import DataError, counted
+from halfstep.errors import DataError, counted, first_line
 
 Array = np.ndarray[Any, Any]
 
@@ -177,7 +177,7 @@ def stored_array(place: Place, name: str) -> StoredArray:
     except (ValueError, OSError, EOFError, SyntaxError) as error:
         raise DataError(
             f"{name} in {place.path} is not a .npy array",
-            why=str(error).splitlines()[0],
+            why=first_line(error),
             fix="write it again with numpy.save, or leave bad samples out: data.on_bad_file=skip",
         ) from error
     if dtype.hasobject or is_fortran:

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 
 from halfstep.backend_flags import fp32_mode
-from halfstep.errors import HardwareError
+from halfstep.errors import HardwareError, first_line
 from halfstep.formats import FP8_E4M3, format_named
 from halfstep.hardware.describe import OP_NAMES, SMALL_MARK, rate
 from halfstep.hardware.driver import SAMPLES, Driver
@@ -222,7 +222,7 @@ class _Session:
         try:
             seconds = self._seconds(copy_kernel(self.sizes.copy_bytes, place), "copy")
         except RuntimeError as error:
-            self.notes.append(f"memory bandwidth not measured: {_first_line(error)}")
+            self.notes.append(f"memory bandwidth not measured: {first_line(error)[:160]}")
             return None
         return 2 * self.sizes.copy_bytes / seconds / 1e9
 
@@ -241,7 +241,7 @@ class _Session:
             try:
                 yield self._measure_format(op, format_name, small, full, fp32_seconds)
             except (RuntimeError, ValueError) as error:  # no kernel for it, or no memory: a fact, not a failure
-                self.notes.append(f"{OP_NAMES[op]} in {format_name} does not run here: {_first_line(error)}")
+                self.notes.append(f"{OP_NAMES[op]} in {format_name} does not run here: {first_line(error)[:160]}")
 
     def _measure_format(
         self, op: Op, format_name: str, small: Problem, full: Problem, fp32_seconds: dict[Problem, float]
@@ -291,7 +291,3 @@ class _Session:
         until = self.driver.now() + WARM_UP_S
         while self.driver.now() < until:
             self._seconds(kernel, "warm-up")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:160]

@@ -18,7 +18,7 @@ from halfstep.config.dump import to_yaml
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader, NamedSamples, offers
 from halfstep.data.prefetch import RecentWindows
-from halfstep.errors import CheckpointError, HardwareError
+from halfstep.errors import CheckpointError, HardwareError, first_line
 from halfstep.evidence import capsule as capsules
 from halfstep.evidence.attempts import LossFn, Subject, refuse_another_model
 from halfstep.evidence.capsule import Capsule
@@ -38,7 +38,7 @@ from halfstep.step.facts import Reading
 from halfstep.step.guard import LAG
 from halfstep.step.step import Step
 from halfstep.step.world import Share
-from halfstep.tune.memory_limit import OutOfMemory, first_line, model_memory_error
+from halfstep.tune.memory_limit import OutOfMemory, model_memory_error
 from halfstep.tune.modes import Notice, Region
 from halfstep.workloads import load
 from halfstep.workloads.workload import Workload

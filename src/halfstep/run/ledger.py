@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from halfstep.disk import write_whole
+from halfstep.errors import first_line
 from halfstep.evidence.captured import COMPUTING, Modules, Placed, matched, placed
 from halfstep.evidence.captured_ledger import captured_ledger
 from halfstep.evidence.compiled_sites import CompiledCode, NodeRecorder
@@ -35,7 +36,7 @@ from halfstep.run.frozen import modules_of
 from halfstep.run.phased_engine import PhasedEngine
 from halfstep.step.step import LossFn
 from halfstep.tune.fresh_thread import in_fresh_thread
-from halfstep.tune.memory_limit import first_line, split_window
+from halfstep.tune.memory_limit import split_window
 from halfstep.tune.modes import Batch, Notice, Region
 
 AnyEngine = Engine | PhasedEngine

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.seeds import Key
-from halfstep.errors import HalfstepError, ModelError
+from halfstep.errors import HalfstepError, ModelError, first_line
 from halfstep.hardware.gpus import known_gpu
 from halfstep.models.first_values import unfilled
 from halfstep.models.recompute import Recompute, Recomputing
@@ -35,7 +35,6 @@ from halfstep.step.codes import signed_table, unsigned_table
 from halfstep.step.ema import Ema
 from halfstep.step.optimizers import CAPTURABLE
 from halfstep.tune.layout import convolves_images, in_layout_of
-from halfstep.tune.memory_limit import first_line
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.own_blocks import found_blocks, recompute_blocks_
 from halfstep.tune.planner.pretence import Pretence, run_backward

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from halfstep.config.schema import RunConfig
+from halfstep.errors import first_line
 from halfstep.measure.memory import give_back
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly, assemble
@@ -20,7 +21,6 @@ from halfstep.run.phased_engine import engine_for
 from halfstep.run.phases import all_due
 from halfstep.step.randomness import algorithms, generator_states, restore_generators
 from halfstep.tune.fresh_thread import forget_compiled
-from halfstep.tune.memory_limit import first_line
 from halfstep.tune.memory_low import CannotRun, DoesNotFit
 from halfstep.tune.trials import Trial, first_batch
 from halfstep.workloads.workload import Workload

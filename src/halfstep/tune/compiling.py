@@ -17,7 +17,7 @@ from typing import TypeAlias
 from torch._dynamo.variables.tensor import TensorVariable
 
 from halfstep.disk import variable
-from halfstep.tune.memory_limit import first_line
+from halfstep.errors import first_line
 from halfstep.tune.modes import Batch
 
 MOST_SHAPES = 2  # an image in portrait and in landscape format, or two sizes in turn

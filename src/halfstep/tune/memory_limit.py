@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.config.schema import RunConfig
-from halfstep.errors import MemoryLimitError
+from halfstep.errors import MemoryLimitError, first_line
 from halfstep.measure.memory import memory_picture
 from halfstep.workloads import KINDS
 
@@ -73,11 +73,6 @@ def model_memory_error(
 def _with_ways(what: str, error: OutOfMemory, device: torch.device, ways: Iterable[str]) -> MemoryLimitError:
     why = "\n       ".join([first_line(error), *memory_picture(device).splitlines()])
     return MemoryLimitError(what, why=why, fix="one of:\n       " + "\n       ".join(ways))
-
-
-def first_line(error: BaseException) -> str:
-    """What torch said, without the pages below it."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def announce(pieces: int, config: RunConfig, model: Any) -> str:

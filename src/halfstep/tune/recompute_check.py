@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from halfstep.config.schema import RunConfig
+from halfstep.errors import first_line
 from halfstep.models.recompute import Recompute, Recomputing
 from halfstep.precision.plan import Plan
 from halfstep.step.randomness import generator_states
-from halfstep.tune.memory_limit import first_line
 from halfstep.tune.memory_low import CannotRun, MemorySetting
 from halfstep.tune.own_blocks import by_kind, described, found_blocks
 from halfstep.tune.trials import Rehearse, Trial

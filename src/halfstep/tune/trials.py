@@ -13,13 +13,12 @@ from torch import nn
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
-from halfstep.errors import MemoryLimitError
+from halfstep.errors import MemoryLimitError, first_line
 from halfstep.measure.live_bytes import LiveBytes
 from halfstep.measure.memory import peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
 from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.tune.layout import is_only_tried
-from halfstep.tune.memory_limit import first_line
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, NotCaptured
 from halfstep.tune.modes import UNCAPTURED, Batch, Level, Mode, Notice
 from halfstep.tune.trial_time import TrialTime

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from halfstep.config.load import Loaded
-from halfstep.errors import CheckpointError, HalfstepError, Interrupted, MemoryLimitError, TrainingStopped
+from halfstep.errors import CheckpointError, HalfstepError, Interrupted, MemoryLimitError, TrainingStopped, first_line
 from halfstep.report.metrics_file import read
 from halfstep.run.ending import read_summary
 from halfstep.run.train import train
-from halfstep.tune.memory_limit import OutOfMemory, first_line
+from halfstep.tune.memory_limit import OutOfMemory
 from halfstep.workloads import load
 
 End = Literal["done", "stopped", "out of memory"]
