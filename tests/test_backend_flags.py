@@ -18,6 +18,8 @@ PARENTS = [("generic", "all"), ("cuda", "all"), ("mkldnn", "all")]
 @pytest.fixture(autouse=True)
 def _flags_as_found() -> Iterator[None]:
     found = read_flags()
+    for flag in (*PARENTS, *LEAVES):
+        set_leaf(*flag, "none")
     yield
     for parent in PARENTS:
         set_leaf(*parent, "none")

@@ -26,11 +26,12 @@ NEGATIVE = re.compile(
 
 
 def find(amp: Amp) -> Iterator[Finding]:
-    yield from asked_for_scaler(amp)
+    scalers = switches(amp)
+    yield from asked_for_scaler(amp, scalers)
     yield from opposite(amp)
     yield from never_there(amp)
     for trace in amp.traces if amp.scalers else ():
-        yield from always_on(amp, trace)
+        yield from always_on(amp, trace, scalers)
 
 
 def switches(amp: Amp) -> dict[str, ast.expr]:
@@ -54,9 +55,8 @@ def is_switch(amp: Amp, condition: ast.expr) -> bool:
     return bool(named) and not all(NO_SWITCH.search(ast.unparse(part)) for part in parts)
 
 
-def asked_for_scaler(amp: Amp) -> Iterator[Finding]:
+def asked_for_scaler(amp: Amp, scalers: dict[str, ast.expr]) -> Iterator[Finding]:
     """autocast on where `scaler is not None`, and the scaler is an object with or without AMP."""
-    scalers = switches(amp)
     for test, call in autocast_tests(amp) if scalers else ():
         name = asked_object(amp, test)
         region = region_of(call, amp.script)
@@ -112,9 +112,8 @@ def asked_object(amp: Amp, test: ast.expr) -> str:
     return last(dotted_name(test))
 
 
-def always_on(amp: Amp, trace: Trace) -> Iterator[Finding]:
+def always_on(amp: Amp, trace: Trace, scalers: dict[str, ast.expr]) -> Iterator[Finding]:
     """autocast without a condition, and a loss that is scaled only where AMP is asked for."""
-    scalers = switches(amp)
     for backward in (
         trace.calls("backward") if any(trace.calls("step")) else ()
     ):  # a loop that only times steps no weight
