@@ -94,6 +94,16 @@ def test_routine_overflows_of_fp16_are_not_kept_those_at_the_floor_are(tmp_path:
     assert capsule.read(tmp_path / "run" / "capsules" / "00000002").about["kind"] == "overflow at the floor"
 
 
+def test_an_overflow_at_a_scale_far_below_the_first_is_kept_while_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fp16 = {"precision.default": "fp16", "precision.simulate": True, "model.options.poisoned": list(range(11))}
+    folder = run(tmp_path / "run", **fp16, **{"scaler.init_scale": 4096.0, "train.max_steps": 14, "train.epochs": 99})
+    assert kept(folder) == ["00000010"]  # at scale 4
+    assert capsule.read(folder / "capsules" / "00000010").about["kind"] == "overflow at a low scale"
+    assert "warning: step 10: overflow at loss scale 4" in capsys.readouterr().err
+
+
 def test_of_several_phases_the_one_at_fault_is_kept_and_replayed(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", "phased_workload:build", **{"model.options.poisoned": {"critic": [1]}})
     found = replay_run(folder / "capsules" / "00000001")

@@ -119,9 +119,12 @@ class Recorder:
             return "spike" if self.spikes else ""
         if not reading.is_bad or reading.is_empty:
             return ""
-        if self.step.scaler.enabled:
-            return "overflow at the floor" if reading.scale <= self.step.scaler.options.min_scale else ""
-        return "non-finite"
+        scaler = self.step.scaler
+        if not scaler.enabled:
+            return "non-finite"
+        if reading.scale > scaler.low:
+            return ""
+        return "overflow at the floor" if reading.scale <= scaler.options.min_scale else "overflow at a low scale"
 
     def _write(
         self,

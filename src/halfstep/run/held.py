@@ -47,7 +47,7 @@ class HeldWindows:
                 fix="guard.hold=false; capsules then say by how many commits they are inexact",
             )
         scaler = parts.step.scaler
-        self.hold = Hold(parts.device, floor=scaler.options.min_scale if scaler.enabled else None)
+        self.hold = Hold(parts.device, low=scaler.low if scaler.enabled else None)
         parts.step.hold = self.hold
         self._windows: deque[HeldWindow] = deque(maxlen=LAG + 1)
 

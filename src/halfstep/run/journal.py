@@ -56,9 +56,10 @@ class Journal:
         phases: Sequence[str] = (),
         hint: Callable[[Mapping[str, float]], str] = lambda scores: "",
         unit: Unit = Unit(),  # noqa: B008  frozen
+        low_scale: float = 0.0,
     ) -> None:
         self.report, self.plan, self.epochs, self.report_every, self.metric = report, plan, epochs, report_every, metric
-        self._hint, self.unit, self._peak_flops = hint, unit, peak_flops(plan)
+        self._hint, self.unit, self._peak_flops, self._low_scale = hint, unit, peak_flops(plan), low_scale
         self._named = samples if offers(samples, NamedSamples) else None
         self.device = torch.device(plan.device)
         self.attempted = 0
@@ -108,8 +109,10 @@ class Journal:
             return
         self.num_skipped += 1
         if self.plan.needs_loss_scaling and not reading.is_spike and not reading.is_empty:
-            text = f"{step}: overflow at loss scale {reading.scale:g}, step skipped (routine in fp16)"
-            self._event("overflow", reading, text, "info", phase)
+            is_low = reading.scale <= self._low_scale
+            which = "a low one: what overflows may do so at any scale" if is_low else "routine in fp16"
+            text = f"{step}: overflow at loss scale {reading.scale:g}, step skipped ({which})"
+            self._event("overflow", reading, text, "warning" if is_low else "info", phase)
         else:
             text = f"{step} skipped: {reading.reason}; samples {self._samples_of(reading)}"
             self._event("skipped", reading, text, "warning", phase)

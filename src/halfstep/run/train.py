@@ -349,7 +349,7 @@ def _journal(parts: Assembly, report: RunReport) -> Journal:
     journal = Journal(
         report, parts.plan, epochs=epochs, report_every=every, metric=workload.metric,
         samples=workload.train_samples, phases=[own.phase.name for own in parts.phases],
-        hint=partial(hint_about, parts.config.workload), unit=parts.unit,
+        hint=partial(hint_about, parts.config.workload), unit=parts.unit, low_scale=parts.step.scaler.low,
     )  # fmt: skip
     parts.guard.observers.append(journal.observe)
     return journal

@@ -255,16 +255,16 @@ def reading_from(state: Mapping[str, Any]) -> Reading:
 class Hold:
     """The sticky flag of one step."""
 
-    def __init__(self, device: torch.device, *, floor: float | None = None) -> None:
-        self.floor = floor  # with loss scaling an overflow above this scale is routine, and holds nothing
+    def __init__(self, device: torch.device, *, low: float | None = None) -> None:
+        self.low = low  # with loss scaling an overflow above this scale is routine, and holds nothing
         self.flag = torch.zeros((), dtype=torch.bool, device=device)
 
     def judge(self, facts: Facts, fault: Tensor) -> None:
         """Hold this step where an earlier one was at fault; note whether this one is."""
         facts.held = self.flag.clone()
         is_fault = fault & ~facts.empty
-        if self.floor is not None:
-            is_fault = is_fault & (facts.scale <= self.floor)
+        if self.low is not None:
+            is_fault = is_fault & (facts.scale <= self.low)
         facts.holds = is_fault & ~facts.held
         facts.bad = facts.bad | facts.held
 

@@ -42,6 +42,10 @@ class ScalerOptions:
             )
 
 
+FAR_BELOW = 1024
+"""So far below its first value a scale is not searched for any more: what overflows then does so at any scale."""
+
+
 class Scaler:
     """Scale and growth tracker as device tensors. Disabled (bf16, tf32, fp32) it is the identity, never None."""
 
@@ -59,6 +63,11 @@ class Scaler:
         fp16 meets the same numbers, and as many first steps overflow, the scale begins that much lower."""
         power_of_two = 1 << (accumulate - 1).bit_length()
         return max(self.options.init_scale / power_of_two, self.options.min_scale)
+
+    @property
+    def low(self) -> float:
+        """Overflows are routine above it."""
+        return max(self.first / FAR_BELOW, self.options.min_scale)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to call backward on. In fp32: a half loss times 65536 would be infinite at once."""
