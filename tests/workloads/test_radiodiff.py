@@ -97,6 +97,20 @@ def test_training_on_latents_from_disk_is_training_on_maps_and_other_latents_are
         resume(cached, "train.max_steps=4")
 
 
+def test_an_evaluation_neither_makes_latents_of_training_maps_nor_writes_over_those_of_the_run(
+    tmp_path: Path, data: Path, vae: Path
+) -> None:
+    kept, run = tmp_path / "latents.safetensors", tmp_path / "run"
+    train_diffusion(run, data, vae, data__cache="latents", data__cache_file=str(kept), train__max_steps=1)
+    made = kept.read_bytes()
+    other = write_tiny_demo(tmp_path / "other")
+    evaluate(run, report=RunReport(run, quiet=True), data=other)
+    assert kept.read_bytes() == made
+    kept.unlink()
+    evaluate(run, report=RunReport(run, quiet=True))
+    assert not kept.exists()
+
+
 def test_validation_samples_every_map_and_pictures_are_drawn(trained: Path) -> None:
     last = [row for row in read(trained / "metrics.jsonl") if row["kind"] == "val"][-1]
     assert {"nmse", "rmse", "ssim", "psnr", "nmse_variance", "c", "noise"} <= set(last)

@@ -100,13 +100,13 @@ def _with_data(
             f"--data {data} does not exist", fix="name a data folder, or a file where the run's data are one"
         )
     if data is not None and not (stored and stored.exists() and data.samefile(stored)):
-        if stored and not stored.exists() and (moved := _moved(run, data)):
+        if stored and not stored.exists() and (moved := _moved(run, kind, data)):
             report.notice(f"{data} has as many samples as the run's own data had, which are not in {stored} any more: "
                           "only its validation part is evaluated, as in training", "warning")  # fmt: skip
             return moved
         other = kind.config_for(config, data)
         try:
-            return other, kind.on_all(build_workload(other, run.store))
+            return other, kind.on_all(build_workload(kind.to_validate(other), run.store))
         except DataError as error:
             if "data." in error.fix or "halfstep train" in error.fix:  # an evaluation takes no settings
                 error.fix = f"give data laid out as the run's own, {stored or 'its demo data'}"
@@ -114,7 +114,7 @@ def _with_data(
     config, notes = with_data_found(run.config, run.folder)
     for note in notes:
         report.notice(note, "warning")
-    workload = build_workload(config, run.store)
+    workload = build_workload(kind.to_validate(config), run.store)
     if len(workload.val_samples) == 0:
         raise DataError(
             f"the run has no validation data in {config.data.dir}",
@@ -124,11 +124,11 @@ def _with_data(
     return config, workload
 
 
-def _moved(run: OpenedRun, data: Path) -> tuple[RunConfig, Workload] | None:
+def _moved(run: OpenedRun, kind: type[Evaluating], data: Path) -> tuple[RunConfig, Workload] | None:
     """The run's own data where they are now; None for others, of which everything can be evaluated."""
     config = any_folder(run.config, data)
     try:
-        workload = build_workload(config, run.store)
+        workload = build_workload(kind.to_validate(config), run.store)
     except HalfstepError:  # another layout
         return None
     found = [len(workload.train_samples), len(workload.val_samples)]

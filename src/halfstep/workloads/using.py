@@ -66,6 +66,11 @@ class Evaluation(Protocol):
         ...
 
     @staticmethod
+    def to_validate(config: RunConfig) -> RunConfig:
+        """Settings without what only training reads: the same validation samples."""
+        ...
+
+    @staticmethod
     def config_for(config: RunConfig, folder: Path) -> RunConfig:
         """Settings for data that the run was not trained on."""
         ...
@@ -100,6 +105,10 @@ class PlainEvaluation:
 
     def __init__(self, workload: Workload) -> None:
         self.metrics = workload.metrics()
+
+    @staticmethod
+    def to_validate(config: RunConfig) -> RunConfig:
+        return config
 
     @staticmethod
     def config_for(config: RunConfig, folder: Path) -> RunConfig:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from halfstep.config.schema import RunConfig
 from halfstep.data.files import BadFiles
 from halfstep.data.radio_maps import RadioMaps, Role
 from halfstep.data.seeds import Key
@@ -83,6 +84,12 @@ class SamplingEvaluation(RadioEvaluation):
     """Of stage 2."""
 
     num_scored = 0
+
+    @staticmethod
+    def to_validate(config: RunConfig) -> RunConfig:
+        """Latents on disk are of training maps: hours of encoding for nothing where the file is gone, and another
+        folder's would be written over the run's."""
+        return config.changed(data={"cache": "off"})
 
     def scored(
         self,

@@ -20,7 +20,7 @@ from halfstep.workloads.segmentation.pictures import SheetRow, contact_sheet
 from halfstep.workloads.segmentation.predict import WholeImages
 from halfstep.workloads.segmentation.scores import SegmentationDetails, SegmentationMetrics, predicted_classes
 from halfstep.workloads.sheets import worst_to_best
-from halfstep.workloads.using import Look, Phase, Trained
+from halfstep.workloads.using import Look, Phase, PlainEvaluation, Trained
 from halfstep.workloads.workload import Workload
 
 SHOWN_EACH = 3  # images of each kind on the sheet: more makes it longer than a page
@@ -28,6 +28,7 @@ SHOWN_EACH = 3  # images of each kind on the sheet: more makes it longer than a 
 
 class SegmentationEvaluation:
     ranking = "IoU"
+    to_validate = staticmethod(PlainEvaluation.to_validate)
     config_for = staticmethod(pairs_folder)
     on_all = staticmethod(with_all_pairs)
 
