@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from data.picture_folders import write_split
 from data.test_idx import write_idx
 from diffusion_tiny import pictures, vae_folder
 from halfstep.cli.main import main
+from halfstep.data.pack_folder import PackingBar
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -157,6 +159,29 @@ def test_a_config_packs_its_latents_once(tmp_path: Path, capsys: pytest.CaptureF
     assert "data.cache=latents" in error
     config.write_text(json.dumps({"workload": "unet"}))
     assert run(capsys, "pack", str(config))[0] == 2
+
+
+@pytest.mark.parametrize("is_config", [False, True])
+def test_a_scheduler_that_ends_it_is_told_so_and_finds_nothing_half_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_config: bool
+) -> None:
+    former = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("nobody listened"))
+    monkeypatch.setattr(PackingBar, "__call__", lambda *_: signal.raise_signal(signal.SIGTERM))
+    folder, vae, config = tmp_path / "data", tmp_path / "vae", tmp_path / "latent.yaml"
+    if is_config:
+        model = {"vae": str(vae_folder(vae)), "channels": [8]}
+        data = {"dir": str(pictures(folder, num=6)), "image_size": 8, "cache": "latents"}
+        config.write_text(json.dumps({"workload": "diffusion", "device": "cpu", "data": data, "model": model}))
+    else:
+        write_split(folder)
+    before = set(folder.rglob("*"))
+    try:
+        code, _, error = run(capsys, "pack", str(config if is_config else folder))
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert code == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM while packing; nothing was left behind" in error
+    assert set(folder.rglob("*")) == before
 
 
 def test_files_of_mnist_are_not_taken_for_a_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

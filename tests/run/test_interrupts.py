@@ -23,7 +23,7 @@ from halfstep.run.checkpoint import Checkpoints
 from halfstep.run.interrupts import HEARD, interrupts
 from halfstep.workloads import load
 from warm_processes import at_terminal, process
-from whole_runs import TINY, run
+from whole_runs import TINY, resume, run
 
 
 def sleep() -> None:
@@ -208,6 +208,22 @@ def test_a_signal_before_training_begins_leaves_nothing_behind(
     assert getattr(ended.value, "exit_code", 130) == 128 + number
     assert signal.getsignal(number) is before
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_scheduler_that_ends_a_run_before_it_goes_on_finds_it_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be in the middle of a file that was gone, such as latents."""
+    run(tmp_path / "run", {"train.max_steps": 1})
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    former = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("nobody listened"))
+    monkeypatch.setattr(training, "build_workload", lambda *_: signal.raise_signal(signal.SIGTERM))
+    try:
+        with pytest.raises(Interrupted, match="SIGTERM before training began"):
+            resume(tmp_path / "run", "train.max_steps=2")
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_a_scheduler_that_ends_the_trials_of_a_demo_gets_its_folder_removed(

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from halfstep.cli.run_place import all_killed, devices_of, start_on, without_gpus
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, RankLost
 from halfstep.run import world
 from halfstep.run.world import first_host, launch_of, tell_before_meeting
+from halfstep.step.world import World
+from ranks_together import together
 
 pytestmark = pytest.mark.ranks
 
@@ -98,6 +102,26 @@ def test_an_error_before_processes_meet_is_shown_once_and_others_with_their_rank
 def test_processes_that_were_all_killed_are_named_with_the_signal() -> None:
     error = all_killed({1: -9, 0: -15})
     assert error.what == "rank 0 was ended by SIGTERM; rank 1 was ended by SIGKILL"
+
+
+def killed_launcher(rank: int, size: int, port: int) -> str:
+    """The second process keeps the store, as torchrun does, and is killed when the first has met it."""
+    store = TCPStore("127.0.0.1", port, is_master=rank == 1, wait_for_workers=False)
+    if rank == 1:
+        store.wait(["met"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    met = World()
+    store.set("met", "")
+    try:
+        while True:
+            met.posted(0)
+    except RankLost as error:
+        return str(error)
+
+
+def test_a_launcher_that_was_killed_ends_its_processes_in_words(tmp_path: Path) -> None:
+    assert "torchrun, which keeps it, was killed" in together(2, killed_launcher, tmp_path)[0]
 
 
 def test_gpus_starts_processes_whose_common_error_is_all_that_is_shown(tmp_path: Path) -> None:

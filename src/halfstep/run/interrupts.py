@@ -128,18 +128,18 @@ def _keep_children_silent() -> None:
 
 
 @contextmanager
-def raised_at_once() -> Iterator[None]:
-    """Before there is anything to save, SIGTERM and SIGHUP end a run as Ctrl-C does: by an error, so it tidies up."""
+def raised_at_once(when: str = "before training began") -> Iterator[None]:
+    """Where there is nothing to save, SIGTERM and SIGHUP end a command as Ctrl-C does: by an error, so it tidies up."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    with _handled((number for number in SIGNALS if number != signal.SIGINT), _raise_interrupted):
+
+    def end(number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        raise Interrupted(f"stopped by {name} {when}; nothing was left behind", exit_code=128 + number)
+
+    with _handled((number for number in SIGNALS if number != signal.SIGINT), end):
         yield
-
-
-def _raise_interrupted(number: int, frame: FrameType | None) -> None:
-    name = signal.Signals(number).name
-    raise Interrupted(f"stopped by {name} before training began; nothing was left behind", exit_code=128 + number)
 
 
 def _is_ours(number: int) -> bool:

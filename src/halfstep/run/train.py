@@ -92,7 +92,7 @@ def train(
     launch: Launch | None = None,
 ) -> Path:
     """Train, and return the run's folder. `launch` says which of several processes this is."""
-    with joined(loaded.config, launch) as world:
+    with joined(loaded.config, launch) as world, raised_at_once():
         place = Place(launch, world)
         if world is not None:
             refuse_unfit(loaded.config, world)
@@ -112,29 +112,28 @@ def _start(loaded: Loaded, out: str | None, place: Place) -> Path:
     warnings: list[str] = []
     with ExitStack() as lock:
         try:
-            with raised_at_once():
-                if with_demo:
-                    folder = _created(out, f"{_run_name(loaded.config)}-demo", place)
-                    loaded = _with_demo_data(loaded, folder, place)
-                workload = identified(build_workload(loaded.config))
-                made = made_here(workload.frozen)
-                loaded = dataclasses.replace(loaded, config=with_settled(loaded.config, workload))
-                if place.world is not None:
-                    refuse_differences(loaded.config, workload, place.world)
-                decided = partial(_decided, loaded.config, workload, hardware, place)
-                plan = place.plan_from(decided, loaded.config, workload)
-                parts = _assembled(loaded.config, workload, plan, place)
-                if place.writes:
-                    warnings += check_disk(parts, folder or RunFolder.planned(out, _run_name(loaded.config)))
-                folder = folder or _created(out, _run_name(loaded.config), place)
-                if place.writes:
-                    lock.enter_context(folder.locked())
-                    record_data(workload, folder)
-                    store(made, folder.path)
-                    write_whole(folder.path / "settled.json", json.dumps(settled_by_run(asked, loaded.config)))
-                    _write_settings(folder, loaded.config, plan)
-                if place.world is not None and not place.world.is_first:
-                    seed_everything(seed_of(loaded.config.train.seed, 0, place.world.rank))
+            if with_demo:
+                folder = _created(out, f"{_run_name(loaded.config)}-demo", place)
+                loaded = _with_demo_data(loaded, folder, place)
+            workload = identified(build_workload(loaded.config))
+            made = made_here(workload.frozen)
+            loaded = dataclasses.replace(loaded, config=with_settled(loaded.config, workload))
+            if place.world is not None:
+                refuse_differences(loaded.config, workload, place.world)
+            decided = partial(_decided, loaded.config, workload, hardware, place)
+            plan = place.plan_from(decided, loaded.config, workload)
+            parts = _assembled(loaded.config, workload, plan, place)
+            if place.writes:
+                warnings += check_disk(parts, folder or RunFolder.planned(out, _run_name(loaded.config)))
+            folder = folder or _created(out, _run_name(loaded.config), place)
+            if place.writes:
+                lock.enter_context(folder.locked())
+                record_data(workload, folder)
+                store(made, folder.path)
+                write_whole(folder.path / "settled.json", json.dumps(settled_by_run(asked, loaded.config)))
+                _write_settings(folder, loaded.config, plan)
+            if place.world is not None and not place.world.is_first:
+                seed_everything(seed_of(loaded.config.train.seed, 0, place.world.rank))
         except BaseException:  # Ctrl-C as well: nothing was trained, so nobody will miss the folder
             if folder is not None and place.writes:
                 shutil.rmtree(folder.path)

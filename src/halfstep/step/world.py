@@ -131,6 +131,8 @@ class World(Share):
         if gone:
             what = f"{self._named(gone)} {'is' if len(gone) == 1 else 'are'} gone"
             why = "killed, or out of host memory: it ended without a word"
+        elif isinstance(error, dist.DistNetworkError):  # of the store; collectives raise others
+            what, why = "the place where the ranks meet is gone", "torchrun, which keeps it, was killed"
         elif error is None or any(word in str(error).lower() for word in TIMED_OUT):
             what = f"{self._named(silent)} did not answer for {self.limit_s:g} s{self.limit_name}"
             why = "it runs and takes no part in the step: stuck in its own code, its data or its device"
@@ -229,16 +231,18 @@ class World(Share):
     # --- notices of other ranks ---
 
     def post(self, text: str) -> None:
-        number = self._store.add("posts", 1)
-        self._store.set(f"post/{number}", f"{self.rank} {text}")
+        with self.listening():
+            number = self._store.add("posts", 1)
+            self._store.set(f"post/{number}", f"{self.rank} {text}")
 
     def posted(self, seen: int) -> tuple[int, list[str]]:
         """How many lines there are of the others, and those after the first `seen`, the same of several as one."""
-        num = self._store.add("posts", 0)
         by_text: dict[str, list[str]] = {}
-        for number in range(seen + 1, num + 1):
-            rank, text = self._store.get(f"post/{number}").decode().split(" ", 1)
-            by_text.setdefault(text, []).append(rank)
+        with self.listening():
+            num = self._store.add("posts", 0)
+            for number in range(seen + 1, num + 1):
+                rank, text = self._store.get(f"post/{number}").decode().split(" ", 1)
+                by_text.setdefault(text, []).append(rank)
         return num, [f"rank {', '.join(ranks)}: {text}" for text, ranks in by_text.items()]
 
 
