@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from halfstep.data.latent_cache import CachedLatents, open_latents, opened_or_written, write_latents
 from halfstep.errors import DataError
+from whole_runs import small_disk
 
 MOMENTS = torch.arange(6 * 2 * 4 * 2 * 2, dtype=torch.float32).view(6, 2, 4, 2, 2)
 
@@ -79,6 +80,17 @@ def test_a_failure_on_the_way_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="a bad picture"):
         write_latents(tmp_path / "latents.safetensors", 6, (2, 4, 2, 2), rows(), {})  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fills_up_is_named_and_keeps_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "latents.safetensors"
+    written(path)
+    before = path.read_bytes()
+    with small_disk(256), pytest.raises(DataError, match="cannot write the latents") as error:
+        written(path)
+    assert "data.cache_file" in error.value.fix
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() == before
 
 
 def test_a_batch_is_its_samples_and_mirror_images_come_by_the_key() -> None:

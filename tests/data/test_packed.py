@@ -19,6 +19,7 @@ from halfstep.data.packed import PIXELS_AT, open_pack, partial_file, read_index
 from halfstep.data.stored_images import EvaluationImages, TrainingImages
 from halfstep.errors import DataError
 from warm_processes import process
+from whole_runs import small_disk
 
 SMALL = PackSettings(size=32, workers=2)
 
@@ -169,6 +170,8 @@ def test_a_pack_over_the_limit_or_the_disk_is_refused_before_any_work(folder: Im
     assert "GB left" in caught.value.why
     with pytest.raises(DataError, match="cannot write"):
         pack(folder, tmp_path / "gone" / "a.pack", SMALL)
+    with small_disk(4096), pytest.raises(DataError, match="cannot write the packed images"):  # a quota
+        pack(folder, tmp_path / "a.pack", SMALL)
     assert list(tmp_path.glob("*pack*")) == []
 
 

@@ -93,6 +93,19 @@ def refuse_no_room(path: Path, num_bytes: int, what: str) -> None:
         )
 
 
+@contextmanager
+def naming_no_room(path: Path, what: str) -> Iterator[None]:
+    """A disk or a quota that is spent while a cache is written inside."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"cannot write {what} {path}: {error.strerror}",
+            why="this attempt left nothing behind",
+            fix="make room there, or name a file elsewhere: data.cache_file=FILE",
+        ) from error
+
+
 def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result | DataError]:
     """`work` on every item, or what is wrong with it, in order; Pillow decodes without the interpreter's lock."""
 

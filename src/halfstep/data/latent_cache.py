@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from halfstep.data.crops import uniform
-from halfstep.data.files import refuse_no_room
+from halfstep.data.files import naming_no_room, refuse_no_room
 from halfstep.data.loader import FileSamples, NamedSamples, Samples, offers
 from halfstep.data.stored_images import first_of, gathered
 from halfstep.disk import turn_at, whole_file
@@ -51,7 +51,7 @@ def write_latents(path: Path, num: int, shape: tuple[int, ...], rows: Iterable[T
     num_bytes = num * math.prod(shape) * BYTES
     refuse_no_room(path, num_bytes, "the latents")
     digest, written = hashlib.sha256(), 0
-    with whole_file(path) as hidden, hidden.open("wb") as file:
+    with naming_no_room(path, "the latents"), whole_file(path) as hidden, hidden.open("wb") as file:
         file.write(_header((num, *shape), meta, "0" * digest.digest_size * 2))
         for batch in rows:
             data = batch.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()

@@ -19,7 +19,7 @@ from rich.progress import Progress, TaskID
 
 from halfstep.data.crops import Array
 from halfstep.data.decode import open_picture
-from halfstep.data.files import BadFiles, OnBadFile, refuse_no_room
+from halfstep.data.files import BadFiles, OnBadFile, naming_no_room, refuse_no_room
 from halfstep.data.folder_samples import REDUCING_GAP, centre_square
 from halfstep.data.image_folder import ImageFolder
 from halfstep.data.loader import read_ahead
@@ -107,7 +107,7 @@ def pack(folder: ImageFolder, path: Path, settings: PackSettings, *, progress: T
     bad_files = BadFiles(settings.on_bad_file)
     rows: list[tuple[int, tuple[int, int], int]] = []
     num_train = 0
-    with partial_file(path, len(paths), settings.size) as (pixels, partial):
+    with naming_no_room(path, "the packed images"), partial_file(path, len(paths), settings.size) as (pixels, partial):
         for done, (number, outcome) in enumerate(_decode_all(folder, settings, pixels), start=1):
             if isinstance(outcome, DataError):
                 bad_files.report(outcome)

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from halfstep.data.files import refuse_no_room
+from halfstep.data.files import naming_no_room, refuse_no_room
 from halfstep.data.text_files import TextFiles
 from halfstep.data.tokenizers import Tokenizer, identity
 from halfstep.data.tokens import Tokens
@@ -56,7 +56,7 @@ def default_cache(root: Path, tokenizer: Tokenizer) -> Path:
 
 def _write(texts: TextFiles, tokenizer: Tokenizer, path: Path, made_from: dict[str, Any]) -> None:
     kind = _kind_for(tokenizer)
-    try:
+    with naming_no_room(path, "the token cache"):
         path.parent.mkdir(parents=True, exist_ok=True)
         # A guess on the low side, as a token of most texts stands for four bytes or more; a full disk is an error too.
         refuse_no_room(path, sum(file.stat().st_size for file in texts.all) * kind.itemsize // 4, "the token cache")
@@ -66,12 +66,6 @@ def _write(texts: TextFiles, tokenizer: Tokenizer, path: Path, made_from: dict[s
             header = {"dtype": kind.name, "counts": counts, "checks": checks, "made_from": made_from}
             encoded = json.dumps(header).encode()
             file.write(encoded + len(encoded).to_bytes(8, "little"))
-    except OSError as error:
-        raise DataError(
-            f"cannot write the token cache {path}: {error.strerror}",
-            why="texts are tokenised once, into a file beside them; this attempt left nothing behind",
-            fix="make room there, or name another place: data.cache_file=FILE",
-        ) from error
 
 
 class _CheckedFile:
