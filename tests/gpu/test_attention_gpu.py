@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention as torchs_attention
 
+import halfstep as hs
+from halfstep.evidence import causes
+from halfstep.evidence.capsule import all_in
 from halfstep.kernels import attention_triton as kernels
 from halfstep.kernels.transformer_chain import attention, by_heads, is_short
+from halfstep.precision.attention_kernels import is_at_fault
+from tiny_training import plan
 
 pytestmark = pytest.mark.gpu
 
@@ -54,3 +62,55 @@ def test_cudnn_gives_natural_logarithms_and_writes_token_by_token() -> None:
     _, log_sum = attention(qkv, 4)
     expected = torch.logsumexp(q.double() @ k.double().transpose(2, 3) / 8, 3)
     torch.testing.assert_close(log_sum.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def gradient_of_queries(keys: int, dtype: torch.dtype, *, is_compiled: bool) -> Tensor:
+    """Finite numbers, all of whose scores are -120."""
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 2, tokens, 64, device="cuda") * size for tokens, size in ((64, 0.1), (keys, 0.1), (keys, 1))
+    )
+    q[..., 0], k[..., 0] = 1.0, -120.0 * 8
+    q, k, v = (part.to(dtype).requires_grad_() for part in (q, k, v))
+    attend = lambda: F.scaled_dot_product_attention(q, k, v).float().square().sum()  # noqa: E731
+    (torch.compile(attend) if is_compiled else attend)().backward()
+    assert q.grad is not None
+    return q.grad
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_attention_is_finite_at_lengths_where_cudnn_gives_nan(precision: str, is_compiled: bool) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    for keys in (64, 192):
+        with plan(precision, "cuda").forward():
+            found = gradient_of_queries(keys, dtype, is_compiled=is_compiled)
+        assert found.isfinite().all()
+        if is_at_fault("cuda") and not is_compiled:
+            assert gradient_of_queries(keys, dtype, is_compiled=False).isnan().any(), "mended: raise MENDED's bound"
+
+
+class Attending(nn.Module):
+    """Calls torch's attention by a name of its own, with scores of -120."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.inner(x).clone(), torch.randn_like(x)
+        q[..., 0], k[..., 0] = 1.0, -120.0 * 8
+        return torchs_attention(*(part[:, None] for part in (q, k, x))).float()
+
+
+@pytest.mark.skipif(not is_at_fault("cuda"), reason="NOT tested: cuDNN of this GPU is right")
+def test_replay_blames_the_kernel_where_the_code_calls_torchs_attention_by_a_name_of_its_own(tmp_path: Path) -> None:
+    model = Attending().cuda()
+    step = hs.Step(model, torch.optim.AdamW(model.parameters()), "bf16", capsules=tmp_path)
+    loss_fn = lambda x: model(x).square().mean()  # noqa: E731
+    step(loss_fn, [torch.randn(2, 64, 64, device="cuda")])
+    with pytest.warns(UserWarning, match="is kept"):
+        step.finish()
+    found = hs.replay(all_in(tmp_path)[0], model, loss_fn)
+    assert found.cause == causes.KERNEL
+    assert "scaled_dot_product_cudnn_attention_backward" in found.diagnosis.origin.name

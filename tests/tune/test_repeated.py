@@ -12,7 +12,8 @@ from torch._dynamo.utils import counters
 
 from halfstep.kernels.fast_forms import chains, decided
 from halfstep.models.gpt2 import gpt2
-from halfstep.tune.modes import Blocks, by_blocks, repeated_blocks
+from halfstep.models.recompute import Recompute, set_recompute
+from halfstep.tune.modes import Blocks, by_blocks, one_for_all, repeats_blocks
 
 
 class Block(nn.Module):
@@ -63,17 +64,22 @@ def test_blocks_run_in_their_own_form(blocks: Blocks, captured: bool, graphs: in
     assert Block.forward is forward
 
 
-def test_a_deep_transformer_that_is_no_chain_compiles_one_block_for_all() -> None:
+@pytest.mark.parametrize(("how", "graphs"), [("none", 1), ("pointwise", 1), ("blocks", 1), ("alternate", 2)])
+def test_a_deep_transformer_that_is_no_chain_compiles_one_block_for_all(how: Recompute, graphs: int) -> None:
     torch.manual_seed(0)
     torch.compiler.reset()
     model = gpt2("gpt2", depth=8, heads=2, dim=16, context=8, vocab=20)
     ids = torch.randint(20, (2, 8))
-    blocks = repeated_blocks(model, "bf16-true", recomputes=False)
+    set_recompute(model, how)
     before = counters["stats"]["unique_graphs"]
-    found = gradients(model, by_blocks(lambda ids: model(ids, ids), blocks, COMPILER), ids)
-    assert counters["stats"]["unique_graphs"] - before == 1
+    found = gradients(model, one_for_all(lambda ids: model(ids, ids), COMPILER), ids)
+    assert counters["stats"]["unique_graphs"] - before == graphs
     for one, other in zip(found, gradients(model, lambda ids: model(ids, ids), ids), strict=True):
         torch.testing.assert_close(one, other)
-    assert not repeated_blocks(model, "bf16", recomputes=False), "a chain of our own kernels"
-    assert not repeated_blocks(model, "fp32", recomputes=True), "the compiler chooses what"
-    assert not repeated_blocks(gpt2("gpt2", depth=2, heads=2, dim=16), "fp32", recomputes=False), "compiled whole"
+
+
+def test_what_runs_as_a_chain_or_is_shallow_does_not_compile_one_block_for_all() -> None:
+    deep, shallow = (gpt2("gpt2", depth=depth, heads=2, dim=16, context=8, vocab=20) for depth in (8, 2))
+    assert repeats_blocks(deep, "bf16-true")
+    assert not repeats_blocks(deep, "bf16"), "a chain of our own kernels"
+    assert not repeats_blocks(shallow, "fp32"), "compiled whole"

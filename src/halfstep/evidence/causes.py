@@ -137,6 +137,7 @@ def diagnose(subject: Subject, capsule: Capsule) -> Diagnosis:
         or _of_refusal(subject, runs)
         or _of_growth(subject, capsule, runs)
         or _of_own_kernel(runs)
+        or _of_attention(runs)
         or _of_buffers(subject, runs)
         or _of_numbers(runs)
     )
@@ -284,6 +285,16 @@ def _of_own_kernel(runs: Runs) -> Diagnosis | None:
             shown = [f"{op.name} is not an operation of torch, and gives {op.output} in fp32 as well"]
             return Diagnosis(cause=KERNEL, shown=shown + [f"of {r}" for r in op.inputs[:3]], origin=op)
     return None
+
+
+def _of_attention(runs: Runs) -> Diagnosis | None:
+    """Its gradient is finite wherever its inputs, output and sums are: cuDNN's kernel has given NaN all the same."""
+    op = runs.eager.origin
+    if op is None or not (op.is_backward and "attention" in op.name and _is_undefined(op) and runs.fp32.is_good):
+        return None
+    shown = [f"{op.place} gives {op.output}", *(f"of {r}" for r in op.inputs[:3])]
+    shown.append("attention's gradient of finite numbers is finite: this kernel of torch is at fault")
+    return Diagnosis(cause=KERNEL, shown=shown, origin=op)
 
 
 def _of_numbers(runs: Runs) -> Diagnosis:

@@ -76,6 +76,8 @@ def _proposed(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) 
                      line=f"optimizer.lr: {rate / 10:.3g}" if is_run else "")  # fmt: skip
     elif found.cause == causes.KERNEL:
         yield from _other_code(subject, found)
+        if found.fp32_is_good:
+            yield from _wider(subject, found, is_run=is_run)
     elif found.cause in (causes.OVERFLOW, causes.UNDERFLOW, causes.REFUSED):
         yield from (
             _wider(subject, found, is_run=is_run) if found.fp32_is_good else _recoded(subject, found, is_run=is_run)

@@ -119,10 +119,24 @@ class Blocks(Recomputing, nn.Sequential):
         return region_runner(self.recompute)(self._one_by_one, x)
 
     def _one_by_one(self, x: Tensor) -> Tensor:
-        run = block_runner(self.recompute)
+        run = block_runner(self.recompute, _each_by)
         for block in self:
             x = run(block, x)
         return x
+
+
+_each_by: Callable[[Run], Run] | None = None
+
+
+@contextlib.contextmanager
+def each_compiled(compiler: Callable[[Run], Run]) -> Iterator[None]:
+    """Within, `Blocks` compile one of theirs for all; not in code that is compiled as a whole."""
+    global _each_by
+    before, _each_by = _each_by, compiler
+    try:
+        yield
+    finally:
+        _each_by = before
 
 
 def region_runner(how: Recompute) -> Run:
@@ -131,15 +145,19 @@ def region_runner(how: Recompute) -> Run:
     return run_pointwise_compiled if is_one_region else run
 
 
-def block_runner(how: Recompute) -> Run:
-    """How it calls each of them: plainly, or to be recomputed where a backward will come."""
-    if how == "none" or not torch.is_grad_enabled():
-        return run
-    is_compiling = torch.compiler.is_compiling()
-    whole = run_checkpointed_compiled if is_compiling else run_checkpointed
-    if how == "pointwise":
-        return run if is_compiling else run_pointwise
-    return whole if how == "blocks" else in_turn(whole, run_pointwise_compiled if is_compiling else run_pointwise)
+def block_runner(how: Recompute, compiler: Callable[[Run], Run] | None = None) -> Run:
+    """How it calls each of them: plainly, or to be recomputed where a backward will come. A compiler makes one block
+    for all."""
+    recomputes, is_compiling = how != "none" and torch.is_grad_enabled(), torch.compiler.is_compiling()
+    if compiler is not None:
+        one, whole, selective = map(compiler, (run, run_checkpointed_compiled, run_pointwise_compiled))
+    elif is_compiling:
+        one, whole, selective = run, run_checkpointed_compiled, run_pointwise_compiled
+    else:
+        one, whole, selective = run, run_checkpointed, run_pointwise
+    if not recomputes or how == "pointwise" and is_compiling:  # a compiled region is pointwise as one
+        return one
+    return {"pointwise": selective, "blocks": whole}.get(how) or in_turn(whole, selective)
 
 
 def in_turn(*runners: Run) -> Run:

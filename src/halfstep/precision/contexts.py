@@ -1,8 +1,8 @@
 """The two contexts a step runs in. Cheap enough for every step; everything is put back on exit.
 
-`forward_context` is backend flags, simulation and autocast; `backend_context` the same without autocast, for backward.
-Both may stand around a compiled model. Inside a compiled region flags cannot be set (they are read at compile time),
-so there the flags in force are checked against the plan, and only autocast is entered.
+`forward_context` is backend flags, attention kernels, simulation and autocast; `backend_context` the same without
+autocast, for backward. Both may stand around a compiled model. Inside a compiled region flags cannot be set (they are
+read at compile time), so there the flags in force are checked against the plan, and only autocast is entered.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from halfstep.backend_flags import Fp32Mode, effective_leaves, fp32_mode
 from halfstep.errors import PrecisionError
+from halfstep.precision.attention_kernels import sound_attention
 from halfstep.precision.op_lists import cuda_op_lists
 from halfstep.precision.simulate import Reusable, simulated_kernels
 
@@ -54,7 +55,7 @@ def _backend(plan: Plan) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
     if plan.simulated:
         return _simulated_backend(plan)
-    return fp32_mode(mode)
+    return _native_backend(plan, mode)
 
 
 def device_type(plan: Plan) -> str:
@@ -72,6 +73,13 @@ def _autocast(plan: Plan) -> torch.autocast:
     if dtype is None:
         return torch.autocast(device_type(plan), enabled=False)
     return torch.autocast(device_type(plan), dtype=dtype)
+
+
+@contextlib.contextmanager
+def _native_backend(plan: Plan, mode: Fp32Mode) -> Iterator[None]:
+    # In backward too: activation checkpointing runs forward again there.
+    with fp32_mode(mode), sound_attention(plan.device):
+        yield
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ from halfstep.step.world import World
 from halfstep.tune.choose import fp8_gains
 from halfstep.tune.layout import to_channels_last_, wants_channels_last
 from halfstep.tune.memory_low import MemorySetting
-from halfstep.tune.modes import Mode, Region, asked_mode, compiled, eager_region, repeated_blocks
+from halfstep.tune.modes import Mode, Region, asked_mode, compiled, eager_region, repeats_blocks
 from halfstep.tune.own_blocks import recompute_blocks_
 from halfstep.tune.trial_time import total_steps_of
 from halfstep.workloads import KINDS, build
@@ -114,7 +114,8 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
         # Timing picks kernels that sum in another order from one start to the next.
         tunes_kernels=plan.tunes_kernels and not config.train.deterministic,
         activation_budget=setting.activation_budget,
-        blocks=workload.blocks or repeated_blocks(model, plan.granted, recomputes=setting != MemorySetting()),
+        blocks=workload.blocks,
+        is_repeated=repeats_blocks(model, plan.granted),
     )
     train_loader, val_loader = _loaders(config, workload, world)
     length = Length(total_steps_of(config, len(train_loader)), steps_per_epoch(config, len(train_loader)))

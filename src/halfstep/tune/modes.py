@@ -20,6 +20,7 @@ from halfstep.disk import cache_directory, variable
 from halfstep.errors import ConfigError
 from halfstep.kernels.fast_forms import decided, forced
 from halfstep.models.recompute import Blocks as BlockSequence
+from halfstep.models.recompute import each_compiled
 from halfstep.precision.plan import Plan
 from halfstep.tune.memory_low import activation_budget as budget
 from halfstep.tune.recast import weights_cast_again
@@ -74,14 +75,20 @@ def eager_region(workload: Workload, model: nn.Module, *, name: str = "") -> Reg
 
 
 def compiled(
-    eager: Region, *, tunes_kernels: bool = False, activation_budget: float = 1.0, blocks: Blocks | None = None
+    eager: Region,
+    *,
+    tunes_kernels: bool = False,
+    activation_budget: float = 1.0,
+    blocks: Blocks | None = None,
+    is_repeated: bool = False,
 ) -> Region:
     """The region as torch.compile makes it, lazily: the compiler is loaded when the first batch comes.
 
     Shapes are static: batches of another size run the eager region, so that an epoch's last batch compiles nothing.
     `tunes_kernels` lets inductor search each kernel's block sizes: faster steps (docs/log.md), minutes more to start
-    with an empty cache. `activation_budget` is the share of activations that backward may keep. Where `blocks` are
-    named they run, or are compiled, in their own form (modes.py).
+    with an empty cache. `activation_budget` is the share of activations that backward may keep, which the compiler
+    chooses over all of the region. Where `blocks` are named they run, or are compiled, in their own form; of blocks
+    that the model repeats (`is_repeated`) one is compiled for all.
     """
 
     @functools.cache
@@ -90,7 +97,9 @@ def compiled(
         logging.getLogger("torch._inductor.scheduler").addFilter(_is_no_echo)
         options: dict[str, Any] = {"coordinate_descent_tuning": True} if tunes_kernels else {}
         compiler = functools.partial(torch.compile, dynamic=False, options=options)
-        return by_blocks(eager, blocks, compiler) if blocks else compiler(eager)
+        if blocks:
+            return by_blocks(eager, blocks, compiler)
+        return one_for_all(eager, compiler) if is_repeated and activation_budget == 1 else compiler(eager)
 
     def budgeted(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
         with budget(activation_budget):
@@ -152,13 +161,22 @@ DEEP = 8
 """From so many blocks on one is compiled for all: whole, the 48 of `gpt2_xl` take the compiler a minute and a half."""
 
 
-def repeated_blocks(model: nn.Module, granted: str, *, recomputes: bool) -> Blocks:
-    """Kinds of the blocks of a deep transformer of ours. None where they run as a chain (half formats under autocast),
-    or where the compiler is to choose what they recompute."""
-    if recomputes or granted not in ("fp32", "tf32", "bf16-true"):
-        return {}
-    sequences = [part for part in model.modules() if isinstance(part, BlockSequence) and part.recompute == "none"]
-    return {type(block): None for part in sequences if len(part) >= DEEP for block in part}
+def repeats_blocks(model: nn.Module, granted: str) -> bool:
+    """Whether it is a deep transformer of ours, whose blocks do not run as a chain, as in half formats under autocast
+    they do."""
+    is_deep = any(len(part) >= DEEP for part in model.modules() if isinstance(part, BlockSequence))
+    return is_deep and granted in ("fp32", "tf32", "bf16-true")
+
+
+def one_for_all(region: Callable[..., Any], compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """The region with one compiled block for all that repeat it; the rest runs as it is."""
+    compiled = functools.cache(compiler)
+
+    def run(*arguments: Any) -> Any:
+        with each_compiled(compiled), most_shapes():
+            return region(*arguments)
+
+    return run
 
 
 def by_blocks(region: Callable[..., Any], blocks: Blocks, compiler: Callable[..., Any]) -> Callable[..., Any]:
