@@ -323,6 +323,12 @@ def test_nobody_is_told_to_remove_what_is_no_cache_of_ours(tmp_path: Path) -> No
         assert "data.cache_file" in error.value.fix
 
 
+@pytest.mark.parametrize(("fraction", "said"), [(0.1, "10%"), (0.00001, "0.001%")])
+def test_the_part_held_out_of_one_text_is_said_however_small(tmp_path: Path, fraction: float, said: str) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    assert texts_at(tmp_path, fraction).source == f"the last {said} of a.txt"
+
+
 def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text " * 5000)
     texts = texts_at(tmp_path)

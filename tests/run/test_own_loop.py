@@ -265,6 +265,26 @@ class Failing(torch.optim.SGD):
         return super().step(closure)
 
 
+class FailingBetweenGroups(torch.optim.Optimizer):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(p.grad)
+            raise KeyError("mine")
+
+
+def test_an_optimizer_that_raises_between_its_groups_says_that_weights_may_be_half_stepped() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = FailingBetweenGroups([{"params": part.parameters()} for part in model], {"lr": 1.0})
+    step, before = hs.Step(model, optimizer, "fp32"), model[0].bias.clone()
+    with pytest.raises(KeyError, match="mine") as error:
+        step(lambda x: model(x).square().mean(), [torch.randn(8, 4)])
+    assert not torch.equal(model[0].bias, before)
+    (note,) = error.value.__notes__
+    assert "FailingBetweenGroups may have stepped some of its parameters" in note
+    assert "may be between two steps" in note
+
+
 def test_an_optimizer_that_raises_after_another_stepped_says_so_and_a_checkpoint_goes_on() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     optimizers = [torch.optim.AdamW(model[0].parameters(), 0.1, fused=True), Failing(model[1].parameters(), 0.1)]

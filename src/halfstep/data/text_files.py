@@ -108,7 +108,7 @@ def read_text(path: Path) -> str:
 
 
 def _one(root: Path, file: Path, val_fraction: float) -> TextFiles:
-    source = f"the last {val_fraction:.0%} of {file.name}" if val_fraction else "none"
+    source = f"the last {100 * val_fraction:.3g}% of {file.name}" if val_fraction else "none"
     return TextFiles(root=root, train=(file,), val=(), cut=val_fraction, source=source)
 
 

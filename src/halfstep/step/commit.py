@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, HalfstepError
 from halfstep.step.adamw8bit import AdamW8bit
 from halfstep.step.adamw_bf16 import AdamWBf16
 from halfstep.step.flat import Snapshot
@@ -186,15 +186,19 @@ class Committer:
 
 
 def commit_all(committers: Sequence[Committer], bad: Tensor, factor: Tensor | None) -> None:
-    """One that raises finds others stepped already. Copies of all weights at every step, to put those back, would cost
-    more than the checkpoint to go on from, so that state is told of."""
+    """One that raises finds others stepped already, and may be between two groups of its own: torch counts no writes
+    into `p.data`. Copies of all weights at every step, to put them back, would cost more than the checkpoint to go on
+    from, so that state is told of."""
     for number, committer in enumerate(committers):
         try:
             committer.commit(bad, factor)
         except BaseException as error:
-            if earlier := ", ".join(one.name for one in committers[:number]):
+            earlier = ", ".join(one.name for one in committers[:number])
+            if earlier or not isinstance(error, HalfstepError):  # ours come before anything is written
+                had = f"{earlier} had stepped when {committer.name} raised, which" if earlier else committer.name
                 error.add_note(
-                    f"halfstep: {earlier} had stepped when {committer.name} raised, and the step is not counted: "
-                    "the weights are between two steps. Load model and step from your last checkpoint to go on"
+                    f"halfstep: {had} may have stepped some of its parameters; the step is not counted, and weights "
+                    f"{'are' if earlier else 'may be'} between two steps. Load model and step from your last "
+                    "checkpoint to go on"
                 )
             raise
