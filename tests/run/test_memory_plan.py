@@ -244,6 +244,14 @@ def test_rows_that_fit_come_fastest_first_and_keep_the_effective_batch(unet: Mem
     assert any("BatchNorm" in note for note in notes_of(unet, config, fits))
 
 
+def test_levels_that_save_nothing_over_a_faster_one_are_left_out() -> None:
+    """Blocks of a ResNet, computed again whole, hold more while they are than its compiled pointwise operations."""
+    planner = planner_of("resnet18", "data.image_size=32", "train.batch_size=4")
+    fits = fitting(planner, planner.step.config, 10**10, "compile", ("fp32",))
+    assert len(levels_of(planner, planner.step.config)) == 4
+    assert [fit.prediction.cell.setting.recompute for fit in fits] == ["none", "pointwise"]
+
+
 def test_the_effective_batch_stays_exactly_where_it_is_not_a_multiple_of_what_fits(unet: MemoryPlanner) -> None:
     config = unet.step.config
     config = config.model_copy(update={"train": config.train.model_copy(update={"batch_size": 10})})

@@ -134,17 +134,21 @@ def fitting(
     hardware: Hardware | None = None,
     most: int = 12,
 ) -> list[Fit]:
-    """Precisions and levels in which at least one sample fits, in order of predicted speed; the first `most`."""
+    """Precisions and levels in which at least one sample fits, in order of predicted speed; the first `most`. A level
+    that saves nothing over a faster one of its precision is left out."""
     levels = levels_of(planner, config)
     cells = [Cell.of(config, precision, mode, setting) for precision in precisions for setting in levels]
     times = {cell: level_time(cell.setting) / speed_of(cell.precision, hardware) for cell in cells}
     found: list[Fit] = []
+    faster: dict[str, list[tuple[int, int]]] = {precision: [] for precision in precisions}
     for cell in sorted(cells, key=times.__getitem__):
         largest = largest_batch(planner, cell, limit_bytes)
         if largest < config.train.batch_size:
             # Then gradients of several micro-batches add up, and all of them are there.
             largest = largest_batch(planner, dataclasses.replace(cell, accumulate=2), limit_bytes)
-        if largest:
+        least = planner.predict(cell, base_batch=max(cell.batch_size, 2)).total
+        if largest and all(largest > batch or least < peak for batch, peak in faster[cell.precision]):
+            faster[cell.precision].append((largest, least))
             found.append(_fit(planner, config, cell, largest, times[cell]))
         if len(found) == most:
             break
