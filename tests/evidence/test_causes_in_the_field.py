@@ -265,6 +265,18 @@ def compiler_that_loses_a_clamp() -> Planted:
     return model, lambda b: model(b["x"]).square().mean(), {"x": numbers(4, 8)}
 
 
+def root_behind_a_written_slice() -> Planted:
+    """Writing into a part of what is read makes backward zero that part of a gradient that is not finite."""
+
+    def with_first_set(x: Tensor) -> Tensor:
+        x = x.clone()
+        x[:, 0] = 1.0
+        return (0 * x[:, 1:]).abs().sqrt() + x[:, :1]
+
+    model = Shaped(with_first_set, 7)
+    return model, lambda b: model(b["x"]).square().mean(), {"x": numbers(4, 8)}
+
+
 FIELD = [
     (padded_row, "bf16", causes.UNDERFLOW, "in place of -inf", "2"),
     (variance_by_squares, "fp16", causes.OVERFLOW, ", and 0 in fp32", ""),
@@ -289,6 +301,7 @@ FIELD = [
     (singular_values_in_half, "bf16", causes.REFUSED, "an fp32 island", ""),
     (power_past_fp32, "fp32", causes.OVERFLOW, "fp64", ""),
     (compiler_that_loses_a_clamp, "fp32", causes.KERNEL, "steps run eager", ""),
+    (root_behind_a_written_slice, "fp32", causes.UNDERFLOW, "clamp(min=1e-4) under the root or logarithm", ""),
 ]
 
 

@@ -98,15 +98,15 @@ class Attending(nn.Module):
         self.inner = nn.Linear(64, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k = self.inner(x).clone(), torch.randn_like(x)
-        q[..., 0], k[..., 0] = 1.0, -120.0 * 8
+        first = torch.ones_like(x[..., :1])
+        q, k = torch.cat([first, self.inner(x)[..., 1:]], -1), torch.cat([-120.0 * 8 * first, x[..., 1:]], -1)
         return torchs_attention(*(part[:, None] for part in (q, k, x))).float()
 
 
 @pytest.mark.skipif(not is_at_fault("cuda"), reason="NOT tested: cuDNN of this GPU is right")
 def test_replay_blames_the_kernel_where_the_code_calls_torchs_attention_by_a_name_of_its_own(tmp_path: Path) -> None:
     model = Attending().cuda()
-    step = hs.Step(model, torch.optim.AdamW(model.parameters()), "bf16", capsules=tmp_path)
+    step = hs.Step(model, torch.optim.AdamW(model.parameters(), fused=True), "bf16", capsules=tmp_path)
     loss_fn = lambda x: model(x).square().mean()  # noqa: E731
     step(loss_fn, [torch.randn(2, 64, 64, device="cuda")])
     with pytest.warns(UserWarning, match="is kept"):

@@ -114,6 +114,8 @@ class Trace(TorchDispatchMode):
         self._running = ""
         if name not in UNWRITTEN:
             self._look(func, name, given, before, _floating(outputs))
+        else:
+            self._forget(_floating(outputs))
         return outputs
 
     def origin_of(self, tensor: Tensor) -> Operation | None:
@@ -135,10 +137,14 @@ class Trace(TorchDispatchMode):
             self.operations.append(seen)
             if not range_.is_finite or not seen.is_torch:
                 seen.inputs = before if before is not None else [range_of(value) for value in given]
-            if range_.is_finite:
-                self._origins.pop(_key(output), None)
-            else:
+            if not range_.is_finite:
                 self._origins[_key(output)] = self._origin(seen, given)
+            elif output.numel() * output.element_size() >= output.untyped_storage().nbytes():
+                self._forget([output])  # a part of it may be finite where the rest is not
+
+    def _forget(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self._origins.pop(_key(tensor), None)
 
     def _origin(self, seen: Operation, given: list[Tensor]) -> Operation:
         """Its own, or that of the input it has it from."""
