@@ -35,7 +35,7 @@ def command(
     found = replay_run(capsule, device=device)
     if picture is not None:
         ranges = {word: [(name, r.low, r.high) for name, r in rows] for word, rows in found.ranges().items()}
-        draw_ranges(ranges, found.format, picture)
+        draw_ranges(ranges, found.format, picture, at=found.module)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
         return

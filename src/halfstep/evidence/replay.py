@@ -39,6 +39,11 @@ class Replayed:
     def as_was(self) -> Attempt:
         return self.diagnosis.attempts[0]
 
+    @property
+    def module(self) -> str:
+        """The one at fault; empty where no operation is."""
+        return self.diagnosis.origin.module if self.diagnosis.origin is not None else ""
+
     def ranges(self) -> dict[str, list[tuple[str, Range]]]:
         """By direction, each module's range in the order they ran: what the picture shows."""
         traced = next((run.trace for run in self.diagnosis.attempts if run.trace is not None), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from halfstep.formats import format_named
 from halfstep.report.curves import TRAIN, VALIDATION
@@ -12,13 +13,17 @@ from halfstep.report.picture_file import BAD, FAINT, GRID, INK, new_figure, save
 
 COLOURS = {"forward": TRAIN, "backward": VALIDATION}
 MOST = 60
-"""Modules that can be read on one page; of more, those nearest to the format's ends."""
+"""Modules that can be read on one page; of more, the one at fault and those with the largest numbers."""
+
+Rows = Mapping[str, Sequence[tuple[str, float, float]]]
+"""Name, smallest and largest magnitude of each module, forward and backward."""
 
 
-def draw_ranges(rows: Mapping[str, Sequence[tuple[str, float, float]]], format: str, path: Path) -> None:
-    """A bar from the smallest to the largest magnitude of each module; lines where the format ends."""
+def draw_ranges(rows: Rows, format: str, path: Path, *, at: str = "") -> None:
+    """A bar from the smallest to the largest magnitude of each module; lines where the format ends. `at` is the module
+    at fault."""
     fmt = format_named(format if format != "fp8" else "bf16")
-    names = list(dict.fromkeys(name for own in rows.values() for name, *_ in own))[:MOST]
+    names = shown_modules(rows, at)
     figure = new_figure((9, 1.5 + 0.22 * max(len(names), 4)))
     axes = figure.subplots()
     for k, (word, own) in enumerate(rows.items()):
@@ -32,13 +37,26 @@ def draw_ranges(rows: Mapping[str, Sequence[tuple[str, float, float]]], format: 
     ends = {"largest": fmt.largest, "smallest normal": fmt.smallest_normal, "smallest": fmt.smallest_subnormal}
     for word, value in ends.items():
         axes.axvline(math.log2(value), color=BAD if word != "smallest normal" else FAINT, linewidth=1, linestyle="--")
-        axes.text(math.log2(value), -1.0, f"{fmt.name} {word}", color=FAINT, fontsize=7, ha="center", va="bottom")
+        side: Literal["left", "right"] = "left" if word == "smallest normal" else "right"
+        axes.text(math.log2(value), -1.3, f" {fmt.name} {word} ", color=FAINT, fontsize=7, ha=side, va="bottom")
     axes.set_yticks(range(len(names)), names, fontsize=7, color=INK)
+    for label in axes.get_yticklabels():
+        if label.get_text() == at:
+            label.set(color=BAD, fontweight="bold")
     axes.set_ylim(len(names), -1.2)
     axes.set_xlabel("magnitude, power of two", color=INK)
     axes.grid(axis="x", color=GRID)
-    axes.legend(loc="lower right", fontsize=8, frameon=False)
+    axes.legend(loc="lower right", fontsize=8, framealpha=0.9, edgecolor="none")
     save_figure(figure, path)
+
+
+def shown_modules(rows: Rows, at: str) -> list[str]:
+    """As many as can be read, in the order they ran."""
+    largest: dict[str, float] = {}
+    for name, _, high in (row for own in rows.values() for row in own):
+        largest[name] = max(high, largest.get(name, 0.0))
+    kept = sorted(largest, key=lambda name: (name != at, -largest[name]))[:MOST]
+    return [name for name in largest if name in kept]
 
 
 def draw_heat_map(cells: Sequence[tuple[str, str, float]], title: str, path: Path) -> None:
