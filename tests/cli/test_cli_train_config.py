@@ -131,6 +131,14 @@ def test_a_run_goes_on_by_the_command_it_was_started_with(capsys: Capture, tmp_p
         key: value(stored, key) for key in stored["settings"]
     }
     assert not again["overridden"]
+    # What the run decided by itself is shown, and where that is stored.
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("head: fp32", "head: bf16"))
+    (tmp_path / "run" / "settled.json").write_text(json.dumps({"precision.modules": [{"head": "fp32"}]}))
+    again = shown(capsys, *command, "--resume", str(tmp_path / "run"))
+    assert value(again, "precision.modules.head") == "bf16"
+    assert again["settings"]["precision.modules.head"]["source"]["layer"] == "file"
+    assert not again["overridden"]
     assert halfstep("train", str(written), "workload=resnet50", "--resume", str(tmp_path / "run")) == 2
     assert "is a unet run, not resnet50" in capsys.readouterr().err
 

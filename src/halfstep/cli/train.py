@@ -144,11 +144,14 @@ def loaded_from(
             asked = load(target, flags=flags, overrides=overrides, overrides_file=overrides_file)
             target, flags, overrides, overrides_file = asked.config.workload, {}, words_of(asked), None
         from halfstep.run.folder import RunFolder
+        from halfstep.run.resume import as_settled
 
-        stored = str(RunFolder.open(str(resume)).config)
-        if target and target != (workload := load(stored).config.workload):
+        folder = RunFolder.open(str(resume))
+        stored = load(str(folder.config))
+        if target and target != (workload := stored.config.workload):
             raise ConfigError(f"--resume {resume} is a {workload} run, not {target}", fix=f"leave {target} out")
-        return load(stored, flags=flags, overrides=overrides, overrides_file=overrides_file)
+        again = load(str(folder.config), flags=flags, overrides=overrides, overrides_file=overrides_file)
+        return as_settled(again, stored, folder.settled())
     if not target:
         raise ConfigError(
             "nothing to train", fix="name a workload or a file first: halfstep train unet, halfstep train my.yaml"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel
 
 from halfstep.config.dump import plain
+from halfstep.config.load import Loaded
 from halfstep.config.schema import RunConfig
 from halfstep.config.training import WITHOUT_END
 from halfstep.errors import CheckpointError, HardwareError, counted
@@ -66,14 +67,19 @@ def settled_by_run(asked: RunConfig, config: RunConfig) -> dict[str, list[Any]]:
     }
 
 
-def as_settled(asked: RunConfig, stored: RunConfig, settled: Mapping[str, Sequence[Any]]) -> RunConfig:
-    """Whoever asks for what the run was started with, or for nothing, gets what it decided then."""
-    said = plain(asked)
+def as_settled(asked: Loaded, stored: Loaded, settled: Mapping[str, Sequence[Any]]) -> Loaded:
+    """Whoever asks for what the run was started with, or for nothing, gets what it decided then, from its own file."""
+    config, said, taken = asked.config, plain(asked.config), list[str]()
     for path, values in settled.items():
         section, _, name = path.partition(".")
-        if name in said.get(section, ()) and (not is_said(asked, section, name) or said[section][name] in values):
-            asked = asked.changed(**{section: {name: getattr(getattr(stored, section), name)}})
-    return asked
+        if name in said.get(section, ()) and (not is_said(config, section, name) or said[section][name] in values):
+            config = config.changed(**{section: {name: getattr(getattr(stored.config, section), name)}})
+            taken.append(f"{path}.")
+    own = tuple(taken)
+    origins = {key: origin for key, origin in asked.origins.items() if not f"{key}.".startswith(own)}
+    origins |= {key: origin for key, origin in stored.origins.items() if f"{key}.".startswith(own)}
+    overridden = tuple(one for one in asked.overridden if not f"{one.key}.".startswith(own))
+    return replace(asked, config=config, origins=origins, overridden=overridden)
 
 
 def is_said(config: RunConfig, section: str, name: str) -> bool:

@@ -204,9 +204,9 @@ class Resumed:
 
 
 def _resume(loaded: Loaded, folder: RunFolder, place: Place, *, allow_changes: bool) -> Path:
-    own = load(str(folder.config)).config
-    loaded = dataclasses.replace(loaded, config=as_settled(loaded.config, own, folder.settled()))
-    stored, asked = (with_absolute_paths(config) for config in (own, loaded.config))
+    own = load(str(folder.config))
+    loaded = as_settled(loaded, own, folder.settled())
+    stored, asked = (with_absolute_paths(one.config) for one in (own, loaded))
     changes = refuse_changes(stored, asked, allow=allow_changes, kept=KINDS.of(asked.workload).kept)
     config, moved = with_data_found(loaded.config, folder)
     loaded = dataclasses.replace(loaded, config=config)
