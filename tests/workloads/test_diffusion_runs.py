@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from diffusion_tiny import pictures, settings, text_folder, vae_folder
 from halfstep.cli.train import loaded_from
 from halfstep.config.dump import to_yaml
 from halfstep.data.latent_cache import open_latents, write_latents
+from halfstep.disk import being_written
 from halfstep.errors import CheckpointError, ConfigError, DataError, ModelError
 from halfstep.models.diffusers_nets import open_net
 from halfstep.report.run_report import RunReport
@@ -272,8 +275,16 @@ def test_evaluation_scores_both_weights_and_measures_distances(data: Path, tmp_p
 
 
 def test_other_pictures_are_evaluated_all_and_nothing_is_written_beside_them(
-    data: Path, vae: str, tmp_path: Path
+    data: Path, vae: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor stays what another evaluation had written when it was killed."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    own = being_written(scratch / "halfstep-latents")
+    killed = own.with_name(own.name.replace(f"-{os.getpid()}", "-4194305"))  # no process has this number
+    killed.mkdir()
+    (killed / "half.safetensors").write_text("")
     run = train(
         settings("diffusion", data, model__vae=vae, data__cache="latents", train__epochs=1), out=tmp_path / "run"
     )
@@ -283,6 +294,7 @@ def test_other_pictures_are_evaluated_all_and_nothing_is_written_beside_them(
         found = evaluate(run, data=others, out=tmp_path / str(k), report=RunReport(run, quiet=True))
         assert found.samples == 5
     assert {path.name for path in others.rglob("*")} == before
+    assert list(scratch.iterdir()) == [own]
     config = DiffusionEvaluation.config_for(load(str(run / "config.yaml")).config, others)
     assert config.data.flip == 0, "mirror images of pictures that nobody trains on were encoded"  # type: ignore[attr-defined]
 

@@ -7,6 +7,7 @@ since the usual one (Inception) would have to be downloaded.
 from __future__ import annotations
 
 import atexit
+import shutil
 import tempfile
 import uuid
 import warnings
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.seeds import Key
+from halfstep.disk import being_written, remove_left_behind
 from halfstep.errors import ConfigError, ModelError
 from halfstep.report.evaluation_view import Cell
 from halfstep.report.progress import Bar
@@ -47,8 +49,12 @@ class DiffusionEvaluation(PlainEvaluation):
         found = pictures_folder(config, folder)
         if config.data.cache == "off":
             return found
-        place = Path(tempfile.gettempdir()) / f"halfstep-latents-{uuid.uuid4().hex}.safetensors"
-        atexit.register(place.unlink, missing_ok=True)
+        kept = Path(tempfile.gettempdir()) / "halfstep-latents"
+        remove_left_behind(kept)  # of processes that were killed
+        own = being_written(kept)
+        own.mkdir(mode=0o700, exist_ok=True)
+        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        place = own / f"{uuid.uuid4().hex}.safetensors"
         return found.changed(data={"cache": config.data.cache, "cache_file": str(place), "flip": 0.0})
 
     def __init__(self, workload: Workload) -> None:
