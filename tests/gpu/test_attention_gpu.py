@@ -87,7 +87,9 @@ def test_attention_is_finite_at_lengths_where_cudnn_gives_nan(precision: str, is
             found = gradient_of_queries(keys, dtype, is_compiled=is_compiled)
         assert found.isfinite().all()
         if is_at_fault("cuda") and not is_compiled:
-            assert gradient_of_queries(keys, dtype, is_compiled=False).isnan().any(), "mended: raise MENDED's bound"
+            assert gradient_of_queries(keys, dtype, is_compiled=False).isnan().any(), (
+                "mended: is_at_fault may ask for the version"
+            )
 
 
 class Attending(nn.Module):

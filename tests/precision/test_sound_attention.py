@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+import threading
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -100,3 +103,76 @@ def test_compiled_code_takes_it_without_a_break(monkeypatch: pytest.MonkeyPatch,
     with sound_attention("cuda"):
         found = attend()
     torch.testing.assert_close(found, by_torch(q, k, k))
+
+
+class Attending(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize(
+    "traced",
+    [
+        lambda model, x: torch.export.export(model, (x,), dynamic_shapes=({2: torch.export.Dim("tokens")},)).module(),
+        lambda model, x: torch.jit.trace(model, x),
+        lambda model, x: torch.fx.symbolic_trace(model),
+    ],
+    ids=["exported", "traced", "symbolic"],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_program_for_any_length_is_made_as_torch_makes_it(monkeypatch: pytest.MonkeyPatch, traced: Run) -> None:
+    monkeypatch.setattr(attention_kernels, "is_at_fault", lambda device: True)
+    with sound_attention("cuda"), warnings.catch_warnings():
+        warnings.simplefilter("error", torch.jit.TracerWarning)
+        program = traced(Attending(), tokens(70))
+    x = tokens(64)
+    torch.testing.assert_close(program(x), by_torch(x, x, x))
+
+
+@pytest.mark.parametrize("wrong", [(), (0, None, 0), (torch.ones(2, 2), torch.ones(64), torch.ones(64, 2))])
+def test_a_wrong_call_has_torchs_own_error(monkeypatch: pytest.MonkeyPatch, wrong: tuple[Any, ...]) -> None:
+    monkeypatch.setattr(attention_kernels, "is_at_fault", lambda device: True)
+    said = []
+    for attend in (by_torch, attention_kernels.attention):
+        with pytest.raises((TypeError, RuntimeError)) as caught:
+            attend(*wrong)
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+
+
+def test_threads_leave_no_kernel_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first to come in leaves first, while the second is inside: unless that one waits outside."""
+    is_second_in, arrived = threading.Event(), list[str]()
+
+    def slowly(*arguments: Tensor) -> Tensor:
+        arrived.append("")
+        if len(arrived) == 1:
+            is_second_in.wait(0.3)
+        else:
+            is_second_in.set()
+            threads[0].join()
+        return by_torch(*arguments)
+
+    monkeypatch.setattr(attention_kernels, "by_torch", slowly)
+    threads = [threading.Thread(target=attention_kernels.attention, args=[tokens(64)] * 3) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(arrived) == 2
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_one_of_two_threads_that_leaves_takes_nothing_from_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_kernels, "is_at_fault", lambda device: True)
+    first, second = sound_attention("cuda"), sound_attention("cuda")
+    with first:
+        second.__enter__()
+    assert F.scaled_dot_product_attention is attention_kernels.attention
+    second.__exit__(None, None, None)
+    assert F.scaled_dot_product_attention is by_torch
+
+
+def test_what_the_user_set_before_halfstep_came_is_not_taken_for_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, layout="HND", causal=False: q)
+    assert runpy.run_path(str(attention_kernels.__file__))["by_torch"] is by_torch

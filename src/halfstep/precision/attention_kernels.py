@@ -4,12 +4,15 @@ On Hopper GPUs cuDNN, torch's first choice since 2.11, reads keys in tiles of 12
 all scores of a query lie below -88, exp overflows in its empty half and the query's gradient is NaN: in bf16 and fp16,
 with a mask and without (pytorch/pytorch#196678; a survey on an H200 found no other lengths). Causal attention without a
 mask is right. At those lengths another of torch's kernels runs; at all others cuDNN stays, which is faster.
+
+No version is excused: its makers mended 9.26 and saw a 9.30 fail (NVIDIA/cudnn-frontend#628).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,10 +22,14 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 TILE = 128
-MENDED = 92600  # cuDNN 9.26, by its makers' word; tried with 9.19
 OTHERS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
-by_torch = F.scaled_dot_product_attention
+by_torch = torch._C._nn.scaled_dot_product_attention  # in F somebody else's may stand by now
+
+_switching = threading.RLock()
+"""Kernels are switched for the whole process: of two threads the second would take the first one's choice for what
+the user has set, and leave it behind."""
+_num_inside = 0
 
 
 @functools.cache
@@ -30,11 +37,15 @@ def is_at_fault(device: str) -> bool:
     """Whether cuDNN on this device has the fault."""
     if not torch.cuda.is_available() or torch.version.hip or not device.startswith("cuda"):
         return False
-    return torch.cuda.get_device_capability(device)[0] == 9 and (torch.backends.cudnn.version() or 0) < MENDED
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
-def has_bad_length(keys: Tensor, *, is_causal: bool) -> bool:
-    return not is_causal and not keys.is_nested and keys.shape[-2] % TILE == TILE // 2
+def has_bad_length(key: Any, *, is_causal: bool) -> bool:
+    """Not of what has no length yet, as in a program that is traced for any; nor of what torch will refuse."""
+    is_traced = torch.compiler.is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+    if is_traced or not isinstance(key, Tensor):
+        return False
+    return not is_causal and not key.is_nested and key.dim() > 1 and key.shape[-2] % TILE == TILE // 2
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -45,31 +56,38 @@ def allowed() -> list[SDPBackend]:
     return [kernel for kernel, is_on in zip(OTHERS, enabled, strict=True) if is_on]
 
 
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, **options: Any,
-) -> Tensor:  # fmt: skip
+def attention(*arguments: Any, **options: Any) -> Tensor:
     """torch's, by another kernel than cuDNN's where that one fails; not where nothing else is allowed."""
-    run = functools.partial(by_torch, query, key, value, attn_mask, dropout_p, is_causal, **options)
-    if not has_bad_length(key, is_causal=is_causal):
-        return run()
-    kernels = allowed()
+    key = arguments[1] if len(arguments) > 1 else options.get("key")
+    is_causal = arguments[5] if len(arguments) > 5 else options.get("is_causal", False)
+    kernels = allowed() if has_bad_length(key, is_causal=is_causal) else []
     if not kernels:
-        return run()
-    with sdpa_kernel(kernels):
-        return run()
+        return by_torch(*arguments, **options)
+    # Compiled code is switched while it is traced, and has its kernel from then on.
+    alone = contextlib.nullcontext() if torch.compiler.is_compiling() else _switching
+    with alone, sdpa_kernel(kernels):
+        return by_torch(*arguments, **options)
 
 
 @contextlib.contextmanager
 def sound_attention(device: str) -> Iterator[None]:
     """`F.scaled_dot_product_attention` is the one above inside, where the device needs it. A name imported from torch
     before keeps torch's own; its NaN is a bad step then, which the guard drops."""
-    if not is_at_fault(device) or F.scaled_dot_product_attention is not by_torch:
+    if not is_at_fault(device):
         yield
         return
-    F.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    _enter(1)
     try:
         yield
     finally:
-        if F.scaled_dot_product_attention is attention:  # and not what the user has set since
-            F.scaled_dot_product_attention = by_torch
+        _enter(-1)
+
+
+def _enter(num: int) -> None:
+    """Threads come and go in any order; what the user has set there stays."""
+    global _num_inside
+    with _switching:
+        _num_inside += num
+        now, wanted = (by_torch, attention) if _num_inside else (attention, by_torch)
+        if F.scaled_dot_product_attention is now:
+            F.scaled_dot_product_attention = wanted
