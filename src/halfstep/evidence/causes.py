@@ -43,6 +43,8 @@ LARGE = 700.0
 JUMP = 1e6
 """An operation of one's own that gives so many times what it is given, or the inverse of that, has read or left what it
 should not."""
+MOST_CHANNELS = 256
+"""Of a head, in torch's attention kernels."""
 DTYPE_FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 DIVIDING = ("div", "div_", "reciprocal", "rsqrt", "log", "log2", "log10", "log1p", "sqrt", "pow", "softmax", "_softmax",
             "_log_softmax", "linalg_vector_norm", "norm", "true_divide", "logsumexp", "native_layer_norm",
@@ -288,11 +290,17 @@ def _of_own_kernel(runs: Runs) -> Diagnosis | None:
 
 
 def _of_attention(runs: Runs) -> Diagnosis | None:
-    """Its gradient is finite wherever its inputs, output and sums are: cuDNN's kernel has given NaN all the same."""
+    """NaN of finite numbers. Between its products the gradient of a score is rounded to the format, and may be infinite
+    there in fp16; where it cannot be, nothing in attention is: cuDNN's kernel has given NaN all the same."""
     op = runs.eager.origin
     if op is None or not (op.is_backward and "attention" in op.name and _is_undefined(op) and runs.fp32.is_good):
         return None
-    shown = [f"{op.place} gives {op.output}", *(f"of {r}" for r in op.inputs[:3])]
+    of_output, _, _, values = op.inputs[:4]
+    format, most = DTYPE_FORMATS[values.dtype], 2 * MOST_CHANNELS * of_output.high * values.high
+    shown = [f"{op.place} gives {op.output}", *(f"of {r}" for r in op.inputs[:4])]
+    if most > format_named(format).largest:
+        shown.append(f"the gradient of a score may be as large as {most:.3g} here, more than {format} holds")
+        return Diagnosis(cause=OVERFLOW, shown=shown, origin=op)
     shown.append("attention's gradient of finite numbers is finite: this kernel of torch is at fault")
     return Diagnosis(cause=KERNEL, shown=shown, origin=op)
 

@@ -148,7 +148,8 @@ class Trace(TorchDispatchMode):
 
     def _origin(self, seen: Operation, given: list[Tensor]) -> Operation:
         """Its own, or that of the input it has it from."""
-        known = [self._origins[_key(value)] for value in given if _key(value) in self._origins]
+        keys = [_key(value) for value, r in zip(given, seen.inputs, strict=True) if not r.is_finite]
+        known = [self._origins[key] for key in keys if key in self._origins]
         is_born_here = seen.output.num_nan and not any(r.num_nan for r in seen.inputs)
         if known and not (is_born_here and all(origin.is_meant for origin in known)):
             return min(known, key=lambda origin: origin.index)

@@ -1,0 +1,71 @@
+"""Where a number stopped being finite: the operation that is blamed, and for what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfstep.evidence import causes
+from halfstep.evidence.ranges import Operation, Trace
+
+
+def half_bad() -> Tensor:
+    """Its first row is not finite, by a division."""
+    return torch.tensor([[1.0], [800.0]]) / torch.tensor([[0.0], [1.0]])
+
+
+def mended_in_place() -> Tensor:
+    x = half_bad()
+    x[0] = 1.0
+    return torch.exp(x)
+
+
+def beside_it() -> Tensor:
+    return torch.exp(half_bad()[1])
+
+
+def behind_it() -> Tensor:
+    x = half_bad()
+    x[1] = 1.0
+    return torch.exp(x)
+
+
+@pytest.mark.parametrize(("made", "name"), [(mended_in_place, "exp"), (beside_it, "exp"), (behind_it, "div")])
+def test_the_origin_is_that_of_the_numbers_that_were_read(made: Any, name: str) -> None:
+    with Trace(nn.Identity()) as trace:
+        out = made()
+        origin = trace.origin_of(out)
+    assert origin is not None
+    assert origin.name == name
+
+
+def backward_of_attention(values: float) -> Operation:
+    torch.manual_seed(0)
+    x = torch.randn(3, 1, 2, 32, 64)
+    x[2] *= values
+    q, k, v = (part.half().requires_grad_() for part in x)
+    with Trace(nn.Identity()) as trace:
+        out = F.scaled_dot_product_attention(q, k, v)
+        (gradient, *_) = torch.autograd.grad(out, (q, k, v), torch.full_like(out, 2000.0) * torch.randn(64).half())
+        origin = trace.origin_of(gradient)
+    assert origin is not None
+    assert origin.output.num_nan
+    return origin
+
+
+def test_fp16_attention_that_overflows_inside_is_no_fault_of_the_kernel() -> None:
+    op = backward_of_attention(values=64.0)
+    runs: Any = SimpleNamespace(eager=SimpleNamespace(origin=op), fp32=SimpleNamespace(is_good=True))
+    found = causes._of_attention(runs)
+    assert found is not None
+    assert found.cause == causes.OVERFLOW
+    runs.eager.origin = replace(op, inputs=[replace(r, high=6.0) for r in op.inputs])
+    found = causes._of_attention(runs)
+    assert found is not None
+    assert found.cause == causes.KERNEL
