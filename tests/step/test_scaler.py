@@ -102,3 +102,11 @@ def test_as_many_first_steps_overflow_as_where_the_loss_is_divided_by_accumulate
     windowed = num_skipped(make_step("sgd", "fp16", accumulate=accumulate), [batch(0)] * accumulate, 1)
     assert windowed == num_skipped(make_step("sgd", "fp16"), [batch(0)], accumulate)
     assert windowed > 0
+
+
+@pytest.mark.parametrize(
+    ("first", "accumulate", "low"), [(65536.0, 1, 64.0), (65536.0, 4, 16.0), (16.0, 1, 1.0), (2.0**32, 1, 64.0)]
+)
+def test_a_low_scale_is_far_below_the_first_one_or_the_usual_one(first: float, accumulate: int, low: float) -> None:
+    options = ScalerOptions(init_scale=first)
+    assert Scaler(torch.device("cpu"), enabled=True, options=options, accumulate=accumulate).low == low

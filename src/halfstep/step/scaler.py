@@ -19,9 +19,14 @@ from torch import Tensor
 from halfstep.errors import CheckpointError, ConfigError
 
 
+USUAL_FIRST = 65536.0
+FAR_BELOW = 1024
+"""So far below its first value a scale is not searched for any more: what overflows then does so at any scale."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalerOptions:
-    init_scale: float = 65536.0
+    init_scale: float = USUAL_FIRST
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
@@ -40,10 +45,6 @@ class ScalerOptions:
                 f"min_scale={self.min_scale} must be above 0 and not above init_scale={self.init_scale}",
                 fix="scaler: {min_scale: 1, init_scale: 65536}",
             )
-
-
-FAR_BELOW = 1024
-"""So far below its first value a scale is not searched for any more: what overflows then does so at any scale."""
 
 
 class Scaler:
@@ -66,8 +67,8 @@ class Scaler:
 
     @property
     def low(self) -> float:
-        """Overflows are routine above it."""
-        return max(self.first / FAR_BELOW, self.options.min_scale)
+        """Overflows are routine above it. Who begins at 2**32 has a longer way to go."""
+        return max(min(self.first, USUAL_FIRST) / FAR_BELOW, self.options.min_scale)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to call backward on. In fp32: a half loss times 65536 would be infinite at once."""
