@@ -18,7 +18,6 @@ from torch import Tensor
 
 from halfstep.errors import CheckpointError, ConfigError
 
-
 USUAL_FIRST = 65536.0
 FAR_BELOW = 1024
 """So far below its first value a scale is not searched for any more: what overflows then does so at any scale."""
