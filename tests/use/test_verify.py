@@ -150,7 +150,8 @@ def test_a_run_that_faults_ended_counts_the_steps_it_tried(tmp_path: Path) -> No
         {"kind": "event", "event": "skipped", "step": 6 + n, "bad_step": 4 + n, "reason": "loss is nan"}
         for n in range(5)
     ]
-    records = [{"kind": "train", "step": 4, "loss": 1.0}, *faults]
+    overflow = {"kind": "event", "event": "overflow", "step": 3, "bad_step": 1, "reason": "loss is inf", "scale": 2.0}
+    records = [overflow, {"kind": "train", "step": 4, "loss": 1.0}, *faults]
     (tmp_path / "config.yaml").write_text("workload: unet\n")
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert _skipped(read_run(tmp_path)).text.startswith("5 of 10 steps skipped; the last at step 8")
+    assert _skipped(read_run(tmp_path)).text.startswith("5 of 10 steps skipped, 1 fp16 overflow; the last at step 8")
