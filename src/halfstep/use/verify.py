@@ -123,7 +123,8 @@ def _skipped(record: RunRecord) -> Line:
     attempted = max(int(one["step"]) for one in (*trained, *events))  # a run that faults end reports no more
     faults = [event for event in events if event.get("event") == "skipped"]
     overflows = sum(event.get("event") == "overflow" for event in events)  # those at a low scale have capsules
-    text = f"{len(faults)} of {attempted} steps skipped" + (f", {counted(overflows, 'fp16 overflow')}" if overflows else "")
+    text = f"{len(faults)} of {attempted} steps skipped"
+    text += f", {counted(overflows, 'fp16 overflow')}" if overflows else ""
     text += f"; the last at step {faults[-1]['bad_step']}: {faults[-1]['reason']}" if faults else ""
     return Line(name="skipped steps", holds=not faults, text=text)
 
