@@ -162,8 +162,8 @@ DEEP = 8
 
 
 def repeats_blocks(model: nn.Module, granted: str) -> bool:
-    """Whether it is a deep network of ours (GPT-2, ViT, ResNet-101), whose blocks do not run as a chain: in half formats
-    under autocast they do."""
+    """Whether it is a deep network of ours (GPT-2, ViT, ResNet-101) whose blocks do not run as a chain, as they do in
+    half formats under autocast."""
     is_deep = any(len(part) >= DEEP for part in model.modules() if isinstance(part, BlockSequence))
     return is_deep and granted in ("fp32", "tf32", "bf16-true")
 
