@@ -80,16 +80,18 @@ def refuse_missing(root: Path) -> None:
         )
 
 
+ELSEWHERE = "name a file elsewhere: data.cache_file=FILE (pack: --out FILE)"
+
+
 def refuse_no_room(path: Path, num_bytes: int, what: str) -> None:
     """A cache that cannot be written, or has no room, where it is to be."""
-    elsewhere = "name a file elsewhere: data.cache_file=FILE"
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise DataError(f"cannot write {path}", why="no such folder, or not writable", fix=elsewhere)
+        raise DataError(f"cannot write {path}", why="no such folder, or not writable", fix=ELSEWHERE)
     free = free_bytes(path.parent)
     if num_bytes > free:
         why = f"{path.parent} has {format_bytes(free, digits=3)} left"
         raise DataError(
-            f"{what} would take {format_bytes(num_bytes, digits=3)}", why=why, fix=f"free some, or {elsewhere}"
+            f"{what} would take {format_bytes(num_bytes, digits=3)}", why=why, fix=f"free some, or {ELSEWHERE}"
         )
 
 
@@ -100,9 +102,9 @@ def naming_no_room(path: Path, what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"cannot write {what} {path}: {error.strerror}",
+            f"cannot write {what} {path}: {error.strerror or first_line(error)}",
             why="this attempt left nothing behind",
-            fix="make room there, or name a file elsewhere: data.cache_file=FILE",
+            fix=f"make room there, or {ELSEWHERE}",
         ) from error
 
 
