@@ -69,3 +69,10 @@ def test_fp16_attention_that_overflows_inside_is_no_fault_of_the_kernel() -> Non
     found = causes._of_attention(runs)
     assert found is not None
     assert found.cause == causes.KERNEL
+
+
+def test_an_operation_of_ones_own_that_is_called_attention_is_not_taken_for_torchs() -> None:
+    op = backward_of_attention(values=64.0)
+    own = replace(op, is_torch=False, inputs=op.inputs[:1])
+    runs: Any = SimpleNamespace(eager=SimpleNamespace(origin=own), fp32=SimpleNamespace(is_good=True))
+    assert causes._of_attention(runs) is None

@@ -293,7 +293,7 @@ def _of_attention(runs: Runs) -> Diagnosis | None:
     """NaN of finite numbers. Between its products the gradient of a score is rounded to the format, and may be infinite
     there in fp16; where it cannot be, nothing in attention is: cuDNN's kernel has given NaN all the same."""
     op = runs.eager.origin
-    if op is None or not (op.is_backward and "attention" in op.name and _is_undefined(op) and runs.fp32.is_good):
+    if op is None or not (op.is_backward and _is_attention(op) and _is_undefined(op) and runs.fp32.is_good):
         return None
     of_output, _, _, values = op.inputs[:4]
     format, most = DTYPE_FORMATS[values.dtype], 2 * MOST_CHANNELS * of_output.high * values.high
@@ -303,6 +303,11 @@ def _of_attention(runs: Runs) -> Diagnosis | None:
         return Diagnosis(cause=OVERFLOW, shown=shown, origin=op)
     shown.append("attention's gradient of finite numbers is finite: this kernel of torch is at fault")
     return Diagnosis(cause=KERNEL, shown=shown, origin=op)
+
+
+def _is_attention(op: Operation) -> bool:
+    """Of torch's, whose backward is given the output's gradient, queries, keys and values first."""
+    return op.is_torch and "attention" in op.name
 
 
 def _of_numbers(runs: Runs) -> Diagnosis:
