@@ -3,7 +3,8 @@
     python benchmarks/cudnn_attention.py [--seconds 150] [--out DIR]
 
 Scores of all queries and keys are -120. Shapes whose output or gradients are not finite are stored, as are times of
-forward and backward by kernel in bf16. Needs a CUDA GPU.
+forward and backward by kernel in bf16. Two reports from the field have cases of their own: one query with 128 keys
+(NVIDIA/cudnn-frontend#1072) and large batches (kyutai-labs/pocket-tts#264), also with ordinary scores. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -33,6 +34,14 @@ SHAPES = {
 }  # fmt: skip
 KERNELS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
 SCORE = -120.0
+BATCH = (2, 2)  # samples and heads of the survey
+REPORTED = {
+    "one query, 128 keys": [((b, h), q, k, head, score) for b, h in ((1, 1), (2, 2), (128, 16)) for q in (1, 2)
+                            for k in (127, 128, 256) for head in (64, 128) for score in (SCORE, 0.0)],
+    "large batches": [((b, 16), t, t, head, score) for b in (64, 128, 256) for t in (50, 64, 100, 125, 128, 250, 256)
+                      for head in (64, 128) for score in (SCORE, 0.0)],
+}  # fmt: skip
+"""By report: (samples, heads), queries, keys, channels of a head, the score of all pairs."""
 
 
 def main() -> None:
@@ -40,6 +49,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150.0, help="for the survey")
     parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
     arguments = parser.parse_args()
+    reported = {name: survey_reported(cases) for name, cases in REPORTED.items()}
+    print(reported, flush=True)
     until, bad, tried = time.monotonic() + arguments.seconds, [], []
     for shape in shapes():
         if time.monotonic() > until:
@@ -53,6 +64,7 @@ def main() -> None:
         "tried": len(tried),
         "last": tried[-1],
         "bad": by_mode(bad),
+        "reported": reported,
         "ms": times,
     }
     store("cudnn_attention", results, torch.device("cuda"), arguments.out)
@@ -65,10 +77,26 @@ def shapes() -> Iterator[tuple[str, int, bool, bool, int, int]]:
             yield dtype, head, is_causal, has_mask, queries, keys
 
 
-def has_fault(dtype: str, head: int, is_causal: bool, has_mask: bool, queries: int, keys: int) -> bool:
+def survey_reported(cases: list[tuple[tuple[int, int], int, int, int, float]]) -> dict[str, Any]:
+    """Try each case in bf16 without a mask and with causal attention; list those that are not finite."""
+    bad = []
+    for batch, queries, keys, head, score in cases:
+        for is_causal in (False, True) if queries == keys else (False,):
+            if has_fault("bfloat16", head, is_causal, False, queries, keys, batch=batch, score=score):
+                kind = " causal" if is_causal else ""
+                bad.append(f"{batch[0]}x{batch[1]} {queries}x{keys}{kind}, heads of {head}, scores of {score:g}")
+    return {"tried": len(cases), "bad": bad}
+
+
+def has_fault(
+    dtype: str, head: int, is_causal: bool, has_mask: bool, queries: int, keys: int, *,
+    batch: tuple[int, int] = BATCH, score: float = SCORE,
+) -> bool:  # fmt: skip
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 2, n, head, device="cuda") * size for n, size in ((queries, 0.1), (keys, 0.1), (keys, 1)))
-    q[..., 0], k[..., 0] = 1.0, SCORE * head**0.5
+    sizes = ((queries, 0.1), (keys, 0.1), (keys, 1))
+    q, k, v = (torch.randn(*batch, n, head, device="cuda") * (size if score else 1) for n, size in sizes)
+    if score:
+        q[..., 0], k[..., 0] = 1.0, score * head**0.5
     inputs = [part.to(getattr(torch, dtype)).requires_grad_() for part in (q, k, v)]
     mask = torch.ones(queries, keys, dtype=torch.bool, device="cuda") if has_mask else None
     try:

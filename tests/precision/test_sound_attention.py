@@ -99,10 +99,17 @@ def test_torchs_own_is_back_afterwards_and_what_the_user_set_stays(monkeypatch: 
 def test_compiled_code_takes_it_without_a_break(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
     monkeypatch.setattr(attention_kernels, "is_at_fault", lambda device: True)
     q, k = tokens(16).requires_grad_(), tokens(keys)
-    attend = torch.compile(lambda: F.scaled_dot_product_attention(q, k, k), fullgraph=True, backend="eager")
+    called = list[str]()
+
+    def keeping(module: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        called.extend(str(node.target) for node in module.graph.nodes)
+        return module
+
+    attend = torch.compile(lambda: F.scaled_dot_product_attention(q, k, k), fullgraph=True, backend=keeping)
     with sound_attention("cuda"):
         found = attend()
     torch.testing.assert_close(found, by_torch(q, k, k))
+    assert any("_sdpa_kernel" in target for target in called) == (keys == 64)  # the compiled code switches kernels, too
 
 
 class Attending(torch.nn.Module):

@@ -40,10 +40,17 @@ def is_at_fault(device: str) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
+# Called while the compiler traces, not folded by it: torch 2.11's compiler takes is_exporting() for True everywhere,
+# which would leave compiled code unprotected.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def is_traced_for_any_length() -> bool:
+    """True while torch.export or torch.jit.trace records a program."""
+    return bool(torch.compiler.is_exporting() or torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]
+
+
 def has_bad_length(key: Any, *, is_causal: bool) -> bool:
-    """Not of what has no length yet, as in a program that is traced for any; nor of what torch will refuse."""
-    is_traced = torch.compiler.is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-    if is_traced or not isinstance(key, Tensor):
+    """True for a number of keys at which cuDNN fails; False for a program of any length and for what torch refuses."""
+    if is_traced_for_any_length() or not isinstance(key, Tensor):
         return False
     return not is_causal and not key.is_nested and key.dim() > 1 and key.shape[-2] % TILE == TILE // 2
 
