@@ -64,32 +64,31 @@ def test_cudnn_gives_natural_logarithms_and_writes_token_by_token() -> None:
     torch.testing.assert_close(log_sum.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def gradient_of_queries(keys: int, dtype: torch.dtype, *, is_compiled: bool) -> Tensor:
-    """Finite numbers, all of whose scores are -120."""
+def gradients(keys: int, dtype: torch.dtype, *, is_compiled: bool, heads: int = 2, queries: int = 64) -> Tensor:
+    """Of finite numbers, all of whose scores are -120."""
     torch.manual_seed(0)
-    q, k, v = (
-        torch.randn(2, 2, tokens, 64, device="cuda") * size for tokens, size in ((64, 0.1), (keys, 0.1), (keys, 1))
-    )
+    sizes = ((queries, 0.1), (keys, 0.1), (keys, 1))
+    q, k, v = (torch.randn(heads, heads, tokens, 64, device="cuda") * size for tokens, size in sizes)
     q[..., 0], k[..., 0] = 1.0, -120.0 * 8
     q, k, v = (part.to(dtype).requires_grad_() for part in (q, k, v))
     attend = lambda: F.scaled_dot_product_attention(q, k, v).float().square().sum()  # noqa: E731
     (torch.compile(attend) if is_compiled else attend)().backward()
     assert q.grad is not None
-    return q.grad
+    assert k.grad is not None
+    return torch.cat([q.grad.flatten(), k.grad.flatten()])
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_attention_is_finite_at_lengths_where_cudnn_gives_nan(precision: str, is_compiled: bool) -> None:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    for keys in (64, 192):
+    for keys, heads, queries in ((64, 2, 64), (192, 2, 64), (128, 1, 1)):
         with plan(precision, "cuda").forward():
-            found = gradient_of_queries(keys, dtype, is_compiled=is_compiled)
+            found = gradients(keys, dtype, is_compiled=is_compiled, heads=heads, queries=queries)
         assert found.isfinite().all()
         if is_at_fault("cuda") and not is_compiled:
-            assert gradient_of_queries(keys, dtype, is_compiled=False).isnan().any(), (
-                "mended: is_at_fault may ask for the version"
-            )
+            raw = gradients(keys, dtype, is_compiled=False, heads=heads, queries=queries)
+            assert raw.isnan().any(), "fixed: is_at_fault may ask for the version"
 
 
 class Attending(nn.Module):

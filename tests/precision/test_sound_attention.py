@@ -147,6 +147,12 @@ def test_a_wrong_call_has_torchs_own_error(monkeypatch: pytest.MonkeyPatch, wron
     assert said[0] == said[1]
 
 
+def test_a_single_query_is_left_to_no_cudnn(cudnn_was_on: list[bool]) -> None:
+    with sound_attention("cuda"):
+        F.scaled_dot_product_attention(tokens(1), tokens(128), tokens(128))
+    assert cudnn_was_on == [False]
+
+
 def test_threads_leave_no_kernel_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first to come in leaves first, while the second is inside: unless that one waits outside."""
     is_second_in, arrived = threading.Event(), list[str]()

@@ -3,9 +3,11 @@
 On Hopper GPUs cuDNN, torch's first choice since 2.11, reads keys in tiles of 128. Where the last tile is half full, and
 all scores of a query lie below -88, exp overflows in its empty half and the query's gradient is NaN: in bf16 and fp16,
 with a mask and without (pytorch/pytorch#196678; a survey on an H200 found no other lengths). Causal attention without a
-mask is right. At those lengths another of torch's kernels runs; at all others cuDNN stays, which is faster.
+mask is right. A single query of a single head fails in the same way with 128 keys and more
+(NVIDIA/cudnn-frontend#1072). For those shapes another of torch's kernels runs; for all others cuDNN stays, which is
+faster. benchmarks/cudnn_attention.py is the survey; batches of up to 256 samples fail at no other length.
 
-No version is excused: its makers mended 9.26 and saw a 9.30 fail (NVIDIA/cudnn-frontend#628).
+No version is excused: its makers fixed 9.26 and saw a 9.30 fail (NVIDIA/cudnn-frontend#628).
 """
 
 from __future__ import annotations
@@ -48,11 +50,13 @@ def is_traced_for_any_length() -> bool:
     return bool(torch.compiler.is_exporting() or torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]
 
 
-def has_bad_length(key: Any, *, is_causal: bool) -> bool:
-    """True for a number of keys at which cuDNN fails; False for a program of any length and for what torch refuses."""
-    if is_traced_for_any_length() or not isinstance(key, Tensor):
+def has_bad_shape(query: Any, key: Any, *, is_causal: bool) -> bool:
+    """True for shapes at which cuDNN fails; False for a program of any length and for what torch refuses."""
+    if is_traced_for_any_length() or not (isinstance(query, Tensor) and isinstance(key, Tensor)):
         return False
-    return not is_causal and not key.is_nested and key.dim() > 1 and key.shape[-2] % TILE == TILE // 2
+    if query.is_nested or key.is_nested or query.dim() < 2 or key.dim() < 2:
+        return False
+    return query.shape[-2] == 1 or not is_causal and key.shape[-2] % TILE == TILE // 2
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -65,9 +69,10 @@ def allowed() -> list[SDPBackend]:
 
 def attention(*arguments: Any, **options: Any) -> Tensor:
     """torch's, by another kernel than cuDNN's where that one fails; not where nothing else is allowed."""
+    query = arguments[0] if arguments else options.get("query")
     key = arguments[1] if len(arguments) > 1 else options.get("key")
     is_causal = arguments[5] if len(arguments) > 5 else options.get("is_causal", False)
-    kernels = allowed() if has_bad_length(key, is_causal=is_causal) else []
+    kernels = allowed() if has_bad_shape(query, key, is_causal=is_causal) else []
     if not kernels:
         return by_torch(*arguments, **options)
     # Compiled code is switched while it is traced, and has its kernel from then on.

@@ -115,10 +115,17 @@ class Snapshot:
 def became_non_finite(before: Tensor, now: Tensor) -> Tensor:
     """Whether any number that was finite is not any more. A mask that holds -inf on purpose does not count."""
     lost = ~is_finite(now)
-    return (lost & is_finite(before) if before.shape == now.shape else lost).any()
+    is_alike = (before.shape, before.is_complex()) == (now.shape, now.is_complex())
+    return (lost & is_finite(before) if is_alike else lost).any()
+
+
+def can_be_non_finite(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def is_finite(values: Tensor) -> Tensor:
     """As torch.isfinite, in half as many kernels: less itself a finite number is 0, any other NaN."""
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
     values = values.float() if values.element_size() == 1 else values  # fp8 has no arithmetic
     return values - values == 0
