@@ -285,7 +285,7 @@ def test_an_optimizer_that_raises_between_its_groups_says_that_weights_may_be_ha
     assert "may be between two steps" in note
 
 
-def test_an_optimizer_that_raises_after_another_stepped_says_so_and_a_checkpoint_goes_on() -> None:
+def test_an_optimizer_that_raises_after_another_stepped_leaves_that_one_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     optimizers = [torch.optim.AdamW(model[0].parameters(), 0.1, fused=True), Failing(model[1].parameters(), 0.1)]
 
@@ -298,9 +298,9 @@ def test_an_optimizer_that_raises_after_another_stepped_says_so_and_a_checkpoint
     Failing.fails = True
     with pytest.raises(KeyError, match="mine") as error:
         step(loss_fn, [x])
-    assert "AdamW had stepped when Failing raised" in error.value.__notes__[0]
+    assert "Failing may have stepped some of its parameters" in error.value.__notes__[0]
     assert step.attempted == 1
-    assert not torch.equal(model[0].weight, saved["model"]["0.weight"])
+    assert torch.equal(model[0].weight, saved["model"]["0.weight"])
     Failing.fails = False
     model.load_state_dict(saved["model"])
     step.load_state_dict(saved["step"])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.step.adamw8bit import AdamW8bit
-from halfstep.step.commit import Committer
+from halfstep.step.commit import Committer, commit_all
 from tiny_training import assert_same_bits
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -59,9 +59,9 @@ def both(name: str, factors: Iterable[float], **more: Any) -> tuple[dict[str, Te
     for seed, value in enumerate(factors):
         give(folded, seed)
         give(model, seed)
-        in_kernel.commit(GOOD, torch.tensor(value))
+        commit_all([in_kernel], GOOD, torch.tensor(value))
         scaled(model, torch.tensor(value))
-        plain.commit(GOOD)
+        commit_all([plain], GOOD, None)
     return everything(folded, in_kernel.optimizer), everything(model, plain.optimizer)
 
 
@@ -101,8 +101,8 @@ def test_a_bad_step_with_a_factor_that_is_not_a_number_changes_nothing(name: str
     model, committer = made(name)
     for seed in range(2):
         give(model, seed)
-        committer.commit(GOOD, torch.tensor(0.3))
+        commit_all([committer], GOOD, torch.tensor(0.3))
     before = everything(model, committer.optimizer)
-    committer.commit(BAD, torch.tensor(float("nan")))
+    commit_all([committer], BAD, torch.tensor(float("nan")))
     assert_same_bits(before, everything(model, committer.optimizer))
     assert not {"found_inf", "grad_scale"} & vars(committer.optimizer).keys()

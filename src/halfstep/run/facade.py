@@ -39,10 +39,11 @@ from halfstep.run.own_arguments import (
 )  # fmt: skip
 from halfstep.run.own_evidence import OwnCapsules
 from halfstep.run.own_loss import OwnLoss, Strangers, explained, ways_to_the_cause
-from halfstep.run.own_warnings import committing, watch_for_hands
+from halfstep.run.own_warnings import DroppedSteps
 from halfstep.run.snapshots import Rollback
 from halfstep.step.batches import Batch
 from halfstep.step.clip import Clip
+from halfstep.step.commit import watch_for_second_step
 from halfstep.step.ema import Ema
 from halfstep.step.facts import Facts
 from halfstep.step.forward_writes import Also
@@ -170,6 +171,9 @@ class Step:
             precision=plan.granted, simulate=simulate, accumulate=accumulate, clip=clip, ema_decay=decay,
             skip_spikes=skip_spikes, guard=options, scaler=scaling,
         )  # fmt: skip
+        self._dropped = DroppedSteps(scaling=plan.needs_loss_scaling)
+        if self._step.ranks is None or self._step.ranks.world.rank == 0:
+            self._guard.observers.append(self._dropped.observe)
         if on_outcome is not None:
             self._guard.observers.append(lambda facts, reading: on_outcome(Outcome(reading)))
         self._capsules = OwnCapsules(folder, self._step, self._guard, spikes=skip_spikes) if folder else None
@@ -177,7 +181,7 @@ class Step:
         self._loss = OwnLoss(self._step)
         self._strangers = Strangers(self._step.writes)
         self._passes = 0
-        watch_for_hands(optimizers)
+        watch_for_second_step(optimizers)
         hints = (committer.hint for committer in self._step.committers)
         for hint in filter(None, (*plan.warnings, *self._schedules.hints, *hints)):
             warnings.warn(hint, stacklevel=2)
@@ -198,11 +202,13 @@ class Step:
         yield from self._step.windows(loader_of(batches))
         self._passes += 1
         self.finish()
+        self._dropped.end_pass(self.attempted)
 
     def __call__(self, loss_fn: LossFn, window: Iterable[Batch]) -> Outcome:
         """Compute, judge and commit one window. `loss_fn(batch)` returns the loss, or (loss, weight)."""
-        facts = self.compute(loss_fn, window)
-        self.commit(facts)
+        with self._step.signals.delayed():  # but not in forward and backward, which can be undone
+            facts = self.compute(loss_fn, window)
+            self.commit(facts)
         return Outcome(facts)
 
     def compute(self, loss_fn: LossFn, window: Iterable[Batch]) -> Facts:
@@ -228,14 +234,15 @@ class Step:
     def commit(self, facts: Facts) -> None:
         """The second half: the optimizers step, or everything stays as it was."""
         before = self.attempted
-        try:
-            with explained(), committing(self._step.optimizers):
-                self._step.commit(facts)
-        except BaseException:
-            if self.attempted > before:  # made all the same: `on_commit` raised
-                self._guard.pending.append(facts)
-            raise
-        self._act_on(self._guard.watch(facts))
+        with self._step.signals.delayed():
+            try:
+                with explained():
+                    self._step.commit(facts)
+            except BaseException:
+                if self.attempted > before:  # the step is made, and `on_commit` raised
+                    self._guard.pending.append(facts)
+                raise
+            self._act_on(self._guard.watch(facts))
 
     def grad(
         self,

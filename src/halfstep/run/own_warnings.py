@@ -1,17 +1,15 @@
-"""Warnings of a loop of one's own point at the user's line, however deep in the package they arise."""
+"""Point warnings from hs.Step at the user's line."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-from torch.optim import Optimizer
 
 import halfstep
+from halfstep.step.facts import Reading
 
 OURS = (str(Path(halfstep.__file__).parent), contextlib.__file__)
 """Files whose lines a user cannot change; ours leave `with` blocks through contextlib's."""
@@ -24,38 +22,28 @@ def warn_user(text: str) -> None:
     warnings.warn(text, stacklevel=level)
 
 
-# --- an optimizer.step() that was left in the loop ---
+class DroppedSteps:
+    """Warn of dropped steps: of the first, the 10th, the 100th and so on, and of their number after each pass.
 
-COMMITTING, WATCHED = "_halfstep_commits", "_halfstep_watches"
-"""Marks on the optimizer itself, because two steps may share one."""
+    An overflow of fp16's gradients is routine, and an empty window has nothing to lose: neither counts.
+    """
 
+    def __init__(self, *, scaling: bool) -> None:
+        self.scaling = scaling
+        self.num_dropped = self.num_dropped_before = self.first_step = 0
 
-def watch_for_hands(optimizers: Sequence[Optimizer]) -> None:
-    for optimizer in optimizers:
-        # One that wraps another, as Lookahead or Accelerate's, may have left torch's constructor out.
-        if not hasattr(optimizer, WATCHED) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            setattr(optimizer, WATCHED, True)
-            optimizer.register_step_pre_hook(_notice)
+    def observe(self, facts: object, reading: Reading) -> None:
+        is_overflow = self.scaling and math.isfinite(reading.loss) and not math.isfinite(reading.grad_norm)
+        if not reading.is_bad or reading.is_empty or is_overflow:
+            return
+        self.num_dropped += 1
+        if math.log10(self.num_dropped).is_integer():
+            so_far = f" ({self.num_dropped} steps so far)" if self.num_dropped > 1 else ""
+            warn_user(f"step {reading.attempted} was dropped{so_far}: {reading.reason}. Its batch taught nothing")
 
-
-def _notice(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if getattr(optimizer, COMMITTING, False) or not getattr(optimizer, WATCHED, False):
-        return
-    setattr(optimizer, WATCHED, False)  # once is enough
-    warnings.warn(
-        f"{type(optimizer).__name__}.step() was called besides hs.Step, which steps it already: weights move twice, "
-        "unguarded. Leave optimizer.step() and scaler.step(optimizer) out",
-        stacklevel=3,
-    )
-
-
-@contextlib.contextmanager
-def committing(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Inside, the optimizers are stepped by us."""
-    for optimizer in optimizers:
-        setattr(optimizer, COMMITTING, True)
-    try:
-        yield
-    finally:
-        for optimizer in optimizers:
-            setattr(optimizer, COMMITTING, False)
+    def end_pass(self, attempted: int) -> None:
+        """After a pass over the data, when `attempted` steps were made in all."""
+        num, num_steps = self.num_dropped - self.num_dropped_before, attempted - self.first_step
+        self.num_dropped_before, self.first_step = self.num_dropped, attempted
+        if num:
+            warn_user(f"{num} of the {num_steps} steps of this pass over the data were dropped")

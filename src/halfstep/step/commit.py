@@ -3,28 +3,38 @@
     found_inf   fused SGD, Adam, AdamW, Adagrad and our AdamW8bit and AdamWBf16 read the flag inside their kernel: free;
                 in a CUDA graph AdamW's kernel, and Adam's without decay, is our own (single_pass.py), with torch's bits
     select      torch's others: save parameters and state, step, put back by `where` if bad: costs a copy of both
-    host        anything else, and where an optimizer's own state lives on the host: one wait per step
+    host        anything else, where an optimizer's own state lives on the host, and where step() runs the user's code
+                (a hook, a `step` replaced on the instance), which must not run for a bad step: one wait per step
 
 Only torch's own classes are selected: a foreign optimizer may keep Python numbers or replace its state tensors, and
 what it changed could not be put back from outside.
 
 The first commit of a parameter is always decided on the host, with one wait: optimizers build their state then, and
 fused SGD with momentum leaves an *uninitialised* buffer behind a skipped first step (seen on torch 2.11 and 2.13).
+
+An optimizer can write NaN from finite gradients: 0 / 0 in Adam with eps=0, the root of a negative number in a centred
+RMSprop. The weights that `select` and `host` leave are looked at: `select` puts them back, after `host` the step ends
+with an error. Fused kernels are not looked at, which would cost a pass over all weights: with eps > 0 and a finite
+learning rate they write finite numbers; with eps = 0 they are selected.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim import optimizer as torch_hooks
 
-from halfstep.errors import ConfigError, HalfstepError
+from halfstep.errors import ConfigError, HalfstepError, ModelError
 from halfstep.step.adamw8bit import AdamW8bit
 from halfstep.step.adamw_bf16 import AdamWBf16
-from halfstep.step.flat import Snapshot
+from halfstep.step.flat import Snapshot, is_writable_in_place
 from halfstep.step.optimizers import OPTIMIZERS, REFUSED
 from halfstep.step.rates import Rates
 from halfstep.step.single_pass import SinglePass, takes
@@ -32,6 +42,10 @@ from halfstep.step.single_pass import SinglePass, takes
 CommitMethod = Literal["found_inf", "select", "host"]
 
 READS_FLAG_IN_KERNEL = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, AdamW8bit, AdamWBf16)
+SMALLEST_EPS = torch.finfo(torch.float32).tiny
+
+COMMITTING, WATCHED = "_halfstep_commits", "_halfstep_watches"
+"""Marks on the optimizer itself, because two steps may share one."""
 
 
 def commit_method(optimizer: Optimizer) -> CommitMethod:
@@ -40,12 +54,35 @@ def commit_method(optimizer: Optimizer) -> CommitMethod:
         if isinstance(optimizer, kind):
             raise ConfigError(f"{kind.__name__} cannot be used in a guarded step", why=reason, fix=fix)
     groups = optimizer.param_groups
+    is_fused = all(group.get("fused") for group in groups)
     # The exact class: a subclass may override step() and ignore the flag.
-    if type(optimizer) in READS_FLAG_IN_KERNEL and all(group.get("fused") for group in groups):
+    if type(optimizer) in READS_FLAG_IN_KERNEL and is_fused and not divides_by_zero(optimizer):
         return "found_inf"
     on_host = all(p.device.type == "cpu" for group in groups for p in group["params"])
     is_torchs = type(optimizer) in OPTIMIZERS.values()
-    return "select" if is_torchs and (on_host or _is_capturable(optimizer)) else "host"
+    return "select" if is_torchs and (on_host or is_fused or _is_capturable(optimizer)) else "host"
+
+
+def divides_by_zero(optimizer: Optimizer) -> bool:
+    """True if eps is so small that 0 / (0 + eps) is NaN in fp32."""
+    found = (group.get("eps", 1.0) for group in optimizer.param_groups)
+    return any(isinstance(eps, float | int) and eps < SMALLEST_EPS for eps in found)
+
+
+def runs_other_code(optimizer: Optimizer) -> bool:
+    """True if step() runs more than the optimizer's class has: a hook, or a `step` replaced on the instance."""
+    if type(optimizer) not in (*OPTIMIZERS.values(), *READS_FLAG_IN_KERNEL):
+        return False  # its own step() is foreign already
+    hooks = chain(
+        optimizer._optimizer_step_pre_hooks.values(), optimizer._optimizer_step_post_hooks.values(),
+        torch_hooks._global_optimizer_pre_hooks.values(), torch_hooks._global_optimizer_post_hooks.values(),
+    )  # fmt: skip
+    if any(hook is not warn_of_second_step for hook in hooks):
+        return True
+    step: Any = vars(optimizer).get("step")
+    # Schedulers of torch replace step() by one that notes that it was called.
+    is_scheduled = getattr(step, "__globals__", None) is vars(lr_scheduler)
+    return step is not None and not (is_scheduled and step.__wrapped__ is type(optimizer).step)
 
 
 def numbers(gradient: Tensor) -> Tensor:
@@ -57,15 +94,58 @@ def _is_capturable(optimizer: Optimizer) -> bool:
     return all(group.get("capturable") for group in optimizer.param_groups)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """How one commit is made."""
+
+    method: CommitMethod
+    by_host: bool  # the host waits for the verdict, and steps or does not
+    is_undone: bool  # what the optimizer writes is put back where the step is bad
+
+    @property
+    def can_fail(self) -> bool:
+        """True if the optimizer may raise, or write what is not finite: not a fused kernel after its first step."""
+        return self.by_host or self.method != "found_inf"
+
+
+class Undo:
+    """A copy of what an optimizer is about to write: parameters that have a gradient, and their state."""
+
+    def __init__(self, optimizer: Optimizer, parameters: list[Tensor], *, by_host: bool) -> None:
+        self.optimizer, self.parameters, self.by_host = optimizer, parameters, by_host
+        self.state = {p: dict(own) for p in parameters if (own := optimizer.state.get(p))}
+        held = (value for own in self.state.values() for value in own.values() if isinstance(value, Tensor))
+        self.snapshot = Snapshot([*parameters, *filter(is_writable_in_place, held)])
+        self.snapshot.save()
+
+    def restore_where(self, bad: Tensor) -> None:
+        if not self.by_host:
+            self.snapshot.restore_where(bad)  # torch's optimizers write their state in place
+        elif bool(bad):
+            self.restore()
+
+    def restore(self) -> None:
+        self.snapshot.restore()
+        for p in self.parameters:
+            self.optimizer.state.pop(p, None)
+            if p in self.state:
+                self.optimizer.state[p] = self.state[p]
+
+
 class Committer:
     def __init__(self, optimizer: Optimizer, rates: Rates | None) -> None:
         self.optimizer, self.rates = optimizer, rates
-        self.method = commit_method(optimizer)
-        self.takes_tensor_lr = self.method == "found_inf" or self.method == "select" and _is_capturable(optimizer)
+        self._own_method = commit_method(optimizer)
+        is_fast = self._own_method == "found_inf" or self._own_method == "select" and _is_capturable(optimizer)
+        self.takes_tensor_lr = is_fast
         self.stepped: dict[Tensor, bool] = {}  # parameters that it has stepped, and whether it keeps state of them
         self.single_pass: SinglePass | None = None  # while a step is captured: what takes the place of torch's kernel
         if rates is not None and self.takes_tensor_lr:
             rates.bind(optimizer)
+
+    @property
+    def method(self) -> CommitMethod:
+        return "host" if runs_other_code(self.optimizer) else self._own_method
 
     @property
     def name(self) -> str:
@@ -73,7 +153,14 @@ class Committer:
 
     @property
     def hint(self) -> str:
-        """Where `fused=True` would make skipping free; torch has no fused kernels for complex weights."""
+        """What makes skipping free; torch has no fused kernels for complex weights."""
+        if runs_other_code(self.optimizer):
+            return (
+                f"{self.name}.step() runs a hook or was replaced on the instance: each step waits for the device, so "
+                "that a dropped one does not run that code; on_commit= waits for nothing"
+            )
+        if divides_by_zero(self.optimizer):
+            return f"{self.name} has eps=0: 0 / 0 is NaN wherever a gradient stays 0. Fix: eps=1e-8"
         parameters = (p for group in self.optimizer.param_groups for p in group["params"])
         is_one = type(self.optimizer) in READS_FLAG_IN_KERNEL and all(p.is_floating_point() for p in parameters)
         if not is_one or self.method == "found_inf":
@@ -90,14 +177,34 @@ class Committer:
         state = [value for own in self.optimizer.state.values() for value in own.values() if torch.is_tensor(value)]
         return sum(t.numel() * t.element_size() for t in (*parameters, *state))
 
-    def commit(self, bad: Tensor, factor: Tensor | None = None) -> None:
-        """Step the optimizer with gradients times `factor`, or leave everything as it was where `bad` is set."""
-        by_host = self.method == "host" or any(map(self._is_first, self._with_grad()))
-        if self.method == "found_inf" and not by_host:
+    def choose(self) -> Way:
+        """How the next commit is made."""
+        method, gradients = self.method, [p.grad for p in self._with_grad()]
+        # Of a sparse gradient's parameter no copy is made: one of a whole table would cost more than the wait.
+        is_sparse = any(gradient is not None and gradient.is_sparse for gradient in gradients)
+        is_first = any(map(self._is_first, self._with_grad()))
+        by_host = method == "host" or is_first or method == "select" and is_sparse
+        return Way(method=method, by_host=by_host, is_undone=method == "select" and not is_sparse)
+
+    def copy(self, way: Way) -> Undo:
+        return Undo(self.optimizer, list(self._with_grad()), by_host=way.by_host)
+
+    def commit(self, way: Way, bad: Tensor, factor: Tensor | None) -> None:
+        """Step the optimizer with gradients times `factor`. Where `bad` is set the kernel, or the host, leaves
+        everything as it was; what `select` writes is put back by `commit_all`."""
+        if way.method == "found_inf" and not way.by_host:
             return self._commit_in_kernel(bad, factor)
         if factor is not None:
             torch._foreach_mul_([numbers(p.grad) for p in self._with_grad() if p.grad is not None], factor)
-        return self._commit_by_host(bad) if by_host else self._commit_by_selection(bad)
+        return self._commit_by_host(bad) if way.by_host else self._step()
+
+    def left_non_finite(self) -> Tensor | None:
+        """Whether a parameter that was just stepped is not finite; None where there is none to look at."""
+        written = [p for p in self._with_grad() if p.grad is not None and not p.grad.is_sparse]
+        if not written:
+            return None
+        worst = torch.nn.utils.get_total_norm(written, float("inf"))
+        return worst - worst != 0
 
     def forget(self) -> None:
         """After the state was loaded: the tensors are new ones."""
@@ -151,18 +258,10 @@ class Committer:
             for name in said:
                 delattr(self.optimizer, name)
 
-    def _commit_by_selection(self, bad: Tensor) -> None:
-        if any(p.grad is not None and p.grad.is_sparse for p in self._with_grad()):
-            self._commit_by_host(bad)  # copies of whole tables would cost more than the wait
-            return
-        snapshot = Snapshot(self._about_to_be_written())
-        snapshot.save()
-        self._step()
-        snapshot.restore_where(bad)
-
     def _step(self) -> None:
         if self.rates is not None and not self.takes_tensor_lr:
             self.rates.write_floats(self.optimizer)
+        setattr(self.optimizer, COMMITTING, True)
         try:
             self.optimizer.step()
         except Exception as error:
@@ -174,31 +273,73 @@ class Committer:
                 fix="use an optimizer that steps without one; SAM's second pass fits into on_gradients= "
                 "(docs/loop_kinds.md)",
             ) from error
+        finally:
+            setattr(self.optimizer, COMMITTING, False)
 
     def _with_grad(self) -> Iterator[Tensor]:
         return (p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
 
-    def _about_to_be_written(self) -> list[Tensor]:
-        """Parameters that have a gradient now, and their state: others may be frozen for a while."""
-        parameters = list(self._with_grad())
-        own = (self.optimizer.state[p].values() for p in parameters)
-        return parameters + [value for values in own for value in values if torch.is_tensor(value)]
 
+def commit_all(committers: Sequence[Committer], bad: Tensor, factor: Tensor | None) -> Tensor:
+    """Step all optimizers or none. Return the verdict: `bad`, or also that an optimizer wrote what is not finite.
 
-def commit_all(committers: Sequence[Committer], bad: Tensor, factor: Tensor | None) -> None:
-    """One that raises finds others stepped already, and may be between two groups of its own: torch counts no writes
-    into `p.data`. Copies of all weights at every step, to put them back, would cost more than the checkpoint to go on
-    from, so that state is told of."""
-    for number, committer in enumerate(committers):
+    An optimizer that raises may be between two of its groups: copying all weights at every step, to put those back,
+    would cost more than going on from a checkpoint, so the error says it. Optimizers that stepped before it are put
+    back: they are copied where one follows that may raise or spoil its weights."""
+    ways = [committer.choose() for committer in committers]
+    copies: list[Undo] = []
+    for number, (committer, way) in enumerate(zip(committers, ways, strict=True)):
+        earlier = list(copies)
+        if way.is_undone or any(later.can_fail for later in ways[number + 1 :]):
+            copies.append(committer.copy(way))
         try:
-            committer.commit(bad, factor)
+            committer.commit(way, bad, factor)
+            spoiled = committer.left_non_finite() if way.method != "found_inf" else None
+            if spoiled is not None and not way.is_undone:
+                _refuse_spoiled(committer, spoiled & ~bad)
+            bad = bad if spoiled is None else bad | spoiled
         except BaseException as error:
-            earlier = ", ".join(one.name for one in committers[:number])
-            if earlier or not isinstance(error, HalfstepError):  # ours come before anything is written
-                had = f"{earlier} had stepped when {committer.name} raised, which" if earlier else committer.name
+            for copy in earlier:
+                copy.restore()
+            if not isinstance(error, HalfstepError):  # ours come before anything is written, or say it themselves
                 error.add_note(
-                    f"halfstep: {had} may have stepped some of its parameters; the step is not counted, and weights "
-                    f"{'are' if earlier else 'may be'} between two steps. Load model and step from your last "
-                    "checkpoint to go on"
+                    f"halfstep: {committer.name} may have stepped some of its parameters when it raised; the step is "
+                    "not counted, and weights may be between two steps. Load model and step from your last checkpoint "
+                    "to go on"
                 )
             raise
+    for copy in copies:
+        copy.restore_where(bad)
+    return bad
+
+
+def _refuse_spoiled(committer: Committer, spoiled: Tensor) -> None:
+    if bool(spoiled):
+        raise ModelError(
+            f"{committer.name}.step() left weights that are not finite, from finite gradients",
+            why="its own arithmetic failed, as 0 / 0 does with eps=0; what this optimizer wrote cannot be undone",
+            fix="load your last checkpoint, and give the optimizer an eps above 0 or a lower learning rate",
+        )
+
+
+# --- an optimizer.step() that was left in the loop ---
+
+
+def watch_for_second_step(optimizers: Sequence[Optimizer]) -> None:
+    """Warn once when the user's loop steps an optimizer that a guarded step steps already."""
+    for optimizer in optimizers:
+        # One that wraps another, as Lookahead or Accelerate's, may have left torch's constructor out.
+        if not hasattr(optimizer, WATCHED) and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            setattr(optimizer, WATCHED, True)
+            optimizer.register_step_pre_hook(warn_of_second_step)
+
+
+def warn_of_second_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if getattr(optimizer, COMMITTING, False) or not getattr(optimizer, WATCHED, False):
+        return
+    setattr(optimizer, WATCHED, False)  # once is enough
+    warnings.warn(
+        f"{type(optimizer).__name__}.step() was called besides hs.Step, which steps it already: weights move twice, "
+        "unguarded. Leave optimizer.step() and scaler.step(optimizer) out",
+        stacklevel=3,
+    )

@@ -23,6 +23,7 @@ class Reading:
     is_spike: bool
     is_empty: bool
     is_ruined: bool  # something that forward writes, such as a BatchNorm statistic, was no longer finite
+    is_spoiled: bool = False  # an optimizer wrote weights that are not finite, from finite gradients
     scale: float  # the loss scale this step ran with; 1 without scaling
     committed: int  # committed steps after this one
     lr: float
@@ -51,6 +52,8 @@ class Reading:
             return f"loss is {self.loss}{where}"
         if self.grad_norm != self.grad_norm or abs(self.grad_norm) == float("inf"):
             return f"gradient norm is {self.grad_norm}{where}"
+        if self.is_spoiled:
+            return "the optimizer wrote weights that are not finite, from finite gradients"
         return f"a buffer (BatchNorm statistics) is not finite{where}" if self.is_ruined else "loss spike"
 
 
@@ -59,7 +62,7 @@ FELL: dict[Slower, int] = {"compile": 8, "eager": 16}
 """The flags of a process that runs its steps in that mode by itself."""
 FAULTY = 3  # the flags of a process that mean a fault: loss or buffers not finite
 PER_RANK = 3  # numbers that each process says in a step: its flags, how long it waited, its learning rate
-FIELDS = ("loss", "grad_norm", "scale", "lr", "bad", "spike", "empty", "ruined", "holds", "committed")
+FIELDS = ("loss", "grad_norm", "scale", "lr", "bad", "spike", "empty", "ruined", "spoiled", "holds", "committed")
 
 
 class Facts:
@@ -68,13 +71,14 @@ class Facts:
 
     __slots__ = (
         "_event", "_host", "attempted", "bad", "empty", "epoch", "factor", "grad_norm", "held", "holds", "ids", "loss",
-        "packed", "rng", "ruined", "said", "scale", "spike", "wait", "window",
+        "packed", "rng", "ruined", "said", "scale", "spike", "spoiled", "wait", "window",
     )  # fmt: skip
 
     def __init__(self, *, attempted: int, loss: Tensor, grad_norm: Tensor, scale: Tensor) -> None:
         self.attempted = attempted
         self.loss, self.grad_norm, self.scale = loss, grad_norm, scale
         self.bad = self.spike = self.empty = self.ruined = torch.zeros((), dtype=torch.bool, device=loss.device)
+        self.spoiled = self.empty
         self.held = self.holds = self.empty
         """Not made because of an earlier fault; at fault itself, so that later ones are held."""
         self.factor: Tensor | None = None
@@ -90,10 +94,16 @@ class Facts:
         self._host: Tensor | None = None
         self._event: torch.cuda.Event | None = None
 
+    def spoil(self, verdict: Tensor) -> None:
+        """Take the verdict of the optimizers, which may have written what is not finite."""
+        self.spoiled = verdict & ~self.bad
+        self.holds = self.holds | self.spoiled & ~self.held
+        self.bad = verdict
+
     def pack(self, committed: Tensor, lr: Tensor) -> None:
         """Gather the fields on the device; float64 holds every one exactly."""
         numbers = torch.stack([self.loss, self.grad_norm, self.scale, lr]).detach().double()
-        flags = torch.stack([self.bad, self.spike, self.empty, self.ruined, self.holds]).double()
+        flags = torch.stack([self.bad, self.spike, self.empty, self.ruined, self.spoiled, self.holds]).double()
         said = [] if self.said is None else [self.said]
         self.packed = torch.cat([numbers, flags, committed.double().view(1), *said])
 
@@ -135,7 +145,7 @@ class Facts:
         return Reading(
             attempted=self.attempted,
             **{name: v[name] for name in ("loss", "grad_norm", "scale", "lr")},
-            **{f"is_{name}": bool(v[name]) for name in ("bad", "spike", "empty", "ruined")},
+            **{f"is_{name}": bool(v[name]) for name in ("bad", "spike", "empty", "ruined", "spoiled")},
             committed=int(v["committed"]),
             sample_ids=tuple(int(i) for ids in self.ids for i in ids.tolist()),
             epoch=self.epoch,
@@ -216,7 +226,8 @@ class PhasedFacts:
             **dataclasses.asdict(first)
             | {
                 **{
-                    k: any(getattr(r, k) for r in own.values()) for k in ("is_bad", "is_spike", "is_ruined", "is_asked")
+                    k: any(getattr(r, k) for r in own.values())
+                    for k in ("is_bad", "is_spike", "is_ruined", "is_spoiled", "is_asked")
                 },
                 "is_empty": all(reading.is_empty for reading in own.values()),
                 "committed": int(self._committed),

@@ -1,13 +1,14 @@
 """What forward passes write belongs to the step: saved when a window starts, put back where the step turns out bad.
 
     buffers      all of them: BatchNorm writes its statistics before any verdict exists
-    parameters   those seen to be written, such as a VQ codebook, a momentum encoder, a weight that forward clamps
+    parameters   those seen to be written, such as a VQ codebook, a momentum encoder, a weight that forward clamps; and
+                 the small ones that no optimizer trains (SMALL_BYTES in all), such as a learned range
 
-Frozen backbones are large: copying every parameter at every step would be too dear. So in a parameter's first window
-the host keeps a copy of it and compares all bits afterwards, because a write through `.data` leaves no trace: one wait,
-and host memory for one window. From then on Python tells: another object, another version, another address. What is
-first written in a later window has no copy: if that step is good it is saved from then on, if it is bad the run ends
-with an error that names it.
+Frozen backbones are large: copying every parameter at every step would be too expensive. So in a parameter's first
+window the host keeps a copy of it and compares all bits afterwards, because a write through `.data` leaves no trace:
+one wait, and host memory for one window. From then on Python tells: another object, another version, another address.
+What is first written in a later window has no copy: if that step is good it is saved from then on; if it is bad the run
+ends with an error that names it, and if forward raises, a note on its exception does.
 
 Most modules write into a tensor. Some replace it, and the old one still has the old bits; some give it other storage
 (`.data = ...`), some register it when first used. On good steps bits, identity and version counters stay as forward
@@ -16,6 +17,7 @@ left them, so that a graph kept from one step to the next, as between the networ
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -24,12 +26,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from halfstep.errors import ConfigError, ModelError
-from halfstep.step.flat import Snapshot, became_non_finite, gather, is_writable_in_place
+from halfstep.step.flat import Snapshot, became_non_finite, can_be_non_finite, gather, is_finite, is_writable_in_place
 from halfstep.step.places import Name, Place, Places
 
 Also = nn.Module | Tensor | Iterable[nn.Module | Tensor]  # what else belongs to a step: one of them, or several
 Mark = tuple[Tensor | None, int, int]
 Change = tuple[Place, Tensor | None, Tensor | None]  # a place, and what it held before and after forward
+
+SMALL_BYTES = 1 << 20
 
 
 class ForwardWrites:
@@ -65,6 +69,7 @@ class ForwardWrites:
         self.held: list[Tensor | None] = []
         self.aliases: list[Tensor | None] = []
         self.views = Snapshot(())  # what the saved places held at the last window, and its memory
+        self.sparse = SparseTensors()
         self.has_new_ones = True
         self.exchanges = False  # whether the last window made new tensors instead of writing into the old ones
         self._close()
@@ -83,6 +88,7 @@ class ForwardWrites:
         now = [owner.get(key) for _, owner, key in self.watched]
         self.marks = [(None, 0, 0) if held is None else (held, held._version, held.data_ptr()) for held in now]
         self.copies = self._copies_of_new_ones() if self.has_new_ones else {}
+        self.sparse.save()
         self.is_open = True
 
     def _look_up(self, held: list[Tensor | None]) -> None:
@@ -114,7 +120,7 @@ class ForwardWrites:
     def _find_exchanged(self) -> None:
         self.replaced, self.moved = self._replaced_now(), self._moved_now()
         self.has_grown = self.places.have_grown
-        self.exchanges = bool(self.replaced or self.moved or self.has_grown)
+        self.exchanges = bool(self.replaced or self.moved or self.has_grown or self.sparse.changed())
 
     @torch.no_grad()
     def became_non_finite(self, device: torch.device) -> Tensor:
@@ -122,15 +128,15 @@ class ForwardWrites:
         found = torch.zeros((), dtype=torch.bool, device=device)
         for snapshot in self.snapshots:
             for saved, now in snapshot.pairs():
-                if saved.is_floating_point():
+                if can_be_non_finite(saved):
                     found = found | became_non_finite(saved, now).to(device)
         exchanged = [(before, now) for _, before, now in self.replaced]
         moved = [(storage, held.data) for held, storage in self.moved]
         for then, new in (*exchanged, *moved):
-            if new is not None and new.is_floating_point():
+            if new is not None and can_be_non_finite(new):
                 fresh = torch.zeros((), device=new.device)
                 found = found | became_non_finite(fresh if then is None else then, new).to(device)
-        return found
+        return found | self.sparse.became_non_finite(device)
 
     @torch.no_grad()
     def restore_where(self, bad: Tensor) -> None:
@@ -151,17 +157,28 @@ class ForwardWrites:
                 held.data = torch.where(bad, storage, held.data)
             elif bool(bad):
                 held.data = storage
+        if self.sparse.changed() and bool(bad):
+            self.sparse.restore()
         if self.has_grown and bool(bad):
             self.places.take_back()
         self._close()
 
-    def put_back(self) -> None:
-        """Undo a window that is not to be judged, as one that broke off."""
+    def put_back(self) -> str:
+        """Undo a window that is not to be judged, as one that broke off. Return a sentence on what cannot be undone:
+        a large or trained parameter that forward wrote for the first time."""
         self._find_written()
         self._put_back_what_was_exchanged()
         for snapshot in self.snapshots:
             snapshot.restore()
+        unsaved = self._names_of_unsaved()
         self._close()
+        if not unsaved:
+            return ""
+        return (
+            f"halfstep: forward wrote {unsaved} for the first time, of which there is no copy: it stays as written, "
+            "everything else is as before the step. Name it when you make the step, also=[model.part.weight], and "
+            "load your last checkpoint"
+        )
 
     def forget(self) -> None:
         """After a capture, which ran nothing: its copies are the graph's, and what it exchanged is put back."""
@@ -215,7 +232,7 @@ class ForwardWrites:
         """Modules, or the optimizers' groups, are others than at the last window."""
         self._hold(trained)
         _refuse_uninitialised(self.places)
-        self._sort_parameters()
+        self._sort_parameters(trained)
 
     def _hold(self, trained: Sequence[Tensor]) -> None:
         inside = {id(owner[key]) for _, owner, key in self.places.parameters}
@@ -224,13 +241,22 @@ class ForwardWrites:
                 self.loose._parameters[f"trained_{len(self.loose._parameters)}"] = tensor  # type: ignore[assignment]
         self.places.refresh()
 
-    def _sort_parameters(self) -> None:
-        saved = [p for p in self.places.parameters if p.name in self.written or p.owner[p.key] is None]
-        self.saved = [*self.places.buffers, *saved]
+    def _sort_parameters(self, trained: Sequence[Tensor]) -> None:
+        small = self._small_untrained({id(p) for p in trained})
+        saved = [p for p in self.places.parameters if p.name in self.written | small or p.owner[p.key] is None]
+        self.sparse.places = [p for p in (*self.places.buffers, *saved) if _is_sparse(p.held)]
+        self.saved = [p for p in (*self.places.buffers, *saved) if not _is_sparse(p.held)]
         names = {place.name for place in saved}
         rest = (place for place in self.places.parameters if place.name not in names)
         self.watched = [place for place in rest if _has_plain_storage(place.owner[place.key])]
         self.has_new_ones = any(place.name not in self.compared for place in self.watched)
+
+    def _small_untrained(self, trained: set[int]) -> set[Name]:
+        """Parameters that no optimizer holds, smallest first, up to SMALL_BYTES: cheap to save in every window."""
+        held = [(p.name, p.held) for p in self.places.parameters if p.held is not None and id(p.held) not in trained]
+        sizes = sorted(((t.numel() * t.element_size(), name) for name, t in held), key=lambda pair: pair[0])
+        totals = itertools.accumulate(size for size, _ in sizes)
+        return {name for (_, name), total in zip(sizes, totals, strict=True) if total <= SMALL_BYTES}
 
     def _copies_of_new_ones(self) -> dict[Name, Tensor]:
         new = (place for place in self.watched if place.name not in self.compared)
@@ -285,6 +311,7 @@ class ForwardWrites:
                 _hold(place, before)
             for held, storage in self._moved_now():
                 held.data = storage
+            self.sparse.restore()
             self.places.take_back()
 
     def _refuse_replaced_weights(self) -> None:
@@ -297,6 +324,50 @@ class ForwardWrites:
                     why="the optimizer holds the old one and would go on training that, without any effect",
                     fix=f"write into it: with torch.no_grad(): self.{place.key}.copy_(...)",
                 )
+
+
+class SparseTensors:
+    """Sparse buffers, such as a graph's adjacency: copied once, and again only after forward has written into them.
+
+    Their number of entries may change, so the host decides: one wait in windows that write one, none in others."""
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self.saved: dict[Name, tuple[Tensor, int, Tensor]] = {}  # the tensor, its version, and a copy
+
+    def save(self) -> None:
+        held = [(place.name, place.held) for place in self.places]
+        for name, tensor in held:
+            then = self.saved.get(name)
+            if tensor is not None and (then is None or then[0] is not tensor or then[1] != tensor._version):
+                self.saved[name] = (tensor, tensor._version, tensor.detach().clone())
+
+    def changed(self) -> list[Place]:
+        """Those that were written or replaced since `save`."""
+        saved = ((place, self.saved.get(place.name)) for place in self.places)
+        return [p for p, then in saved if then is not None and (p.held is not then[0] or then[0]._version != then[1])]
+
+    def became_non_finite(self, device: torch.device) -> Tensor:
+        found = torch.zeros((), dtype=torch.bool, device=device)
+        for place in self.changed():
+            now = place.held
+            if now is not None and can_be_non_finite(now):
+                values = now._values() if now.layout is torch.sparse_coo else now.values() if _is_sparse(now) else now
+                found = found | ~is_finite(values).all().to(device)
+        return found
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for place in self.changed():
+            tensor, version, copy = self.saved[place.name]
+            if tensor._version != version:
+                tensor.copy_(copy)
+                self.saved[place.name] = (tensor, tensor._version, copy)
+            place.owner[place.key] = tensor
+
+
+def _is_sparse(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.layout is not torch.strided
 
 
 def _sorted_out(also: Also) -> tuple[list[nn.Module], list[Tensor]]:

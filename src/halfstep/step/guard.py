@@ -181,7 +181,8 @@ class Guard:
         self.num_skipped += 1
         if reading.is_empty:
             return CONTINUE
-        return self._judge_overflow(reading) if self.scaling and not reading.is_spike else self._judge_fault(reading)
+        is_overflow = self.scaling and not (reading.is_spike or reading.is_spoiled)
+        return self._judge_overflow(reading) if is_overflow else self._judge_fault(reading)
 
     def _judge_overflow(self, reading: Reading) -> Verdict:
         self.num_at_floor = self.num_at_floor + 1 if reading.scale <= self.min_scale else 0
@@ -212,6 +213,9 @@ class Guard:
         if self.options.on_fault == "rollback" and self.num_rollbacks < self.options.max_rollbacks:
             return Verdict(action=Action.ROLLBACK, reason=reason, first_fault_committed=self.first_fault_committed)
         tried = f" after {self.num_rollbacks} rollbacks" if self.num_rollbacks else ""
+        if reading.is_spoiled:
+            fix = "give the optimizer an eps above 0 (1e-8 is usual): 0 / 0 is NaN wherever a gradient stays 0"
+            return Verdict(action=Action.STOP, reason=reason + tried, fix=fix)
         going_back = f", or let halfstep go back by itself with {self.advice.rollback}"
         return Verdict(
             action=Action.STOP,

@@ -41,6 +41,7 @@ from halfstep.step.rates import Rates
 from halfstep.step.refusals import checked, refuse_half_sums, refuse_no_window, refuse_sparse, refuse_spread, single
 from halfstep.step.scaler import Scaler, ScalerOptions
 from halfstep.step.schedule import Schedule
+from halfstep.step.signals import DelayedSignals
 from halfstep.step.spike import SpikeMeter
 from halfstep.step.step_state import load_into, refuse_unfit, state_of
 from halfstep.step.tabulated import Values
@@ -116,6 +117,7 @@ class Step:
         self.observed: Callable[[], AbstractContextManager[object]] = nullcontext
         """Entered around forward and around backward by whoever wants to see what runs in them."""
         self.hold: Hold | None = None  # set before the first step by whoever can make held steps again
+        self.signals = DelayedSignals()
         self._rng: dict[str, Tensor] = {}  # the generators before a compute() that is not committed yet
         self._judged = Judged()
 
@@ -141,7 +143,9 @@ class Step:
             facts = self.forward_backward(loss_fn, window)
             self.writes.refuse_unsaved(facts.bad)
         except BaseException as error:
-            self.abandon()
+            unsaved = self.abandon()
+            if unsaved:
+                error.add_note(unsaved)
             if self.ranks is not None and isinstance(error, RuntimeError) and is_loss(error):
                 raise self.ranks.world.lost(error) from error
             raise
@@ -157,17 +161,22 @@ class Step:
         self.writes.save(parameters)
         self.clear_gradients()
         choose_types(self.optimizers, len(window))
-        loss, weight = self._accumulate(loss_fn, window, parameters)
+        with self.signals.allowed():
+            loss, weight = self._accumulate(loss_fn, window, parameters)
         self.writes.look()
         return self._judge(parameters, loss, weight, is_weighted=len(window) > 1)
 
-    def abandon(self) -> None:
-        """Undo a compute() that was not committed: buffers and generators as before. Twice does no harm."""
-        self.clear_gradients()
-        if self._rng:
-            self.writes.put_back()
-            restore_rng(self._rng, self.device)
-        self._rng, self._judged = {}, Judged()
+    def abandon(self) -> str:
+        """Undo a compute() that was not committed: buffers and generators as before. Twice does no harm. Return a
+        sentence on what could not be undone, or nothing."""
+        unsaved = ""
+        with self.signals.delayed():
+            self.clear_gradients()
+            if self._rng:
+                unsaved = self.writes.put_back()
+                restore_rng(self._rng, self.device)
+            self._rng, self._judged = {}, Judged()
+        return unsaved
 
     def commit(self, facts: Facts) -> None:
         """Let the device commit or drop the step, in every place alike."""
@@ -177,17 +186,18 @@ class Step:
                 why="the gradients of these are gone, or were committed before",
                 fix="step.commit(step.compute(loss_fn, window))",
             )
-        try:
-            self._judged.refuse_edited()
-            self.look_ahead()
-            self.commit_on_device(facts)
-        finally:
-            if facts.is_packed:
-                self._rng, self._judged = {}, Judged()
-                self.attempted += 1
-                facts.send()
-            else:
-                self.abandon()
+        with self.signals.delayed():
+            try:
+                self._judged.refuse_edited()
+                self.look_ahead()
+                self.commit_on_device(facts)
+            finally:
+                if facts.is_packed:
+                    self._rng, self._judged = {}, Judged()
+                    self.attempted += 1
+                    facts.send()
+                else:
+                    self.abandon()
 
     def look_ahead(self) -> None:
         """Have the next step's rates and values at hand. A table that grows is a new tensor: no graph knows it yet."""
@@ -202,7 +212,9 @@ class Step:
         if self.rates is not None:
             self.rates.refresh(self.committed)
         lr = self._first_rate()
-        commit_all(self.committers, facts.bad, facts.factor)
+        verdict = commit_all(self.committers, facts.bad, facts.factor)
+        if verdict is not facts.bad:
+            facts.spoil(verdict)
         try:
             if self.on_commit is not None:
                 self.on_commit(self.model)
@@ -220,7 +232,7 @@ class Step:
             self.ema.update(self.committed, bad)
         self.spikes.remember(facts.loss, bad)
         if self.scaler.enabled:
-            unjudged = facts.empty | facts.spike & bad
+            unjudged = facts.empty | facts.spoiled | facts.spike & bad
             self.scaler.update(bad, unjudged=unjudged if self.hold is None else unjudged | facts.held)
         if self.hold is not None:
             self.hold.remember(facts)
