@@ -169,6 +169,20 @@ def drop(file: int) -> None:
     os.close(nowhere)
 
 
+# --- names ---
+
+
+def normalise_path(path: str) -> str:
+    """Remove `.` and `name/..` from a path, unless `name` is a link to somewhere else. Links are not resolved."""
+    short = os.path.normpath(path)
+    return short if os.path.realpath(short) == os.path.realpath(path) else path
+
+
+def absolute_path(path: str | Path) -> Path:
+    """The same place from any working folder; `~` is the home folder."""
+    return Path(normalise_path(str(Path(path).expanduser().absolute())))
+
+
 # --- room, ownership ---
 
 

@@ -8,10 +8,10 @@ import torch
 from PIL import Image
 
 from halfstep.data.files import BadFiles
-from halfstep.data.images import read_image, scale_for
+from halfstep.data.images import describe_outliers, read_image, scale_for
 from halfstep.data.masks import IGNORED, MaskTable, read_mask, resize_mask, table_from, table_of, values_in
 from halfstep.data.pairs import Pair
-from halfstep.data.segmentation import ImageFormat, SegmentationData, discover_values, scan_pairs
+from halfstep.data.segmentation import ImageFormat, Scan, SegmentationData, discover_values, scan_pairs
 from halfstep.errors import DataError
 
 GRAY = np.arange(48, dtype=np.uint8).reshape(6, 8)
@@ -78,22 +78,75 @@ def test_a_nearly_black_image_stays_nearly_black(tmp_path: Path) -> None:
     assert int(image.max()) == 1
 
 
+def scan_floats(root: Path, *images: np.ndarray) -> Scan:
+    mask = np.zeros(images[0].shape, dtype=np.uint8)
+    pairs = [write_pair(root, f"{i}", image, mask, ".npy") for i, image in enumerate(images)]
+    return scan_pairs(pairs, bad_files=BadFiles("error"))
+
+
+def ramp(low: float, high: float, dtype: str = "float32") -> np.ndarray:
+    return np.linspace(low, high, 48).reshape(6, 8).astype(dtype)
+
+
 @pytest.mark.parametrize(
-    ("low", "high", "scale"), [(0, 1, 1), (0, 0.2, 1), (-2, 3, 1), (0, 255, 1 / 255), (0, 4095, 1 / 4095)]
+    ("image", "scale"),
+    [
+        (ramp(0, 1), 1),
+        (ramp(0, 0.2), 1),
+        (ramp(0, 1.1), 1),  # interpolation overshoots
+        (ramp(-2, 3), 1),
+        (ramp(0, 255), 255),
+        (ramp(0, 4095, "int32"), 4095),
+        (ramp(0, 65535), 65535),
+        (ramp(0, 0), 1),
+    ],
 )
-def test_floats_are_scaled_by_the_range_of_the_whole_set(low: float, high: float, scale: float) -> None:
-    assert scale_for(low, high) == pytest.approx(scale)
+def test_floats_are_scaled_by_the_range_of_the_whole_set(tmp_path: Path, image: np.ndarray, scale: float) -> None:
+    scan = scan_floats(tmp_path, image, image / 2, image * 0)
+    assert scan.is_float
+    assert scale_for(scan.raw.values()).scale == scale
+    read = read_image(tmp_path / "0.npy", channels=1, raw_scale=scale)
+    np.testing.assert_allclose(read[..., 0], image / scale, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("high", "outlier"), [(1, 1.02), (1, 3e38), (1, -3e38), (255, 3e38), (255, -0.3), (4095, 3e38)]
+)
+@pytest.mark.parametrize("num_files", [1, 2, 5])
+def test_one_outlying_pixel_does_not_change_the_scale(
+    tmp_path: Path, high: float, outlier: float, num_files: int
+) -> None:
+    images = [ramp(0, high) for _ in range(num_files)]
+    images[0][2, 3] = outlier
+    scan = scan_floats(tmp_path, *images)
+    found = scale_for(scan.raw.values())
+    assert found.scale == pytest.approx(high)
+    if abs(outlier) > high:
+        [note] = describe_outliers(scan.raw, found.limit)
+        assert f"(beyond {found.limit:g}, up to {abs(outlier):g}) in 1 float image: 0.npy;" in note
+    assert read_image(tmp_path / "0.npy", channels=1, raw_scale=found.scale)[2, 3, 0] == np.float32(outlier) / high
+
+
+def test_one_odd_file_does_not_change_the_scale_of_the_others(tmp_path: Path) -> None:
+    scan = scan_floats(tmp_path, ramp(0, 1), ramp(0, 255), ramp(0, 1))
+    found = scale_for(scan.raw.values())
+    assert found.scale == 1
+    assert "(beyond 1, up to 255) in 1 float image: 1.npy;" in describe_outliers(scan.raw, found.limit)[0]
 
 
 def test_one_dark_float_image_is_scaled_like_its_bright_neighbour(tmp_path: Path) -> None:
-    mask = np.zeros((6, 8), dtype=np.uint8)
-    pairs = [
-        write_pair(tmp_path, "dark", np.full((6, 8), 0.5, dtype=np.float32), mask, ".npy"),
-        write_pair(tmp_path, "bright", np.full((6, 8), 255, dtype=np.float32), mask, ".npy"),
-    ]
-    scan = scan_pairs(pairs, bad_files=BadFiles("error"))
-    assert scan.is_float
-    assert read_image(pairs[0].image, channels=1, raw_scale=scan.raw_scale)[0, 0, 0] == pytest.approx(0.5 / 255)
+    scan = scan_floats(tmp_path, np.full((6, 8), 0.5, dtype=np.float32), np.full((6, 8), 255, dtype=np.float32))
+    assert scale_for(scan.raw.values()).scale == 255
+
+
+def test_a_nan_is_found_before_training_starts(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"1\.npy holds 48 values that are NaN or infinite"):
+        scan_floats(tmp_path, ramp(0, 1), np.full((6, 8), 1e300))  # infinite as float32
+
+
+def test_floats_without_a_known_scale_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"a\.tif holds float32 pixels, and no scale is known for them"):
+        read_image(save(tmp_path / "a.tif", ramp(0, 1)), channels=1)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from halfstep.cli.main import main, with_short_paths
 from halfstep.config.schema import ModelConfig, RunConfig
 from halfstep.config.section import FilePath
+from halfstep.disk import absolute_path, normalise_path
 from halfstep.errors import DataError
 from halfstep.run.folder import RunFolder, with_absolute_paths, with_data_found
 from halfstep.run.train import train
@@ -28,7 +30,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("typed", ["pictures", "~/pictures"])
+@pytest.mark.parametrize("typed", ["pictures", "~/pictures", "pictures/../pictures", "~/pictures/../pictures"])
 def test_a_run_stores_the_absolute_folder_and_is_used_from_anywhere(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: str
 ) -> None:
@@ -102,3 +104,21 @@ def test_a_setting_of_ones_own_that_names_a_file_is_found_from_anywhere(home: Pa
     model = TaughtModel(teacher="teacher.pt", name="teacher.pt")
     found: Any = with_absolute_paths(TaughtConfig(workload="own:KIND", model=model)).model
     assert (found.teacher, found.name) == (str(home / "teacher.pt"), "teacher.pt")
+
+
+def test_a_link_keeps_its_meaning_and_its_name(home: Path) -> None:
+    (home / "far" / "inner").mkdir(parents=True)
+    (home / "link").symlink_to("far/inner")
+    assert normalise_path("link/../d") == "link/../d"  # far/d
+    assert normalise_path("pictures/../link/d") == "link/d"
+    assert absolute_path("pictures/.././new") == home / "new"
+
+
+def test_paths_on_the_command_line_are_shown_without_detours(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["predict", "pictures/../none", "pictures/../a.png", "--out=pictures/../out"])
+    assert "there is no run folder none" in capsys.readouterr().err
+    left = ["data.dir=pictures/../d", "python pictures/../a.py", "s3://d/../e", "~/../d", "none/../d"]
+    assert with_short_paths([*left, "--out", "pictures/../out", "--csv=pictures/../x.csv"]) == [
+        *left, "--out", "out", "--csv=x.csv",
+    ]  # fmt: skip

@@ -2,13 +2,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
+from torch import Tensor
 
 from data import data_sets
-from halfstep.errors import CheckpointError, DataError
+from halfstep.errors import CheckpointError, ConfigError, DataError
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.workloads import build, load
+from halfstep.workloads.segmentation.demo import write_demo
+from halfstep.workloads.segmentation.predict import predict_file
 from tiny_runs import Told
 from whole_runs import newest
 
@@ -137,3 +143,59 @@ def test_a_validation_folder_of_the_run_is_not_looked_for_in_other_data(tmp_path
     named = ["data.images=early", "data.masks=early_masks", "data.val_images=late", "data.val_masks=late_masks"]
     run = trained(tmp_path / "own", tmp_path / "run", *named)
     assert evaluate(run, report=Told(tmp_path).report, data=tmp_path / "other").samples == 2
+
+
+def write_floats(root: Path, high: float) -> Path:
+    """Demo images as float arrays in 0..high."""
+    write_demo(root, num_images=6, side=16)
+    for path in sorted((root / "imgs").iterdir()):
+        with Image.open(path) as image:
+            np.save(path.with_suffix(".npy"), np.asarray(image, dtype=np.float32) / np.float32(255 / high))
+        path.unlink()
+    return root
+
+
+def test_an_outlier_leaves_floats_as_they_are_and_header_and_warning_tell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write_floats(tmp_path / "set", 1)
+    image = np.load(root / "imgs" / "003.npy")
+    image[0, 0] = 1.02
+    np.save(root / "imgs" / "003.npy", image)
+    run = trained(root, tmp_path / "run")
+    shown = capsys.readouterr()
+    assert "float images: divided by 1 (data.scale): 99.9% of a typical file's values are at most 1" in shown.out
+    assert "warning: outlying values (beyond 1, up to 1.02) in 1 float image: 003.npy;" in shown.err
+    assert load(str(run / "config.yaml")).config.data.scale == 1  # type: ignore[attr-defined]
+
+
+def test_the_scale_of_a_run_is_that_of_all_its_later_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained(write_floats(tmp_path / "set", 255), tmp_path / "run")
+    assert "divided by 255 (data.scale)" in capsys.readouterr().out
+    train(load(str(run / "config.yaml"), overrides=["train.epochs=2"]), resume=run)
+    store = newest(run).state["store"]
+    assert store["raw_scale"] == load(str(run / "config.yaml")).config.data.scale == 255  # type: ignore[attr-defined]
+    other, seen = write_floats(tmp_path / "other", 1), []
+
+    def forward(pixels: Tensor) -> Tensor:
+        seen.append(float(pixels.max()))
+        return torch.zeros(1, 2, *pixels.shape[2:])
+
+    predict_file(other / "imgs" / "000.npy", forward, store=store, depth=2, device=torch.device("cpu"))
+    assert seen == [pytest.approx(1 / 255)]
+    told = Told(tmp_path)
+    evaluate(run, data=other, report=told.report)
+    assert "float images are divided by 255 (data.scale), but seem to be 0..1" in told.text
+    with pytest.raises(CheckpointError, match=r"a run keeps this setting: data\.scale: 255\.0 -> 1\.0"):
+        train(load(str(run / "config.yaml"), overrides=["data.scale=1", "train.epochs=3"]), resume=run)
+
+
+def test_a_scale_that_is_set_comes_before_what_the_data_suggest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained(write_floats(tmp_path / "set", 1), tmp_path / "run", "data.scale=2")
+    assert "divided by 2 (data.scale)" in capsys.readouterr().out
+    assert newest(run).state["store"]["raw_scale"] == 2
+    for wrong in ("0", "-1", "inf", "nan", "none", "true", "big"):
+        with pytest.raises(ConfigError, match=r"data\.scale"):
+            load("unet", overrides=[f"data.scale={wrong}"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +158,17 @@ def test_a_picture_beyond_pillows_limit_is_predicted_and_the_limit_comes_back(
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     assert len(predicted(unet, large, out=tmp_path / "out").answers) == 1
     assert Image.MAX_IMAGE_PIXELS == 1000
+
+
+def test_a_header_that_claims_a_huge_picture_is_refused_at_once(unet: Path, large: Path, tmp_path: Path) -> None:
+    header = b"IHDR" + struct.pack(">IIBBBBB", 40_000, 40_000, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    (tmp_path / "huge.png").write_bytes(b"\x89PNG\r\n\x1a\n" + chunk + b"\0\0\0\0IDAT" + b"\0" * 4)
+    (failure,) = predicted(unet, tmp_path / "huge.png", large, out=tmp_path / "out").failed
+    assert failure.file == str(tmp_path / "huge.png")
+    assert failure.why == (
+        "has 40,000×40,000 = 1,600,000,000 pixels, and the limit is 1,000,000,000: cut it into smaller images"
+    )
 
 
 def test_classes_are_those_that_evaluation_finds(resnet: Path) -> None:

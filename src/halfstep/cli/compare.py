@@ -23,7 +23,7 @@ from halfstep.cli.options import (
     option,
     said,
 )
-from halfstep.disk import write_whole
+from halfstep.disk import absolute_path, write_whole
 from halfstep.errors import ConfigError, Interrupted, counted, suggested
 
 if TYPE_CHECKING:
@@ -179,8 +179,8 @@ def _target_of(words: list[str]) -> tuple[str, list[str], list[str]]:
 
 def _from_anywhere(path: str) -> str:
     """A file or folder as it is found whatever the working folder is when the comparison goes on."""
-    place = Path(path).expanduser()
-    return str(place.absolute()) if place.exists() else path
+    place = absolute_path(path)
+    return str(place) if place.exists() else path
 
 
 def _asked_rows(rows: list[str], precisions: str) -> list[Row]:

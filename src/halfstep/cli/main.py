@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from halfstep.cli.usage import USAGE_ERROR, OnceCommand, RunCommand, refused
-from halfstep.disk import GONE, drop
+from halfstep.disk import GONE, drop, normalise_path
 from halfstep.errors import ConfigError, HalfstepError, Interrupted, MemoryLimitError
 
 if TYPE_CHECKING:
@@ -126,9 +126,21 @@ def with_dashes(argv: Sequence[str]) -> list[str]:
     return dashed + list(argv[stop:])
 
 
+def with_short_paths(argv: Sequence[str]) -> list[str]:
+    """`data/../d` is `d`, as an argument or after `--flag=`; a run makes the paths of its settings absolute itself."""
+
+    def shorten(word: str) -> str:
+        flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        # Other texts may hold `..` as well: a path goes up from a folder that is there.
+        is_path = ".." in value.split(os.sep) and "=" not in value and os.path.isdir(value[: value.rindex("..") + 2])
+        return f"{flag}{equals}{normalise_path(value)}" if is_path else word
+
+    return [shorten(word) for word in argv]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exit 0 only when what it says holds, 1 for findings, 2 for the user's own mistake."""
-    words = with_dashes(sys.argv[1:] if argv is None else argv) or ["--help"]
+    words = with_short_paths(with_dashes(sys.argv[1:] if argv is None else argv)) or ["--help"]
     make_patient()
     try:
         # Not standalone: typer would draw its own errors, in another form than ours.

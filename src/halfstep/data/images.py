@@ -6,15 +6,17 @@ pixel, which would lift a nearly black image into noise.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_high
 from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
 
-from halfstep.data.files import ARRAYS, UNREADABLE, load_array, unreadable
-from halfstep.errors import DataError
+from halfstep.data.files import ARRAYS, UNREADABLE, load_array, some_of, unreadable
+from halfstep.errors import DataError, counted
 
 Array = np.ndarray[Any, Any]
 Kind = Literal["uint8", "uint16", "raw"]
@@ -51,39 +53,111 @@ def image_facts(path: Path) -> ImageFacts:
         raise unreadable(path, error) from error
 
 
-def read_image(path: Path, *, channels: int, raw_scale: float = 1.0) -> Array:
-    """Decode to (H, W, channels): uint8 in 0..255, or float32 with 16-bit values divided by 65535, raw ones scaled."""
+def read_image(path: Path, *, channels: int, raw_scale: float | None = None) -> Array:
+    """Decode to (H, W, channels): uint8 in 0..255, or float32: 16-bit values over 65535, raw ones over `raw_scale`."""
     array, kind = _decode(path)
     if kind == "uint16":
         array = array.astype(np.float32) / 65535
     elif kind == "raw":
-        array = array.astype(np.float32) * np.float32(raw_scale)
-        num_bad = array.size - int(np.isfinite(array).sum())
-        if num_bad:
+        values = _finite(array, path)
+        if raw_scale is None:
             raise DataError(
-                f"{path} holds {num_bad} values that are NaN or infinite",
-                why="one of them turns the whole batch's loss into NaN",
-                fix="repair the file, or leave bad files out: data.on_bad_file=skip",
+                f"{path} holds {array.dtype} pixels, and no scale is known for them",
+                why="unlike with 8 and 16 bits, the type does not define which value is white",
+                fix="save it with 8 or 16 bits; for U-Net, train with such images or with data.scale",
             )
+        array = values / np.float32(raw_scale)
     return _with_channels(array, channels, path)
 
 
-def raw_range(path: Path) -> tuple[float, float]:
-    """Smallest and largest value of a raw image, for the data set's scale."""
-    array, _ = _decode(path)
-    finite = array[np.isfinite(array)]
-    return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+# --- the scale of raw images ---
+# A divisor for all files of a set. It follows from what is typical: one hot pixel, an overshoot of interpolation or one
+# odd file must not change how every other image is read. Such values are named, and kept as they are.
+
+USUAL = 0.999
+"""Share of a file's values that is typical; the rest may be outliers."""
 
 
-def scale_for(low: float, high: float) -> float:
-    """The factor for raw images of a whole data set whose values lie in low..high.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawRange:
+    """Magnitudes of one raw image's values; zeros do not count, since they are 0 at any scale."""
 
-    Already normalised (some value negative, or none above 1): as they are. Up to 255: bytes stored as floats. Else:
-    the largest value becomes 1.
+    usual: float
+    largest: float
+    is_signed: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawScale:
+    """What the raw images of a data set are divided by, and why."""
+
+    scale: float
+    usual: float
+    """The typical file's."""
+    limit: float
+    """Larger values are outliers."""
+
+
+def raw_range(path: Path) -> RawRange:
+    """Measure a raw image, for the data set's scale."""
+    array = _finite(_decode(path)[0], path)
+    values = array[array != 0]
+    if not values.size:
+        return RawRange(usual=0.0, largest=0.0, is_signed=False)
+    sizes = np.abs(values)
+    # Rounded away from the ends: of a small image, too, one pixel alone decides nothing.
+    return RawRange(
+        usual=float(np.quantile(sizes, USUAL, method="lower")),
+        largest=float(sizes.max()),
+        is_signed=bool(np.quantile(values, 1 - USUAL, method="higher") < 0),
+    )
+
+
+def scale_for(ranges: Iterable[RawRange]) -> RawScale:
+    """Decide the scale of a data set by its median file.
+
+    Negative values: normalised, kept as they are. About 0..1, overshoots included: kept. Up to 255: bytes stored as
+    floats. Else the largest value that is not an outlier becomes 1.
     """
-    if low < 0 or high <= 1:
-        return 1.0
-    return 1 / 255 if high <= 255 else 1 / high
+    seen = [one for one in ranges if one.largest]
+    if not seen:
+        return RawScale(scale=1.0, usual=0.0, limit=1.0)
+    usual = median_high(one.usual for one in seen)
+    far = 10 * usual
+    if median_high(one.is_signed for one in seen):
+        return RawScale(scale=1.0, usual=usual, limit=far)
+    if usual <= 2:  # bytes of which 99.9 % are at most 2 would be black
+        return RawScale(scale=1.0, usual=usual, limit=1.0)
+    if usual <= 255:
+        return RawScale(scale=255.0, usual=usual, limit=255.0)
+    largest = max((one.largest for one in seen if one.largest <= far), default=usual)
+    return RawScale(scale=largest, usual=usual, limit=far)
+
+
+def describe_outliers(ranges: Mapping[Path, RawRange], limit: float) -> list[str]:
+    """Name the files with values beyond `limit`."""
+    beyond = [path for path, one in ranges.items() if one.largest > limit]
+    if not beyond:
+        return []
+    largest = max(one.largest for one in ranges.values())
+    return [
+        f"outlying values (beyond {limit:g}, up to {largest:g}) in {counted(len(beyond), 'float image')}: "
+        f"{some_of(path.name for path in beyond)}; they stay as they are and do not change the scale (data.scale)"
+    ]
+
+
+def _finite(array: Array, path: Path) -> Array:
+    """Raw values as float32; NaN and infinity are refused."""
+    with np.errstate(over="ignore"):  # a float64 too large for float32 becomes infinite and is counted
+        array = array.astype(np.float32)
+    num_bad = array.size - int(np.isfinite(array).sum())
+    if num_bad:
+        raise DataError(
+            f"{path} holds {num_bad} values that are NaN or infinite",
+            why="one of them turns the whole batch's loss into NaN",
+            fix="repair the file, or leave bad files out: data.on_bad_file=skip",
+        )
+    return array
 
 
 def resize_image(image: Array, size: tuple[int, int]) -> Array:

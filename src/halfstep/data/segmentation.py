@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfstep.data.cache import CACHE_BYTES, SampleCache
 from halfstep.data.files import BadFiles, Item, Result, in_threads
-from halfstep.data.images import ImageFacts, image_facts, raw_range, read_image, resize_image, scale_for
+from halfstep.data.images import ImageFacts, RawRange, image_facts, raw_range, read_image, resize_image
 from halfstep.data.masks import MaskTable, MaskValue, mask_facts, mask_files, read_mask, resize_mask, values_in
 from halfstep.data.pairs import Pair
 from halfstep.errors import DataError, printable
@@ -26,7 +26,8 @@ class ImageFormat:
     channels: int = 3
     is_float: bool = False
     """Some image has more than 8 bits, so all travel as float32."""
-    raw_scale: float = 1.0
+    raw_scale: float | None = None
+    """What floats and wide integers are divided by; None where the training data held none."""
 
 
 class SegmentationData:
@@ -86,7 +87,8 @@ class Scan:
     channels: int
     """The most that any image has: gray ones join colour ones."""
     is_float: bool
-    raw_scale: float
+    raw: dict[Path, RawRange]
+    """The images whose scale the data set decides."""
 
 
 def scan_pairs(pairs: Sequence[Pair], *, bad_files: BadFiles) -> Scan:
@@ -96,14 +98,13 @@ def scan_pairs(pairs: Sequence[Pair], *, bad_files: BadFiles) -> Scan:
     if not found:
         raise DataError("no usable pair of image and mask is left", why=f"{len(bad_files.skipped)} were left out")
     raw_images = [pair.image for pair, facts in found if facts.kind == "raw"]
-    ranges = [limits for _, limits in _for_each(raw_range, raw_images, bad_files) if limits is not None]
-    scale = scale_for(min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else 1.0
+    ranges = _for_each(raw_range, raw_images, bad_files)
     return Scan(
         pairs=tuple(pair for pair, _ in found),
         sizes=tuple(facts.size for _, facts in found),
         channels=max(facts.channels for _, facts in found),
         is_float=any(facts.kind != "uint8" for _, facts in found),
-        raw_scale=scale,
+        raw={path: limits for path, limits in ranges if limits is not None},
     )
 
 
@@ -126,7 +127,7 @@ def _inspect(pair: Pair) -> ImageFacts:
 
 def _inspect_fully(pair: Pair) -> ImageFacts:
     facts = _inspect(pair)
-    read_image(pair.image, channels=facts.channels)
+    read_image(pair.image, channels=facts.channels, raw_scale=1.0)
     values_in(pair.mask)
     return facts
 

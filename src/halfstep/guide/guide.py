@@ -15,7 +15,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from halfstep.config.schema import is_import_path
-from halfstep.disk import unused
+from halfstep.disk import absolute_path, unused
 from halfstep.errors import ConfigError, DataError, counted, suggested
 from halfstep.guide.ask import Asker, Question, path_in
 from halfstep.guide.data import DataLook, describe, look_at, look_at_demo, save_grid
@@ -153,7 +153,7 @@ def _data(asker: Asker, console: Console, workload: str, scratch: Path) -> tuple
         with console.status("looking at the data"):
             if not answer:
                 return look_at_demo(workload, scratch / "demo")
-            return look_at(workload, path_in(answer).absolute())
+            return look_at(workload, absolute_path(path_in(answer)))
 
     kind = KINDS.of(workload)
     if kind.guide is None:
@@ -172,7 +172,7 @@ def _data(asker: Asker, console: Console, workload: str, scratch: Path) -> tuple
 
 def existing_folder(answer: str) -> str:
     """A folder that is there; what it holds is for the user's own workload to say."""
-    folder = path_in(answer).absolute()
+    folder = absolute_path(path_in(answer))
     if not answer or not folder.is_dir():
         raise DataError(f"data: no folder {answer!r}", why="your own workload has no demo data", fix="name its folder")
     return str(folder)

@@ -17,7 +17,7 @@ from halfstep.config.schema import RunConfig, is_import_path
 from halfstep.config.section import IS_PATH
 from halfstep.data.files import some_of
 from halfstep.data.loader import FileSamples, offers
-from halfstep.disk import is_dry, owned, unused, write_whole
+from halfstep.disk import absolute_path, is_dry, owned, unused, write_whole
 from halfstep.errors import CheckpointError, DataError, PrecisionError, counted, printable, suggested
 from halfstep.precision.plan import Plan
 from halfstep.run.checkpoint import Checkpoints
@@ -150,7 +150,7 @@ def _with_setting(section: Any, names: Sequence[str], value: str) -> Any:
 def with_data_found(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:
     """A stored run's settings with its data folder as it is here, and what to know about it."""
     stored, here = config.data.dir, with_absolute_paths(config)
-    demo = folder.path.absolute() / "data"  # demo data lie in the run's folder, and move with it
+    demo = absolute_path(folder.path) / "data"  # demo data lie in the run's folder, and move with it
     if stored is None:
         return here.changed(data={"dir": str(demo)}) if demo.is_dir() else here, []
     place = Path(_absolute(stored))
@@ -178,7 +178,7 @@ def _missing(folder: RunFolder, stored: str, place: Path) -> DataError:
 def _absolute(path: str, *, only_if_there: bool = False) -> str:
     if "://" in path:
         return path
-    place = Path(path).expanduser().absolute()
+    place = absolute_path(path)
     return str(place) if place.exists() or not only_if_there else path
 
 

@@ -20,7 +20,7 @@ import torch
 from halfstep.config.dump import to_yaml
 from halfstep.config.load import Loaded
 from halfstep.config.schema import RunConfig
-from halfstep.disk import write_whole
+from halfstep.disk import absolute_path, write_whole
 from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.probe import probe
@@ -181,7 +181,7 @@ def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan) -> None:
 
 
 def _with_demo_data(loaded: Loaded, folder: RunFolder, place: Place) -> Loaded:
-    data_dir = folder.path.absolute() / "data"
+    data_dir = absolute_path(folder.path) / "data"
     place.of_first(partial(_write_demo, loaded.config, data_dir))
     return dataclasses.replace(loaded, config=loaded.config.changed(data={"dir": str(data_dir)}))
 

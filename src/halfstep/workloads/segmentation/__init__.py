@@ -7,7 +7,7 @@ from halfstep.workloads.segmentation.config import UNetConfig
 KIND = Kind.in_folder(
     __name__,
     config=UNetConfig,
-    kept=("model.classes", "model.ignore_index", "data.channels"),
+    kept=("model.classes", "model.ignore_index", "data.channels", "data.scale"),
     evaluation=".evaluate:SegmentationEvaluation",
     evaluate_options=(
         Option("full_size", bool, False, "Score masks at each image's own size, as predict writes them"),

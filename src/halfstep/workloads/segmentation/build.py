@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from halfstep.config.section import of_settings
 from halfstep.data.augment import Augmentation, augment
 from halfstep.data.files import BadFiles, some_of
+from halfstep.data.images import USUAL, describe_outliers, scale_for
 from halfstep.data.layouts import PairLayout
 from halfstep.data.loader import Batch, Samples
 from halfstep.data.masks import IGNORED, MaskTable, MaskValue, table_from, table_of
@@ -59,6 +60,8 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
             config = config.changed(model={"background": None})
     elif config.data.image_size != store["image_size"]:
         store = _resized(store, config.data.image_size)
+    scaling, scale_notes = _describe_scale(store["raw_scale"], scan)
+    about |= scaling
     table, image = table_of_store(store), image_format_of_store(store)
     _check_class_weights(config, num_classes=store["num_classes"])
     background = background_class(config, table)
@@ -88,7 +91,7 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
         scoring=_scoring(table, background),
         by_batch=("the Dice part of the loss",) if config.model.dice_weight else (),
         store=store,
-        notes=(*_many_values(config, found, table), *bad_files.notes),
+        notes=(*_many_values(config, found, table), *scale_notes, *bad_files.notes),
         val_names=tuple(pair.image.name for pair in val_pairs),
         about=tuple(about.items()),
         settled=settled,
@@ -108,7 +111,27 @@ def _decided(
         settled["model.background"] = None
         why["background"] = "none in this data set, all classes count (model.background)"
     store = _store(config, scan, table_of(seen, ignored=ignored), side)
+    if scan.raw:
+        settled["data.scale"] = store["raw_scale"]
     return store, settled, {name: text for name, text in why.items() if text}
+
+
+def _raw_scale(config: UNetConfig, scan: Scan) -> float | None:
+    if config.data.scale != "auto":
+        return config.data.scale
+    return scale_for(scan.raw.values()).scale if scan.raw else None
+
+
+def _describe_scale(scale: float | None, scan: Scan) -> tuple[dict[str, str], list[str]]:
+    """What the header says of float images and 32-bit integers, and what to warn about."""
+    if scale is None or not scan.raw:
+        return {}, []
+    own = scale_for(scan.raw.values())
+    values = f"{USUAL:.1%} of a typical file's values are at most {own.usual:g}"
+    notes = describe_outliers(scan.raw, own.limit)
+    if not scale / 10 <= own.scale <= scale * 10:
+        notes.append(f"float images are divided by {scale:g} (data.scale), but seem to be 0..{own.scale:g}: {values}")
+    return {"float images": f"divided by {scale:g} (data.scale): {values}"}, notes
 
 
 def _resized(store: Mapping[str, Any], side: int) -> dict[str, Any]:
@@ -194,7 +217,7 @@ def _store(config: UNetConfig, scan: Scan, table: MaskTable, side: int) -> dict[
         "image_size": side,
         "channels": scan.channels if config.data.channels == "auto" else config.data.channels,
         "is_float": scan.is_float,
-        "raw_scale": scan.raw_scale,
+        "raw_scale": _raw_scale(config, scan),
         # Later images are shrunk as much as these were, so that things have the size the model knows.
         "resize": [side / median(size[axis] for size in scan.sizes) for axis in (0, 1)],
     }

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from halfstep.config.schema import BuiltModelConfig, DataConfig, RunConfig
-from halfstep.config.section import FilePath, Fraction, PositiveCount, Section
+from halfstep.config.section import FilePath, Fraction, Positive, PositiveCount, Section
 
 
 class UNetAugmentConfig(Section):
@@ -50,6 +50,11 @@ class UNetDataConfig(DataConfig):
     val_masks: str = Field(default="", description="Folder or pattern of their masks")
     channels: Literal["auto", 1, 3] = Field(
         default="auto", description="Channels of the images; auto: as the files have them"
+    )
+    scale: Literal["auto"] | Positive = Field(
+        default="auto",
+        description="What float and 32-bit images are divided by, so that white is 1; auto: 1, 255 or the largest "
+        "value, by what is typical of the files, outliers aside",
     )
     val_list: FilePath = Field(
         default=None, description="Text file with the validation images, one name per line; replaces val_fraction"

@@ -24,7 +24,7 @@ from torch import Tensor
 from halfstep.data.files import READABLE
 from halfstep.data.images import image_facts, read_image
 from halfstep.data.segmentation import read_planes
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, DataError
 from halfstep.models.unet import receptive_radius
 from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
@@ -101,6 +101,7 @@ def predict_file(
 ) -> Array:
     """The class map (uint8) of an image file at its own size, computed at the scale the model was trained at."""
     original = image_facts(path).size
+    _refuse_huge(path, original)
     height, width = (
         max(2**depth, round(side * factor)) for side, factor in zip(original, store["resize"], strict=True)
     )
@@ -237,9 +238,23 @@ def smallest_good_tile(depth: int) -> int:
     return max(TILE, 2 * margin_of(depth) + 8 * (1 << depth))
 
 
+MAX_PIXELS = 1_000_000_000
+"""Large scans and satellite images have some 10^8 pixels. Pillow alone takes 4 bytes for each RGB pixel: 4 GB here."""
+
+
+def _refuse_huge(path: Path, size: tuple[int, int]) -> None:
+    height, width = size
+    if height * width > MAX_PIXELS:
+        raise DataError(
+            f"{path} has {width:,}×{height:,} = {width * height:,} pixels, and the limit is {MAX_PIXELS:,}: "
+            "cut it into smaller images",
+            why="decoding it could use up the memory of the machine",
+        )
+
+
 @contextmanager
 def any_size() -> Iterator[None]:
-    """Pillow refuses pictures beyond 179 million pixels as an attack; here the user named the file."""
+    """Lift Pillow's limit of 179 million pixels: `MAX_PIXELS` is the one for files that the user named."""
     limit = Image.MAX_IMAGE_PIXELS
     Image.MAX_IMAGE_PIXELS = None
     try:
