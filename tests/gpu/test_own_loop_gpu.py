@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.step.graph import GraphedStep
 from no_waiting import no_host_wait
 from tiny_training import batch, loss_of, make_model
 
@@ -122,3 +123,36 @@ def test_sparse_gradients_train_on_a_gpu() -> None:
     before = words.weight.clone()
     step(lambda x: words(x).mean() * float("nan"), [ids])
     assert torch.equal(words.weight, before)
+
+
+def loss_with_shared_teacher(model: nn.Module, x: Tensor) -> Tensor:
+    """The teacher is the same network, called first and without gradients."""
+    with torch.no_grad():
+        target = model(x).softmax(1)
+    return -(target * model(x + 0.1).log_softmax(1)).sum(1).mean()
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled", "captured"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_teacher_with_the_same_weights_takes_no_gradients_away(precision: str, mode: str) -> None:
+    """Autocast keeps the cast weights of a call without gradients, and they have none (pytorch/pytorch#112583)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8)).cuda()
+    x = torch.randn(64, 16, device="cuda")
+    expected = torch.autograd.grad(loss_with_shared_teacher(model, x), list(model.parameters()))
+    loss_fn = lambda batch: loss_with_shared_teacher(model, batch["x"])  # noqa: E731
+    optimizer = torch.optim.SGD(model.parameters(), 1.0, fused=True)
+    scaler = {"init_scale": 1024.0} if precision == "fp16" else None
+    step = hs.Step(model, optimizer, precision, scaler=scaler)
+    optimizer.param_groups[0]["lr"] = 0.0
+    assert step(torch.compile(loss_fn) if mode == "compiled" else loss_fn, [{"x": x}]).committed
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.param_groups[0]["lr"] = 1.0
+    if mode == "captured":
+        run = GraphedStep(step._step, loss_fn, [{"x": x}], torch.cuda.graph_pool_handle())
+        run([{"x": x}])
+    else:
+        step(torch.compile(loss_fn) if mode == "compiled" else loss_fn, [{"x": x}])
+    for then, now, gradient in zip(before, model.parameters(), expected, strict=True):
+        # Half precision rounds each product by 2**-8 or less; sums of 64 samples do not cancel here.
+        assert float((then - now.detach() - gradient).norm()) < 0.05 * float(gradient.norm())

@@ -204,3 +204,18 @@ def test_a_compiled_model_under_simulation_gives_the_simulated_numbers() -> None
     x = torch.randn(8, 64)
     with plan.forward():
         assert torch.equal(torch.compile(model, backend="aot_eager")(x), model(x))
+
+
+@pytest.mark.parametrize("is_simulated", [False, True])
+def test_a_call_without_gradients_takes_none_from_the_next_one(is_simulated: bool) -> None:
+    """Autocast keeps the cast weights of the first call, which have no gradients (pytorch/pytorch#112583)."""
+    model, x = nn.Linear(4, 4), torch.randn(8, 4)
+    with decide("bf16", CPU, simulate=is_simulated).forward():
+        with torch.no_grad():
+            target = model(x)
+        loss = (model(x) - target - 1).float().square().mean()
+    loss.backward()
+    assert model.weight.grad is not None
+    assert model.bias.grad is not None
+    # The difference is -1 for each of 8 x 4 outputs, whose gradient is 2 * -1 / 32.
+    torch.testing.assert_close(model.bias.grad, torch.full((4,), -0.5), rtol=0.01, atol=0)
