@@ -1,12 +1,13 @@
 """GPT-2's demo: after a short run on a CPU the loss is near the text's own entropy, where no model of pairs comes.
 
-    python demos/language.py
+    python demos/language.py [--out DIR] [KEY=VALUE ...]
 
 Exit code 1 where it is not. About two minutes on two cores.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
@@ -25,13 +26,15 @@ each the model does not see the line it is in."""
 
 
 def main() -> int:
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        words = ["device=cpu", "log.quiet=true", *sys.argv[1:]]
-        run = train(load("gpt2", overrides=words), out=Path(folder) / "run")
-        loss = [record["loss"] for record in read(run / "metrics.jsonl") if record["kind"] == "val"][-1]
-        entropy = json.loads((run / "data" / "entropy.json").read_text())["nats_per_character"]["val"]
-        pairs = loss_of_pairs(*((run / "data" / f"{part}.txt").read_text() for part in ("train", "val")))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="the run's folder; default: a new one in the temporary files")
+    parser.add_argument("words", nargs="*", help="settings of halfstep train")
+    arguments = parser.parse_intermixed_args()
+    start, out = time.perf_counter(), arguments.out or Path(tempfile.mkdtemp()) / "gpt2"
+    run = train(load("gpt2", overrides=["device=cpu", "log.quiet=true", *arguments.words]), out=out)
+    loss = [record["loss"] for record in read(run / "metrics.jsonl") if record["kind"] == "val"][-1]
+    entropy = json.loads((run / "data" / "entropy.json").read_text())["nats_per_character"]["val"]
+    pairs = loss_of_pairs(*((run / "data" / f"{part}.txt").read_text() for part in ("train", "val")))
     took = time.perf_counter() - start
     print(f"loss {loss:.4f}, entropy {entropy:.4f}, pairs of characters {pairs:.4f}; {took:.0f} s")
     is_near = entropy < loss + 0.02 and loss - entropy < DISTANCE < pairs - entropy
