@@ -138,6 +138,24 @@ def suggested(*words: object) -> str:
     return printable(shlex.join(["halfstep", *map(str, words)]))
 
 
+OPTIONAL = {
+    "diffusers": ">=0.32",
+    "transformers": ">=4.48",
+    "tokenizers": ">=0.21",
+    "torchao": ">=0.17",
+    "tensorboard": ">=2.18",
+}
+"""The packages of the extras in pyproject.toml, with their versions."""
+
+
+def install_command(*packages: str) -> str:
+    """Return the command that installs optional packages, from a clone or anywhere else.
+
+    halfstep is on no package index, and `-c constraints.txt -e '.[EXTRA]'` could replace the user's torch.
+    """
+    return shlex.join(["pip", "install", *(name + OPTIONAL[name] for name in packages)])
+
+
 def counted(number: int, thing: str, things: str = "") -> str:
     """`1 file`, `2,000 files`, `3 classes`."""
     return f"{number:,} {thing if number == 1 else things or thing + 's'}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from halfstep.models.diffusers_nets import (
     check_side,
     config_of,
     decoded,
+    diffusers_class,
     encoded_moments,
     net_folder,
     open_net,
@@ -211,3 +213,10 @@ def test_unets_of_diffusers_take_timesteps_as_a_tensor_on_the_batch() -> None:
     assert isinstance(net, UNet2DModel)
     assert isinstance(net, nn.Module)
     assert net(torch.randn(2, 3, 8, 8), torch.tensor([3, 3]))[0].shape == (2, 3, 8, 8)
+
+
+def test_without_diffusers_the_error_gives_a_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    with pytest.raises(ModelError, match="diffusers cannot be imported") as caught:
+        diffusers_class("UNet2DModel")
+    assert caught.value.fix == "pip install 'diffusers>=0.32' 'transformers>=4.48' 'tokenizers>=0.21'"

@@ -124,7 +124,7 @@ def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # tensorboard's own imports
 def test_a_resumed_run_replaces_what_tensorboard_had_beyond_the_checkpoint(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="needs halfstep[track]: this was NOT tested")
+    pytest.importorskip("tensorboard", reason="needs the extra track: this was NOT tested")
     first = RunReport(tmp_path, tensorboard=True, console=Screen(is_terminal=False).console)
     for step in (1, 2, 3, 4):
         first.log({"kind": "train", "step": step, "epoch": 1, "loss": float(step), "note": "text"})
@@ -141,4 +141,4 @@ def test_without_tensorboard_the_error_says_how_to_get_it(tmp_path: Path, monkey
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(HalfstepError) as caught:
         RunReport(tmp_path, tensorboard=True)
-    assert "pip install 'halfstep[track]'" in str(caught.value)
+    assert "pip install 'tensorboard>=2.18'" in str(caught.value)

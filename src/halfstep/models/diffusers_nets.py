@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.errors import ConfigError, Interrupted, ModelError, counted
+from halfstep.errors import ConfigError, Interrupted, ModelError, counted, install_command
 
 LARGEST_NORM_GROUPS, FEWEST_IN_GROUP = 32, 4
 """Of GroupNorm, as all published models have them. Narrow levels take fewer: a group of one channel would lose how
@@ -243,7 +243,9 @@ def diffusers_class(name: str) -> Any:
         if isinstance(error.__cause__, Interrupted):  # diffusers wraps whatever ends an import
             raise error.__cause__ from None
         raise ModelError(
-            "diffusers cannot be imported", why=" ".join(str(error).split()), fix="pip install 'halfstep[diffusion]'"
+            "diffusers cannot be imported",
+            why=" ".join(str(error).split()),
+            fix=install_command("diffusers", "transformers", "tokenizers"),
         ) from error
 
 

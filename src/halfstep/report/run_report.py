@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from halfstep.disk import GONE, drop
-from halfstep.errors import ConfigError, HalfstepError
+from halfstep.errors import ConfigError, HalfstepError, install_command
 from halfstep.report.metrics_file import MetricsFile, last_step
 from halfstep.report.progress import Bar, LineBar, alive
 
@@ -49,7 +49,7 @@ def _summary_writer() -> Any:
         raise HalfstepError(
             "--tensorboard asked for, but tensorboard cannot be imported",
             why=f"it is an optional extra of halfstep ({error})",
-            fix="pip install 'halfstep[track]'",
+            fix=install_command("tensorboard"),
         ) from error
     return SummaryWriter
 
