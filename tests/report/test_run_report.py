@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from halfstep.errors import HalfstepError
 from halfstep.report.metrics_file import cut_back, read
@@ -89,6 +90,17 @@ def test_long_lines_of_a_log_file_are_not_broken(tmp_path: Path) -> None:
     screen = Screen(is_terminal=False, width=40)
     RunReport(tmp_path, console=screen.console).notice("word " * 40 + "end", "error")
     assert len(screen.text.splitlines()) == 1
+
+
+def test_warnings_are_broken_between_words_on_a_terminal_and_long_paths_stay_whole(tmp_path: Path) -> None:
+    screen = Screen(is_terminal=True)
+    path = "/data/" + "a-long-name/" * 9 + "image.png"
+    text = f"left out {path}: it holds three-dimensional half-precision values that are not finite; " + "word " * 30
+    RunReport(tmp_path, console=screen.console).notice(text, "warning")
+    lines = Text.from_ansi(screen.text).plain.splitlines()
+    assert [word for line in lines for word in line.split()] == f"warning: {text}".split()
+    assert all(len(line.rstrip()) <= 80 or line.strip() == f"{path}:" for line in lines)
+    assert len(lines) < 8
 
 
 def test_an_error_inside_a_pass_ends_the_bar_and_goes_on(tmp_path: Path) -> None:
