@@ -124,6 +124,20 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
+def refused_code(error: BaseException | None) -> str:
+    """Return which Python object torch, loading tensors only, refused to make from a file; empty for other errors.
+
+    torch raises the same class for objects and for damaged files, and its text advises to switch the check off.
+    """
+    refusal = re.compile(r"GLOBAL (\S+) w|unrecognized function (<.*?>)|add_safe_globals`,? but got (<.*?>)")
+    while error is not None:
+        if found := refusal.search(str(error)):
+            name = next(filter(None, found.groups()))
+            return f"it holds Python objects ({name}), and halfstep does not execute code from a file"
+        error = error.__cause__ or error.__context__  # diffusers raises its own over torch's
+    return ""
+
+
 def nearest(name: str, valid: Iterable[str], *, count: int = 3) -> str:
     """`did you mean 'a' or 'b'?` for a mistyped name, or the valid ones when nothing is near."""
     names = list(valid)
