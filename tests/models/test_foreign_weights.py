@@ -223,7 +223,7 @@ def test_a_file_that_holds_no_weights_is_named_in_our_words(
 
 
 class Runs:
-    """Pickled, a call: whoever unpickles it makes a folder."""
+    """A call when it is unpickled."""
 
     def __init__(self, call: Any, *arguments: Any) -> None:
         self.call, self.arguments = call, arguments

@@ -36,7 +36,7 @@ def command(
     U-Net writes masks with the values and size of the originals, and overlays; classifiers give the most probable
     classes. `halfstep predict RUN --help` shows the options of the run's workload, too. Files that cannot be read are
     named and left out (exit code 1). Nothing is overwritten. Ctrl-C finishes the file in progress; the same command
-    with the same --out goes on from there.
+    with the same --out continues from there.
 
     Example:
 

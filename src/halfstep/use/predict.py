@@ -28,7 +28,7 @@ from halfstep.workloads.options import with_defaults
 from halfstep.workloads.using import Input, Predictor, Trained, Wishes, frozen_of
 
 UNFINISHED = "unfinished.json"
-"""What an interrupted call leaves in its folder, so that the same call can go on there."""
+"""What an interrupted call leaves in its folder, so that the same call can continue there."""
 FINISHING = "finishing this file; press Ctrl-C again to stop at once"
 
 
@@ -175,7 +175,7 @@ def _read_unfinished(out: Path | None, request: Mapping[str, Any]) -> dict[str, 
     if differing := [name for name in now if now[name] != former.get(name)]:
         raise ConfigError(
             f"--out {out} holds an unfinished prediction of another command",
-            why=f"its {differing[0]} was {former.get(differing[0])}, and is {now[differing[0]]} now",
+            why=f"{differing[0]}: {former.get(differing[0])} then, {now[differing[0]]} now",
             fix="give the same command as before, or name a new or an empty folder",
         )
     return left
@@ -193,7 +193,7 @@ def _continue(
     # The frames of a folder have one answer, with the folder's name.
     inputs = [item for item in inputs if done.isdisjoint(map(printable, (str(item.path), str(item.path.parent))))]
     if answers:
-        report.notice(f"going on in {folder} after {counted(len(answers), 'prediction')} of an interrupted call")
+        report.notice(f"continuing in {folder} after {counted(len(answers), 'prediction')} of an interrupted call")
     return answers, inputs
 
 
@@ -205,7 +205,7 @@ def _stopped(
     num_left: int,
     asked_to_stop: Interrupts,
 ) -> Interrupted:
-    """Store what the same call needs to go on, and say how far this one came."""
+    """Store what the same call needs to continue; return the error that reports how far this one came."""
     name = signal.Signals(asked_to_stop.exit_code - 128).name
     by = "Ctrl-C" if name == "SIGINT" else name
     num = f"{len(answers):,} of {counted(len(answers) + num_left, 'prediction')}"
@@ -218,7 +218,7 @@ def _stopped(
         named = {value for answer in answers for value in answer.found.values() if isinstance(value, str)}
         left["drawn again"] = [str(path.relative_to(folder)) for path in folder.rglob("*") if str(path) in named]
     write_whole(folder / UNFINISHED, json_text(left) + "\n")
-    again = "goes on" if kind.needs_input else "draws all of them again"
+    again = "continues" if kind.needs_input else "draws all of them again"
     return Interrupted(
         f"stopped by {by}: {num} are written to {folder}",
         fix=f"the same command with --out {folder} {again} there",
