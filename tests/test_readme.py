@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
+import shlex
+import tomllib
 
 from typer.main import get_command
 
-from doc_pages import ROOT
+from doc_pages import PAGES, ROOT, shell_lines
 from halfstep.cli.main import app_with
+from halfstep.errors import OPTIONAL, install_command
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+INSTALLS = re.compile(r"pip install (.*)")
 
 
 def test_result_tables_are_generated_from_the_stored_results() -> None:
@@ -24,3 +30,30 @@ def test_the_readme_stays_at_two_screens() -> None:
 def test_every_command_is_on_the_page_of_commands_and_no_other_is() -> None:
     shown = set(re.findall(r"`halfstep ([\w-]+)", (ROOT / "docs" / "commands.md").read_text()))
     assert shown == set(get_command(app_with()).commands)  # type: ignore[attr-defined]
+
+
+def test_every_install_command_of_the_pages_works_in_a_clone() -> None:
+    """halfstep is on no package index: its extras are installed from the repository, with the tested versions."""
+    found = [
+        (shown, command) for page in PAGES for shown in shell_lines(page) for command in INSTALLS.findall(shown.text)
+    ]
+    assert found
+    for shown, command in found:
+        words = shlex.split(command, comments=True)
+        assert words[:3] == ["-c", "constraints.txt", "-e"], shown
+        extras = re.fullmatch(r"\.\[([a-z,0-9]+)\]", words[3])
+        assert extras, shown
+        assert set(extras[1].split(",")) <= set(PROJECT["optional-dependencies"]), shown
+
+
+def test_the_readme_installs_what_every_workload_needs() -> None:
+    [command] = INSTALLS.findall((ROOT / "README.md").read_text())
+    assert "'.[diffusion,track]'" in command
+
+
+def test_errors_ask_for_the_packages_of_the_extras() -> None:
+    extras = {name: needed for name, needed in PROJECT["optional-dependencies"].items() if name != "dev"}
+    assert sorted(name + version for name, version in OPTIONAL.items()) == sorted(sum(extras.values(), []))
+    assert shlex.split(install_command("torchao")) == ["pip", "install", *extras["fp8"]]
+    for path in (ROOT / "src").rglob("*.py"):
+        assert "halfstep[" not in path.read_text(), f"{path}: halfstep is on no index; use install_command"

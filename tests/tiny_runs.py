@@ -5,11 +5,16 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Mapping
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
 from rich.console import Console
 
+from halfstep.report.progress import Bar
 from halfstep.report.run_report import RunReport
 from halfstep.run.train import train
 from halfstep.workloads import load
@@ -44,6 +49,21 @@ def _run(workload: str, out: Path, values: Mapping[str, object]) -> Path:
 def copied(run: Path, to: Path) -> Path:
     """A run that a test may damage; its config still names the data folder of the original."""
     return Path(shutil.copytree(run, to, ignore=shutil.ignore_patterns("data", "report")))
+
+
+@contextmanager
+def press_ctrl_c(*, after: int) -> Iterator[None]:
+    """Send this process SIGINT when the progress bar has counted so many."""
+    advance = Bar.advance
+
+    def advance_and_press(self: Bar, *args: Any, **options: Any) -> None:
+        advance(self, *args, **options)
+        if self.done == after:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Bar, "advance", advance_and_press)
+        yield
 
 
 class Told:

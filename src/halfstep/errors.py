@@ -124,6 +124,20 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
+def refused_code(error: BaseException | None) -> str:
+    """Return which Python object torch, loading tensors only, refused to make from a file; empty for other errors.
+
+    torch raises the same class for objects and for damaged files, and its text advises to switch the check off.
+    """
+    refusal = re.compile(r"GLOBAL (\S+) w|unrecognized function (<.*?>)|add_safe_globals`,? but got (<.*?>)")
+    while error is not None:
+        if found := refusal.search(str(error)):
+            name = next(filter(None, found.groups()))
+            return f"it holds Python objects ({name}), and halfstep does not execute code from a file"
+        error = error.__cause__ or error.__context__  # diffusers raises its own over torch's
+    return ""
+
+
 def nearest(name: str, valid: Iterable[str], *, count: int = 3) -> str:
     """`did you mean 'a' or 'b'?` for a mistyped name, or the valid ones when nothing is near."""
     names = list(valid)
@@ -136,6 +150,24 @@ def nearest(name: str, valid: Iterable[str], *, count: int = 3) -> str:
 def suggested(*words: object) -> str:
     """A command to suggest, as a shell takes it: `halfstep evaluate 'runs/my unet'`."""
     return printable(shlex.join(["halfstep", *map(str, words)]))
+
+
+OPTIONAL = {
+    "diffusers": ">=0.32",
+    "transformers": ">=4.48",
+    "tokenizers": ">=0.21",
+    "torchao": ">=0.17",
+    "tensorboard": ">=2.18",
+}
+"""The packages of the extras in pyproject.toml, with their versions."""
+
+
+def install_command(*packages: str) -> str:
+    """Return the command that installs optional packages, from a clone or anywhere else.
+
+    halfstep is on no package index, and `-c constraints.txt -e '.[EXTRA]'` could replace the user's torch.
+    """
+    return shlex.join(["pip", "install", *(name + OPTIONAL[name] for name in packages)])
 
 
 def counted(number: int, thing: str, things: str = "") -> str:

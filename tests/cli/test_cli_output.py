@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.text import Text
 
 from halfstep.cli.main import main
 
@@ -39,3 +40,20 @@ def test_a_type_alone_is_a_warning_beside_the_config(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         main(["train", "unet", "--precision-type", "fp16", "--show-config"])
     assert "warning: `--precision-type fp16` is taken as precision=fp16" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_error_is_broken_between_words_on_a_terminal_of_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said() -> str:
+        with pytest.raises(SystemExit):
+            main(["predict", "runs/" + "no-such-run-" * 9, "x.png"])
+        return Text.from_ansi(capsys.readouterr().err).plain
+
+    whole = said()
+    for name, value in {"FORCE_COLOR": "1", "COLUMNS": "80", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    lines = said().splitlines()
+    assert " ".join(lines).split() == whole.split()
+    assert len(lines) > len(whole.splitlines())
+    assert all(len(line) <= 80 or "no-such-run-" * 9 in line for line in lines)

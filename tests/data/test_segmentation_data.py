@@ -48,6 +48,28 @@ def test_gray_bytes_read_alike_from_every_container(tmp_path: Path, name: str) -
     assert np.array_equal(image[..., 0], GRAY)
 
 
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ({"image": Path("a.png")}, r"it holds Python objects \(pathlib\.\S*PosixPath\), and halfstep does not execute"),
+        (b"\x00" * 100, "it is not a file of torch.save, or it is damaged"),
+        (b"just words", "it is not a file of torch.save, or it is damaged"),
+        (b"", "it is not a file of torch.save, or it is damaged"),
+    ],
+)
+def test_a_pt_file_that_is_no_tensor_is_explained_without_torchs_advice(
+    content: object, why: str, tmp_path: Path
+) -> None:
+    if isinstance(content, bytes):
+        (tmp_path / "a.pt").write_bytes(content)
+    else:
+        torch.save(content, tmp_path / "a.pt")
+    with pytest.raises(DataError, match=why) as caught:
+        read_image(tmp_path / "a.pt", channels=1)
+    assert "weights_only" not in str(caught.value)
+    assert "torch.save(tensor, FILE)" in caught.value.fix
+
+
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "LA", "1"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_every_colour_mode_becomes_the_channels_asked_for(tmp_path: Path, mode: str, channels: int) -> None:

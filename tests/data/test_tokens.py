@@ -112,6 +112,20 @@ def test_nanogpts_two_files_and_its_characters_are_read(tmp_path: Path) -> None:
     assert found.alphabet == "ab"
 
 
+def test_the_vocabulary_size_of_meta_pkl_must_be_the_number_of_its_characters(tmp_path: Path) -> None:
+    meta: dict[str, object] = {"itos": {0: "a", 1: "b"}, "stoi": {"a": 0, "b": 1}}
+    for size in (10**12, 1e12, 3, 1, 0, -2, 2.0, "2", True, None):
+        (tmp_path / "meta.pkl").write_bytes(pickle.dumps({**meta, "vocab_size": size}))
+        with pytest.raises(DataError, match="and lists 2 characters") as error:
+            nanogpt_tokenizer(tmp_path)
+        assert f"meta.pkl has vocab_size {size!r}" in error.value.what
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({**meta, "vocab_size": 2}))
+    assert isinstance(nanogpt_tokenizer(tmp_path), Characters)
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": {0: "a", 1: "a"}, "vocab_size": 2}))
+    with pytest.raises(DataError, match="does not list single characters in order"):
+        nanogpt_tokenizer(tmp_path)
+
+
 def test_a_pickle_with_an_object_in_it_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": Path("x")}))
     with pytest.raises(DataError, match="cannot read") as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from halfstep.models.diffusers_nets import (
     check_side,
     config_of,
     decoded,
+    diffusers_class,
     encoded_moments,
     net_folder,
     open_net,
@@ -211,3 +214,23 @@ def test_unets_of_diffusers_take_timesteps_as_a_tensor_on_the_batch() -> None:
     assert isinstance(net, UNet2DModel)
     assert isinstance(net, nn.Module)
     assert net(torch.randn(2, 3, 8, 8), torch.tensor([3, 3]))[0].shape == (2, 3, 8, 8)
+
+
+def test_without_diffusers_the_error_gives_a_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    with pytest.raises(ModelError, match="diffusers cannot be imported") as caught:
+        diffusers_class("UNet2DModel")
+    assert caught.value.fix == "pip install 'diffusers>=0.32' 'transformers>=4.48' 'tokenizers>=0.21'"
+
+
+def test_a_folder_with_python_objects_in_its_weights_is_refused_without_torchs_advice(tmp_path: Path) -> None:
+    vae, text = vae_folder(tmp_path / "vae"), text_folder(tmp_path / "text")
+    for folder, name in ((vae, "diffusion_pytorch_model.bin"), (text, "pytorch_model.bin")):
+        for file in list(folder.rglob("*.safetensors")):
+            torch.save({**load_file(file), "seed": Fraction(1, 3)}, file.with_name(name))
+            file.unlink()
+    for open_folder in (lambda: open_net(vae, [VAE]), lambda: open_text(str(text))):
+        with pytest.raises(ModelError, match=r"it holds Python objects \(fractions.Fraction\)") as caught:
+            open_folder()
+        assert "weights_only" not in str(caught.value)
+        assert "safetensors" in caught.value.fix

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -221,13 +222,38 @@ def test_a_file_that_holds_no_weights_is_named_in_our_words(
     assert says in str(caught.value)
 
 
-def test_objects_beside_tensors_are_named_and_never_unpickled(tmp_path: Path) -> None:
-    torch.save({"state_dict": small().state_dict(), "args": argparse.Namespace(lr=1)}, tmp_path / "a.pth")
-    with pytest.raises(
-        ModelError, match=r"it holds an object \(argparse.Namespace\), and only tensors are read"
-    ) as caught:
+class Runs:
+    """A call when it is unpickled."""
+
+    def __init__(self, call: Any, *arguments: Any) -> None:
+        self.call, self.arguments = call, arguments
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return self.call, self.arguments
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [
+        (argparse.Namespace(lr=1), "argparse.Namespace"),
+        (Runs(os.mkdir, "made-by-a-pickle"), f"{os.name}.mkdir"),
+        (Runs(eval, "__import__('os').mkdir('made-by-a-pickle')"), "eval"),
+        (nn.Linear(2, 2), "torch.nn.modules.linear.Linear"),
+    ],
+)
+def test_python_objects_are_named_and_never_made(
+    made: Any, name: str, is_zip: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": {}, "args": made}, "a.pth", _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(ModelError) as caught:
         read_weights(tmp_path / "a.pth")
-    assert "state_dict()" in caught.value.fix
+    assert caught.value.why == f"it holds Python objects ({name}), and halfstep does not execute code from a file"
+    assert "torch.save(model.state_dict(), FILE)" in caught.value.fix
+    assert "safetensors" in caught.value.fix
+    assert "weights_only" not in str(caught.value)
+    assert os.listdir() == ["a.pth"]
 
 
 def test_a_plain_pickle_is_called_that_without_a_warning_of_torchs(tmp_path: Path) -> None:

@@ -152,6 +152,6 @@ def test_without_torchao_fp8_is_an_error_that_names_the_package(
     plan = decide("fp8", HOPPER, net)
     with pytest.raises(PrecisionError, match="torchao is not installed") as caught:
         plan.apply(net)
-    assert "pip install 'halfstep[fp8]'" in caught.value.fix
+    assert "pip install 'torchao>=0.17'" in caught.value.fix
     with pytest.raises(PrecisionError, match="torchao is not installed"):
         measured_gains(net, lambda: net[:4](torch.empty(16, 64)), HOPPER, tmp_path)

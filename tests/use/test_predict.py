@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from halfstep.errors import ConfigError, DataError
+from halfstep.errors import ConfigError, DataError, Interrupted
 from halfstep.report.prediction_view import Answer, Predictions
 from halfstep.report.progress import Bar
 from halfstep.use.evaluate import evaluate
@@ -25,7 +25,7 @@ from halfstep.workloads.classification.data import evaluation_share
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.predict import MaskPredictor, smallest_good_tile
 from halfstep.workloads.using import Input, Wishes
-from tiny_runs import Told, copied, unet_run
+from tiny_runs import Told, copied, press_ctrl_c, unet_run
 
 
 @pytest.fixture(scope="module")
@@ -222,3 +222,56 @@ def test_a_file_with_nan_is_named_with_what_is_wrong_with_it(unet: Path, tmp_pat
     good = unet / "data" / "imgs" / "000.png"
     (failure,) = predicted(unet, tmp_path / "bad.npy", good, out=tmp_path / "out").failed
     assert failure.why == "holds 3072 values that are NaN or infinite"
+
+
+# --- interrupted ---
+
+
+def test_after_ctrl_c_the_same_command_goes_on_where_it_stopped(unet: Path, tmp_path: Path) -> None:
+    images, out = unet / "data" / "imgs", tmp_path / "out"
+    with press_ctrl_c(after=3), pytest.raises(Interrupted) as stopped:
+        predicted(unet, images, out=out)
+    assert stopped.value.what == f"stopped by Ctrl-C: 3 of 100 predictions are written to {out}"
+    assert "the same command" in stopped.value.fix
+    assert stopped.value.exit_code == 130
+    (out / "masks" / "050_mask.png").write_text("not written by predict")
+    done = {path: path.stat().st_mtime_ns for path in out.rglob("*_*.png")}
+    assert len(done) == 2 * 3 + 1
+    with pytest.raises(ConfigError, match="an unfinished prediction of another command") as refused:
+        predicted(unet, images, out=out, tile=96)
+    assert refused.value.why == "options: {'tile': None} then, {'tile': 96} now"
+    made = predicted(unet, images, out=out)
+    assert [Path(answer.file).name for answer in made.answers] == [f"{k:03d}.png" for k in range(100)]
+    assert {path: path.stat().st_mtime_ns for path in done} == done
+    assert made.answers[50].found["mask"] == str(out / "masks" / "050_mask_2.png")
+    assert len(list((out / "masks").iterdir())) == 101
+    assert not (out / "unfinished.json").exists()
+    whole = predicted(unet, images, out=tmp_path / "whole")
+    for one, other in zip(made.answers, whole.answers, strict=True):
+        assert (mask_of(one) == mask_of(other)).all()
+        assert one.found["shares"] == other.found["shares"]
+
+
+def test_ctrl_c_without_a_folder_says_that_nothing_was_written(resnet: Path) -> None:
+    with (
+        press_ctrl_c(after=2),
+        pytest.raises(Interrupted, match="stopped by Ctrl-C after 2 of 200 predictions; nothing was written"),
+    ):
+        predicted(resnet, resnet / "data" / "val")
+
+
+def test_a_second_ctrl_c_names_the_folder_that_cannot_be_continued(unet: Path, tmp_path: Path) -> None:
+    said = "stopped by a second Ctrl-C after 2 predictions; .* incomplete"
+    with press_ctrl_c(after=2), press_ctrl_c(after=2), pytest.raises(Interrupted, match=said) as stopped:
+        predicted(unet, unet / "data" / "imgs", out=tmp_path / "out")
+    assert stopped.value.fix == f"remove {tmp_path / 'out'}, or name another folder with --out"
+    with pytest.raises(ConfigError, match="exists already"):
+        predicted(unet, unet / "data" / "imgs", out=tmp_path / "out")
+
+
+def test_an_unfinished_json_of_another_program_is_not_touched(unet: Path, large: Path, tmp_path: Path) -> None:
+    for text in ("[]", "{}", "no json"):
+        (tmp_path / "unfinished.json").write_text(text)
+        with pytest.raises(ConfigError, match="exists already"):
+            predicted(unet, large, out=tmp_path)
+        assert (tmp_path / "unfinished.json").read_text() == text

@@ -20,7 +20,7 @@ from halfstep.cli.train import loaded_from
 from halfstep.config.dump import to_yaml
 from halfstep.data.latent_cache import open_latents, write_latents
 from halfstep.disk import being_written
-from halfstep.errors import CheckpointError, ConfigError, DataError, ModelError
+from halfstep.errors import CheckpointError, ConfigError, DataError, Interrupted, ModelError
 from halfstep.models.diffusers_nets import open_net
 from halfstep.report.run_report import RunReport
 from halfstep.run.train import train
@@ -31,6 +31,7 @@ from halfstep.workloads.diffusion import build as building
 from halfstep.workloads.diffusion import latents
 from halfstep.workloads.diffusion.evaluate import DiffusionEvaluation
 from halfstep.workloads.using import Wishes
+from tiny_runs import press_ctrl_c
 from tiny_training import assert_same_bits
 from whole_runs import newest, resume, stored_lines
 
@@ -256,6 +257,18 @@ def test_a_seed_gives_the_same_samples_in_batches_of_any_size(data: Path, tmp_pa
         assert len(one) == 5
     written = sorted(str(path.relative_to(small)) for path in (small / "report" / "samples").rglob("*.png"))
     assert written == [f"report/samples/0000000{k}/{name}.png" for k in (1, 2) for name in ("path", "samples")]
+
+
+def test_after_ctrl_c_the_same_command_draws_all_samples_again(data: Path, tmp_path: Path) -> None:
+    run, out = train(settings("diffusion", data, train__max_steps=1), out=tmp_path / "run"), tmp_path / "out"
+    with press_ctrl_c(after=2), pytest.raises(Interrupted, match="2 of 4 predictions are written") as ended:
+        predicted(run, out, num=4, steps=2, seed=3)
+    assert "draws all of them again" in ended.value.fix
+    (out / "notes.png").write_text("not written by predict")
+    samples = predicted(run, out, num=4, steps=2, seed=3)
+    names = {path.name for path in out.iterdir()}
+    assert names == {*(f"000{k}.png" for k in range(4)), "grid.png", "path.png", "notes.png", "predictions.json"}
+    assert (samples == predicted(run, tmp_path / "whole", num=4, steps=2, seed=3)).all()
 
 
 def test_evaluation_scores_both_weights_and_measures_distances(data: Path, tmp_path: Path) -> None:

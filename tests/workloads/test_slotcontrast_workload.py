@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from halfstep.config.load import Loaded
-from halfstep.errors import ConfigError, DataError
+from halfstep.errors import ConfigError, DataError, Interrupted
 from halfstep.models.dinov2 import dinov2
 from halfstep.report.metrics_file import read
 from halfstep.report.run_report import RunReport
@@ -25,6 +25,7 @@ from halfstep.workloads import build, load
 from halfstep.workloads.slots.demo import add_array, write_demo
 from halfstep.workloads.slots.pictures import slot_colours, tinted, write_gif
 from halfstep.workloads.using import Wishes
+from tiny_runs import press_ctrl_c
 from tiny_training import assert_same_bits
 from whole_runs import final_state, resume
 
@@ -105,8 +106,11 @@ def test_a_run_is_evaluated_and_used(tmp_path: Path, clips: Path, capsys: pytest
         Image.fromarray(video[t]).save(tmp_path / "cut 1" / part / f"{t}.png")
     shard = next(clips.glob("*validation*.tar"))
     asked = [tmp_path / "a.npy", tmp_path / "frames", tmp_path / "cut 1", shard]
+    with press_ctrl_c(after=2), pytest.raises(Interrupted, match="2 of 4 predictions are written"):
+        predict(run, asked, report=RunReport(run, quiet=True), wishes=Wishes(out=tmp_path / "out"))
     made = predict(run, asked, report=RunReport(run, quiet=True), wishes=Wishes(out=tmp_path / "out"))
     assert not made.failed
+    assert not list((tmp_path / "out").glob("*_2*")), "what was there before Ctrl-C is not written again"
     assert [answer.file for answer in made.answers] == [str(tmp_path / "a.npy"), str(tmp_path / "frames"),
                                                         str(tmp_path / "cut 1" / "frames"), str(shard)]  # fmt: skip
     assert np.load(tmp_path / "out" / "a_slots.npy").shape == (3, 32, 48)

@@ -76,15 +76,15 @@ def _show(story: Story) -> None:
     from rich.text import Text
 
     from halfstep.report.evaluation_view import result_console
-    from halfstep.report.tables import rows_table
+    from halfstep.report.tables import print_text, rows_table
 
     console = result_console()
     console.print(Text(story.title, style="bold"))
     console.print(rows_table(story.titles, story.rows))
     for claim in story.claims:
-        console.print(Text("  seen  " if claim.holds else "  NOT seen  ", style="green" if claim.holds else "bold red")
-                      + Text(claim.text), soft_wrap=True)  # fmt: skip
+        seen = Text("  seen  ", style="green") if claim.holds else Text("  NOT seen  ", style="bold red")
+        print_text(console, seen + Text(claim.text))
     for line in story.told:
-        console.print(Text(line, style="dim"), soft_wrap=True)
+        print_text(console, Text(line, style="dim"))
     if story.picture is not None:
         console.print(Text(f"picture: {story.picture}"), soft_wrap=True)

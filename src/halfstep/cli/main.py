@@ -207,13 +207,15 @@ def show_error(error: HalfstepError) -> None:
     from rich.console import Console
     from rich.text import Text
 
+    from halfstep.report.tables import print_text
+
     console = Console(stderr=True)
     if isinstance(error, Interrupted):  # no mistake, and nothing to fix: it says itself who stopped it
-        console.print(Text(error.what, style="yellow"), soft_wrap=True)
+        print_text(console, Text(error.what, style="yellow"))
         for text in filter(None, (error.why, error.fix)):
-            console.print(Text(f"  {text}"), soft_wrap=True)
+            print_text(console, Text(f"  {text}"))
         return
-    console.print(Text.assemble(("error: ", "bold red"), error.what), soft_wrap=True)
+    print_text(console, Text.assemble(("error: ", "bold red"), error.what))
     for label, text in (("why", error.why), ("fix", error.fix)):
         if text:
-            console.print(Text(f"  {label}: ", style="bold") + Text(text), soft_wrap=True)
+            print_text(console, Text(f"  {label}: ", style="bold") + Text(text))

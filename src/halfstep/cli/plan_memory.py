@@ -12,6 +12,7 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from halfstep.config.aliases import precision_name
 from halfstep.config.schema import RunConfig
@@ -22,7 +23,7 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.ladder import lacks
 from halfstep.report.memory_view import MemoryRow, draw_memory, memory_table, memory_unit, short_level, told_once
 from halfstep.report.picture_file import refuse_unknown_format
-from halfstep.report.tables import columns_table
+from halfstep.report.tables import columns_table, print_text
 from halfstep.run.memory_fit import (
     Fit,
     fitting,
@@ -193,7 +194,7 @@ def _print(plan: MemoryPlan) -> None:
         console.print(_fit_table(plan.fits))
         console.print(f"to take the first: {' '.join(plan.fits[0].words)}")
     for note in plan.notes:
-        console.print(f"note: {note}")
+        print_text(console, Text(f"note: {note}"))
     for name in plan.rows[0].totals:
         console.print(f"traced for {name}: {TRACED[name]}", style="dim")
 

@@ -18,7 +18,12 @@ def command(
         typer.Argument(metavar="INPUT", help="Files, or folders of them; none for a workload that needs none."),
     ] = None,
     out: Annotated[
-        Path | None, option("New folder for what is written.", metavar="DIR", show_default="RUN/predictions")
+        Path | None,
+        option(
+            "New folder for what is written, or that of the same command interrupted.",
+            metavar="DIR",
+            show_default="RUN/predictions",
+        ),
     ] = None,
     checkpoint: Checkpoint = "best",
     device: UsedDevice = None,
@@ -30,7 +35,8 @@ def command(
 
     U-Net writes masks with the values and size of the originals, and overlays; classifiers give the most probable
     classes. `halfstep predict RUN --help` shows the options of the run's workload, too. Files that cannot be read are
-    named and left out (exit code 1). Nothing is overwritten.
+    named and left out (exit code 1). Nothing is overwritten. Ctrl-C finishes the file in progress; the same command
+    with the same --out continues from there.
 
     Example:
 

@@ -30,6 +30,7 @@ def command(
 
     from halfstep.report.evaluation_view import result_console
     from halfstep.report.range_pictures import draw_ranges
+    from halfstep.report.tables import print_text
     from halfstep.run.capsules import replay_run
 
     found = replay_run(capsule, device=device)
@@ -42,6 +43,6 @@ def command(
     console = result_console()
     for line in found.lines():
         is_strong = line.startswith(("cause:", "change:"))
-        console.print(Text(line, style="bold" if is_strong else ""), soft_wrap=True)
+        print_text(console, Text(line, style="bold" if is_strong else ""))
     if picture is not None:
         console.print(Text(f"picture: {picture}"), soft_wrap=True)

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from halfstep.disk import free_bytes, whole_folder
-from halfstep.errors import DataError, first_line, format_bytes
+from halfstep.errors import DataError, Interrupted, first_line, format_bytes, refused_code
 
 PICTURES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
 ARRAYS = (".npy", ".pt", ".pth")
@@ -151,12 +151,29 @@ def load_array(path: Path) -> np.ndarray[Any, Any]:
         if path.suffix.lower() == ".npy":
             # Mapped, so that asking for the shape alone reads the header alone.
             return np.load(path, mmap_mode="r", allow_pickle=False)
-        tensor = torch.load(path, map_location="cpu", weights_only=True)
     except UNREADABLE as error:
         raise unreadable(path, error) from error
+    try:
+        tensor = torch.load(path, map_location="cpu", weights_only=True)
+    except Interrupted:  # by a signal
+        raise
+    except Exception as error:  # a foreign file can break a reader in any way
+        raise _no_tensor(path, error) from error
     if not isinstance(tensor, torch.Tensor):
         raise DataError(f"{path} holds a {type(tensor).__name__}", why="a .pt file must hold one tensor")
     return tensor.numpy()
+
+
+def _no_tensor(path: Path, error: Exception) -> DataError:
+    """Explain why torch.load refused a file, without torch's advice to switch its check off."""
+    why = refused_code(error) or "it is not a file of torch.save, or it is damaged or incomplete"
+    if isinstance(error, OSError) and error.strerror:
+        why = error.strerror
+    return DataError(
+        f"cannot read {path}",
+        why=why,
+        fix="save the tensor alone, torch.save(tensor, FILE), or leave bad files out: data.on_bad_file=skip",
+    )
 
 
 def unreadable(path: Path, error: BaseException) -> DataError:

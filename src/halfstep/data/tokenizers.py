@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from halfstep.errors import DataError, first_line, nearest
+from halfstep.errors import DataError, first_line, install_command, nearest
 
 Array = np.ndarray[Any, Any]
 
@@ -115,7 +115,7 @@ class Bpe:
             from tokenizers import Tokenizer as Loaded
         except ImportError as error:
             raise DataError(
-                f"{source} needs the package tokenizers", why="it is not installed", fix="pip install tokenizers"
+                f"{source} needs the package tokenizers", why="it is not installed", fix=install_command("tokenizers")
             ) from error
         try:
             self.loaded = Loaded.from_str(text)

@@ -215,11 +215,18 @@ def nanogpt_tokenizer(folder: Path) -> Tokenizer | None:
     try:
         meta = _PlainValues(io.BytesIO(path.read_bytes())).load()
         alphabet = [meta["itos"][number] for number in range(len(meta["itos"]))]
-        in_order = all(isinstance(one, str) and len(one) == 1 for one in alphabet) and alphabet == sorted(alphabet)
+        is_single = all(isinstance(one, str) and len(one) == 1 for one in alphabet)
+        size = meta.get("vocab_size", len(alphabet))
     except (pickle.UnpicklingError, EOFError, KeyError, TypeError, IndexError, ValueError, OSError) as error:
         raise DataError(f"cannot read {path}", why=str(error), fix="nanoGPT's prepare.py writes it") from error
-    if not in_order:
+    if not is_single or alphabet != sorted(set(alphabet)):
         raise DataError(f"{path} does not list single characters in order", fix="data.tokenizer, or remove the file")
+    if type(size) is not int or size != len(alphabet):
+        raise DataError(
+            f"{path} has vocab_size {size!r} and lists {len(alphabet):,} characters",
+            why="an id is a position in that list, so that both are the same number",
+            fix="write it again with nanoGPT's prepare.py",
+        )
     return Characters("".join(alphabet))
 
 

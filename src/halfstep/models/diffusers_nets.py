@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.errors import ConfigError, Interrupted, ModelError, counted
+from halfstep.errors import ConfigError, Interrupted, ModelError, counted, install_command, refused_code
 
 LARGEST_NORM_GROUPS, FEWEST_IN_GROUP = 32, 4
 """Of GroupNorm, as all published models have them. Narrow levels take fewer: a group of one channel would lose how
@@ -157,7 +157,9 @@ def open_net(folder: Path, expected: Sequence[str]) -> Net:
         )
     except Exception as error:  # a foreign folder can break a reader in any way
         raise ModelError(
-            f"cannot open the {name} in {folder}", why=" ".join(str(error).split())[:300], fix="save it again"
+            f"cannot open the {name} in {folder}",
+            why=refused_code(error) or " ".join(str(error).split())[:300],
+            fix="save it again, as safetensors",
         ) from error
     refuse_missing_weights(folder, found)
     if broken := [name for name, tensor in net.state_dict().items() if not bool(tensor.isfinite().all())]:
@@ -243,7 +245,9 @@ def diffusers_class(name: str) -> Any:
         if isinstance(error.__cause__, Interrupted):  # diffusers wraps whatever ends an import
             raise error.__cause__ from None
         raise ModelError(
-            "diffusers cannot be imported", why=" ".join(str(error).split()), fix="pip install 'halfstep[diffusion]'"
+            "diffusers cannot be imported",
+            why=" ".join(str(error).split()),
+            fix=install_command("diffusers", "transformers", "tokenizers"),
         ) from error
 
 

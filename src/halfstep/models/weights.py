@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from halfstep.errors import ModelError
+from halfstep.errors import ModelError, refused_code
 from halfstep.models.foreign_names import in_names_of, plain
 
 BATCH_COUNTER = "num_batches_tracked"
@@ -119,14 +118,12 @@ def _unreadable(path: Path, error: Exception) -> ModelError:
         if start.startswith(beginning):
             return ModelError(f"cannot read the weights in {path}", why=why, fix=fix)
     text = str(error)
-    if objects := re.findall(r"GLOBAL (\S+) was not an allowed global", text) or re.findall(
-        r"Can only \w+ (\S+)", text
-    ):
+    if why := refused_code(error):
         return ModelError(
             f"cannot read the weights in {path}",
-            why=f"it holds an object ({_few(dict.fromkeys(objects))}), and only tensors are read: "
-            "reading others would run code from the file",
-            fix="where it was saved: torch.save(model.state_dict(), FILE)",
+            why=why,
+            fix="load it in Python where you trust it and save only the weights: torch.save(model.state_dict(), FILE), "
+            "or safetensors.torch.save_file(model.state_dict(), FILE)",
         )
     if start[:1] == pickle.PROTO and start[1:2] > bytes([TORCH_PROTOCOL]):
         return ModelError(

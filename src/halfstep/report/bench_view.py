@@ -12,7 +12,7 @@ from rich.text import Text
 
 from halfstep.errors import counted
 from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
-from halfstep.report.tables import columns_table
+from halfstep.report.tables import columns_table, print_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,9 +37,9 @@ def show_bench(record: Record, console: Console) -> None:
     missing = [f"not measured: {_label(row)}: {row['reason']}" for row in rows if not row["window_ms"]]
     remarks = [f"{_label(row)}: {remark}" for row in measured for remark in row["remarks"]]
     for line in (*missing, *remarks, *_meanings(record, measured, columns)):
-        console.print(Text(line, style="dim"), soft_wrap=True)
+        print_text(console, Text(line, style="dim"))
     for warning in record["warnings"]:
-        console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=True)
+        print_text(console, Text(f"warning: {warning}", style="yellow"))
 
 
 def title(record: Record) -> str:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from halfstep.errors import format_bytes
 from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
-from halfstep.report.tables import columns_table
+from halfstep.report.tables import columns_table, print_text
 
 COLOURS = ("#1f2933", "#2f6fde", "#e8710a", "#12805c", "#8e44ad", "#0b9ac0")
 """Distinct for colour-blind readers too; the baseline is the dark one."""
@@ -69,7 +70,7 @@ def comparison_columns(lines: Sequence[Line], metric: str) -> dict[str, list[str
 def show_comparison(lines: Sequence[Line], metric: str, notes: Sequence[str], console: Console) -> None:
     console.print(columns_table(comparison_columns(lines, metric), left=("row", "verdict")))
     for note in notes:
-        console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
+        print_text(console, Text(note, style="dim"))
 
 
 def draw_comparison(lines: Sequence[Line], metric: str, path: Path) -> None:

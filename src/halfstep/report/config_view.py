@@ -10,10 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from halfstep.config.keys import fields_of
 from halfstep.config.load import Loaded
 from halfstep.config.statements import DEFAULT, OPEN_SECTIONS, Origin
+from halfstep.report.tables import print_text
 
 TABLE_WIDTH = 110
 """Columns below which four table columns squeeze the description into a ribbon."""
@@ -62,7 +64,7 @@ def show_config(loaded: Loaded, console: Console) -> None:
     for line in header_lines(loaded):
         console.print(escape(line))
     for warning in loaded.warnings:
-        console.print(escape(f"warning: {warning}"), style="yellow")
+        print_text(console, Text(f"warning: {warning}", style="yellow"))
 
 
 def show_table(rows: list[Setting], console: Console) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from halfstep.errors import counted, printable
-from halfstep.report.tables import columns_table, pairs_table
+from halfstep.report.tables import columns_table, pairs_table, print_text
 
 Cell = str | int | float | None
 SHOWN_CLASSES = 40
@@ -78,7 +78,7 @@ def show_evaluation(found: Evaluation, console: Console) -> None:
     whole = {name: value for name, value in found.metrics.items() if "/" not in name}
     console.print(Text("   ".join(f"{name} {value:.4f}" for name, value in whole.items()), style="bold"))
     if found.hint:
-        console.print(Text(f"hint: {found.hint}", style="yellow"), soft_wrap=True)
+        print_text(console, Text(f"hint: {found.hint}", style="yellow"))
     if found.classes:
         console.print()
         _show_classes(found, console)

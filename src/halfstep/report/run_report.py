@@ -18,9 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from halfstep.disk import GONE, drop
-from halfstep.errors import ConfigError, HalfstepError
+from halfstep.errors import ConfigError, HalfstepError, install_command
 from halfstep.report.metrics_file import MetricsFile, last_step
 from halfstep.report.progress import Bar, LineBar, alive
+from halfstep.report.tables import print_text
 
 NOT_CURVES = {"step", "epoch"}
 
@@ -49,7 +50,7 @@ def _summary_writer() -> Any:
         raise HalfstepError(
             "--tensorboard asked for, but tensorboard cannot be imported",
             why=f"it is an optional extra of halfstep ({error})",
-            fix="pip install 'halfstep[track]'",
+            fix=install_command("tensorboard"),
         ) from error
     return SummaryWriter
 
@@ -167,4 +168,4 @@ class RunReport:
 
     def _line(self, text: str, style: str = "", *, console: Console | None = None) -> None:
         # Text, not a string: `[Train]` and file names with brackets are not markup.
-        (console or self._console).print(Text(text, style=style), soft_wrap=True)
+        print_text(console or self._console, Text(text, style=style))

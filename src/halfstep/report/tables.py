@@ -1,10 +1,12 @@
-"""Tables on the console: number formats, what becomes of a number, and plain columns of text."""
+"""Text and tables on the console: paragraphs, number formats, what becomes of a number, plain columns of text."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +25,23 @@ WORD_STYLES = {
     "no": "dim",
 }
 """Words that carry their own colour wherever they stand."""
+
+
+def print_text(console: Console, text: Text) -> None:
+    """Print a paragraph: on a terminal broken between words, elsewhere as one line that a search finds whole.
+
+    A path longer than the terminal is left whole, so that it can be copied.
+    """
+    if console.is_terminal:
+        text = text.copy()
+        text.plain = "\n".join(_broken(line, console.width) for line in text.plain.split("\n"))
+    console.print(text, soft_wrap=True)
+
+
+def _broken(line: str, width: int) -> str:
+    # Not rich's wrapping, which folds or crops a word longer than the terminal.
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def plain_table(*titles: str) -> Table:

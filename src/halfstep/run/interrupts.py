@@ -32,8 +32,9 @@ SHOW_CURSOR = "\x1b[?25h"
 
 
 class Interrupts:
-    def __init__(self, *, answers: bool = True) -> None:
+    def __init__(self, *, answers: bool = True, heard: str = HEARD) -> None:
         self.answers = answers  # whether the first Ctrl-C is answered on the screen: by one of several processes
+        self.heard = heard
         self.received: signal.Signals | None = None
         self.last_words: Callable[[], str] = lambda: "stopped by a second Ctrl-C, without saving"
         """What to say, and what to tidy up, where the main thread cannot."""
@@ -60,7 +61,7 @@ class Interrupts:
                 if number == signal.SIGINT and has_heard:
                     return self._end_at_once()
                 if number == signal.SIGINT and self.answers:
-                    _say_at_once(HEARD)
+                    _say_at_once(self.heard)
                 has_heard |= number in SIGNALS
         return None
 
@@ -75,9 +76,9 @@ class Interrupts:
 
 
 @contextmanager
-def interrupts(*, answers: bool = True) -> Iterator[Interrupts]:
-    """Listen while inside."""
-    found = Interrupts(answers=answers)
+def interrupts(*, answers: bool = True, heard: str = HEARD) -> Iterator[Interrupts]:
+    """Listen while inside; the first Ctrl-C is answered with `heard`."""
+    found = Interrupts(answers=answers, heard=heard)
     if threading.current_thread() is not threading.main_thread():
         yield found  # Python allows signal handlers in the main thread only
         return

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+import json
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from halfstep.data.files import natural_key, some_of
 from halfstep.disk import write_whole
-from halfstep.errors import ConfigError, DataError
+from halfstep.errors import ConfigError, DataError, Interrupted, counted, printable
 from halfstep.measure.clock import Stopwatch
 from halfstep.models.first_values import unfilled
+from halfstep.report.evaluation_view import json_text
 from halfstep.report.prediction_view import Answer, Failure, Predictions
 from halfstep.report.run_report import RunReport
 from halfstep.run.frozen import naming_lost_files
+from halfstep.run.interrupts import Interrupts, interrupts
 from halfstep.step.randomness import algorithms
 from halfstep.use.open_run import as_trained, fresh_folder, in_use, open_run, plan_for_use, with_weights
 from halfstep.workloads import KINDS
 from halfstep.workloads.kind import Kind
 from halfstep.workloads.options import with_defaults
 from halfstep.workloads.using import Input, Predictor, Trained, Wishes, frozen_of
+
+UNFINISHED = "unfinished.json"
+"""What an interrupted call leaves in its folder, so that the same call can continue there."""
+FINISHING = "finishing this file; press Ctrl-C again to stop at once"
 
 
 def find_inputs(asked: Iterable[Path], endings: Sequence[str]) -> tuple[list[Input], list[Failure]]:
@@ -79,10 +88,27 @@ def predict(
     for note in (*run.notes, *plan.warnings):
         report.notice(note, "warning")
     has_folder = wishes.out is not None or kind.writes_files
-    place = fresh_folder(wishes.out, run.folder.path / "predictions") if has_folder else nullcontext()
+    request = {**run.facts(plan), "options": wishes.options, "inputs": [str(path.absolute()) for path in asked]}
+    left = _read_unfinished(wishes.out, request)
+    place: AbstractContextManager[Path | None] = nullcontext(wishes.out)
+    if has_folder and not left:
+        place = fresh_folder(wishes.out, run.folder.path / "predictions")
     with place as folder, algorithms(deterministic=run.config.train.deterministic):
         model = with_weights(run, predictor.model, plan, frozen, getattr(predictor, "values", {}))
-        answers = _answers(predictor, inputs, in_use(model, plan, report), replace(wishes, out=folder), report, failed)
+        trained = in_use(model, plan, report)
+        answers: list[Answer] = []
+        if folder and left:
+            answers, inputs = _continue(folder, left, inputs, report)
+        try:
+            with interrupts(heard=FINISHING) as asked_to_stop:
+                asked_to_stop.last_words = lambda: str(_stopped_at_once(folder, answers))
+                num_left = _answer_all(
+                    predictor, inputs, trained, replace(wishes, out=folder), report, answers, failed, asked_to_stop
+                )
+        except KeyboardInterrupt:
+            raise _stopped_at_once(folder, answers) from None
+        if num_left:
+            raise _stopped(folder, request, kind, answers, num_left, asked_to_stop)
         if failed:
             _some_must_be_left(answers, failed)
         made = Predictions(
@@ -109,16 +135,17 @@ def _kind_of(workload: str) -> Kind:
     return kind
 
 
-def _answers(
+def _answer_all(
     predictor: Predictor,
     inputs: list[Input],
     trained: Trained,
     wishes: Wishes,
     report: RunReport,
+    answers: list[Answer],
     failed: list[Failure],
-) -> list[Answer]:
-    """One for each input that can be used; the others join those that failed."""
-    answers: list[Answer] = []
+    asked_to_stop: Interrupts,
+) -> int:
+    """Add an answer or a failure for each input; return how many are left where a signal ended it between two."""
     with report.phase("Predicting", len(inputs)) as bar:
         for result in predictor.answers(inputs, trained, wishes, bar):
             if isinstance(result, Answer):
@@ -127,7 +154,88 @@ def _answers(
                 failed.append(result)
                 _tell(result, report)
             bar.advance()
-    return answers
+            if asked_to_stop and bar.done < bar.total:
+                return bar.total - bar.done
+    return 0
+
+
+# --- interrupted calls ---
+
+
+def _read_unfinished(out: Path | None, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an interrupted call with the same request left in `--out`; nothing where there is none."""
+    if out is None or not (out / UNFINISHED).is_file():
+        return {}
+    try:
+        left: dict[str, Any] = json.loads((out / UNFINISHED).read_text(encoding="utf-8"))
+        former = left["halfstep predict"]
+    except (ValueError, KeyError, TypeError):  # not written by us: the folder is refused like any other with files
+        return {}
+    now = json.loads(json_text(request))
+    if differing := [name for name in now if now[name] != former.get(name)]:
+        raise ConfigError(
+            f"--out {out} holds an unfinished prediction of another command",
+            why=f"{differing[0]}: {former.get(differing[0])} then, {now[differing[0]]} now",
+            fix="give the same command as before, or name a new or an empty folder",
+        )
+    return left
+
+
+def _continue(
+    folder: Path, left: Mapping[str, Any], inputs: list[Input], report: RunReport
+) -> tuple[list[Answer], list[Input]]:
+    """Return the answers of an interrupted call and the inputs that have none; remove what is drawn again."""
+    (folder / UNFINISHED).unlink()  # from here on its list would lack files
+    for name in left["drawn again"]:
+        (folder / name).unlink(missing_ok=True)
+    answers = [Answer(**one) for one in left["answers"]]
+    done = {answer.file for answer in answers}
+    # The frames of a folder have one answer, with the folder's name.
+    inputs = [item for item in inputs if done.isdisjoint(map(printable, (str(item.path), str(item.path.parent))))]
+    if answers:
+        report.notice(f"continuing in {folder} after {counted(len(answers), 'prediction')} of an interrupted call")
+    return answers, inputs
+
+
+def _stopped(
+    folder: Path | None,
+    request: Mapping[str, Any],
+    kind: Kind,
+    answers: list[Answer],
+    num_left: int,
+    asked_to_stop: Interrupts,
+) -> Interrupted:
+    """Store what the same call needs to continue; return the error that reports how far this one came."""
+    name = signal.Signals(asked_to_stop.exit_code - 128).name
+    by = "Ctrl-C" if name == "SIGINT" else name
+    num = f"{len(answers):,} of {counted(len(answers) + num_left, 'prediction')}"
+    if not folder or not answers:
+        return Interrupted(f"stopped by {by} after {num}; nothing was written", exit_code=asked_to_stop.exit_code)
+    left: dict[str, Any] = {"halfstep predict": request, "answers": [], "drawn again": []}
+    if kind.needs_input:
+        left["answers"] = [asdict(one) for one in answers]
+    else:  # no input tells which samples are there, and the same seed draws them again
+        named = {value for answer in answers for value in answer.found.values() if isinstance(value, str)}
+        left["drawn again"] = [str(path.relative_to(folder)) for path in folder.rglob("*") if str(path) in named]
+    write_whole(folder / UNFINISHED, json_text(left) + "\n")
+    again = "continues" if kind.needs_input else "draws all of them again"
+    return Interrupted(
+        f"stopped by {by}: {num} are written to {folder}",
+        fix=f"the same command with --out {folder} {again} there",
+        exit_code=asked_to_stop.exit_code,
+    )
+
+
+def _stopped_at_once(folder: Path | None, answers: list[Answer]) -> Interrupted:
+    has_files = folder is not None and any(folder.iterdir())
+    return Interrupted(
+        f"stopped by a second Ctrl-C after {counted(len(answers), 'prediction')}"
+        + (f"; {folder} may hold an incomplete file" if has_files else "; nothing was written"),
+        fix=f"remove {folder}, or name another folder with --out" if has_files else "",
+    )
+
+
+# --- inputs ---
 
 
 def _refuse_wrong_inputs(kind: Kind, asked: Sequence[Path], workload: str) -> None:

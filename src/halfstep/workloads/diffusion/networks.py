@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfstep.data import noise
 from halfstep.data.files import some_of
-from halfstep.errors import ConfigError, ModelError, counted
+from halfstep.errors import ConfigError, ModelError, counted, install_command, refused_code
 from halfstep.islands import fp32_island
 from halfstep.models.diffusers_nets import (
     IMAGE_CHANNELS,
@@ -255,12 +255,12 @@ def open_text(folder: str) -> TextConditions:
     except ModelError:
         raise
     except ImportError as error:
-        raise ModelError("transformers is not installed", fix="pip install 'halfstep[diffusion]'") from error
+        raise ModelError("transformers is not installed", fix=install_command("transformers", "tokenizers")) from error
     except Exception as error:  # a foreign folder can break a reader in any way
         raise ModelError(
             f"cannot open the text encoder in {Path(folder)}",
-            why=" ".join(str(error).split())[:300],
-            fix="a folder with text_encoder/ and tokenizer/, as Stable Diffusion has",
+            why=refused_code(error) or " ".join(str(error).split())[:300],
+            fix="a folder with text_encoder/ and tokenizer/, as Stable Diffusion has, best with safetensors",
         ) from error
     return TextConditions(freeze_(encoder), tokenizer)
 
