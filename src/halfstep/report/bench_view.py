@@ -97,7 +97,7 @@ def _columns(rows: Sequence[Record], unit: Record) -> dict[str, list[str]]:
     columns = {
         "who": [row["name"] for row in rows],
         "mode": [row["variant"] for row in rows],
-        "precision": [row["precision"] for row in rows],
+        "precision": [row["precision"] + " simulated" * row["simulated"] for row in rows],
         "ms/step": each("ms", significant=4),
         "windows": [f"{digits(row['ms_min'], 4)}–{digits(row['ms_max'], 4)}" for row in rows],
         f"{unit['name']}s/s": each("samples_per_s", unit["per_sample"], significant=4),
