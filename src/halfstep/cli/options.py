@@ -59,6 +59,7 @@ Strict = Annotated[bool | None, option("Refuse a format that the device lacks.",
 Simulate = Annotated[bool | None, option("Numerics of a format this hardware lacks.", "--simulate", panel=PRECISION)]
 DataDir = Annotated[str | None, option("Data folder; default: demo data.", panel=DATA)]
 BatchSize = Annotated[int | None, option("Samples per micro-batch.", panel=DATA)]
+ImageSize = Annotated[int | None, option("Image side in pixels.", panel=DATA)]
 Epochs = Annotated[int | None, option("Passes over the training set.", panel=DATA)]
 MaxSteps = Annotated[int | None, option("At most this many steps; 0: no limit.", panel=DATA)]
 Device = Annotated[str | None, option("cpu, cuda, cuda:1, mps, xpu.", panel=RUN)]
