@@ -252,6 +252,15 @@ def test_what_a_budget_cut_off_counts_for_nothing_and_small_metrics_show_their_d
     assert comparison_columns(lines_of(cut), "mse")["mse"] == 2 * ["0.0001020 ± 0.0000016"]
 
 
+def test_the_report_of_an_unfinished_comparison_says_so_and_has_no_empty_note(tmp_path: Path) -> None:
+    rows = tuple(Row(name=name, overrides=("precision=fp32",)) for name in ("a", "b"))
+    runs = [timed(row, seed, [0.8 + 0.01 * seed], precision="fp32") for seed in range(2) for row in "ab"]
+    request = Request(target=MOONS, overrides=("device=cpu",), rows=rows)
+    page = comparison_page(written(tmp_path / "c", request, margin=0.05, runs=runs))
+    assert "unfinished after 4 runs; halfstep compare --resume goes on" in page
+    assert "ended: <" not in page
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
