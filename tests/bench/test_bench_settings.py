@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from halfstep.bench.record import reduced_model
 from halfstep.bench.settings import bench_config, default_precisions, in_precision, run_by, stated_rows
 from halfstep.errors import ConfigError
 from halfstep.hardware.gpus import known_gpu
@@ -90,6 +91,17 @@ def test_a_row_runs_its_precision_or_not_at_all() -> None:
     simulated = in_precision(config, "bf16", simulate=True).precision
     assert (simulated.simulate, simulated.strict) == (True, False)
     assert run_by(config, "eager").train.fast == "off"
+
+
+def test_a_network_is_reduced_on_a_cpu_unless_it_is_given_a_folder_or_its_full_size() -> None:
+    assert reduced_model(bench_config("resnet18", [], {}, small=True)) == {
+        "model.width": 16,
+        "model.blocks": [1, 1, 1, 1],
+    }
+    assert reduced_model(bench_config("resnet18", [], {}, small=False)) == {}
+    assert reduced_model(bench_config("resnet18", ["data.dir=x"], {}, small=True)) == {}
+    full = ["model.width=64", "model.blocks=[2, 2, 2, 2]"]
+    assert reduced_model(bench_config("resnet18", full, {}, small=True)) == {}
 
 
 def test_the_default_precisions_are_those_the_device_has() -> None:

@@ -27,6 +27,7 @@ from halfstep.bench.settings import bench_config
 from halfstep.errors import ConfigError, HardwareError
 from halfstep.hardware.facts import Measurement
 from halfstep.hardware.probe import probe
+from halfstep.run.assemble import plan_for
 
 CPU = torch.device("cpu")
 SHORT = Schedule(warm_up=1, ramp=0, window=1)
@@ -182,7 +183,8 @@ def test_a_bench_has_a_row_for_each_precision_and_mode_and_says_why_one_is_missi
     assert rows["halfstep eager fp32"].speedup_fp32 == 1.0
     simulated = rows["halfstep eager fp8"]
     assert simulated.simulated
-    assert simulated.remarks[0] == "simulated: no speed"
+    assert simulated.remarks[0].startswith("simulated: no speed (")
+    assert "no fp8_e4m3" in simulated.remarks[0]
     assert (simulated.speedup_fp32, simulated.floor_ms) == (None, None)
     assert simulated.loss == pytest.approx(rows["halfstep eager fp32"].loss, rel=0.1)
     assert found.repeated is not None
@@ -198,6 +200,23 @@ def test_what_was_asked_to_be_simulated_is_although_the_device_has_the_format() 
     assert isinstance(found["fp32"], Ours)
     assert isinstance(found["bf16"], Ours)
     assert (found["fp32"].simulated, found["bf16"].simulated) == (False, True)
+
+
+def test_a_strict_bench_simulates_nothing_and_the_row_gives_the_reason() -> None:
+    problem = problem_for(bench_config("unet", TINY, {"batch_size": 2, "strict": True}, small=True), CPU)
+    request = Request(precisions=("tf32",), modes=("eager",), schedule=SHORT, repeat_first=False)
+    [row] = bench(problem, request, probe("cpu"), flops=1, tell=lambda _: None).rows
+    assert not row.is_measured
+    assert row.reason.startswith("tf32 asked for, but ")
+
+
+def test_a_format_that_is_slow_here_is_timed_and_not_simulated(problem: Problem) -> None:
+    slow = Measurement(op="matmul", format="bf16", tflops=0.1, error=0.0, speedup=0.1)
+    hardware = dataclasses.replace(probe("cpu"), support={"bf16": "native"}, measurements=(slow,))
+    [runner] = runners(problem, Request(precisions=("bf16",), modes=("eager",), schedule=SHORT), hardware)
+    assert isinstance(runner, Ours)
+    assert not runner.simulated
+    assert plan_for(runner.config, runner.workload(), runner.hardware).granted == "bf16"
 
 
 def test_a_simulated_precision_is_not_compiled_and_names_the_benchs_own_options(problem: Problem) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -84,12 +85,36 @@ def test_a_run_is_running_while_its_process_lives_and_stopped_afterwards(
         assert not is_over(read_run(tmp_path))
         run.kill()
     assert is_over(read_run(tmp_path)), "a live look leaves it"
-    assert "before its first checkpoint" in json.loads(look(capsys, str(tmp_path), "--json")[1])["state"]
+    state = json.loads(look(capsys, str(tmp_path), "--json")[1])["state"]
+    assert "before its first checkpoint, its process is gone" in state
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     assert f"train --resume {tmp_path}" in json.loads(look(capsys, str(tmp_path), "--json")[1])["state"]
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "summary.json").write_text('{"metric": "iou"}')
     assert json.loads(look(capsys, str(tmp_path), "--json")[1])["state"] == "ended"
+
+
+def test_a_live_look_at_a_run_that_is_killed_ends_with_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal to rich
+    monkeypatch.setenv("COLUMNS", "400")
+    (tmp_path / "config.yaml").write_text("workload: unet\n")
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "val", "step": 1, "iou": 0.5}\n')
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    words = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "held\n"
+        killer = threading.Timer(0.5, run.kill)
+        killer.start()
+        code, text = look(capsys, str(tmp_path), "--every", "0.1")
+        killer.join()
+    assert code == 0
+    last = text[text.rindex("state") :]
+    assert "the run goes on" in text, "while it ran"
+    assert "the run goes on" not in last
+    assert "its process is gone; go on with: halfstep train --resume" in last
 
 
 def test_a_record_that_comes_while_it_looks_is_for_the_next_look(

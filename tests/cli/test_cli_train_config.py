@@ -59,6 +59,7 @@ def test_guide_3s_command_works_as_written(capsys: Capture, tmp_path: Path) -> N
 
 def test_every_other_flag_reaches_its_setting(capsys: Capture) -> None:
     flags = "--strict --simulate --device cpu --seed 7 --max-steps 9 -q --tensorboard --preset debug --fp16"
+    flags += " --image-size 48"
     view = shown(capsys, "unet", *flags.split())
     expected = {
         "precision.strict": True,
@@ -66,12 +67,20 @@ def test_every_other_flag_reaches_its_setting(capsys: Capture) -> None:
         "device": "cpu",
         "train.seed": 7,
         "train.max_steps": 9,
+        "data.image_size": 48,
         "log.quiet": True,
         "log.tensorboard": True,
         "preset": "debug",
         "precision.default": "fp16",
     }
     assert {key: value(view, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("word", ["false", "no", "off", "null"])
+def test_a_word_for_off_is_taken_on_the_command_line_as_in_yaml(word: str, capsys: Capture, tmp_path: Path) -> None:
+    assert value(shown(capsys, "diffusion", f"data.cache={word}"), "data.cache") == "off"
+    (tmp_path / "my.yaml").write_text(f"workload: diffusion\ndata: {{cache: {word}}}\n")
+    assert value(shown(capsys, str(tmp_path / "my.yaml")), "data.cache") == "off"
 
 
 def test_show_config_prints_each_value_with_its_source_and_what_was_overridden(capsys: Capture) -> None:
@@ -156,8 +165,14 @@ def test_a_run_goes_on_by_the_command_it_was_started_with(capsys: Capture, tmp_p
         (["unet", "--epochs=abc"], "--epochs=abc: expected a whole number"),
         (["unet", "--epochs", "0"], "train.epochs = 0 (--epochs 0): expected at least 1"),
         (["unet", "--epohcs", "3"], "No such option: --epohcs"),
-        (["unet", "--learning_rate", "3"], "settings are words: learning_rate=VALUE"),
-        (["unet", "--optimizer.lr=3"], "settings are words: optimizer.lr=VALUE"),
+        (["unet", "--learning_rate", "3"], "did you mean --lr?"),
+        (["unet", "--learning-rate", "3"], "did you mean --lr?"),
+        (["unet", "--optimizer.lr=3"], "did you mean --lr?"),
+        (["unet", "--optimizer.eps=3"], "settings are words: optimizer.eps=VALUE"),
+        (["unet", "--gradient-clip-norm", "3"], "train.clip_norm, as KEY=VALUE?"),
+        (["unet", "optimizer.name=adamm"], "did you mean 'adam' or"),
+        (["unet", "schedule.name=cosin"], "did you mean 'cosine'"),
+        (["unet", "optimizer.name=zzz"], "fix: set optimizer.name"),
         (["unet", "--run-eval-after-training"], "halfstep evaluate RUN"),
         (["unet", "--preset", "turbo"], "unknown preset 'turbo' (--preset turbo)"),
         (["unet", "epohcs=3"], "did you mean train.epochs?"),

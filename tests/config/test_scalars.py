@@ -69,6 +69,9 @@ def test_a_field_says_whether_only_text_fits(annotation: object, text_only: bool
 def test_plain_text_is_settled_by_its_field_and_quoted_text_is_left_alone() -> None:
     assert typed_by_field(Plain("off"), Literal["auto", "off"]) == "off"
     assert typed_by_field(Plain("off"), bool) is False
+    for word in ("false", "False", "no", "off", "null"):
+        assert typed_by_field(Plain(word), Literal["auto", "off"]) == "off"
+    assert typed_by_field(Plain("false"), Literal["auto", "none"]) == "false", "no word of its own for it"
     assert typed_by_field([Plain("001"), "002"], tuple[str, ...]) == ["001", "002"]
     assert typed_by_field({"a": Plain("1e-3"), "b": "1e-3"}, dict[str, float | str]) == {"a": 1e-3, "b": "1e-3"}
     assert typed_by_field(Plain("null"), str | None) is None

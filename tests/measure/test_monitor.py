@@ -54,6 +54,7 @@ def monitor(file: Path, **more: Any) -> Monitor:
 
 def test_records_have_the_names_that_the_page_reads_and_unknown_values_are_null(tmp_path: Path) -> None:
     watch = monitor(tmp_path / "monitor.jsonl", interval_s=0.01)
+    watch.settle()
     watch.start()
     deadline = time.monotonic() + 10
     while watch.num_samples < 3 and time.monotonic() < deadline:
@@ -63,6 +64,7 @@ def test_records_have_the_names_that_the_page_reads_and_unknown_values_are_null(
     assert len(records) == watch.num_samples >= 3
     assert {**records[0], "elapsed_s": 0} == {
         "elapsed_s": 0,
+        "steady": True,
         "utilization": 97,
         "memory_bytes": 5_000_000_000,
         "power_w": 640.0,
@@ -115,11 +117,31 @@ WAITS = {
 
 @pytest.mark.parametrize("reason", WAITS)
 def test_a_gpu_that_rests_is_said_with_what_it_waited_for(reason: str) -> None:
-    line = busy_line(45, WAITS[reason], 100)
+    line = busy_line(45, WAITS[reason], 100, "eager")
     assert line.startswith("45% busy, under 80%")
     assert reason in line
 
 
 def test_a_busy_gpu_needs_no_reason_and_a_short_run_none_either() -> None:
-    assert busy_line(93.4, WAITS["the host"], 100) == "93% busy"
-    assert "not measurable" in busy_line(20, Waiting(trained_s=4), 4)
+    assert busy_line(93.4, WAITS["the host"], 100, "eager") == "93% busy"
+    assert "not measurable" in busy_line(20, Waiting(trained_s=4), 4, "eager")
+
+
+def test_a_start_that_compiles_is_no_part_of_how_busy_the_gpu_was(tmp_path: Path) -> None:
+    watch = monitor(tmp_path / "monitor.jsonl")
+    assert not watch.look()["steady"]
+    assert watch.utilization is None
+    watch.settle()
+    assert watch.look()["steady"]
+    assert (watch.num_samples, watch.utilization) == (2, 97)
+    compiled = Waiting(trained_s=195, waited_s=42, start_s=100, start_waited_s=40)
+    assert busy_line(97, compiled, 200, "graph") == "97% busy after a start of 100 s"
+    assert "43% of the time it waited for the host" in busy_line(50, compiled, 200, "graph")
+    assert "not measurable" in busy_line(50, compiled, 105, "graph")
+
+
+@pytest.mark.parametrize(("mode", "is_advised"), [("eager", True), ("compile", True), ("graph", False)])
+def test_graph_mode_is_advised_only_to_runs_that_do_not_use_it(mode: str, is_advised: bool) -> None:
+    line = busy_line(45, WAITS["the host"], 100, mode)
+    assert "a larger batch" in line
+    assert ("train.fast=graph" in line) == is_advised

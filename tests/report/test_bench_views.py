@@ -102,6 +102,14 @@ def test_title_reasons_remarks_and_warnings_stand_around_the_table() -> None:
     assert "held against halfstep eager fp32 within 10%" in said
 
 
+def test_a_reduced_network_is_not_shown_under_the_bare_name() -> None:
+    problem = {**RECORD["problem"], "parameters": 438_456, "reduced": {"model.width": 16, "model.blocks": [1, 1]}}
+    said = shown({**RECORD, "problem": problem})
+    assert said.startswith("unet reduced to 438,456 parameters, batch 8")
+    assert "reduced: this is the network of the demo (model.width=16, model.blocks=[1, 1])" in said
+    assert "reduced" not in shown(RECORD)
+
+
 def test_the_rows_that_speedups_refer_to_are_named_below_the_table() -> None:
     said = shown(RECORD)
     assert "x fp32: times as fast as halfstep eager fp32\n" in said

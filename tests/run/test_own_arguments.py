@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import namedtuple
 from types import SimpleNamespace
@@ -355,3 +356,22 @@ def test_also_takes_one_module_or_anything_that_gives_several() -> None:
     for no_module in (3, "other", {"other": other}, other.named_parameters(), None):
         with pytest.raises(ConfigError, match="also="):
             made(also=no_module)
+
+
+# --- keywords ---
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("clip_nrom", "'clip_norm'"), ("acumulate", "'accumulate'"), ("precison", "'precision'")]
+)
+def test_a_misspelt_keyword_is_refused_with_the_nearest_one(name: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=f"hs.Step has no argument '{name}'") as error:
+        made(**{name: 1})
+    assert error.value.fix.startswith(f"did you mean {near}")
+
+
+def test_every_keyword_is_in_the_signature_that_editors_show() -> None:
+    *shown, last = inspect.signature(hs.Step).parameters.values()
+    assert {"model", "optimizer", "precision", "clip_norm", "capsules"} <= {one.name for one in shown}
+    assert last.kind is last.VAR_KEYWORD
+    assert last.annotation == "Never", "type checkers refuse any other keyword"

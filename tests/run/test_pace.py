@@ -87,6 +87,22 @@ def test_slow_data_show_on_the_bar_and_the_summary_names_the_setting(
     assert f"data.num_workers={num_cores()} (now 0" in row
 
 
+def test_the_first_step_of_a_run_is_its_start_and_the_others_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forward, delays_s = tiny_workload.Net.forward, [1.0]
+
+    def slow_at_first(*arguments: Any) -> Any:
+        time.sleep(delays_s.pop() if delays_s else 0.0)
+        return forward(*arguments)
+
+    monkeypatch.setattr(tiny_workload.Net, "forward", slow_at_first)
+    said_by_a_run(tmp_path / "run", capsys)
+    summary = json.loads((tmp_path / "run" / "report" / "summary.json").read_text())
+    assert 1.0 <= summary["start_s"] < summary["trained_s"]
+    assert summary["start_waited_s"] <= summary["waited_s"]
+
+
 def test_data_in_time_are_not_talked_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

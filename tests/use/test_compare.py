@@ -16,7 +16,7 @@ from halfstep.errors import CheckpointError, ConfigError
 from halfstep.report.comparison_view import comparison_columns
 from halfstep.run.train import train
 from halfstep.use.compare import Comparison, Request, file_names, open_comparison, seconds_to_quality, settings_of
-from halfstep.use.compare_run import STRICT, Outcome, Row, one_run
+from halfstep.use.compare_run import Outcome, Row, one_run
 from halfstep.use.compare_table import as_json, lines_of, notes_of
 from halfstep.workloads import load
 
@@ -40,22 +40,25 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 
 def test_precisions_get_a_verdict_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "c"
-    words = (MOONS, *SMALL, "--precisions", "fp32,bf16", "--simulate", "--seeds", "5", "--margin", "0.9")
+    words = (MOONS, *SMALL, "--precisions", "fp32,tf32", "--seeds", "5", "--margin", "0.9")
     code, text, progress = run(capsys, *words, "--out", str(out), "--json")
     found = json.loads(text)
     assert code == 0, progress
     assert [row["verdict"] for row in found["rows"]] == ["baseline", "same, wide margin"]
     assert found["rows"][0]["samples_per_s"] > 0
     assert found["rows"][1]["samples_per_s"] is None, "a simulated format has no speed"
-    assert "bf16 differs from fp32 in precision.default" in found["notes"]
+    assert "tf32 differs from fp32 in precision.default, precision.simulate" in found["notes"]
+    assert [row["ran"] for row in found["rows"]] == ["", "simulated"], "no CPU has tf32"
+    assert progress.count("warning: tf32 is simulated: ") == 1
+    assert any(note.startswith("tf32 is simulated: ") and "has no tf32" in note for note in found["notes"])
     assert (out / "report" / "curves.png").stat().st_size > 5000
     assert not list(out.glob("runs/*/checkpoints")), "numbers stay, models go"
     page = comparison_page(out)
     low, high = found["rows"][1]["difference"]
     assert f"{low:+.4f} … {high:+.4f}" in page, "the interval that the verdict rests on"
     assert " ± " in page
-    assert "<tr class=differs><td>precision.default</td><td>fp32</td><td>bf16</td>" in page
-    assert "all seeds" in page
+    assert "<tr class=differs><td>precision.default</td><td>fp32</td><td>tf32</td>" in page
+    assert "tf32 (simulated), all seeds" in page
 
 
 def test_rows_by_settings_fix_their_margin_by_a_pilot_and_go_on_where_they_stood(
@@ -249,6 +252,15 @@ def test_what_a_budget_cut_off_counts_for_nothing_and_small_metrics_show_their_d
     assert comparison_columns(lines_of(cut), "mse")["mse"] == 2 * ["0.0001020 ± 0.0000016"]
 
 
+def test_the_report_of_an_unfinished_comparison_says_so_and_has_no_empty_note(tmp_path: Path) -> None:
+    rows = tuple(Row(name=name, overrides=("precision=fp32",)) for name in ("a", "b"))
+    runs = [timed(row, seed, [0.8 + 0.01 * seed], precision="fp32") for seed in range(2) for row in "ab"]
+    request = Request(target=MOONS, overrides=("device=cpu",), rows=rows)
+    page = comparison_page(written(tmp_path / "c", request, margin=0.05, runs=runs))
+    assert "unfinished after 4 runs; halfstep compare --resume goes on" in page
+    assert "ended: <" not in page
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -256,7 +268,7 @@ def test_what_a_budget_cut_off_counts_for_nothing_and_small_metrics_show_their_d
         ((MOONS, "--precisions", "fp32"), "is not a comparison"),
         ((MOONS, "--precisions", "fp32,fp32"), "two rows are called 'fp32'"),
         ((MOONS, "--precisions", "fp32,bf17"), "bf17"),
-        ((MOONS, "--device", "cpu", "--rows", "a: precision=fp32", "b: precision=fp8"), "no fp8"),
+        ((MOONS, "--device", "cpu", "--strict", "--precisions", "fp32,fp8"), "strict is on"),
         ((MOONS, "--simulate", "--rows", "a: precision=fp32", "b: precision=bf16 train.fast=graph"), "b: a simulated"),
         ((MOONS, *TWO, "--precisions", "fp32,bf16"), "--rows and --precisions"),
         ((MOONS, *TWO, "--seeds", "2"), "--seeds 2"),
@@ -375,7 +387,7 @@ def test_a_run_that_an_interruption_cut_in_two_counts_by_its_metric_and_not_by_i
     # A schedule that does not follow the length of the run: cut short it trains as the whole one does.
     row = Row(name="plain", overrides=("precision=fp32", "schedule.name=constant"))
     whole = one_run(row, 0, tmp_path / "whole", target=MOONS, overrides=SMALL)
-    cut = [word for word in SMALL if "max_steps" not in word] + ["train.max_steps=2", "train.seed=0", STRICT]
+    cut = [word for word in SMALL if "max_steps" not in word] + ["train.max_steps=2", "train.seed=0"]
     train(load(MOONS, overrides=[*cut, *row.overrides, "log.curves=false"]), out=tmp_path / "cut")
     (tmp_path / "cut" / "report" / "summary.json").unlink()
     resumed = one_run(row, 0, tmp_path / "cut", target=MOONS, overrides=SMALL)
@@ -384,7 +396,7 @@ def test_a_run_that_an_interruption_cut_in_two_counts_by_its_metric_and_not_by_i
 
 
 def test_a_run_killed_before_its_summary_gets_one_when_it_is_resumed(tmp_path: Path) -> None:
-    words = [*SMALL, "train.seed=0", "precision=fp32", STRICT, "log.curves=false", "log.quiet=true"]
+    words = [*SMALL, "train.seed=0", "precision=fp32", "log.curves=false", "log.quiet=true"]
     out = train(load(MOONS, overrides=words), out=tmp_path / "run")
     (out / "report" / "summary.json").unlink()
     found = one_run(Row(name="plain", overrides=("precision=fp32",)), 0, out, target=MOONS, overrides=SMALL)

@@ -16,6 +16,7 @@ from halfstep.bench.row import Row
 from halfstep.bench.settings import Mode
 from halfstep.errors import HardwareError, PrecisionError
 from halfstep.hardware.facts import Hardware
+from halfstep.precision.decide import why_simulated
 from halfstep.precision.ladder import lacks
 
 LOSS_BOUND = 0.1
@@ -126,19 +127,19 @@ def concluded(
 
 def runners(problem: Problem, request: Request, hardware: Hardware) -> Iterator[Runner | Row]:
     """Those who run, and a finished row for each who cannot."""
-    on_cpu = problem.device.type == "cpu"
+    unmeasured = dataclasses.replace(hardware, measurements=())  # a format that is slow here is timed as well
     for precision in request.precisions:
-        missing = lacks(precision, dataclasses.replace(hardware, measurements=()))
-        simulate = bool(missing) and on_cpu or problem.config.precision.simulate and precision != "fp32"
+        asked = problem.config.precision.model_copy(update={"default": precision})
+        simulate = bool(why_simulated(asked, hardware)) or asked.simulate and precision != "fp32"
         for mode in request.modes:
             if mode == "graph" and problem.device.type != "cuda":
                 yield not_measured("halfstep", mode, precision, "needs CUDA")
             elif simulate and mode in ("compile", "graph"):
                 yield not_measured("halfstep", mode, precision, EAGER_ONLY.format(precision))
             else:
-                yield Ours(problem, precision, mode, hardware, simulate=simulate)
+                yield Ours(problem, precision, mode, unmeasured, simulate=simulate)
         for word in request.against:
-            yield from _peers(word, problem, precision, missing)
+            yield from _peers(word, problem, precision, lacks(precision, unmeasured))
 
 
 def _peers(word: str, problem: Problem, precision: str, missing: str) -> Iterator[Runner | Row]:
@@ -155,7 +156,8 @@ def measured(runner: Runner, problem: Problem, request: Request, pause: Pause | 
     row = measured_row(runner, problem, request.schedule, pause=pause)
     if not isinstance(runner, Ours) or not row.is_measured:
         return row
-    said = ("simulated: no speed",) if runner.simulated else ()
+    missing = why_simulated(runner.config.precision, runner.hardware)
+    said = (f"simulated: no speed{f' ({missing})' if missing else ''}",) if runner.simulated else ()
     return dataclasses.replace(row, simulated=runner.simulated, remarks=(*said, *runner.remarks, *row.remarks))
 
 

@@ -20,6 +20,9 @@ from halfstep.bench.bench import LOSS_BOUND, Benched, Request
 from halfstep.bench.peers import peer_name
 from halfstep.bench.problem import Problem
 from halfstep.config.dump import plain
+from halfstep.config.foreign import flat
+from halfstep.config.keys import fields_of
+from halfstep.config.schema import RunConfig
 from halfstep.disk import write_whole
 from halfstep.errors import ConfigError
 from halfstep.hardware.facts import Hardware
@@ -92,10 +95,22 @@ def identity(problem: Problem, flops: int) -> dict[str, Any]:
         "optimizer": config.optimizer.name,
         "clip_norm": config.train.clip_norm,
         "parameters": sum(parameter.numel() for parameter in problem.make_model().parameters()),
+        "reduced": reduced_model(config),
         "flops": flops,
         "config": plain(config),
         **threads,
     }
+
+
+def reduced_model(config: RunConfig) -> dict[str, Any]:
+    """Model settings by which the demo's network differs from the one that the workload's name means."""
+    fields, here = fields_of(type(config)), flat(config.model_dump(mode="json"))
+    found = {}
+    for path, value in type(config).demo.items():
+        small, full = json.loads(json.dumps([value, fields[path].default]))
+        if path.startswith("model.") and here[path] == small != full:
+            found[path] = small
+    return found
 
 
 def versions(hardware: Hardware, against: Sequence[str]) -> dict[str, str | None]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from halfstep.cli.bench_request import Asked, Files, prepared, refuse_files, with_workload
-from halfstep.cli.options import MaybeWords, option
+from halfstep.cli.options import MaybeWords, Strict, option
 
 WHAT, OUTPUT = "What is measured", "Output"
 PEER = "plain,lightning,accelerate: the same step elsewhere; plain:graphs names one variant."
@@ -27,6 +27,7 @@ def command(
         int | None, option("Timed steps per row: 100, on a CPU 20; with --explain 10 and 5.", panel=WHAT)
     ] = None,
     device: Annotated[str | None, option("cpu, cuda, cuda:1.", panel=WHAT)] = None,
+    strict: Strict = None,
     explain: Annotated[bool, option("Where the time of a step goes.", "--explain", panel=WHAT)] = False,
     as_json: Annotated[bool, option("Print JSON.", "--json", panel=OUTPUT)] = False,
     picture: Annotated[Path | None, option("Draw a bar chart.", panel=OUTPUT)] = None,
@@ -49,7 +50,7 @@ def command(
     """
     asked = Asked(
         words=with_workload(words or []),
-        flags={"batch_size": batch_size, "image_size": image_size, "device": device},
+        flags={"batch_size": batch_size, "image_size": image_size, "device": device, "strict": strict},
         precisions=precisions,
         modes=modes,
         against=against,

@@ -19,6 +19,7 @@ from halfstep.cli.options import (
     MaxSteps,
     MaybeWords,
     Simulate,
+    Strict,
     flags_of,
     option,
     said,
@@ -59,12 +60,15 @@ def command(
     price: Annotated[float | None, option("Price of a device hour.")] = None,
     at_once: Annotated[int, option("Runs in parallel; gives metrics only, no times.", min=1)] = 1,
     best: Annotated[bool, option("Judge each run's best validation, not its last.", "--best")] = False,
-    simulate: Simulate = False,
+    strict: Strict = None,
+    simulate: Simulate = None,
     out: Annotated[Path | None, option("Folder.", metavar="DIR", show_default="runs/compare-WORKLOAD-TIME")] = None,
     resume: Annotated[Path | None, option("Go on with an interrupted comparison.", metavar="DIR")] = None,
     as_json: Json = False,
 ) -> None:
     """Is the accuracy the same? Paired seeds, a margin fixed before the first run, and a table of what each row costs.
+
+    A format that the device lacks is simulated, and its row says so; --strict refuses it.
 
     The verdict is "same" only where the interval of the difference lies inside the margin; otherwise lower, higher or
     not shown, with the seeds that would decide. An interrupted comparison goes on with --resume.
@@ -102,7 +106,7 @@ def _request(context: typer.Context, how: dict[str, Any]) -> Request:
     target, overrides, more_rows = _target_of(given["words"] or [])
     flags = {path: given[name] for name, path in SETTINGS.items()}
     flags["data.dir"] = given["data_dir"] and _from_anywhere(given["data_dir"])
-    flags["precision.simulate"] = "true" if given["simulate"] else None
+    flags |= {f"precision.{name}": "true" if given[name] else None for name in ("strict", "simulate")}
     return Request(
         target=target,
         overrides=(*overrides, *(f"{key}={value}" for key, value in flags.items() if value is not None)),

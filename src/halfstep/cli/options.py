@@ -55,10 +55,11 @@ RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, 
 Precision = Annotated[
     str | None, option("auto, fp32, tf32, bf16, fp16, fp8, bf16-true, or another tool's name.", panel=PRECISION)
 ]
-Strict = Annotated[bool | None, option("Refuse to fall back to another precision.", "--strict", panel=PRECISION)]
+Strict = Annotated[bool | None, option("Refuse a format that the device lacks.", "--strict", panel=PRECISION)]
 Simulate = Annotated[bool | None, option("Numerics of a format this hardware lacks.", "--simulate", panel=PRECISION)]
 DataDir = Annotated[str | None, option("Data folder; default: demo data.", panel=DATA)]
 BatchSize = Annotated[int | None, option("Samples per micro-batch.", panel=DATA)]
+ImageSize = Annotated[int | None, option("Image side in pixels.", panel=DATA)]
 Epochs = Annotated[int | None, option("Passes over the training set.", panel=DATA)]
 MaxSteps = Annotated[int | None, option("At most this many steps; 0: no limit.", panel=DATA)]
 Device = Annotated[str | None, option("cpu, cuda, cuda:1, mps, xpu.", panel=RUN)]

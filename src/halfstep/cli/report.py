@@ -94,9 +94,10 @@ def comparison_page(folder: Path) -> str:
     series = []
     for number, line in enumerate(lines):
         steps, *curves = band(line.curves)
-        for name, values in zip((line.name, f"{line.name}, all seeds", f"{line.name}, all seeds"), curves, strict=True):
+        all_seeds = f"{line.title}, all seeds"
+        for name, values in zip((line.title, all_seeds, all_seeds), curves, strict=True):
             points = [(float(step), value) for step, value in zip(steps, values, strict=True)]
-            series += [Series(name=name, points=points, colour=number, dashed=name != line.name)] if points else []
+            series += [Series(name=name, points=points, colour=number, dashed=name != line.title)] if points else []
     chart = Chart(title=comparison.metric, x="step", series=series)
     about = f"margin {comparison.margin:.4g} in {comparison.metric}, {counted(comparison.whole_seeds(), 'seed')}"
     columns = comparison_columns(lines, comparison.metric)

@@ -43,6 +43,6 @@ def command(
         while not is_over(record):
             time.sleep(every)
             record = read_run(run)
-            facts = top_facts(record)
-            live.update(Group(top_table(record, facts), hint), refresh=True)
+            table = top_table(record, top_facts(record))
+            live.update(table if is_over(record) else Group(table, hint), refresh=True)
     return None

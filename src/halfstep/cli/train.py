@@ -18,6 +18,7 @@ from halfstep.cli.options import (
     DataDir,
     Device,
     Epochs,
+    ImageSize,
     MaxSteps,
     MaybeWords,
     Precision,
@@ -54,6 +55,7 @@ class Flags:
     simulate: Simulate = None
     data_dir: DataDir = None
     batch_size: BatchSize = None
+    image_size: ImageSize = None
     epochs: Epochs = None
     max_steps: MaxSteps = None
     lr: Annotated[float | None, option("Learning rate.", panel=DATA)] = None

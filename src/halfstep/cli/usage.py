@@ -54,9 +54,13 @@ def refused(error: Any, words: Sequence[str] = (), context: Any = None) -> Confi
         return ConfigError(what.rstrip("."), fix=f"--precision {precision}")
     has_settings = "words" in names
     if is_unknown and has_settings and (setting := _setting(error.option_name)):
-        return ConfigError(what.rstrip("."), fix=f"settings are words: {setting}=VALUE. {help_text}")
+        same = _same_option(setting, context.command.params)
+        fix = f"did you mean {same}?" if same else f"settings are words: {setting}=VALUE."
+        return ConfigError(what.rstrip("."), fix=f"{fix} {help_text}")
     near = [name for name in getattr(error, "possibilities", None) or () if name != "--help"]
     nearest = f"did you mean {' or '.join(near)}? " if near else ""
+    if is_unknown and has_settings and not near:
+        nearest = _near_setting(error.option_name)
     return ConfigError(what.rstrip("."), fix=nearest + help_text)
 
 
@@ -72,6 +76,24 @@ def _setting(option: str) -> str:
 
     name = option.lstrip("-").replace("-", "_")
     return name if name in KEY_ALIASES or name in PRECISION_KEYS or "." in name else ""
+
+
+def _same_option(setting: str, options: Sequence[Any]) -> str:
+    """The option of the same setting: `--lr` for `learning_rate`; empty where there is none."""
+    from halfstep.config.aliases import KEY_ALIASES
+
+    paths = {key: alias.path for key, alias in KEY_ALIASES.items()}
+    path = paths.get(setting, setting)
+    return next((option.opts[0] for option in options if paths.get(option.name) == path), "")
+
+
+def _near_setting(option: str) -> str:
+    """`did you mean optimizer.weight_decay=VALUE? ` for an option that looks like a setting; else empty."""
+    from halfstep.config.keys import suggestion
+    from halfstep.config.schema import RunConfig
+
+    found = suggestion(option.lstrip("-").replace("-", "_"), RunConfig)
+    return f"{found.removesuffix('?')}, as KEY=VALUE? " if found.startswith("did you mean") else ""
 
 
 def _expectation(message: str) -> str:

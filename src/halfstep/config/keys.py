@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from halfstep.config.aliases import KEY_ALIASES, PRECISION_KEYS
 from halfstep.config.section import NULLS, Plain, Section
 from halfstep.config.statements import OPEN_SECTIONS, Statement, open_section_of
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, nearest
 
 NEAR = 0.6
 """Similarity (difflib) from which a name is worth suggesting: one typo in five letters stays above it."""
@@ -136,6 +136,8 @@ def as_config_error(error: ValidationError, said: Mapping[str, Statement], schem
 
 def remedy(path: str, details: list[ErrorDetails], schema: type[Section]) -> str:
     """`set train.epochs (passes over the training set) to at least 1; its default is 100`."""
+    if near := near_choice(details):  # the complaint lists every choice already
+        return near
     field = field_at(schema, path)
     meaning = field.description or ""
     is_word = meaning[1:2].islower()  # NHWC and TF32 keep their capitals
@@ -143,6 +145,15 @@ def remedy(path: str, details: list[ErrorDetails], schema: type[Section]) -> str
     change = f"leave out {named}" if details[0]["type"] == "value_error" else f"set {named} to {wanted(details)}"
     has_default = not field.is_required() and field.default not in (None, "", ())
     return f"{change}; its default is {field.default}" if has_default else change
+
+
+def near_choice(details: list[ErrorDetails]) -> str:
+    """`did you mean 'adam'?` for a mistyped choice; empty where no choice is near."""
+    for detail in details:
+        if detail["type"] == "literal_error" and isinstance(detail["input"], str):
+            found = nearest(detail["input"], re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
+            return found if found.startswith("did you mean") else ""
+    return ""
 
 
 def wanted(details: list[ErrorDetails]) -> str:

@@ -50,6 +50,9 @@ def typed(text: str) -> object:
 def typed_by_field(value: object, annotation: Any) -> object:
     """`value` with every `Plain` inside turned into what a field of this annotation expects."""
     if isinstance(value, Plain):
+        is_off = "off" in get_args(annotation) and (value.lower() in NULLS or BOOLS.get(value.lower()) is False)
+        if is_off:  # a choice among words that has one for false
+            return "off"
         keeps_text = is_text_only(annotation) and not (value.lower() in NULLS and type(None) in atoms(annotation))
         return str(value) if keeps_text else typed(value)
     if isinstance(value, Mapping):

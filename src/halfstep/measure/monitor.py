@@ -79,7 +79,9 @@ class Monitor:
         self._start_s = clock()
         self.latest: Record = {}
         self.num_samples = 0
-        self.busy_sum = 0.0
+        self.is_steady = False
+        """Whether steps are compiled and captured; a GPU waits for that, and its utilization says nothing of a step."""
+        self.num_steady, self.busy_sum = 0, 0.0
         self.spent_s = 0.0
         self.trouble = ""
         """Why it ended early, such as a full disk."""
@@ -92,8 +94,12 @@ class Monitor:
 
     @property
     def utilization(self) -> float | None:
-        """Mean percentage since it was started; None where nothing was recorded."""
-        return self.busy_sum / self.num_samples if self.num_samples else None
+        """Mean percentage since steps were steady; None where nothing was recorded."""
+        return self.busy_sum / self.num_steady if self.num_steady else None
+
+    def settle(self) -> None:
+        """End the start: utilization counts from here."""
+        self.is_steady = True
 
     def start(self) -> None:
         if self._nvml is not None:
@@ -125,11 +131,13 @@ class Monitor:
         before_s = self._clock()
         found = sample(*self._nvml)
         now_s = self._clock()
-        self.latest = {"elapsed_s": round(self._before_s + now_s - self._start_s, 3), **found}
+        self.latest = {"elapsed_s": round(self._before_s + now_s - self._start_s, 3), "steady": self.is_steady, **found}
         self.spent_s += now_s - before_s
         if found["utilization"] is not None:
-            self.busy_sum += found["utilization"]
             self.num_samples += 1
+            if self.is_steady:
+                self.num_steady += 1
+                self.busy_sum += found["utilization"]
         return self.latest
 
     def _pause_s(self) -> float:

@@ -10,7 +10,7 @@ from halfstep.config.aliases import precision_name
 from halfstep.errors import PrecisionError
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.probe import probe
-from halfstep.precision.ladder import Grant, grant
+from halfstep.precision.ladder import Grant, grant, lacks
 from halfstep.precision.plan import ROOT, WHOLE_MODEL, Plan, Row
 
 if TYPE_CHECKING:
@@ -67,6 +67,19 @@ def decide(
     if model is not None and any(answer.compute == "fp8" for answer in grants):
         return _checked_fp8(plan, model, strict=strict)
     return plan
+
+
+def why_simulated(request: PrecisionConfig, hardware: Hardware) -> str:
+    """Say why a row of `compare` or `bench` simulates the precision it is named after; empty if the device has it.
+
+    One rule for all commands: `strict` refuses a format that the device lacks. Without it, training goes down the
+    ladder (`grant`), but a row that did so would show another format's numbers under its own name.
+    """
+    if request.strict:
+        return ""
+    unmeasured = dataclasses.replace(hardware, measurements=())  # training does not measure either
+    asked = (request.default, *request.modules.values())
+    return next(filter(None, (lacks(name, unmeasured) for name in asked if name != "auto")), "")
 
 
 def decide_again(

@@ -15,8 +15,8 @@ from halfstep.report.progress import format_time
 class RowsLeft:
     """Which row is measured, and about how long the rest takes if rows go on as those of their kind before.
 
-    A compiled row takes minutes where an eager one takes seconds: while a kind is still to come that nobody has seen
-    here, the rest takes at least as long as the quickest row for each of it, and that is what is said.
+    A compiled row takes minutes where an eager one takes seconds: while a kind is still to come of which no row is
+    done, the time left is unknown.
     """
 
     def __init__(
@@ -47,22 +47,24 @@ class RowsLeft:
             self._console.print(Text(f"measuring {self}"), soft_wrap=True)
 
     def left(self) -> str:
-        """`, about 1:20 left`; nothing until a row is done, for nobody knows how long one takes."""
+        """`, about 1:20 left`; nothing until a row is done, and `unknown` until one of each kind is."""
         if self.done < 1:
             return ""
+        # The first row's second measurement is known by the first one.
+        if not set(self.kinds[self.done : self.total - self.repeats_first]) <= set(self.kinds[: self.done]):
+            return ", time left unknown"
         this_s = self._expected_s(self.done) - (self._clock() - self._starts_s[-1])
         others_s = sum(self._expected_s(index) for index in range(self.done + 1, self.total))
-        # A row that takes longer than any guess: only the others are known.
-        is_known = this_s >= 0 and set(self.kinds[self.done :]) <= set(self.kinds[: self.done])
-        return f", {'about' if is_known else 'over'} {format_time(max(0.0, this_s) + others_s)} left"
+        # A row that takes longer than those before it: only the others are known.
+        return f", {'about' if this_s >= 0 else 'over'} {format_time(max(0.0, this_s) + others_s)} left"
 
     def _expected_s(self, index: int) -> float:
-        """As the row that comes again, as the mean of its kind, or as the quickest of all that are done."""
+        """As the row that comes again, or as the mean of its kind."""
         taken_s = [end - start for start, end in itertools.pairwise(self._starts_s)]
         if self.repeats_first and index == self.total - 1:
             return taken_s[0]
         alike_s = [taken for taken, kind in zip(taken_s, self.kinds, strict=False) if kind == self.kinds[index]]
-        return sum(alike_s) / len(alike_s) if alike_s else min(taken_s)
+        return sum(alike_s) / len(alike_s)
 
     def __str__(self) -> str:
         return f"{self.row} (row {self.done + 1} of {self.total}{self.left()})"

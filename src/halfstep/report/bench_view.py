@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from halfstep.errors import counted
+from halfstep.report.config_view import shown
 from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
 from halfstep.report.tables import columns_table, print_text
 
@@ -36,7 +37,7 @@ def show_bench(record: Record, console: Console) -> None:
         console.print(columns_table(table, left=WHO))
     missing = [f"not measured: {_label(row)}: {row['reason']}" for row in rows if not row["window_ms"]]
     remarks = [f"{_label(row)}: {remark}" for row in measured for remark in row["remarks"]]
-    for line in (*missing, *remarks, *_meanings(record, measured, columns)):
+    for line in (*_reduced(record["problem"]), *missing, *remarks, *_meanings(record, measured, columns)):
         print_text(console, Text(line, style="dim"))
     for warning in record["warnings"]:
         print_text(console, Text(f"warning: {warning}", style="yellow"))
@@ -52,10 +53,18 @@ def problem_title(record: Record) -> str:
     problem = record["problem"]
     # Benches stored before families said it themselves were all of images.
     size = record.get("sample_size", f"{problem['image_size']} pixels")
+    parameters = f"{' reduced to' if problem.get('reduced') else ','} {_count(problem['parameters'])} parameters"
     return (
-        f"{problem['workload']}, {_count(problem['parameters'])} parameters, batch {problem['batch_size']}, "
+        f"{problem['workload']}{parameters}, batch {problem['batch_size']}, "
         f"{f'{size}, ' if size else ''}{problem['optimizer']}, clip {problem['clip_norm']:g}"
     )
+
+
+def _reduced(problem: Record) -> Iterator[str]:
+    """How the network differs from the one that its name means."""
+    if changed := problem.get("reduced"):
+        settings = ", ".join(f"{path}={shown(value)}" for path, value in changed.items())
+        yield f"reduced: this is the network of the demo ({settings}); with data.dir=DIR the full one is timed"
 
 
 def _count(number: int) -> str:
@@ -97,7 +106,7 @@ def _columns(rows: Sequence[Record], unit: Record) -> dict[str, list[str]]:
     columns = {
         "who": [row["name"] for row in rows],
         "mode": [row["variant"] for row in rows],
-        "precision": [row["precision"] for row in rows],
+        "precision": [row["precision"] + " simulated" * row["simulated"] for row in rows],
         "ms/step": each("ms", significant=4),
         "windows": [f"{digits(row['ms_min'], 4)}–{digits(row['ms_max'], 4)}" for row in rows],
         f"{unit['name']}s/s": each("samples_per_s", unit["per_sample"], significant=4),

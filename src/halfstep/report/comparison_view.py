@@ -25,6 +25,8 @@ class Line:
     """One row of the table; None where nothing was measured, or not by a run alone on the device."""
 
     name: str
+    ran: str = ""
+    """`simulated` or `ran bf16`, where the row did not run natively what it asks for."""
     seconds_per_epoch: float | None
     samples_per_s: float | None
     rate: tuple[str, float] | None
@@ -42,10 +44,14 @@ class Line:
     curves: Sequence[Sequence[tuple[int, float]]] = ()
     """(step, metric) of each seed."""
 
+    @property
+    def title(self) -> str:
+        return f"{self.name} ({self.ran})" if self.ran else self.name
+
 
 def comparison_columns(lines: Sequence[Line], metric: str) -> dict[str, list[str]]:
     """The table's cells by title, for a terminal and for a page."""
-    columns: dict[str, list[str]] = {"row": [line.name for line in lines]}
+    columns: dict[str, list[str]] = {"row": [line.title for line in lines]}
     rate = next((line.rate[0] for line in lines if line.rate), "samples/s")
     measured: Mapping[str, list[str]] = {
         "s/epoch": [_number(line.seconds_per_epoch) for line in lines],
@@ -84,7 +90,7 @@ def draw_comparison(lines: Sequence[Line], metric: str, path: Path) -> None:
         if steps:
             # Rows that are the same lie on each other: later ones are thinner, so that all of them are seen.
             width = 1.5 + 1.8 * (len(lines) - 1 - number)
-            axes.plot(steps, means, color=colour, linewidth=width, marker="o", markersize=width + 1.5, label=line.name)
+            axes.plot(steps, means, color=colour, linewidth=width, marker="o", markersize=width + 1.5, label=line.title)
             axes.fill_between(steps, lows, highs, color=colour, alpha=0.12, linewidth=0)
             if len(steps) == 1:  # of which a band shows nothing
                 axes.vlines(steps, lows, highs, color=colour, linewidth=width / 2, alpha=0.5)

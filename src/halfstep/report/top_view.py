@@ -88,8 +88,8 @@ def _state(run: RunRecord) -> str:
         return "ended"
     if is_over(run):
         if any(run.path.glob("checkpoints/step-*")):
-            return f"stopped or killed; go on with: {suggested('train', '--resume', run.path)}"
-        return "stopped or killed before its first checkpoint"
+            return f"stopped or killed, its process is gone; go on with: {suggested('train', '--resume', run.path)}"
+        return "stopped or killed before its first checkpoint, its process is gone; start it again"
     if not file.exists():
         return "starting"
     seconds = max(time.time() - file.stat().st_mtime, 0)

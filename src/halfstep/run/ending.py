@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +150,7 @@ def write_summary(folder: RunFolder, loop: Loop, elapsed_s: float, joules: float
         "peak_memory_bytes": peak_memory_bytes(parts.device),
         "joules": joules,
         "skipped": loop.journal.num_skipped,
-        "trained_s": loop.waiting.trained_s,
-        "waited_s": loop.waiting.waited_s,
+        **asdict(loop.waiting),
         "steps_run": loop.engine.mode,
         "precision": plan.granted,
         "simulated": plan.simulated,

@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, Never, Self
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from halfstep.run.own_arguments import (
     refuse_recast,
     refuse_strangers,
     refuse_uncallable,
+    refuse_unknown,
     scaler_options,
     window_of,
 )  # fmt: skip
@@ -145,7 +146,9 @@ class Step:
         on_commit: OnCommit | None = None,
         on_outcome: Callable[[Outcome], None] | None = None,
         capsules: str | os.PathLike[str] | None = None,
+        **unknown: Never,  # refused here with a suggestion, and by type checkers
     ) -> None:
+        refuse_unknown(unknown, Step.__init__)
         model, optimizers = model_and_optimizers(model, optimizer)
         device, options, scaling = device_of(model), guard_options(guard), scaler_options(scaler)
         folder, parts = folder_of(capsules), parts_of(modules)

@@ -20,7 +20,7 @@ from halfstep.run.held import HeldWindows, Position
 from halfstep.run.interrupts import Interrupts
 from halfstep.run.journal import Journal
 from halfstep.run.ledger import RunLedger
-from halfstep.run.pace import Waiting
+from halfstep.run.pace import START_STEPS, Waiting
 from halfstep.run.phased_engine import engine_for
 from halfstep.run.planned_batch import ways_out_of
 from halfstep.run.resume import Changes
@@ -58,6 +58,10 @@ class Loop:
             if parts.recorder is not None:
                 parts.guard.look_early = parts.recorder.look_early
         self.throughput, self.waiting, self.num_samples = Throughput(), Waiting(), 0
+        self.num_made = 0
+        """Steps of this process; the first ones compile and capture."""
+        self.settled: Callable[[], None] = lambda: None
+        """Called once, when that start is over."""
         self._is_asked = False
         """Whether a process of several was asked to stop, as all of them have read in the facts of the same step."""
         self._num_posts = 0
@@ -146,10 +150,20 @@ class Loop:
                 # Before the guard's word, which may be to save and stop: this window must not come again.
                 self.position.batch += len(window)
                 self._act_on(parts.guard.watch(facts))
-                self._after_step(samples, Waiting(trained_s=clock.elapsed_s, waited_s=feed.waited_s - waited_s))
+                waiting = Waiting(trained_s=clock.elapsed_s, waited_s=feed.waited_s - waited_s)
+                self._count_start(waiting)
+                self._after_step(samples, waiting)
                 if self.is_over or self._samples_are_due() or self._validation_is_due():
                     break
         self.waiting.add(clock.elapsed_s, feed.waited_s - waited_s)
+
+    def _count_start(self, since: Waiting) -> None:
+        """Note how long the start took, once it is over; `since` is what `self.waiting` does not count yet."""
+        self.num_made += 1
+        if self.waiting.start_s == 0 and self.num_made >= START_STEPS[self.engine.mode]:
+            self.waiting.start_s = self.waiting.trained_s + since.trained_s
+            self.waiting.start_waited_s = self.waiting.waited_s + since.waited_s
+            self.settled()
 
     def _one_step(self, window: list[dict[str, Tensor]]) -> Facts | PhasedFacts:
         parts, position = self.parts, self.position

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
@@ -25,6 +26,13 @@ from halfstep.step.guard import GuardOptions
 from halfstep.step.scaler import ScalerOptions
 
 BY_DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def refuse_unknown(given: Mapping[str, object], function: Callable[..., None]) -> None:
+    """Refuse keywords that hs.Step does not have."""
+    names = [name for name, one in inspect.signature(function).parameters.items() if one.kind is one.KEYWORD_ONLY]
+    for name in given:
+        raise ConfigError(f"hs.Step has no argument {name!r}", fix=nearest(name, ["precision", *names]))
 
 
 def precision_of(given: object) -> str:

@@ -13,6 +13,7 @@ from halfstep.hardware.gpus import find_known
 from halfstep.measure.clock import Stopwatch
 from halfstep.measure.monitor import Monitor
 from halfstep.precision.plan import Plan
+from halfstep.tune.modes import UNCAPTURED, Mode
 from halfstep.workloads.kind import Unit
 
 WORTH_SAYING = 0.1  # share of the time below which waiting is nobody's business
@@ -24,6 +25,10 @@ class Waiting:
 
     trained_s: float = 0.0
     waited_s: float = 0.0
+    start_s: float = 0.0
+    """Of `trained_s`: until steps were compiled and captured."""
+    start_waited_s: float = 0.0
+    """Of `waited_s`: in that time."""
 
     def add(self, trained_s: float, waited_s: float) -> None:
         self.trained_s += trained_s
@@ -99,34 +104,43 @@ class Lagging:
 
 # --- how busy the GPU was ---
 
+START_STEPS: dict[Mode, int] = {"eager": 1, "compile": 2, "graph": UNCAPTURED + 1}
+"""Of a process, by mode: until kernels are chosen, compiled and captured."""
 BUSY = 80.0  # percent below which the summary says why
 SHORTEST_S = 10.0  # below that NVML's averages say nothing of a run
 
 
-def how_busy(monitor: Monitor, waiting: Waiting, elapsed_s: float) -> str:
+def how_busy(monitor: Monitor, waiting: Waiting, elapsed_s: float, mode: Mode) -> str:
     """One line for the summary; empty on a device that cannot say."""
     if not monitor.is_able:
         return ""
     if monitor.trouble:
         return f"not recorded to the end: {monitor.trouble}"
-    return busy_line(monitor.utilization, waiting, elapsed_s)
+    return busy_line(monitor.utilization, waiting, elapsed_s, mode)
 
 
-def busy_line(utilization: float | None, waiting: Waiting, elapsed_s: float) -> str:
-    if utilization is None or elapsed_s < SHORTEST_S:
+def busy_line(utilization: float | None, waiting: Waiting, elapsed_s: float, mode: str) -> str:
+    """How busy the GPU was after the start of the run, in which steps are compiled and captured."""
+    steady_s = elapsed_s - waiting.start_s
+    if utilization is None or steady_s < SHORTEST_S:
         return "not measurable: the run was too short"
-    shown = f"{utilization:.0f}% busy"
-    return shown if utilization >= BUSY else f"{shown}, under {BUSY:.0f}%: {why_idle(utilization, waiting, elapsed_s)}"
+    after = f" after a start of {waiting.start_s:.0f} s" if waiting.start_s >= SHORTEST_S else ""
+    shown = f"{utilization:.0f}% busy{after}"
+    if utilization >= BUSY:
+        return shown
+    return f"{shown}, under {BUSY:.0f}%: {why_idle(utilization, waiting, elapsed_s, mode)}"
 
 
-def why_idle(utilization: float, waiting: Waiting, elapsed_s: float) -> str:
-    """What it waited for most: data, validation and what else stands between steps, or the host."""
-    data = waiting.waited_s / elapsed_s
-    between = max(elapsed_s - waiting.trained_s, 0.0) / elapsed_s
+def why_idle(utilization: float, waiting: Waiting, elapsed_s: float, mode: str) -> str:
+    """What the GPU waited for most after the start: data, what comes between steps, or the host."""
+    steady_s = elapsed_s - waiting.start_s
+    data = (waiting.waited_s - waiting.start_waited_s) / steady_s
+    between = max(elapsed_s - waiting.trained_s, 0.0) / steady_s
     host = max(1 - utilization / 100 - data - between, 0.0)
+    faster = "a larger batch" if mode == "graph" else "a larger batch, or train.fast=graph"
     reasons = {
         f"{data:.0%} of the time it waited for data": data,
-        f"{between:.0%} of the time went to the start, validation and checkpoints": between,
-        f"{host:.0%} of the time it waited for the host (small steps: a larger batch, or train.fast=graph)": host,
+        f"{between:.0%} of the time went to validation and checkpoints": between,
+        f"{host:.0%} of the time it waited for the host (small steps: {faster})": host,
     }
     return max(reasons, key=lambda reason: reasons[reason])

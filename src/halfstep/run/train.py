@@ -306,7 +306,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             clock, energy = Stopwatch(), EnergyMeter(parts.device)
             start = Progress.of(parts.step)
             monitor = watch.enter_context(monitored(parts.device, folder.path / "monitor.jsonl", records=writes))
-            journal.gpu = monitor.in_short
+            journal.gpu, loop.settled = monitor.in_short, monitor.settle
             loop.run()
             loop.hear_others()
             monitor.stop()
@@ -316,7 +316,8 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
                 export(parts, folder)
                 elapsed_s, joules = clock.elapsed_s, energy.joules()
                 write_summary(folder, loop, elapsed_s, joules)
-                show_summary(report, folder, loop, elapsed_s, joules, how_busy(monitor, loop.waiting, elapsed_s))
+                busy = how_busy(monitor, loop.waiting, elapsed_s, loop.engine.mode)
+                show_summary(report, folder, loop, elapsed_s, joules, busy)
         except (HalfstepError, KeyboardInterrupt) as error:
             shown = ended_early(error, loop, folder, is_new=is_new and writes)
             if folder.path.is_dir() and writes:

@@ -25,7 +25,7 @@ from halfstep.disk import owned, write_whole
 from halfstep.errors import CheckpointError, ConfigError, HalfstepError, counted
 from halfstep.hardware.probe import probe
 from halfstep.measure.clock import Stopwatch
-from halfstep.precision.decide import decide
+from halfstep.precision.decide import decide, why_simulated
 from halfstep.run.folder import RunFolder, with_absolute_paths
 from halfstep.tune.modes import asked_mode
 from halfstep.use.compare_beside import Job, beside_each_other
@@ -80,6 +80,8 @@ class Comparison:
     """Why no further seeds are run."""
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Every setting of each row when the comparison began, by row and key."""
+    simulated: dict[str, str] = field(default_factory=dict)
+    """What the device lacks for rows that are therefore simulated, by row."""
 
     @property
     def metric(self) -> str:
@@ -139,15 +141,19 @@ def new_comparison(request: Request, out: Path | None) -> tuple[Path, Comparison
     """A folder for it, once every row is known to be right."""
     refuse_bad_rows(request)
     configs = {row.name: config_of(request, row) for row in request.rows}
+    simulated: dict[str, str] = {}
     for row, config in configs.items():
+        hardware = probe(config.device)
+        if config.precision.simulate and (missing := why_simulated(config.precision, hardware)):
+            simulated[row] = missing
         try:  # a format or a mode that is not there must not show after the pilot
-            asked_mode(config, decide(config.precision, probe(config.device)))
+            asked_mode(config, decide(config.precision, hardware))
         except HalfstepError as error:
             error.what = f"{row}: {error.what}"
             raise
     name = re.sub(r"[:/]", "-", configs[request.baseline.name].workload)
     folder = RunFolder.create(str(out) if out else None, f"compare-{name}").path
-    comparison = Comparison(request=request, margin=request.margin, settings=_settings(configs))
+    comparison = Comparison(request=request, margin=request.margin, settings=_settings(configs), simulated=simulated)
     comparison.margin_from = "given with --margin" if request.margin is not None else ""
     _write(folder, comparison)
     return folder, comparison
@@ -205,6 +211,8 @@ def run_comparison(folder: Path, comparison: Comparison, say: Say) -> None:
 
 def _run(folder: Path, comparison: Comparison, say: Say) -> None:
     comparison.ended, runs = "", _Runs(folder, comparison, say)
+    for row, missing in comparison.simulated.items():
+        say(f"warning: {row} is simulated: {missing}; its numerics are compared, not its speed (--strict refuses)")
     if comparison.margin is None:
         if not runs.pilot():
             return _end(folder, comparison, f"{runs.budget} is spent, and the margin is not fixed")

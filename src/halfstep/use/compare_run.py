@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 from halfstep.config.load import Loaded
 from halfstep.errors import CheckpointError, HalfstepError, Interrupted, MemoryLimitError, TrainingStopped, first_line
+from halfstep.hardware.probe import probe
+from halfstep.precision.decide import why_simulated
 from halfstep.report.metrics_file import read
 from halfstep.run.ending import read_summary
 from halfstep.run.train import train
@@ -25,8 +27,6 @@ End = Literal["done", "stopped", "out of memory"]
 """How a run came to its end: by itself, by its guard, or by the device's memory."""
 QUIET = ("log.quiet=true", "log.curves=false")
 """A comparison has one table and one picture, of all its runs."""
-STRICT = "precision.strict=true"
-"""Unless it says otherwise: a row that ran in another format than it names would compare nothing."""
 OUT_OF_MEMORY: End = "out of memory"
 
 
@@ -66,10 +66,16 @@ class Outcome:
 
 
 def loaded_for(target: str, overrides: Sequence[str], row: Row, seed: int) -> Loaded:
-    """What is common, then what the row changes, then the seed: the later word wins, so each key is said once."""
-    words = (STRICT, *overrides, *row.overrides, f"train.seed={seed}", *QUIET)
+    """What is common, then what the row changes, then the seed: the later word wins, so each key is said once.
+
+    A format that the device lacks is simulated unless the user decided that: a fallback would compare another one."""
+    words = (*overrides, *row.overrides, f"train.seed={seed}", *QUIET)
     said = {word.split("=", 1)[0]: word for word in words}
-    return load(target, overrides=list(said.values()))
+    loaded = load(target, overrides=list(said.values()))
+    is_open = loaded.origins["precision.simulate"].layer == "default"
+    if is_open and why_simulated(loaded.config.precision, probe(loaded.config.device)):
+        return load(target, overrides=[*said.values(), "precision.simulate=true"])
+    return loaded
 
 
 def one_run(

@@ -35,6 +35,7 @@ def _line(comparison: Comparison, row: str, verdict: Verdict | None) -> Line:
     does_not_fit = any(run.end == OUT_OF_MEMORY for run in runs)
     return Line(
         name=row,
+        ran=_ran(comparison, row),
         seconds_per_epoch=_median(alone, "trained_s", per="epochs"),
         samples_per_s=1 / per_sample if per_sample else None,
         rate=_rate(alone[0].summary, 1 / per_sample) if per_sample else None,
@@ -49,6 +50,16 @@ def _line(comparison: Comparison, row: str, verdict: Verdict | None) -> Line:
         not_reached=times.count(None),
         curves=[[(step, value) for step, _, value in run.curve] for run in paired],
     )
+
+
+def _ran(comparison: Comparison, row: str) -> str:
+    """What ran, where it is not what the row asks for natively: `simulated`, `ran bf16`."""
+    asked = precision_name(comparison.settings.get(row, {}).get("precision.default", "auto"))
+    summaries = [run.summary for run in comparison.outcomes(row) if run.summary]
+    if any(summary.get("simulated") for summary in summaries):
+        return "simulated"
+    others = {summary["precision"] for summary in summaries if "precision" in summary} - {asked}
+    return f"ran {', '.join(sorted(others))}" if others and asked != "auto" else ""
 
 
 def _rate(summary: Mapping[str, Any], samples_per_s: float) -> tuple[str, float]:
@@ -100,12 +111,14 @@ def notes_of(comparison: Comparison) -> list[str]:
     notes += _other_differences(comparison)
     if any(not run.alone for run in comparison.runs):
         notes.append("runs in parallel with others, or resumed: their time, memory and energy are left out")
+    notes += [f"{row} is simulated: {missing}" for row, missing in comparison.simulated.items()]
     if any(run.summary.get("simulated") for run in comparison.runs):
         notes.append("simulated formats show numerics, never speed: their time and memory are left out")
     on_gpu = [run.summary for run in comparison.runs if str(run.summary.get("device")).startswith("cuda")]
     if any(summary.get("joules") is None for summary in on_gpu):
         notes.append("no energy: NVML, which counts it, is not there or does not know this GPU")
-    return [*notes, f"ended: {comparison.ended}"]
+    unfinished = f"unfinished after {counted(len(comparison.runs), 'run')}; halfstep compare --resume goes on"
+    return [*notes, f"ended: {comparison.ended}" if comparison.ended else unfinished]
 
 
 def _failures(comparison: Comparison) -> list[str]:
@@ -122,10 +135,8 @@ def _other_differences(comparison: Comparison) -> list[str]:
     """Where runs differ in more than their rows say: a format that was not granted, another machine, other data."""
     notes = []
     for row, settings in comparison.settings.items():
-        asked = precision_name(settings["precision.default"])
-        ran = {run.summary["precision"] for run in comparison.outcomes(row) if "precision" in run.summary}
-        if asked != "auto" and (others := ran - {asked}):
-            notes.append(f"{row} asked for {asked} and ran {', '.join(sorted(others))}")
+        if (ran := _ran(comparison, row)).startswith("ran "):
+            notes.append(f"{row} asked for {settings['precision.default']} and {ran}")
     for key, what in {"device": "devices", "versions": "versions", "data": "data files"}.items():
         seen = dict.fromkeys(str(run.summary[key]) for run in comparison.runs if run.summary.get(key))
         if len(seen) > 1:
@@ -144,6 +155,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "rows": [
             {
                 "row": line.name,
+                "ran": line.ran,
                 "values": [value if math.isfinite(value) else None for value in line.values],
                 "verdict": line.verdict,
                 "difference": None if line.interval is None else list(line.interval),

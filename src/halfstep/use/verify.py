@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,14 +99,15 @@ def _without_record() -> list[Line]:
 
 
 def _gpu(record: RunRecord) -> Line:
-    busy = [one["utilization"] for one in record.monitor if one.get("utilization") is not None]
+    steady = [one for one in record.monitor if one.get("steady")]
+    busy = [one["utilization"] for one in steady if one.get("utilization") is not None]
     elapsed_s = float(record.summary.get("elapsed_s", 0.0))
     if not busy:
         return Line(name="GPU use", holds=None, text="no NVML record: not on an NVIDIA GPU, or too short")
     if elapsed_s < SHORTEST_S:
         return Line(name="GPU use", holds=None, text=f"the run took {elapsed_s:.1f} s, less than {SHORTEST_S:g} s")
-    trained_s, waited_s = (float(record.summary.get(*key)) for key in (("trained_s", elapsed_s), ("waited_s", 0.0)))
-    line = busy_line(sum(busy) / len(busy), Waiting(trained_s=trained_s, waited_s=waited_s), elapsed_s)
+    waiting = Waiting(**{field.name: float(record.summary[field.name]) for field in dataclasses.fields(Waiting)})
+    line = busy_line(sum(busy) / len(busy), waiting, elapsed_s, str(record.summary["steps_run"]))
     return Line(name="GPU use", holds="under" not in line, text=line)
 
 
