@@ -9,6 +9,7 @@ import errno
 import functools
 import glob
 import itertools
+import json
 import os
 import platform
 import re
@@ -19,6 +20,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from halfstep.errors import CheckpointError
 
@@ -75,6 +77,37 @@ def whole_folder(path: Path, *, replaces: bool = False, flushes: bool = True) ->
     except BaseException:
         shutil.rmtree(hidden, ignore_errors=True)
         raise
+
+
+# --- JSON ---
+
+CHECKSUM = "crc32"
+
+
+def parse_json(text: str | bytes) -> Any:
+    """`json.loads`, where nesting that is too deep for Python's stack is a ValueError like any other damage."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def seal(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Add a checksum of the content, which `read_sealed` compares."""
+    return {**document, CHECKSUM: _checksum(document)}
+
+
+def read_sealed(text: str | bytes) -> dict[str, Any]:
+    """Parse what `seal` made, without its checksum; a ValueError where the content is no longer the same."""
+    document = parse_json(text)
+    if not isinstance(document, dict) or document.pop(CHECKSUM, None) != _checksum(document):
+        raise ValueError("its checksum does not match: it was edited or the disk damaged it")
+    return document
+
+
+def _checksum(document: Mapping[str, Any]) -> int:
+    # Of the content, not of the bytes: JSON keeps the order of keys and every bit of a float.
+    return zlib.crc32(json.dumps(document).encode())
 
 
 # --- what killed processes leave behind: .writing-NAME-MACHINE-PID ---

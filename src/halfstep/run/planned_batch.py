@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from halfstep.hardware.facts import Hardware
 from halfstep.precision.advice import USABLE_MEMORY
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly
-from halfstep.run.checkpoint import STATE
+from halfstep.run.checkpoint import read_document
 from halfstep.run.folder import RunFolder
 from halfstep.run.memory_fit import USABLE, fitting, largest_batch, usable_bytes
 from halfstep.run.memory_plan import Cell, MemoryPlanner
@@ -147,7 +146,7 @@ def predicted_memory(path: Path) -> dict[str, int]:
     folder = RunFolder.open(str(path))
     config, plan = load(str(folder.config)).config, folder.stored_plan()
     newest = folder.checkpoints().all()[-1:]  # what it knew of its data, which may be gone
-    store = json.loads((newest[0] / STATE).read_text())["state"]["store"] if newest else None
+    store = read_document(newest[0])["state"]["store"] if newest else None
     whole = Cell.of_plan(config, plan)
     size, accumulate = math.ceil(whole.batch_size / plan.pieces), whole.accumulate * plan.pieces
     cell = dataclasses.replace(whole, batch_size=size, accumulate=accumulate)
