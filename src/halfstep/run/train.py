@@ -249,9 +249,15 @@ def _built_as_stored(config: RunConfig, state: Mapping[str, Any], folder: RunFol
 
 def _is_tidy(config: RunConfig, folder: RunFolder, path: Path, checkpoint: Checkpoint) -> bool:
     """Whether a kill between the last checkpoint and the end left nothing undone."""
-    is_marked = not checkpoint.state["is_best"] or folder.checkpoints().best() == path
+    state = checkpoint.state
+    is_validated = (
+        state["position"]["epoch"] >= config.train.epochs
+        or state["validated_at"] == state["step"]["attempted"]
+        or state["num_samples"][1] == 0
+    )
+    is_marked = not state["is_best"] or folder.checkpoints().best() == path
     is_drawn = not config.log.curves or (folder.report / "curves.png").is_file()
-    return is_marked and is_drawn and has_summary(folder) and is_exported(config.workload, folder)
+    return is_validated and is_marked and is_drawn and has_summary(folder) and is_exported(config.workload, folder)
 
 
 def _plan_to_go_on(
