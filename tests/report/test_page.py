@@ -18,6 +18,7 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.report.page.charts import MOST_POINTS, charts_of
 from halfstep.report.page.read_run import read_run
+from halfstep.run.folder import RunFolder
 from halfstep.workloads import KINDS
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -83,7 +84,7 @@ def test_memory_is_a_stack_of_what_the_step_is_predicted_to_take(tmp_path: Path)
     (tmp_path / "stacked_moons.py").write_text(stored)
     run, data = written_run(tmp_path / "run"), tmp_path / "data"
     plan = decide("fp32", probe("cpu"))
-    (run / "plan.json").write_text(replace(plan, mode="eager").to_json())
+    RunFolder(run).write_plan(replace(plan, mode="eager"))
     settings = f"workload: stacked_moons:KIND\ntrain: {{batch_size: 32}}\ndata: {{dir: {data}}}\n"
     (run / "config.yaml").write_text(settings)
     words = (str(run), "--out", str(tmp_path / "page.html"))

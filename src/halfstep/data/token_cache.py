@@ -24,7 +24,7 @@ from halfstep.data.files import naming_no_room, refuse_no_room
 from halfstep.data.text_files import TextFiles
 from halfstep.data.tokenizers import Tokenizer, identity
 from halfstep.data.tokens import Tokens
-from halfstep.disk import turn_at, whole_file
+from halfstep.disk import parse_json, turn_at, whole_file
 from halfstep.errors import DataError
 
 MAGIC = b"hstoken1"
@@ -146,7 +146,7 @@ def _header(path: Path) -> dict[str, Any]:
             if begin != MAGIC or length > size:
                 raise ValueError("it does not begin or end as one")
             file.seek(-8 - length, os.SEEK_END)
-            header: dict[str, Any] = json.loads(file.read(length))
+            header: dict[str, Any] = parse_json(file.read(length))
         ids = sum(header["counts"]) * np.dtype(header["dtype"]).itemsize
         if size != len(MAGIC) + ids + length + 8:
             raise ValueError(f"it has {size:,} bytes and should have {len(MAGIC) + ids + length + 8:,}")
