@@ -28,9 +28,12 @@ from halfstep.errors import CheckpointError
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A hidden file beside it to write; it becomes `path` in one rename, or vanishes, and what was there stays."""
-    path = Path(os.path.realpath(path))  # a link stays, and what it names is written
+def whole_file(path: Path, *, follows_links: bool = False) -> Iterator[Path]:
+    """A hidden file next to it to write; it becomes `path` in one rename, or vanishes, and what was there stays.
+
+    A link is replaced: in a run folder of someone else it may name any file of the user. `follows_links` is for paths
+    that the user gave: the link stays, and what it names is written."""
+    path = Path(os.path.realpath(path)) if follows_links else path
     remove_left_behind(path)
     hidden = being_written(path)
     try:
@@ -43,10 +46,10 @@ def whole_file(path: Path) -> Iterator[Path]:
             hidden.unlink()
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str, *, follows_links: bool = False) -> None:
     """The text of a small file."""
     try:
-        with whole_file(path) as hidden:
+        with whole_file(path, follows_links=follows_links) as hidden:
             hidden.write_text(text, encoding="utf-8")
     except OSError as error:
         raise CheckpointError(
@@ -232,7 +235,7 @@ def owned(folder: Path) -> Iterator[None]:
 
     with ExitStack() as open_files:
         try:
-            file = open_files.enter_context((folder / ".lock").open("w"))
+            file = open_files.enter_context((folder / ".lock").open("a"))
             # Unlike flock, not inherited by loader workers, which may outlive a killed run by seconds.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from halfstep.cli.report import write_report
 from halfstep.errors import CheckpointError
+from halfstep.report.metrics_file import cut_back
 from halfstep.report.page.read_run import read_run
 from whole_runs import newest, resume, run
 
@@ -116,3 +118,36 @@ def test_a_record_that_is_nested_too_deeply_is_named_with_its_line(tmp_path: Pat
         file.write(f"{BOMB}\n{{}}\n")
     with pytest.raises(CheckpointError, match=r"line \d+ of .*metrics.jsonl is not a record"):
         read_run(folder)
+
+
+def test_a_link_in_a_run_folder_is_replaced_and_what_it_names_stays(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", {"train.epochs": 1})
+    names = (
+        "config.yaml",
+        "plan.json",
+        "settled.json",
+        "metrics.jsonl",
+        "report/summary.json",
+        "checkpoints/best.json",
+    )
+    named = {name: tmp_path / name.replace("/", "-") for name in names}
+    for name, file in named.items():
+        (folder / name).rename(file)
+        (folder / name).symlink_to(file)
+    (tmp_path / "thesis.txt").write_text("years of work")
+    (folder / ".lock").unlink(missing_ok=True)
+    for name in (".lock", "report/report.html"):
+        (folder / name).symlink_to(tmp_path / "thesis.txt")
+    before = {name: file.read_bytes() for name, file in named.items()}
+    resume(folder, "train.epochs=2", "train.early_stopping_patience=9")
+    write_report([folder], None)
+    assert {name: file.read_bytes() for name, file in named.items()} == before
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+    assert not [name for name in (*names, "report/report.html") if (folder / name).is_symlink()]
+
+
+def test_records_are_not_written_through_a_link_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "elsewhere")
+    cut_back(tmp_path / "metrics.jsonl", 0)
+    assert not (tmp_path / "metrics.jsonl").is_symlink()
+    assert not (tmp_path / "elsewhere").exists()

@@ -51,7 +51,7 @@ def write_latents(path: Path, num: int, shape: tuple[int, ...], rows: Iterable[T
     num_bytes = num * math.prod(shape) * BYTES
     refuse_no_room(path, num_bytes, "the latents")
     digest, written = hashlib.sha256(), 0
-    with naming_no_room(path, "the latents"), whole_file(path) as hidden, hidden.open("wb") as file:
+    with naming_no_room(path, "the latents"), whole_file(path, follows_links=True) as hidden, hidden.open("wb") as file:
         file.write(_header((num, *shape), meta, "0" * digest.digest_size * 2))
         for batch in rows:
             data = batch.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()

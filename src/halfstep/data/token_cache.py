@@ -60,7 +60,7 @@ def _write(texts: TextFiles, tokenizer: Tokenizer, path: Path, made_from: dict[s
         path.parent.mkdir(parents=True, exist_ok=True)
         # A guess on the low side, as a token of most texts stands for four bytes or more; a full disk is an error too.
         refuse_no_room(path, sum(file.stat().st_size for file in texts.all) * kind.itemsize // 4, "the token cache")
-        with whole_file(path) as hidden, hidden.open("wb") as file:
+        with whole_file(path, follows_links=True) as hidden, hidden.open("wb") as file:
             file.write(MAGIC)
             counts, checks = _write_ids(file, texts, tokenizer, kind)
             header = {"dtype": kind.name, "counts": counts, "checks": checks, "made_from": made_from}
