@@ -110,7 +110,7 @@ def test_the_schema_is_written_once_and_never_over_a_file(capsys: Capture, tmp_p
 
 def stored_run(path: Path, config: RunConfig, decided: dict[str, list[Any]] | None = None) -> None:
     (path / "config.yaml").write_text(to_yaml(config))
-    RunFolder(path).write_settled(Settled(settings=plain(config), decided=decided or {}))
+    RunFolder(path).write_settled(Settled(settings=plain(config), decided=decided or {}, code={}))
 
 
 def test_resume_reads_the_runs_own_config_and_takes_changes(capsys: Capture, tmp_path: Path) -> None:

@@ -7,21 +7,25 @@ import hashlib
 import json
 import operator
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from halfstep.config.keys import fields_of
+from halfstep.config.load import Loaded
 from halfstep.config.schema import RunConfig, is_import_path
 from halfstep.config.section import IS_PATH
+from halfstep.config.yaml_source import read_yaml
 from halfstep.data.files import some_of
 from halfstep.data.loader import FileSamples, offers
 from halfstep.disk import is_dry, owned, parse_json, read_sealed, seal, unused, write_whole
 from halfstep.errors import CheckpointError, DataError, counted, printable, suggested
 from halfstep.precision.plan import Plan
 from halfstep.run.checkpoint import Checkpoints
+from halfstep.workloads import KINDS, load
+from halfstep.workloads.import_path import refuse_unknown_code
 from halfstep.workloads.workload import Workload
 
 
@@ -33,6 +37,8 @@ class Settled:
     """All of them, as the run was last trained with."""
     decided: dict[str, list[Any]]
     """Those that the run decided by itself, by path, with what was asked for."""
+    code: dict[str, str]
+    """Signatures of the user's code that it was trained with, by import path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +129,32 @@ class RunFolder:
                 f"{path} is not a run folder: it has no config.yaml", fix="give the folder that `halfstep train` named"
             )
         return folder
+
+
+def import_paths(config: RunConfig) -> list[str]:
+    """Return the user's code that a config names."""
+    named = (config.workload, getattr(config.model, "path", None) or "")
+    return [path for path in named if is_import_path(path)]
+
+
+def load_stored(
+    file: Path,
+    code: Mapping[str, str],
+    *,
+    trust: bool,
+    flags: Mapping[str, object] | None = None,
+    overrides: Sequence[str] = (),
+) -> Loaded:
+    """Load the config of a stored run or capsule; code that its user did not train with is refused before anything is
+    imported."""
+    workload = read_yaml(file).values.get("workload")
+    # A list: to ask KINDS itself would import the code. `${globals.x}`, too, is none of our names.
+    if not trust and workload is not None and str(workload) not in list(KINDS):
+        refuse_unknown_code([str(workload)], code, file)
+    loaded = load(str(file), flags=flags, overrides=overrides)
+    if not trust:
+        refuse_unknown_code(import_paths(loaded.config), code, file)
+    return loaded
 
 
 def how_to_go_on(path: Path) -> str:

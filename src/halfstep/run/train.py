@@ -49,7 +49,15 @@ from halfstep.run.ending import (
     refuse_only_skips,
     write_summary,
 )
-from halfstep.run.folder import RunFolder, Settled, changed_data, record_data, with_absolute_paths, with_data_found
+from halfstep.run.folder import (
+    RunFolder,
+    Settled,
+    changed_data,
+    import_paths,
+    record_data,
+    with_absolute_paths,
+    with_data_found,
+)
 from halfstep.run.frozen import as_stored, identified, made_here, naming_lost_files, store
 from halfstep.run.interrupts import interrupts, raised_at_once
 from halfstep.run.journal import Journal, hint_about
@@ -80,6 +88,7 @@ from halfstep.tune.fresh_thread import forget_compiled
 from halfstep.tune.memory_limit import OutOfMemory, model_memory_error
 from halfstep.tune.trials import Rehearse, fitting_pieces
 from halfstep.workloads import KINDS, load
+from halfstep.workloads.import_path import sign_code
 from halfstep.workloads.workload import Workload
 
 DEMO_NOTE = "no data folder was given: this is the DEMO, on data generated into {}; yours go in with --data-dir DIR"
@@ -178,7 +187,8 @@ def _assembled(config: RunConfig, workload: Workload, plan: Plan, place: Place) 
 
 def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan, decided: dict[str, list[Any]]) -> None:
     config = config.changed(log={"quiet": False})
-    folder.write_settled(Settled(settings=plain(config), decided=decided))
+    code = sign_code(import_paths(config))
+    folder.write_settled(Settled(settings=plain(config), decided=decided, code=code))
     folder.write_plan(plan)
     write_whole(folder.config, to_yaml(config))  # last: a folder with it is a run
 
@@ -204,7 +214,7 @@ class Resumed:
     path: Path
     checkpoint: Checkpoint
     changes: Changes
-    decided: dict[str, list[Any]]
+    settled: Settled
 
 
 def _resume(loaded: Loaded, folder: RunFolder, place: Place, *, allow_changes: bool) -> Path:
@@ -237,7 +247,7 @@ def _resume(loaded: Loaded, folder: RunFolder, place: Place, *, allow_changes: b
             cut_back(folder.metrics, int(journal["num_records"]))
         parts = _assembled(loaded.config, workload, plan, place)
         warnings = [*damaged, *moved, *other, *changed_data(workload, folder), *check_disk(parts, folder)]
-        resumed = Resumed(path=path, checkpoint=checkpoint, changes=changes, decided=settled.decided)
+        resumed = Resumed(path=path, checkpoint=checkpoint, changes=changes, settled=settled)
         _run(loaded, folder, parts, resumed=resumed, warnings=warnings)
     return folder.path
 
@@ -287,8 +297,9 @@ def _continue(loop: Loop, folder: RunFolder, resumed: Resumed) -> None:
     for note in (*resumed.changes.notes, f"resuming from {resumed.path.name}"):
         loop.journal.notice(note)
     loop.restore(resumed.path, resumed.checkpoint, resumed.changes)
-    if resumed.changes.keys and loop.checkpoints.writes:
-        _write_settings(folder, loop.parts.config, loop.parts.plan, resumed.decided)
+    is_same = not resumed.changes.keys and resumed.settled.code == sign_code(import_paths(loop.parts.config))
+    if loop.checkpoints.writes and not is_same:
+        _write_settings(folder, loop.parts.config, loop.parts.plan, resumed.settled.decided)
 
 
 def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed | None, warnings: list[str]) -> None:
