@@ -1,7 +1,8 @@
 """A workload of a user's own, by import path: tiny, with everything that makes resume hard.
 
 BatchNorm buffers, dropout (global RNG), augmentation by key, poisoned steps, and on request a signal in mid-run.
-`model.options` says which steps are poisoned and when to signal.
+`model.options` says which steps are poisoned and when to signal: at a training step, or in a validation once the file
+`signal_with` is there.
 """
 
 from __future__ import annotations
@@ -72,12 +73,13 @@ def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
     signal_file, signal_step = Path(options.get("signal_file", "/nowhere")), options.get("signal_step", -1)
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
-        if not training:
-            return batch
-        step = key[1]
-        if step == signal_step and signal_file.exists():
+        step = key[1] if training else -1
+        is_time = step == signal_step if training else Path(options.get("signal_with", "/nowhere")).exists()
+        if is_time and signal_file.exists():
             signal_file.unlink()
             os.kill(os.getpid(), getattr(signal, options.get("signal", "SIGTERM")))
+        if not training:
+            return batch
         image = batch["image"] + 0.1 * torch.randn(batch["image"].shape, generator=generator_for(*key)).to(
             batch["image"]
         )

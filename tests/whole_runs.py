@@ -42,7 +42,8 @@ def newest(folder: Path) -> Checkpoint:
 def final_state(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
     """Every tensor and every number of the last checkpoint."""
     checkpoint = newest(folder)
-    checkpoint.state["journal"].pop("elapsed_s", None)  # a clock's
+    for name in ("elapsed_s", "records_crc32"):  # a clock's, and of what a clock decides
+        checkpoint.state["journal"].pop(name)
     plain, tensors = pack(checkpoint.state)
     named = {f"model.{k}": v for k, v in checkpoint.model.items()} | {f"ema.{k}": v for k, v in checkpoint.ema.items()}
     return named | tensors, json.dumps(plain, sort_keys=True)

@@ -9,6 +9,7 @@ import errno
 import functools
 import glob
 import itertools
+import json
 import os
 import platform
 import re
@@ -19,6 +20,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from halfstep.errors import CheckpointError
 
@@ -26,9 +28,12 @@ from halfstep.errors import CheckpointError
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A hidden file beside it to write; it becomes `path` in one rename, or vanishes, and what was there stays."""
-    path = Path(os.path.realpath(path))  # a link stays, and what it names is written
+def whole_file(path: Path, *, follows_links: bool = False) -> Iterator[Path]:
+    """A hidden file next to it to write; it becomes `path` in one rename, or vanishes, and what was there stays.
+
+    A link is replaced: in a run folder of someone else it may name any file of the user. `follows_links` is for paths
+    that the user gave: the link stays, and what it names is written."""
+    path = Path(os.path.realpath(path)) if follows_links else path
     remove_left_behind(path)
     hidden = being_written(path)
     try:
@@ -41,10 +46,10 @@ def whole_file(path: Path) -> Iterator[Path]:
             hidden.unlink()
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str, *, follows_links: bool = False) -> None:
     """The text of a small file."""
     try:
-        with whole_file(path) as hidden:
+        with whole_file(path, follows_links=follows_links) as hidden:
             hidden.write_text(text, encoding="utf-8")
     except OSError as error:
         raise CheckpointError(
@@ -75,6 +80,37 @@ def whole_folder(path: Path, *, replaces: bool = False, flushes: bool = True) ->
     except BaseException:
         shutil.rmtree(hidden, ignore_errors=True)
         raise
+
+
+# --- JSON ---
+
+CHECKSUM = "crc32"
+
+
+def parse_json(text: str | bytes) -> Any:
+    """`json.loads`, where nesting that is too deep for Python's stack is a ValueError like any other damage."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def seal(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Add a checksum of the content, which `read_sealed` compares."""
+    return {**document, CHECKSUM: _checksum(document)}
+
+
+def read_sealed(text: str | bytes) -> dict[str, Any]:
+    """Parse what `seal` made, without its checksum; a ValueError where the content is no longer the same."""
+    document = parse_json(text)
+    if not isinstance(document, dict) or document.pop(CHECKSUM, None) != _checksum(document):
+        raise ValueError("its checksum does not match: it was edited or the disk damaged it")
+    return document
+
+
+def _checksum(document: Mapping[str, Any]) -> int:
+    # Of the content, not of the bytes: JSON keeps the order of keys and every bit of a float.
+    return zlib.crc32(json.dumps(document).encode())
 
 
 # --- what killed processes leave behind: .writing-NAME-MACHINE-PID ---
@@ -213,7 +249,7 @@ def owned(folder: Path) -> Iterator[None]:
 
     with ExitStack() as open_files:
         try:
-            file = open_files.enter_context((folder / ".lock").open("w"))
+            file = open_files.enter_context((folder / ".lock").open("a"))
             # Unlike flock, not inherited by loader workers, which may outlive a killed run by seconds.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -12,8 +12,10 @@ import pytest
 from rich.console import Console
 
 from halfstep.cli.main import main
-from halfstep.config.dump import to_yaml
+from halfstep.config.dump import plain, to_yaml
+from halfstep.config.schema import RunConfig
 from halfstep.report.config_view import show_config
+from halfstep.run.folder import RunFolder, Settled
 from halfstep.workloads import load
 
 Capture = pytest.CaptureFixture[str]
@@ -115,8 +117,13 @@ def test_the_schema_is_written_once_and_never_over_a_file(capsys: Capture, tmp_p
     assert halfstep("train", "unet", "--schema", str(tmp_path / "no" / "folder.json")) == 2
 
 
+def stored_run(path: Path, config: RunConfig, decided: dict[str, list[Any]] | None = None) -> None:
+    (path / "config.yaml").write_text(to_yaml(config))
+    RunFolder(path).write_settled(Settled(settings=plain(config), decided=decided or {}, code={}))
+
+
 def test_resume_reads_the_runs_own_config_and_takes_changes(capsys: Capture, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(to_yaml(load("unet", overrides=["train.batch_size=3"]).config))
+    stored_run(tmp_path, load("unet", overrides=["train.batch_size=3"]).config)
     view = shown(capsys, "--resume", str(tmp_path), "train.epochs=7")
     assert (value(view, "train.batch_size"), value(view, "train.epochs")) == (3, 7)
     (tmp_path / "more.yaml").write_text("train: {epochs: 9}\n")
@@ -131,9 +138,8 @@ def test_a_run_goes_on_by_the_command_it_was_started_with(capsys: Capture, tmp_p
     written.write_text("workload: unet\ntrain: {batch_size: 3}\nprecision: {modules: {head: fp32}}\n")
     command = [str(written), "train.epochs=7", "--lr", "0.5"]
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text(
-        to_yaml(load(str(written), overrides=["train.epochs=7"], flags={"lr": 0.5}).config)
-    )
+    started = load(str(written), overrides=["train.epochs=7"], flags={"lr": 0.5}).config
+    stored_run(tmp_path / "run", started)
     again = shown(capsys, *command, "--resume", str(tmp_path / "run"))
     stored = shown(capsys, "--resume", str(tmp_path / "run"))
     assert {key: value(again, key) for key in again["settings"]} == {
@@ -141,9 +147,8 @@ def test_a_run_goes_on_by_the_command_it_was_started_with(capsys: Capture, tmp_p
     }
     assert not again["overridden"]
     # What the run decided by itself is shown, and where that is stored.
-    config = tmp_path / "run" / "config.yaml"
-    config.write_text(config.read_text().replace("head: fp32", "head: bf16"))
-    (tmp_path / "run" / "settled.json").write_text(json.dumps({"precision.modules": [{"head": "fp32"}]}))
+    decided = started.changed(precision={"modules": {"head": "bf16"}})
+    stored_run(tmp_path / "run", decided, {"precision.modules": [{"head": "fp32"}]})
     again = shown(capsys, *command, "--resume", str(tmp_path / "run"))
     assert value(again, "precision.modules.head") == "bf16"
     assert again["settings"]["precision.modules.head"]["source"]["layer"] == "file"

@@ -98,6 +98,7 @@ def test_a_table_of_boxes_beside_class_folders_leaves_the_folders_their_say(tmp_
         ('{"file_name": "1.png", "label": [1]}', r"line 2: label is \[1\]"),
         ('{"label": 1}', "line 2 has no file_name"),
         ("{", "line 2 is not JSON"),
+        ("[" * 100_000, "line 2 is not JSON"),
         ("[1]", "line 2 holds no object"),
     ],
 )

@@ -18,7 +18,7 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.report.page.charts import MOST_POINTS, charts_of
 from halfstep.report.page.read_run import read_run
-from halfstep.workloads import KINDS
+from halfstep.run.folder import RunFolder
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -79,20 +79,14 @@ def test_several_runs_stand_side_by_side_with_what_differs_marked(tmp_path: Path
 
 
 def test_memory_is_a_stack_of_what_the_step_is_predicted_to_take(tmp_path: Path) -> None:
-    stored = (Path(__file__).parents[2] / "examples" / "own_workload.py").read_text()
-    (tmp_path / "stacked_moons.py").write_text(stored)
-    run, data = written_run(tmp_path / "run"), tmp_path / "data"
-    plan = decide("fp32", probe("cpu"))
-    (run / "plan.json").write_text(replace(plan, mode="eager").to_json())
-    settings = f"workload: stacked_moons:KIND\ntrain: {{batch_size: 32}}\ndata: {{dir: {data}}}\n"
-    (run / "config.yaml").write_text(settings)
+    run = written_run(tmp_path / "run")
+    RunFolder(run).write_plan(replace(decide("fp32", probe("cpu")), mode="eager"))
     words = (str(run), "--out", str(tmp_path / "page.html"))
-    assert "Not predicted: workload" in page(*words)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(tmp_path)
-        KINDS.of("stacked_moons:KIND").write_demo("stacked_moons:KIND", data, seed=0)
-        text = page(*words)
-    assert re.search(r"memory by component.*<td>activations</td>", text)
+    small = "model: {base_channels: 2, depth: 1}\ndata: {image_size: 16}\ntrain: {batch_size: 2}\n"
+    (run / "config.yaml").write_text(f"workload: unet\n{small}")
+    assert re.search(r"memory by component.*<td>activations</td>", page(*words))
+    (run / "config.yaml").write_text("workload: stacked_moons:KIND\n")
+    assert "Not predicted: the run uses custom code" in page(*words)
 
 
 def test_long_curves_are_thinned_and_a_constant_scale_is_not_drawn(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from halfstep.hardware.probe import probe
 from halfstep.run import train as train_module
 from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
+from halfstep.run.folder import RunFolder
 from halfstep.run.loop import Loop
 from halfstep.run.resume import Changes
 from halfstep.run.stored_state import restore, stored
@@ -53,8 +54,8 @@ def test_what_was_measured_is_decided_again_where_settings_of_the_data_change_th
 ) -> None:
     """Which of them are sizes is known to a family alone, so all do that may change a step."""
     folder = one_epoch(tmp_path)
-    plan = json.loads((folder / "plan.json").read_text())
-    (folder / "plan.json").write_text(json.dumps({**plan, "mode_reason": "measured for other sizes"}))
+    stored = RunFolder(folder)
+    stored.write_plan(replace(stored.stored_plan(), mode_reason="measured for other sizes"))
     resume(folder, change, "train.epochs=2", allow_changes=True)
     assert ("measured for other sizes" not in loops[-1].parts.plan.mode_reason) == is_stale
 
@@ -185,9 +186,9 @@ def test_deterministic_mode_with_warnings_only_is_put_back_as_it_was() -> None:
 
 def test_another_mode_to_run_steps_is_taken_and_stored(tmp_path: Path, loops: list[Loop]) -> None:
     folder = one_epoch(tmp_path)
-    plan = json.loads((folder / "plan.json").read_text())
-    assert plan["mode"] == "eager"
-    (folder / "plan.json").write_text(json.dumps({**plan, "mode": "compile", "channels_last": False}))
+    plan = RunFolder(folder).stored_plan()
+    assert plan.mode == "eager"
+    RunFolder(folder).write_plan(replace(plan, mode="compile", channels_last=False))
     resume(folder, "train.fast=off", "train.epochs=2", allow_changes=True)
     assert loops[-1].engine.mode == "eager"
     assert json.loads((folder / "plan.json").read_text())["mode"] == "eager"

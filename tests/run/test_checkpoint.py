@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from halfstep.disk import read_sealed, seal
 from halfstep.errors import CheckpointError
 from halfstep.run.checkpoint import Checkpoint, Checkpoints, load
 from halfstep.run.folder import RunFolder
@@ -68,9 +70,9 @@ def test_an_empty_file_for_no_average_as_earlier_runs_wrote_it_is_read(tmp_path:
     path = Checkpoints(tmp_path).save(1, checkpoint())
     save_file({}, path / "ema.safetensors")
     content = (path / "ema.safetensors").read_bytes()
-    document = json.loads((path / "state.json").read_text())
+    document = read_sealed((path / "state.json").read_text())
     document["files"]["ema.safetensors"] = {"bytes": len(content), "crc32": zlib.crc32(content)}
-    (path / "state.json").write_text(json.dumps(document))
+    (path / "state.json").write_text(json.dumps(seal(document)))
     assert load(path).ema == {}
 
 
@@ -96,6 +98,61 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path:
     path, found = checkpoints.load_newest(on_damaged=said.append)
     assert path.name == "step-00000001"
     assert found.model["weight"][0, 0] == 1.0
+    assert "step-00000002 is damaged" in said[0]
+
+
+def test_no_flipped_bit_of_the_state_loads_differently_or_raises_another_error(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path).save(2, checkpoint(2.0))
+    content, expected = (path / "state.json").read_bytes(), load(path)
+    chosen = random.Random(0)
+    refusals = []
+    for _ in range(400):
+        place, bit = chosen.randrange(len(content)), chosen.randrange(8)
+        (path / "state.json").write_bytes(flipped(content, place, bit))
+        try:
+            found = load(path)
+        except CheckpointError as error:
+            refusals.append(error.what)
+        else:  # the case of a letter in an escape or an exponent, say
+            assert found.state == expected.state
+            assert torch.equal(found.model["weight"], expected.model["weight"])
+    assert len(refusals) > 390
+    assert all("step-00000002 is damaged: state.json" in text for text in refusals)
+
+
+def flipped(content: bytes, place: int, bit: int) -> bytes:
+    return content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :]
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {},
+        {"layout": 1, "files": [], "state": {}},
+        {"layout": 1, "files": {"model.safetensors": {}}, "state": {}},
+        {"layout": 1, "files": {}, "state": {"__tensor__": "missing"}},
+        {"layout": 1, "files": {}, "state": {"__tuple__": 7}},
+    ],
+)
+def test_a_state_of_another_form_is_passed_over_like_damage(tmp_path: Path, document: dict[str, object]) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, checkpoint(1.0))
+    (checkpoints.save(2, checkpoint(2.0)) / "state.json").write_text(json.dumps(seal(document)))
+    path, _ = checkpoints.load_newest(on_damaged=lambda text: None)
+    assert path.name == "step-00000001"
+
+
+@pytest.mark.parametrize("depth", [900, 100_000])
+def test_a_state_that_is_nested_too_deeply_is_passed_over_like_damage(tmp_path: Path, depth: int) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, checkpoint(1.0))
+    file = checkpoints.save(2, checkpoint(2.0)) / "state.json"
+    bomb = "[" * depth + "]" * depth
+    body = f'{{"layout": 1, "files": {{}}, "state": {bomb}'
+    file.write_text(f'{body}, "crc32": {zlib.crc32(f"{body}}}".encode())}}}')
+    said: list[str] = []
+    path, _ = checkpoints.load_newest(on_damaged=said.append)
+    assert path.name == "step-00000001"
     assert "step-00000002 is damaged" in said[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ import torch
 
 from halfstep.cli.main import main
 from halfstep.errors import CheckpointError
-from halfstep.precision.plan import Plan
 from halfstep.run.checkpoint import Checkpoint, Checkpoints
+from halfstep.run.folder import RunFolder
 from halfstep.use.open_run import open_run, with_weights
 from halfstep.workloads import load
 from tiny_workload import Net
@@ -72,9 +73,8 @@ def test_resuming_what_is_no_run_says_so(
 
 def test_a_run_from_a_device_that_is_not_here_names_the_flag_to_go_on(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", {"train.max_steps": 2})
-    plan = (folder / "plan.json").read_text()
-    (folder / "plan.json").write_text(plan.replace('"device": "cpu"', '"device": "cuda:5"'))
-    assert Plan.from_json((folder / "plan.json").read_text()).device == "cuda:5"
+    stored = RunFolder(folder)
+    stored.write_plan(replace(stored.stored_plan(), device="cuda:5"))
     with pytest.raises(CheckpointError, match="trained on cuda:5") as refused:
         resume(folder, "train.max_steps=3")
     assert "--device cpu --allow-changes" in refused.value.fix or "--device cuda:0" in refused.value.fix
@@ -129,7 +129,7 @@ def test_a_stored_run_is_used_with_the_buffers_that_state_dict_leaves_out(
     monkeypatch.setattr(tiny_workload, "Net", Counting)
     folder = run(tmp_path / "run", {"train.max_steps": 3})
     opened = open_run(folder, checkpoint="last")
-    plan = Plan.from_json((folder / "plan.json").read_text())
+    plan = RunFolder(folder).stored_plan()
     assert with_weights(opened, Counting(), plan).get_buffer("seen") == 3
 
 

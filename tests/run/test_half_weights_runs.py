@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from halfstep.disk import read_sealed, seal
 from halfstep.run.checkpoint import _fingerprint
 from halfstep.run.train import train
 from halfstep.workloads import load
@@ -66,7 +67,7 @@ def test_a_run_stored_without_low_halves_goes_on_rounded_to_nearest_and_says_so(
     """A checkpoint as it was before there were low halves."""
     folder = run(tmp_path / "run", {**HALF, "train.max_steps": 4})
     checkpoint = next((folder / "checkpoints").glob("step-*"))
-    document = json.loads((checkpoint / "state.json").read_text())
+    document = read_sealed((checkpoint / "state.json").read_text())
     tensors = load_file(checkpoint / "state.safetensors")
     states = document["state"]["step"]["optimizers"][0]["state"]
     dropped = [name for name in tensors if name.endswith(".low")]
@@ -76,7 +77,7 @@ def test_a_run_stored_without_low_halves_goes_on_rounded_to_nearest_and_says_so(
         del tensors[name]
     save_file(tensors, checkpoint / "state.safetensors")
     document["files"]["state.safetensors"] = _fingerprint(checkpoint / "state.safetensors")
-    (checkpoint / "state.json").write_text(json.dumps(document))
+    (checkpoint / "state.json").write_text(json.dumps(seal(document)))
     capsys.readouterr()
     train(load(str(folder / "config.yaml"), overrides=["train.max_steps=6", "log.quiet=false"]), resume=folder)
     told = said(capsys)

@@ -207,3 +207,53 @@ def test_a_reader_that_leaves_does_not_end_the_run(tmp_path: Path) -> None:
         left.join(timeout=90)
         assert left.exitcode == 0
     assert max(r["epoch"] for r in records(tmp_path / "run") if "epoch" in r) == 3
+
+
+EVERY_3 = {"train.checkpoint_every": 3, "train.validate_every_steps": 3}
+PLATEAU = {"schedule.name": "plateau", "schedule.patience": 1, "schedule.warmup_epochs": 0, "optimizer.lr": 1e-4}
+
+
+@pytest.mark.parametrize(
+    ("killed_after", "more"),
+    [
+        (6, {"train.max_steps": 6, "train.checkpoint_every": 3}),
+        (3, {"train.max_steps": 7, **EVERY_3}),
+        (6, {"train.max_steps": 7, **EVERY_3, **PLATEAU}),
+        (6, {"train.epochs": 2, "train.checkpoint_every": 6}),
+    ],
+    ids=["in the last one", "in the middle", "on a plateau", "at the end of the last epoch"],
+)
+def test_a_run_killed_in_a_validation_validates_when_it_is_resumed(
+    tmp_path: Path, killed_after: int, more: dict[str, Any]
+) -> None:
+    """The checkpoint of the same step was written just before."""
+    flag, parts = tmp_path / "signal", tmp_path / "parts"
+    checkpoint = parts / "checkpoints" / f"step-{killed_after:08d}"
+    options = {"signal_file": str(flag), "signal": "SIGKILL", "signal_with": str(checkpoint)}
+    overrides = config(more=more, **options)
+    whole = run(tmp_path / "whole", overrides)
+    flag.touch()
+    with process(run, parts, overrides, output=tmp_path / "said") as killed:
+        killed.join(timeout=60)
+        assert killed.exitcode == -signal.SIGKILL, (tmp_path / "said").read_text()
+    assert Checkpoints(parts / "checkpoints").all()[-1] == checkpoint
+    resume(parts)
+    assert_same_run(whole, parts)
+    marks = [(one / "checkpoints" / "best.json").read_text() for one in (whole, parts)]
+    assert marks[0] == marks[1]
+
+
+def test_a_longer_run_killed_in_its_last_validation_is_not_finished(tmp_path: Path) -> None:
+    """The summary of its former end is there already."""
+    flag, parts = tmp_path / "signal", tmp_path / "parts"
+    options = {"signal_file": str(flag), "signal": "SIGKILL", "signal_with": str(parts)}
+    overrides = config(more={"train.max_steps": 3, "train.checkpoint_every": 3}, **options)
+    whole = run(tmp_path / "whole", overrides)
+    run(parts, overrides)
+    resume(whole, "train.max_steps=6")
+    flag.touch()
+    with process(resume, parts, "train.max_steps=6", output=tmp_path / "said") as killed:
+        killed.join(timeout=60)
+        assert killed.exitcode == -signal.SIGKILL, (tmp_path / "said").read_text()
+    resume(parts)
+    assert_same_run(whole, parts)

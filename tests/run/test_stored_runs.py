@@ -26,7 +26,8 @@ def here() -> dict[str, str]:
 
 @pytest.mark.parametrize("workload", ["unet", "resnet50"])
 def test_a_run_of_version_0_1_goes_on_as_that_version_did(workload: str, tmp_path: Path) -> None:
-    """U-Net: simulated fp16 with scaling, accumulation, average, snapshots. ResNet: simulated bf16, class folders."""
+    """Checksums were added to its files since. U-Net: simulated fp16 with scaling, accumulation, average, snapshots.
+    ResNet: simulated bf16, class folders."""
     shutil.copytree(STORED / workload, tmp_path, dirs_exist_ok=True)
     config = tmp_path / "run" / "config.yaml"
     config.write_text(config.read_text().replace("DATA_DIR", str(tmp_path / "data")))

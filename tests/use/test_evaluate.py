@@ -20,6 +20,7 @@ from halfstep.report.evaluation_view import Evaluation
 from halfstep.report.metrics_file import read
 from halfstep.run.assemble import build_workload
 from halfstep.run.checkpoint import Checkpoints
+from halfstep.run.folder import RunFolder
 from halfstep.run.train import train
 from halfstep.use.evaluate import _less_memory, evaluate
 from halfstep.use.open_run import open_run, plan_for_use
@@ -260,8 +261,8 @@ def test_a_moved_run_brings_its_demo_data_and_others_say_where_to_name_them(unet
 
 def test_a_run_of_a_device_that_is_not_here_is_evaluated_on_this_one_with_a_warning(unet: Path, tmp_path: Path) -> None:
     run = copied(unet, tmp_path / "run")
-    plan = json.loads((run / "plan.json").read_text())
-    (run / "plan.json").write_text(json.dumps({**plan, "device": "cuda:97", "device_name": "Some GPU"}))
+    folder = RunFolder(run)
+    folder.write_plan(dataclasses.replace(folder.stored_plan(), device="cuda:97", device_name="Some GPU"))
     told = Told(run)
     evaluate(run, report=told.report)
     assert "cuda:97 (Some GPU) is not here" in told.text

@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from halfstep.disk import read_sealed, seal
 from halfstep.errors import ConfigError, DataError, Interrupted
 from halfstep.report.prediction_view import Answer, Predictions
 from halfstep.report.progress import Bar
@@ -187,9 +188,9 @@ def test_runs_stored_before_the_share_of_validation_was_are_predicted_as_validat
 ) -> None:
     run = copied(resnet, tmp_path / "run")
     (path,) = run.glob("checkpoints/step-*/state.json")
-    state = json.loads(path.read_text())
+    state = read_sealed(path.read_text())
     assert state["state"]["store"].pop("eval_share") == 1.0
-    path.write_text(json.dumps(state))
+    path.write_text(json.dumps(seal(state)))
     answers = [predicted(one, large).answers[0].found for one in (resnet, run)]
     assert answers[0] == answers[1]
     assert evaluation_share(ImageDataConfig(), {"classes": ["a"]}) == 0.875

@@ -17,6 +17,7 @@ from halfstep.align.findings import Edit, Place
 from halfstep.align.textlines import lines_of
 from halfstep.config.section import Plain, typed
 from halfstep.config.yaml_source import MAX_DEPTH, MAX_NODES, compose
+from halfstep.disk import parse_json
 from halfstep.errors import ConfigError
 
 MAX_CHARACTERS = 200_000
@@ -91,7 +92,7 @@ def read_document(text: str, path: str) -> Node:
 
 def read_json(text: str, path: str) -> Node:
     try:
-        json.loads(text)
+        parse_json(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: not JSON: {error.msg}", fix="correct the file") from error
     except (ValueError, RecursionError) as error:

@@ -166,4 +166,4 @@ def refuse_to_overwrite(paths: Mapping[str, Path | None], *, force: bool) -> Non
 
 def save(found: Record, path: Path) -> None:
     """Write the record, whole or not at all."""
-    write_whole(path, json.dumps(found, indent=2) + "\n")
+    write_whole(path, json.dumps(found, indent=2) + "\n", follows_links=True)

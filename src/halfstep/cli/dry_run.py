@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.cli.options import BatchSize, DataDir, Device, Json, WordsOrRun, option
+from halfstep.cli.options import BatchSize, DataDir, Device, Json, Trust, WordsOrRun, option
 
 if TYPE_CHECKING:
     from halfstep.evidence.dry_run import Judged
@@ -23,6 +23,7 @@ def command(
     device: Device = None,
     picture: Annotated[Path | None, option("Draw a heat map, modules × kind.", metavar="FILE.png")] = None,
     every: Annotated[bool, option("Show modules that fit, too.", "--all")] = False,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Would this format hold: per module what would overflow, flush to zero or lose updates, before a GPU is rented.
@@ -37,7 +38,7 @@ def command(
     from halfstep.use.dry_run import dry_run
 
     flags = {"data_dir": data_dir, "batch_size": batch_size, "device": device}
-    rows = dry_run(words[0], target, num_batches=batches, flags=flags, overrides=words[1:])
+    rows = dry_run(words[0], target, num_batches=batches, flags=flags, overrides=words[1:], trust=trust)
     if picture is not None:
         from halfstep.report.range_pictures import draw_heat_map
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli.options import Checkpoint, Json, RunFolder, UsedDevice, UsedPrecision, option
+from halfstep.cli.options import Checkpoint, Json, RunFolder, Trust, UsedDevice, UsedPrecision, option
 
 
 def command(
@@ -24,6 +24,7 @@ def command(
     out: Annotated[
         Path | None, option("New folder for pictures.", metavar="DIR", show_default="RUN/report/evaluation")
     ] = None,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """How good is it: overall and per-class scores, and pictures of what went wrong.
@@ -57,6 +58,7 @@ def command(
         batch_size=batch_size,
         options=context.obj,
         out=out,
+        trust=trust,
     )
     if as_json:
         typer.echo(found.to_json())

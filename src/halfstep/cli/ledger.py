@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli.options import BatchSize, DataDir, Device, Json, Precision, Simulate, WordsOrRun, option
+from halfstep.cli.options import BatchSize, DataDir, Device, Json, Precision, Simulate, Trust, WordsOrRun, option
 
 
 def command(
@@ -18,6 +18,7 @@ def command(
     device: Device = None,
     simulate: Simulate = None,
     strict: Annotated[bool, option("Exit code 1 where anything differs from the plan.", "--strict")] = False,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """What really ran: per module, what its matmuls, convolutions and attention computed in, held against the plan.
@@ -35,7 +36,7 @@ def command(
     from halfstep.use.ledger import ledger
 
     flags = {"precision": precision, "data_dir": data_dir, "batch_size": batch_size, "device": device}
-    found = ledger(words[0], flags={**flags, "simulate": simulate}, overrides=words[1:])
+    found = ledger(words[0], flags={**flags, "simulate": simulate}, overrides=words[1:], trust=trust)
     if as_json:
         typer.echo(json.dumps(as_document(found), indent=1))
     else:

@@ -66,4 +66,5 @@ Device = Annotated[str | None, option("cpu, cuda, cuda:1, mps, xpu.", panel=RUN)
 UsedDevice = Annotated[str | None, option("cpu, cuda, cuda:1, mps, xpu; default: the run's.")]
 UsedPrecision = Annotated[str | None, option("Another precision than the run's.")]
 Checkpoint = Annotated[str, option("Which checkpoint, or its step.", metavar="best|last|NAME")]
+Trust = Annotated[bool, option("Run the code that the run names, though it is not what you trained with.", "--trust")]
 Json = Annotated[bool, option("Print JSON.", "--json")]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli.options import Checkpoint, Json, RunFolder, UsedDevice, UsedPrecision, option
+from halfstep.cli.options import Checkpoint, Json, RunFolder, Trust, UsedDevice, UsedPrecision, option
 
 
 def command(
@@ -29,6 +29,7 @@ def command(
     device: UsedDevice = None,
     precision: UsedPrecision = None,
     csv: Annotated[Path | None, option("Write the table to a new file as well.", metavar="FILE")] = None,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Use a trained model on files or folders; one that draws samples needs no input.
@@ -58,7 +59,14 @@ def command(
     report = RunReport(run, console=Console(stderr=True))
     wishes = Wishes(out=out, options=context.obj)
     made = predict(
-        run, inputs or [], report=report, wishes=wishes, checkpoint=checkpoint, device=device, precision=precision
+        run,
+        inputs or [],
+        report=report,
+        wishes=wishes,
+        checkpoint=checkpoint,
+        device=device,
+        precision=precision,
+        trust=trust,
     )
     if csv:
         write_csv(made, csv)

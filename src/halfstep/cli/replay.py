@@ -8,13 +8,14 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli.options import Json, UsedDevice, option
+from halfstep.cli.options import Json, Trust, UsedDevice, option
 
 
 def command(
     capsule: Annotated[Path, typer.Argument(metavar="CAPSULE", help="A folder RUN/capsules/STEP.")],
     device: UsedDevice = None,
     picture: Annotated[Path | None, option("Draw the ranges along the network there.", metavar="FILE.png")] = None,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Why did this step go bad? It is run again: as it was, in fp32, in fp64, eager and without our kernels.
@@ -33,7 +34,7 @@ def command(
     from halfstep.report.tables import print_text
     from halfstep.run.capsules import replay_run
 
-    found = replay_run(capsule, device=device)
+    found = replay_run(capsule, device=device, trust=trust)
     if picture is not None:
         ranges = {word: [(name, r.low, r.high) for name, r in rows] for word, rows in found.ranges().items()}
         draw_ranges(ranges, found.format, picture, at=found.module)

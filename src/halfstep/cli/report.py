@@ -61,7 +61,7 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
     elif not place.parent.is_dir():
         raise ConfigError(f"{place.parent} is not a folder", fix="make it first, or choose another --out")
     try:
-        write_whole(place, page)
+        write_whole(place, page, follows_links=out is not None)
     except CheckpointError as error:
         error.fix = "a place with room that you may write to: --out FILE.html"
         raise
@@ -71,9 +71,12 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
 def _memory(path: Path) -> dict[str, int] | str:
     """What the run's step is predicted to take; where that cannot be said, why: a workload that is not here, say."""
     from halfstep.run.planned_batch import predicted_memory
+    from halfstep.workloads.import_path import UnknownCode
 
     try:
         return predicted_memory(path)
+    except UnknownCode:
+        return "the run uses custom code, and a report never runs that"
     except (HalfstepError, OSError) as error:
         return first_line(error)
 

@@ -153,7 +153,7 @@ def loaded_from(
         if target and target != (workload := stored.config.workload):
             raise ConfigError(f"--resume {resume} is a {workload} run, not {target}", fix=f"leave {target} out")
         again = load(str(folder.config), flags=flags, overrides=overrides, overrides_file=overrides_file)
-        return as_settled(again, stored, folder.settled())
+        return as_settled(again, stored, folder.settled().decided)
     if not target:
         raise ConfigError(
             "nothing to train", fix="name a workload or a file first: halfstep train unet, halfstep train my.yaml"

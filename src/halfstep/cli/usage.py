@@ -140,7 +140,7 @@ class RunCommand(OnceCommand):
         from halfstep.workloads import KINDS
 
         field = f"{self.name}_options"
-        workload = workload_of(args)
+        workload = workload_of(args, trust="--trust" in args)
         own: tuple[Option, ...] = getattr(KINDS.of(workload), field) if workload else ()
         families = list(KINDS.translators())
         # Those of other families are taken as well: they are refused by name, with what this workload takes.
@@ -160,14 +160,21 @@ class RunCommand(OnceCommand):
             raise
 
 
-def workload_of(args: Sequence[str]) -> str:
+def workload_of(args: Sequence[str], *, trust: bool) -> str:
     """The workload of the run among the words; empty where there is none, which the command itself will refuse."""
     from halfstep.config.yaml_source import read_yaml
+    from halfstep.workloads import KINDS
 
     for word in args:
         config = Path(word) / "config.yaml"
         if not word.startswith("-") and config.is_file():
-            return str(read_yaml(config).values.get("workload") or "")
+            workload = str(read_yaml(config).values.get("workload") or "")
+            if workload not in ("", *KINDS) and not trust:
+                from halfstep.run.folder import RunFolder
+                from halfstep.workloads.import_path import refuse_unknown_code
+
+                refuse_unknown_code([workload], RunFolder(Path(word)).settled().code, config)
+            return workload
     return ""
 
 

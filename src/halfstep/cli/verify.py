@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from halfstep.cli.options import DataDir, Device, Json, Precision, Simulate, WordsOrRun
+from halfstep.cli.options import DataDir, Device, Json, Precision, Simulate, Trust, WordsOrRun
 
 if TYPE_CHECKING:
     from halfstep.evidence.proofs import Line
@@ -22,6 +22,7 @@ def command(
     data_dir: DataDir = None,
     device: Device = None,
     simulate: Simulate = None,
+    trust: Trust = False,
     as_json: Json = False,
 ) -> None:
     """Is all of it true? One page, each line shown by an observation.
@@ -40,7 +41,7 @@ def command(
     from halfstep.use.verify import verify
 
     flags = {"precision": precision, "data_dir": data_dir, "device": device, "simulate": simulate}
-    lines = [configuration(words[0]), *verify(words[0], flags=flags, overrides=words[1:])]
+    lines = [configuration(words[0]), *verify(words[0], flags=flags, overrides=words[1:], trust=trust)]
     if as_json:
         found = [{"line": one.name, "verdict": one.verdict, "observed": one.text} for one in lines]
         typer.echo(json.dumps(found, indent=1))

@@ -11,7 +11,6 @@ A class is a folder's name, or a label; its number is the name's place in sorted
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -32,6 +31,7 @@ from halfstep.data.files import (
 )
 from halfstep.data.layouts import pair_folders
 from halfstep.data.metadata_file import LABEL_COLUMNS, labels_in
+from halfstep.disk import parse_json
 from halfstep.errors import DataError, counted, printable
 
 KAGGLE_TRAIN, KAGGLE_VALIDATION, KAGGLE_TITLES = "train.X[0-9]*", "val.X*", "Labels.json"
@@ -236,7 +236,7 @@ def _titles(root: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
-        titles = json.loads(path.read_text())
+        titles = parse_json(path.read_text())
         return {str(name): str(title) for name, title in titles.items()}
     except (ValueError, AttributeError) as error:
         raise DataError(f"cannot read {path}", why=str(error), fix='it holds {"class": "name"}') from error

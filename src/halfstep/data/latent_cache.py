@@ -24,7 +24,7 @@ from halfstep.data.crops import uniform
 from halfstep.data.files import naming_no_room, refuse_no_room
 from halfstep.data.loader import FileSamples, NamedSamples, Samples, offers
 from halfstep.data.stored_images import first_of, gathered
-from halfstep.disk import turn_at, whole_file
+from halfstep.disk import parse_json, turn_at, whole_file
 from halfstep.errors import DataError
 
 NAME, CHECKSUM, FINGERPRINT = "moments", "sha256", "fingerprint"
@@ -51,7 +51,7 @@ def write_latents(path: Path, num: int, shape: tuple[int, ...], rows: Iterable[T
     num_bytes = num * math.prod(shape) * BYTES
     refuse_no_room(path, num_bytes, "the latents")
     digest, written = hashlib.sha256(), 0
-    with naming_no_room(path, "the latents"), whole_file(path) as hidden, hidden.open("wb") as file:
+    with naming_no_room(path, "the latents"), whole_file(path, follows_links=True) as hidden, hidden.open("wb") as file:
         file.write(_header((num, *shape), meta, "0" * digest.digest_size * 2))
         for batch in rows:
             data = batch.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
@@ -116,7 +116,7 @@ def _read_header(path: Path) -> tuple[dict[str, str], tuple[int, ...], int]:
         length = int.from_bytes(file.read(8), "little")
         if length > path.stat().st_size:
             raise ValueError("it is cut short")
-        header: dict[str, Any] = json.loads(file.read(length))
+        header: dict[str, Any] = parse_json(file.read(length))
     return header["__metadata__"], tuple(header[NAME]["shape"]), 8 + length
 
 

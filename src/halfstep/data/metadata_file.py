@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from halfstep.data.files import natural_key, some_of
+from halfstep.disk import parse_json
 from halfstep.errors import DataError
 
 TABLES = ("metadata.jsonl", "metadata.csv")
@@ -125,7 +125,7 @@ def _read(table: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _parsed(table: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError as error:
         raise DataError(f"{table}, line {number} is not JSON", why=str(error)) from error
     if not isinstance(row, dict):

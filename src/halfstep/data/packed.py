@@ -26,6 +26,7 @@ import torch
 
 from halfstep.data.crops import Array
 from halfstep.data.stored_images import StoredImages
+from halfstep.disk import parse_json
 from halfstep.errors import DataError
 
 MAGIC = b"halfstep pack 1\n"
@@ -109,7 +110,7 @@ def read_index(path: Path) -> PackIndex:
         raise _broken(path, str(error)) from error
     if hashlib.sha256(text).digest() != digest:
         raise _broken(path, "the checksum of its index is wrong")
-    index = _index_of(json.loads(text))
+    index = _index_of(parse_json(text))
     if pixels_end != PIXELS_AT + len(index.names) * index.image_bytes:
         raise _broken(path, f"it holds {pixels_end - PIXELS_AT:,} bytes of pixels, not those of its index")
     return index

@@ -24,7 +24,7 @@ from halfstep.data.files import naming_no_room, refuse_no_room
 from halfstep.data.text_files import TextFiles
 from halfstep.data.tokenizers import Tokenizer, identity
 from halfstep.data.tokens import Tokens
-from halfstep.disk import turn_at, whole_file
+from halfstep.disk import parse_json, turn_at, whole_file
 from halfstep.errors import DataError
 
 MAGIC = b"hstoken1"
@@ -60,7 +60,7 @@ def _write(texts: TextFiles, tokenizer: Tokenizer, path: Path, made_from: dict[s
         path.parent.mkdir(parents=True, exist_ok=True)
         # A guess on the low side, as a token of most texts stands for four bytes or more; a full disk is an error too.
         refuse_no_room(path, sum(file.stat().st_size for file in texts.all) * kind.itemsize // 4, "the token cache")
-        with whole_file(path) as hidden, hidden.open("wb") as file:
+        with whole_file(path, follows_links=True) as hidden, hidden.open("wb") as file:
             file.write(MAGIC)
             counts, checks = _write_ids(file, texts, tokenizer, kind)
             header = {"dtype": kind.name, "counts": counts, "checks": checks, "made_from": made_from}
@@ -146,7 +146,7 @@ def _header(path: Path) -> dict[str, Any]:
             if begin != MAGIC or length > size:
                 raise ValueError("it does not begin or end as one")
             file.seek(-8 - length, os.SEEK_END)
-            header: dict[str, Any] = json.loads(file.read(length))
+            header: dict[str, Any] = parse_json(file.read(length))
         ids = sum(header["counts"]) * np.dtype(header["dtype"]).itemsize
         if size != len(MAGIC) + ids + length + 8:
             raise ValueError(f"it has {size:,} bytes and should have {len(MAGIC) + ids + length + 8:,}")

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from halfstep.disk import parse_json
 from halfstep.errors import DataError, first_line, install_command, nearest
 
 Array = np.ndarray[Any, Any]
@@ -154,7 +155,7 @@ class Bpe:
     def byte_lengths(self) -> Array | None:
         """A byte-level token has one character for each byte, SentencePiece's are text with ▁ for a space, or one byte.
         Others (WordPiece, words) drop spaces, and what they stand for is not known."""
-        content = json.loads(self.text)
+        content = parse_json(self.text)
         around = str([content.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")])
         is_byte_level = "ByteLevel" in around
         if not is_byte_level and SPACE not in around:
@@ -239,7 +240,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 def tokenizer_at(path: Path) -> Tokenizer:
     """A local tokenizer.json, vocab.json with merges.txt beside it, a folder with these, or that of a run's weights."""
     if (path / OWN_FILE).is_file():
-        return tokenizer_from(json.loads((path / OWN_FILE).read_text(encoding="utf-8")))
+        return tokenizer_from(parse_json((path / OWN_FILE).read_text(encoding="utf-8")))
     if path.name in PAIR:
         return _of_pair(path.parent)
     file = path / "tokenizer.json" if path.is_dir() else path

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from halfstep import __version__
-from halfstep.disk import whole_folder
+from halfstep.disk import parse_json, whole_folder
 from halfstep.errors import CheckpointError, counted
 from halfstep.step.tree import pack, unpack
 
@@ -142,7 +142,7 @@ def read(path: Path) -> Capsule:
     if not (path / ABOUT).is_file():
         raise _no_capsule(path)
     try:
-        about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
+        about = parse_json((path / ABOUT).read_text(encoding="utf-8"))
         version, files, packed = about["version"], about["files"], about.pop("packed")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, f"{ABOUT}: {error}") from error
@@ -159,7 +159,7 @@ def read(path: Path) -> Capsule:
     try:
         content = unpack(packed, load_file(path / BATCHES))
         state = load_file(path / STATE) if STATE in files else {}
-    except (SafetensorError, KeyError) as error:
+    except (SafetensorError, KeyError, RecursionError) as error:
         raise _damaged(path, str(error)) from error
     return Capsule(path=path, about=about, window=content["window"], rng=content["rng"], state=state)
 

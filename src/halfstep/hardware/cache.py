@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from halfstep.disk import write_whole
+from halfstep.disk import parse_json, write_whole
 from halfstep.errors import CheckpointError
 from halfstep.hardware.facts import Hardware
 
@@ -58,7 +58,7 @@ def _read(path: Path) -> tuple[Hardware | None, str]:
 
 
 def read_json(path: Path) -> Any:
-    return json.loads(path.read_text())
+    return parse_json(path.read_text())
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> str:

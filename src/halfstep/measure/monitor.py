@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfstep.disk import parse_json
 from halfstep.measure.clock import Clock
 from halfstep.measure.nvml import ask_nvml
 
@@ -166,7 +167,7 @@ def _last_elapsed_s(file: Path) -> float:
         return 0.0
     for line in reversed(lines):
         try:
-            return float(json.loads(line)["elapsed_s"])
+            return float(parse_json(line)["elapsed_s"])
         except (ValueError, KeyError, TypeError):
             continue  # cut short by a kill
     return 0.0

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.disk import parse_json
 from halfstep.errors import ConfigError, Interrupted, ModelError, counted, install_command, refused_code
 
 LARGEST_NORM_GROUPS, FEWEST_IN_GROUP = 32, 4
@@ -131,7 +132,7 @@ def _why_not(root: Path, part: str) -> str:
 def open_net(folder: Path, expected: Sequence[str]) -> Net:
     """The network that a folder of diffusers' holds."""
     try:
-        config = dict(json.loads((folder / "config.json").read_text()))
+        config = dict(parse_json((folder / "config.json").read_text()))
         name = str(config.get("_class_name"))
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"cannot read {folder / 'config.json'}", why=str(error)) from error

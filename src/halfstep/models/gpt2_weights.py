@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from halfstep.disk import parse_json
 from halfstep.errors import ModelError
 from halfstep.models.gpt2 import GPT2, padded
 from halfstep.models.weights import load_weights_, read_weights
@@ -120,7 +121,7 @@ def _config_json(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(
             f"cannot read {file}",
@@ -168,7 +169,7 @@ def _refuse_other_function(model: GPT2, description: Mapping[str, Any], path: Pa
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ModelError(f"cannot read {index}", why=str(error), fix="download it again") from error
     missing = [name for name in names if not (index.parent / name).is_file()]

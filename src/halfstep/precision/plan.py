@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from halfstep.disk import parse_json
 from halfstep.errors import PrecisionError
 from halfstep.precision.row import ROOT, WHOLE_MODEL, Gain, Row, RowKind
 
@@ -92,7 +93,7 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         try:
-            fields = with_current_names(json.loads(text))
+            fields = with_current_names(parse_json(text))
             rows = tuple(Row(**row) for row in fields.pop("rows"))
             frozen = tuple(Row(**row) for row in fields.pop("frozen", ()))
             gains = tuple(Gain(**gain) for gain in fields.pop("gains", ()))

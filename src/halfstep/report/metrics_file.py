@@ -6,14 +6,16 @@ back. Finite floats are written by `repr`, so they come back as the same bits.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import zlib
 from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from halfstep.disk import write_whole
+from halfstep.disk import parse_json, write_whole
 from halfstep.errors import CheckpointError, suggested
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -27,7 +29,7 @@ class MetricsFile:
         self._file: FileIO | None = None
 
     def append(self, record: Mapping[str, object]) -> None:
-        line = json.dumps({name: as_json(value) for name, value in record.items()}, allow_nan=False).encode() + b"\n"
+        line = encode(record)
         try:
             # Opened late: `cut_back` replaces the file, and an older handle would write into the one that is gone.
             # Unbuffered: what a full disk refused must not come up again when the file is closed.
@@ -47,6 +49,11 @@ class MetricsFile:
             self._file.close()
 
 
+def encode(record: Mapping[str, object]) -> bytes:
+    """Return the record's line in the file."""
+    return json.dumps({name: as_json(value) for name, value in record.items()}, allow_nan=False).encode() + b"\n"
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     """Every whole record, oldest first; none when there is no file yet."""
     return [_from_json(record) for _, record in _records(path)]
@@ -57,9 +64,15 @@ def last_step(path: Path) -> int | None:
     return max((record["step"] for _, record in _records(path) if "step" in record), default=None)
 
 
+def fingerprint(path: Path, num_records: int) -> tuple[int, int]:
+    """Return how many of the first `num_records` are there, and the checksum of their lines."""
+    lines = [line + b"\n" for line, _ in itertools.islice(_records(path), num_records)]
+    return len(lines), zlib.crc32(b"".join(lines))
+
+
 def cut_back(path: Path, num_records: int) -> None:
     """Keep what was on record when the checkpoint was taken; a count, since one step may write before and after it."""
-    if not path.exists():
+    if not path.exists() and not path.is_symlink():  # a link to nothing would be written through
         return
     kept = [line for line, _ in _records(path)][:num_records]
     write_whole(path, "".join(f"{line.decode()}\n" for line in kept))
@@ -71,7 +84,7 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     for number, line in enumerate(lines, start=1):
         try:
             if line:
-                yield line, json.loads(line)
+                yield line, parse_json(line)
         except ValueError as error:  # not JSON, or not UTF-8
             if number == len(lines):
                 return

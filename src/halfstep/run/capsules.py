@@ -32,7 +32,7 @@ from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly, assemble, build_workload
 from halfstep.run.checkpoint import load as load_checkpoint
 from halfstep.run.engine import prepared_window
-from halfstep.run.folder import RunFolder
+from halfstep.run.folder import RunFolder, import_paths, load_stored
 from halfstep.run.frozen import as_stored, identities, modules_of
 from halfstep.step.facts import Reading
 from halfstep.step.guard import LAG
@@ -40,7 +40,7 @@ from halfstep.step.step import Step
 from halfstep.step.world import Share
 from halfstep.tune.memory_limit import OutOfMemory, model_memory_error
 from halfstep.tune.modes import Notice, Region
-from halfstep.workloads import load
+from halfstep.workloads.import_path import sign_code
 from halfstep.workloads.workload import Workload
 
 FOLDER = "capsules"
@@ -74,6 +74,7 @@ def context_of(parts: Assembly, checkpoint: Callable[[], str] = lambda: "") -> C
             "base_lr": config.optimizer.lr,
             "store": dict(parts.workload.store),
             "frozen": identities(parts.workload.frozen),
+            "code": sign_code(import_paths(config)),
             "plan": json.loads(parts.plan.to_json()),
         },
         window_of=lambda reading: window_of(parts, reading),
@@ -120,7 +121,8 @@ def _names(workload: Workload, ids: Sequence[int]) -> list[str]:
 # --- the step again ---
 
 
-def replay_run(path: Path, *, device: str | None = None) -> Replayed:
+def replay_run(path: Path, *, device: str | None = None, trust: bool = False) -> Replayed:
+    """Run the step of a capsule again; `trust` runs code that the user did not train with."""
     capsule = capsules.read(path)
     if not capsule.is_of_a_run:
         raise CheckpointError(
@@ -129,7 +131,7 @@ def replay_run(path: Path, *, device: str | None = None) -> Replayed:
             fix=f'hs.replay("{path}", model, loss_fn)',
         )
     try:
-        return replayed(subject_of(capsule, device), capsule)
+        return replayed(subject_of(capsule, device, trust=trust), capsule)
     except OutOfMemory as error:
         raise CheckpointError(
             f"the step of {path} does not fit into the device's memory a second time",
@@ -138,8 +140,8 @@ def replay_run(path: Path, *, device: str | None = None) -> Replayed:
         ) from error
 
 
-def subject_of(capsule: Capsule, device: str | None) -> Subject:
-    config = load(str(capsule.config)).config
+def subject_of(capsule: Capsule, device: str | None, *, trust: bool = False) -> Subject:
+    config = load_stored(capsule.config, capsule.about["code"], trust=trust).config
     workload = build_workload(config, dict(capsule.about["store"]))
     stored = capsule.about["frozen"]
     workload = replace(workload, frozen=as_stored(workload.frozen, stored, capsule.path.parent.parent))

@@ -3,7 +3,7 @@
     checkpoints/step-00000120/model.safetensors    weights and buffers
                               ema.safetensors      the averaged ones, where the run keeps them
                               state.safetensors    optimizer, RNG, snapshots: every other tensor
-                              state.json           the rest, with size and checksum of the files above
+                              state.json           the rest, with size and checksum of the files above and its own
     checkpoints/best.json                          which checkpoint had the best metric
 
 A checkpoint is written into a hidden folder, flushed to the disk and renamed: it is there whole or not at all.
@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from halfstep.disk import whole_folder, write_whole
+from halfstep.disk import parse_json, read_sealed, seal, whole_folder, write_whole
 from halfstep.errors import CheckpointError, suggested
 from halfstep.step.tree import pack, unpack
 
@@ -35,6 +35,8 @@ STATE = "state.json"
 AVERAGE = "ema.safetensors"
 LAYOUT_VERSION = 1
 CHUNK_BYTES = 1 << 22
+MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError)
+"""What reading raises where files have the recorded checksums but not the form that `save` gives them."""
 NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # `step-STEP`, and `step-STEP-2` for a second one of the same step
 
 
@@ -71,7 +73,7 @@ class Checkpoints:
     def best(self) -> Path | None:
         """The checkpoint with the best metric, if one was marked and is still there."""
         try:
-            path = self.folder / str(json.loads((self.folder / "best.json").read_text())["checkpoint"])
+            path = self.folder / str(parse_json((self.folder / "best.json").read_bytes())["checkpoint"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return path if path.is_dir() else None
@@ -143,19 +145,27 @@ def _place(path: Path) -> tuple[int, int]:
 
 def load(path: Path) -> Checkpoint:
     """Read one checkpoint, checking every file against its recorded size and checksum."""
+    document = read_document(path)
     try:
-        document = json.loads((path / STATE).read_text())
         files: Mapping[str, Mapping[str, int]] = document["files"]
-        state, version = document["state"], document["layout"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        for name, expected in files.items():
+            _verify(path, name, expected)
+        model, tensors = (load_file(path / f"{name}.safetensors") for name in ("model", "state"))
+        average = load_file(path / AVERAGE) if AVERAGE in files else {}
+        return Checkpoint(model=model, ema=average, state=unpack(document["state"], tensors))
+    except MALFORMED as error:
+        raise CheckpointError(f"checkpoint {path.name} is damaged: {type(error).__name__}: {error}") from error
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """Read a checkpoint's state.json: the checksums of its files, and the state without its tensors."""
+    try:
+        document = read_sealed((path / STATE).read_bytes())
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {path.name} is damaged: {STATE}: {error}") from error
-    if version != LAYOUT_VERSION:
+    if (version := document.get("layout")) != LAYOUT_VERSION:
         raise CheckpointError(f"checkpoint {path.name} has layout {version}, this halfstep reads {LAYOUT_VERSION}")
-    for name, expected in files.items():
-        _verify(path, name, expected)
-    model, tensors = (load_file(path / f"{name}.safetensors") for name in ("model", "state"))
-    average = load_file(path / AVERAGE) if AVERAGE in files else {}
-    return Checkpoint(model=model, ema=average, state=unpack(state, tensors))
+    return document
 
 
 def _verify(path: Path, name: str, expected: Mapping[str, int]) -> None:
@@ -178,7 +188,7 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
             save_file({key: value.detach().cpu().contiguous().clone() for key, value in content.items()}, folder / name)
     files = {path.name: _fingerprint(path) for path in sorted(folder.glob("*.safetensors"))}
     document = {"layout": LAYOUT_VERSION, "files": files, "state": packed}
-    (folder / STATE).write_text(json.dumps(document))
+    (folder / STATE).write_text(json.dumps(seal(document)))
     for name in files:
         # safetensors writes through a private temporary file; colleagues may read what they may read of the rest.
         (folder / name).chmod((folder / STATE).stat().st_mode)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from halfstep.disk import whole_folder, write_whole
+from halfstep.disk import parse_json, whole_folder, write_whole
 from halfstep.errors import CheckpointError, DataError, HalfstepError, Interrupted, TrainingStopped, counted, suggested
 from halfstep.evidence.capsule import all_in
 from halfstep.hardware.probe import probe
@@ -170,7 +170,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     """None where a run has not ended, or was made by a version without it."""
     path = folder / "report" / "summary.json"
     try:
-        found = json.loads(path.read_text())
+        found = parse_json(path.read_text())
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import operator
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from halfstep.config.keys import fields_of
+from halfstep.config.load import Loaded
 from halfstep.config.schema import RunConfig, is_import_path
 from halfstep.config.section import IS_PATH
+from halfstep.config.yaml_source import read_yaml
 from halfstep.data.files import some_of
 from halfstep.data.loader import FileSamples, offers
-from halfstep.disk import absolute_path, is_dry, owned, unused, write_whole
-from halfstep.errors import CheckpointError, DataError, PrecisionError, counted, printable, suggested
+from halfstep.disk import absolute_path, is_dry, owned, parse_json, read_sealed, seal, unused, write_whole
+from halfstep.errors import CheckpointError, DataError, counted, printable, suggested
 from halfstep.precision.plan import Plan
 from halfstep.run.checkpoint import Checkpoints
+from halfstep.workloads import KINDS, load
+from halfstep.workloads.import_path import refuse_unknown_code
 from halfstep.workloads.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settled:
+    """What settled.json holds: the settings of the run, apart from config.yaml, which users edit."""
+
+    settings: dict[str, Any]
+    """All of them, as the run was last trained with."""
+    decided: dict[str, list[Any]]
+    """Those that the run decided by itself, by path, with what was asked for."""
+    code: dict[str, str]
+    """Signatures of the user's code that it was trained with, by import path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +66,27 @@ class RunFolder:
     def report(self) -> Path:
         return self.path / "report"
 
-    def settled(self) -> dict[str, list[Any]]:
-        """Settings that the run decided by itself, with what was asked for; older runs have no such file."""
-        try:
-            found = json.loads((self.path / "settled.json").read_text())
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+    def write_settled(self, settled: Settled) -> None:
+        write_whole(self.path / "settled.json", json.dumps(seal(dataclasses.asdict(settled))))
+
+    def settled(self) -> Settled:
+        return Settled(**self._sealed(self.path / "settled.json"))
+
+    def write_plan(self, plan: Plan) -> None:
+        write_whole(self.plan, json.dumps(seal(dataclasses.asdict(plan)), indent=2))
 
     def stored_plan(self) -> Plan:
+        return Plan.from_json(json.dumps(self._sealed(self.plan)))
+
+    def _sealed(self, path: Path) -> dict[str, Any]:
         try:
-            return Plan.from_json(self.plan.read_text())
-        except OSError as error:
-            raise CheckpointError(f"cannot read {self.plan}: {error.strerror}") from error
-        except PrecisionError as error:
+            return read_sealed(path.read_bytes())
+        except (OSError, ValueError) as error:
+            why = (error.strerror if isinstance(error, OSError) else None) or str(error)
             again = suggested("train", self.config, "--out", "DIR")
-            raise CheckpointError(f"{self.plan}: {error.what}", fix=f"put it back, or start again: {again}") from error
+            raise CheckpointError(
+                f"cannot use {path}", why=why, fix=f"put the file back, or start a new run: {again}"
+            ) from error
 
     def checkpoints(self, *, keep: int = 0, writes: bool = True) -> Checkpoints:
         return Checkpoints(self.path / "checkpoints", keep=keep, writes=writes)
@@ -107,6 +129,32 @@ class RunFolder:
                 f"{path} is not a run folder: it has no config.yaml", fix="give the folder that `halfstep train` named"
             )
         return folder
+
+
+def import_paths(config: RunConfig) -> list[str]:
+    """Return the user's code that a config names."""
+    named = (config.workload, getattr(config.model, "path", None) or "")
+    return [path for path in named if is_import_path(path)]
+
+
+def load_stored(
+    file: Path,
+    code: Mapping[str, str],
+    *,
+    trust: bool,
+    flags: Mapping[str, object] | None = None,
+    overrides: Sequence[str] = (),
+) -> Loaded:
+    """Load the config of a stored run or capsule; code that its user did not train with is refused before anything is
+    imported."""
+    workload = read_yaml(file).values.get("workload")
+    # A list: to ask KINDS itself would import the code. `${globals.x}`, too, is none of our names.
+    if not trust and workload is not None and str(workload) not in list(KINDS):
+        refuse_unknown_code([str(workload)], code, file)
+    loaded = load(str(file), flags=flags, overrides=overrides)
+    if not trust:
+        refuse_unknown_code(import_paths(loaded.config), code, file)
+    return loaded
 
 
 def how_to_go_on(path: Path) -> str:
@@ -205,7 +253,7 @@ def digest_of_contents(workload: Workload) -> str:
 def changed_data(workload: Workload, folder: RunFolder) -> list[str]:
     """A note where sizes or times are others than when the run started; none for runs without a record."""
     try:
-        record = json.loads(_place(folder).read_text())
+        record = parse_json(_place(folder).read_bytes())
         then, num_then = record["digest"], record["files"]
         started_s = _place(folder).stat().st_mtime
     except (OSError, ValueError, KeyError, TypeError):

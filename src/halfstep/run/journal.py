@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -15,6 +16,7 @@ from halfstep.errors import format_bytes
 from halfstep.measure.clock import Stopwatch
 from halfstep.measure.memory import peak_memory_bytes
 from halfstep.precision.plan import Plan
+from halfstep.report.metrics_file import encode
 from halfstep.report.progress import Bar
 from halfstep.report.run_report import Level, RunReport
 from halfstep.run.pace import Lagging, Waiting, peak_flops, utilisation
@@ -63,7 +65,7 @@ class Journal:
         self._named = samples if offers(samples, NamedSamples) else None
         self.device = torch.device(plan.device)
         self.attempted = 0
-        self.num_records = 0
+        self.num_records = self.records_crc32 = 0
         self.latest: Reading | None = None
         self.num_skipped = self.num_spikes = 0
         self.phases = tuple(phases)
@@ -236,6 +238,7 @@ class Journal:
     def _log(self, record: Mapping[str, object]) -> None:
         self.report.log(record)
         self.num_records += 1
+        self.records_crc32 = zlib.crc32(encode(record), self.records_crc32)
 
     # --- phases ---
 
@@ -302,6 +305,7 @@ class Journal:
         return {
             "latest": asdict(self.latest) if self.latest is not None else None,
             "num_records": self.num_records,
+            "records_crc32": self.records_crc32,
             "loss_sum": first.loss_sum,
             "num_losses": first.num_losses,
             "num_skipped": self.num_skipped,
@@ -312,7 +316,7 @@ class Journal:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.latest = _read(state["latest"])
-        self.num_records = int(state["num_records"])
+        self.num_records, self.records_crc32 = int(state["num_records"]), int(state["records_crc32"])
         # The whole of a run without phases; the seat of one has the same keys.
         for name, own in state.get("phases", {"": {**state, "newest": state["latest"]}}).items():
             self.seen[name] = Seen(_read(own["newest"]), float(own["loss_sum"]), int(own["num_losses"]))

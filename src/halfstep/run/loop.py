@@ -77,11 +77,16 @@ class Loop:
         limit = self.parts.config.train.max_steps
         return 0 < limit <= self.parts.step.attempted or self.parts.stopping.should_stop
 
+    @property
+    def _is_validated(self) -> bool:
+        return self.validated_at == self.parts.step.attempted or len(self.parts.val_loader) == 0
+
     def run(self) -> None:
         epochs = self.parts.config.train.epochs
         if self.parts.snapshots is not None and not self.parts.snapshots.states:
             self.parts.snapshots.take(self.parts.model, self.parts.step)
-        while self.position.epoch < epochs and not self.is_over:
+        # A run that was killed in its last validation has made all its steps and still has to validate.
+        while self.position.epoch < epochs and not (self.is_over and self._is_validated):
             try:
                 self._train_epoch()
                 self._act_on(self.parts.guard.drain())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,14 +17,13 @@ from halfstep.hardware.facts import Hardware
 from halfstep.precision.advice import USABLE_MEMORY
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly
-from halfstep.run.checkpoint import STATE
-from halfstep.run.folder import RunFolder
+from halfstep.run.checkpoint import read_document
+from halfstep.run.folder import RunFolder, load_stored
 from halfstep.run.memory_fit import USABLE, fitting, largest_batch, usable_bytes
 from halfstep.run.memory_plan import Cell, MemoryPlanner
 from halfstep.run.planned_step import planned_step
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import Mode
-from halfstep.workloads import load
 from halfstep.workloads.kind import Store
 from halfstep.workloads.workload import Workload
 
@@ -143,11 +141,12 @@ def pieces_by_plan(config: RunConfig, workload: Workload, plan: Plan, say: Calla
 
 
 def predicted_memory(path: Path) -> dict[str, int]:
-    """Peak bytes by component of one micro-batch's step as a stored run took it; nothing runs."""
+    """Peak bytes by component of one micro-batch's step as a stored run took it; nothing runs, least of all the user's
+    code: a page about a run must be safe whoever made the run."""
     folder = RunFolder.open(str(path))
-    config, plan = load(str(folder.config)).config, folder.stored_plan()
+    config, plan = load_stored(folder.config, {}, trust=False).config, folder.stored_plan()
     newest = folder.checkpoints().all()[-1:]  # what it knew of its data, which may be gone
-    store = json.loads((newest[0] / STATE).read_text())["state"]["store"] if newest else None
+    store = read_document(newest[0])["state"]["store"] if newest else None
     whole = Cell.of_plan(config, plan)
     size, accumulate = math.ceil(whole.batch_size / plan.pieces), whole.accumulate * plan.pieces
     cell = dataclasses.replace(whole, batch_size=size, accumulate=accumulate)

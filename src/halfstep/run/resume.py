@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -15,6 +16,7 @@ from halfstep.config.training import WITHOUT_END
 from halfstep.errors import CheckpointError, HardwareError, counted
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
+from halfstep.report.metrics_file import fingerprint
 
 FREE = (
     "train.epochs", "train.max_steps", "train.early_stopping_patience", "train.checkpoint_every",
@@ -86,24 +88,63 @@ def is_said(config: RunConfig, section: str, name: str) -> bool:
     return name in getattr(config, section).model_fields_set
 
 
-def refuse_changes(stored: RunConfig, asked: RunConfig, *, allow: bool, kept: Sequence[str] = ()) -> Changes:
+def settings_as_trained(
+    settings: Mapping[str, Any], own: RunConfig, file: Path, *, allow: bool, kept: Sequence[str] = ()
+) -> RunConfig:
+    """Return what the run was last trained with; edits of its config.yaml follow the rules of other changes."""
+    if own.workload != settings["workload"]:
+        raise CheckpointError(
+            f"{file} was edited: workload: {settings['workload']} -> {own.workload}",
+            why="the checkpoints are of another model",
+            fix="put it back, or start a new run",
+        )
+    stored = type(own).model_validate(settings)
+    refuse_changes(stored, own, allow=allow, kept=kept, edited=file)
+    return stored
+
+
+def refuse_other_records(file: Path, journal: dict[str, Any], *, allow: bool) -> list[str]:
+    """Compare metrics.jsonl with what the checkpoint knows of it; where that is allowed, go on from what is there."""
+    expected = journal["num_records"], journal["records_crc32"]
+    found = fingerprint(file, expected[0])
+    if found == expected:
+        return []
+    num_missing = expected[0] - found[0]
+    lost = f"{counted(num_missing, 'record')} of {expected[0]} are missing" if num_missing else "records were changed"
+    note = f"{file} was edited or damaged: {lost}"
+    if not allow:
+        raise CheckpointError(
+            note,
+            why="the checkpoint was taken with other records, which are the evidence of what the run did",
+            fix="put the file back, or accept the records that are there with --allow-changes",
+        )
+    journal["num_records"], journal["records_crc32"] = found
+    return [note]
+
+
+def refuse_changes(
+    stored: RunConfig, asked: RunConfig, *, allow: bool, kept: Sequence[str] = (), edited: Path | None = None
+) -> Changes:
     """The differences; those that would change what a step computes are refused unless allowed, those of a setting that
-    is `kept`, or in a section that is, always: nobody would read it again."""
+    is `kept`, or in a section that is, always: nobody would read it again. `edited`: the file that they come from,
+    not the command line."""
     before, now = flattened(stored), flattened(asked)
     changed = [key for key in now if now[key] != before.get(key) and key not in NOT_STORED]
     notes = [f"{key}: {before.get(key)} -> {now[key]}" for key in changed]
+    undo = ("put it back", "put them back") if edited else ("leave it out", "leave them out")
     if held := [note for key, note in zip(changed, notes, strict=True) if key.startswith((*KEPT, *kept))]:
         raise CheckpointError(
-            "a run keeps this setting: " + "; ".join(held),
+            f"a run keeps this setting{f', and {edited} was edited' if edited else ''}: " + "; ".join(held),
             why="it was read when the run started; what came of it is in the checkpoint",
-            fix="leave it out, or start a new run",
+            fix=f"{undo[0]}, or start a new run",
         )
     binding = [note for key, note in zip(changed, notes, strict=True) if not key.startswith(FREE)]
     if binding and not allow:
+        what = f"{edited} was edited" if edited else "this run was started with other settings"
         raise CheckpointError(
-            "this run was started with other settings: " + "; ".join(binding),
+            f"{what}: {'; '.join(binding)}",
             why="a resumed run continues exactly; with other settings it would be another run",
-            fix="leave them out, or accept a run of two halves with --allow-changes",
+            fix=f"{undo[1]}, or accept a run of two halves with --allow-changes",
         )
     return Changes(keys=tuple(changed), notes=(*notes, *_about_the_schedule(asked, changed)))
 

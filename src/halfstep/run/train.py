@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from halfstep.config.dump import to_yaml
+from halfstep.config.dump import plain, to_yaml
 from halfstep.config.load import Loaded
 from halfstep.config.schema import RunConfig
 from halfstep.disk import absolute_path, write_whole
@@ -49,7 +49,15 @@ from halfstep.run.ending import (
     refuse_only_skips,
     write_summary,
 )
-from halfstep.run.folder import RunFolder, changed_data, record_data, with_absolute_paths, with_data_found
+from halfstep.run.folder import (
+    RunFolder,
+    Settled,
+    changed_data,
+    import_paths,
+    record_data,
+    with_absolute_paths,
+    with_data_found,
+)
 from halfstep.run.frozen import as_stored, identified, made_here, naming_lost_files, store
 from halfstep.run.interrupts import interrupts, raised_at_once
 from halfstep.run.journal import Journal, hint_about
@@ -67,6 +75,8 @@ from halfstep.run.resume import (
     refuse_changes,
     refuse_missing_device,
     refuse_other_data,
+    refuse_other_records,
+    settings_as_trained,
     settled_by_run,
     why_finished,
 )
@@ -78,6 +88,7 @@ from halfstep.tune.fresh_thread import forget_compiled
 from halfstep.tune.memory_limit import OutOfMemory, model_memory_error
 from halfstep.tune.trials import Rehearse, fitting_pieces
 from halfstep.workloads import KINDS, load
+from halfstep.workloads.import_path import sign_code
 from halfstep.workloads.workload import Workload
 
 DEMO_NOTE = "no data folder was given: this is the DEMO, on data generated into {}; yours go in with --data-dir DIR"
@@ -130,8 +141,7 @@ def _start(loaded: Loaded, out: str | None, place: Place) -> Path:
                 lock.enter_context(folder.locked())
                 record_data(workload, folder)
                 store(made, folder.path)
-                write_whole(folder.path / "settled.json", json.dumps(settled_by_run(asked, loaded.config)))
-                _write_settings(folder, loaded.config, plan)
+                _write_settings(folder, loaded.config, plan, settled_by_run(asked, loaded.config))
             if place.world is not None and not place.world.is_first:
                 seed_everything(seed_of(loaded.config.train.seed, 0, place.world.rank))
         except BaseException:  # Ctrl-C as well: nothing was trained, so nobody will miss the folder
@@ -175,9 +185,12 @@ def _assembled(config: RunConfig, workload: Workload, plan: Plan, place: Place) 
         raise model_memory_error(error, config, workload.model, device) from error
 
 
-def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan) -> None:
-    write_whole(folder.plan, plan.to_json())
-    write_whole(folder.config, to_yaml(config.changed(log={"quiet": False})))  # last: a folder with it is a run
+def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan, decided: dict[str, list[Any]]) -> None:
+    config = config.changed(log={"quiet": False})
+    code = sign_code(import_paths(config))
+    folder.write_settled(Settled(settings=plain(config), decided=decided, code=code))
+    folder.write_plan(plan)
+    write_whole(folder.config, to_yaml(config))  # last: a folder with it is a run
 
 
 def _with_demo_data(loaded: Loaded, folder: RunFolder, place: Place) -> Loaded:
@@ -201,13 +214,16 @@ class Resumed:
     path: Path
     checkpoint: Checkpoint
     changes: Changes
+    settled: Settled
 
 
 def _resume(loaded: Loaded, folder: RunFolder, place: Place, *, allow_changes: bool) -> Path:
-    own = load(str(folder.config))
-    loaded = as_settled(loaded, own, folder.settled())
-    stored, asked = (with_absolute_paths(one.config) for one in (own, loaded))
-    changes = refuse_changes(stored, asked, allow=allow_changes, kept=KINDS.of(asked.workload).kept)
+    own, settled = load(str(folder.config)), folder.settled()
+    loaded = as_settled(loaded, own, settled.decided)
+    kept = KINDS.of(own.config.workload).kept
+    trained = settings_as_trained(settled.settings, own.config, folder.config, allow=allow_changes, kept=kept)
+    stored, asked = (with_absolute_paths(one) for one in (trained, loaded.config))
+    changes = refuse_changes(stored, asked, allow=allow_changes, kept=kept)
     config, moved = with_data_found(loaded.config, folder)
     loaded = dataclasses.replace(loaded, config=config)
     with folder.locked() if place.writes else nullcontext():
@@ -218,18 +234,20 @@ def _resume(loaded: Loaded, folder: RunFolder, place: Place, *, allow_changes: b
             if place.writes:
                 RunReport(folder.path).notice(f"{folder.path} is {finished}")
             return folder.path
+        journal = checkpoint.state["journal"]
+        other = place.of_first(lambda: refuse_other_records(folder.metrics, journal, allow=allow_changes))
         workload = _built_as_stored(loaded.config, checkpoint.state, folder)
         found = [len(workload.train_samples), len(workload.val_samples)]
-        other = refuse_other_data(checkpoint.state["num_samples"], found, allow=allow_changes)
+        other += refuse_other_data(checkpoint.state["num_samples"], found, allow=allow_changes)
         if place.world is not None:
             refuse_differences(loaded.config, workload, place.world)
         go_on = partial(_plan_to_go_on, loaded.config, workload, folder, changes, place)
         plan = place.plan_from(go_on, loaded.config, workload)
         if place.writes:
-            cut_back(folder.metrics, int(checkpoint.state["journal"]["num_records"]))
+            cut_back(folder.metrics, int(journal["num_records"]))
         parts = _assembled(loaded.config, workload, plan, place)
         warnings = [*damaged, *moved, *other, *changed_data(workload, folder), *check_disk(parts, folder)]
-        resumed = Resumed(path=path, checkpoint=checkpoint, changes=changes)
+        resumed = Resumed(path=path, checkpoint=checkpoint, changes=changes, settled=settled)
         _run(loaded, folder, parts, resumed=resumed, warnings=warnings)
     return folder.path
 
@@ -249,9 +267,15 @@ def _built_as_stored(config: RunConfig, state: Mapping[str, Any], folder: RunFol
 
 def _is_tidy(config: RunConfig, folder: RunFolder, path: Path, checkpoint: Checkpoint) -> bool:
     """Whether a kill between the last checkpoint and the end left nothing undone."""
-    is_marked = not checkpoint.state["is_best"] or folder.checkpoints().best() == path
+    state = checkpoint.state
+    is_validated = (
+        state["position"]["epoch"] >= config.train.epochs
+        or state["validated_at"] == state["step"]["attempted"]
+        or state["num_samples"][1] == 0
+    )
+    is_marked = not state["is_best"] or folder.checkpoints().best() == path
     is_drawn = not config.log.curves or (folder.report / "curves.png").is_file()
-    return is_marked and is_drawn and has_summary(folder) and is_exported(config.workload, folder)
+    return is_validated and is_marked and is_drawn and has_summary(folder) and is_exported(config.workload, folder)
 
 
 def _plan_to_go_on(
@@ -273,8 +297,9 @@ def _continue(loop: Loop, folder: RunFolder, resumed: Resumed) -> None:
     for note in (*resumed.changes.notes, f"resuming from {resumed.path.name}"):
         loop.journal.notice(note)
     loop.restore(resumed.path, resumed.checkpoint, resumed.changes)
-    if resumed.changes.keys and loop.checkpoints.writes:
-        _write_settings(folder, loop.parts.config, loop.parts.plan)
+    is_same = not resumed.changes.keys and resumed.settled.code == sign_code(import_paths(loop.parts.config))
+    if loop.checkpoints.writes and not is_same:
+        _write_settings(folder, loop.parts.config, loop.parts.plan, resumed.settled.decided)
 
 
 def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed | None, warnings: list[str]) -> None:

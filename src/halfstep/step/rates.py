@@ -139,6 +139,8 @@ class Rates(Tabulated):
         """After `load_state_dict` the optimizers hold new group dicts."""
         self.groups = self._live_groups()
         self.held = [group["lr"] for group in self.groups]
+        # The vector as well: a state that is stored again before the next step has the rates that were loaded.
+        self.now.copy_(self.now.new_tensor([float(lr) for lr in self.held]))
         self.version = self.now._version
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from halfstep.config.foreign import flat
 from halfstep.config.schema import RunConfig
-from halfstep.disk import owned, write_whole
+from halfstep.disk import owned, parse_json, write_whole
 from halfstep.errors import CheckpointError, ConfigError, HalfstepError, counted
 from halfstep.hardware.probe import probe
 from halfstep.measure.clock import Stopwatch
@@ -104,7 +104,7 @@ class Comparison:
 
     @classmethod
     def from_json(cls, text: str) -> Comparison:
-        record = json.loads(text)
+        record = parse_json(text)
         lists = {name: [Outcome.from_json(one) for one in record[name]] for name in ("pilot", "runs")}
         return cls(**{**record, **lists, "request": Request.from_json(record["request"])})
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import math
 import shutil
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from halfstep.config.load import Loaded
+from halfstep.disk import parse_json
 from halfstep.errors import CheckpointError, HalfstepError, Interrupted, MemoryLimitError, TrainingStopped, first_line
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import why_simulated
@@ -137,7 +137,7 @@ def data_of(folder: Path) -> dict[str, str]:
     record = folder / "data.json"
     if not record.is_file() or (folder / "data").is_dir():
         return {}
-    return {"data": "of digest " + str(json.loads(record.read_text())["digest"])[:12]}
+    return {"data": "of digest " + str(parse_json(record.read_text())["digest"])[:12]}
 
 
 def keep_the_records(folder: Path) -> None:

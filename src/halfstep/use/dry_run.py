@@ -29,14 +29,20 @@ WARM_UP = 3
 
 
 def dry_run(
-    word: str, target: str, *, num_batches: int, flags: Mapping[str, object], overrides: Sequence[str]
+    word: str,
+    target: str,
+    *,
+    num_batches: int,
+    flags: Mapping[str, object],
+    overrides: Sequence[str],
+    trust: bool = False,
 ) -> list[Judged]:
     """What the format would do, module by module; nothing of a run is changed."""
     chosen = next((own for own in TARGETS if own == target), None)
     if chosen is None:
         raise ConfigError(f"--target {target} is not a format to judge", fix=f"one of {', '.join(TARGETS)}")
     own_precision = {} if is_run(word) else {"precision": "fp32"}
-    with at_hand(word, flags={**flags, **own_precision}, overrides=overrides) as (parts, engine, _):
+    with at_hand(word, flags={**flags, **own_precision}, overrides=overrides, trust=trust) as (parts, engine, _):
         windows = windows_of(parts, num_batches)
         found: list[Judged] = []
         for phase, own in engines_of(engine):

@@ -48,10 +48,11 @@ def evaluate(
     batch_size: int | None = None,
     options: Mapping[str, Any] | None = None,
     out: Path | None = None,
+    trust: bool = False,
 ) -> Evaluation:
     """Metrics as in training, results of each class, and pictures in a folder of their own."""
     clock = Stopwatch()
-    run = open_run(path, checkpoint=checkpoint)
+    run = open_run(path, checkpoint=checkpoint, trust=trust)
     kind = KINDS.of(run.config.workload)
     evaluating_as: Any = PlainEvaluation if kind.evaluation is None else kind.part("evaluation")
     wanted = with_defaults(kind.evaluate_options, options or {}, run.config.workload)

@@ -14,7 +14,7 @@ from halfstep.evidence.ledger import Ledger
 from halfstep.evidence.trace import Event
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for, with_settled
-from halfstep.run.folder import with_data_found
+from halfstep.run.folder import RunFolder, load_stored, with_data_found
 from halfstep.run.frozen import identified
 from halfstep.run.ledger import AnyEngine, Recording, ledgers_of
 from halfstep.run.phased_engine import engine_for
@@ -32,9 +32,9 @@ def is_run(word: str) -> bool:
     return (Path(word) / "config.yaml").is_file()
 
 
-def ledger(word: str, *, flags: Mapping[str, object], overrides: Sequence[str]) -> list[Ledger]:
+def ledger(word: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False) -> list[Ledger]:
     """Of a run's folder with its weights and stored plan, or of what would be trained."""
-    with at_hand(word, flags=flags, overrides=overrides) as (parts, engine, window):
+    with at_hand(word, flags=flags, overrides=overrides, trust=trust) as (parts, engine, window):
         return ledgers_of(parts, engine, window, _replay(parts, engine, window))
 
 
@@ -53,12 +53,12 @@ def _replay(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> list[Eve
 
 @contextmanager
 def at_hand(
-    word: str, *, flags: Mapping[str, object], overrides: Sequence[str]
+    word: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False
 ) -> Iterator[tuple[Assembly, AnyEngine, list[Batch]]]:
     """An assembly that has made one step, so that its optimizer has a state; its engine; and a window of real data."""
-    loaded = _loaded(word, flags, overrides)
+    loaded = _loaded(word, flags, overrides, trust=trust)
     with data_at_hand(loaded.config) as config:
-        parts = _of_run(Path(word), config) if is_run(word) else _of_config(config)
+        parts = _of_run(Path(word), config, trust=trust) if is_run(word) else _of_config(config)
         try:
             with algorithms(deterministic=config.train.deterministic):
                 engine = engine_for(parts, parts.mode or "eager", _unsaid)
@@ -70,10 +70,11 @@ def at_hand(
             parts.val_loader.close()
 
 
-def _loaded(word: str, flags: Mapping[str, object], overrides: Sequence[str]) -> Loaded:
+def _loaded(word: str, flags: Mapping[str, object], overrides: Sequence[str], *, trust: bool) -> Loaded:
     path = Path(word)
     if is_run(word):
-        return load(str(path / "config.yaml"), flags=flags, overrides=overrides)
+        folder = RunFolder(path)
+        return load_stored(folder.config, folder.settled().code, trust=trust, flags=flags, overrides=overrides)
     is_missing = not path.exists() and len(path.parts) > 1 and path.suffix not in (".yaml", ".yml")
     if path.is_dir() or is_missing:
         raise CheckpointError(
@@ -90,8 +91,8 @@ def _of_config(config: RunConfig) -> Assembly:
     return assemble(settled, workload, plan)
 
 
-def _of_run(path: Path, config: RunConfig) -> Assembly:
-    run = open_run(path, checkpoint="last")
+def _of_run(path: Path, config: RunConfig, *, trust: bool) -> Assembly:
+    run = open_run(path, checkpoint="last", trust=trust)
     found, _ = with_data_found(config, run.folder)
     workload = build_workload(found, run.store)
     frozen = as_trained(run, workload.frozen)

@@ -21,12 +21,11 @@ from halfstep.precision.plan import Plan
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import placed
 from halfstep.run.checkpoint import Checkpoint, Checkpoints, load
-from halfstep.run.folder import RunFolder
+from halfstep.run.folder import RunFolder, load_stored
 from halfstep.run.frozen import as_stored, modules_of, place_frozen_
 from halfstep.run.stored_state import load_for_use
 from halfstep.run.validate import evaluating
 from halfstep.step.tabulated import Value, set_to_
-from halfstep.workloads import load as load_config
 from halfstep.workloads.parts import FrozenPart
 from halfstep.workloads.using import Trained
 
@@ -71,10 +70,11 @@ class OpenedRun:
         }
 
 
-def open_run(path: Path, *, checkpoint: str = "best") -> OpenedRun:
-    """Read settings and weights; a damaged checkpoint is passed over for a whole one, and that is said."""
+def open_run(path: Path, *, checkpoint: str = "best", trust: bool = False) -> OpenedRun:
+    """Read settings and weights; a damaged checkpoint is passed over for a whole one, and that is said. `trust` imports
+    code that the user did not train the run with."""
     folder = RunFolder.open(str(path))
-    config = load_config(str(folder.config)).config
+    config = load_stored(folder.config, folder.settled().code, trust=trust).config
     notes: list[str] = []
     chosen, content = _first_whole(_candidates(folder.checkpoints(), checkpoint, notes), notes)
     return OpenedRun(folder=folder, config=config, path=chosen, checkpoint=content, notes=tuple(notes))

@@ -69,10 +69,11 @@ def predict(
     checkpoint: str = "best",
     device: str | None = None,
     precision: str | None = None,
+    trust: bool = False,
 ) -> Predictions:
     """What the model says about every file; those that cannot be used are named, and fail only where all do."""
     clock = Stopwatch()
-    run = open_run(path, checkpoint=checkpoint)
+    run = open_run(path, checkpoint=checkpoint, trust=trust)
     kind = _kind_of(run.config.workload)
     wishes = replace(wishes, options=with_defaults(kind.predict_options, wishes.options, run.config.workload))
     _refuse_wrong_inputs(kind, asked, run.config.workload)

@@ -28,10 +28,10 @@ NAN, CLIP, RATE, AMP = (
 Proof = Callable[[Step, LossFn, list[Batch]], tuple[bool | None, str]]
 
 
-def verify(word: str, *, flags: Mapping[str, object], overrides: Sequence[str]) -> list[Line]:
+def verify(word: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False) -> list[Line]:
     """All lines but that of the configuration, which `check` knows. Nothing of a run is changed."""
     record = read_run(Path(word)) if is_run(word) else None
-    with at_hand(word, flags=flags, overrides=overrides) as (parts, engine, window):
+    with at_hand(word, flags=flags, overrides=overrides, trust=trust) as (parts, engine, window):
         amp = _amp(parts, engine, window)  # first: the proofs below make steps of their own
         lines = [
             _each(NAN, engine, window, parts, nan_is_dropped),

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from halfstep.config.foreign import flat
+from halfstep.disk import parse_json
 from halfstep.errors import CheckpointError
 from halfstep.report.metrics_file import read
 
@@ -95,7 +96,7 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return dict(json.loads(path.read_text()))
+        return dict(parse_json(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {error}", fix="delete it: the page is drawn without it"

@@ -6,7 +6,6 @@ would say so. What the user did not set is taken from the folder; what they set 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from halfstep.disk import parse_json
 from halfstep.errors import ConfigError, ModelError
 from halfstep.models.diffusers_nets import OTHER_NAMES, halvings, net_folder
 from halfstep.workloads.diffusion.config import DiffusionConfig, NoiseConfig
@@ -143,6 +143,6 @@ def _size(config: DiffusionConfig, unet: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text()))
+        return dict(parse_json(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"cannot read {path}", why=str(error), fix="save the model again") from error

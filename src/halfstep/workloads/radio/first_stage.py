@@ -29,7 +29,7 @@ from halfstep.data.latent_cache import (
 from halfstep.data.pack_folder import PackingBar
 from halfstep.data.packed import fingerprint_of
 from halfstep.data.radio_maps import RadioMaps
-from halfstep.disk import write_whole
+from halfstep.disk import parse_json, write_whole
 from halfstep.errors import ConfigError, ModelError, counted
 from halfstep.islands import fp32_island
 from halfstep.models.posterior import latent_scale
@@ -121,7 +121,7 @@ def first_stage(config: RadioDiffConfig) -> FirstStage:
 
 def _facts(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        found = parse_json(path.read_text())
         return {"sizes": sizes_of(FirstStageConfig(**found["sizes"])), "scale_factor": found["scale_factor"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
