@@ -71,7 +71,7 @@ def test_an_own_config_that_train_takes_has_nothing_wrong_and_own_workloads_are_
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("raise RuntimeError('imported')\n")
-    for workload in ("unet", "mine:build"):
+    for workload in ("unet", "mine:build", "${globals.name}\nglobals: {name: 'mine:build'}"):
         (tmp_path / "own.yaml").write_text(f"workload: {workload}\nprecision: bf16\n")
         code, out, err = run(capsys, "own.yaml")
         assert (code, err) == (0, "")

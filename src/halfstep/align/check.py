@@ -145,7 +145,8 @@ def refusal(path: Path, read: FileReading, load_own: LoadOwn | None) -> list[Hal
     """What training would say of a config of halfstep's own; a user's own workload is not imported to hear it."""
     found = [finding for source in read.sources for finding in source.findings]
     has_findings = any(severity_of(finding) is not Severity.INFO for finding in found)
-    if load_own is None or has_findings or not read.workload or is_import_path(read.workload):
+    may_be_code = is_import_path(read.workload) or "${" in read.workload  # a reference may name an import path
+    if load_own is None or has_findings or not read.workload or may_be_code:
         return []
     try:
         load_own(path)

@@ -32,7 +32,7 @@ from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly, assemble, build_workload
 from halfstep.run.checkpoint import load as load_checkpoint
 from halfstep.run.engine import prepared_window
-from halfstep.run.folder import RunFolder, import_paths, load_stored
+from halfstep.run.folder import RunFolder, find_import_paths, load_stored
 from halfstep.run.frozen import as_stored, identities, modules_of
 from halfstep.step.facts import Reading
 from halfstep.step.guard import LAG
@@ -74,7 +74,7 @@ def context_of(parts: Assembly, checkpoint: Callable[[], str] = lambda: "") -> C
             "base_lr": config.optimizer.lr,
             "store": dict(parts.workload.store),
             "frozen": identities(parts.workload.frozen),
-            "code": sign_code(import_paths(config)),
+            "code": sign_code(find_import_paths(config)),
             "plan": json.loads(parts.plan.to_json()),
         },
         window_of=lambda reading: window_of(parts, reading),

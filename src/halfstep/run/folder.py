@@ -131,7 +131,7 @@ class RunFolder:
         return folder
 
 
-def import_paths(config: RunConfig) -> list[str]:
+def find_import_paths(config: RunConfig) -> list[str]:
     """Return the user's code that a config names."""
     named = (config.workload, getattr(config.model, "path", None) or "")
     return [path for path in named if is_import_path(path)]
@@ -148,12 +148,12 @@ def load_stored(
     """Load the config of a stored run or capsule; code that its user did not train with is refused before anything is
     imported."""
     workload = read_yaml(file).values.get("workload")
-    # A list: to ask KINDS itself would import the code. `${globals.x}`, too, is none of our names.
+    # A list, because `in KINDS` would import the code. A reference such as `${globals.x}` is refused, too.
     if not trust and workload is not None and str(workload) not in list(KINDS):
         refuse_unknown_code([str(workload)], code, file)
     loaded = load(str(file), flags=flags, overrides=overrides)
     if not trust:
-        refuse_unknown_code(import_paths(loaded.config), code, file)
+        refuse_unknown_code(find_import_paths(loaded.config), code, file)
     return loaded
 
 

@@ -141,8 +141,8 @@ def pieces_by_plan(config: RunConfig, workload: Workload, plan: Plan, say: Calla
 
 
 def predicted_memory(path: Path) -> dict[str, int]:
-    """Peak bytes by component of one micro-batch's step as a stored run took it; nothing runs, least of all the user's
-    code: a page about a run must be safe whoever made the run."""
+    """Peak bytes by component of one micro-batch's step as a stored run took it. Nothing runs, and custom code is
+    not imported: `halfstep report` must be safe on a run from someone else."""
     folder = RunFolder.open(str(path))
     config, plan = load_stored(folder.config, {}, trust=False).config, folder.stored_plan()
     newest = folder.checkpoints().all()[-1:]  # what it knew of its data, which may be gone

@@ -88,7 +88,7 @@ def is_said(config: RunConfig, section: str, name: str) -> bool:
     return name in getattr(config, section).model_fields_set
 
 
-def settings_as_trained(
+def recover_settings(
     settings: Mapping[str, Any], own: RunConfig, file: Path, *, allow: bool, kept: Sequence[str] = ()
 ) -> RunConfig:
     """Return what the run was last trained with; edits of its config.yaml follow the rules of other changes."""
@@ -126,7 +126,7 @@ def refuse_changes(
     stored: RunConfig, asked: RunConfig, *, allow: bool, kept: Sequence[str] = (), edited: Path | None = None
 ) -> Changes:
     """The differences; those that would change what a step computes are refused unless allowed, those of a setting that
-    is `kept`, or in a section that is, always: nobody would read it again. `edited`: the file that they come from,
+    is `kept`, or in a section that is, always: it is not read again. `edited`: the file that they come from,
     not the command line."""
     before, now = flattened(stored), flattened(asked)
     changed = [key for key in now if now[key] != before.get(key) and key not in NOT_STORED]

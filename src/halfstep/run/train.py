@@ -53,7 +53,7 @@ from halfstep.run.folder import (
     RunFolder,
     Settled,
     changed_data,
-    import_paths,
+    find_import_paths,
     record_data,
     with_absolute_paths,
     with_data_found,
@@ -72,11 +72,11 @@ from halfstep.run.ranked import notes_on, refuse_differences, refuse_unfit, seed
 from halfstep.run.resume import (
     Changes,
     as_settled,
+    recover_settings,
     refuse_changes,
     refuse_missing_device,
     refuse_other_data,
     refuse_other_records,
-    settings_as_trained,
     settled_by_run,
     why_finished,
 )
@@ -187,7 +187,7 @@ def _assembled(config: RunConfig, workload: Workload, plan: Plan, place: Place) 
 
 def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan, decided: dict[str, list[Any]]) -> None:
     config = config.changed(log={"quiet": False})
-    code = sign_code(import_paths(config))
+    code = sign_code(find_import_paths(config))
     folder.write_settled(Settled(settings=plain(config), decided=decided, code=code))
     folder.write_plan(plan)
     write_whole(folder.config, to_yaml(config))  # last: a folder with it is a run
@@ -221,7 +221,7 @@ def _resume(loaded: Loaded, folder: RunFolder, place: Place, *, allow_changes: b
     own, settled = load(str(folder.config)), folder.settled()
     loaded = as_settled(loaded, own, settled.decided)
     kept = KINDS.of(own.config.workload).kept
-    trained = settings_as_trained(settled.settings, own.config, folder.config, allow=allow_changes, kept=kept)
+    trained = recover_settings(settled.settings, own.config, folder.config, allow=allow_changes, kept=kept)
     stored, asked = (with_absolute_paths(one) for one in (trained, loaded.config))
     changes = refuse_changes(stored, asked, allow=allow_changes, kept=kept)
     config, moved = with_data_found(loaded.config, folder)
@@ -297,7 +297,7 @@ def _continue(loop: Loop, folder: RunFolder, resumed: Resumed) -> None:
     for note in (*resumed.changes.notes, f"resuming from {resumed.path.name}"):
         loop.journal.notice(note)
     loop.restore(resumed.path, resumed.checkpoint, resumed.changes)
-    is_same = not resumed.changes.keys and resumed.settled.code == sign_code(import_paths(loop.parts.config))
+    is_same = not resumed.changes.keys and resumed.settled.code == sign_code(find_import_paths(loop.parts.config))
     if loop.checkpoints.writes and not is_same:
         _write_settings(folder, loop.parts.config, loop.parts.plan, resumed.settled.decided)
 
