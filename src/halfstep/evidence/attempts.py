@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from halfstep.errors import CheckpointError, HalfstepError, nearest
 from halfstep.evidence.capsule import Capsule, state_of
-from halfstep.evidence.ranges import Operation, Trace
+from halfstep.evidence.ranges import Operation, Trace, has_fractions
 from halfstep.precision.apply import apply
 from halfstep.precision.frozen import apply_frozen_
 from halfstep.precision.plan import Plan
@@ -218,7 +218,7 @@ def _found(subject: Subject, name: str, plan: Plan, value: Tensor, trace: Trace 
     gradients = [p.grad.detach() for p in trained if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
     buffers = dict(subject.model.named_buffers())
-    ruined = [key for key, b in buffers.items() if b.is_floating_point() and not b.isfinite().all()]
+    ruined = [key for key, b in buffers.items() if has_fractions(b) and not b.isfinite().all()]
     ruined = [key for key in ruined if key not in subject.state or subject.state[key].isfinite().all()]
     origin = None
     if trace is not None:
@@ -247,7 +247,7 @@ def _in_dtype(subject: Subject, dtype: torch.dtype | None) -> Iterator[None]:
         return
     before = torch.get_default_dtype()
     for part in (subject.model, *subject.beside().values()):
-        nn.Module.to(part, dtype)  # a `to` of a model's own may have more to say
+        nn.Module._apply(part, lambda tensor: _widen(tensor, dtype))  # a `to` of the model may do more
     torch.set_default_dtype(dtype)
     try:
         yield
@@ -257,10 +257,19 @@ def _in_dtype(subject: Subject, dtype: torch.dtype | None) -> Iterator[None]:
 
 def _cast(batch: Any, dtype: torch.dtype | None) -> Any:
     def to(value: Any) -> Any:
-        is_wide = isinstance(value, Tensor) and value.is_floating_point() and dtype is not None
-        return value.to(dtype) if is_wide else value.clone() if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        wide = value if dtype is None else _widen(value, dtype)
+        return value.clone() if wide is value else wide
 
     return tree_map(to, batch)
+
+
+def _widen(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast real numbers to `dtype`, complex ones to the complex format of its width, and nothing else."""
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def refuse_another_model(capsule: Capsule, model: nn.Module) -> None:

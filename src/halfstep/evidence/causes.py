@@ -17,7 +17,7 @@ from torch import Tensor
 from halfstep.evidence.attempts import Attempt, Subject, attempt
 from halfstep.evidence.capsule import Capsule
 from halfstep.evidence.patches import HALF, WithoutCasts
-from halfstep.evidence.ranges import Operation, twin_of
+from halfstep.evidence.ranges import Operation, has_fractions, twin_of
 from halfstep.evidence.recorder import not_finite
 from halfstep.evidence.samples import BadPlace, bad_places, culprits, odd_places, outliers, sample_name, without
 from halfstep.formats import format_named
@@ -45,7 +45,8 @@ JUMP = 1e6
 should not."""
 MOST_CHANNELS = 256
 """Of a head, in torch's attention kernels."""
-DTYPE_FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+DTYPE_FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "complex32": "fp16",
+                 "complex64": "fp32", "complex128": "fp64"}  # fmt: skip
 DIVIDING = ("div", "div_", "reciprocal", "rsqrt", "log", "log2", "log10", "log1p", "sqrt", "pow", "softmax", "_softmax",
             "_log_softmax", "linalg_vector_norm", "norm", "true_divide", "logsumexp", "native_layer_norm",
             "native_group_norm", "native_batch_norm", "atan2", "remainder", "xlogy", "acos", "asin", "var",
@@ -265,10 +266,12 @@ def _of_growth(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosis | No
         return None
     numbers = [subject.state[name].numel() for name in matrices]
     before = math.sqrt(sum(n * start[name] ** 2 for n, name in zip(numbers, matrices, strict=True)))
-    now = math.sqrt(sum(float(subject.state[name].double().square().sum()) for name in matrices))
+    now = math.sqrt(sum(float(subject.state[name].abs().double().square().sum()) for name in matrices))
     if now < GROWTH * before:
         return None
-    most = max(matrices, key=lambda name: float(subject.state[name].double().square().mean().sqrt()) / start[name])
+    most = max(
+        matrices, key=lambda name: float(subject.state[name].abs().double().square().mean().sqrt()) / start[name]
+    )
     shown = [f"the weights have grown {now / before:.3g} times since training began, {most} most", *_trail(capsule)]
     losses = _losses(capsule)
     is_unbounded = len(losses) > 1 and losses[-1] < min(2 * losses[0], 0.0)
@@ -393,7 +396,7 @@ def _since(start: Any) -> str:
 
 def _is_garbage(value: Tensor) -> bool:
     """Not the largest number there is, which masks hold on purpose."""
-    largest = _largest(value) if value.is_floating_point() else 0.0
+    largest = _largest(value) if has_fractions(value) else 0.0
     return GARBAGE < largest < 0.999 * torch.finfo(torch.bfloat16).max
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from halfstep.evidence.ranges import FOREIGN
+from halfstep.evidence.ranges import FOREIGN, has_fractions
 from halfstep.islands import fp32_island
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -118,7 +118,7 @@ def _on(names: tuple[str, ...], change: Callable[[Tensor], Tensor], position: in
 
 def finite_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """0 for what is not finite in any of them."""
-    floating = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
+    floating = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and has_fractions(x)]
     if all(bool(x.isfinite().all()) for x in floating):
         return None
     known = {id(x) for x in floating}

@@ -197,8 +197,10 @@ def range_of(tensor: Tensor) -> Range:
     if not tensor.numel():
         return Range(0.0, 0.0, 0, 0, 0, 0, dtype)
     with torch.no_grad():
-        size = tensor.detach().abs()
-        size = size.double() if size.device.type != "mps" else size.float()
+        wide = tensor.detach()
+        if wide.device.type != "mps":  # which has no fp64
+            wide = wide.to(torch.complex128 if wide.is_complex() else torch.float64)
+        size = wide.abs()
         num_nan, num_inf = int(size.isnan().sum()), int(size.isinf().sum())
         size = torch.nan_to_num(size, 0.0, 0.0, 0.0) if num_nan or num_inf else size
         num_zero = int((size == 0).sum()) - num_nan - num_inf
@@ -234,7 +236,12 @@ def _kind(operation: Operation) -> tuple[str, str, bool]:
 
 
 def _floating(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and has_fractions(leaf)]
+
+
+def has_fractions(tensor: Tensor) -> bool:
+    """True for real and complex numbers, which can be NaN or infinite; False for integers."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _key(tensor: Tensor) -> int:
