@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_map
 from halfstep.errors import CheckpointError, HalfstepError, nearest
 from halfstep.evidence.capsule import Capsule, state_of
 from halfstep.evidence.ranges import Operation, Trace, has_fractions
+from halfstep.evidence.recorder import not_finite
+from halfstep.evidence.updates import Update
 from halfstep.precision.apply import apply
 from halfstep.precision.frozen import apply_frozen_
 from halfstep.precision.plan import Plan
@@ -43,6 +45,8 @@ class Subject:
     plan: Plan
     plan_for: PlanFor
     scale: float = 1.0
+    update: Update | None = None
+    """How the training updated its weights; None where that cannot be repeated."""
     variants: Mapping[str, LossFn] = field(default_factory=dict)
     """How else forward and loss ran or can run: "compiled", "kernels off"."""
     frozen: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -95,6 +99,11 @@ class Subject:
             module = module.rpartition(".")[0]
         return {name: value for name, value in floating.items() if "." not in name}
 
+    def trained_names(self) -> set[str]:
+        trained = {id(p) for p in self.trained}
+        named = self.model.named_parameters()
+        return {name for name, p in named if p.requires_grad and (not trained or id(p) in trained)}
+
     def buffers(self) -> set[str]:
         return {
             f"{part}.{name}".lstrip(".")
@@ -129,7 +138,9 @@ class Attempt:
     loss: float = math.nan
     grad_norm: float = math.nan
     not_finite: tuple[str, ...] = ()
-    """Buffers that forward left not finite, though they were."""
+    """Buffers that forward left not finite, or weights that the optimizer did, though they were."""
+    losses: tuple[float, ...] = ()
+    """Of the steps before this one, which were good, where training went on."""
     error: str = ""
     trace: Trace | None = None
     origin: Operation | None = None
@@ -137,6 +148,11 @@ class Attempt:
     @property
     def is_good(self) -> bool:
         return not self.error and not self.not_finite and math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    @property
+    def first_is_good(self) -> bool:
+        """Whether the step itself is, whatever became of those after it."""
+        return self.is_good or bool(self.losses) and not self.error
 
     def is_like(self, other: Attempt) -> bool:
         """Whether both went the same way, to the bit."""
@@ -160,8 +176,12 @@ def attempt(
     dtype: torch.dtype | None = None,
     traced: bool | type[Trace] = False,
     around: AbstractContextManager[Any] | None = None,
+    num_more: int = 0,
 ) -> Attempt:
-    """Run the step once. An error of the model's own code is part of the answer."""
+    """Run the step. An error of the model's own code is part of the answer.
+
+    With `num_more`, the weights are updated as in the training, and as many steps follow on the same window; the answer
+    is that of the last one, or of the first that is not good."""
     plan, window = plan or subject.plan, subject.window if window is None else window
     generators = rng_state(subject.device)
     trace = (Trace if traced is True else traced)(subject.model, subject.beside()) if traced else None
@@ -171,8 +191,7 @@ def attempt(
         with _in_dtype(subject, dtype):
             batches = [_cast(batch, dtype) for batch in window]
             with around or nullcontext():
-                value = _backward(subject, plan, loss or subject.loss, batches, trace)
-            return _found(subject, name, plan, value, trace)
+                return _steps(subject, name, plan, loss or subject.loss, batches, trace, num_more)
     except HalfstepError:
         raise
     except Exception as error:  # the model's own, or torch's: an operation that refuses a format says so here
@@ -183,6 +202,28 @@ def attempt(
         subject.put_back()
         subject.take_plan(subject.plan)
         restore_rng(generators, subject.device)
+
+
+def _steps(
+    subject: Subject, name: str, plan: Plan, loss: LossFn, window: Sequence[Any], trace: Trace | None, num_more: int
+) -> Attempt:
+    losses: tuple[float, ...] = ()
+    update = subject.update
+    optimizers = update.build(subject.model) if update is not None and num_more else []
+    while True:
+        found = replace(
+            _found(subject, name, plan, _backward(subject, plan, loss, window, trace), trace), losses=losses
+        )
+        if update is None or not found.is_good or len(losses) == num_more:
+            return found
+        update.step(optimizers, _scale(subject, plan))
+        losses = (*losses, found.loss)
+        ruined = not_finite(dict(subject.model.named_parameters()))
+        if ruined := [key for key in ruined if key not in not_finite(subject.state)]:
+            return replace(found, not_finite=tuple(ruined), losses=losses)
+        nn.Module.zero_grad(subject.model)
+        # An overflow at the loss scale of the recorded step would be routine in a later one.
+        subject = replace(subject, scale=1.0)
 
 
 def _backward(subject: Subject, plan: Plan, loss: LossFn, window: Sequence[Any], trace: Trace | None) -> Tensor:

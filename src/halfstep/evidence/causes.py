@@ -31,6 +31,7 @@ BAD_STATE = "bad state"
 DIVERGED = "diverging weights"
 SPIKE = "finite spike from data or rate"
 KERNEL = "a kernel or compiler fault"
+UPDATE = "an update that is not finite"
 CODE = "an error of the code in every format"
 NOT_REPRODUCED = "not reproduced"
 
@@ -77,6 +78,8 @@ class Diagnosis:
     fp32_is_good: bool = False
     loss_is_unbounded: bool = False
     """Whether it fell below zero and further as the weights grew."""
+    start: dict[str, Tensor] = field(default_factory=dict)
+    """Weights of the size with which training began, where steps before this one were good."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +135,8 @@ def diagnose(subject: Subject, capsule: Capsule) -> Diagnosis:
     runs = run_all(subject)
     names = dict(zip(capsule.about["sample_ids"], capsule.about["sample_names"], strict=False))
     found = (
-        _of_good_step(subject, capsule, runs, names)
+        _of_update(subject, capsule, runs)
+        or _of_good_step(subject, capsule, runs, names)
         or _of_chance(runs)
         or _of_code_path(runs)
         or _of_input(subject, runs, names)
@@ -145,6 +149,7 @@ def diagnose(subject: Subject, capsule: Capsule) -> Diagnosis:
         or _of_numbers(runs)
     )
     found.attempts, found.fp32_is_good = runs.all(), runs.fp32.is_good
+    found.start = _weights_of_the_start(subject, capsule) if _losses(capsule) else {}
     if found.cause in (OVERFLOW, UNDERFLOW, CODE) and not runs.fp32.is_good:
         _add_culprits(subject, found, names)
     return found
@@ -161,6 +166,29 @@ def _add_culprits(subject: Subject, found: Diagnosis, names: Mapping[int, str]) 
     found.shown.append(f"without sample {', '.join(found.samples)} the step is good")
     if places:
         found.cause, found.places, found.shown = BAD_INPUT, places, [*map(str, places), *found.shown]
+
+
+def _of_update(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosis | None:
+    """The optimizer makes weights that are not finite: of this step, which is good, or of an earlier one, whose weights
+    are filled with 0 to see it again."""
+    start = capsule.about["start"]
+    weights = dict(subject.model.named_parameters())
+    written = {
+        name: ~subject.state[name].isfinite()
+        for name in not_finite(subject.state)
+        if name in weights and isinstance(start.get(name), float)
+    }
+    if subject.update is None or not (runs.as_was.is_good and capsule.about["kind"] != "spike" or written):
+        return None
+    with subject.with_state({name: subject.state[name].masked_fill(bad, 0.0) for name, bad in written.items()}):
+        after = attempt(subject, "updated", num_more=1)
+    ruined = [name for name in after.not_finite if name in weights and (name in written or not written)]
+    if not ruined:
+        return None
+    before = "filled with 0, they" if written else "its loss and gradients are finite, and the weights"
+    shown = [f"{name} is not finite after a step of {subject.update.names}" for name in ruined[:3]]
+    shown.append(f"{before} are not finite after one update with fresh optimizer state")
+    return Diagnosis(cause=UPDATE, shown=shown, tensors=written)
 
 
 def _of_good_step(subject: Subject, capsule: Capsule, runs: Runs, names: Mapping[int, str]) -> Diagnosis | None:
@@ -269,6 +297,9 @@ def _of_growth(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosis | No
     now = math.sqrt(sum(float(subject.state[name].abs().double().square().sum()) for name in matrices))
     if now < GROWTH * before:
         return None
+    with subject.with_state(_weights_of_the_start(subject, capsule)):
+        if not attempt(subject, "weights of the start").is_good:  # then they are not what is at fault
+            return None
     most = max(
         matrices, key=lambda name: float(subject.state[name].abs().double().square().mean().sqrt()) / start[name]
     )
@@ -276,6 +307,24 @@ def _of_growth(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosis | No
     losses = _losses(capsule)
     is_unbounded = len(losses) > 1 and losses[-1] < min(2 * losses[0], 0.0)
     return Diagnosis(cause=DIVERGED, shown=shown, origin=runs.eager.origin, loss_is_unbounded=is_unbounded)
+
+
+@torch.no_grad()
+def _weights_of_the_start(subject: Subject, capsule: Capsule) -> dict[str, Tensor]:
+    """Random weight matrices of the size that the capsule has noted for the start of training, and vectors (biases,
+    scales of norms) and buffers of that size where they have left it."""
+    generator, weights = torch.Generator().manual_seed(0), dict(subject.model.named_parameters())
+    found = {}
+    for name, size in capsule.about["start"].items():
+        value = subject.state.get(name)
+        if value is None or not isinstance(size, float) or name in weights and not weights[name].requires_grad:
+            continue
+        if value.ndim >= 2 and name in weights:
+            drawn = torch.randn(value.shape, generator=generator, dtype=value.dtype if value.is_complex() else None)
+            found[name] = (drawn * size).to(value)
+        elif not float(value.abs().double().square().mean().sqrt()) <= 2 * size:
+            found[name] = torch.full_like(value, size)
+    return found
 
 
 def _of_own_kernel(runs: Runs) -> Diagnosis | None:

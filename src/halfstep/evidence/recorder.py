@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from halfstep.errors import HalfstepError, suggested
 from halfstep.evidence import capsule
 from halfstep.evidence.ranges import has_fractions
+from halfstep.evidence.updates import record_update
 from halfstep.step.facts import Facts, PhasedFacts, Reading, parts_of, rng_state
 from halfstep.step.phases import PhasedStep
 from halfstep.step.step import Step
@@ -163,6 +164,7 @@ class Recorder:
             "not_finite": not_finite(capsule.state_of(self.model)) + self._bad_averages(),
             "layout": layout(self.model),
             "code": capsule.code_of(self.model),
+            "update": record_update(self._step_of(phase), self.model),
             **self.context.share_of(reading),
             **self.context.about,
         }
@@ -177,6 +179,11 @@ class Recorder:
 
     def _committed(self, phase: str) -> Tensor:
         return self.step.steps[phase].committed if isinstance(self.step, PhasedStep) and phase else self.step.committed
+
+    def _step_of(self, phase: str) -> Step:
+        if isinstance(self.step, PhasedStep):
+            return self.step.steps[phase] if phase else next(iter(self.step.steps.values()))
+        return self.step
 
     def _has_place(self) -> bool:
         """The first faults tell most: later ones are the consequence, and are not kept."""
