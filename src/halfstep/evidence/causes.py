@@ -150,6 +150,8 @@ def diagnose(subject: Subject, capsule: Capsule) -> Diagnosis:
     )
     found.attempts, found.fp32_is_good = runs.all(), runs.fp32.is_good
     found.start = _weights_of_the_start(subject, capsule) if _losses(capsule) else {}
+    if found.cause == OVERFLOW and not runs.fp32.is_good:
+        found.shown += _trail(capsule)
     if found.cause in (OVERFLOW, UNDERFLOW, CODE) and not runs.fp32.is_good:
         _add_culprits(subject, found, names)
     return found
@@ -366,6 +368,8 @@ def _of_numbers(runs: Runs) -> Diagnosis:
     """An operation left the finite range with good inputs, a good state and weights of their usual size."""
     bad = runs.eager
     origin = bad.origin
+    if origin is None and math.isfinite(bad.loss) and bad.grad_norm == math.inf:
+        return Diagnosis(cause=OVERFLOW, shown=["all gradients are finite; the sum of their squares is not"])
     if origin is None:
         cause = OVERFLOW if runs.fp32.is_good else UNDERFLOW
         return Diagnosis(cause=cause, shown=["no single operation was seen to leave the finite range"])

@@ -121,7 +121,7 @@ def _proposed(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) 
         yield Remedy(change="a loss that has a lower bound: this one falls as the weights grow; its sign may be wrong")
     elif found.cause == causes.DIVERGED and found.start and subject.update is not None:
         yield from _slower(subject, found, rate, is_run=is_run)
-        yield from _recoded(subject, found, is_run=is_run)
+        yield from _recoded(subject, found, rate, is_run=is_run)
     elif found.cause in (causes.DIVERGED, causes.SPIKE):
         yield Remedy(change=f"a tenth of the learning rate, from before the weights grew: {rate / 10:.3g}",
                      line=f"optimizer.lr: {rate / 10:.3g}" if is_run else "")  # fmt: skip
@@ -132,9 +132,7 @@ def _proposed(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) 
     elif found.cause in (causes.OVERFLOW, causes.UNDERFLOW, causes.REFUSED) and found.fp32_is_good:
         yield from _wider(subject, found, is_run=is_run)
     elif found.cause in (causes.OVERFLOW, causes.UNDERFLOW, causes.REFUSED, causes.CODE):
-        yield from _recoded(subject, found, is_run=is_run)
-        if found.cause == causes.OVERFLOW and found.start and subject.update is not None:
-            yield from _slower(subject, found, rate, is_run=is_run)
+        yield from _recoded(subject, found, rate, is_run=is_run)
 
 
 # --- the update ---
@@ -142,28 +140,28 @@ def _proposed(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) 
 
 def _slower(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) -> Iterator[Remedy]:
     """Clipping, then lower rates, from weights of their first size: the recorded ones have grown already. The rate is a
-    third of the largest that trains."""
+    third of the largest that trains on these batches, which may be too large for others."""
     assert subject.update is not None
     how = f"{NUM_AT_RATE} steps on its batches, from random weights of their first size, stay finite and lower the loss"
     if not subject.update.clip.limit:
         line = "train.clip_norm: 1" if is_run else "hs.Step(..., clip_norm=1)"
         outcome = _trained(subject, found, subject.update.clipped(1.0))
         yield Remedy(change="gradients clipped to a norm of 1", line=line, outcome=outcome, how=how)
-    lower, failed, is_last = rate / 3, None, False
+    failed, was_good, lower = None, False, rate / 3
     while lower >= LOWEST * rate > 0:
         outcome = _trained(subject, found, subject.update.at_rate(lower))
+        if outcome.is_good and was_good:
+            line = f"optimizer.lr: {lower:.3g}" if is_run else f"lr={lower:.3g}"
+            how = f"{how}, also at 3 times that rate"
+            yield from [failed] if failed is not None else []
+            yield Remedy(change=f"a learning rate of {lower:.3g}, not {rate:.3g}", line=line, outcome=outcome, how=how)
+            return
         if not outcome.is_good:
             failed = Remedy(change=f"a learning rate of {lower:.3g} or more", outcome=outcome)
-        elif is_last:
+        if not outcome.losses:  # the first step fails, whatever the rate
             break
-        is_last = outcome.is_good  # batches differ: the largest rate that trains on these may be too large for others
-        lower /= 3
-    if failed is not None:
-        yield failed
-    if is_last:
-        line = f"optimizer.lr: {lower:.3g}" if is_run else f"lr={lower:.3g}"
-        how = f"{how}, also at 3 times that rate"
-        yield Remedy(change=f"a learning rate of {lower:.3g}, not {rate:.3g}", line=line, outcome=outcome, how=how)
+        was_good, lower = outcome.is_good, lower / 3
+    yield from [failed] if failed is not None else []
 
 
 def _trained(subject: Subject, found: Diagnosis, update: Update) -> Attempt:
@@ -172,7 +170,7 @@ def _trained(subject: Subject, found: Diagnosis, update: Update) -> Attempt:
     with subject.with_state(found.start):
         outcome = attempt(replace(subject, update=update), "other update", num_more=NUM_AT_RATE)
     if not outcome.is_good:
-        return replace(outcome, error="not finite", losses=())
+        return replace(outcome, error=outcome.error or "not finite")
     last = sum(outcome.losses[-5:]) / 5  # a mean, since losses of noisy models go up and down
     return outcome if last < outcome.losses[0] else replace(outcome, error=f"the loss went up to {last:.3g}")
 
@@ -242,13 +240,16 @@ def _precision(
 # --- code, at the lines in question ---
 
 
-def _recoded(subject: Subject, found: Diagnosis, *, is_run: bool) -> Iterator[Remedy]:
+def _recoded(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) -> Iterator[Remedy]:
     yield from _without_casts(subject, found, is_run=is_run)
     if found.origin is not None and found.origin.line:
         yield from _same_numbers(subject, found)
         yield from _at_lines(subject, found.origin)
-        if found.cause == causes.OVERFLOW:
-            yield from _smaller_start(subject, found.origin.module)
+    if found.cause == causes.OVERFLOW:
+        if found.start and subject.update is not None:
+            yield from _slower(subject, found, rate, is_run=is_run)
+        yield from _smaller_start(subject, found.origin.module if found.origin is not None else "")
+    if found.origin is not None and found.origin.line:
         if found.cause == causes.OVERFLOW and found.origin.output.dtype == "float32":
             yield _island(subject, found.origin.line, torch.float64)
         yield from _other_start(subject, found.origin.module)
@@ -323,7 +324,7 @@ def _patched(subject: Subject, origin: Operation, words: str, patch: Patch) -> I
 def _without_samples(subject: Subject, found: Diagnosis) -> Remedy:
     left = without(subject.window, found.rows)
     outcome = attempt(subject, "without those samples", window=left, num_more=NUM_MORE) if left else None
-    return Remedy(change=f"drop or mend: sample {', '.join(found.samples)}", outcome=outcome)
+    return Remedy(change=f"drop or fix: sample {', '.join(found.samples)}", outcome=outcome)
 
 
 def _two_of_each(subject: Subject) -> Iterator[Remedy]:
@@ -385,13 +386,15 @@ def _other_start(subject: Subject, module: str) -> Iterator[Remedy]:
 
 
 def _smaller_start(subject: Subject, module: str) -> Iterator[Remedy]:
-    """Matrices that make numbers larger, applied many times over (a recurrent or a deep network): near the operation,
-    then of the whole model."""
+    """Matrices that make numbers larger, applied many times over (a recurrent or a deep network): those near the
+    operation, then the largest, then all."""
     matrices = {name: value for name, value in subject.state.items() if value.ndim == 2 and value.is_floating_point()}
     norms = {name: float(torch.linalg.matrix_norm(value.double(), 2)) for name, value in matrices.items()}
     large = {name: norm for name, norm in norms.items() if 1 < norm < math.inf and name in subject.trained_names()}
     near = {name: norm for name, norm in large.items() if name in subject.near(module)}
-    for scope in (near, large) if 0 < len(near) < len(large) else (large,) if large else ():
+    largest = max(large, key=large.__getitem__, default="")
+    scopes = [near, {largest: large[largest]} if large else {}, large]
+    for scope in (scope for number, scope in enumerate(scopes) if scope and scope not in scopes[:number]):
         with subject.with_state({name: matrices[name] / norm for name, norm in scope.items()}):
             outcome = attempt(subject, "smaller start", num_more=NUM_MORE)
         names = ", ".join(list(scope)[:3]) + (f" and {len(scope) - 3} more" if len(scope) > 3 else "")
