@@ -177,11 +177,12 @@ def attempt(
     traced: bool | type[Trace] = False,
     around: AbstractContextManager[Any] | None = None,
     num_more: int = 0,
+    draw: Callable[[Sequence[Any]], Sequence[Any]] = lambda window: window,
 ) -> Attempt:
     """Run the step. An error of the model's own code is part of the answer.
 
-    With `num_more`, the weights are updated as in the training, and as many steps follow on the same window; the answer
-    is that of the last one, or of the first that is not good."""
+    With `num_more`, the weights are updated as in the training, and as many steps follow on the same window, or on
+    what `draw` makes of it; the answer is that of the last one, or of the first that is not good."""
     plan, window = plan or subject.plan, subject.window if window is None else window
     generators = rng_state(subject.device)
     trace = (Trace if traced is True else traced)(subject.model, subject.beside()) if traced else None
@@ -191,7 +192,7 @@ def attempt(
         with _in_dtype(subject, dtype):
             batches = [_cast(batch, dtype) for batch in window]
             with around or nullcontext():
-                return _steps(subject, name, plan, loss or subject.loss, batches, trace, num_more)
+                return _steps(subject, name, plan, loss or subject.loss, lambda: draw(batches), trace, num_more)
     except HalfstepError:
         raise
     except Exception as error:  # the model's own, or torch's: an operation that refuses a format says so here
@@ -205,15 +206,20 @@ def attempt(
 
 
 def _steps(
-    subject: Subject, name: str, plan: Plan, loss: LossFn, window: Sequence[Any], trace: Trace | None, num_more: int
+    subject: Subject,
+    name: str,
+    plan: Plan,
+    loss: LossFn,
+    draw: Callable[[], Sequence[Any]],
+    trace: Trace | None,
+    num_more: int,
 ) -> Attempt:
     losses: tuple[float, ...] = ()
     update = subject.update
     optimizers = update.build(subject.model) if update is not None and num_more else []
     while True:
-        found = replace(
-            _found(subject, name, plan, _backward(subject, plan, loss, window, trace), trace), losses=losses
-        )
+        value = _backward(subject, plan, loss, draw(), trace)
+        found = replace(_found(subject, name, plan, value, trace), losses=losses)
         if update is None or not found.is_good or len(losses) == num_more:
             return found
         update.step(optimizers, _scale(subject, plan))

@@ -193,8 +193,14 @@ def _denominator(name: str) -> int:
     return 0 if name in ("rdiv", "reciprocal") else 1
 
 
-def _in_denominator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | Tensor | None:
-    return _on(_DIVISIONS, _away_from_zero, _denominator(name))(name, args, kwargs)
+def _in_denominator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    """Real and complex tensors, and a float of Python that is 0."""
+    position = _denominator(name)
+    value = args[position] if name in _DIVISIONS and len(args) > position else None
+    if isinstance(value, Tensor) and has_fractions(value):
+        return (*args[:position], _away_from_zero(value), *args[position + 1 :]), kwargs
+    is_zero = isinstance(value, float) and value == 0
+    return ((*args[:position], 1e-4, *args[position + 1 :]), kwargs) if is_zero else None
 
 
 def _in_count(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -212,6 +218,8 @@ _DIVISIONS = ("truediv", "div", "divide", "true_divide", "rdiv", "reciprocal")
 
 
 def _away_from_zero(x: Tensor, eps: float = 1e-4) -> Tensor:
+    if x.is_complex():
+        return torch.where(x.abs() >= eps, x, eps)
     return torch.where(x >= 0, x.clamp(min=eps), x.clamp(max=-eps))
 
 
@@ -282,8 +290,9 @@ PATCHES: tuple[tuple[str, Patch], ...] = (
     ("a large finite number in place of -inf", _on(("softmax", "log_softmax", "logsumexp"), _no_infinity)),
     (
         "clamp(-0.9999, 0.9999) on what is between -1 and 1",
-        _on(("acos", "arccos", "asin", "arcsin", "atanh", "erfinv"), lambda x: x.clamp(-0.9999, 0.9999)),
+        _on(("acos", "arccos", "asin", "arcsin", "atanh", "arctanh", "erfinv"), lambda x: x.clamp(-0.9999, 0.9999)),
     ),
+    ("clamp(min=1.0001) on the argument of acosh", _on(("acosh", "arccosh"), lambda x: x.clamp(min=1.0001))),
     ("correction=0, since one number has no unbiased deviation,", _with(("std", "var"), correction=0)),
     (
         'reduction="sum" and a division by the targets that count, at least 1,',

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ from halfstep.evidence.patches import (
     in_backward,
 )
 from halfstep.evidence.ranges import LOSS, ROOT, Operation
-from halfstep.evidence.samples import rows_of, without
+from halfstep.evidence.samples import drawn, rows_of, without
 from halfstep.evidence.updates import Update
 from halfstep.step.batches import batch_length
 
@@ -43,7 +44,7 @@ MOST_LINES = 3
 NUM_MORE = 10
 """Steps after the recorded one that a change has to last."""
 NUM_AT_RATE = 30
-"""Steps that a learning rate is tried for."""
+"""Steps that a learning rate is tried for, besides twice those that momentum averages over."""
 LOWEST = 1e-8
 """Of the recorded learning rate; what needs less is not a matter of the rate."""
 
@@ -59,8 +60,9 @@ class Remedy:
     outcome: Attempt | None = None
     """None where it could not be tried on one step."""
 
-    how: str = ""
-    """What was tried, where it was not the recorded step and those after it."""
+    margin: int = 0
+    """Where it was tried in a training from random weights and not on the recorded step: a multiple of the rate that
+    trains as well."""
 
     @property
     def works(self) -> bool:
@@ -79,8 +81,10 @@ class Remedy:
         num = len(self.outcome.losses)
         if not self.lasts:
             return f"tried: the step is good with it, but step {num} after it is not"
-        more = f", and so are {num} more on its batches" if num else ""
-        return f"tried: {self.how or f'the step is good with it{more}'}"
+        if self.margin:
+            start = f"{num} steps on samples drawn from its batches, from random weights of their first size,"
+            return f"tried: {start} stay finite and lower the loss, also at {self.margin} times the rate"
+        return "tried: the step is good with it" + (f", and so are {num} more on its batches" if num else "")
 
 
 def remedies(subject: Subject, found: Diagnosis, *, rate: float, is_run: bool) -> list[Remedy]:
@@ -139,36 +143,40 @@ def _proposed(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) 
 
 
 def _slower(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) -> Iterator[Remedy]:
-    """Clipping, then lower rates, from weights of their first size: the recorded ones have grown already. The rate is a
-    third of the largest that trains on these batches, which may be too large for others."""
+    """Clipping, then lower rates, from weights of their first size: the recorded ones have grown already. Each has to
+    train at a larger rate as well: what just trains on these batches, again and again, may fail on others."""
     assert subject.update is not None
-    how = f"{NUM_AT_RATE} steps on its batches, from random weights of their first size, stay finite and lower the loss"
     if not subject.update.clip.limit:
-        line = "train.clip_norm: 1" if is_run else "hs.Step(..., clip_norm=1)"
-        outcome = _trained(subject, found, subject.update.clipped(1.0))
-        yield Remedy(change="gradients clipped to a norm of 1", line=line, outcome=outcome, how=how)
-    failed, was_good, lower = None, False, rate / 3
+        line, clipped = "train.clip_norm: 1" if is_run else "hs.Step(..., clip_norm=1)", subject.update.clipped(1.0)
+        outcome = _trained(subject, found, clipped)
+        outcome = outcome if not outcome.is_good else _trained(subject, found, clipped.at_rate(3 * rate))
+        yield Remedy(change="gradients clipped to a norm of 1", line=line, outcome=outcome, margin=3)
+    failed, num_good, lower = None, 0, rate / 3
     while lower >= LOWEST * rate > 0:
         outcome = _trained(subject, found, subject.update.at_rate(lower))
-        if outcome.is_good and was_good:
+        num_good = num_good + 1 if outcome.is_good else 0
+        if num_good == 2:
             line = f"optimizer.lr: {lower:.3g}" if is_run else f"lr={lower:.3g}"
-            how = f"{how}, also at 3 times that rate"
+            change = f"a learning rate of {lower:.3g}, not {rate:.3g}"
             yield from [failed] if failed is not None else []
-            yield Remedy(change=f"a learning rate of {lower:.3g}, not {rate:.3g}", line=line, outcome=outcome, how=how)
+            yield Remedy(change=change, line=line, outcome=outcome, margin=3)
             return
         if not outcome.is_good:
             failed = Remedy(change=f"a learning rate of {lower:.3g} or more", outcome=outcome)
         if not outcome.losses:  # the first step fails, whatever the rate
             break
-        was_good, lower = outcome.is_good, lower / 3
+        lower /= 3
     yield from [failed] if failed is not None else []
 
 
 def _trained(subject: Subject, found: Diagnosis, update: Update) -> Attempt:
-    """Many steps with another update. A loss that has not fallen is as bad as one that is not finite: the rate is then
-    too large still."""
+    """Many steps with another update, on samples drawn anew for each: a window that is repeated is learned by heart. A
+    loss that has not fallen is as bad as one that is not finite: the rate is then too large still."""
+    generator, num_more = torch.Generator().manual_seed(0), NUM_AT_RATE + 2 * update.memory
     with subject.with_state(found.start):
-        outcome = attempt(replace(subject, update=update), "other update", num_more=NUM_AT_RATE)
+        outcome = attempt(
+            replace(subject, update=update), "other update", num_more=num_more, draw=partial(drawn, generator=generator)
+        )
     if not outcome.is_good:
         return replace(outcome, error=outcome.error or "not finite")
     last = sum(outcome.losses[-5:]) / 5  # a mean, since losses of noisy models go up and down
@@ -388,9 +396,12 @@ def _other_start(subject: Subject, module: str) -> Iterator[Remedy]:
 def _smaller_start(subject: Subject, module: str) -> Iterator[Remedy]:
     """Matrices that make numbers larger, applied many times over (a recurrent or a deep network): those near the
     operation, then the largest, then all."""
-    matrices = {name: value for name, value in subject.state.items() if value.ndim == 2 and value.is_floating_point()}
-    norms = {name: float(torch.linalg.matrix_norm(value.double(), 2)) for name, value in matrices.items()}
-    large = {name: norm for name, norm in norms.items() if 1 < norm < math.inf and name in subject.trained_names()}
+    trained = subject.trained_names()
+    matrices = {
+        name: v for name, v in subject.state.items() if name in trained and v.ndim > 1 and v.is_floating_point()
+    }
+    norms = {name: float(torch.linalg.matrix_norm(v.double().flatten(1), 2)) for name, v in matrices.items()}
+    large = {name: norm for name, norm in norms.items() if 1 < norm < math.inf}
     near = {name: norm for name, norm in large.items() if name in subject.near(module)}
     largest = max(large, key=large.__getitem__, default="")
     scopes = [near, {largest: large[largest]} if large else {}, large]

@@ -138,6 +138,14 @@ def without(window: Sequence[Any], rows: set[tuple[int, int]]) -> list[Any]:
     return left
 
 
+def drawn(window: Sequence[Any], generator: torch.Generator) -> list[Any]:
+    """As many samples of each batch, drawn with replacement: what another window of the same data may be."""
+    sizes = [batch_length(batch) for batch in window]
+    return [
+        rows_of(b, torch.randint(n, (n,), generator=generator).tolist()) for b, n in zip(window, sizes, strict=True)
+    ]
+
+
 def rows_of(batch: Any, rows: Sequence[int]) -> Any:
     """These samples of a batch: of every tensor that has a row for each sample."""
     length = batch_length(batch)

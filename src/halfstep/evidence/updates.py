@@ -92,6 +92,12 @@ class Update:
         for optimizer in optimizers:
             optimizer.step()
 
+    @property
+    def memory(self) -> int:
+        """Over how many steps momentum averages."""
+        momenta = [m for m in self.settings("momentum") if m is not None] + [b[0] for b in self.settings("betas") if b]
+        return round(1 / (1 - max((m for m in momenta if m < 1), default=0.0)))
+
     def settings(self, key: str) -> list[Any]:
         """What the groups have for it."""
         return [group[key] for one in self.optimizers for group in one["groups"] if key in group]
