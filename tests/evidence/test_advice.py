@@ -477,13 +477,13 @@ def test_the_line_inside_a_custom_backward_is_named(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_that_replay_cannot_build_leaves_a_change_tried_on_the_one_step(tmp_path: Path) -> None:
-    class Own(torch.optim.SGD):
-        pass
+    class SGD(torch.optim.SGD):
+        """It has the name of torch's class, and may differ."""
 
     training = absent_class(False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        step = hs.Step(training.model, Own(training.model.parameters(), 1e-3), "fp32", capsules=tmp_path)
+        step = hs.Step(training.model, SGD(training.model.parameters(), 1e-3), "fp32", capsules=tmp_path)
         step(training.loss_fn, [training.batch(0)])
         step.finish()
     found: Any = hs.replay(all_in(tmp_path)[0], training.model, training.loss_fn)

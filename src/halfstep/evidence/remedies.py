@@ -400,7 +400,7 @@ def _smaller_start(subject: Subject, module: str) -> Iterator[Remedy]:
     matrices = {
         name: v for name, v in subject.state.items() if name in trained and v.ndim > 1 and v.is_floating_point()
     }
-    norms = {name: float(torch.linalg.matrix_norm(v.double().flatten(1), 2)) for name, v in matrices.items()}
+    norms = {name: _spectral_norm(v.float().flatten(1)) for name, v in matrices.items()}
     large = {name: norm for name, norm in norms.items() if 1 < norm < math.inf}
     near = {name: norm for name, norm in large.items() if name in subject.near(module)}
     largest = max(large, key=large.__getitem__, default="")
@@ -411,6 +411,14 @@ def _smaller_start(subject: Subject, module: str) -> Iterator[Remedy]:
         names = ", ".join(list(scope)[:3]) + (f" and {len(scope) - 3} more" if len(scope) > 3 else "")
         change = f"a start with a spectral norm of 1 (nn.init.orthogonal_) for {names}: it is {max(scope.values()):.3g}"
         yield Remedy(change=change, outcome=outcome)
+
+
+def _spectral_norm(matrix: Tensor, num_steps: int = 20) -> float:
+    """By power iteration: a decomposition of every matrix of a large model would take minutes."""
+    vector = torch.randn(matrix.shape[1], generator=torch.Generator().manual_seed(0)).to(matrix.device)
+    for _ in range(num_steps):
+        vector = torch.nn.functional.normalize(matrix.T @ (matrix @ vector), dim=0)
+    return float((matrix @ vector).norm())
 
 
 def _other_code(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:

@@ -33,12 +33,18 @@ def record_update(step: Step, model: nn.Module) -> dict[str, Any]:
         "clip": {"limit": step.clip.limit, "kind": step.clip.kind},
         "optimizers": [
             {
-                "name": type(optimizer).__name__,
+                "name": _name(optimizer),
                 "groups": [_settings(g, optimizer, names) for g in optimizer.param_groups],
             }
             for optimizer in step.optimizers
         ],
     }
+
+
+def _name(optimizer: Optimizer) -> str:
+    """Of the class; with its module where it is none of those that replay builds."""
+    kind = type(optimizer)
+    return kind.__name__ if KNOWN.get(kind.__name__) is kind else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _settings(group: Mapping[str, Any], optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
