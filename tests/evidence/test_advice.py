@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import halfstep as hs
 from halfstep.evidence import causes
@@ -406,6 +407,25 @@ def test_an_advised_learning_rate_trains(tmp_path: Path, optimizer: str, options
     first = training.loss_fn(training.batch(0)).item()
     assert not train(training, tmp_path / "again", 300)
     assert training.loss_fn(training.batch(0)).item() < first
+
+
+def test_a_learning_rate_is_found_where_samples_cannot_be_drawn(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"rnn": nn.RNN(8, 8), "head": nn.Linear(8, 1)})
+
+    def loss_fn(batch: Batch) -> Tensor:
+        packed = pack_padded_sequence(batch["x"].transpose(0, 1), batch["lengths"])  # which have to be sorted
+        return (model["head"](model["rnn"](packed)[1][0]) - 1).square().mean()
+
+    def batch(seed: int) -> Batch:
+        return {"x": numbers(4, 6, 8, seed=seed), "lengths": torch.tensor([6, 5, 3, 2])}
+
+    found: Any = replay(
+        Training(model=model, loss_fn=loss_fn, batch=batch, options={"lr": 50.0}, num_steps=60), tmp_path
+    )
+    assert found.cause == causes.DIVERGED, str(found)
+    assert found.remedy.line.startswith("lr="), str(found)
+    assert found.remedy.lasts, str(found)
 
 
 def test_clipping_is_advised_where_the_rate_is_good_and_single_gradients_are_not(tmp_path: Path) -> None:

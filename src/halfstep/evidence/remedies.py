@@ -59,7 +59,6 @@ class Remedy:
     """For the config file; empty where code or data has to change."""
     outcome: Attempt | None = None
     """None where it could not be tried on one step."""
-
     margin: int = 0
     """Where it was tried in a training from random weights and not on the recorded step: a multiple of the rate that
     trains as well."""
@@ -172,11 +171,12 @@ def _slower(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) ->
 def _trained(subject: Subject, found: Diagnosis, update: Update) -> Attempt:
     """Many steps with another update, on samples drawn anew for each: a window that is repeated is learned by heart. A
     loss that has not fallen is as bad as one that is not finite: the rate is then too large still."""
-    generator, num_more = torch.Generator().manual_seed(0), NUM_AT_RATE + 2 * update.memory
+    draw, num_more = partial(drawn, generator=torch.Generator().manual_seed(0)), NUM_AT_RATE + 2 * update.memory
+    subject = replace(subject, update=update)
     with subject.with_state(found.start):
-        outcome = attempt(
-            replace(subject, update=update), "other update", num_more=num_more, draw=partial(drawn, generator=generator)
-        )
+        outcome = attempt(subject, "other update", num_more=num_more, draw=draw)
+        if outcome.error and not outcome.losses:  # rows that belong together, such as those sorted by length
+            outcome = attempt(subject, "other update", num_more=num_more)
     if not outcome.is_good:
         return replace(outcome, error=outcome.error or "not finite")
     last = sum(outcome.losses[-5:]) / 5  # a mean, since losses of noisy models go up and down
