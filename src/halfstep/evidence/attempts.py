@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_map
 
 from halfstep.errors import CheckpointError, HalfstepError, nearest
 from halfstep.evidence.capsule import Capsule, state_of
-from halfstep.evidence.ranges import Operation, Trace
+from halfstep.evidence.ranges import Operation, Trace, has_fractions
+from halfstep.evidence.recorder import not_finite
+from halfstep.evidence.updates import Update
 from halfstep.precision.apply import apply
 from halfstep.precision.frozen import apply_frozen_
 from halfstep.precision.plan import Plan
@@ -43,6 +45,8 @@ class Subject:
     plan: Plan
     plan_for: PlanFor
     scale: float = 1.0
+    update: Update | None = None
+    """How the training updated its weights; None where that cannot be repeated."""
     variants: Mapping[str, LossFn] = field(default_factory=dict)
     """How else forward and loss ran or can run: "compiled", "kernels off"."""
     frozen: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -95,6 +99,11 @@ class Subject:
             module = module.rpartition(".")[0]
         return {name: value for name, value in floating.items() if "." not in name}
 
+    def trained_names(self) -> set[str]:
+        trained = {id(p) for p in self.trained}
+        named = self.model.named_parameters()
+        return {name for name, p in named if p.requires_grad and (not trained or id(p) in trained)}
+
     def buffers(self) -> set[str]:
         return {
             f"{part}.{name}".lstrip(".")
@@ -129,7 +138,9 @@ class Attempt:
     loss: float = math.nan
     grad_norm: float = math.nan
     not_finite: tuple[str, ...] = ()
-    """Buffers that forward left not finite, though they were."""
+    """Buffers that forward left not finite, or weights that the optimizer did, though they were."""
+    losses: tuple[float, ...] = ()
+    """Of the steps before this one, which were good, where training went on."""
     error: str = ""
     trace: Trace | None = None
     origin: Operation | None = None
@@ -137,6 +148,11 @@ class Attempt:
     @property
     def is_good(self) -> bool:
         return not self.error and not self.not_finite and math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    @property
+    def first_is_good(self) -> bool:
+        """Whether the step itself is, whatever became of those after it."""
+        return self.is_good or bool(self.losses) and not self.error
 
     def is_like(self, other: Attempt) -> bool:
         """Whether both went the same way, to the bit."""
@@ -160,8 +176,13 @@ def attempt(
     dtype: torch.dtype | None = None,
     traced: bool | type[Trace] = False,
     around: AbstractContextManager[Any] | None = None,
+    num_more: int = 0,
+    draw: Callable[[Sequence[Any]], Sequence[Any]] = lambda window: window,
 ) -> Attempt:
-    """Run the step once. An error of the model's own code is part of the answer."""
+    """Run the step. An error of the model's own code is part of the answer.
+
+    With `num_more`, the weights are updated as in the training, and as many steps follow on the same window, or on
+    what `draw` makes of it; the answer is that of the last one, or of the first that is not good."""
     plan, window = plan or subject.plan, subject.window if window is None else window
     generators = rng_state(subject.device)
     trace = (Trace if traced is True else traced)(subject.model, subject.beside()) if traced else None
@@ -171,8 +192,7 @@ def attempt(
         with _in_dtype(subject, dtype):
             batches = [_cast(batch, dtype) for batch in window]
             with around or nullcontext():
-                value = _backward(subject, plan, loss or subject.loss, batches, trace)
-            return _found(subject, name, plan, value, trace)
+                return _steps(subject, name, plan, loss or subject.loss, lambda: draw(batches), trace, num_more)
     except HalfstepError:
         raise
     except Exception as error:  # the model's own, or torch's: an operation that refuses a format says so here
@@ -183,6 +203,33 @@ def attempt(
         subject.put_back()
         subject.take_plan(subject.plan)
         restore_rng(generators, subject.device)
+
+
+def _steps(
+    subject: Subject,
+    name: str,
+    plan: Plan,
+    loss: LossFn,
+    draw: Callable[[], Sequence[Any]],
+    trace: Trace | None,
+    num_more: int,
+) -> Attempt:
+    losses: tuple[float, ...] = ()
+    update = subject.update
+    optimizers = update.build(subject.model) if update is not None and num_more else []
+    while True:
+        value = _backward(subject, plan, loss, draw(), trace)
+        found = replace(_found(subject, name, plan, value, trace), losses=losses)
+        if update is None or not found.is_good or len(losses) == num_more:
+            return found
+        update.step(optimizers, _scale(subject, plan))
+        losses = (*losses, found.loss)
+        ruined = not_finite(dict(subject.model.named_parameters()))
+        if ruined := [key for key in ruined if key not in not_finite(subject.state)]:
+            return replace(found, not_finite=tuple(ruined), losses=losses)
+        nn.Module.zero_grad(subject.model)
+        # An overflow at the loss scale of the recorded step would be routine in a later one.
+        subject = replace(subject, scale=1.0)
 
 
 def _backward(subject: Subject, plan: Plan, loss: LossFn, window: Sequence[Any], trace: Trace | None) -> Tensor:
@@ -218,7 +265,7 @@ def _found(subject: Subject, name: str, plan: Plan, value: Tensor, trace: Trace 
     gradients = [p.grad.detach() for p in trained if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
     buffers = dict(subject.model.named_buffers())
-    ruined = [key for key, b in buffers.items() if b.is_floating_point() and not b.isfinite().all()]
+    ruined = [key for key, b in buffers.items() if has_fractions(b) and not b.isfinite().all()]
     ruined = [key for key in ruined if key not in subject.state or subject.state[key].isfinite().all()]
     origin = None
     if trace is not None:
@@ -247,7 +294,7 @@ def _in_dtype(subject: Subject, dtype: torch.dtype | None) -> Iterator[None]:
         return
     before = torch.get_default_dtype()
     for part in (subject.model, *subject.beside().values()):
-        nn.Module.to(part, dtype)  # a `to` of a model's own may have more to say
+        nn.Module._apply(part, lambda tensor: _widen(tensor, dtype))  # a `to` of the model may do more
     torch.set_default_dtype(dtype)
     try:
         yield
@@ -257,10 +304,19 @@ def _in_dtype(subject: Subject, dtype: torch.dtype | None) -> Iterator[None]:
 
 def _cast(batch: Any, dtype: torch.dtype | None) -> Any:
     def to(value: Any) -> Any:
-        is_wide = isinstance(value, Tensor) and value.is_floating_point() and dtype is not None
-        return value.to(dtype) if is_wide else value.clone() if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        wide = value if dtype is None else _widen(value, dtype)
+        return value.clone() if wide is value else wide
 
     return tree_map(to, batch)
+
+
+def _widen(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast real numbers to `dtype`, complex ones to the complex format of its width, and nothing else."""
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def refuse_another_model(capsule: Capsule, model: nn.Module) -> None:

@@ -33,6 +33,8 @@ from halfstep.step.tree import pack, unpack
 
 VERSION = 1
 ABOUT, BATCHES, STATE, CONFIG = "capsule.json", "batches.safetensors", "state.safetensors", "config.yaml"
+COMPLEX = " (complex)"
+"""Behind the name of a tensor that is stored as pairs of real numbers."""
 MOST_BYTES = 4 << 30
 """Weights above this are not copied into a capsule."""
 
@@ -157,8 +159,8 @@ def read(path: Path) -> Capsule:
             cut = f"{name} has {found['bytes']:,} bytes, {expected['bytes']:,} were written"
             raise _damaged(path, cut if is_cut else f"{name} was changed after it was written")
     try:
-        content = unpack(packed, load_file(path / BATCHES))
-        state = load_file(path / STATE) if STATE in files else {}
+        content = unpack(packed, _load(path / BATCHES))
+        state = _load(path / STATE) if STATE in files else {}
     except (SafetensorError, KeyError, RecursionError) as error:
         raise _damaged(path, str(error)) from error
     return Capsule(path=path, about=about, window=content["window"], rng=content["rng"], state=state)
@@ -179,7 +181,18 @@ def plain(tree: Any) -> Any:
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
-    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
+    whole = {name: tensor.detach().cpu().resolve_conj().contiguous().clone() for name, tensor in tensors.items()}
+    # safetensors does not know every complex format; pairs of real numbers it does.
+    is_pair = {name for name, tensor in whole.items() if tensor.is_complex()}
+    save_file({f"{n}{COMPLEX}" if n in is_pair else n: torch.view_as_real(t) if n in is_pair else t
+               for n, t in whole.items()}, path)  # fmt: skip
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    return {
+        name.removesuffix(COMPLEX): torch.view_as_complex(tensor) if name.endswith(COMPLEX) else tensor
+        for name, tensor in load_file(path).items()
+    }
 
 
 def _fingerprint(path: Path) -> dict[str, int]:

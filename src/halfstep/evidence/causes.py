@@ -17,7 +17,7 @@ from torch import Tensor
 from halfstep.evidence.attempts import Attempt, Subject, attempt
 from halfstep.evidence.capsule import Capsule
 from halfstep.evidence.patches import HALF, WithoutCasts
-from halfstep.evidence.ranges import Operation, twin_of
+from halfstep.evidence.ranges import Operation, has_fractions, twin_of
 from halfstep.evidence.recorder import not_finite
 from halfstep.evidence.samples import BadPlace, bad_places, culprits, odd_places, outliers, sample_name, without
 from halfstep.formats import format_named
@@ -31,6 +31,7 @@ BAD_STATE = "bad state"
 DIVERGED = "diverging weights"
 SPIKE = "finite spike from data or rate"
 KERNEL = "a kernel or compiler fault"
+UPDATE = "an update that is not finite"
 CODE = "an error of the code in every format"
 NOT_REPRODUCED = "not reproduced"
 
@@ -45,7 +46,8 @@ JUMP = 1e6
 should not."""
 MOST_CHANNELS = 256
 """Of a head, in torch's attention kernels."""
-DTYPE_FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+DTYPE_FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "complex32": "fp16",
+                 "complex64": "fp32", "complex128": "fp64"}  # fmt: skip
 DIVIDING = ("div", "div_", "reciprocal", "rsqrt", "log", "log2", "log10", "log1p", "sqrt", "pow", "softmax", "_softmax",
             "_log_softmax", "linalg_vector_norm", "norm", "true_divide", "logsumexp", "native_layer_norm",
             "native_group_norm", "native_batch_norm", "atan2", "remainder", "xlogy", "acos", "asin", "var",
@@ -76,6 +78,8 @@ class Diagnosis:
     fp32_is_good: bool = False
     loss_is_unbounded: bool = False
     """Whether it fell below zero and further as the weights grew."""
+    start: dict[str, Tensor] = field(default_factory=dict)
+    """Weights of the size with which training began, where steps before this one were good."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +135,8 @@ def diagnose(subject: Subject, capsule: Capsule) -> Diagnosis:
     runs = run_all(subject)
     names = dict(zip(capsule.about["sample_ids"], capsule.about["sample_names"], strict=False))
     found = (
-        _of_good_step(subject, capsule, runs, names)
+        _of_update(subject, capsule, runs)
+        or _of_good_step(subject, capsule, runs, names)
         or _of_chance(runs)
         or _of_code_path(runs)
         or _of_input(subject, runs, names)
@@ -144,6 +149,9 @@ def diagnose(subject: Subject, capsule: Capsule) -> Diagnosis:
         or _of_numbers(runs)
     )
     found.attempts, found.fp32_is_good = runs.all(), runs.fp32.is_good
+    found.start = _weights_of_the_start(subject, capsule) if _losses(capsule) else {}
+    if found.cause == OVERFLOW and not runs.fp32.is_good:
+        found.shown += _trail(capsule)
     if found.cause in (OVERFLOW, UNDERFLOW, CODE) and not runs.fp32.is_good:
         _add_culprits(subject, found, names)
     return found
@@ -160,6 +168,29 @@ def _add_culprits(subject: Subject, found: Diagnosis, names: Mapping[int, str]) 
     found.shown.append(f"without sample {', '.join(found.samples)} the step is good")
     if places:
         found.cause, found.places, found.shown = BAD_INPUT, places, [*map(str, places), *found.shown]
+
+
+def _of_update(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosis | None:
+    """The optimizer makes weights that are not finite: of this step, which is good, or of an earlier one, whose weights
+    are filled with 0 to see it again."""
+    start = capsule.about["start"]
+    weights = dict(subject.model.named_parameters())
+    written = {
+        name: ~subject.state[name].isfinite()
+        for name in not_finite(subject.state)
+        if name in weights and isinstance(start.get(name), float)
+    }
+    if subject.update is None or not (runs.as_was.is_good and capsule.about["kind"] != "spike" or written):
+        return None
+    with subject.with_state({name: subject.state[name].masked_fill(bad, 0.0) for name, bad in written.items()}):
+        after = attempt(subject, "updated", num_more=1)
+    ruined = [name for name in after.not_finite if name in weights and (name in written or not written)]
+    if not ruined:
+        return None
+    before = "with 0 in place of what is not finite" if written else "loss and gradients are finite"
+    shown = [f"{name} is not finite after a step of {subject.update.names}" for name in ruined[:3]]
+    shown.append(f"{before}; one update with fresh optimizer state shows it")
+    return Diagnosis(cause=UPDATE, shown=shown, tensors=written)
 
 
 def _of_good_step(subject: Subject, capsule: Capsule, runs: Runs, names: Mapping[int, str]) -> Diagnosis | None:
@@ -265,14 +296,37 @@ def _of_growth(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosis | No
         return None
     numbers = [subject.state[name].numel() for name in matrices]
     before = math.sqrt(sum(n * start[name] ** 2 for n, name in zip(numbers, matrices, strict=True)))
-    now = math.sqrt(sum(float(subject.state[name].double().square().sum()) for name in matrices))
+    now = math.sqrt(sum(float(subject.state[name].abs().double().square().sum()) for name in matrices))
     if now < GROWTH * before:
         return None
-    most = max(matrices, key=lambda name: float(subject.state[name].double().square().mean().sqrt()) / start[name])
+    with subject.with_state(_weights_of_the_start(subject, capsule)):
+        if not attempt(subject, "weights of the start").is_good:  # then they are not what is at fault
+            return None
+    most = max(
+        matrices, key=lambda name: float(subject.state[name].abs().double().square().mean().sqrt()) / start[name]
+    )
     shown = [f"the weights have grown {now / before:.3g} times since training began, {most} most", *_trail(capsule)]
     losses = _losses(capsule)
     is_unbounded = len(losses) > 1 and losses[-1] < min(2 * losses[0], 0.0)
     return Diagnosis(cause=DIVERGED, shown=shown, origin=runs.eager.origin, loss_is_unbounded=is_unbounded)
+
+
+@torch.no_grad()
+def _weights_of_the_start(subject: Subject, capsule: Capsule) -> dict[str, Tensor]:
+    """Random weight matrices of the size that the capsule has noted for the start of training, and vectors (biases,
+    scales of norms) and buffers of that size where they have left it."""
+    generator, weights = torch.Generator().manual_seed(0), dict(subject.model.named_parameters())
+    found = {}
+    for name, size in capsule.about["start"].items():
+        value = subject.state.get(name)
+        if value is None or not isinstance(size, float) or name in weights and not weights[name].requires_grad:
+            continue
+        if value.ndim >= 2 and name in weights:
+            drawn = torch.randn(value.shape, generator=generator, dtype=value.dtype if value.is_complex() else None)
+            found[name] = (drawn * size).to(value)
+        elif not float(value.abs().double().square().mean().sqrt()) <= 2 * size:
+            found[name] = torch.full_like(value, size)
+    return found
 
 
 def _of_own_kernel(runs: Runs) -> Diagnosis | None:
@@ -314,6 +368,8 @@ def _of_numbers(runs: Runs) -> Diagnosis:
     """An operation left the finite range with good inputs, a good state and weights of their usual size."""
     bad = runs.eager
     origin = bad.origin
+    if origin is None and math.isfinite(bad.loss) and bad.grad_norm == math.inf:
+        return Diagnosis(cause=OVERFLOW, shown=["all gradients are finite; the sum of their squares is not"])
     if origin is None:
         cause = OVERFLOW if runs.fp32.is_good else UNDERFLOW
         return Diagnosis(cause=cause, shown=["no single operation was seen to leave the finite range"])
@@ -393,7 +449,7 @@ def _since(start: Any) -> str:
 
 def _is_garbage(value: Tensor) -> bool:
     """Not the largest number there is, which masks hold on purpose."""
-    largest = _largest(value) if value.is_floating_point() else 0.0
+    largest = _largest(value) if has_fractions(value) else 0.0
     return GARBAGE < largest < 0.999 * torch.finfo(torch.bfloat16).max
 
 

@@ -3,23 +3,25 @@ backward is the changed code's too."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from halfstep.evidence.ranges import FOREIGN
+from halfstep.evidence.ranges import FOREIGN, has_fractions
 from halfstep.islands import fp32_island
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Patch = Callable[[str, tuple[Any, ...], dict[str, Any]], Arguments | None]
-"""New arguments for the function of this name; None: not one that it changes."""
+Patch = Callable[[str, tuple[Any, ...], dict[str, Any]], Arguments | Tensor | None]
+"""New arguments for the function of this name, or its result; None: not one that it changes."""
 HALF = (torch.float16, torch.bfloat16)
 OURS = str(Path(__file__).resolve().parents[1])
 CASTS = ("to", "type", "type_as", "half", "bfloat16", "float")
@@ -41,7 +43,54 @@ class AtLines(TorchFunctionMode):
         if changed is None:
             return func(*args, **kwargs)
         self.num_changed += 1
-        return func(*changed[0], **changed[1])
+        return changed if isinstance(changed, Tensor) else func(*changed[0], **changed[1])
+
+
+@contextlib.contextmanager
+def in_backward(function: type[Function] | None, mode: TorchFunctionMode) -> Iterator[None]:
+    """A mode around the step, and in the backward of a custom Function, where torch switches such modes off."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mode)
+        if function is not None:
+            backward = function.backward
+
+            def patched(*args: Any) -> Any:
+                with mode:
+                    return backward(*args)
+
+            stack.enter_context(_attribute(function, "backward", staticmethod(patched)))
+        yield
+
+
+@contextlib.contextmanager
+def derived(function: type[Function]) -> Iterator[None]:
+    """Autograd's own derivative of a custom Function's forward, in place of its backward."""
+
+    class Ignored:
+        """A ctx that keeps nothing."""
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **kwargs: None
+
+    def apply(*args: Any) -> Any:
+        has_context = function.setup_context is Function.setup_context
+        return function.forward(Ignored(), *args) if has_context else function.forward(*args)
+
+    with _attribute(function, "apply", staticmethod(apply)):
+        yield
+
+
+@contextlib.contextmanager
+def _attribute(owner: type, name: str, value: Any) -> Iterator[None]:
+    """Another one for a while; what was inherited is inherited afterwards."""
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+        if own is not None:
+            setattr(owner, name, own)
 
 
 class IslandAt(TorchFunctionMode):
@@ -103,7 +152,16 @@ def _own_line(frame: FrameType | None) -> str:
 
 
 def _name(func: Any) -> str:
-    return str(getattr(func, "__name__", "")).strip("_")
+    return str(getattr(func, "__name__", "")).strip("_").removeprefix("linalg_")
+
+
+def all_of(patches: Collection[Patch]) -> Patch:
+    """Several patches at once; each acts on its own functions."""
+
+    def patch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | Tensor | None:
+        return next((changed for one in patches if (changed := one(name, args, kwargs)) is not None), None)
+
+    return patch
 
 
 def _on(names: tuple[str, ...], change: Callable[[Tensor], Tensor], position: int = 0) -> Patch:
@@ -118,7 +176,7 @@ def _on(names: tuple[str, ...], change: Callable[[Tensor], Tensor], position: in
 
 def finite_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """0 for what is not finite in any of them."""
-    floating = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
+    floating = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and has_fractions(x)]
     if all(bool(x.isfinite().all()) for x in floating):
         return None
     known = {id(x) for x in floating}
@@ -130,20 +188,70 @@ def _with(names: tuple[str, ...], **more: Any) -> Patch:
     return lambda name, args, kwargs: (args, kwargs | more) if name in names else None
 
 
+def _denominator(name: str) -> int:
+    """Which argument is divided by. `1 / x` calls __rdiv__, whose first argument is x."""
+    return 0 if name in ("rdiv", "reciprocal") else 1
+
+
 def _in_denominator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-    position = 1 if name in ("truediv", "div", "divide", "true_divide") else 0
-    return _on((*_DIVISIONS,), _away_from_zero, position)(name, args, kwargs)
+    """Real and complex tensors, and a float of Python that is 0."""
+    position = _denominator(name)
+    value = args[position] if name in _DIVISIONS and len(args) > position else None
+    if isinstance(value, Tensor) and has_fractions(value):
+        return (*args[:position], _away_from_zero(value), *args[position + 1 :]), kwargs
+    is_zero = isinstance(value, float) and value == 0
+    return ((*args[:position], 1e-4, *args[position + 1 :]), kwargs) if is_zero else None
 
 
-_DIVISIONS = ("truediv", "div", "divide", "true_divide", "rtruediv", "reciprocal")
+def _in_count(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    """Integers that are 0, in a tensor or of Python."""
+    position = _denominator(name)
+    value = args[position] if name in _DIVISIONS and len(args) > position else None
+    is_integer = isinstance(value, int) or isinstance(value, Tensor) and not has_fractions(value)
+    if not is_integer or not bool(torch.as_tensor(value == 0).any()):
+        return None
+    count = value.clamp(min=1) if isinstance(value, Tensor) else 1
+    return (*args[:position], count, *args[position + 1 :]), kwargs
+
+
+_DIVISIONS = ("truediv", "div", "divide", "true_divide", "rdiv", "reciprocal")
 
 
 def _away_from_zero(x: Tensor, eps: float = 1e-4) -> Tensor:
+    if x.is_complex():
+        return torch.where(x.abs() >= eps, x, eps)
     return torch.where(x >= 0, x.clamp(min=eps), x.clamp(max=-eps))
 
 
 def _no_infinity(x: Tensor) -> Tensor:
     return x.clamp(min=torch.finfo(x.dtype).min / 2)
+
+
+def _with_diagonal(x: Tensor) -> Tensor:
+    """Distinct, so that no two eigenvalues stay equal."""
+    small = torch.linspace(1e-3, 2e-3, x.shape[-1], dtype=x.dtype, device=x.device)
+    return x + small * torch.eye(*x.shape[-2:], dtype=x.dtype, device=x.device)
+
+
+def _size_of_determinant(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    return torch.linalg.slogdet(args[0])[1] if name == "logdet" else None
+
+
+def _mean_of_some(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    is_empty = name == "mean" and len(args) == 1 and not kwargs and not args[0].numel()
+    return args[0].sum() if is_empty else None
+
+
+def _with_eps(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    eps = kwargs.get("eps")
+    is_small = name.endswith("_norm") and isinstance(eps, float) and eps < 1e-8
+    return (args, kwargs | {"eps": 1e-5}) if is_small else None
+
+
+def _in_exponent(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | Tensor | None:
+    """Of a power; `2 ** x` calls __rpow__, whose first argument is x."""
+    position = 1 if name == "pow" else 0
+    return _on((*EXPONENTIALS, "pow", "rpow"), lambda x: x.clamp(max=10.0), position)(name, args, kwargs)
 
 
 EXPONENTIALS = ("exp", "expm1", "exp2")
@@ -155,23 +263,42 @@ EQUIVALENT: tuple[tuple[str, Patch], ...] = (
 )
 """Changes that help only where they leave the result as it is."""
 PATCHES: tuple[tuple[str, Patch], ...] = (
+    ("a count of at least 1 in the denominator (clamp(min=1))", _in_count),
     ("a denominator of at least 1e-4 (an eps, or a clamp)", _in_denominator),
     (
         "clamp(min=1e-4) under the root or logarithm",
-        _on(("log", "log2", "log10", "sqrt", "rsqrt", "pow", "rpow"), lambda x: x.clamp(min=1e-4)),
+        _on(
+            ("log", "log2", "log10", "sqrt", "rsqrt", "pow", "lgamma", "digamma"),
+            lambda x: x.clamp(min=1e-4),
+        ),
     ),
+    ("clamp(min=-0.9999) on the argument of log1p", _on(("log1p",), lambda x: x.clamp(min=-0.9999))),
+    ("eps=1e-4 in logit", _on(("logit",), lambda x: x.clamp(1e-4, 1 - 1e-4))),
     ("an eps of 1e-4 before the norm", _on(("norm", "vector_norm"), lambda x: x + 1e-4)),
-    ("clamp(max=10) on the argument of exp", _on(EXPONENTIALS, lambda x: x.clamp(max=10.0))),
-    ("a large finite number in place of -inf", _on(("softmax", "log_softmax"), _no_infinity)),
+    ("eps=1e-5 in the normalisation", _with_eps),
+    ("clamp(max=10) on the argument of exp", _in_exponent),
+    ("clamp(-10, 10) on the argument of cosh or sinh", _on(("cosh", "sinh"), lambda x: x.clamp(-10.0, 10.0))),
+    ("factors of at most 1 (clamp(-1, 1)) in the product", _on(("cumprod", "prod"), lambda x: x.clamp(-1.0, 1.0))),
     (
-        "clamp(-0.9999, 0.9999) on what lies between -1 and 1",
-        _on(("acos", "arccos", "asin", "arcsin", "atanh", "erfinv"), lambda x: x.clamp(-0.9999, 0.9999)),
+        "different small numbers added to the diagonal (torch.diag(torch.linspace(1e-3, 2e-3, n)))",
+        _on(
+            ("logdet", "slogdet", "det", "cholesky", "inv", "inverse", "solve", "eigh", "svd", "pinv"),
+            _with_diagonal,
+        ),
     ),
+    ("torch.linalg.slogdet(...)[1] in place of logdet", _size_of_determinant),
+    ("a large finite number in place of -inf", _on(("softmax", "log_softmax", "logsumexp"), _no_infinity)),
+    (
+        "clamp(-0.9999, 0.9999) on what is between -1 and 1",
+        _on(("acos", "arccos", "asin", "arcsin", "atanh", "arctanh", "erfinv"), lambda x: x.clamp(-0.9999, 0.9999)),
+    ),
+    ("clamp(min=1.0001) on the argument of acosh", _on(("acosh", "arccosh"), lambda x: x.clamp(min=1.0001))),
     ("correction=0, since one number has no unbiased deviation,", _with(("std", "var"), correction=0)),
     (
         'reduction="sum" and a division by the targets that count, at least 1,',
         _with(("cross_entropy", "nll_loss"), reduction="sum"),
     ),
+    ("sum() in place of mean() where nothing is selected", _mean_of_some),
     ("zero_infinity=True, for targets longer than their input,", _with(("ctc_loss",), zero_infinity=True)),
 )
 """In order of size; each acts on its own functions alone."""

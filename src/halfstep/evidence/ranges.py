@@ -10,6 +10,7 @@ whose input was not finite, and was made by no operation of the step, has got it
 
 from __future__ import annotations
 
+import itertools
 import sys
 import traceback
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import function as autograd_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -76,6 +78,8 @@ class Operation:
     is_meant: bool = False
     """Whether the code puts infinities there."""
     has_raised: bool = False
+    function: type | None = None
+    """The autograd.Function in whose backward it ran."""
 
     @property
     def place(self) -> str:
@@ -134,6 +138,12 @@ class Trace(TorchDispatchMode):
                 continue
             module, line = self._backward_place() if is_backward else place
             seen = Operation(len(self.operations), name, module, line, is_backward, range_, is_torch=_is_torch(func))
+            seen.function = _function() if is_backward else None
+            last = self.operations[-1] if self.operations else seen
+            if name == "scalar_tensor" and range_.num_nan and last.line == line:
+                seen.name = (
+                    last.name
+                )  # which writes NaN itself where it is not defined: logdet of a negative determinant
             self.operations.append(seen)
             if not range_.is_finite or not seen.is_torch:
                 seen.inputs = before if before is not None else [range_of(value) for value in given]
@@ -188,7 +198,18 @@ class Trace(TorchDispatchMode):
         if node is None:
             return LOSS, ""
         number = node._sequence_nr() + 1  # asked for behind the node's making
-        return self._places.get(number) or self._place()
+        module, line = self._places.get(number) or self._place()
+        if _function() is not None:  # its backward is Python code, with a line of its own
+            frames = traceback.walk_stack(sys._getframe(2))
+            inside = itertools.takewhile(lambda at: at[0].f_code.co_filename != autograd_function.__file__, frames)
+            line = self._innermost(inside)[1] or line
+        return module, line
+
+
+def _function() -> type | None:
+    """The autograd.Function whose backward runs."""
+    node = torch._C._current_autograd_node()
+    return node._forward_cls if isinstance(node, autograd_function.BackwardCFunction) else None
 
 
 def range_of(tensor: Tensor) -> Range:
@@ -197,8 +218,10 @@ def range_of(tensor: Tensor) -> Range:
     if not tensor.numel():
         return Range(0.0, 0.0, 0, 0, 0, 0, dtype)
     with torch.no_grad():
-        size = tensor.detach().abs()
-        size = size.double() if size.device.type != "mps" else size.float()
+        wide = tensor.detach()
+        if wide.device.type != "mps":  # which has no fp64
+            wide = wide.to(torch.complex128 if wide.is_complex() else torch.float64)
+        size = wide.abs()
         num_nan, num_inf = int(size.isnan().sum()), int(size.isinf().sum())
         size = torch.nan_to_num(size, 0.0, 0.0, 0.0) if num_nan or num_inf else size
         num_zero = int((size == 0).sum()) - num_nan - num_inf
@@ -234,7 +257,12 @@ def _kind(operation: Operation) -> tuple[str, str, bool]:
 
 
 def _floating(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and has_fractions(leaf)]
+
+
+def has_fractions(tensor: Tensor) -> bool:
+    """True for real and complex numbers, which can be NaN or infinite; False for integers."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _key(tensor: Tensor) -> int:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from halfstep.errors import HalfstepError, suggested
 from halfstep.evidence import capsule
+from halfstep.evidence.ranges import has_fractions
+from halfstep.evidence.updates import record_update
 from halfstep.step.facts import Facts, PhasedFacts, Reading, parts_of, rng_state
 from halfstep.step.phases import PhasedStep
 from halfstep.step.step import Step
@@ -162,6 +164,7 @@ class Recorder:
             "not_finite": not_finite(capsule.state_of(self.model)) + self._bad_averages(),
             "layout": layout(self.model),
             "code": capsule.code_of(self.model),
+            "update": record_update(self._step_of(phase), self.model),
             **self.context.share_of(reading),
             **self.context.about,
         }
@@ -177,6 +180,11 @@ class Recorder:
     def _committed(self, phase: str) -> Tensor:
         return self.step.steps[phase].committed if isinstance(self.step, PhasedStep) and phase else self.step.committed
 
+    def _step_of(self, phase: str) -> Step:
+        if isinstance(self.step, PhasedStep):
+            return self.step.steps[phase] if phase else next(iter(self.step.steps.values()))
+        return self.step
+
     def _has_place(self) -> bool:
         """The first faults tell most: later ones are the consequence, and are not kept."""
         return len(capsule.all_in(self.folder)) < self.most
@@ -188,8 +196,8 @@ class Recorder:
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """Names of those with NaN or inf; -inf alone is a mask."""
-    floating = ((name, value) for name, value in tensors.items() if value.is_floating_point())
-    return [name for name, value in floating if not ((value == -math.inf) | value.isfinite()).all()]
+    numbers = ((name, value) for name, value in tensors.items() if has_fractions(value))
+    return [name for name, value in numbers if not ((value == -math.inf) | value.isfinite()).all()]
 
 
 def layout(model: nn.Module) -> dict[str, list[int]]:
@@ -200,8 +208,8 @@ def layout(model: nn.Module) -> dict[str, list[int]]:
 @torch.no_grad()
 def _sizes(model: nn.Module) -> dict[str, float]:
     """The root mean square of each weight and buffer when training began."""
-    floating = {name: value for name, value in capsule.state_of(model).items() if value.is_floating_point()}
-    if not floating:
+    numbers = {name: value for name, value in capsule.state_of(model).items() if has_fractions(value)}
+    if not numbers:
         return {}
-    sizes = torch.stack([value.float().square().mean().sqrt().cpu() for value in floating.values()])
-    return dict(zip(floating, sizes.tolist(), strict=True))
+    sizes = torch.stack([value.abs().float().square().mean().sqrt().cpu() for value in numbers.values()])
+    return dict(zip(numbers, sizes.tolist(), strict=True))

@@ -1,6 +1,8 @@
 """The smallest change that helps: each is proposed for a cause, tried on the very step, and named with its line.
 
-Changes of code (an eps, a clamp, an island, a cast left out) are tried by the modes of patches.py.
+Changes of code (an eps, a clamp, an island, a cast left out) are tried by the modes of patches.py. One that makes the
+step good is tried further: the weights are updated as in the training, and ten more steps follow on the same window.
+Where the training then fails again, the changes are tried together with clipping and with a smaller learning rate.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,13 +29,24 @@ from halfstep.evidence.patches import (
     IslandAt,
     Patch,
     WithoutCasts,
+    all_of,
+    derived,
     finite_arguments,
+    in_backward,
 )
-from halfstep.evidence.ranges import LOSS, ROOT
-from halfstep.evidence.samples import without
+from halfstep.evidence.ranges import LOSS, ROOT, Operation
+from halfstep.evidence.samples import drawn, rows_of, without
+from halfstep.evidence.updates import Update
+from halfstep.step.batches import batch_length
 
 MOST_LINES = 3
 """Of one change; what needs more is not a small one."""
+NUM_MORE = 10
+"""Steps after the recorded one that a change has to last."""
+NUM_AT_RATE = 30
+"""Steps that a learning rate is tried for, besides twice those that momentum averages over."""
+LOWEST = 1e-8
+"""Of the recorded learning rate; what needs less is not a matter of the rate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,23 +59,58 @@ class Remedy:
     """For the config file; empty where code or data has to change."""
     outcome: Attempt | None = None
     """None where it could not be tried on one step."""
+    margin: int = 0
+    """Where it was tried in a training from random weights and not on the recorded step: a multiple of the rate that
+    trains as well."""
 
     @property
     def works(self) -> bool:
+        """Whether the step is good with it."""
+        return self.outcome is not None and self.outcome.first_is_good
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the steps after it are good as well."""
         return self.outcome is not None and self.outcome.is_good
+
+    @property
+    def shown(self) -> str:
+        if self.outcome is None:
+            return "not tried: one step cannot show it"
+        num = len(self.outcome.losses)
+        if not self.lasts:
+            return f"tried: the step is good with it, but step {num} after it is not"
+        if self.margin:
+            start = f"{num} steps on samples drawn from its batches, from random weights of their first size,"
+            return f"tried: {start} stay finite and lower the loss, also at {self.margin} times the rate"
+        return "tried: the step is good with it" + (f", and so are {num} more on its batches" if num else "")
 
 
 def remedies(subject: Subject, found: Diagnosis, *, rate: float, is_run: bool) -> list[Remedy]:
-    """What was tried, in order of size, up to the first that works."""
+    """What was tried, in order of size, up to the first that lasts."""
     tried: list[Remedy] = []
     if found.cause == causes.REFUSED:
         # It raised before any gradient: one that overflows at the loss scale of that moment is routine.
         subject = replace(subject, scale=1.0)
-    for remedy in _proposed(subject, found, rate, is_run=is_run):
-        tried.append(remedy)
-        if remedy.works:
+    for words, update in _calmer(subject.update):
+        for remedy in _proposed(replace(subject, update=update), found, rate, is_run=is_run):
+            if not words or remedy.lasts:
+                tried.append(replace(remedy, change=remedy.change + words))
+            if remedy.lasts:
+                return tried
+        if not any(remedy.works for remedy in tried):
             break
     return tried
+
+
+def _calmer(update: Update | None) -> Iterator[tuple[str, Update | None]]:
+    """The update as it was, then smaller ones: a change may leave gradients finite and large."""
+    yield "", update
+    if update is None:
+        return
+    if not 0 < update.clip.limit <= 1:
+        yield ", and clip_norm=1", update.clipped(1.0)
+    yield ", and a tenth of the learning rate", update.changed("lr", lambda lr: lr / 10)
 
 
 def _proposed(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) -> Iterator[Remedy]:
@@ -69,19 +118,80 @@ def _proposed(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) 
         yield _without_samples(subject, found)
     elif found.cause == causes.BAD_STATE:
         yield from _with_state(subject, found)
+    elif found.cause == causes.UPDATE:
+        yield from _other_update(subject, found, rate, is_run=is_run)
     elif found.loss_is_unbounded:
         yield Remedy(change="a loss that has a lower bound: this one falls as the weights grow; its sign may be wrong")
-    elif found.cause == causes.DIVERGED or found.cause == causes.SPIKE:
+    elif found.cause == causes.DIVERGED and found.start and subject.update is not None:
+        yield from _slower(subject, found, rate, is_run=is_run)
+        yield from _recoded(subject, found, rate, is_run=is_run)
+    elif found.cause in (causes.DIVERGED, causes.SPIKE):
         yield Remedy(change=f"a tenth of the learning rate, from before the weights grew: {rate / 10:.3g}",
                      line=f"optimizer.lr: {rate / 10:.3g}" if is_run else "")  # fmt: skip
     elif found.cause == causes.KERNEL:
         yield from _other_code(subject, found)
         if found.fp32_is_good:
             yield from _wider(subject, found, is_run=is_run)
-    elif found.cause in (causes.OVERFLOW, causes.UNDERFLOW, causes.REFUSED):
-        yield from (
-            _wider(subject, found, is_run=is_run) if found.fp32_is_good else _recoded(subject, found, is_run=is_run)
-        )
+    elif found.cause in (causes.OVERFLOW, causes.UNDERFLOW, causes.REFUSED) and found.fp32_is_good:
+        yield from _wider(subject, found, is_run=is_run)
+    elif found.cause in (causes.OVERFLOW, causes.UNDERFLOW, causes.REFUSED, causes.CODE):
+        yield from _recoded(subject, found, rate, is_run=is_run)
+
+
+# --- the update ---
+
+
+def _slower(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) -> Iterator[Remedy]:
+    """Clipping, then lower rates, from weights of their first size: the recorded ones have grown already. Each has to
+    train at a larger rate as well: what just trains on these batches, again and again, may fail on others."""
+    assert subject.update is not None
+    if not subject.update.clip.limit:
+        line, clipped = "train.clip_norm: 1" if is_run else "hs.Step(..., clip_norm=1)", subject.update.clipped(1.0)
+        outcome = _trained(subject, found, clipped)
+        outcome = outcome if not outcome.is_good else _trained(subject, found, clipped.at_rate(3 * rate))
+        yield Remedy(change="gradients clipped to a norm of 1", line=line, outcome=outcome, margin=3)
+    failed, num_good, lower = None, 0, rate / 3
+    while lower >= LOWEST * rate > 0:
+        outcome = _trained(subject, found, subject.update.at_rate(lower))
+        num_good = num_good + 1 if outcome.is_good else 0
+        if num_good == 2:
+            line = f"optimizer.lr: {lower:.3g}" if is_run else f"lr={lower:.3g}"
+            change = f"a learning rate of {lower:.3g}, not {rate:.3g}"
+            yield from [failed] if failed is not None else []
+            yield Remedy(change=change, line=line, outcome=outcome, margin=3)
+            return
+        if not outcome.is_good:
+            failed = Remedy(change=f"a learning rate of {lower:.3g} or more", outcome=outcome)
+        if not outcome.losses:  # the first step fails, whatever the rate
+            break
+        lower /= 3
+    yield from [failed] if failed is not None else []
+
+
+def _trained(subject: Subject, found: Diagnosis, update: Update) -> Attempt:
+    """Many steps with another update, on samples drawn anew for each: a window that is repeated is learned by heart. A
+    loss that has not fallen is as bad as one that is not finite: the rate is then too large still."""
+    draw, num_more = partial(drawn, generator=torch.Generator().manual_seed(0)), NUM_AT_RATE + 2 * update.memory
+    subject = replace(subject, update=update)
+    with subject.with_state(found.start):
+        outcome = attempt(subject, "other update", num_more=num_more, draw=draw)
+        if outcome.error and not outcome.losses:  # rows that belong together, such as those sorted by length
+            outcome = attempt(subject, "other update", num_more=num_more)
+    if not outcome.is_good:
+        return replace(outcome, error=outcome.error or "not finite")
+    last = sum(outcome.losses[-5:]) / 5  # a mean, since losses of noisy models go up and down
+    return outcome if last < outcome.losses[0] else replace(outcome, error=f"the loss went up to {last:.3g}")
+
+
+def _other_update(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) -> Iterator[Remedy]:
+    assert subject.update is not None
+    with _filled(subject, found):
+        if any(eps < 1e-30 for eps in subject.update.settings("eps") if isinstance(eps, float)):
+            update = subject.update.changed("eps", lambda eps: max(eps, 1e-8))
+            outcome = attempt(replace(subject, update=update), "eps", num_more=NUM_MORE)
+            change = f"eps=1e-8 in {subject.update.names}: with 0, a weight without gradient is updated by 0/0"
+            yield Remedy(change=change, line="optimizer.eps: 1e-8" if is_run else "eps=1e-8", outcome=outcome)
+        yield from _slower(subject, found, rate, is_run=is_run)
 
 
 # --- precision ---
@@ -107,7 +217,7 @@ def _island(subject: Subject, line: str, dtype: torch.dtype, *, without_casts: b
         with at, WithoutCasts(HALF) if without_casts else contextlib.nullcontext():
             yield
 
-    outcome = attempt(subject, "island", around=island())
+    outcome = attempt(subject, "island", around=island(), num_more=NUM_MORE)
     if dtype != torch.float32:
         return Remedy(change=f"fp64 (.double()) at {line}", outcome=outcome)
     taken = ", .float() on what it takes" if at.has_widened else ""
@@ -129,7 +239,7 @@ def _precision(
     in_code = f'hs.Step(..., modules={{"{name}": "fp32"}})' if name else f'hs.Step(..., "{precision}")'
     try:
         around = WithoutCasts(HALF) if without_casts else None
-        outcome = attempt(subject, change, subject.plan_for(precision, modules), around=around)
+        outcome = attempt(subject, change, subject.plan_for(precision, modules), around=around, num_more=NUM_MORE)
     except HalfstepError as error:  # such as a part under tf32, which cannot have a precision of its own
         outcome = Attempt(name=change, error=error.what)
     return Remedy(change=change, line=in_config if is_run else in_code, outcome=outcome)
@@ -138,17 +248,44 @@ def _precision(
 # --- code, at the lines in question ---
 
 
-def _recoded(subject: Subject, found: Diagnosis, *, is_run: bool) -> Iterator[Remedy]:
+def _recoded(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) -> Iterator[Remedy]:
     yield from _without_casts(subject, found, is_run=is_run)
     if found.origin is not None and found.origin.line:
         yield from _same_numbers(subject, found)
-        for words, patch in PATCHES:
-            yield from _patched(subject, found.origin.line, words, patch)
+        yield from _at_lines(subject, found.origin)
+    if found.cause == causes.OVERFLOW:
+        if found.start and subject.update is not None:
+            yield from _slower(subject, found, rate, is_run=is_run)
+        yield from _smaller_start(subject, found.origin.module if found.origin is not None else "")
+    if found.origin is not None and found.origin.line:
         if found.cause == causes.OVERFLOW and found.origin.output.dtype == "float32":
             yield _island(subject, found.origin.line, torch.float64)
         yield from _other_start(subject, found.origin.module)
     if found.rows:
         yield _without_samples(subject, found)
+    yield from _two_of_each(subject)
+
+
+def _at_lines(subject: Subject, origin: Operation) -> Iterator[Remedy]:
+    """Each patch alone; where none is enough, all that change something there; autograd's derivative for a custom
+    backward."""
+    changing, is_enough = [], False
+    for words, patch in PATCHES:
+        for remedy in _patched(subject, origin, words, patch):
+            changing.append((words, patch))
+            is_enough |= remedy.works
+            yield remedy
+    if len(changing) > 1 and not is_enough:
+        words = ", and ".join(words for words, _ in changing)
+        yield from _patched(subject, origin, words, all_of([patch for _, patch in changing]))
+    if origin.function is not None:
+        name = origin.function.__name__
+        outcome = attempt(subject, "derived", around=derived(origin.function), num_more=NUM_MORE)
+        if outcome.grad_norm > 0:  # else forward is not made of what autograd can derive
+            change = (
+                f"autograd's own derivative of {name}.forward in place of {name}.backward (fix that, or leave it out)"
+            )
+            yield Remedy(change=change, outcome=outcome)
 
 
 def _without_casts(subject: Subject, found: Diagnosis, *, is_run: bool) -> Iterator[Remedy]:
@@ -168,22 +305,24 @@ def _same_numbers(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
     """Other code for the same result: fp64's is the witness."""
     exact = next(run.loss for run in found.attempts if run.name == "fp64")
     for words, patch in EQUIVALENT:
-        tried = _patched(subject, found.origin.line if found.origin else "", words, patch)
+        tried = _patched(subject, found.origin, words, patch) if found.origin is not None else ()
         yield from (r for r in tried if r.outcome is not None and math.isclose(r.outcome.loss, exact, rel_tol=1e-3))
 
 
-def _patched(subject: Subject, line: str, words: str, patch: Patch) -> Iterator[Remedy]:
+def _patched(subject: Subject, origin: Operation, words: str, patch: Patch) -> Iterator[Remedy]:
     """At this line, and at the next one that fails with it: a bad number is often used twice."""
-    lines = [line]
+    lines = [origin.line]
     while True:
         there = AtLines(lines, patch)
-        outcome = attempt(subject, words, around=there, traced=True)
+        outcome = attempt(subject, words, around=in_backward(origin.function, there), num_more=NUM_MORE)
         if not there.num_changed:
             return
-        following = outcome.origin.line if outcome.origin is not None else ""
-        if outcome.is_good or following in (*lines, "") or len(lines) == MOST_LINES:
+        if outcome.first_is_good or len(lines) == MOST_LINES:
             break
-        lines.append(following)
+        next_ = attempt(subject, words, around=in_backward(origin.function, AtLines(lines, patch)), traced=True).origin
+        if next_ is None or next_.line in (*lines, ""):
+            break
+        lines.append(next_.line)
     yield Remedy(change=f"{words} at {' and '.join(lines)}", outcome=outcome)
 
 
@@ -192,20 +331,36 @@ def _patched(subject: Subject, line: str, words: str, patch: Patch) -> Iterator[
 
 def _without_samples(subject: Subject, found: Diagnosis) -> Remedy:
     left = without(subject.window, found.rows)
-    outcome = attempt(subject, "without those samples", window=left) if left else None
-    return Remedy(change=f"drop or mend: sample {', '.join(found.samples)}", outcome=outcome)
+    outcome = attempt(subject, "without those samples", window=left, num_more=NUM_MORE) if left else None
+    return Remedy(change=f"drop or fix: sample {', '.join(found.samples)}", outcome=outcome)
+
+
+def _two_of_each(subject: Subject) -> Iterator[Remedy]:
+    """Statistics over a batch of one sample are not defined."""
+    sizes = [batch_length(batch) for batch in subject.window]
+    if 1 not in sizes:
+        return
+    twice = [rows_of(b, [0, 0]) if size == 1 else b for b, size in zip(subject.window, sizes, strict=True)]
+    outcome = attempt(subject, "two of each", window=twice, num_more=NUM_MORE)
+    change = "batches of at least 2 samples (drop_last=True in the loader), here the one sample twice"
+    yield Remedy(change=change, outcome=outcome)
 
 
 @contextlib.contextmanager
 def mended(subject: Subject, found: Diagnosis) -> Iterator[None]:
     """The step without the samples and with the state of this fault: what another one behind it is looked for in."""
-    window, whole, filling = subject.window, subject.whole_state(), _fillings(found)[0]
+    window = subject.window
     subject.window = without(window, found.rows)
     try:
-        with subject.with_state({name: whole[name].masked_fill(bad, filling) for name, bad in found.tensors.items()}):
+        with _filled(subject, found):
             yield
     finally:
         subject.window = window
+
+
+def _filled(subject: Subject, found: Diagnosis) -> contextlib.AbstractContextManager[None]:
+    whole, filling = subject.whole_state(), _fillings(found)[0]
+    return subject.with_state({name: whole[name].masked_fill(bad, filling) for name, bad in found.tensors.items()})
 
 
 def _fillings(found: Diagnosis) -> tuple[float, ...]:
@@ -220,14 +375,14 @@ def _with_state(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
         yield Remedy(change=f"start the average again: {', '.join(found.averages)}", line="ema.enabled: false")
     if found.origin is not None and found.origin.outside is not None:
         words = f"finite numbers in the tensor of shape {found.origin.outside} that is used"
-        tried = list(_patched(subject, found.origin.line, words, finite_arguments))
+        tried = list(_patched(subject, found.origin, words, finite_arguments))
         yield from tried or [Remedy(change=f"{words} at {found.origin.line}")]
 
 
 def _initialised(subject: Subject, tensors: Mapping[str, Tensor], filling: float) -> Remedy:
     whole = subject.whole_state()
     with subject.with_state({name: whole[name].masked_fill(is_bad, filling) for name, is_bad in tensors.items()}):
-        outcome = attempt(subject, f"filled with {filling:g}")
+        outcome = attempt(subject, f"filled with {filling:g}", num_more=NUM_MORE)
     return Remedy(change=f"initialise {', '.join(tensors)}, here with {filling:g}", outcome=outcome)
 
 
@@ -236,6 +391,34 @@ def _other_start(subject: Subject, module: str) -> Iterator[Remedy]:
     tried = (_initialised(subject, {name: value == 0}, 1.0) for name, value in subject.near(module).items()
              if not value.all())  # fmt: skip
     yield from itertools.islice((remedy for remedy in tried if remedy.works), 1)
+
+
+def _smaller_start(subject: Subject, module: str) -> Iterator[Remedy]:
+    """Matrices that make numbers larger, applied many times over (a recurrent or a deep network): those near the
+    operation, then the largest, then all."""
+    trained = subject.trained_names()
+    matrices = {
+        name: v for name, v in subject.state.items() if name in trained and v.ndim > 1 and v.is_floating_point()
+    }
+    norms = {name: _spectral_norm(v.float().flatten(1)) for name, v in matrices.items()}
+    large = {name: norm for name, norm in norms.items() if 1 < norm < math.inf}
+    near = {name: norm for name, norm in large.items() if name in subject.near(module)}
+    largest = max(large, key=large.__getitem__, default="")
+    scopes = [near, {largest: large[largest]} if large else {}, large]
+    for scope in (scope for number, scope in enumerate(scopes) if scope and scope not in scopes[:number]):
+        with subject.with_state({name: matrices[name] / norm for name, norm in scope.items()}):
+            outcome = attempt(subject, "smaller start", num_more=NUM_MORE)
+        names = ", ".join(list(scope)[:3]) + (f" and {len(scope) - 3} more" if len(scope) > 3 else "")
+        change = f"a start with a spectral norm of 1 (nn.init.orthogonal_) for {names}: it is {max(scope.values()):.3g}"
+        yield Remedy(change=change, outcome=outcome)
+
+
+def _spectral_norm(matrix: Tensor, num_steps: int = 20) -> float:
+    """By power iteration: a decomposition of every matrix of a large model would take minutes."""
+    vector = torch.randn(matrix.shape[1], generator=torch.Generator().manual_seed(0)).to(matrix.device)
+    for _ in range(num_steps):
+        vector = torch.nn.functional.normalize(matrix.T @ (matrix @ vector), dim=0)
+    return float((matrix @ vector).norm())
 
 
 def _other_code(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
@@ -248,4 +431,4 @@ def _other_code(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
             yield Remedy(change=f"steps run {name}", line=line, outcome=outcome)
     if found.origin is not None and not found.origin.is_torch:
         shape = f"{found.origin.name} ({found.origin.line})"
-        yield Remedy(change=f"mend {shape}: hold it against torch's own operations at the shapes of this step")
+        yield Remedy(change=f"fix {shape}: compare it with torch's own operations at the shapes of this step")

@@ -32,8 +32,10 @@ class Replayed:
 
     @property
     def remedy(self) -> Remedy | None:
-        """The change that works; where none could be tried, the one that is proposed."""
-        return next((r for r in self.tried if r.works), next((r for r in self.tried if r.outcome is None), None))
+        """The change that lasts; else one that makes the step good; else a proposed one that could not be tried."""
+        ranks = ([r for r in self.tried if r.lasts], [r for r in self.tried if r.works],
+                 [r for r in self.tried if r.outcome is None])  # fmt: skip
+        return next((rank[0] for rank in ranks if rank), None)
 
     @property
     def as_was(self) -> Attempt:
@@ -80,8 +82,7 @@ class Replayed:
         failed = [f"  tried, does not help: {r.change}" for r in self.tried if r.outcome is not None and not r.works]
         if self.remedy is None:
             return ["change: none of those tried helps", *failed] if self.tried else ["change: nothing to propose"]
-        shown = "tried: the step is good with it" if self.remedy.works else "not tried: one step cannot show it"
-        lines = [f"change: {self.remedy.change} ({shown})", *failed]
+        lines = [f"change: {self.remedy.change} ({self.remedy.shown})", *failed]
         return [*lines, "", self.remedy.line] if self.remedy.line else lines
 
     def as_json(self) -> dict[str, Any]:
@@ -98,7 +99,13 @@ class Replayed:
             "places": [str(place) for place in self.diagnosis.places],
             "attempts": [_attempt(run) for run in self.diagnosis.attempts],
             "tried": [
-                {"change": r.change, "line": r.line, "works": r.works if r.outcome else None} for r in self.tried
+                {
+                    "change": r.change,
+                    "line": r.line,
+                    "works": r.works if r.outcome else None,
+                    "lasts": r.lasts if r.outcome else None,
+                }
+                for r in self.tried
             ],
             "change": self.remedy.change if self.remedy else "",
             "line": self.remedy.line if self.remedy else "",

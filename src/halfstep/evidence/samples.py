@@ -13,6 +13,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from halfstep.errors import HalfstepError
 from halfstep.evidence.attempts import Subject, attempt
+from halfstep.evidence.ranges import has_fractions
 from halfstep.step.batches import batch_length
 
 OUTLIER = 10.0
@@ -29,7 +30,7 @@ class BadPlace:
     row: int
     key: str
     index: tuple[int, ...]
-    value: float
+    value: complex
     sample: str = ""
     """Its id and file, as far as they are known."""
     others: str = ""
@@ -45,10 +46,10 @@ def bad_places(window: Sequence[Any], names: Mapping[int, str]) -> list[BadPlace
     """The first number of each sample that is not finite."""
     found: dict[tuple[int, int], BadPlace] = {}
     for number, key, value in _rows(window):
-        for place in (~value.isfinite()).nonzero().tolist() if value.is_floating_point() else ():
+        for place in (~value.isfinite()).nonzero().tolist() if has_fractions(value) else ():
             row = (number, place[0])
             bad = BadPlace(batch=number, row=place[0], key=key, index=tuple(place[1:]),
-                           value=float(value[tuple(place)]), sample=sample_name(window, row, names))  # fmt: skip
+                           value=value[tuple(place)].item(), sample=sample_name(window, row, names))  # fmt: skip
             found.setdefault(row, bad)
     return list(found.values())
 
@@ -62,6 +63,7 @@ def odd_places(
     for number, key, value in _rows(window):
         own = sorted(row for batch, row in rows if batch == number)
         rest = [row for row in range(len(value)) if row not in own]
+        value = value.abs() if value.is_complex() else value  # complex numbers have no order
         if key == "['index']" or not own or not rest or not (value.is_floating_point() or with_integers):
             continue
         others = value[rest]
@@ -134,6 +136,14 @@ def without(window: Sequence[Any], rows: set[tuple[int, int]]) -> list[Any]:
         if kept:
             left.append(rows_of(batch, kept))
     return left
+
+
+def drawn(window: Sequence[Any], generator: torch.Generator) -> list[Any]:
+    """As many samples of each batch, drawn with replacement: what another window of the same data may be."""
+    sizes = [batch_length(batch) for batch in window]
+    return [
+        rows_of(b, torch.randint(n, (n,), generator=generator).tolist()) for b, n in zip(window, sizes, strict=True)
+    ]
 
 
 def rows_of(batch: Any, rows: Sequence[int]) -> Any:

@@ -25,6 +25,7 @@ from halfstep.evidence.capsule import Capsule
 from halfstep.evidence.recorder import CapsuleContext, Recorder
 from halfstep.evidence.replay import Replayed
 from halfstep.evidence.replay import replay as replayed
+from halfstep.evidence.updates import Update
 from halfstep.hardware.probe import probe
 from halfstep.kernels.fast_forms import chains, forced
 from halfstep.precision.decide import decide, decide_again
@@ -183,6 +184,7 @@ def _subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[str, T
             force=parts.config.precision.force,
         ),
         scale=scale if isinstance(scale := capsule.about["scale"], (int, float)) else 1.0,
+        update=Update.of(capsule.about.get("update")),
         variants=_variants(parts.plan, region),
         frozen=modules_of(parts.workload.frozen),
         beside_state=dict(frozen),

@@ -25,6 +25,7 @@ from halfstep.evidence.recorder import CapsuleContext, Recorder
 from halfstep.evidence.replay import Replayed
 from halfstep.evidence.replay import replay as replayed
 from halfstep.evidence.side import seen_by
+from halfstep.evidence.updates import Update
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide, decide_again
 from halfstep.precision.plan import Plan
@@ -90,6 +91,7 @@ def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -
         plan=plan,
         plan_for=partial(decide_again, plan, model, _parts(plan)),
         scale=float(read.about["scale"]),
+        update=Update.of(read.about.get("update")),
     )
     try:
         return replayed(subject, read)

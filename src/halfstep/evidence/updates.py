@@ -1,0 +1,124 @@
+"""What moved the weights of a recorded training: its optimizers with their settings, and clipping.
+
+The recorder writes the settings into the capsule, without the optimizers' state (moments are as large as the weights).
+Replay builds the optimizers again, with fresh state, to see whether the step with a change, and those after it, stay
+finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.step.adamw8bit import AdamW8bit
+from halfstep.step.adamw_bf16 import AdamWBf16
+from halfstep.step.clip import Clip
+from halfstep.step.optimizers import OPTIMIZERS
+from halfstep.step.step import Step
+
+KNOWN: dict[str, Any] = {kind.__name__: kind for kind in (*OPTIMIZERS.values(), AdamW8bit, AdamWBf16)}
+FORMS = ("fused", "foreach", "capturable", "differentiable")
+"""How an optimizer runs, which is the device's matter: left to torch."""
+
+
+def record_update(step: Step, model: nn.Module) -> dict[str, Any]:
+    """For capsule.json; parameters outside of the model are left out."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {
+        "clip": {"limit": step.clip.limit, "kind": step.clip.kind},
+        "optimizers": [
+            {
+                "name": _name(optimizer),
+                "groups": [_settings(g, optimizer, names) for g in optimizer.param_groups],
+            }
+            for optimizer in step.optimizers
+        ],
+    }
+
+
+def _name(optimizer: Optimizer) -> str:
+    """Of the class; with its module where it is none of those that replay builds."""
+    kind = type(optimizer)
+    return kind.__name__ if KNOWN.get(kind.__name__) is kind else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _settings(group: Mapping[str, Any], optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    kept = {key: _plain(group[key]) for key in optimizer.defaults if key in group and key not in FORMS}
+    return {**kept, "params": [names[id(p)] for p in group["params"] if id(p) in names]}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    return value if isinstance(value, (bool, int, float, str, tuple, list, type(None))) else str(value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """How weights are updated after a backward pass."""
+
+    optimizers: Sequence[Mapping[str, Any]]
+    clip: Clip
+
+    @classmethod
+    def of(cls, recorded: Mapping[str, Any] | None) -> Update | None:
+        """None where an optimizer is not one that can be built again by its name."""
+        if recorded is None or any(one["name"] not in KNOWN for one in recorded["optimizers"]):
+            return None
+        return cls(optimizers=recorded["optimizers"], clip=Clip(**recorded["clip"]))
+
+    @property
+    def names(self) -> str:
+        return ", ".join(one["name"] for one in self.optimizers)
+
+    def build(self, model: nn.Module) -> list[Optimizer]:
+        weights = dict(model.named_parameters())
+        found = []
+        for one in self.optimizers:
+            groups = [{**group, "params": [weights[name] for name in group["params"]]} for group in one["groups"]]
+            if any(group["params"] for group in groups):
+                found.append(KNOWN[one["name"]]([group for group in groups if group["params"]]))
+        return found
+
+    @torch.no_grad()
+    def step(self, optimizers: Sequence[Optimizer], scale: float) -> None:
+        """Unscale and clip the gradients, and let the optimizers step."""
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+        if not gradients:
+            return
+        _, factor = self.clip.measure(gradients, torch.tensor(1 / scale, device=gradients[0].device))
+        if factor is not None:
+            torch._foreach_mul_(gradients, factor)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    @property
+    def memory(self) -> int:
+        """Over how many steps momentum averages."""
+        momenta = [m for m in self.settings("momentum") if m is not None] + [b[0] for b in self.settings("betas") if b]
+        return round(1 / (1 - max((m for m in momenta if m < 1), default=0.0)))
+
+    def settings(self, key: str) -> list[Any]:
+        """What the groups have for it."""
+        return [group[key] for one in self.optimizers for group in one["groups"] if key in group]
+
+    def changed(self, key: str, change: Any) -> Update:
+        """Another value in every group that has such a setting: change(value)."""
+        return replace(self, optimizers=[
+            {**one, "groups": [{**g, key: change(g[key])} if key in g else g for g in one["groups"]]}
+            for one in self.optimizers
+        ])  # fmt: skip
+
+    def at_rate(self, rate: float) -> Update:
+        """The first group with this learning rate, the others in proportion."""
+        first = next(iter(self.settings("lr")), 0.0)
+        return self.changed("lr", lambda lr: lr * rate / first if first else rate)
+
+    def clipped(self, limit: float) -> Update:
+        return replace(self, clip=Clip(limit=limit))
