@@ -29,11 +29,11 @@ from torch.nn import functional as F
 
 from halfstep.bench.settings import bench_config
 from halfstep.data.loader import Samples
-from halfstep.models.diffusers_blocks import blocks_of
-from halfstep.models.diffusers_nets import build_net, unet_config, vae_config
 from halfstep.models.posterior import kl_divergence, posterior
 from halfstep.workloads.diffusion.build import FRAGILE, Forward, Prepared
 from halfstep.workloads.diffusion.config import DiffusionConfig
+from halfstep.workloads.diffusion.diffusers_blocks import blocks_of
+from halfstep.workloads.diffusion.diffusers_nets import build_net, unet_config, vae_config
 from halfstep.workloads.diffusion.networks import Conditions, Parts, model_of
 from halfstep.workloads.diffusion.scores import DenoisingMetrics, denoising_loss
 from halfstep.workloads.kind import Kind, Store

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.bench.settings import bench_config
-from halfstep.models.gpt2 import GPT2S, gpt2
+from halfstep.workloads.language.gpt2 import GPT2S, gpt2
 from recording import store
 from row_turns import Turn
 from step_rows import halfstep_row, rows, rows_parser, torch_row

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from halfstep.data.files import natural_key
-from halfstep.data.radio_maps import public_split
 from halfstep.errors import TrainingStopped
 from halfstep.report.metrics_file import read
 from halfstep.run.train import train
 from halfstep.workloads import load
+from halfstep.workloads.radio.maps import public_split
 from recording import store
 
 NUM_TRAIN, NUM_VAL = 8, 2

@@ -30,13 +30,13 @@ from halfstep.errors import HalfstepError
 from halfstep.evidence.capsule import all_in
 from halfstep.evidence.causes import NOT_REPRODUCED
 from halfstep.evidence.replay import Replayed
-from halfstep.models.radio_vae import RadioVAE
 from halfstep.run.capsules import replay_run
 from halfstep.run.train import train
 from halfstep.workloads import KINDS, load
 from halfstep.workloads.diffusion.demo import write_demo as write_pictures
 from halfstep.workloads.radio.demo import write_demo as write_maps
 from halfstep.workloads.radio.first_stage import write_first_stage
+from halfstep.workloads.radio.vae import RadioVAE
 from halfstep.workloads.slots.demo import write_demo as write_clips
 from planted_blind import FIRST_IN_FAMILIES, FIRST_IN_LOOPS, SECOND_IN_FAMILIES, SECOND_IN_LOOPS
 from planted_blind_again import THIRD_IN_FAMILIES, THIRD_IN_LOOPS

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.bench.settings import bench_config
-from halfstep.models.slotcontrast import SlotContrast
 from halfstep.report.metrics_file import read
 from halfstep.run.train import train
 from halfstep.workloads import load
@@ -36,6 +35,7 @@ from halfstep.workloads.slots.build import build_backbone, build_model, prepare_
 from halfstep.workloads.slots.config import SlotContrastConfig
 from halfstep.workloads.slots.demo import write_demo
 from halfstep.workloads.slots.scores import slot_contrast
+from halfstep.workloads.slots.slotcontrast import SlotContrast
 from recording import store
 from row_turns import Turn
 from step_rows import halfstep_row, rows, rows_parser, torch_row

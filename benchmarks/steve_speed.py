@@ -30,12 +30,12 @@ from torch.nn import functional as F
 
 from halfstep.bench.settings import bench_config
 from halfstep.config.schema import RunConfig
-from halfstep.models.dvae import DVae
-from halfstep.models.slotcontrast import SlotContrastWords
-from halfstep.models.steve import Steve
-from halfstep.models.word_decoder import WordDecoder
 from halfstep.workloads import KINDS
+from halfstep.workloads.slots.dvae import DVae
 from halfstep.workloads.slots.scores import slot_contrast
+from halfstep.workloads.slots.slotcontrast import SlotContrastWords
+from halfstep.workloads.slots.steve import Steve
+from halfstep.workloads.slots.word_decoder import WordDecoder
 from halfstep.workloads.workload import Batch, Workload
 from recording import store
 from row_turns import Turn

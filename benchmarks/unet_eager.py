@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from halfstep.hardware.probe import probe
-from halfstep.models.unet import UNet
 from halfstep.precision.decide import decide
 from halfstep.step.clip import Clip
 from halfstep.step.guard import Guard
@@ -26,6 +25,7 @@ from halfstep.step.optimizers import build_optimizer, parameter_groups
 from halfstep.step.schedule import ScheduleOptions, build_schedule
 from halfstep.step.step import Step
 from halfstep.workloads.segmentation.scores import segmentation_loss
+from halfstep.workloads.segmentation.unet import UNet
 from recording import store, time_steps
 
 BATCH, SIDE = 8, 512

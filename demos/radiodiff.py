@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from halfstep.data.radio_maps import RadioMaps
 from halfstep.report.metrics_file import read
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import build_workload
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.workloads import load
+from halfstep.workloads.radio.maps import RadioMaps
 from halfstep.workloads.radio.scores import map_scores
 
 CPU = ["precision=fp32", "device=cpu"]

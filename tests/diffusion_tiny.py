@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from halfstep.config.load import Loaded
-from halfstep.models.diffusers_nets import build_net, vae_config
 from halfstep.workloads import load
 from halfstep.workloads.diffusion.demo import COLOURS, SHAPES, write_demo
+from halfstep.workloads.diffusion.diffusers_nets import build_net, vae_config
 
 TINY: dict[str, Any] = {
     "device": "cpu",

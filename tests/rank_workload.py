@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from halfstep.data import noise
-from halfstep.data.augment import Augmentation, augment
 from halfstep.errors import DataError
 from halfstep.workloads.over_ranks import all_rows
+from halfstep.workloads.segmentation.augment import Augmentation, augment
 from halfstep.workloads.workload import Batch, Workload
 from tiny_workload import Accuracy, Samples
 

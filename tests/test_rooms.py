@@ -23,7 +23,7 @@ ROOMS: dict[str, set[str]] = {
     "hardware": {"measure", "backend_flags", "formats", "errors"},
     "precision": {"config", "hardware", "backend_flags", "formats", "islands", "errors"},
     "data": {"errors"},
-    "workloads": {"config", "models", "data", "report", "islands", "errors"},
+    "workloads": {"config", "models", "data", "report", "kernels", "islands", "errors"},
     "step": {"precision", "formats", "errors"},
     "report": {"config", "formats", "errors"},
     "align": {"config", "hardware.gpus", "formats", "errors"},

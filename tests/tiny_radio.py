@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.config.load import Loaded
-from halfstep.models.radio_vae import RadioVAE
 from halfstep.run.train import train
 from halfstep.workloads import load
 from halfstep.workloads.kind import Kind
@@ -25,6 +24,7 @@ from halfstep.workloads.radio import build_vae
 from halfstep.workloads.radio.config import RadioVaeConfig, RadioVaeModelConfig
 from halfstep.workloads.radio.demo import write_demo
 from halfstep.workloads.radio.first_stage import write_first_stage
+from halfstep.workloads.radio.vae import RadioVAE
 from halfstep.workloads.workload import Batch, Workload
 
 SIDE = 16

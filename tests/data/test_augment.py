@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.data.augment import Augmentation, augment
-from halfstep.data.masks import IGNORED
+from halfstep.workloads.segmentation.augment import Augmentation, augment
+from halfstep.workloads.segmentation.masks import IGNORED
 
 EVERYTHING = Augmentation(flip=0.5, rotate_degrees=30, scale=0.2, crop=0.3, brightness=0.2, elastic_pixels=3)
 

@@ -11,10 +11,10 @@ from PIL import Image
 from data import data_sets
 from data.data_sets import SIZE, mask, picture
 from halfstep.data.layouts import KNOWN
-from halfstep.data.segmentation import SegmentationData
 from halfstep.errors import ConfigError, DataError
 from halfstep.workloads import from_dict
 from halfstep.workloads.segmentation.build import build
+from halfstep.workloads.segmentation.data import SegmentationData
 from halfstep.workloads.workload import Workload
 
 

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from halfstep.data.image_folder import FolderLayout
-from halfstep.data.picture_folder import find_captioned, find_classes, find_pictures
 from halfstep.errors import DataError
+from halfstep.workloads.diffusion.picture_folder import find_captioned, find_classes, find_pictures
 
 LAYOUT = FolderLayout(val_fraction=0.25)
 

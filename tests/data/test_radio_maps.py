@@ -10,7 +10,9 @@ import pytest
 from PIL import Image
 
 from halfstep.data.files import BadFiles
-from halfstep.data.radio_maps import (
+from halfstep.errors import DataError
+from halfstep.workloads.radio.demo import write_demo
+from halfstep.workloads.radio.maps import (
     RadioMaps,
     RadioTree,
     checked,
@@ -20,8 +22,6 @@ from halfstep.data.radio_maps import (
     shuffled_maps,
     trained_elsewhere,
 )
-from halfstep.errors import DataError
-from halfstep.workloads.radio.demo import write_demo
 
 TRAIN, VAL = public_split("radiounet", "DPM")["train"][0], public_split("radiounet", "DPM")["val"][0]
 

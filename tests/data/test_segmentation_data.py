@@ -9,10 +9,18 @@ from PIL import Image
 
 from halfstep.data.files import BadFiles
 from halfstep.data.images import describe_outliers, read_image, scale_for
-from halfstep.data.masks import IGNORED, MaskTable, read_mask, resize_mask, table_from, table_of, values_in
-from halfstep.data.pairs import Pair
-from halfstep.data.segmentation import ImageFormat, Scan, SegmentationData, discover_values, scan_pairs
 from halfstep.errors import DataError
+from halfstep.workloads.segmentation.data import ImageFormat, Scan, SegmentationData, discover_values, scan_pairs
+from halfstep.workloads.segmentation.masks import (
+    IGNORED,
+    MaskTable,
+    read_mask,
+    resize_mask,
+    table_from,
+    table_of,
+    values_in,
+)
+from halfstep.workloads.segmentation.pairs import Pair
 
 GRAY = np.arange(48, dtype=np.uint8).reshape(6, 8)
 BINARY = MaskTable(values=(0, 255))

@@ -12,10 +12,10 @@ import pytest
 from video_sets import clip, shards
 
 from halfstep.data.files import BadFiles
-from halfstep.data.shards import expand_braces, find_shards
-from halfstep.data.video_layouts import find_videos
-from halfstep.data.videos import ShardVideos
 from halfstep.errors import DataError
+from halfstep.workloads.slots.shards import expand_braces, find_shards
+from halfstep.workloads.slots.video_layouts import find_videos
+from halfstep.workloads.slots.videos import ShardVideos
 
 
 def test_braces_are_expanded_as_a_shell_does() -> None:

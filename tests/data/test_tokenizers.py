@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from halfstep.data.tokenizers import (
+from halfstep.errors import DataError
+from halfstep.workloads.language.tokenizers import (
     Bpe,
     Bytes,
     Characters,
@@ -19,7 +20,6 @@ from halfstep.data.tokenizers import (
     tokenizer_at,
     tokenizer_from,
 )
-from halfstep.errors import DataError
 
 TEXT = "Äpfel and 汉字, twice: Äpfel and 汉字.\n  Spaces\tand 😀\n"
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from halfstep.models.resnet import resnet
 from halfstep.models.vit import vit
 from halfstep.workloads import load
 from halfstep.workloads.classification.build import Prepared
+from halfstep.workloads.classification.resnet import resnet
 from halfstep.workloads.classification.scores import ClassificationMetrics, Mixing, classification_loss, mix
 from no_waiting import no_host_wait
 

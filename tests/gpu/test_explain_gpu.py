@@ -8,8 +8,8 @@ import torch
 from halfstep.bench.explain import StepFacts, explain
 from halfstep.bench.explain_kernels import Kind
 from halfstep.bench.problem import AfterStep
-from halfstep.models.unet import UNet
 from halfstep.report.explain_view import Explanation
+from halfstep.workloads.segmentation.unet import UNet
 
 pytestmark = pytest.mark.gpu
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from halfstep.backend_flags import effective_leaves
 from halfstep.bench.peers import peers
 from halfstep.bench.problem import Batch, Problem
-from halfstep.models.unet import UNet
 from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.workloads import load
 from halfstep.workloads.segmentation.scores import segmentation_loss
+from halfstep.workloads.segmentation.unet import UNet
 
 pytestmark = pytest.mark.gpu
 

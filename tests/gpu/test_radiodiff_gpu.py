@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfstep.models.radio_layers import FourierFilter
-from halfstep.models.swin import SwinPyramid
 from halfstep.report.metrics_file import read
+from halfstep.workloads.radio.layers import FourierFilter
+from halfstep.workloads.radio.swin import SwinPyramid
 from tiny_radio import train_diffusion, write_tiny_demo, write_tiny_vae
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ from capture import captured
 from halfstep.kernels.fast_forms import forced
 from halfstep.kernels.resnet_chain import resnet_map
 from halfstep.models.recompute import set_recompute
-from halfstep.models.resnet import ResNet, resnet
+from halfstep.workloads.classification.resnet import ResNet, resnet
 
 pytestmark = pytest.mark.gpu
 
@@ -82,7 +82,7 @@ def test_compiled_under_autocast_the_chain_is_chosen_and_captured(monkeypatch: p
         calls.append(True)
         return resnet_map(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("halfstep.models.resnet.resnet_map", noted)
+    monkeypatch.setattr("halfstep.workloads.classification.resnet.resnet_map", noted)
     model, x = built("resnet50", (1, 2)), image(64, 64)
     compiled = torch.compile(model)
     with torch.backends.cudnn.flags(deterministic=True):

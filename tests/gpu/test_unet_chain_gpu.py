@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from capture import captured
 from chain_steps import error, step
 from halfstep.kernels.fast_forms import forced
-from halfstep.models import unet as unet_module
 from halfstep.models.recompute import Recompute, set_recompute
-from halfstep.models.unet import UNet
+from halfstep.workloads.segmentation import unet as unet_module
+from halfstep.workloads.segmentation.unet import UNet
 
 pytestmark = pytest.mark.gpu
 

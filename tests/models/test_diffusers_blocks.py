@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.kernels.fast_forms import forced
-from halfstep.models import diffusers_blocks
-from halfstep.models.diffusers_blocks import blocks_of
+from halfstep.workloads.diffusion import diffusers_blocks
+from halfstep.workloads.diffusion.diffusers_blocks import blocks_of
 
 pytest.importorskip("triton", reason="Triton is not installed: NOT tested")
 

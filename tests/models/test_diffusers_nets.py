@@ -16,7 +16,9 @@ from torch import nn
 
 from diffusion_tiny import text_folder, vae_folder
 from halfstep.errors import ConfigError, ModelError
-from halfstep.models.diffusers_nets import (
+from halfstep.models.patch_gan import PatchGan, VggDistance
+from halfstep.models.posterior import drawn, kl_divergence, posterior
+from halfstep.workloads.diffusion.diffusers_nets import (
     VAE,
     build_net,
     check_side,
@@ -29,8 +31,6 @@ from halfstep.models.diffusers_nets import (
     unet_config,
     vae_config,
 )
-from halfstep.models.patch_gan import PatchGan, VggDistance
-from halfstep.models.posterior import drawn, kl_divergence, posterior
 from halfstep.workloads.diffusion.networks import open_text
 from tiny_training import assert_same_bits
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from halfstep.models import first_values
 from halfstep.models.first_values import bare, draw_normal_, unfilled
-from halfstep.models.gpt2 import GPT2, GPT2Size
 from halfstep.run.assemble import build_workload
 from halfstep.workloads import load
+from halfstep.workloads.language.gpt2 import GPT2, GPT2Size
 
 SIZE = GPT2Size(depth=2, heads=2, dim=64, context=32, vocab=300)
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError
-from halfstep.models.classifiers import load_classifier_
-from halfstep.models.resnet import Bottleneck, ResNet
 from halfstep.models.vit import ViT, ViTSize
 from halfstep.models.weights import load_weights_, read_weights
+from halfstep.workloads.classification.classifiers import load_classifier_
+from halfstep.workloads.classification.resnet import Bottleneck, ResNet
 
 DIM, MLP, CLASSES = 8, 16, 3
 

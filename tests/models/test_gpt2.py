@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from halfstep.errors import ModelError
-from halfstep.models.gpt2 import GPT2, GPT2S, gpt2
-from halfstep.models.gpt2_weights import for_transformers, load_gpt2_, save_gpt2
 from halfstep.models.recompute import set_recompute
+from halfstep.workloads.language.gpt2 import GPT2, GPT2S, gpt2
+from halfstep.workloads.language.gpt2_weights import for_transformers, load_gpt2_, save_gpt2
 
 SMALL: dict[str, Any] = {"depth": 2, "heads": 2, "dim": 16, "context": 12, "vocab": 70}
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.kernels.fast_forms import forced
-from halfstep.models import gpt2 as gpt2_module
-from halfstep.models.gpt2 import GPT2, gpt2
 from halfstep.models.recompute import set_recompute
+from halfstep.workloads.language import gpt2 as gpt2_module
+from halfstep.workloads.language.gpt2 import GPT2, gpt2
 
 TOKENS = torch.randint(70, (2, 9), generator=torch.Generator().manual_seed(0))
 TARGETS = torch.randint(70, (2, 9), generator=torch.Generator().manual_seed(1))

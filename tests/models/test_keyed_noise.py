@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from halfstep.models.dvae import gumbel_noise, random_words
+from halfstep.workloads.slots.dvae import gumbel_noise, random_words
 
 KEYS = torch.tensor([[5, 7], [5, 8], [6, 7], [2**31 - 1, 0]])
 

@@ -12,7 +12,7 @@ from diffusers import DDPMScheduler
 from safetensors.torch import load_file
 
 from halfstep.errors import ConfigError
-from halfstep.models.noise_schedule import NoiseSchedule, loss_weights, noised, target_of
+from halfstep.workloads.diffusion.noise_schedule import NoiseSchedule, loss_weights, noised, target_of
 
 GOLDEN = os.environ.get("HALFSTEP_GOLDEN")
 THEIR_NAMES = {"linear": "linear", "scaled_linear": "scaled_linear", "cosine": "squaredcos_cap_v2"}

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from golden import assert_golden, golden, group
 from halfstep.models.posterior import drawn
-from halfstep.models.radio_layers import (
+from halfstep.models.recompute import set_recompute
+from halfstep.workloads.radio.ddm import clean, ddm_loss, noised, sampled, sampling_times, times_of
+from halfstep.workloads.radio.layers import (
     ChannelNorm,
     FourierFilter,
     StandardisedConv2d,
@@ -18,13 +20,11 @@ from halfstep.models.radio_layers import (
     filtered,
     linear_attention,
 )
-from halfstep.models.radio_names import unet_name
-from halfstep.models.radio_relation import WindowMeanAttention, sine_positions
-from halfstep.models.radio_unet import RadioUNet, mixed
-from halfstep.models.radio_vae import RadioVAE
-from halfstep.models.recompute import set_recompute
-from halfstep.models.swin import SwinPyramid
-from halfstep.workloads.radio.ddm import clean, ddm_loss, noised, sampled, sampling_times, times_of
+from halfstep.workloads.radio.names import unet_name
+from halfstep.workloads.radio.relation import WindowMeanAttention, sine_positions
+from halfstep.workloads.radio.swin import SwinPyramid
+from halfstep.workloads.radio.unet import RadioUNet, mixed
+from halfstep.workloads.radio.vae import RadioVAE
 
 
 def tiny(size: tuple[int, int] = (16, 16)) -> RadioUNet:

@@ -6,8 +6,8 @@ import torch
 
 from golden import assert_golden, golden, group
 from halfstep.models.posterior import drawn, kl_divergence
-from halfstep.models.radio_names import vae_name
-from halfstep.models.radio_vae import RadioVAE
+from halfstep.workloads.radio.names import vae_name
+from halfstep.workloads.radio.vae import RadioVAE
 
 VAE_TOLERANCE = 5e-5
 """The original's own drift with other kernels reaches 1e-5 here."""

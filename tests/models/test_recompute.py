@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from halfstep.kernels.fast_forms import forced
 from halfstep.measure.live_bytes import LiveBytes
 from halfstep.models.recompute import COMPUTE_BOUND_TERMS, Recompute, how_it_recomputes, set_recompute
-from halfstep.models.resnet import resnet
-from halfstep.models.unet import UNet
 from halfstep.models.vit import vit
+from halfstep.workloads.classification.resnet import resnet
+from halfstep.workloads.segmentation.unet import UNet
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "unet": lambda: UNet(base_channels=4, depth=2),

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError
-from halfstep.models.classifiers import load_classifier_
-from halfstep.models.resnet import RESNETS, BasicBlock, Bottleneck, ResNet, resnet
 from halfstep.models.weights import load_weights_, read_weights
+from halfstep.workloads.classification.classifiers import load_classifier_
+from halfstep.workloads.classification.resnet import RESNETS, BasicBlock, Bottleneck, ResNet, resnet
 
 TINY = {"blocks": (1, 1), "width": 4, "num_classes": 3}
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from halfstep.kernels import resnet_chain
 from halfstep.kernels.fast_forms import forced
 from halfstep.models.recompute import set_recompute
-from halfstep.models.resnet import Bottleneck, ResNet, resnet
+from halfstep.workloads.classification.resnet import Bottleneck, ResNet, resnet
 
 pytest.importorskip("triton")
 
@@ -53,7 +53,7 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.times = 0
-        monkeypatch.setattr("halfstep.models.resnet.resnet_map", self)
+        monkeypatch.setattr("halfstep.workloads.classification.resnet.resnet_map", self)
 
     def __call__(self, *args: object, **options: object) -> Tensor:
         self.times += 1

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.measure.live_bytes import LiveBytes
-from halfstep.models import chunked, dvae, slot_decoder
+from halfstep.models import chunked
 from halfstep.models.recompute import Recompute, set_recompute
-from halfstep.models.slotcontrast import SlotContrast, SlotContrastSize, SlotContrastWords, WordsSize
-from halfstep.models.steve import Steve, SteveSize
+from halfstep.workloads.slots import dvae, slot_decoder
+from halfstep.workloads.slots.slotcontrast import SlotContrast, SlotContrastSize, SlotContrastWords, WordsSize
+from halfstep.workloads.slots.steve import Steve, SteveSize
 
 SLOTS = SlotContrastSize(feature_dim=12, num_positions=16, num_slots=4, slot_dim=8, decoder_hidden=(32, 32))
 WORDS = WordsSize(image_size=16, word_side=4, vocabulary=24, dim=16, num_blocks=8, heads=2, dropout=0.0)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from golden import assert_golden, golden, group
-from halfstep.models.dvae import DVae
-from halfstep.models.steve import Steve, SteveSize
+from halfstep.workloads.slots.dvae import DVae
+from halfstep.workloads.slots.steve import Steve, SteveSize
 
 SIZE = SteveSize(
     image_size=32, vocabulary=32, num_slots=4, slot_dim=32, cnn_channels=16, mlp_dim=32, dim=32, decoder_blocks=2
@@ -88,7 +88,7 @@ def test_every_gradient_is_the_originals(case: Case) -> None:
 def test_gradients_are_the_originals_when_the_vocabulary_goes_by_chunks(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("halfstep.models.dvae.CHUNK_BYTES", 2 * 64 * 32 * 4)  # two frames
+    monkeypatch.setattr("halfstep.workloads.slots.dvae.CHUNK_BYTES", 2 * 64 * 32 * 4)  # two frames
     test_every_gradient_is_the_originals(case)
 
 

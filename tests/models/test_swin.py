@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from golden import assert_golden, golden, group
-from halfstep.models.radio_names import unet_name
-from halfstep.models.swin import SwinPyramid, WindowAttention, shift_mask
+from halfstep.workloads.radio.names import unet_name
+from halfstep.workloads.radio.swin import SwinPyramid, WindowAttention, shift_mask
 
 
 def test_golden_features() -> None:

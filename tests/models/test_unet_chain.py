@@ -14,11 +14,11 @@ from halfstep.kernels import chain
 from halfstep.kernels.fast_forms import forced
 from halfstep.kernels.normalise import normalised
 from halfstep.measure.live_bytes import LiveBytes
-from halfstep.models import unet as unet_chain
-from halfstep.models import unet as unet_module
 from halfstep.models.layers import CentredConv2d, DoublingConvTranspose2d
 from halfstep.models.recompute import Recompute, set_recompute
-from halfstep.models.unet import DoubleConv, UNet
+from halfstep.workloads.segmentation import unet as unet_chain
+from halfstep.workloads.segmentation import unet as unet_module
+from halfstep.workloads.segmentation.unet import DoubleConv, UNet
 
 pytest.importorskip("triton")
 

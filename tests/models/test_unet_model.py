@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError
-from halfstep.models.unet import UNet, receptive_radius
 from halfstep.models.weights import load_weights_, read_weights
+from halfstep.workloads.segmentation.unet import UNet, receptive_radius
 
 
 def parameters_of(model: nn.Module) -> int:

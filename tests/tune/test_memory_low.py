@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from halfstep.measure.live_bytes import LiveBytes
-from halfstep.models.unet import UNet
 from halfstep.step.adamw8bit import AdamW8bit
 from halfstep.tune.memory_low import (
     NORMAL,
@@ -30,6 +29,7 @@ from halfstep.tune.memory_low import (
     optimizer_for,
 )
 from halfstep.workloads.segmentation.demo import write_demo
+from halfstep.workloads.segmentation.unet import UNet
 from memory_settings import memory_setting, state_bytes
 from tiny_runs import unet_run
 from whole_runs import final_state, resume

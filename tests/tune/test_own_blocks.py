@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from halfstep.measure.live_bytes import LiveBytes
 from halfstep.models.recompute import Recompute
-from halfstep.models.unet import UNet
 from halfstep.tune.own_blocks import Recomputed, described, found_blocks, recompute_blocks_
+from halfstep.workloads.segmentation.unet import UNet
 from models_of_others import BLOCKS, MODELS, BasicBlock, Block, ResNet, SharedNet, Transformer, UncalledNet, images
 
 HOW: list[Recompute] = ["pointwise", "alternate", "blocks"]

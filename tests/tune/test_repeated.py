@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from halfstep.kernels.fast_forms import chains, decided
-from halfstep.models.gpt2 import gpt2
 from halfstep.models.recompute import Recompute, set_recompute
 from halfstep.tune.modes import Blocks, by_blocks, one_for_all, repeats_blocks
+from halfstep.workloads.language.gpt2 import gpt2
 
 
 class Block(nn.Module):

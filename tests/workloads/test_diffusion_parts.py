@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from diffusion_tiny import pictures, settings, text_folder, vae_folder
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, ModelError
-from halfstep.models.diffusers_nets import freeze_, open_net
-from halfstep.models.noise_schedule import NoiseSchedule
 from halfstep.run.planned_step import planned_step
 from halfstep.workloads.diffusion.data import open_pictures, square_pictures, to_bytes, unit_images
+from halfstep.workloads.diffusion.diffusers_nets import freeze_, open_net
 from halfstep.workloads.diffusion.evaluate import distances, open_features
 from halfstep.workloads.diffusion.latents import round_trip, some_images
 from halfstep.workloads.diffusion.make import check_steps, denoised, path_picture, scheduler_of
 from halfstep.workloads.diffusion.networks import ClassConditions, open_text
+from halfstep.workloads.diffusion.noise_schedule import NoiseSchedule
 from halfstep.workloads.diffusion.noising import NUM_BUCKETS, Noising, bucket_names, bucket_starts
 from halfstep.workloads.diffusion.scores import DenoisingMetrics, ReconstructionMetrics, denoising_loss
 from halfstep.workloads.sheets import grid

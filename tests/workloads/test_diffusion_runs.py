@@ -21,7 +21,6 @@ from halfstep.config.dump import to_yaml
 from halfstep.data.latent_cache import open_latents, write_latents
 from halfstep.disk import being_written
 from halfstep.errors import CheckpointError, ConfigError, DataError, Interrupted, ModelError
-from halfstep.models.diffusers_nets import open_net
 from halfstep.report.run_report import RunReport
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
@@ -29,6 +28,7 @@ from halfstep.use.predict import predict
 from halfstep.workloads import load
 from halfstep.workloads.diffusion import build as building
 from halfstep.workloads.diffusion import latents
+from halfstep.workloads.diffusion.diffusers_nets import open_net
 from halfstep.workloads.diffusion.evaluate import DiffusionEvaluation
 from halfstep.workloads.using import Wishes
 from tiny_runs import press_ctrl_c

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfstep.data.masks import IGNORED
 from halfstep.workloads.classification.scores import ClassificationDetails
+from halfstep.workloads.segmentation.masks import IGNORED
 from halfstep.workloads.segmentation.scores import SegmentationDetails, SegmentationMetrics, predicted_classes
 
 NUM = 3

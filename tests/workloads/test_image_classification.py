@@ -15,9 +15,9 @@ from halfstep.data.folder_samples import EvaluationFiles
 from halfstep.data.loader import Loader
 from halfstep.data.stored_images import EvaluationImages, TrainingImages
 from halfstep.errors import ConfigError, DataError, ModelError
-from halfstep.models.resnet import ResNet, resnet
 from halfstep.run.assemble import build_workload
 from halfstep.workloads import load
+from halfstep.workloads.classification.resnet import ResNet, resnet
 from halfstep.workloads.classification.scores import ClassificationMetrics
 from halfstep.workloads.workload import Workload
 

@@ -15,11 +15,8 @@ import torch
 from torch.nn import functional as F
 
 from halfstep.data.loader import Loader
-from halfstep.data.tokenizers import Bpe
 from halfstep.errors import ConfigError, DataError, ModelError
 from halfstep.models import first_values
-from halfstep.models.gpt2 import GPT2, gpt2
-from halfstep.models.gpt2_weights import save_gpt2
 from halfstep.run.assemble import build_workload
 from halfstep.run.folder import RunFolder, changed_data
 from halfstep.run.train import train
@@ -27,6 +24,9 @@ from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import load
 from halfstep.workloads.language.config import LanguageConfig
+from halfstep.workloads.language.gpt2 import GPT2, gpt2
+from halfstep.workloads.language.gpt2_weights import save_gpt2
+from halfstep.workloads.language.tokenizers import Bpe
 from halfstep.workloads.language.writing import Sampling, chances, continued, drawn, written
 from halfstep.workloads.using import Wishes
 from halfstep.workloads.workload import Workload

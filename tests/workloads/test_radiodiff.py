@@ -12,10 +12,8 @@ from PIL import Image
 from torch import nn
 
 from halfstep.data.latent_cache import open_latents, write_latents
-from halfstep.data.radio_maps import read_gray
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, DataError, ModelError, TrainingStopped
-from halfstep.models.radio_vae import RadioVAE
 from halfstep.models.weights import load_file_
 from halfstep.report.metrics_file import read
 from halfstep.report.run_report import RunReport
@@ -23,6 +21,8 @@ from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import build
 from halfstep.workloads.radio.build import pyramid_weights, unet_of, unet_weights
+from halfstep.workloads.radio.maps import read_gray
+from halfstep.workloads.radio.vae import RadioVAE
 from halfstep.workloads.sheets import CELL, GAP
 from halfstep.workloads.using import Wishes
 from tiny_radio import DIFFUSION, settings, train_diffusion, write_tiny_demo, write_tiny_vae

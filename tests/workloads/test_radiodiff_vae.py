@@ -12,7 +12,6 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from halfstep.errors import ConfigError, DataError
-from halfstep.models.radio_vae import RadioVAE
 from halfstep.report.metrics_file import read
 from halfstep.report.run_report import RunReport
 from halfstep.use.predict import predict
@@ -20,6 +19,7 @@ from halfstep.workloads import build
 from halfstep.workloads.adversarial import adaptive_weight, hinge_discriminator_loss, hinge_generator_loss
 from halfstep.workloads.radio.build_vae import loss_parts
 from halfstep.workloads.radio.guide import Guide
+from halfstep.workloads.radio.vae import RadioVAE
 from halfstep.workloads.sheets import CELL, GAP
 from halfstep.workloads.using import Wishes
 from tiny_radio import SIDE, SIZES, VAE, settings, train_vae, write_tiny_demo

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.data.masks import IGNORED
+from halfstep.workloads.segmentation.masks import IGNORED
 from halfstep.workloads.segmentation.scores import SegmentationMetrics, segmentation_loss
 
 

@@ -15,7 +15,6 @@ from PIL import Image
 
 from halfstep.config.load import Loaded
 from halfstep.errors import ConfigError, DataError, Interrupted
-from halfstep.models.dinov2 import dinov2
 from halfstep.report.metrics_file import read
 from halfstep.report.run_report import RunReport
 from halfstep.run.train import train
@@ -23,6 +22,7 @@ from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import build, load
 from halfstep.workloads.slots.demo import add_array, write_demo
+from halfstep.workloads.slots.dinov2 import dinov2
 from halfstep.workloads.slots.pictures import slot_colours, tinted, write_gif
 from halfstep.workloads.using import Wishes
 from tiny_runs import press_ctrl_c

@@ -9,9 +9,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from halfstep.data.masks import IGNORED
 from halfstep.errors import ConfigError
-from halfstep.models.unet import UNet
+from halfstep.workloads.segmentation.masks import IGNORED
 from halfstep.workloads.segmentation.pictures import (
     CLASS_COLOURS,
     COLUMNS,
@@ -26,6 +25,7 @@ from halfstep.workloads.segmentation.pictures import (
     overlay,
 )
 from halfstep.workloads.segmentation.predict import predict_file, predict_image
+from halfstep.workloads.segmentation.unet import UNet
 from halfstep.workloads.sheets import CELL
 
 DEPTH = 2

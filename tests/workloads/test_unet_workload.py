@@ -11,7 +11,6 @@ from PIL import Image
 
 from halfstep.data.loader import Batch, Loader
 from halfstep.errors import ConfigError, DataError
-from halfstep.models.unet import UNet
 from halfstep.run.assemble import build_workload
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
@@ -19,6 +18,7 @@ from halfstep.use.predict import predict
 from halfstep.workloads import load
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.demo import write_demo
+from halfstep.workloads.segmentation.unet import UNet
 from halfstep.workloads.using import Wishes
 from halfstep.workloads.workload import Workload
 from tiny_runs import Told, unet_run

@@ -14,9 +14,9 @@ from PIL import Image
 from diffusion_tiny import TINY, pictures, vae_folder
 from halfstep.config.load import Loaded
 from halfstep.errors import ConfigError, ModelError
-from halfstep.models.diffusers_nets import build_net, unet_config
 from halfstep.run.train import train
 from halfstep.workloads import build, load
+from halfstep.workloads.diffusion.diffusers_nets import build_net, unet_config
 from halfstep.workloads.diffusion.weights_settings import adopted
 
 THEIRS: dict[str, Any] = {

@@ -11,7 +11,6 @@ import torch
 
 from halfstep.data.loader import Loader
 from halfstep.data.seeds import Key
-from halfstep.models.slotcontrast import SlotContrastWords
 from halfstep.report.metrics_file import read
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import build_workload
@@ -20,6 +19,7 @@ from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import load
 from halfstep.workloads.slots.demo import write_demo
+from halfstep.workloads.slots.slotcontrast import SlotContrastWords
 from halfstep.workloads.using import Wishes
 from halfstep.workloads.workload import Workload
 from tiny_training import assert_same_bits

@@ -17,13 +17,13 @@ from halfstep.data.image_folder import check_same_classes
 from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import generator_for
 from halfstep.errors import ConfigError, ModelError, first_line
-from halfstep.models.classifiers import Classifier, load_classifier_
-from halfstep.models.resnet import resnet
 from halfstep.models.vit import checked_grid, vit
 from halfstep.models.weights import load_weights_, read_weights
 from halfstep.workloads import model_of
+from halfstep.workloads.classification.classifiers import Classifier, load_classifier_
 from halfstep.workloads.classification.config import ClassifierConfig, ImageDataConfig, ResNetConfig, ViTConfig
 from halfstep.workloads.classification.data import evaluation_size, open_image_data
+from halfstep.workloads.classification.resnet import resnet
 from halfstep.workloads.classification.scores import ClassificationMetrics, Mixing, classification_loss, mix
 from halfstep.workloads.import_path import imported
 from halfstep.workloads.kind import Store

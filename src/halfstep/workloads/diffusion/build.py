@@ -17,15 +17,15 @@ from halfstep.data import noise
 from halfstep.data.image_folder import check_same_classes
 from halfstep.data.loader import Samples
 from halfstep.data.seeds import generator_for
-from halfstep.models.diffusers_blocks import blocks_of
-from halfstep.models.diffusers_nets import Net, config_of
-from halfstep.models.noise_schedule import noised, target_of
 from halfstep.workloads.diffusion import vae as autoencoder
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
 from halfstep.workloads.diffusion.data import open_pictures, unit_images
+from halfstep.workloads.diffusion.diffusers_blocks import blocks_of
+from halfstep.workloads.diffusion.diffusers_nets import Net, config_of
 from halfstep.workloads.diffusion.latents import Encoder, open_samples, told_of_captions
 from halfstep.workloads.diffusion.make import Maker, check_steps
 from halfstep.workloads.diffusion.networks import Parts, frozen_parts, model_of, open_parts, open_text
+from halfstep.workloads.diffusion.noise_schedule import noised, target_of
 from halfstep.workloads.diffusion.noising import Noising, schedule_of
 from halfstep.workloads.diffusion.scores import DenoisingMetrics, denoising_loss
 from halfstep.workloads.diffusion.weights_settings import Adopted, adopted

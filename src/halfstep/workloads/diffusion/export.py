@@ -20,10 +20,10 @@ from torch import nn
 
 from halfstep.disk import write_whole
 from halfstep.islands import fp32_island
-from halfstep.models.diffusers_nets import Net, build_net, config_of, diffusers_class, encoded_moments
 from halfstep.models.posterior import latent_scale, posterior
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
 from halfstep.workloads.diffusion.data import open_pictures, square_pictures
+from halfstep.workloads.diffusion.diffusers_nets import Net, build_net, config_of, diffusers_class, encoded_moments
 from halfstep.workloads.diffusion.latents import ENCODED_AT_ONCE, some_images
 from halfstep.workloads.diffusion.make import scheduler_config
 from halfstep.workloads.diffusion.networks import (

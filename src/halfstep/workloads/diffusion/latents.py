@@ -26,10 +26,10 @@ from halfstep.data.pack_folder import PackingBar
 from halfstep.data.packed import fingerprint_of
 from halfstep.errors import ConfigError, ModelError, counted
 from halfstep.islands import fp32_island
-from halfstep.models.diffusers_nets import decoded, encoded_moments
 from halfstep.models.posterior import drawn, posterior
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import PictureData, open_pictures, square_pictures, unit_images
+from halfstep.workloads.diffusion.diffusers_nets import decoded, encoded_moments
 from halfstep.workloads.diffusion.networks import Conditions, Parts, TextConditions, open_parts
 from halfstep.workloads.diffusion.weights_settings import adopted
 from halfstep.workloads.vae_format import Choice, chosen_format, computing_in, training_device

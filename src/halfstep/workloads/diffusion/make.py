@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from halfstep.data import noise
 from halfstep.errors import ConfigError
-from halfstep.models.diffusers_nets import decoded, diffusers_class
-from halfstep.models.noise_schedule import NoiseSchedule, Target
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import to_bytes
+from halfstep.workloads.diffusion.diffusers_nets import decoded, diffusers_class
 from halfstep.workloads.diffusion.networks import Conditions, Parts
+from halfstep.workloads.diffusion.noise_schedule import NoiseSchedule, Target
 from halfstep.workloads.diffusion.noising import schedule_of
 from halfstep.workloads.sheets import Array, grid
 from halfstep.workloads.vae_format import computing_in

@@ -15,7 +15,8 @@ from halfstep.data import noise
 from halfstep.data.files import some_of
 from halfstep.errors import ConfigError, ModelError, counted, install_command, refused_code
 from halfstep.islands import fp32_island
-from halfstep.models.diffusers_nets import (
+from halfstep.workloads.diffusion.config import DiffusionConfig
+from halfstep.workloads.diffusion.diffusers_nets import (
     IMAGE_CHANNELS,
     TEXT_UNET,
     UNET,
@@ -33,7 +34,6 @@ from halfstep.models.diffusers_nets import (
     unet_config,
     which_files,
 )
-from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.parts import FrozenPart
 from halfstep.workloads.workload import Batch
 

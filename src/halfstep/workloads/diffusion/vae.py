@@ -11,8 +11,14 @@ from torch import Tensor, nn
 from halfstep.data import noise
 from halfstep.data.loader import Samples
 from halfstep.islands import fp32_island, to_fp32
-from halfstep.models.diffusers_blocks import blocks_of
-from halfstep.models.diffusers_nets import (
+from halfstep.models.patch_gan import PatchGan, VggDistance, refuse_too_small
+from halfstep.models.posterior import drawn, kl_divergence, posterior
+from halfstep.models.weights import read_weights
+from halfstep.workloads.adversarial import adversarial_phases, adversarial_term, judged
+from halfstep.workloads.diffusion.config import VaeConfig
+from halfstep.workloads.diffusion.data import open_pictures, square_pictures, unit_images
+from halfstep.workloads.diffusion.diffusers_blocks import blocks_of
+from halfstep.workloads.diffusion.diffusers_nets import (
     VAE,
     Net,
     build_net,
@@ -25,12 +31,6 @@ from halfstep.models.diffusers_nets import (
     set_checkpointing,
     vae_config,
 )
-from halfstep.models.patch_gan import PatchGan, VggDistance, refuse_too_small
-from halfstep.models.posterior import drawn, kl_divergence, posterior
-from halfstep.models.weights import read_weights
-from halfstep.workloads.adversarial import adversarial_phases, adversarial_term, judged
-from halfstep.workloads.diffusion.config import VaeConfig
-from halfstep.workloads.diffusion.data import open_pictures, square_pictures, unit_images
 from halfstep.workloads.diffusion.scores import ReconstructionMetrics
 from halfstep.workloads.parts import FrozenPart
 from halfstep.workloads.phase import Phase

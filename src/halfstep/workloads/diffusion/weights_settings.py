@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from halfstep.disk import parse_json
 from halfstep.errors import ConfigError, ModelError
-from halfstep.models.diffusers_nets import OTHER_NAMES, halvings, net_folder
 from halfstep.workloads.diffusion.config import DiffusionConfig, NoiseConfig
+from halfstep.workloads.diffusion.diffusers_nets import OTHER_NAMES, halvings, net_folder
 from halfstep.workloads.diffusion.make import THEIR_SCHEDULES, THEIR_TARGETS
 
 OUR_SCHEDULES = {theirs: ours for ours, theirs in THEIR_SCHEDULES.items()}

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import Key, generator_for
-from halfstep.data.tokenizers import Tokenizer, save_tokenizer
-from halfstep.data.tokens import Tokens, TokenSamples
 from halfstep.errors import ConfigError, DataError, ModelError
 from halfstep.models.first_values import unfilled
-from halfstep.models.gpt2 import GPT2, GPT2S, GPT2Size, size_of
-from halfstep.models.gpt2_weights import load_gpt2_, save_gpt2
 from halfstep.workloads import model_of
 from halfstep.workloads.kind import Store
 from halfstep.workloads.language.config import LanguageConfig, context_of
 from halfstep.workloads.language.data import LanguageData, is_of_weights, open_language_data, stored_tokenizer
+from halfstep.workloads.language.gpt2 import GPT2, GPT2S, GPT2Size, size_of
+from halfstep.workloads.language.gpt2_weights import load_gpt2_, save_gpt2
 from halfstep.workloads.language.scores import LanguageMetrics, num_counted
+from halfstep.workloads.language.tokenizers import Tokenizer, save_tokenizer
+from halfstep.workloads.language.tokens import Tokens, TokenSamples
 from halfstep.workloads.language.writing import Sampling, continued
 from halfstep.workloads.workload import Sample, Workload
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.data.files import BadFiles, some_of
-from halfstep.data.text_files import TextFiles, find_texts, read_text
-from halfstep.data.token_cache import default_cache, open_or_tokenise, tokenised
-from halfstep.data.tokenizers import (
+from halfstep.errors import DataError, counted
+from halfstep.workloads.language.config import LanguageConfig
+from halfstep.workloads.language.text_files import TextFiles, find_texts, read_text
+from halfstep.workloads.language.token_cache import default_cache, open_or_tokenise, tokenised
+from halfstep.workloads.language.tokenizers import (
     TIKTOKEN,
     Bytes,
     Characters,
@@ -22,9 +24,7 @@ from halfstep.data.tokenizers import (
     tokenizer_at,
     tokenizer_from,
 )
-from halfstep.data.tokens import TokenFiles, Tokens, find_token_files, nanogpt_tokenizer, open_tokens
-from halfstep.errors import DataError, counted
-from halfstep.workloads.language.config import LanguageConfig
+from halfstep.workloads.language.tokens import TokenFiles, Tokens, find_token_files, nanogpt_tokenizer, open_tokens
 
 CHARACTERS = ("characters", "chars", "char")
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from halfstep.config.schema import RunConfig
-from halfstep.data.tokens import TokenSamples
+from halfstep.workloads.language.tokens import TokenSamples
 from halfstep.workloads.other_data import any_folder
 from halfstep.workloads.using import PlainEvaluation
 from halfstep.workloads.workload import Workload

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from halfstep.data.seeds import generator_for
-from halfstep.data.tokenizers import Characters, Tokenizer
 from halfstep.errors import ConfigError
 from halfstep.islands import fp32_island
-from halfstep.models.gpt2 import GPT2
+from halfstep.workloads.language.gpt2 import GPT2
+from halfstep.workloads.language.tokenizers import Characters, Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,13 +17,7 @@ from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import generator_for
 from halfstep.errors import counted
 from halfstep.models.posterior import drawn
-from halfstep.models.radio_layers import LinearAttention, TimedBlock
-from halfstep.models.radio_names import in_our_names, unet_name
-from halfstep.models.radio_relation import Relation
-from halfstep.models.radio_unet import RadioUNet
-from halfstep.models.radio_vae import RadioVAE, ResidualBlock
 from halfstep.models.recompute import set_recompute
-from halfstep.models.swin import PatchMerging, SwinBlock, SwinPyramid
 from halfstep.models.weights import Weights, load_file_
 from halfstep.workloads.kind import Store
 from halfstep.workloads.parts import FrozenPart
@@ -45,8 +39,14 @@ from halfstep.workloads.radio.first_stage import (
     weights_to_start_from,
     with_latents,
 )
+from halfstep.workloads.radio.layers import LinearAttention, TimedBlock
+from halfstep.workloads.radio.names import in_our_names, unet_name
 from halfstep.workloads.radio.pictures import sample_pictures
+from halfstep.workloads.radio.relation import Relation
 from halfstep.workloads.radio.scores import SCORING, RadioMetrics
+from halfstep.workloads.radio.swin import PatchMerging, SwinBlock, SwinPyramid
+from halfstep.workloads.radio.unet import RadioUNet
+from halfstep.workloads.radio.vae import RadioVAE, ResidualBlock
 from halfstep.workloads.vae_format import chosen_format, training_device
 from halfstep.workloads.workload import Workload
 

@@ -19,7 +19,6 @@ from halfstep.errors import ConfigError
 from halfstep.islands import in_fp32
 from halfstep.models.patch_gan import PatchGan, refuse_too_small
 from halfstep.models.posterior import kl_divergence
-from halfstep.models.radio_vae import RadioVAE, ResidualBlock
 from halfstep.models.recompute import set_recompute
 from halfstep.workloads.adversarial import adversarial_phases, adversarial_term, judged
 from halfstep.workloads.phase import Phase
@@ -37,6 +36,7 @@ from halfstep.workloads.radio.first_stage import (
 )
 from halfstep.workloads.radio.pictures import sample_pictures
 from halfstep.workloads.radio.scores import SCORING, RadioMetrics
+from halfstep.workloads.radio.vae import RadioVAE, ResidualBlock
 from halfstep.workloads.scheduled import Scheduled
 from halfstep.workloads.workload import Workload
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.files import BadFiles, some_of
-from halfstep.data.radio_maps import RadioMaps, RadioTree, Role, Split, checked, public_split, trained_elsewhere
 from halfstep.errors import DataError, counted
 from halfstep.workloads.radio.config import RadioDataConfig
+from halfstep.workloads.radio.maps import RadioMaps, RadioTree, Role, Split, checked, public_split, trained_elsewhere
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from halfstep.data.files import new_folder
-from halfstep.data.radio_maps import public_split
+from halfstep.workloads.radio.maps import public_split
 
 Array = np.ndarray[Any, Any]
 

@@ -12,16 +12,16 @@ from torch.utils.data import default_collate
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.files import BadFiles
-from halfstep.data.radio_maps import RadioMaps, Role
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError
-from halfstep.models.radio_unet import RadioUNet
-from halfstep.models.radio_vae import RadioVAE
 from halfstep.workloads.radio.build import Denoising, told_of_steps
 from halfstep.workloads.radio.config import RadioDiffConfig
 from halfstep.workloads.radio.data import ROLE_NAMES, part_of, split_of, tree_of
+from halfstep.workloads.radio.maps import RadioMaps, Role
 from halfstep.workloads.radio.pictures import MapRow, map_sheet
 from halfstep.workloads.radio.scores import RadioMetrics
+from halfstep.workloads.radio.unet import RadioUNet
+from halfstep.workloads.radio.vae import RadioVAE
 from halfstep.workloads.sheets import worst_to_best
 from halfstep.workloads.using import Look, Phase, PlainEvaluation, Trained
 from halfstep.workloads.workload import Workload

@@ -28,16 +28,16 @@ from halfstep.data.latent_cache import (
 )
 from halfstep.data.pack_folder import PackingBar
 from halfstep.data.packed import fingerprint_of
-from halfstep.data.radio_maps import RadioMaps
 from halfstep.disk import parse_json, write_whole
 from halfstep.errors import ConfigError, ModelError, counted
 from halfstep.islands import fp32_island
 from halfstep.models.posterior import latent_scale
-from halfstep.models.radio_names import in_our_names, vae_name
-from halfstep.models.radio_vae import RadioVAE
 from halfstep.models.weights import load_file_
 from halfstep.workloads.radio.config import FirstStageConfig, RadioDiffConfig, RadioVaeConfig
 from halfstep.workloads.radio.data import RadioData, find_data, signed, tree_of, unit_gain
+from halfstep.workloads.radio.maps import RadioMaps
+from halfstep.workloads.radio.names import in_our_names, vae_name
+from halfstep.workloads.radio.vae import RadioVAE
 from halfstep.workloads.vae_format import training_device
 
 WEIGHTS, FACTS = "vae.safetensors", "vae.json"

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import default_collate
 
-from halfstep.data.radio_maps import RadioMaps
+from halfstep.workloads.radio.maps import RadioMaps
 from halfstep.workloads.sheets import Array, table
 from halfstep.workloads.workload import Workload
 

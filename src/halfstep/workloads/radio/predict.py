@@ -14,10 +14,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from halfstep.data.radio_maps import GAIN_NAME, RadioFiles, RadioTree, read_condition, read_gray
 from halfstep.data.seeds import Key
 from halfstep.errors import DataError
-from halfstep.models.radio_unet import RadioUNet
 from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
 from halfstep.workloads.kind import Store
@@ -27,8 +25,10 @@ from halfstep.workloads.radio.build_vae import Stage1, stage1
 from halfstep.workloads.radio.config import RadioDiffConfig, RadioVaeConfig
 from halfstep.workloads.radio.data import signed, unit_gain, unsigned
 from halfstep.workloads.radio.first_stage import first_stage
+from halfstep.workloads.radio.maps import GAIN_NAME, RadioFiles, RadioTree, read_condition, read_gray
 from halfstep.workloads.radio.pictures import MapRow, map_sheet
 from halfstep.workloads.radio.scores import map_scores
+from halfstep.workloads.radio.unet import RadioUNet
 from halfstep.workloads.sheets import Array
 from halfstep.workloads.using import Input, Trained, Wishes, each_answered, saved_picture
 

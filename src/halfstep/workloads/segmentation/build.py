@@ -15,21 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.config.section import of_settings
-from halfstep.data.augment import Augmentation, augment
 from halfstep.data.files import BadFiles, some_of
 from halfstep.data.images import USUAL, describe_outliers, scale_for
 from halfstep.data.layouts import PairLayout
 from halfstep.data.loader import Batch, Samples
-from halfstep.data.masks import IGNORED, MaskTable, MaskValue, table_from, table_of
-from halfstep.data.pairs import FoundPairs, Split, find_split
 from halfstep.data.seeds import generator_for
-from halfstep.data.segmentation import ImageFormat, Scan, SegmentationData, discover_values, scan_pairs
 from halfstep.errors import ConfigError, DataError, counted
-from halfstep.models.unet import UNet
 from halfstep.models.weights import load_file_
 from halfstep.workloads.kind import Store
+from halfstep.workloads.segmentation.augment import Augmentation, augment
 from halfstep.workloads.segmentation.config import UNetConfig
+from halfstep.workloads.segmentation.data import ImageFormat, Scan, SegmentationData, discover_values, scan_pairs
+from halfstep.workloads.segmentation.masks import IGNORED, MaskTable, MaskValue, table_from, table_of
+from halfstep.workloads.segmentation.pairs import FoundPairs, Split, find_split
 from halfstep.workloads.segmentation.scores import SegmentationMetrics, segmentation_loss
+from halfstep.workloads.segmentation.unet import UNet
 from halfstep.workloads.workload import Loss, Workload
 
 FRAGILE = (

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from halfstep.data.files import BadFiles, some_of
 from halfstep.data.images import read_image
-from halfstep.data.masks import Array, read_mask
-from halfstep.data.segmentation import SegmentationData
-from halfstep.errors import ConfigError
+from halfstep.data.layouts import PairLayout, holds_folders
+from halfstep.errors import ConfigError, DataError
 from halfstep.report.evaluation_view import Cell
 from halfstep.report.progress import Bar
-from halfstep.workloads.other_data import pairs_folder, with_all_pairs
 from halfstep.workloads.segmentation.config import UNetConfig
+from halfstep.workloads.segmentation.data import SegmentationData, discover_values
+from halfstep.workloads.segmentation.masks import Array, as_colour, read_mask, table_of
 from halfstep.workloads.segmentation.pictures import SheetRow, contact_sheet
 from halfstep.workloads.segmentation.predict import WholeImages
 from halfstep.workloads.segmentation.scores import SegmentationDetails, SegmentationMetrics, predicted_classes
@@ -23,7 +25,43 @@ from halfstep.workloads.sheets import worst_to_best
 from halfstep.workloads.using import Look, Phase, PlainEvaluation, Trained
 from halfstep.workloads.workload import Workload
 
+SHOWN_VALUES = 8  # of masks, in an error
 SHOWN_EACH = 3  # images of each kind on the sheet: more makes it longer than a page
+
+
+def pairs_folder(config: UNetConfig, folder: Path) -> UNetConfig:
+    """No split: `with_all_pairs` evaluates what would be trained on."""
+    values: dict[str, Any] = {"dir": str(folder), "val_fraction": 0.0, "val_list": None, "train_list": None}
+    named = (getattr(config.data, "val_images", ""), getattr(config.data, "val_masks", ""))
+    if any(named) and not holds_folders(folder, PairLayout().names(*named)):
+        values |= {"val_images": "", "val_masks": ""}  # those of the run's own folder
+    return config.changed(data=values)
+
+
+def with_all_pairs(workload: Workload) -> Workload:
+    """Where the folder has no validation part, all its pairs; masks of another encoding are read as the run's."""
+    samples = workload.val_samples if len(workload.val_samples) else workload.train_samples
+    assert isinstance(samples, SegmentationData)
+    samples, notes = _in_classes_of_the_run(samples)
+    names = tuple(pair.image.name for pair in samples.pairs)
+    return replace(workload, val_samples=samples, val_names=names, notes=(*workload.notes, *notes))
+
+
+def _in_classes_of_the_run(samples: SegmentationData) -> tuple[SegmentationData, list[str]]:
+    """Two values that are not the run's two are its classes in the same order (0 and 255 for 0 and 1)."""
+    own = samples.table
+    found = table_of(discover_values(samples.pairs, bad_files=BadFiles("error")), ignored=own.ignored)
+    if {as_colour(value) for value in found.values} <= {as_colour(value) for value in own.values}:
+        return samples, []
+    theirs, ours = (some_of(table.values, SHOWN_VALUES) for table in (found, own))
+    if not len(found.values) == len(own.values) == 2:
+        raise DataError(
+            f"these masks hold the values {theirs}, the run's classes are {ours}",
+            why="which of them is which class cannot be told; only two values for two are taken in their order",
+            fix=f"save the masks with the values of the run: {ours}",
+        )
+    mapped = SegmentationData(samples.pairs, table=found, image=samples.image)
+    return mapped, [f"these masks hold {theirs} where the run's held {ours}: taken as the same classes, in this order"]
 
 
 class SegmentationEvaluation:

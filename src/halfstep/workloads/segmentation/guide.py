@@ -9,10 +9,10 @@ from PIL import Image
 from torch import Tensor
 
 from halfstep.data.images import image_facts
-from halfstep.data.segmentation import SegmentationData
 from halfstep.workloads.guiding import Opened, median_size
 from halfstep.workloads.segmentation.build import build
 from halfstep.workloads.segmentation.config import UNetConfig
+from halfstep.workloads.segmentation.data import SegmentationData
 from halfstep.workloads.segmentation.pictures import overlay
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from halfstep.data.masks import IGNORED
+from halfstep.workloads.segmentation.masks import IGNORED
 from halfstep.workloads.sheets import BAND, GAP, Array, table
 
 # Okabe and Ito's seven can be told apart by colour-blind readers: three mark errors, four are the first classes.

@@ -23,9 +23,7 @@ from torch import Tensor
 
 from halfstep.data.files import READABLE
 from halfstep.data.images import image_facts, read_image
-from halfstep.data.segmentation import read_planes
 from halfstep.errors import ConfigError, DataError
-from halfstep.models.unet import receptive_radius
 from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
 from halfstep.workloads.kind import Store
@@ -37,8 +35,10 @@ from halfstep.workloads.segmentation.build import (
     unit_range,
 )
 from halfstep.workloads.segmentation.config import UNetConfig
+from halfstep.workloads.segmentation.data import read_planes
 from halfstep.workloads.segmentation.pictures import overlay
 from halfstep.workloads.segmentation.scores import predicted_classes
+from halfstep.workloads.segmentation.unet import receptive_radius
 from halfstep.workloads.using import Input, Trained, Wishes, each_answered, saved_picture
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.data.masks import IGNORED
 from halfstep.islands import fp32_island, to_fp32
+from halfstep.workloads.segmentation.masks import IGNORED
 from halfstep.workloads.sums import Sums
 
 DICE_EPS = 1e-6  # of the reference project; with it a class absent from truth and prediction scores exactly 1

@@ -14,16 +14,16 @@ from halfstep.data import noise
 from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import generator_for
 from halfstep.errors import ConfigError, DataError, counted
-from halfstep.models.dinov2 import dinov2, load_backbone_
-from halfstep.models.filter_bank import FilterBank
-from halfstep.models.slotcontrast import SlotContrast, SlotContrastSize, from_upstream
 from halfstep.models.weights import load_file_
 from halfstep.workloads.kind import Store
 from halfstep.workloads.parts import FrozenPart, Group
 from halfstep.workloads.slots.config import DINO_PATCH, SlotContrastConfig
 from halfstep.workloads.slots.data import normalised, notes_on, open_clips, prepared_masks, unit_pixels
+from halfstep.workloads.slots.dinov2 import dinov2, load_backbone_
+from halfstep.workloads.slots.filter_bank import FilterBank
 from halfstep.workloads.slots.pictures import sample_pictures
 from halfstep.workloads.slots.scores import SlotMetrics, slot_contrast
+from halfstep.workloads.slots.slotcontrast import SlotContrast, SlotContrastSize, from_upstream
 from halfstep.workloads.workload import Forward, Loss, Prepare, Workload
 
 FRAGILE = (

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.data.clips import ClipForm, ClipSamples, Crop, long_enough
 from halfstep.data.files import BadFiles
 from halfstep.data.loader import Batch
-from halfstep.data.video_layouts import VideoPart, find_videos
-from halfstep.data.videos import what_was_left_out
 from halfstep.errors import DataError, counted
+from halfstep.workloads.slots.clips import ClipForm, ClipSamples, Crop, long_enough
 from halfstep.workloads.slots.config import SlotVideoConfig, VideoDataConfig
+from halfstep.workloads.slots.video_layouts import VideoPart, find_videos
+from halfstep.workloads.slots.videos import what_was_left_out
 
 COLOURS = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),

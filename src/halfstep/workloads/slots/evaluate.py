@@ -11,9 +11,9 @@ from PIL import Image
 from torch import Tensor
 
 from halfstep.config.schema import RunConfig
-from halfstep.data.clips import ClipSamples
 from halfstep.report.evaluation_view import Cell
 from halfstep.workloads.other_data import any_folder
+from halfstep.workloads.slots.clips import ClipSamples
 from halfstep.workloads.slots.data import all_clips
 from halfstep.workloads.slots.pictures import clip_views, sheet, write_gif
 from halfstep.workloads.slots.scores import SlotMetrics, SteveMetrics, slot_labels

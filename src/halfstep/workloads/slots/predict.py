@@ -15,25 +15,25 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from halfstep.data.clips import crop_box
 from halfstep.data.files import PICTURES, BadFiles, load_array
-from halfstep.data.frame_folders import FRAME_FOLDERS, is_mask
 from halfstep.data.images import read_image
 from halfstep.data.loader import Batch
-from halfstep.data.video_layouts import VIDEO_ENDINGS, read_frames, video_facts
-from halfstep.data.videos import Array, ShardVideos
 from halfstep.errors import CheckpointError, DataError, counted
-from halfstep.models.steve import Steve
 from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
 from halfstep.workloads.kind import Store
 from halfstep.workloads.parts import FrozenPart
 from halfstep.workloads.slots.build import build_backbone, build_model, forward_of, prepare_of
+from halfstep.workloads.slots.clips import crop_box
 from halfstep.workloads.slots.config import SlotContrastConfig, SteveConfig, WordsConfig
 from halfstep.workloads.slots.data import steady
+from halfstep.workloads.slots.frame_folders import FRAME_FOLDERS, is_mask
 from halfstep.workloads.slots.pictures import sheet, write_gif
 from halfstep.workloads.slots.scores import slot_labels
+from halfstep.workloads.slots.steve import Steve
 from halfstep.workloads.slots.steve_build import Prepared, model_of, words_model
+from halfstep.workloads.slots.video_layouts import VIDEO_ENDINGS, read_frames, video_facts
+from halfstep.workloads.slots.videos import Array, ShardVideos
 from halfstep.workloads.using import Input, Trained, Wishes, failure_of
 from halfstep.workloads.workload import Forward, Prepare
 

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 from halfstep.config.schema import RunConfig
 from halfstep.islands import fp32_island, to_fp32
-from halfstep.models.steve import Seen
 from halfstep.workloads.over_ranks import all_rows, total
+from halfstep.workloads.slots.steve import Seen
 from halfstep.workloads.sums import Sums
 
 NUM_LABELS = 256

@@ -11,19 +11,19 @@ from torch import Tensor, nn
 
 from halfstep.config.section import of_settings
 from halfstep.data import noise
-from halfstep.data.clips import ClipSamples
 from halfstep.data.loader import Batch, Samples
-from halfstep.models.slotcontrast import SlotContrastSize, SlotContrastWords, WordsSize, from_upstream
-from halfstep.models.steve import Seen, Steve, SteveSize
 from halfstep.models.weights import Weights, load_file_
 from halfstep.workloads.kind import Store
 from halfstep.workloads.parts import Group
 from halfstep.workloads.scheduled import Scheduled
 from halfstep.workloads.slots import build as slots
+from halfstep.workloads.slots.clips import ClipSamples
 from halfstep.workloads.slots.config import SteveConfig, WordsConfig
 from halfstep.workloads.slots.data import ClipData, open_clips, unit_pixels
 from halfstep.workloads.slots.pictures import sample_of
 from halfstep.workloads.slots.scores import SteveMetrics, settled_scale, temperature, total_loss
+from halfstep.workloads.slots.slotcontrast import SlotContrastSize, SlotContrastWords, WordsSize, from_upstream
+from halfstep.workloads.slots.steve import Seen, Steve, SteveSize
 from halfstep.workloads.workload import Workload
 
 FRAGILE_WORDS = (
@@ -108,7 +108,7 @@ def model_of(config: SteveConfig) -> Steve:
 
 
 class Prepared:
-    """Frames as numbers, and each clip's own draws: keys of both Gumbel draws (models/dvae.py), slots' start."""
+    """Frames as numbers, and each clip's own draws: keys of both Gumbel draws (dvae.py), slots' start."""
 
     def __init__(self, config: SteveConfig) -> None:
         self.side, self.slots = config.data.image_size, (config.model.slots, config.model.slot_dim)

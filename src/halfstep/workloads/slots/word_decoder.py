@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from halfstep.islands import fp32_island, matmul_dtype
 from halfstep.kernels.cross_entropy import linear_cross_entropy
-from halfstep.models.cross_attention import Decoder, linear
+from halfstep.workloads.slots.cross_attention import Decoder, linear
 
 
 class Words(nn.Module):

@@ -13,9 +13,17 @@ from torch import Tensor
 from halfstep.data.cache import CACHE_BYTES, SampleCache
 from halfstep.data.files import BadFiles, Item, Result, in_threads
 from halfstep.data.images import ImageFacts, RawRange, image_facts, raw_range, read_image, resize_image
-from halfstep.data.masks import MaskTable, MaskValue, mask_facts, mask_files, read_mask, resize_mask, values_in
-from halfstep.data.pairs import Pair
 from halfstep.errors import DataError, printable
+from halfstep.workloads.segmentation.masks import (
+    MaskTable,
+    MaskValue,
+    mask_facts,
+    mask_files,
+    read_mask,
+    resize_mask,
+    values_in,
+)
+from halfstep.workloads.segmentation.pairs import Pair
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

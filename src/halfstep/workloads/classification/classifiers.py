@@ -8,9 +8,9 @@ from torch import Tensor
 
 from halfstep.errors import ModelError, counted
 from halfstep.models.foreign_names import in_names_of
-from halfstep.models.resnet import ResNet
 from halfstep.models.vit import ViT, resized_positions
 from halfstep.models.weights import load_weights_
+from halfstep.workloads.classification.resnet import ResNet
 
 Classifier = ResNet | ViT
 

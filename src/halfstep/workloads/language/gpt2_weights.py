@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from halfstep.disk import parse_json
 from halfstep.errors import ModelError
-from halfstep.models.gpt2 import GPT2, padded
 from halfstep.models.weights import load_weights_, read_weights
+from halfstep.workloads.language.gpt2 import GPT2, padded
 
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 MASKS = (".attn.bias", ".attn.masked_bias")

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from halfstep.data.files import natural_key
 from halfstep.data.seeds import generator_for
-from halfstep.data.text_files import PROSE
-from halfstep.data.tokenizers import Characters, Tokenizer
 from halfstep.errors import DataError
+from halfstep.workloads.language.text_files import PROSE
+from halfstep.workloads.language.tokenizers import Characters, Tokenizer
 
 Array = np.ndarray[Any, Any]
 

@@ -30,7 +30,7 @@ from halfstep.islands import fp32_island, to_fp32
 from halfstep.models.chunked import turn_of
 from halfstep.models.layers import Checks, always, are_plain, has_bias
 from halfstep.models.recompute import Recompute, Recomputing, run_checkpointed, run_checkpointed_compiled
-from halfstep.models.slot_attention import Mlp
+from halfstep.workloads.slots.slot_attention import Mlp
 
 HIDDEN_BYTES: dict[Recompute, int] = {
     "none": 640 << 20, "pointwise": 160 << 20, "alternate": 120 << 20, "blocks": 80 << 20,

@@ -21,9 +21,9 @@ import numpy as np
 from PIL import Image, ImageSequence
 
 from halfstep.data.files import UNREADABLE, VALIDATION_NAMES, BadFiles, natural_key, refuse_missing, some_of, unreadable
-from halfstep.data.frame_folders import FrameFolders
-from halfstep.data.videos import Array, ShardVideos, Video, Videos, what_was_left_out
 from halfstep.errors import DataError, counted
+from halfstep.workloads.slots.frame_folders import FrameFolders
+from halfstep.workloads.slots.videos import Array, ShardVideos, Video, Videos, what_was_left_out
 
 DECODED = (".mp4", ".mov", ".avi", ".webm", ".mkv", ".m4v")
 VIDEO_ENDINGS = (".gif", *DECODED)

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep.data.seeds import generator_for
-from halfstep.data.videos import Array, Videos
 from halfstep.errors import DataError, counted, printable
+from halfstep.workloads.slots.videos import Array, Videos
 
 Crop = Literal["none", "central", "random"]
 

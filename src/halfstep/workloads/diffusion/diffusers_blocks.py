@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halfstep.kernels.group_norm import add_branch, convolved, fits, group_norm_silu, is_plain_norm
-from halfstep.models.diffusers_nets import Net
+from halfstep.workloads.diffusion.diffusers_nets import Net
 
 
 def blocks_of(net: Net) -> Mapping[type[nn.Module], Callable[..., Any] | None]:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.data.masks import IGNORED
 from halfstep.data.seeds import Drawn
 from halfstep.data.trivial_augment import sent
+from halfstep.workloads.segmentation.masks import IGNORED
 
 ELASTIC_KNOTS = 6
 """Control points per side; the displacement between them is bicubic, so neighbouring pixels move together."""

@@ -17,8 +17,8 @@ from PIL import Image
 
 from halfstep.data.files import PICTURES, UNREADABLE, BadFiles, natural_key, refuse_missing, some_of, unreadable
 from halfstep.data.images import image_facts, read_image
-from halfstep.data.videos import Array, Video, small_labels
 from halfstep.errors import DataError, counted
+from halfstep.workloads.slots.videos import Array, Video, small_labels
 
 FRAME_FOLDERS = ("frames", "images", "imgs", "rgb", "JPEGImages")
 MASK_FOLDERS = ("masks", "instances", "segmentations", "labels", "annotations", "Annotations")

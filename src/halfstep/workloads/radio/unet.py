@@ -1,6 +1,6 @@
 """RadioDiff's denoiser: one encoder, and a decoder each for the clean part C and the noise of a latent.
 
-A pyramid of the condition (models/swin.py) enters at every level through window attention (models/radio_relation.py).
+A pyramid of the condition (swin.py) enters at every level through window attention (relation.py).
 The two decoders part at the bottleneck, each behind a Fourier filter of its own. Their outputs are mixed with the
 noisy latent x at time t: C = (1 - t) x + t h1 / sqrt(t² + 1), noise = sqrt(t) x + sqrt(1 - t) h2 / sqrt(t² + 1).
 """
@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.islands import in_fp32
-from halfstep.models.radio_layers import (
+from halfstep.models.recompute import Recomputing, block_runner
+from halfstep.workloads.radio.layers import (
     FourierFilter,
     LinearAttention,
     PositionAttention,
     TimedBlock,
     TimeEmbedding,
 )
-from halfstep.models.radio_relation import Relation
-from halfstep.models.recompute import Recomputing, block_runner
-from halfstep.models.swin import SwinPyramid
+from halfstep.workloads.radio.relation import Relation
+from halfstep.workloads.radio.swin import SwinPyramid
 
 Windows = Sequence[Sequence[int]]
 WINDOWS = ((8, 8), (4, 4), (2, 2), (1, 1))

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from halfstep.data.files import BadFiles, some_of
-from halfstep.data.shards import ShardSample, StoredArray, find_shards, index_shard, stored_array
 from halfstep.errors import DataError
+from halfstep.workloads.slots.shards import ShardSample, StoredArray, find_shards, index_shard, stored_array
 
 Array = np.ndarray[Any, Any]
 

@@ -21,11 +21,11 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from halfstep.data.files import naming_no_room, refuse_no_room
-from halfstep.data.text_files import TextFiles
-from halfstep.data.tokenizers import Tokenizer, identity
-from halfstep.data.tokens import Tokens
 from halfstep.disk import parse_json, turn_at, whole_file
 from halfstep.errors import DataError
+from halfstep.workloads.language.text_files import TextFiles
+from halfstep.workloads.language.tokenizers import Tokenizer, identity
+from halfstep.workloads.language.tokens import Tokens
 
 MAGIC = b"hstoken1"
 ENDING = ".tokens"
