@@ -21,7 +21,7 @@ from typing import Any
 
 from halfstep.data.prefetch import RecentWindows, prefetch
 from halfstep.evidence.recorder import Recorder
-from halfstep.measure.monitor import Monitor
+from halfstep.hardware.monitor import Monitor
 from halfstep.run.assemble import Assembly
 from halfstep.run.capsules import context_of
 from halfstep.run.ledger import AnyEngine

@@ -30,12 +30,12 @@ from halfstep.bench.problem import random_workload
 from halfstep.bench.settings import bench_config, in_precision, run_by
 from halfstep.config.schema import RunConfig
 from halfstep.data.prefetch import prefetch
+from halfstep.hardware.memory import give_back, peak_memory_bytes, reset_peak
 from halfstep.hardware.probe import probe
-from halfstep.measure.memory import give_back, peak_memory_bytes, reset_peak
 from halfstep.run.assemble import assemble, plan_for
-from halfstep.run.memory_plan import Cell, MemoryPlanner
+from halfstep.run.memory.plan import Cell, MemoryPlanner
+from halfstep.run.memory.planned_step import planned_step
 from halfstep.run.phased_engine import engine_for
-from halfstep.run.planned_step import planned_step
 from halfstep.tune.memory_limit import first_line
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import UNCAPTURED, Mode

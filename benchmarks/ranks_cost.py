@@ -22,13 +22,13 @@ from halfstep.bench.problem import problem_for, random_workload
 from halfstep.bench.settings import Mode, bench_config, in_precision, run_by
 from halfstep.config.schema import RunConfig
 from halfstep.data.prefetch import prefetch
+from halfstep.distributed.world import World
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import assemble, plan_for
 from halfstep.run.phased_engine import engine_for
 from halfstep.run.rehearse import rehearsal
 from halfstep.step.facts import Facts, PhasedFacts
 from halfstep.step.randomness import seed_everything
-from halfstep.step.world import World
 from halfstep.tune.choose import tuned
 from recording import store, time_steps
 

@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 from halfstep.bench.problem import Problem
+from halfstep.hardware.clock import wait_for
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.measure import measure
 from halfstep.hardware.probe import probe
-from halfstep.measure.clock import wait_for
 from speed_turns import OneAtATime
 
 COMPILING_SHARE = 0.75

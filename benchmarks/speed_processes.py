@@ -24,8 +24,8 @@ from halfstep.bench.bench import Request, runners
 from halfstep.bench.problem import Runner
 from halfstep.bench.row import Row
 from halfstep.errors import HardwareError
+from halfstep.hardware.clock import wait_for
 from halfstep.hardware.facts import Hardware
-from halfstep.measure.clock import wait_for
 from halfstep.tune.modes import keep_compiled_code
 from speed_cases import Case, problem_of, row_requests
 

@@ -32,8 +32,8 @@ from halfstep.bench.measure_row import Pause, Schedule, not_measured
 from halfstep.bench.problem import Problem
 from halfstep.bench.row import Row
 from halfstep.bench.settings import Mode
+from halfstep.hardware.clock import wait_for
 from halfstep.hardware.facts import Hardware
-from halfstep.measure.clock import wait_for
 from speed_cases import Case, problem_of, row_requests
 from speed_processes import Facts, own_decisions
 

@@ -21,7 +21,7 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.step.clip import Clip
 from halfstep.step.guard import Guard
-from halfstep.step.optimizers import build_optimizer, parameter_groups
+from halfstep.step.optim.by_name import build_optimizer, parameter_groups
 from halfstep.step.schedule import ScheduleOptions, build_schedule
 from halfstep.step.step import Step
 from halfstep.workloads.segmentation.scores import segmentation_loss

@@ -21,7 +21,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import assemble, plan_for
 from halfstep.run.engine import Engine
-from halfstep.run.planned_batch import step_cost
+from halfstep.run.memory.planned_batch import step_cost
 from halfstep.workloads import KINDS, load
 from halfstep.workloads.segmentation.config import UNetConfig
 from recording import store, time_steps

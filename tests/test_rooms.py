@@ -20,18 +20,18 @@ ROOMS: dict[str, set[str]] = {
     "kernels": {"errors"},
     "models": {"kernels", "islands", "errors"},
     "config": {"formats", "errors"},
-    "hardware": {"measure", "backend_flags", "formats", "errors"},
+    "hardware": {"backend_flags", "formats", "errors"},
+    "distributed": {"config", "hardware", "errors"},
     "precision": {"config", "hardware", "backend_flags", "formats", "islands", "errors"},
     "data": {"errors"},
     "workloads": {"config", "models", "data", "report", "kernels", "islands", "errors"},
-    "step": {"precision", "formats", "errors"},
+    "step": {"distributed", "precision", "formats", "errors"},
     "report": {"config", "formats", "errors"},
     "align": {"config", "hardware.gpus", "formats", "errors"},
-    "measure": {"errors"},
     "evidence": {"step", "precision", "backend_flags", "formats", "islands", "errors"},
 }
 ROOMS["tune"] = set(ROOMS) - {"align", "evidence"}
-ROOMS["run"] = set(ROOMS) - {"align"}
+ROOMS["own_loop"] = ROOMS["run"] = set(ROOMS) - {"align"}  # neither imports the other
 for room in ("use", "guide", "bench"):
     ROOMS[room] = ROOMS["run"] | {"run"}
 ROOMS["exercises"] = ROOMS["use"] | {"use"}

@@ -18,17 +18,17 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "Outcome": "halfstep.run.facade",
-    "Step": "halfstep.run.facade",
+    "Outcome": "halfstep.own_loop.step",
+    "Step": "halfstep.own_loop.step",
     "TrainingStopped": "halfstep.errors",
     "decide": "halfstep.precision.decide",
     "fp32_island": "halfstep.islands",
-    "ledger": "halfstep.run.own_evidence",
-    "per_epoch": "halfstep.step.own_schedules",
-    "per_step": "halfstep.step.own_schedules",
+    "ledger": "halfstep.own_loop.evidence",
+    "per_epoch": "halfstep.own_loop.schedules",
+    "per_step": "halfstep.own_loop.schedules",
     "prefetch": "halfstep.data.prefetch",
     "probe": "halfstep.hardware.probe",
-    "replay": "halfstep.run.own_evidence",
+    "replay": "halfstep.own_loop.evidence",
     "simulate": "halfstep.precision.simulate",
     "train": "halfstep.train",
 }

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from halfstep.config.load import Loaded
+from halfstep.distributed.launch import launch_of
 from halfstep.run.train import train as train_loaded
-from halfstep.run.world import launch_of
 from halfstep.workloads import load
 
 

@@ -9,7 +9,7 @@ from halfstep.bench.settings import bench_config
 from halfstep.config.schema import RunConfig
 from halfstep.errors import MemoryLimitError
 from halfstep.hardware.facts import Hardware
-from halfstep.run.planned_batch import StepCost, step_cost
+from halfstep.run.memory.planned_batch import StepCost, step_cost
 
 STORE = {"channels": 3, "num_classes": 2, "image_size": 32}
 

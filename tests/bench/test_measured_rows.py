@@ -294,7 +294,7 @@ def test_a_start_knows_whether_the_compilers_cache_was_filled() -> None:
 
 def test_rows_begin_without_kernels_of_our_own_that_were_loaded_before(monkeypatch: pytest.MonkeyPatch) -> None:
     jit = pytest.importorskip("triton.runtime.jit")
-    from halfstep.step import adamw_triton
+    from halfstep.step.optim import adamw_triton
 
     kernel = jit.JITFunction(adamw_triton._count.fn)  # as it is outside of Triton's interpreter
     monkeypatch.setattr(adamw_triton, "_count", kernel)

@@ -7,7 +7,7 @@ import torch
 
 from halfstep.bench.problem import Problem, RandomSamples, problem_for, random_workload, step_flops
 from halfstep.bench.settings import bench_config
-from halfstep.run.planned_step import planned_step
+from halfstep.run.memory.planned_step import planned_step
 from halfstep.tune.trials import first_batch
 
 CPU = torch.device("cpu")

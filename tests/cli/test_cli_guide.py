@@ -20,7 +20,7 @@ import pytest
 from data.picture_folders import write_split
 from halfstep.cli.main import main
 from halfstep.hardware.driver import Driver
-from halfstep.run.planned_batch import StepCost
+from halfstep.run.memory.planned_batch import StepCost
 from halfstep.workloads import load
 from halfstep.workloads.segmentation.demo import write_demo
 from warm_processes import at_terminal

@@ -15,9 +15,9 @@ from test_run_gpu import tensors_of
 from torch import Tensor, nn
 
 from halfstep.errors import Interrupted
+from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.driver import Driver
 from halfstep.hardware.probe import probe
-from halfstep.measure.clock import Stopwatch
 from halfstep.report.metrics_file import read
 from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.engine import Engine

@@ -14,7 +14,7 @@ from halfstep.run.engine import UNCAPTURED
 from halfstep.step import forward_writes
 from halfstep.step.facts import Facts
 from halfstep.step.graph import CaptureFailed, GraphedStep
-from halfstep.step.optimizers import build_optimizer
+from halfstep.step.optim.by_name import build_optimizer
 from halfstep.step.randomness import algorithms
 from halfstep.step.step import Step
 from no_waiting import no_host_wait

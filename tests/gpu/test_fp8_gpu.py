@@ -18,7 +18,7 @@ from halfstep.models.vit import vit
 from halfstep.precision.decide import decide
 from halfstep.precision.fp8_pays import layer_shapes, measured_gains
 from halfstep.precision.plan import Plan
-from halfstep.step.optimizers import build_optimizer, parameter_groups
+from halfstep.step.optim.by_name import build_optimizer, parameter_groups
 from halfstep.step.step import Step
 
 pytestmark = [

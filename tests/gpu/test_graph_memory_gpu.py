@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.measure.memory import give_back, peak_memory_bytes
+from halfstep.hardware.memory import give_back, peak_memory_bytes
 from halfstep.step.graph import SAID, SETTING, GraphedStep, growing_segments
 from halfstep.step.step import Step
 from halfstep.tune.fresh_thread import in_fresh_thread

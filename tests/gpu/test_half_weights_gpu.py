@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.step.adamw8bit import AdamW8bit
-from halfstep.step.adamw_bf16 import LOW, AdamWBf16
-from halfstep.step.half_weights import joined
-from halfstep.step.single_pass import SinglePass, takes
+from halfstep.step.optim.adamw8bit import AdamW8bit
+from halfstep.step.optim.adamw_bf16 import LOW, AdamWBf16
+from halfstep.step.optim.half_weights import joined
+from halfstep.step.optim.single_pass import SinglePass, takes
 
 pytestmark = pytest.mark.gpu
 

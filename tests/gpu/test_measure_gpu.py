@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfstep.measure.memory import memory_picture, peak_memory_bytes, reset_peak
-from halfstep.measure.nvml import EnergyMeter
+from halfstep.hardware.memory import memory_picture, peak_memory_bytes, reset_peak
+from halfstep.hardware.nvml import EnergyMeter
 
 pytestmark = pytest.mark.gpu
 

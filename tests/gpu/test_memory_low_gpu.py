@@ -16,9 +16,9 @@ from capture import captured
 from halfstep.hardware.probe import probe
 from halfstep.models.recompute import Recompute, set_recompute
 from halfstep.precision.decide import decide
-from halfstep.step import adamw8bit_triton
-from halfstep.step.adamw8bit import AdamW8bit, empty_state, update
-from halfstep.step.adamw_bf16 import Setting
+from halfstep.step.optim import adamw8bit_triton
+from halfstep.step.optim.adamw8bit import AdamW8bit, empty_state, update
+from halfstep.step.optim.adamw_bf16 import Setting
 from halfstep.tune.memory_low import NORMAL, Cost, MemorySetting, choose_memory, levers_of, optimizer_for
 from halfstep.workloads.segmentation.unet import UNet
 from memory_settings import memory_setting

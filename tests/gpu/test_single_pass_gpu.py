@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.step.adamw_triton import LOW
 from halfstep.step.graph import GraphedStep
-from halfstep.step.single_pass import SinglePass, takes
+from halfstep.step.optim.adamw_triton import LOW
+from halfstep.step.optim.single_pass import SinglePass, takes
 from halfstep.step.step import Step
 from halfstep.tune.modes import UNCAPTURED
 from tiny_training import assert_same_bits, batch, loss_of, make_step

@@ -10,7 +10,7 @@ import torch
 
 from halfstep.step.clip import Clip
 from halfstep.step.guard import Guard
-from halfstep.step.optimizers import OPTIMIZERS, build_optimizer, parameter_groups
+from halfstep.step.optim.by_name import OPTIMIZERS, build_optimizer, parameter_groups
 from halfstep.step.randomness import algorithms
 from halfstep.step.schedule import ScheduleOptions, build_schedule
 from halfstep.step.step import Step

@@ -26,9 +26,9 @@ from halfstep.guide.suggest import ORDER, suggestions
 from halfstep.guide.trial import Trial, Trials, measured_trial
 from halfstep.hardware.facts import Hardware, Measurement
 from halfstep.hardware.gpus import known_gpu
-from halfstep.measure.live_bytes import LiveBytes
+from halfstep.hardware.live_bytes import LiveBytes
 from halfstep.precision.advice import EXAMPLE_SAMPLE_BYTES
-from halfstep.run.planned_batch import StepCost, step_cost
+from halfstep.run.memory.planned_batch import StepCost, step_cost
 from halfstep.workloads import from_dict, load
 from halfstep.workloads.classification import build as image_classification
 from halfstep.workloads.segmentation.config import UNetConfig

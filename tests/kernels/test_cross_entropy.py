@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from halfstep.hardware.live_bytes import LiveBytes
 from halfstep.kernels.cross_entropy import linear_cross_entropy, logits_to_gradients_, rows_of_a_chunk
-from halfstep.measure.live_bytes import LiveBytes
 from halfstep.precision.simulate import simulated_kernels
 
 CLASSES, PADDED, ROWS, DIM = 37, 64, 50, 16

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from halfstep.measure.clock import Stopwatch, Throughput
+from halfstep.hardware.clock import Stopwatch, Throughput
 
 
 class HandClock:

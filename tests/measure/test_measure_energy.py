@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from halfstep.measure.nvml import EnergyMeter
+from halfstep.hardware.nvml import EnergyMeter
 
 
 def test_a_cpu_has_no_energy_counter() -> None:

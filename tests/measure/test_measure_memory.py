@@ -5,7 +5,7 @@ import mmap
 import pytest
 import torch
 
-from halfstep.measure.memory import CLEAR_REFS, memory_picture, peak_memory_bytes, reset_peak
+from halfstep.hardware.memory import CLEAR_REFS, memory_picture, peak_memory_bytes, reset_peak
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep.measure.monitor import MOST_SHARE, Monitor, monitored
+from halfstep.hardware.monitor import MOST_SHARE, Monitor, monitored
 from halfstep.report.top_view import GPU
 from halfstep.run.pace import Waiting, busy_line
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from halfstep.hardware.live_bytes import LiveBytes
 from halfstep.kernels.fast_forms import forced
-from halfstep.measure.live_bytes import LiveBytes
 from halfstep.models.recompute import COMPUTE_BOUND_TERMS, Recompute, how_it_recomputes, set_recompute
 from halfstep.models.vit import vit
 from halfstep.workloads.classification.resnet import resnet

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.measure.live_bytes import LiveBytes
+from halfstep.hardware.live_bytes import LiveBytes
 from halfstep.models import chunked
 from halfstep.models.recompute import Recompute, set_recompute
 from halfstep.workloads.slots import dvae, slot_decoder

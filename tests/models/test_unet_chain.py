@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from halfstep.hardware.live_bytes import LiveBytes
 from halfstep.kernels import chain
 from halfstep.kernels.fast_forms import forced
 from halfstep.kernels.normalise import normalised
-from halfstep.measure.live_bytes import LiveBytes
 from halfstep.models.layers import CentredConv2d, DoublingConvTranspose2d
 from halfstep.models.recompute import Recompute, set_recompute
 from halfstep.workloads.segmentation import unet as unet_chain

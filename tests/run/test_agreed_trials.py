@@ -11,6 +11,8 @@ import torch
 
 import tiny_workload
 from halfstep.config.schema import RunConfig
+from halfstep.distributed.launch import Launch, joined
+from halfstep.distributed.world import World
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import assemble, build_workload, plan_for
@@ -19,8 +21,6 @@ from halfstep.run.phased_engine import engine_for
 from halfstep.run.place import Trials
 from halfstep.run.ranked import notes_on
 from halfstep.run.rehearse import rehearsal
-from halfstep.run.world import Launch, joined
-from halfstep.step.world import World
 from halfstep.tune.memory_low import CannotRun
 from halfstep.tune.mode_search import ModeSearch
 from halfstep.tune.trial_time import TrialTime

@@ -12,10 +12,10 @@ from torch import Tensor
 from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError, HardwareError, MemoryLimitError, ModelError
 from halfstep.hardware.gpus import known_gpu
-from halfstep.measure.live_bytes import LiveBytes
+from halfstep.hardware.live_bytes import LiveBytes
 from halfstep.precision.decide import decide
 from halfstep.run.assemble import build_workload
-from halfstep.run.memory_fit import (
+from halfstep.run.memory.fit import (
     fitting,
     largest_batch,
     levels_of,
@@ -25,13 +25,13 @@ from halfstep.run.memory_fit import (
     refuse_nothing_fits,
     usable_bytes,
 )  # fmt: skip
-from halfstep.run.memory_plan import Cell, MemoryPlanner
-from halfstep.run.planned_batch import planned_largest_batch, planned_pieces, predicted_peak, ways_out
-from halfstep.run.planned_step import PlannedStep, planned_step
-from halfstep.step.adamw8bit import AdamW8bit
+from halfstep.run.memory.plan import Cell, MemoryPlanner
+from halfstep.run.memory.planned_batch import planned_largest_batch, planned_pieces, predicted_peak, ways_out
+from halfstep.run.memory.planned_step import PlannedStep, planned_step
+from halfstep.run.memory.timeline import eager_timeline
+from halfstep.step.optim.adamw8bit import AdamW8bit
 from halfstep.tune.memory_limit import memory_error
 from halfstep.tune.memory_low import NORMAL, MemorySetting, by_predicted_peak
-from halfstep.tune.planner.timeline import eager_timeline
 from halfstep.tune.trials import first_batch
 from halfstep.workloads import load
 from tiny_workload import build as build_tiny

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules_of_torch
 
 import halfstep as hs
-from halfstep.run.own_evidence import held_by
+from halfstep.own_loop.evidence import held_by
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import rank_workload
+from halfstep.distributed.launch import Launch, launch_of
 from halfstep.errors import HalfstepError
 from halfstep.evidence import capsule
 from halfstep.hardware.probe import probe
@@ -26,7 +27,6 @@ from halfstep.run.capsules import subject_of, window_of
 from halfstep.run.engine import prepared_window
 from halfstep.run.ranked import checksum
 from halfstep.run.train import train
-from halfstep.run.world import Launch, launch_of
 from halfstep.step.facts import Reading
 from halfstep.workloads import load
 from ranks_together import free_port, together

@@ -14,10 +14,10 @@ from halfstep.config.schema import RunConfig
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import build_workload, plan_for
-from halfstep.run.memory_fit import levels_of
-from halfstep.run.memory_plan import Cell, MemoryPlanner
-from halfstep.run.planned_batch import predicted_peak
-from halfstep.run.planned_step import PlannedStep, planned_step
+from halfstep.run.memory.fit import levels_of
+from halfstep.run.memory.plan import Cell, MemoryPlanner
+from halfstep.run.memory.planned_batch import predicted_peak
+from halfstep.run.memory.planned_step import PlannedStep, planned_step
 from halfstep.run.rehearse import rehearsal
 from halfstep.tune import choose
 from halfstep.tune.choose import tuned

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from halfstep.run.snapshots import Snapshots
+from halfstep.step.snapshots import Snapshots
 from tiny_training import TinyNet, assert_same_bits, batch, everything, loss_of, make_step
 
 

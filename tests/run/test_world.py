@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from halfstep.cli.run_place import all_killed, devices_of, start_on, without_gpus
+from halfstep.distributed import launch as world
+from halfstep.distributed.launch import first_host, launch_of, tell_before_meeting
+from halfstep.distributed.world import World
 from halfstep.errors import ConfigError, RankLost
-from halfstep.run import world
-from halfstep.run.world import first_host, launch_of, tell_before_meeting
-from halfstep.step.world import World
 from ranks_together import together
 
 pytestmark = pytest.mark.ranks

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ConfigError
-from halfstep.step.adamw8bit import AdamW8bit
+from halfstep.step.optim.adamw8bit import AdamW8bit
 from halfstep.step.schedule import ScheduleOptions, build_schedule
 from halfstep.step.step import Step
 from tiny_training import plan

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.step.adamw8bit import empty_state, update
-from halfstep.step.adamw_bf16 import Setting
+from halfstep.step.optim.adamw8bit import empty_state, update
+from halfstep.step.optim.adamw_bf16 import Setting
 from tiny_training import assert_same_bits
 
-triton_kernel = pytest.importorskip("halfstep.step.adamw8bit_triton", reason="Triton is not installed: NOT tested")
+triton_kernel = pytest.importorskip(
+    "halfstep.step.optim.adamw8bit_triton", reason="Triton is not installed: NOT tested"
+)
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has it, compiled")
 DTYPES = [torch.float32, torch.float16]  # the interpreter cuts bf16 off instead of rounding

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.step.codes import signed_codes, signed_table, unsigned_codes, unsigned_table
+from halfstep.step.optim.codes import signed_codes, signed_table, unsigned_codes, unsigned_table
 
 TABLES = [(signed_table(), signed_codes), (unsigned_table(), unsigned_codes)]
 Codes = Callable[[Tensor], Tensor]

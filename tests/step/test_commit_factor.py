@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.step.adamw8bit import AdamW8bit
 from halfstep.step.commit import Committer, commit_all
+from halfstep.step.optim.adamw8bit import AdamW8bit
 from tiny_training import assert_same_bits
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {

@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
-from halfstep.step.adamw8bit import AdamW8bit
-from halfstep.step.adamw_bf16 import AdamWBf16
-from halfstep.step.half_weights import hashed, joined, key_of, split, stochastic
+from halfstep.step.optim.adamw8bit import AdamW8bit
+from halfstep.step.optim.adamw_bf16 import AdamWBf16
+from halfstep.step.optim.half_weights import hashed, joined, key_of, split, stochastic
 from halfstep.step.step import Step
 
 KINDS = (AdamWBf16, AdamW8bit)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.step.adamw8bit import empty_state, update
-from halfstep.step.adamw_bf16 import LOW, AdamWBf16, Setting
-from halfstep.step.half_weights import joined, key_of, split, stochastic
-from halfstep.step.single_pass import SinglePass
+from halfstep.step.optim.adamw8bit import empty_state, update
+from halfstep.step.optim.adamw_bf16 import LOW, AdamWBf16, Setting
+from halfstep.step.optim.half_weights import joined, key_of, split, stochastic
+from halfstep.step.optim.single_pass import SinglePass
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -36,7 +36,7 @@ def corrections(step: int) -> Sequence[Tensor]:
 @pytest.mark.parametrize("how", ["split", "stochastic"])
 @pytest.mark.parametrize("scale", [None, 3.0])
 def test_8_bit_moments_and_bf16_weights_have_the_bits_of_the_twin(how: str, scale: float | None) -> None:
-    from halfstep.step import adamw8bit_triton
+    from halfstep.step.optim import adamw8bit_triton
 
     torch.manual_seed(0)
     count = 19 * 256

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from halfstep.step import commit
 from halfstep.step.commit import Committer
 from halfstep.step.graph import CaptureFailed, opened_for_capture
-from halfstep.step.single_pass import SinglePass, takes
+from halfstep.step.optim.single_pass import SinglePass, takes
 from halfstep.step.step import Step
 from tiny_training import assert_same_bits, batch, loss_of, make_model, plan
 
-pytest.importorskip("halfstep.step.adamw_triton", reason="Triton is not installed: NOT tested")
+pytest.importorskip("halfstep.step.optim.adamw_triton", reason="Triton is not installed: NOT tested")
 
 CPU = torch.device("cpu")
 GOOD, BAD = torch.tensor(False), torch.tensor(True)

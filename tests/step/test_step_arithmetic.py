@@ -9,7 +9,7 @@ import torch
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.step.clip import Clip
-from halfstep.step.optimizers import build_optimizer, parameter_groups
+from halfstep.step.optim.by_name import build_optimizer, parameter_groups
 from halfstep.step.step import Step, batch_length
 from tiny_training import assert_same_bits, batch, everything, loss_of, make_model, make_step, plan
 

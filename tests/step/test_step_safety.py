@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from halfstep.step.optimizers import OPTIMIZERS
+from halfstep.step.optim.by_name import OPTIMIZERS
 from tiny_training import assert_same_bits, batch, everything, loss_of, make_step, poisoned
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.measure.live_bytes import LiveBytes
-from halfstep.step.adamw8bit import AdamW8bit
+from halfstep.hardware.live_bytes import LiveBytes
+from halfstep.step.optim.adamw8bit import AdamW8bit
 from halfstep.tune.memory_low import (
     NORMAL,
     CannotRun,

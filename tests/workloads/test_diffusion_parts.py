@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from diffusion_tiny import pictures, settings, text_folder, vae_folder
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, ModelError
-from halfstep.run.planned_step import planned_step
+from halfstep.run.memory.planned_step import planned_step
 from halfstep.workloads.diffusion.data import open_pictures, square_pictures, to_bytes, unit_images
 from halfstep.workloads.diffusion.diffusers_nets import freeze_, open_net
 from halfstep.workloads.diffusion.evaluate import distances, open_features

@@ -13,9 +13,9 @@ import torch
 from halfstep.backend_flags import read_flags, write_flags
 from halfstep.errors import counted
 from halfstep.hardware.driver import Driver
-from halfstep.measure.memory import give_back
-from halfstep.measure.monitor import limits_in
-from halfstep.measure.nvml import ask_nvml
+from halfstep.hardware.memory import give_back
+from halfstep.hardware.monitor import limits_in
+from halfstep.hardware.nvml import ask_nvml
 from halfstep.tune.fresh_thread import forget_compiled
 
 Found = Literal["", "cold", "warm"]

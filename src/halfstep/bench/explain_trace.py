@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from halfstep.bench.problem import Runner
 from halfstep.errors import ConfigError, HardwareError, counted
-from halfstep.measure.clock import Stopwatch
+from halfstep.hardware.clock import Stopwatch
 
 LEAST_STEPS = 3
 WARM_UP_STEPS = {"cuda": 10, "cpu": 2}

@@ -23,9 +23,9 @@ from halfstep.bench.apart import CacheWatch, Found, apart, clock_limits
 from halfstep.bench.problem import Problem, Runner
 from halfstep.bench.row import Row
 from halfstep.errors import ConfigError, HalfstepError, MemoryLimitError, first_line, format_bytes
-from halfstep.measure.clock import wait_for
-from halfstep.measure.memory import peak_memory_bytes, reset_peak
-from halfstep.measure.nvml import EnergyMeter
+from halfstep.hardware.clock import wait_for
+from halfstep.hardware.memory import peak_memory_bytes, reset_peak
+from halfstep.hardware.nvml import EnergyMeter
 from halfstep.tune.fresh_thread import in_fresh_thread
 
 NUM_WINDOWS = 5

@@ -20,8 +20,8 @@ from halfstep.data.seeds import Key
 from halfstep.errors import MemoryLimitError, format_bytes
 from halfstep.hardware.facts import Hardware
 from halfstep.run.assemble import build_workload
+from halfstep.run.memory.planned_batch import step_cost
 from halfstep.run.plan import data_at_hand
-from halfstep.run.planned_batch import step_cost
 from halfstep.step.batches import batch_length
 from halfstep.step.randomness import seed_everything
 from halfstep.step.tabulated import set_to_

@@ -24,7 +24,7 @@ from halfstep.precision.ladder import lacks
 from halfstep.report.memory_view import MemoryRow, draw_memory, memory_table, memory_unit, short_level, told_once
 from halfstep.report.picture_file import refuse_unknown_format
 from halfstep.report.tables import columns_table, print_text
-from halfstep.run.memory_fit import (
+from halfstep.run.memory.fit import (
     Fit,
     fitting,
     levels_of,
@@ -34,9 +34,9 @@ from halfstep.run.memory_fit import (
     refuse_nothing_fits,
     usable_bytes,
 )
-from halfstep.run.memory_plan import MODES, Cell, MemoryPlanner
+from halfstep.run.memory.plan import MODES, Cell, MemoryPlanner
+from halfstep.run.memory.planned_step import planned_step
 from halfstep.run.plan import data_at_hand
-from halfstep.run.planned_step import planned_step
 from halfstep.tune.modes import Mode
 from halfstep.tune.own_blocks import described
 from halfstep.workloads import KINDS, load

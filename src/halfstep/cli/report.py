@@ -70,7 +70,7 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
 
 def _memory(path: Path) -> dict[str, int] | str:
     """What the run's step is predicted to take; where that cannot be said, why: a workload that is not here, say."""
-    from halfstep.run.planned_batch import predicted_memory
+    from halfstep.run.memory.planned_batch import predicted_memory
     from halfstep.workloads.import_path import UnknownCode
 
     try:

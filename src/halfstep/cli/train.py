@@ -123,8 +123,8 @@ def command(
         return looked_at(loaded, schema, is_shown=show_config, as_json=as_json)
     if gpus is not None:
         start_on(gpus, settings["device"] or loaded.config.device, os.environ)
+    from halfstep.distributed.launch import launch_of
     from halfstep.run.train import train
-    from halfstep.run.world import launch_of
 
     place = new_folder(out, log_dir, dry=dry and not resume, name=loaded.config.workload)
     with place as folder, stopped_after(timeout):

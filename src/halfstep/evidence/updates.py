@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.step.adamw8bit import AdamW8bit
-from halfstep.step.adamw_bf16 import AdamWBf16
 from halfstep.step.clip import Clip
-from halfstep.step.optimizers import OPTIMIZERS
+from halfstep.step.optim.adamw8bit import AdamW8bit
+from halfstep.step.optim.adamw_bf16 import AdamWBf16
+from halfstep.step.optim.by_name import OPTIMIZERS
 from halfstep.step.step import Step
 
 KNOWN: dict[str, Any] = {kind.__name__: kind for kind in (*OPTIMIZERS.values(), AdamW8bit, AdamWBf16)}

@@ -15,7 +15,7 @@ from halfstep.guide.trial import Trial
 from halfstep.hardware.facts import Hardware, Op
 from halfstep.precision.advice import advise
 from halfstep.precision.decide import decide
-from halfstep.run.planned_batch import Planners, step_cost
+from halfstep.run.memory.planned_batch import Planners, step_cost
 from halfstep.workloads import KINDS, from_dict
 
 ORDER = {

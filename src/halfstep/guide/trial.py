@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfstep.config.schema import RunConfig
+from halfstep.hardware.clock import wait_for
 from halfstep.hardware.facts import Hardware
-from halfstep.measure.clock import wait_for
 from halfstep.run.assemble import assemble, plan_for
+from halfstep.run.memory.planned_step import NoSamples
 from halfstep.run.phased_engine import engine_for
-from halfstep.run.planned_step import NoSamples
 from halfstep.tune.memory_limit import OutOfMemory
 from halfstep.workloads import KINDS
 from halfstep.workloads.workload import Batch, Workload

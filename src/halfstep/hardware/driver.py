@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfstep.hardware.clock import wait_for
 from halfstep.hardware.facts import Kind
-from halfstep.measure.clock import wait_for
-from halfstep.measure.nvml import ask_nvml
+from halfstep.hardware.nvml import ask_nvml
 
 if TYPE_CHECKING:
     import torch

@@ -17,6 +17,7 @@ from torch import nn
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
 from halfstep.data.prefetch import RecentWindows
+from halfstep.distributed.world import World
 from halfstep.evidence.recorder import Recorder
 from halfstep.hardware.facts import Hardware
 from halfstep.models.first_values import unfilled
@@ -26,7 +27,6 @@ from halfstep.run.frozen import modules_of, place_frozen_
 from halfstep.run.optimizing import Length, make_step, steps_per_epoch, taken
 from halfstep.run.phases import AssembledPhase, assemble_phases, phased_step
 from halfstep.run.ranked import connected, synchronised, with_all_samples
-from halfstep.run.snapshots import Snapshots
 from halfstep.run.validate import EarlyStopping
 from halfstep.step.ema import Ema
 from halfstep.step.guard import LAG, Guard, GuardOptions
@@ -34,9 +34,9 @@ from halfstep.step.phases import PhasedGuard, PhasedStep
 from halfstep.step.randomness import seed_everything
 from halfstep.step.ranks import Ranks
 from halfstep.step.schedule import Plateau
+from halfstep.step.snapshots import Snapshots
 from halfstep.step.step import Step
 from halfstep.step.tabulated import Values
-from halfstep.step.world import World
 from halfstep.tune.choose import fp8_gains
 from halfstep.tune.layout import to_channels_last_, wants_channels_last
 from halfstep.tune.memory_low import MemorySetting

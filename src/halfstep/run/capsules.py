@@ -18,6 +18,7 @@ from halfstep.config.dump import to_yaml
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader, NamedSamples, offers
 from halfstep.data.prefetch import RecentWindows
+from halfstep.distributed.world import Share
 from halfstep.errors import CheckpointError, HardwareError, first_line
 from halfstep.evidence import capsule as capsules
 from halfstep.evidence.attempts import LossFn, Subject, refuse_another_model
@@ -38,7 +39,6 @@ from halfstep.run.frozen import as_stored, identities, modules_of
 from halfstep.step.facts import Reading
 from halfstep.step.guard import LAG
 from halfstep.step.step import Step
-from halfstep.step.world import Share
 from halfstep.tune.memory_limit import OutOfMemory, model_memory_error
 from halfstep.tune.modes import Notice, Region
 from halfstep.workloads.import_path import sign_code

@@ -15,8 +15,8 @@ import torch
 from halfstep.disk import parse_json, whole_folder, write_whole
 from halfstep.errors import CheckpointError, DataError, HalfstepError, Interrupted, TrainingStopped, counted, suggested
 from halfstep.evidence.capsule import all_in
+from halfstep.hardware.memory import peak_memory_bytes
 from halfstep.hardware.probe import probe
-from halfstep.measure.memory import peak_memory_bytes
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import load
 from halfstep.run.folder import RunFolder, how_to_go_on

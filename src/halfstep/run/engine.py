@@ -22,6 +22,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.utils._pytree import tree_map
 
 from halfstep.data.seeds import Key
+from halfstep.distributed.world import Share
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.kernels.fast_forms import chains
 from halfstep.run.assemble import Assembly
@@ -29,7 +30,6 @@ from halfstep.step.batches import batch_length
 from halfstep.step.facts import Facts, Reading
 from halfstep.step.graph import CaptureFailed, GraphedStep, Pool, Shape, shape_of
 from halfstep.step.step import Step
-from halfstep.step.world import Share
 from halfstep.tune.compiling import CompiledShapes, CompilerWarnings, batch_shape, compile_reason
 from halfstep.tune.layout import in_layout_of
 from halfstep.tune.memory_limit import OutOfMemory, announce, split_window

@@ -13,8 +13,8 @@ import torch
 
 from halfstep.data.loader import NamedSamples, Samples, offers
 from halfstep.errors import format_bytes
-from halfstep.measure.clock import Stopwatch
-from halfstep.measure.memory import peak_memory_bytes
+from halfstep.hardware.clock import Stopwatch
+from halfstep.hardware.memory import peak_memory_bytes
 from halfstep.precision.plan import Plan
 from halfstep.report.metrics_file import encode
 from halfstep.report.progress import Bar

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfstep.data.prefetch import Prefetcher, prefetch
 from halfstep.errors import CheckpointError, Interrupted, MemoryLimitError, TrainingStopped
-from halfstep.measure.clock import Stopwatch, Throughput
+from halfstep.hardware.clock import Stopwatch, Throughput
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import Checkpoint, Checkpoints
 from halfstep.run.folder import how_to_go_on
@@ -20,9 +20,9 @@ from halfstep.run.held import HeldWindows, Position
 from halfstep.run.interrupts import Interrupts
 from halfstep.run.journal import Journal
 from halfstep.run.ledger import RunLedger
+from halfstep.run.memory.planned_batch import ways_out_of
 from halfstep.run.pace import START_STEPS, Waiting
 from halfstep.run.phased_engine import engine_for
-from halfstep.run.planned_batch import ways_out_of
 from halfstep.run.resume import Changes
 from halfstep.run.stored_state import restore, stored
 from halfstep.run.validate import averaged, sample, validate

@@ -18,7 +18,7 @@ from halfstep.errors import ConfigError, nearest
 from halfstep.precision.plan import Plan
 from halfstep.step.clip import Clip
 from halfstep.step.ema import Ema
-from halfstep.step.optimizers import is_within, parameter_groups
+from halfstep.step.optim.by_name import is_within, parameter_groups
 from halfstep.step.ranks import Ranks
 from halfstep.step.scaler import Scaler, ScalerOptions
 from halfstep.step.schedule import Schedule, ScheduleOptions, build_schedule

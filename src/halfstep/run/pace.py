@@ -9,9 +9,9 @@ from halfstep.config.schema import RunConfig, is_import_path
 from halfstep.data.folder_samples import TrainingFiles
 from halfstep.data.loader import Samples
 from halfstep.errors import counted, suggested
+from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.gpus import find_known
-from halfstep.measure.clock import Stopwatch
-from halfstep.measure.monitor import Monitor
+from halfstep.hardware.monitor import Monitor
 from halfstep.precision.plan import Plan
 from halfstep.tune.modes import UNCAPTURED, Mode
 from halfstep.workloads.kind import Unit

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from halfstep.config.schema import RunConfig
+from halfstep.distributed.world import World
 from halfstep.errors import ConfigError
 from halfstep.precision.plan import Plan
 from halfstep.run.optimizing import Length, make_step, refuse_unknown, taken, with_own
 from halfstep.run.ranked import connected
 from halfstep.step.ema import Ema
-from halfstep.step.optimizers import is_within
+from halfstep.step.optim.by_name import is_within
 from halfstep.step.phases import PhasedStep, PhaseStep, SharedScaler
 from halfstep.step.scaler import ScalerOptions
 from halfstep.step.tabulated import Values
-from halfstep.step.world import World
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import Region, eager_region
 from halfstep.workloads.phase import Phase

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from halfstep.config.schema import RunConfig
+from halfstep.distributed.launch import Launch, device_of
+from halfstep.distributed.world import World, agreed
 from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
@@ -20,8 +22,6 @@ from halfstep.report.progress import Bar
 from halfstep.report.run_report import Level, RunReport
 from halfstep.run.folder import RunFolder
 from halfstep.run.rehearse import rehearsal
-from halfstep.run.world import Launch, device_of
-from halfstep.step.world import World, agreed
 from halfstep.tune.memory_low import CannotRun, Cost
 from halfstep.tune.modes import Mode
 from halfstep.tune.trial_time import TrialTime

@@ -11,7 +11,7 @@ from halfstep.config.statements import DEFAULT
 from halfstep.data.files import some_of
 from halfstep.disk import is_dry
 from halfstep.errors import counted, format_bytes, suggested
-from halfstep.measure.memory import peak_memory_bytes
+from halfstep.hardware.memory import peak_memory_bytes
 from halfstep.report.config_view import header_lines
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import Assembly

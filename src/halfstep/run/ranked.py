@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from halfstep import __version__
 from halfstep.config.schema import RunConfig
+from halfstep.distributed.world import World, agreed
 from halfstep.errors import ConfigError, HalfstepError, counted
 from halfstep.run.folder import digest_of_contents
 from halfstep.run.frozen import checksum
@@ -21,7 +22,6 @@ from halfstep.step.facts import PhasedReading, Reading
 from halfstep.step.own_ranks import refuse_other_settings
 from halfstep.step.phases import without_gradients_of_others
 from halfstep.step.ranks import Ranks, wrapped_regions
-from halfstep.step.world import World, agreed
 from halfstep.tune.memory_limit import OutOfMemory
 from halfstep.tune.modes import Batch, Region
 from halfstep.workloads.workload import Workload

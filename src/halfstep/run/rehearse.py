@@ -14,7 +14,7 @@ from torch import nn
 
 from halfstep.config.schema import RunConfig
 from halfstep.errors import first_line
-from halfstep.measure.memory import give_back
+from halfstep.hardware.memory import give_back
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly, assemble
 from halfstep.run.phased_engine import engine_for

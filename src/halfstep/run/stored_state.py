@@ -15,10 +15,10 @@ from halfstep.run.checkpoint import Checkpoint
 from halfstep.run.frozen import identities
 from halfstep.run.ranked import seed_of
 from halfstep.run.resume import Changes
-from halfstep.run.snapshots import loose_buffers, put_back
-from halfstep.step.adamw_bf16 import JudgedAdamW
-from halfstep.step.half_weights import is_kept_in_half
+from halfstep.step.optim.adamw_bf16 import JudgedAdamW
+from halfstep.step.optim.half_weights import is_kept_in_half
 from halfstep.step.randomness import generator_states, restore_generators, seed_everything
+from halfstep.step.snapshots import loose_buffers, put_back
 
 ANOTHER_OPTIMIZER = ("optimizer.name", "optimizer.moment_bits", "optimizer.decay_norms_and_biases")
 """Changes after which the stored moments belong to other parameters or to nothing."""

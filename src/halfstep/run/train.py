@@ -21,13 +21,15 @@ from halfstep.config.dump import plain, to_yaml
 from halfstep.config.load import Loaded
 from halfstep.config.schema import RunConfig
 from halfstep.disk import absolute_path, write_whole
+from halfstep.distributed.launch import Launch, joined
+from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, HalfstepError
+from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.facts import Hardware
+from halfstep.hardware.memory import reset_peak
+from halfstep.hardware.monitor import monitored
+from halfstep.hardware.nvml import EnergyMeter
 from halfstep.hardware.probe import probe
-from halfstep.measure.clock import Stopwatch
-from halfstep.measure.memory import reset_peak
-from halfstep.measure.monitor import monitored
-from halfstep.measure.nvml import EnergyMeter
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 from halfstep.report.config_view import config_as_json
@@ -62,11 +64,11 @@ from halfstep.run.frozen import as_stored, identified, made_here, naming_lost_fi
 from halfstep.run.interrupts import interrupts, raised_at_once
 from halfstep.run.journal import Journal, hint_about
 from halfstep.run.loop import Loop
+from halfstep.run.memory.planned_batch import pieces_by_plan, predicted_peak
 from halfstep.run.optimizing import steps_per_epoch
 from halfstep.run.pace import how_busy
 from halfstep.run.place import FarReport, Place, posted_warnings
 from halfstep.run.plan import is_demo
-from halfstep.run.planned_batch import pieces_by_plan, predicted_peak
 from halfstep.run.presentation import show_header, show_summary
 from halfstep.run.ranked import notes_on, refuse_differences, refuse_unfit, seed_of
 from halfstep.run.resume import (
@@ -80,9 +82,7 @@ from halfstep.run.resume import (
     settled_by_run,
     why_finished,
 )
-from halfstep.run.world import Launch, joined
 from halfstep.step.randomness import algorithms, seed_everything
-from halfstep.step.world import World
 from halfstep.tune.choose import MEASURED_FOR, Say, tuned, untuned
 from halfstep.tune.fresh_thread import forget_compiled
 from halfstep.tune.memory_limit import OutOfMemory, model_memory_error

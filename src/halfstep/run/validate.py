@@ -17,12 +17,12 @@ from halfstep.data.loader import Loader
 from halfstep.data.prefetch import prefetch
 from halfstep.data.seeds import Key
 from halfstep.disk import whole_folder
+from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.precision.plan import Plan
 from halfstep.step.phases import PhasedStep
 from halfstep.step.randomness import generator_states, restore_generators
 from halfstep.step.step import Step
-from halfstep.step.world import World
 from halfstep.tune.layout import in_layout_of
 from halfstep.tune.memory_limit import split_window
 from halfstep.workloads.workload import Workload

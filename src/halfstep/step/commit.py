@@ -32,12 +32,12 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim import optimizer as torch_hooks
 
 from halfstep.errors import ConfigError, HalfstepError, ModelError
-from halfstep.step.adamw8bit import AdamW8bit
-from halfstep.step.adamw_bf16 import AdamWBf16
 from halfstep.step.flat import Snapshot, is_writable_in_place
-from halfstep.step.optimizers import OPTIMIZERS, REFUSED
+from halfstep.step.optim.adamw8bit import AdamW8bit
+from halfstep.step.optim.adamw_bf16 import AdamWBf16
+from halfstep.step.optim.by_name import OPTIMIZERS, REFUSED
+from halfstep.step.optim.single_pass import SinglePass, takes
 from halfstep.step.rates import Rates
-from halfstep.step.single_pass import SinglePass, takes
 
 CommitMethod = Literal["found_inf", "select", "host"]
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from halfstep.errors import CheckpointError
 from halfstep.step.flat import gather, is_dense, is_writable_in_place, scatter, shaped_like
-from halfstep.step.optimizers import is_within
-from halfstep.step.single_pass import ALIGNMENT, chunks_of
+from halfstep.step.optim.by_name import is_within
+from halfstep.step.optim.single_pass import ALIGNMENT, chunks_of
 
 CHUNK_ELEMENTS = 1 << 24  # 64 MB of fp32, and about three times that on the way
 ALIGNED_ELEMENTS = 4

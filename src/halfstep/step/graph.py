@@ -20,7 +20,7 @@ from torch import Tensor
 
 from halfstep.step.batches import sample_ids
 from halfstep.step.facts import Facts, restore_rng, rng_state
-from halfstep.step.single_pass import SinglePass
+from halfstep.step.optim.single_pass import SinglePass
 from halfstep.step.step import LossFn, Step
 
 Batch: TypeAlias = dict[str, Tensor]

@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from halfstep import __version__
+from halfstep.distributed.world import World, agreed
 from halfstep.errors import ConfigError
 from halfstep.step.facts import Reading
 from halfstep.step.ranks import Ranks
-from halfstep.step.world import World, agreed
 
 OF_OWN_LOOPS = "start all ranks again from your last checkpoint; torchrun --max-restarts=3 starts them by itself"
 SHOWN = 4  # names that a message has room for

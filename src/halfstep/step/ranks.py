@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from halfstep.distributed.world import World
 from halfstep.errors import ConfigError, ModelError
 from halfstep.step.facts import FELL, PER_RANK, Slower
-from halfstep.step.world import World
 
 UNCAPTURED = 11  # windows that DDP must have run before a CUDA graph may hold it, by torch's notes on CUDA graphs
 NEVER = 2**30  # iterations of DDP between two of which it takes the time, after its first ten

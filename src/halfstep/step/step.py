@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep.distributed.world import is_loss
 from halfstep.errors import ConfigError
 from halfstep.precision.plan import Plan
 from halfstep.step.batches import Batch, Weight, Window, batch_length, is_one, positive, sample_ids
@@ -45,7 +46,6 @@ from halfstep.step.signals import DelayedSignals
 from halfstep.step.spike import SpikeMeter
 from halfstep.step.step_state import load_into, refuse_unfit, state_of
 from halfstep.step.tabulated import Values
-from halfstep.step.world import is_loss
 
 LossFn = Callable[[Batch], "Tensor | tuple[Tensor, Weight]"]
 OnGradients = Callable[[nn.Module], None]

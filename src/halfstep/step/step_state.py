@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.errors import CheckpointError
-from halfstep.step.optimizers import OPTIMIZERS
+from halfstep.step.optim.by_name import OPTIMIZERS
 
 if TYPE_CHECKING:
     from halfstep.step.step import Step

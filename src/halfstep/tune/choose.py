@@ -17,10 +17,10 @@ from typing import Any
 from halfstep.config.schema import RunConfig
 from halfstep.disk import cache_directory
 from halfstep.errors import counted
+from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.driver import Driver
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, gains_once
-from halfstep.measure.clock import Stopwatch
 from halfstep.precision.fp8_pays import after_whole_steps, measured_gains, without_fp8
 from halfstep.precision.ladder import lacks
 from halfstep.precision.plan import Plan

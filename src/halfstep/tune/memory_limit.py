@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfstep.config.schema import RunConfig
 from halfstep.errors import MemoryLimitError, first_line
-from halfstep.measure.memory import memory_picture
+from halfstep.hardware.memory import memory_picture
 from halfstep.workloads import KINDS
 
 OutOfMemory = torch.OutOfMemoryError

@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 
 from halfstep.errors import format_bytes
 from halfstep.models.recompute import Recompute
-from halfstep.step.adamw8bit import AdamW8bit
-from halfstep.step.adamw_bf16 import AdamWBf16
-from halfstep.step.half_weights import Rounding, is_kept_in_half
-from halfstep.step.optimizers import Options, ParamGroups, build_optimizer
+from halfstep.step.optim.adamw8bit import AdamW8bit
+from halfstep.step.optim.adamw_bf16 import AdamWBf16
+from halfstep.step.optim.by_name import Options, ParamGroups, build_optimizer
+from halfstep.step.optim.half_weights import Rounding, is_kept_in_half
 
 HOTTER = 0.01
 """How much less than `train.memory_time` a setting may take in trials: in a long run the device gets hotter."""

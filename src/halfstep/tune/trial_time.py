@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from halfstep.config.schema import RunConfig
-from halfstep.measure.clock import Clock, Stopwatch
+from halfstep.hardware.clock import Clock, Stopwatch
 
 MOST_S = 60.0
 SHARE = 0.05  # of the expected run that may be spent on finding out how to run it

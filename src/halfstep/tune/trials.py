@@ -14,8 +14,8 @@ from torch import nn
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
 from halfstep.errors import MemoryLimitError, first_line
-from halfstep.measure.live_bytes import LiveBytes
-from halfstep.measure.memory import peak_memory_bytes, reset_peak
+from halfstep.hardware.live_bytes import LiveBytes
+from halfstep.hardware.memory import peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
 from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.tune.layout import is_only_tried

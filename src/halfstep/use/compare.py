@@ -23,8 +23,8 @@ from halfstep.config.foreign import flat
 from halfstep.config.schema import RunConfig
 from halfstep.disk import owned, parse_json, write_whole
 from halfstep.errors import CheckpointError, ConfigError, HalfstepError, counted
+from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.probe import probe
-from halfstep.measure.clock import Stopwatch
 from halfstep.precision.decide import decide, why_simulated
 from halfstep.run.folder import RunFolder, with_absolute_paths
 from halfstep.tune.modes import asked_mode

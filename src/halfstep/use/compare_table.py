@@ -11,7 +11,7 @@ from halfstep.config.aliases import precision_name
 from halfstep.errors import counted
 from halfstep.report.comparison_view import Line
 from halfstep.report.page.read_run import SAMPLES, per_second, rate_of
-from halfstep.run.planned_batch import planned_largest_batch
+from halfstep.run.memory.planned_batch import planned_largest_batch
 from halfstep.use.compare import Comparison, config_of, differing_keys, seconds_to_quality, why_wide
 from halfstep.use.compare_run import OUT_OF_MEMORY, Outcome
 from halfstep.use.equivalence import Verdict

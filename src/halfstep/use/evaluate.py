@@ -15,8 +15,8 @@ from halfstep.data.loader import Loader
 from halfstep.data.seeds import Key
 from halfstep.disk import write_whole
 from halfstep.errors import DataError, HalfstepError, MemoryLimitError
-from halfstep.measure.clock import Stopwatch
-from halfstep.measure.memory import memory_picture
+from halfstep.hardware.clock import Stopwatch
+from halfstep.hardware.memory import memory_picture
 from halfstep.precision.plan import Plan
 from halfstep.report.evaluation_view import Evaluation
 from halfstep.report.run_report import RunReport

@@ -13,7 +13,7 @@ from typing import Any
 from halfstep.data.files import natural_key, some_of
 from halfstep.disk import write_whole
 from halfstep.errors import ConfigError, DataError, Interrupted, counted, printable
-from halfstep.measure.clock import Stopwatch
+from halfstep.hardware.clock import Stopwatch
 from halfstep.models.first_values import unfilled
 from halfstep.report.evaluation_view import json_text
 from halfstep.report.prediction_view import Answer, Failure, Predictions

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from halfstep.models.chunked import turn_of
-from halfstep.tune.planner.compiled import _Cut, compiled_timeline
-from halfstep.tune.planner.timeline import eager_timeline
-from halfstep.tune.planner.trace import Op, Recorder, Trace, Value
+from halfstep.run.memory.compiled import _Cut, compiled_timeline
+from halfstep.run.memory.timeline import eager_timeline
+from halfstep.run.memory.trace import Op, Recorder, Trace, Value
 
 KILO = 1000
 

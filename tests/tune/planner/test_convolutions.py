@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.tune.planner.convolutions import Shape, by_fft, by_fft_of_tiles, by_winograd, workspace_bytes
-from halfstep.tune.planner.trace import Recorder
+from halfstep.run.memory.convolutions import Shape, by_fft, by_fft_of_tiles, by_winograd, workspace_bytes
+from halfstep.run.memory.trace import Recorder
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from halfstep.step import half_weights
+from halfstep.step.optim import half_weights
 
 NEAREST, SPLIT, STOCHASTIC = 0, 1, 2  # how a kernel stores a weight; the first also for fp32 ones
 IS_SPLIT: tl.constexpr = tl.constexpr(SPLIT)

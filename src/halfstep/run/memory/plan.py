@@ -2,7 +2,7 @@
 batch.
 
 Peak is the same everywhere in this project: the larger of torch's max_memory_allocated before a step is captured and
-what is reserved once it is (measure/memory.py). What is traced, by mode:
+what is reserved once it is (hardware/memory.py). What is traced, by mode:
 
     eager     forward and backward, operation by operation
     compile   the same trace; what the compiler keeps, computes again and fuses away is worked out from it
@@ -21,12 +21,12 @@ from halfstep.hardware.facts import Hardware
 from halfstep.kernels.fast_forms import has_triton
 from halfstep.models.recompute import Recompute
 from halfstep.precision.plan import Plan
-from halfstep.run.planned_step import Fixed, PlannedStep
+from halfstep.run.memory.compiled import PRODUCTS, compiled_timeline
+from halfstep.run.memory.planned_step import Fixed, PlannedStep
+from halfstep.run.memory.timeline import Timeline, at_batch, eager_timeline
+from halfstep.run.memory.trace import Trace
 from halfstep.tune.memory_low import NORMAL, MemorySetting
 from halfstep.tune.modes import Mode, has_convolutions
-from halfstep.tune.planner.compiled import PRODUCTS, compiled_timeline
-from halfstep.tune.planner.timeline import Timeline, at_batch, eager_timeline
-from halfstep.tune.planner.trace import Trace
 
 COMPONENTS = (
     "weights", "gradients", "optimizer", "average", "frozen parts", "half copies", "activations", "inputs",

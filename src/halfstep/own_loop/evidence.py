@@ -27,10 +27,10 @@ from halfstep.evidence.replay import replay as replayed
 from halfstep.evidence.side import seen_by
 from halfstep.evidence.updates import Update
 from halfstep.hardware.probe import probe
+from halfstep.own_loop.loss import named_by
+from halfstep.own_loop.warnings import warn_user
 from halfstep.precision.decide import decide, decide_again
 from halfstep.precision.plan import Plan
-from halfstep.run.own_loss import named_by
-from halfstep.run.own_warnings import warn_user
 from halfstep.step.facts import restore_rng, rng_state
 from halfstep.step.guard import LAG, Guard
 from halfstep.step.step import Step

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from halfstep.errors import ConfigError
 from halfstep.step.flat import flat_view, is_dense, shaped_like
-from halfstep.step.half_weights import Rounding, is_kept_in_half, joined, key_of, split, stochastic
+from halfstep.step.optim.half_weights import Rounding, is_kept_in_half, joined, key_of, split, stochastic
 
 LOW = "low"  # the 16 bits beside a weight, among its optimizer's state
 VALUES_AT_ONCE = 2**26  # fp32 copies of so many weights and gradients are there at a time: half a gigabyte

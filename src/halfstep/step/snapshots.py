@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.run.own_warnings import warn_user
 from halfstep.step.flat import is_writable_in_place
-from halfstep.step.guard import LAG, Guard, Verdict
+from halfstep.step.guard import LAG
 from halfstep.step.phases import PhasedStep
-from halfstep.step.places import Name, Place
 from halfstep.step.step import Step
 
 
@@ -41,7 +39,7 @@ class Snapshots:
         if not self.states:
             self.start = committed
         state = {"model": model.state_dict(), "buffers": loose_buffers(model), "step": step.state_dict()}
-        self.states.append(_on_host(state))
+        self.states.append(copy_to_host(state))
         # A fault that the guard has not acted on yet may be `lag` steps old; before that, one state is enough.
         while len(self.states) > 1 and _committed(self.states[1]) <= self._limit(committed - self.lag):
             del self.states[0]
@@ -75,14 +73,14 @@ def _committed(state: Mapping[str, Any]) -> int:
     return int(state["step"]["committed"])
 
 
-def _on_host(tree: Any) -> Any:
-    """A deep copy whose tensors lie in host memory."""
+def copy_to_host(tree: Any) -> Any:
+    """Return a deep copy whose tensors are in host memory."""
     if isinstance(tree, torch.Tensor):
         return tree.detach().to("cpu", copy=True)
     if isinstance(tree, dict):
-        return {key: _on_host(value) for key, value in tree.items()}
+        return {key: copy_to_host(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)(_on_host(value) for value in tree)
+        return type(tree)(copy_to_host(value) for value in tree)
     return copy.deepcopy(tree)
 
 
@@ -107,61 +105,3 @@ def put_back(model: nn.Module, values: Mapping[str, Tensor]) -> None:
         else:
             place, _, leaf = name.rpartition(".")
             model.get_submodule(place).register_buffer(leaf, value.to(device, copy=True), persistent=False)
-
-
-# --- going back in a loop of one's own ---
-
-
-class Rollback:
-    def __init__(self, model: nn.Module, step: Step, guard: Guard) -> None:
-        self.model, self.step, self.guard = model, step, guard
-        self.snapshots = Snapshots(every=guard.options.snapshot_every, margin=guard.options.margin)
-
-    def keep(self) -> None:
-        """Take a copy where one is due: before the first step, then every `snapshot_every` steps."""
-        if not self.snapshots.states or self.snapshots.due(self.step.attempted):
-            self.snapshots.take(self.model, self.step)
-            beside = {place.name: place.held for place in self._beside()}
-            self.snapshots.states[-1].setdefault("beside", _on_host(beside))
-
-    def _beside(self) -> list[Place]:
-        return self.step.writes.beside_the_model(self.step.trained_parameters())
-
-    @torch.no_grad()
-    def _put_beside(self, values: Mapping[Name, Tensor | None]) -> None:
-        for place in self._beside():
-            held, then = place.held, values.get(place.name)
-            if held is not None and then is not None:
-                if held.shape == then.shape:
-                    held.copy_(then)
-                else:  # a recurrent state of another batch size
-                    place.owner[place.key] = then.to(held.device, copy=True)
-
-    def forget(self) -> None:
-        """After a state was loaded: the copies are of another past."""
-        self.snapshots.states.clear()
-
-    def to_before(self, verdict: Verdict) -> bool:
-        """Go back to well before the first fault and cut the learning rate; False where no copy is old enough."""
-        state = self.snapshots.before(verdict.first_fault_committed)
-        if state is None:
-            return False
-        rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.step.optimizers]
-        self.snapshots.go_back(state, self.model, self.step)
-        self._put_beside(state["beside"])
-        self.guard.rolled_back()
-        self._cut(rates)
-        warn_user(
-            f"rolled back to committed step {state['step']['committed']} ({verdict.reason}); learning rate now "
-            f"x{self.guard.rate_factor:g}"
-        )
-        return True
-
-    def _cut(self, rates: list[list[float]]) -> None:
-        """By the schedule's factor; where the learning rate is the user's own, in the groups themselves."""
-        if self.step.rates is not None:
-            self.step.set_rate_factor(self.guard.rate_factor)
-        for optimizer, before in zip(self.step.optimizers, rates, strict=True):
-            if self.step.rates is None or not self.step.rates.drives(optimizer):
-                for group, lr in zip(optimizer.param_groups, before, strict=True):
-                    group["lr"] = lr * self.guard.options.lr_cut

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.step.adamw_bf16 import LOW, AdamWBf16
 from halfstep.step.flat import is_dense
-from halfstep.step.half_weights import NUMBERS, STEPS, hashed, is_kept_in_half
+from halfstep.step.optim.adamw_bf16 import LOW, AdamWBf16
+from halfstep.step.optim.half_weights import NUMBERS, STEPS, hashed, is_kept_in_half
 
 ALIGNMENT = 16  # bytes of one access
 
@@ -83,7 +83,7 @@ def _is_like(tensor: Tensor, parameter: Tensor, device: torch.device, dtype: tor
 
 class GroupPass:
     def __init__(self, optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> None:
-        from halfstep.step import adamw_triton
+        from halfstep.step.optim import adamw_triton
 
         self.optimizer, self.group, self.device = optimizer, group, device
         parameters: list[Tensor] = group["params"]
@@ -114,8 +114,8 @@ class GroupPass:
 
     def run(self, bad: Tensor, factor: Tensor | None) -> None:
         """Launch the kernels, which do nothing as long as the table is empty."""
-        from halfstep.step import adamw_triton
-        from halfstep.step import half_weights_triton as ways
+        from halfstep.step.optim import adamw_triton
+        from halfstep.step.optim import half_weights_triton as ways
 
         group = self.group
         adamw_triton.count(self.table, self.counts, bad)

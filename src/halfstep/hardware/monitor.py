@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep.disk import parse_json
-from halfstep.measure.clock import Clock
-from halfstep.measure.nvml import ask_nvml
+from halfstep.hardware.clock import Clock
+from halfstep.hardware.nvml import ask_nvml
 
 if TYPE_CHECKING:
     import torch

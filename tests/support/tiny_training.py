@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from halfstep.precision.plan import Plan
 from halfstep.step.clip import Clip
 from halfstep.step.ema import Ema
-from halfstep.step.optimizers import build_optimizer, parameter_groups
+from halfstep.step.optim.by_name import build_optimizer, parameter_groups
 from halfstep.step.schedule import ScheduleOptions, build_schedule
 from halfstep.step.step import Step
 

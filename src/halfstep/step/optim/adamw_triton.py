@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.step.half_weights_triton import NEAREST, load_weight, store_weight
+from halfstep.step.optim.half_weights_triton import NEAREST, load_weight, store_weight
 
 BLOCK, TILES, WARPS = 1024, 4, 4
 """Eight values per thread at a time, in accesses of 16 bytes; tiles of a program, which looks its addresses up once."""

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from halfstep.errors import ConfigError
+from halfstep.own_loop.arguments import half_dtypes_in, is_divided_by, is_scaled_by_hand, loss_and_weight
+from halfstep.own_loop.warnings import warn_user
 from halfstep.precision.contexts import autocast_dtype
-from halfstep.run.own_arguments import half_dtypes_in, is_divided_by, is_scaled_by_hand, loss_and_weight
-from halfstep.run.own_warnings import warn_user
 from halfstep.step.batches import Batch, Weight
 from halfstep.step.forward_writes import ForwardWrites
 from halfstep.step.step import LossFn, Step

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.step.adamw_bf16 import LOW, MOMENTS, Setting
-from halfstep.step.codes import BLOCK, SIGNED, SMALLEST_SCALE, UNSIGNED
-from halfstep.step.half_weights_triton import NEAREST, SPLIT, STOCHASTIC, load_weight, store_weight
+from halfstep.step.optim.adamw_bf16 import LOW, MOMENTS, Setting
+from halfstep.step.optim.codes import BLOCK, SIGNED, SMALLEST_SCALE, UNSIGNED
+from halfstep.step.optim.half_weights_triton import NEAREST, SPLIT, STOCHASTIC, load_weight, store_weight
 
 ROWS, WARPS = 8, 4
 """Blocks of 256 of a program: sixteen values per thread, so that codes, too, are read in sixteen bytes."""

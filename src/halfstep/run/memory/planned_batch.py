@@ -19,9 +19,9 @@ from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import read_document
 from halfstep.run.folder import RunFolder, load_stored
-from halfstep.run.memory_fit import USABLE, fitting, largest_batch, usable_bytes
-from halfstep.run.memory_plan import Cell, MemoryPlanner
-from halfstep.run.planned_step import planned_step
+from halfstep.run.memory.fit import USABLE, fitting, largest_batch, usable_bytes
+from halfstep.run.memory.plan import Cell, MemoryPlanner
+from halfstep.run.memory.planned_step import planned_step
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import Mode
 from halfstep.workloads.kind import Store

@@ -14,7 +14,7 @@ from halfstep.errors import ConfigError, MemoryLimitError, format_bytes
 from halfstep.hardware.facts import Hardware
 from halfstep.models.recompute import Recompute
 from halfstep.precision.ladder import lacks
-from halfstep.run.memory_plan import Cell, MemoryPlanner, Prediction
+from halfstep.run.memory.plan import Cell, MemoryPlanner, Prediction
 from halfstep.tune.memory_low import NORMAL, MemorySetting
 from halfstep.tune.modes import Mode
 

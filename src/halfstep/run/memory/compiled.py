@@ -19,8 +19,8 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from halfstep.tune.planner.timeline import Life, Timeline
-from halfstep.tune.planner.trace import Op, Trace
+from halfstep.run.memory.timeline import Life, Timeline
+from halfstep.run.memory.trace import Op, Trace
 
 NORMS = frozenset({"native_layer_norm", "native_batch_norm", "native_group_norm", "_native_batch_norm_legit"})
 """A sum, which is kept, and a pointwise rest."""

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from halfstep.models.chunked import TURN
-from halfstep.tune.planner.convolutions import Shape, workspace_bytes
+from halfstep.run.memory.convolutions import Shape, workspace_bytes
 
 Owner = Literal["", "half copies", "gradients"]
 """What a piece of memory is known to be; activations and working memory are told apart by their lives."""

@@ -16,7 +16,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError, HalfstepError, Interrupted, RankLost, TrainingStopped
 
 if TYPE_CHECKING:
-    from halfstep.step.world import World
+    from halfstep.distributed.world import World
 
 UNKNOWN = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
 """Launchers that do not say where the processes meet."""
@@ -136,8 +136,8 @@ def joined(config: RunConfig, launch: Launch | None) -> Iterator[World | None]:
     import torch
     import torch.distributed as dist
 
+    from halfstep.distributed.world import World
     from halfstep.hardware.probe import probe
-    from halfstep.step.world import World
 
     device = torch.device(probe(device_of(config, launch)).device)
     if device.type == "cuda":

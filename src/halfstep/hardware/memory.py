@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfstep.errors import format_bytes
-from halfstep.measure.nvml import ask_nvml
+from halfstep.hardware.nvml import ask_nvml
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from halfstep.tune.planner.trace import Trace
+from halfstep.run.memory.trace import Trace
 
 Numbers = npt.NDArray[np.int64]
 KINDS = ("half copies", "gradients", "activations", "workspaces")

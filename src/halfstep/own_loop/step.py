@@ -15,11 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.errors import ConfigError, TrainingStopped
 from halfstep.hardware.probe import probe
-from halfstep.precision.apply import apply
-from halfstep.precision.decide import decide
-from halfstep.precision.plan import Plan
-from halfstep.run.outcome import Outcome
-from halfstep.run.own_arguments import (
+from halfstep.own_loop.arguments import (
     count,
     device_of,
     folder_of,
@@ -38,10 +34,15 @@ from halfstep.run.own_arguments import (
     scaler_options,
     window_of,
 )  # fmt: skip
-from halfstep.run.own_evidence import OwnCapsules
-from halfstep.run.own_loss import OwnLoss, Strangers, explained, ways_to_the_cause
-from halfstep.run.own_warnings import DroppedSteps
-from halfstep.run.snapshots import Rollback
+from halfstep.own_loop.evidence import OwnCapsules
+from halfstep.own_loop.loss import OwnLoss, Strangers, explained, ways_to_the_cause
+from halfstep.own_loop.outcome import Outcome
+from halfstep.own_loop.rollback import Rollback
+from halfstep.own_loop.schedules import OwnSchedules, Paced
+from halfstep.own_loop.warnings import DroppedSteps
+from halfstep.precision.apply import apply
+from halfstep.precision.decide import decide
+from halfstep.precision.plan import Plan
 from halfstep.step.batches import Batch
 from halfstep.step.clip import Clip
 from halfstep.step.commit import watch_for_second_step
@@ -50,7 +51,6 @@ from halfstep.step.facts import Facts
 from halfstep.step.forward_writes import Also
 from halfstep.step.guard import OF_OWN_LOOPS, Action, Guard, GuardOptions, Verdict
 from halfstep.step.own_ranks import refuse_other_rates, refuse_other_steps
-from halfstep.step.own_schedules import OwnSchedules, Paced
 from halfstep.step.schedule import Schedule
 from halfstep.step.spike import SpikeMeter
 from halfstep.step.step import LossFn, OnCommit, OnGradients

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfstep.step.adamw_bf16 import LOW, MOMENTS, JudgedAdamW, Setting
-from halfstep.step.codes import BLOCK, SMALLEST_SCALE, signed_codes, signed_table, unsigned_codes, unsigned_table
 from halfstep.step.flat import flat_view, is_dense, shaped_like
-from halfstep.step.half_weights import is_kept_in_half, key_of
+from halfstep.step.optim.adamw_bf16 import LOW, MOMENTS, JudgedAdamW, Setting
+from halfstep.step.optim.codes import BLOCK, SMALLEST_SCALE, signed_codes, signed_table, unsigned_codes, unsigned_table
+from halfstep.step.optim.half_weights import is_kept_in_half, key_of
 
 MIN_VALUES = 4096  # the bound of bitsandbytes and torchao
 
@@ -92,7 +92,7 @@ class AdamW8bit(JudgedAdamW):
         return parameter.is_cuda and not (is_kept_in_half(parameter) and self.rounding == "nearest")
 
     def _run_kernel(self, piece: Piece, corrections: Sequence[Tensor], setting: Setting) -> None:
-        from halfstep.step import adamw8bit_triton
+        from halfstep.step.optim import adamw8bit_triton
 
         is_random = is_kept_in_half(piece.parameter) and LOW not in piece.state
         key = key_of(self.seed, self.numbers[piece.parameter], piece.state["step"]) if is_random else None

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 import tiny_workload
+from halfstep.distributed.launch import Launch
 from halfstep.report.metrics_file import read
 from halfstep.run.train import train
-from halfstep.run.world import Launch
 from halfstep.workloads import load
 from whole_runs import TINY, newest
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "modes.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "modes.md"
 MODES = ("eager", "compile", "graph", "ranks")
 FAST = {"eager": "off", "compile": "compile", "graph": "graph"}
 WORDS = ("works", "falls back", "refused")

@@ -1,1 +1,0 @@
-"""Timers, peak memory and energy: small and alone."""
