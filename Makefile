@@ -19,7 +19,7 @@ demos: $(STAMP)
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -q -m soak
-	$(BIN)/python tests/soak_ranks.py
+	PYTHONPATH=tests/support $(BIN)/python tests/soak_ranks.py
 
 # Dozens of processes import halfstep: its bytecode is kept, whatever the shell says.
 test: export PYTHONDONTWRITEBYTECODE =

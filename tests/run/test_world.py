@@ -128,7 +128,7 @@ def test_gpus_starts_processes_whose_common_error_is_all_that_is_shown(tmp_path:
     """The one test that goes through torchrun's launcher: three processes import torch."""
     words = ["train", "rank_workload:build", "--gpus", "2", *("--device", "cpu"), *("--out", str(tmp_path / "run"))]
     command = [sys.executable, "-m", "halfstep", *words, "train.batch_size=1", "data.dir=anywhere"]
-    folder = str(Path(__file__).parent.parent)
+    folder = str(Path(__file__).parent.parent / "support")
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, *sys.path])}
     done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=120, check=False)
     assert done.returncode == 2

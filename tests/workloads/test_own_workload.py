@@ -14,14 +14,14 @@ from halfstep.run.train import train
 from halfstep.workloads import load
 from warm_processes import process
 
-TESTS = Path(__file__).resolve().parent.parent
+SUPPORT = Path(__file__).resolve().parent.parent / "support"
 SETTINGS = ["device=cpu", "train.max_steps=1", "train.batch_size=4", "data.num_workers=0", "log.curves=false"]
 
 
 def test_a_module_in_the_working_folder_is_found_and_needs_no_data_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "my_mod.py").write_text((TESTS / "tiny_workload.py").read_text())
+    (tmp_path / "my_mod.py").write_text((SUPPORT / "tiny_workload.py").read_text())
     monkeypatch.chdir(tmp_path)
     with process(console_script, ["train", "my_mod:build", *SETTINGS, "--out", "run"], output=tmp_path / "said") as run:
         run.join(timeout=120)
@@ -66,7 +66,7 @@ def test_what_is_no_workload_is_an_error_about_the_module(
         "    return dataclasses.replace(tiny_workload.build(config, store), metrics=dict)\n"
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(TESTS))
+    monkeypatch.syspath_prepend(str(SUPPORT))
     with pytest.raises(ConfigError) as refused:
         train(load(path, overrides=SETTINGS), out=tmp_path / "run")
     assert says in str(refused.value)
