@@ -1,6 +1,6 @@
 """`make soak`: processes of a run are killed at random points, thirty times; nothing may be lost, nobody may hang.
 
-    python tests/soak_ranks.py [NUM_KILLS] [SEED]
+    PYTHONPATH=tests/support python tests/soak_ranks.py [NUM_KILLS] [SEED]
 
 Each round resumes the run with two or three processes and kills one after a random time. The result goes to
 benchmarks/results/soak_ranks.json.
@@ -91,7 +91,8 @@ def main() -> None:
             print(json.dumps(rounds[-1]), flush=True)
     lost = [r for r in rounds if r["after"] < r["before"] or r["after"] == 0]
     found = {
-        "command": f"python tests/soak_ranks.py {num} {seed}", "date": time.strftime("%Y-%m-%d"),
+        "command": f"PYTHONPATH=tests/support python tests/soak_ranks.py {num} {seed}",
+        "date": time.strftime("%Y-%m-%d"),
         "kills": num, "seed": seed, "lost": len(lost), "hangs": sum(int(r["hangs"]) for r in rounds),
         "not_told_once": sum(r["told"] != 1 for r in rounds),
         "slowest_end_s": max(float(r["ended_s"]) for r in rounds), "torch": torch.__version__,

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.config.aliases import FOREIGN_KEYS, KEY_ALIASES, PRECISION_NAMES, PRECISIONS, precision_name
+from halfstep.config.aliases import FOREIGN_KEYS, KEY_ALIASES
 from halfstep.config.keys import fields_of
+from halfstep.config.precision_names import PRECISION_NAMES, PRECISIONS, precision_name
 from halfstep.errors import ConfigError
 from halfstep.workloads import KINDS, from_dict, load
 

@@ -129,7 +129,7 @@ def prepared(asked: Asked) -> tuple[Hardware, Problem, Request]:
     """Everything that can be wrong is found here, before anything is measured."""
     variants = {f"{peer}:{kind}": meaning for peer, meaning in PEERS.items() for kind in VARIANTS}
     modes, against = split(asked.modes, "--modes", MODES), split(asked.against, "--against", PEERS | variants)
-    from halfstep.config.aliases import precision_name
+    from halfstep.config.precision_names import precision_name
 
     words = split(asked.precisions, "--precisions")
     precisions = tuple(dict.fromkeys(precision_name(word, "--precisions") for word in words))

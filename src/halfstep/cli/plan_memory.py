@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from halfstep.config.aliases import precision_name
+from halfstep.config.precision_names import precision_name
 from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError, format_bytes, nearest
 from halfstep.hardware.facts import Hardware

@@ -65,7 +65,7 @@ def refused(error: Any, words: Sequence[str] = (), context: Any = None) -> Confi
 
 
 def _is_precision(word: str) -> bool:
-    from halfstep.config.aliases import PRECISIONS
+    from halfstep.config.precision_names import PRECISIONS
 
     return word in PRECISIONS
 

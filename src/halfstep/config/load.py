@@ -17,10 +17,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from halfstep.config.aliases import GLOBAL_ALIASES, PRECISION_KEYS, precision_name
+from halfstep.config.aliases import GLOBAL_ALIASES, PRECISION_KEYS
 from halfstep.config.foreign import translated
 from halfstep.config.keys import as_config_error, canonical, field_at, fields_of, is_empty
 from halfstep.config.precision_claims import Stated, disagreement, stated_by
+from halfstep.config.precision_names import precision_name
 from halfstep.config.references import Place, References, names_in
 from halfstep.config.schema import RunConfig, Schemas, is_import_path, schema_for
 from halfstep.config.section import num_cores, typed_by_field

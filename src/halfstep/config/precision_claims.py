@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from halfstep.config.aliases import MIXED, PRECISION_KEYS, precision_name
+from halfstep.config.aliases import PRECISION_KEYS
+from halfstep.config.precision_names import MIXED, precision_name
 from halfstep.config.section import typed
 from halfstep.config.statements import Layer, Origin, Statement
 from halfstep.errors import ConfigError

@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
 from pydantic import BeforeValidator, Field, JsonValue, field_validator, model_validator
 
-from halfstep.config.aliases import precision_name
 from halfstep.config.foreign import Translator
+from halfstep.config.precision_names import precision_name
 from halfstep.config.section import FilePath, NamedPath, PositiveCount, Section, Workers
 from halfstep.config.training import EmaConfig, GuardConfig, OptimizerConfig, ScalerConfig, ScheduleConfig, TrainConfig
 from halfstep.errors import ConfigError, nearest

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from halfstep.config.aliases import PRECISION_NAMES
+from halfstep.config.precision_names import PRECISION_NAMES
 from halfstep.config.section import Plain
 from halfstep.config.yaml_source import Document, parse_flow
 from halfstep.errors import ConfigError

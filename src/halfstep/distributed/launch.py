@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError, HalfstepError, Interrupted, RankLost, TrainingStopped
 
 if TYPE_CHECKING:
+    from halfstep.config.schema import RunConfig
     from halfstep.distributed.world import World
 
 UNKNOWN = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}

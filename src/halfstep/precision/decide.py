@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from halfstep.config.aliases import precision_name
+from halfstep.config.precision_names import precision_name
 from halfstep.errors import PrecisionError
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.probe import probe

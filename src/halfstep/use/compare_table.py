@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from halfstep.config.aliases import precision_name
+from halfstep.config.precision_names import precision_name
 from halfstep.errors import counted
 from halfstep.report.comparison_view import Line
 from halfstep.report.page.read_run import SAMPLES, per_second, rate_of

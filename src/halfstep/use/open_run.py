@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep.config.aliases import precision_name
+from halfstep.config.precision_names import precision_name
 from halfstep.config.schema import RunConfig
 from halfstep.disk import unused
 from halfstep.errors import CheckpointError, ConfigError, HardwareError, nearest

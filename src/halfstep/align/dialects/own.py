@@ -5,7 +5,7 @@ from __future__ import annotations
 from halfstep.align.declarations import Draft, Source, Topic, is_on
 from halfstep.align.document import Node
 from halfstep.align.spellings import dtype_of
-from halfstep.config.aliases import PRECISIONS, precision_name
+from halfstep.config.precision_names import PRECISIONS, precision_name
 from halfstep.errors import ConfigError
 
 NAME = "halfstep"
