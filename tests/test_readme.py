@@ -48,7 +48,7 @@ def test_every_install_command_of_the_pages_works_in_a_clone() -> None:
 
 def test_the_readme_installs_what_every_workload_needs() -> None:
     [command] = INSTALLS.findall((ROOT / "README.md").read_text())
-    assert "'.[diffusion,track]'" in command
+    assert "'.[cli,diffusion,track]'" in command
 
 
 def test_errors_ask_for_the_packages_of_the_extras() -> None:

@@ -153,6 +153,14 @@ def suggested(*words: object) -> str:
 
 
 OPTIONAL = {
+    "pydantic": ">=2.9",
+    "pyyaml": ">=6.0.2",
+    "rich": ">=13.9",
+    "typer": ">=0.15",
+    "matplotlib": ">=3.9",
+    "pillow": ">=10.3",
+    "torchmetrics": ">=1.5",
+    "nvidia-ml-py": ">=12.560",
     "diffusers": ">=0.32",
     "transformers": ">=4.48",
     "tokenizers": ">=0.21",
@@ -160,6 +168,9 @@ OPTIONAL = {
     "tensorboard": ">=2.18",
 }
 """The packages of the extras in pyproject.toml, with their versions."""
+OF_THE_COMMANDS = {"pydantic": "pydantic", "yaml": "pyyaml", "rich": "rich", "typer": "typer", "PIL": "pillow",
+                   "matplotlib": "matplotlib", "torchmetrics": "torchmetrics", "pynvml": "nvidia-ml-py"}  # fmt: skip
+"""What the command line and the workloads need and hs.Step does not: modules, and the packages that hold them."""
 
 
 def install_command(*packages: str) -> str:
@@ -168,6 +179,14 @@ def install_command(*packages: str) -> str:
     halfstep is on no package index, and `-c constraints.txt -e '.[EXTRA]'` could replace the user's torch.
     """
     return shlex.join(["pip", "install", *(name + OPTIONAL[name] for name in packages)])
+
+
+def explain_missing(error: ModuleNotFoundError, what: str) -> ImportError | None:
+    """Return an error with the install command if a package of the command line is missing, else None."""
+    package = OF_THE_COMMANDS.get((error.name or "").partition(".")[0])
+    if package is None:
+        return None
+    return ImportError(f"{what} needs {package}, which is not installed: {install_command(*OF_THE_COMMANDS.values())}")
 
 
 def counted(number: int, thing: str, things: str = "") -> str:
