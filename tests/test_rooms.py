@@ -31,7 +31,10 @@ ROOMS: dict[str, set[str]] = {
     "evidence": {"step", "precision", "backend_flags", "formats", "islands", "errors"},
 }
 ROOMS["tune"] = set(ROOMS) - {"align", "evidence"}
-ROOMS["own_loop"] = ROOMS["run"] = set(ROOMS) - {"align"}  # neither imports the other
+ROOMS["run"] = set(ROOMS) - {"align"}
+LEVERS = {"tune.modes", "tune.own_blocks", "tune.memory_low", "tune.recast"}
+"""Primitives of modes and memory: free of config and workloads, so that hs.Step can use them."""
+ROOMS["own_loop"] = {"data", "models", "hardware", "precision", "step", "evidence", "errors"} | LEVERS
 for room in ("use", "guide", "bench"):
     ROOMS[room] = ROOMS["run"] | {"run"}
 ROOMS["exercises"] = ROOMS["use"] | {"use"}
@@ -103,6 +106,12 @@ def test_no_room_imports_what_its_row_does_not_list() -> None:
         ours = {name for name in imports_of(path) if name.startswith("halfstep.")}
         wrong += [f"{module_name(path)} imports {name}" for name in sorted(ours) if not room_allows(room, name)]
     assert not wrong, "\n".join(wrong)
+
+
+def test_levers_need_neither_config_nor_workloads() -> None:
+    for name in LEVERS:
+        found = imports_of(SRC / f"{name.replace('.', '/')}.py")
+        assert not [i for i in found if i.startswith(("halfstep.config", "halfstep.workloads"))], name
 
 
 def test_the_table_has_no_cycle() -> None:

@@ -19,9 +19,9 @@ from halfstep.run.engine import Engine
 from halfstep.run.rehearse import rehearsal
 from halfstep.step.randomness import generator_states
 from halfstep.tune import choose
-from halfstep.tune.choose import expected_steps, tuned
+from halfstep.tune.choose import asked_mode, expected_steps, tuned
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, MemorySetting, NotCaptured
-from halfstep.tune.modes import UNCAPTURED, asked_mode
+from halfstep.tune.modes import UNCAPTURED
 from halfstep.tune.trials import Rehearse, Trial, cost_in
 from halfstep.workloads.segmentation.demo import write_demo
 from halfstep.workloads.workload import Workload

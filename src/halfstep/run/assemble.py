@@ -37,10 +37,10 @@ from halfstep.step.schedule import Plateau
 from halfstep.step.snapshots import Snapshots
 from halfstep.step.step import Step
 from halfstep.step.tabulated import Values
-from halfstep.tune.choose import fp8_gains
+from halfstep.tune.choose import asked_mode, fp8_gains
 from halfstep.tune.layout import to_channels_last_, wants_channels_last
 from halfstep.tune.memory_low import MemorySetting
-from halfstep.tune.modes import Mode, Region, asked_mode, compiled, eager_region, repeats_blocks
+from halfstep.tune.modes import Mode, Region, compiled, repeats_blocks
 from halfstep.tune.own_blocks import recompute_blocks_
 from halfstep.tune.trial_time import total_steps_of
 from halfstep.workloads import KINDS, build
@@ -108,7 +108,7 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
     recompute = "blocks" if config.train.activation_checkpointing and setting.recompute == "none" else setting.recompute
     if setting.recompute != "none" or plan.blocks:
         recompute_blocks_(model, recompute, plan.blocks)
-    eager = eager_region(workload, model)
+    eager = workload.region(model)
     to_compiled = partial(
         compiled,
         # Timing picks kernels that sum in another order from one start to the next.

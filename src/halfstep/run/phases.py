@@ -21,7 +21,7 @@ from halfstep.step.phases import PhasedStep, PhaseStep, SharedScaler
 from halfstep.step.scaler import ScalerOptions
 from halfstep.step.tabulated import Values
 from halfstep.tune.memory_low import MemorySetting
-from halfstep.tune.modes import Region, eager_region
+from halfstep.tune.modes import Region
 from halfstep.workloads.phase import Phase
 from halfstep.workloads.workload import Workload
 
@@ -63,7 +63,7 @@ def assemble_phases(
         own = phase_config(config, phase)
         names = averaged[phase.name]
         named = dataclasses.replace(workload, forward=phase.forward or workload.forward, loss=phase.loss)
-        plain = eager_region(named, model, name=phase.name)
+        plain = named.region(model, name=phase.name)
         trained = [p for name, p in model.named_parameters() if p.requires_grad and trains(phase, name)]
         device = torch.device(plan.device)
         eager, region, ranks = connected(world, config, model, (plain, compiled(plain)), device, trained)

@@ -16,7 +16,7 @@ from typing import Any
 
 from halfstep.config.schema import RunConfig
 from halfstep.disk import cache_directory
-from halfstep.errors import counted
+from halfstep.errors import ConfigError, counted
 from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.driver import Driver
 from halfstep.hardware.facts import Hardware
@@ -36,7 +36,7 @@ from halfstep.tune.memory_low import (
 )
 from halfstep.tune.mode_cache import CachedMode
 from halfstep.tune.mode_search import FoundMode, ModeSearch
-from halfstep.tune.modes import NEEDS_CUDA, asked_mode
+from halfstep.tune.modes import NEEDS_CUDA, Mode
 from halfstep.tune.own_blocks import described
 from halfstep.tune.recompute_check import Recomputable, recomputable
 from halfstep.tune.trial_time import MOST_S, SHARE, TrialTime, total_steps_of
@@ -254,3 +254,19 @@ def fp8_gains(
     batch = workload.prepared(first_batch(config, workload), key=(), training=False)
     forward = partial(workload.forward, workload.model, batch)
     return measured_gains(workload.model, forward, hardware, cache_directory(), measure=measure)
+
+
+def asked_mode(config: RunConfig, plan: Plan) -> Mode | None:
+    """What the settings or the stored plan say; None where it is left to measurement (`auto` on a CUDA device)."""
+    wish = config.train.fast
+    if plan.simulated and wish in ("compile", "graph"):
+        raise ConfigError(
+            "a simulated precision cannot be compiled", why="simulation is eager only", fix="train.fast=off"
+        )
+    if plan.mode:
+        return plan.mode
+    if wish == "auto":
+        # Repeatable to the bit means the same kernels each time, and inductor times its kernels again.
+        is_measured = plan.on_cuda and not config.train.deterministic and not plan.simulated
+        return None if is_measured else "eager"
+    return "eager" if wish == "off" else "compile" if wish == "compile" or not plan.on_cuda else "graph"

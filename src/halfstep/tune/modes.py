@@ -1,4 +1,4 @@
-"""The modes a step can run: eager, compiled, or as one CUDA graph of compiled kernels; and which one was asked for."""
+"""The modes a step can run: eager, compiled, or as one CUDA graph of compiled kernels."""
 
 from __future__ import annotations
 
@@ -15,16 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from halfstep.config.schema import RunConfig
 from halfstep.disk import cache_directory, variable
-from halfstep.errors import ConfigError
 from halfstep.kernels.fast_forms import decided, forced
 from halfstep.models.recompute import Blocks as BlockSequence
 from halfstep.models.recompute import each_compiled
-from halfstep.precision.plan import Plan
 from halfstep.tune.memory_low import activation_budget as budget
 from halfstep.tune.recast import weights_cast_again
-from halfstep.workloads.workload import Workload
 
 Mode: TypeAlias = Literal["eager", "compile", "graph"]
 Batch: TypeAlias = dict[str, Tensor]
@@ -42,36 +38,6 @@ KERNEL_TUNING_S = 240.0
 """A cold start in which inductor also searches each kernel's block sizes: over two minutes for U-Net and ResNet-50."""
 
 NEEDS_CUDA = "warning: train.fast=graph needs a CUDA device, this run is on {}: the step is compiled, not captured"
-
-
-def asked_mode(config: RunConfig, plan: Plan) -> Mode | None:
-    """What the settings or the stored plan say; None where it is left to measurement (`auto` on a CUDA device)."""
-    wish = config.train.fast
-    if plan.simulated and wish in ("compile", "graph"):
-        raise ConfigError(
-            "a simulated precision cannot be compiled", why="simulation is eager only", fix="train.fast=off"
-        )
-    if plan.mode:
-        return plan.mode
-    if wish == "auto":
-        # Repeatable to the bit means the same kernels each time, and inductor times its kernels again.
-        is_measured = plan.on_cuda and not config.train.deterministic and not plan.simulated
-        return None if is_measured else "eager"
-    return "eager" if wish == "off" else "compile" if wish == "compile" or not plan.on_cuda else "graph"
-
-
-def eager_region(workload: Workload, model: nn.Module, *, name: str = "") -> Region:
-    """Forward and loss of a workload, as they are; under a name they are code of their own to the compiler, which
-    counts how often it has compiled each."""
-
-    def forward_and_loss(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
-        outputs = workload.forward(model, batch)
-        loss, weight = workload.weighed_loss(outputs, batch)
-        return loss, weight, outputs
-
-    if name:
-        forward_and_loss.__code__ = forward_and_loss.__code__.replace(co_name=f"{name}_and_loss")
-    return forward_and_loss
 
 
 def compiled(

@@ -140,3 +140,16 @@ class Workload:
         """Loss and weight; a loss that comes alone counts by the number of samples."""
         found = self.loss(outputs, batch)
         return found if isinstance(found, tuple) else (found, len(next(iter(batch.values()))))
+
+    def region(self, model: nn.Module, *, name: str = "") -> Callable[[Batch], tuple[Tensor, Tensor | float, Any]]:
+        """Return forward and loss of one batch as one function, which is what gets compiled. Under a name it is code of
+        its own to the compiler, which counts how often it has compiled each."""
+
+        def forward_and_loss(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
+            outputs = self.forward(model, batch)
+            loss, weight = self.weighed_loss(outputs, batch)
+            return loss, weight, outputs
+
+        if name:
+            forward_and_loss.__code__ = forward_and_loss.__code__.replace(co_name=f"{name}_and_loss")
+        return forward_and_loss
