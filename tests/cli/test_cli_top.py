@@ -58,6 +58,19 @@ def test_a_loss_that_is_not_finite_is_json_all_the_same(tmp_path: Path, capsys: 
     assert "nan" in look(capsys, str(tmp_path), "--once")[1]
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["[1]", "null", '{"kind": "train", "step": 1, "loss": 1}', '{"kind": "train", "step": "x", "loss": [1]}',
+     '{"kind": "event", "step": []}'],
+)  # fmt: skip
+def test_records_that_no_run_writes_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
+    (tmp_path / "config.yaml").write_text("workload: unet\n")
+    (tmp_path / "metrics.jsonl").write_text(f"{line}\n")
+    code, said = look(capsys, str(tmp_path), "--once")
+    assert code == 2
+    assert "is not a record" in said or "are not what a run writes" in said
+
+
 def test_a_run_without_records_and_a_folder_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("workload: unet\n")

@@ -153,7 +153,7 @@ def test_one_outlying_pixel_does_not_change_the_scale(
     assert found.scale == pytest.approx(high)
     if abs(outlier) > high:
         [note] = describe_outliers(scan.raw, found.limit)
-        assert f"(beyond {found.limit:g}, up to {abs(outlier):g}) in 1 float image: 0.npy;" in note
+        assert f"(beyond {found.limit:g}, magnitudes up to {abs(outlier):g}) in 1 float image: 0.npy;" in note
     assert read_image(tmp_path / "0.npy", channels=1, raw_scale=found.scale)[2, 3, 0] == np.float32(outlier) / high
 
 
@@ -161,7 +161,7 @@ def test_one_odd_file_does_not_change_the_scale_of_the_others(tmp_path: Path) ->
     scan = scan_floats(tmp_path, ramp(0, 1), ramp(0, 255), ramp(0, 1))
     found = scale_for(scan.raw.values())
     assert found.scale == 1
-    assert "(beyond 1, up to 255) in 1 float image: 1.npy;" in describe_outliers(scan.raw, found.limit)[0]
+    assert "(beyond 1, magnitudes up to 255) in 1 float image: 1.npy;" in describe_outliers(scan.raw, found.limit)[0]
 
 
 def test_one_dark_float_image_is_scaled_like_its_bright_neighbour(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_floats_without_a_known_scale_are_refused(tmp_path: Path) -> None:
 def test_a_nan_in_a_float_image_names_the_file(tmp_path: Path, bad: float) -> None:
     image = np.zeros((6, 8), dtype=np.float32)
     image[1, 1] = bad
-    with pytest.raises(DataError, match=r"broken\.npy holds 1 values that are NaN or infinite"):
+    with pytest.raises(DataError, match=r"broken\.npy holds 1 value of NaN, infinity or a size beyond fp32"):
         read_image(save(tmp_path / "broken.npy", image), channels=1)
 
 

@@ -171,6 +171,16 @@ def test_only_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert checkpoints.best() == tmp_path / "step-00000002"
 
 
+@pytest.mark.parametrize("content", ["[", "{}", '{"checkpoint": 3}', '{"checkpoint": "../../elsewhere"}'])
+def test_a_damaged_mark_of_the_best_drops_nothing(tmp_path: Path, content: str) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.mark_best(checkpoints.save(1, checkpoint(1)), "iou", 0.9)
+    (tmp_path / "best.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"best.json cannot be read"):
+        checkpoints.save(2, checkpoint(2))
+    assert (tmp_path / "step-00000001").is_dir()
+
+
 def test_a_step_saved_twice_replaces_nothing_until_the_new_one_is_there(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=3)
     first = checkpoints.save(4, checkpoint(1.0))

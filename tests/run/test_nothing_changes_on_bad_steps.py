@@ -6,10 +6,12 @@ import copy
 import random
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -111,6 +113,77 @@ def test_nan_in_a_sparse_buffer_drops_the_step() -> None:
     assert not step(
         lambda x: model.inner(x).square().mean() + 0 * model(x.detach()).nan_to_num().sum(), [batch()]
     ).committed
+
+
+class Cached(nn.Module):
+    """Makes a sparse buffer when it is first used, and writes into it from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("adjacency", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.adjacency is None:
+            self.adjacency = torch.eye(8).to_sparse()
+        double(self)  # type: ignore[arg-type]
+        return torch.sparse.mm(self.adjacency, self.inner(x))
+
+
+def test_a_buffer_that_becomes_sparse_is_put_back_from_then_on() -> None:
+    model = Cached()
+    step = hs.Step(model, torch.optim.AdamW(model.parameters(), fused=True), "fp32")
+    loss_fn = lambda x: model(x).square().mean()  # noqa: E731
+    assert not step(loss_fn, [NAN]).committed
+    assert model.adjacency is None
+    for values, diagonal in ((batch(), 2.0), (batch(1), 4.0), (NAN, 4.0), (batch(2), 8.0)):
+        step(loss_fn, [values])
+        assert model.adjacency.to_dense().diagonal().tolist() == [diagonal] * 8
+
+
+def test_a_model_with_a_sparse_buffer_leaves_capsules(tmp_path: Path) -> None:
+    model = Graph(double)
+    step = hs.Step(model, torch.optim.AdamW(model.parameters(), fused=True), "fp32", capsules=tmp_path)
+    loss_fn = lambda x: model(x).square().mean()  # noqa: E731
+    step(loss_fn, [NAN])
+    with pytest.warns(UserWarning, match="is kept"):
+        step.finish()
+    assert "cause: bad input" in str(hs.replay(next(tmp_path.iterdir()), model, loss_fn))
+
+
+class Holding(nn.Module):
+    """Holds a buffer that nothing may write into, or not as others are."""
+
+    def __init__(self, held: Tensor) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("held", held)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.held.abs().sum()
+
+
+def read_only(folder: Path) -> Tensor:
+    np.save(folder / "features.npy", np.ones(8, np.float32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it is read-only
+        return torch.from_numpy(np.load(folder / "features.npy", mmap_mode="r"))
+
+
+def made_in_inference(folder: Path) -> Tensor:
+    with torch.inference_mode():
+        return torch.ones(8)
+
+
+@pytest.mark.parametrize(
+    "make", [read_only, made_in_inference, lambda folder: torch.polar(torch.ones(8), torch.ones(8)).conj()]
+)
+def test_buffers_that_cannot_be_written_are_left_alone(make: Callable[[Path], Tensor], tmp_path: Path) -> None:
+    model = Holding(make(tmp_path))
+    step = hs.Step(model, torch.optim.AdamW(model.parameters(), fused=True), "fp32")
+    loss_fn = lambda x: model(x).square().mean()  # noqa: E731
+    assert [step(loss_fn, [values]).committed for values in (batch(), NAN, batch(1))] == [True, False, True]
+    assert float(model.held.abs().sum()) == pytest.approx(8)
 
 
 class Ranged(nn.Module):
@@ -254,6 +327,17 @@ def test_eps_of_0_is_no_fault_where_every_weight_has_a_gradient() -> None:
     assert bits(model.state_dict()) == bits(other.state_dict())
 
 
+class Counting(torch.optim.SGD):
+    """Counts in its groups, as LAMB does, and keeps lists of tensors, as SOAP does."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                self.state[p].setdefault("factors", [torch.zeros(2)])[0].add_(1)
+
+
 class Spoiling(torch.optim.SGD):
     """A foreign optimizer that writes NaN, or raises, in its third step."""
 
@@ -280,14 +364,24 @@ def test_a_foreign_optimizer_that_writes_nan_ends_the_step_with_an_error() -> No
         assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-@pytest.mark.parametrize("first", ["fused AdamW", "AdamW", "RMSprop"])
+@pytest.mark.parametrize("kind", ["RMSprop", "custom"])
+@pytest.mark.filterwarnings("ignore:.*is not fused", "ignore:Initializing zero-element")
+def test_a_parameter_without_elements_is_no_fault(kind: str) -> None:
+    model = nn.ModuleList([nn.Linear(0, 4), nn.Linear(4, 4)])
+    make = {**KINDS, "custom": lambda p: Counting(p, 0.1)}[kind]
+    step = hs.Step(model, make(model.parameters()), "fp32")
+    assert step(lambda x: (model[1](x) + model[0](x[:, :0])).square().mean(), [batch()]).committed
+
+
+@pytest.mark.parametrize("first", ["fused AdamW", "AdamW", "RMSprop", "custom"])
 @pytest.mark.parametrize("raises", [True, False])
 @pytest.mark.filterwarnings("ignore:.*is not fused")
 def test_an_optimizer_that_stepped_is_put_back_where_the_next_one_fails(first: str, raises: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     failing = Spoiling(model[1].parameters(), 0.1)
     failing.raises = raises
-    optimizers = [KINDS[first](model[0].parameters()), failing]
+    kinds = {**KINDS, "custom": lambda p: Counting(p, 0.1)}
+    optimizers = [kinds[first](model[0].parameters()), failing]
     step = hs.Step(model, optimizers, "fp32")
     loss_fn = lambda x: model(x).square().mean()  # noqa: E731
     for seed in range(2):
@@ -400,6 +494,26 @@ def test_dropped_steps_are_reported_and_counted() -> None:
         "20 of the 40 steps of this pass over the data were dropped",
     ]
     assert {Path(warning.filename).name for warning in seen} == {Path(__file__).name}
+
+
+def test_a_fault_in_every_pass_is_reported_in_every_pass() -> None:
+    model = nn.Linear(4, 4)
+    step = hs.Step(model, torch.optim.AdamW(model.parameters(), fused=True), "fp32")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")  # which shows a text once for each line
+        for _ in range(3):
+            for window in step.windows([batch(), NAN, batch(1)]):
+                step(lambda x: model(x).square().mean(), window)
+    assert sum("of this pass" in str(warning.message) for warning in seen) == 3
+
+
+def test_overflows_of_fp16_at_a_low_scale_are_reported() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = hs.Step(model, optimizer, "fp16", simulate=True, scaler={"init_scale": 1.0})
+    with pytest.warns(UserWarning, match="step 0 was dropped: gradient norm is nan"):  # noqa: PT031
+        for window in step.windows([batch()]):
+            step(lambda x: (model(x) * 0).sum(1).sqrt().sum(), window)
 
 
 def test_overflows_of_fp16_are_routine_and_not_reported(recwarn: pytest.WarningsRecorder) -> None:

@@ -165,7 +165,7 @@ def test_an_outlier_leaves_floats_as_they_are_and_header_and_warning_tell(
     run = trained(root, tmp_path / "run")
     shown = capsys.readouterr()
     assert "float images: divided by 1 (data.scale): 99.9% of a typical file's values are at most 1" in shown.out
-    assert "warning: outlying values (beyond 1, up to 1.02) in 1 float image: 003.npy;" in shown.err
+    assert "warning: outlying values (beyond 1, magnitudes up to 1.02) in 1 float image: 003.npy;" in shown.err
     assert load(str(run / "config.yaml")).config.data.scale == 1  # type: ignore[attr-defined]
 
 

@@ -39,6 +39,21 @@ def console_script(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("source", "says"), [("def build(:\n", "bad.py:1"), ("x = 1\ny = missing\n", "'missing' is not defined")]
+)
+def test_a_file_that_cannot_be_imported_is_named_with_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, says: str
+) -> None:
+    name = "bad" if "(:" in source else "worse"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="cannot be imported") as error:
+        load(f"{name}:build")
+    assert says in error.value.why
+    assert f"{name}.py:{1 if name == 'bad' else 2}" in error.value.why
+
+
+@pytest.mark.parametrize(
     ("path", "says"),
     [
         ("json:dumps", "json:dumps cannot be called as build"),

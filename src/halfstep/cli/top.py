@@ -30,19 +30,22 @@ def command(
 
     from halfstep.report.metrics_file import as_json
     from halfstep.report.page.read_run import read_run
-    from halfstep.report.top_view import is_over, top_facts, top_table
+    from halfstep.report.top_view import explained, is_over, top_facts, top_table
 
     record, console = read_run(run), Console()
-    facts = top_facts(record)
+    with explained(record):
+        facts = top_facts(record)
+        table = top_table(record, facts)
     if wants_json:
         return typer.echo(json.dumps(as_json(facts), indent=2))
     if once or not console.is_terminal or is_over(record):
-        return console.print(top_table(record, facts))
+        return console.print(table)
     hint = Text("Ctrl-C leaves; the run goes on", style="dim")
-    with Live(Group(top_table(record, facts), hint), console=console, auto_refresh=False) as live:
+    with Live(Group(table, hint), console=console, auto_refresh=False) as live:
         while not is_over(record):
             time.sleep(every)
             record = read_run(run)
-            table = top_table(record, top_facts(record))
+            with explained(record):
+                table = top_table(record, top_facts(record))
             live.update(table if is_over(record) else Group(table, hint), refresh=True)
     return None

@@ -127,7 +127,7 @@ def scale_for(ranges: Iterable[RawRange]) -> RawScale:
     if median_high(one.is_signed for one in seen):
         return RawScale(scale=1.0, usual=usual, limit=far)
     if usual <= 2:  # bytes of which 99.9 % are at most 2 would be black
-        return RawScale(scale=1.0, usual=usual, limit=1.0)
+        return RawScale(scale=1.0, usual=usual, limit=1.0 if usual <= 1 else far)
     if usual <= 255:
         return RawScale(scale=255.0, usual=usual, limit=255.0)
     largest = max((one.largest for one in seen if one.largest <= far), default=usual)
@@ -141,7 +141,7 @@ def describe_outliers(ranges: Mapping[Path, RawRange], limit: float) -> list[str
         return []
     largest = max(one.largest for one in ranges.values())
     return [
-        f"outlying values (beyond {limit:g}, up to {largest:g}) in {counted(len(beyond), 'float image')}: "
+        f"outlying values (beyond {limit:g}, magnitudes up to {largest:g}) in {counted(len(beyond), 'float image')}: "
         f"{some_of(path.name for path in beyond)}; they stay as they are and do not change the scale (data.scale)"
     ]
 
@@ -153,7 +153,7 @@ def _finite(array: Array, path: Path) -> Array:
     num_bad = array.size - int(np.isfinite(array).sum())
     if num_bad:
         raise DataError(
-            f"{path} holds {num_bad} values that are NaN or infinite",
+            f"{path} holds {counted(num_bad, 'value')} of NaN, infinity or a size beyond fp32",
             why="one of them turns the whole batch's loss into NaN",
             fix="repair the file, or leave bad files out: data.on_bad_file=skip",
         )

@@ -74,8 +74,10 @@ class Capsule:
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, those that state_dict leaves out included."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    """Parameters and buffers, those that state_dict leaves out included. Not sparse ones, which safetensors cannot
+    hold: replay takes those of the model it is given."""
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: value for name, value in held.items() if value.layout is torch.strided}
 
 
 def copied_state(model: nn.Module) -> dict[str, Tensor]:

@@ -244,7 +244,7 @@ def _mean_of_some(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
 
 def _with_eps(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     eps = kwargs.get("eps")
-    is_small = name.endswith("_norm") and isinstance(eps, float) and eps < 1e-8
+    is_small = name.endswith("_norm") and isinstance(eps, float | int) and eps < 1e-8
     return (args, kwargs | {"eps": 1e-5}) if is_small else None
 
 

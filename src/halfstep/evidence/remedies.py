@@ -186,7 +186,7 @@ def _trained(subject: Subject, found: Diagnosis, update: Update) -> Attempt:
 def _other_update(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) -> Iterator[Remedy]:
     assert subject.update is not None
     with _filled(subject, found):
-        if any(eps < 1e-30 for eps in subject.update.settings("eps") if isinstance(eps, float)):
+        if any(eps < 1e-30 for eps in subject.update.settings("eps") if isinstance(eps, float | int)):
             update = subject.update.changed("eps", lambda eps: max(eps, 1e-8))
             outcome = attempt(replace(subject, update=update), "eps", num_more=NUM_MORE)
             change = f"eps=1e-8 in {subject.update.names}: with 0, a weight without gradient is updated by 0/0"

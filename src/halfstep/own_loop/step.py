@@ -174,7 +174,7 @@ class Step:
             precision=plan.granted, simulate=simulate, accumulate=accumulate, clip=clip, ema_decay=decay,
             skip_spikes=skip_spikes, guard=options, scaler=scaling,
         )  # fmt: skip
-        self._dropped = DroppedSteps(scaling=plan.needs_loss_scaling)
+        self._dropped = DroppedSteps(low_scale=self._step.scaler.low if plan.needs_loss_scaling else None)
         if self._step.ranks is None or self._step.ranks.world.rank == 0:
             self._guard.observers.append(self._dropped.observe)
         if on_outcome is not None:

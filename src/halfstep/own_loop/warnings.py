@@ -28,12 +28,13 @@ class DroppedSteps:
     An overflow of fp16's gradients is routine, and an empty window has nothing to lose: neither counts.
     """
 
-    def __init__(self, *, scaling: bool) -> None:
-        self.scaling = scaling
+    def __init__(self, *, low_scale: float | None) -> None:
+        self.low_scale = low_scale  # of fp16's loss scale: what overflows there does so at any scale
         self.num_dropped = self.num_dropped_before = self.first_step = 0
 
     def observe(self, facts: object, reading: Reading) -> None:
-        is_overflow = self.scaling and math.isfinite(reading.loss) and not math.isfinite(reading.grad_norm)
+        is_overflow = self.low_scale is not None and reading.scale > self.low_scale
+        is_overflow = is_overflow and math.isfinite(reading.loss) and not math.isfinite(reading.grad_norm)
         if not reading.is_bad or reading.is_empty or is_overflow:
             return
         self.num_dropped += 1
@@ -46,4 +47,5 @@ class DroppedSteps:
         num, num_steps = self.num_dropped - self.num_dropped_before, attempted - self.first_step
         self.num_dropped_before, self.first_step = self.num_dropped, attempted
         if num:
-            warn_user(f"{num} of the {num_steps} steps of this pass over the data were dropped")
+            since = f"; {self.num_dropped} since the start" if self.num_dropped > num else ""
+            warn_user(f"{num} of the {num_steps} steps of this pass over the data were dropped{since}")

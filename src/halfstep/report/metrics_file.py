@@ -84,8 +84,11 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     for number, line in enumerate(lines, start=1):
         try:
             if line:
-                yield line, parse_json(line)
-        except ValueError as error:  # not JSON, or not UTF-8
+                record = parse_json(line)
+                if not isinstance(record, dict):
+                    raise ValueError("not an object")
+                yield line, record
+        except ValueError as error:  # not JSON, not UTF-8, or not a record
             if number == len(lines):
                 return
             raise CheckpointError(

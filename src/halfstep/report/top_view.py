@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.table import Table
 
 from halfstep.disk import is_owned
-from halfstep.errors import format_bytes, suggested
+from halfstep.errors import CheckpointError, format_bytes, suggested
 from halfstep.report.page.read_run import SAMPLES, RunRecord, per_second
 from halfstep.report.tables import pairs_table
 
@@ -16,6 +18,19 @@ BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
 RECORDED = ("step", "epoch", "loss", SAMPLES, "memory_bytes", "skipped")
 GPU = {"utilization": "% busy", "power_w": "W", "temperature_c": "°C"}
+
+
+@contextmanager
+def explained(run: RunRecord) -> Iterator[None]:
+    """Explain records of another form: the folder may be someone else's."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the records of {run.path} are not what a run writes ({type(error).__name__}: {error})",
+            why="metrics.jsonl or monitor.jsonl was edited",
+            fix="delete the lines that halfstep did not write",
+        ) from error
 
 
 def top_facts(run: RunRecord) -> dict[str, Any]:

@@ -71,11 +71,22 @@ class Checkpoints:
         write_whole(self.folder / "best.json", json.dumps({"checkpoint": path.name, "metric": metric, "value": value}))
 
     def best(self) -> Path | None:
-        """The checkpoint with the best metric, if one was marked and is still there."""
-        try:
-            path = self.folder / str(parse_json((self.folder / "best.json").read_bytes())["checkpoint"])
-        except (OSError, ValueError, KeyError, TypeError):
+        """Return the checkpoint with the best metric, if one was marked and is still there."""
+        file = self.folder / "best.json"
+        if not file.is_file():
             return None
+        try:
+            name = parse_json(file.read_bytes())["checkpoint"]
+            if not NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is no checkpoint's name")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            # Without it the best checkpoint would be dropped as an old one.
+            raise CheckpointError(
+                f"{file} cannot be read: {error or type(error).__name__}",
+                why="it says which checkpoint is the best one, and that one must not be dropped",
+                fix='put it back, as in {"checkpoint": "step-00000100"}, or delete it to do without a best checkpoint',
+            ) from error
+        path = self.folder / name
         return path if path.is_dir() else None
 
     def all(self) -> list[Path]:

@@ -20,6 +20,7 @@ learning rate they write finite numbers; with eps = 0 they are selected.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -114,6 +115,10 @@ class Undo:
     def __init__(self, optimizer: Optimizer, parameters: list[Tensor], *, by_host: bool) -> None:
         self.optimizer, self.parameters, self.by_host = optimizer, parameters, by_host
         self.state = {p: dict(own) for p in parameters if (own := optimizer.state.get(p))}
+        # What only the host can put back: numbers that foreign optimizers count in groups, and lists of tensors.
+        self.groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        for own in self.state.values() if by_host else ():
+            own.update((k, copy.deepcopy(v)) for k, v in own.items() if isinstance(v, list | dict))
         held = (value for own in self.state.values() for value in own.values() if isinstance(value, Tensor))
         self.snapshot = Snapshot([*parameters, *filter(is_writable_in_place, held)])
         self.snapshot.save()
@@ -130,6 +135,8 @@ class Undo:
             self.optimizer.state.pop(p, None)
             if p in self.state:
                 self.optimizer.state[p] = self.state[p]
+        for group, then in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group.update(then)
 
 
 class Committer:
@@ -200,7 +207,7 @@ class Committer:
 
     def left_non_finite(self) -> Tensor | None:
         """Whether a parameter that was just stepped is not finite; None where there is none to look at."""
-        written = [p for p in self._with_grad() if p.grad is not None and not p.grad.is_sparse]
+        written = [p for p in self._with_grad() if p.numel() and p.grad is not None and not p.grad.is_sparse]
         if not written:
             return None
         worst = torch.nn.utils.get_total_norm(written, float("inf"))
@@ -299,8 +306,8 @@ def commit_all(committers: Sequence[Committer], bad: Tensor, factor: Tensor | No
                 _refuse_spoiled(committer, spoiled & ~bad)
             bad = bad if spoiled is None else bad | spoiled
         except BaseException as error:
-            for copy in earlier:
-                copy.restore()
+            for undo in earlier:
+                undo.restore()
             if not isinstance(error, HalfstepError):  # ours come before anything is written, or say it themselves
                 error.add_note(
                     f"halfstep: {committer.name} may have stepped some of its parameters when it raised; the step is "
@@ -308,8 +315,8 @@ def commit_all(committers: Sequence[Committer], bad: Tensor, factor: Tensor | No
                     "to go on"
                 )
             raise
-    for copy in copies:
-        copy.restore_where(bad)
+    for undo in copies:
+        undo.restore_where(bad)
     return bad
 
 

@@ -26,8 +26,9 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def is_writable_in_place(tensor: Tensor) -> bool:
-    """An expanded tensor shares memory between elements, so nothing can write into it; nor into a sparse one."""
-    if tensor.layout is not torch.strided:
+    """Return whether elements have memory of their own that may be written: not those of an expanded or sparse tensor,
+    nor of one made in inference mode, which is written nowhere else."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_inference():
         return False
     return all(stride > 0 for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
 
@@ -74,12 +75,17 @@ def _joined(views: Sequence[Tensor]) -> Tensor:
 def _spread(flat: Tensor, views: Sequence[Tensor]) -> None:
     pieces = flat.split([view.numel() for view in views])
     pairs = list(zip(views, pieces, strict=True))
-    lines = [(view, piece) for view, piece in pairs if view.ndim == 1]
+    lines = [(view, piece) for view, piece in pairs if _is_line(view)]
     if lines:
         torch._foreach_copy_([view for view, _ in lines], [piece for _, piece in lines])
     for view, piece in pairs:
-        if view.ndim != 1:
+        if not _is_line(view):
             view.copy_(piece.view(view.shape))
+
+
+def _is_line(view: Tensor) -> bool:
+    """Whether `_foreach_copy_` takes it: of one dimension, and neither conjugated nor negated lazily."""
+    return view.ndim == 1 and not (view.is_conj() or view.is_neg())
 
 
 class Snapshot:
@@ -102,20 +108,33 @@ class Snapshot:
     def restore_where(self, flag: Tensor) -> None:
         """Where `flag` is true every tensor gets its saved bits back; otherwise it keeps what it has now."""
         for group, saved in zip(self.groups, self.saved, strict=False):  # nothing saved, nothing to put back
-            _spread(torch.where(flag.to(saved.device), saved, _joined(group)), group)
+            if saved.is_cuda:
+                _spread(torch.where(flag, saved, _joined(group)), group)
+            elif bool(flag):  # no wait on the CPU
+                _put_back(saved, group)
         self.saved = []
 
     @torch.no_grad()
     def restore(self) -> None:
         for group, saved in zip(self.groups, self.saved, strict=False):
-            _spread(saved, group)
+            _put_back(saved, group)
         self.saved = []
+
+
+def _put_back(saved: Tensor, views: Sequence[Tensor]) -> None:
+    """Write what differs. On the CPU nothing else is touched: a buffer may be a file that is mapped for reading."""
+    if saved.is_cuda:
+        return _spread(saved, views)
+    for view, piece in zip(views, saved.split([view.numel() for view in views]), strict=True):
+        if not (_is_line(view) and torch.equal(view.view(torch.uint8), piece.view(torch.uint8))):
+            view.copy_(piece.view(view.shape))
+    return None
 
 
 def became_non_finite(before: Tensor, now: Tensor) -> Tensor:
     """Whether any number that was finite is not any more. A mask that holds -inf on purpose does not count."""
     lost = ~is_finite(now)
-    is_alike = (before.shape, before.is_complex()) == (now.shape, now.is_complex())
+    is_alike = (before.shape, before.layout, before.is_complex()) == (now.shape, torch.strided, now.is_complex())
     return (lost & is_finite(before) if is_alike else lost).any()
 
 
@@ -125,6 +144,8 @@ def can_be_non_finite(tensor: Tensor) -> bool:
 
 def is_finite(values: Tensor) -> Tensor:
     """As torch.isfinite, in half as many kernels: less itself a finite number is 0, any other NaN."""
+    if values.layout is not torch.strided:
+        values = values._values() if values.layout is torch.sparse_coo else values.values()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     values = values.float() if values.element_size() == 1 else values  # fp8 has no arithmetic

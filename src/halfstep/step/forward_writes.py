@@ -79,7 +79,8 @@ class ForwardWrites:
     def save(self, trained: Sequence[Tensor]) -> None:
         """Before the window's first forward pass; `trained` are the optimizers' parameters."""
         ids = [id(p) for p in trained]
-        if self.places.refresh() or ids != self.trained:
+        has_become_sparse = any(_is_sparse(owner.get(key)) for _, owner, key in self.saved)
+        if self.places.refresh() or ids != self.trained or has_become_sparse:
             self._take_in(trained)
             self.trained = ids
         self._look_up([owner.get(key) for _, owner, key in self.saved])
@@ -352,8 +353,7 @@ class SparseTensors:
         for place in self.changed():
             now = place.held
             if now is not None and can_be_non_finite(now):
-                values = now._values() if now.layout is torch.sparse_coo else now.values() if _is_sparse(now) else now
-                found = found | ~is_finite(values).all().to(device)
+                found = found | ~is_finite(now).all().to(device)
         return found
 
     @torch.no_grad()
@@ -367,7 +367,8 @@ class SparseTensors:
 
 
 def _is_sparse(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.layout is not torch.strided
+    """Also for a quantised tensor, which `torch.where` does not take either."""
+    return tensor is not None and (tensor.layout is not torch.strided or tensor.is_quantized)
 
 
 def _sorted_out(also: Also) -> tuple[list[nn.Module], list[Tensor]]:
@@ -400,7 +401,9 @@ def _is_trained(tensor: Tensor | None) -> bool:
 
 def _has_plain_storage(tensor: Tensor | None) -> bool:
     """Not a wrapper such as a quantised weight's: of those only their modules know how they are written."""
-    return tensor is not None and type(tensor.data) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
+    if tensor is None or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_inference():
+        return False
+    return type(tensor.data) is Tensor
 
 
 def _storage(tensor: Tensor | None) -> Tensor | None:

@@ -74,9 +74,12 @@ class DelayedSignals:
                 _signal.signal(number, handler)
 
     def _run_pending(self) -> None:
-        while self._pending:
+        if self._pending:
             number = self._pending.pop(0)
-            self._handlers[number](number, sys._getframe())
+            try:
+                self._handlers[number](number, sys._getframe())
+            finally:
+                self._run_pending()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         # A second one of a kind is not delayed: what is inside may hang.

@@ -387,6 +387,7 @@ class Step:
         if (rates := self._rates_of(self.optimizers[0])) is not None:
             return rates.first_of(self.optimizers[0])
         lr = self.optimizers[0].param_groups[0]["lr"]
+        lr = float("nan") if lr is None else lr  # an optimizer may find its own, as transformers' Adafactor does
         return lr.detach() if isinstance(lr, Tensor) else torch.full((), float(lr), device=self.device)
 
     def set_rate_factor(self, factor: float) -> None:

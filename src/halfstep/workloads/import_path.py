@@ -14,6 +14,7 @@ import importlib.util
 import inspect
 import secrets
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -34,6 +35,16 @@ def imported(path: str, *, what: str, form: str) -> Callable[..., Any]:
     except ImportError as error:
         raise ConfigError(
             f"{what} {path!r} cannot be imported", why=str(error), fix=_where_to_look(module_name, error)
+        ) from error
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        line, text = f"{last.filename}:{last.lineno}", str(error)
+        if isinstance(error, SyntaxError):
+            line, text = f"{error.filename}:{error.lineno}", error.msg
+        raise ConfigError(
+            f"{what} {path!r} cannot be imported: {module_name} raises {type(error).__name__}",
+            why=f"{text} ({line})",
+            fix=f"correct it; `python -c 'import {module_name}'` shows the same",
         ) from error
     found = getattr(module, name, None)
     if found is None or not (callable(found) or hasattr(found, "builder")):

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from halfstep.config.foreign import flat
-from halfstep.disk import parse_json
+from halfstep.disk import parse_json, read_sealed
 from halfstep.errors import CheckpointError
 from halfstep.report.metrics_file import read
 
@@ -72,7 +72,7 @@ def read_run(path: Path) -> RunRecord:
         name=path.resolve().name,
         path=path,
         records=read(path / "metrics.jsonl"),
-        plan=_json(path / "plan.json"),
+        plan=_plan(path / "plan.json"),
         summary=_json(path / "report" / "summary.json"),
         settings=_settings(path),
         samples=_samples(path / "report" / "samples"),
@@ -99,8 +99,17 @@ def _json(path: Path) -> dict[str, Any]:
         return dict(parse_json(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{path} cannot be read: {error}", fix="delete it: the page is drawn without it"
+            f"{path} cannot be read: {error}", fix="put it back, or move it away to draw the page without it"
         ) from error
+
+
+def _plan(path: Path) -> dict[str, Any]:
+    """Return the plan; one that was edited carries a warning, which the page shows."""
+    plan = _json(path)
+    try:
+        return read_sealed(path.read_bytes()) if plan else {}
+    except ValueError as error:
+        return {**plan, "warnings": [*plan.get("warnings", ()), f"plan.json is not what the run wrote: {error}"]}
 
 
 def _settings(path: Path) -> dict[str, tuple[str, str]]:
