@@ -170,7 +170,7 @@ def test_one_dark_float_image_is_scaled_like_its_bright_neighbour(tmp_path: Path
 
 
 def test_a_nan_is_found_before_training_starts(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"1\.npy holds 48 values that are NaN or infinite"):
+    with pytest.raises(DataError, match=r"1\.npy holds 48 values of NaN, infinity or a size beyond fp32"):
         scan_floats(tmp_path, ramp(0, 1), np.full((6, 8), 1e300))  # infinite as float32
 
 
