@@ -23,12 +23,22 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tmp_path_factory.mktemp("files") / "run", {"train.epochs": 1})
 
 
-@pytest.mark.parametrize("name", ["data.json", "checkpoints/best.json"])
-def test_a_run_goes_on_without_what_it_can_do_without(trained: Path, name: str) -> None:
+def test_a_run_goes_on_without_the_record_of_its_data(trained: Path) -> None:
     for epochs, text in enumerate((*OTHER, BOMB), start=newest(trained).state["position"]["epoch"] + 1):
-        (trained / name).write_text(text)
+        (trained / "data.json").write_text(text)
         resume(trained, f"train.epochs={epochs}")
         assert newest(trained).state["position"]["epoch"] == epochs
+
+
+def test_a_run_does_not_go_on_without_knowing_its_best_checkpoint(trained: Path) -> None:
+    """It would drop that one as an old one."""
+    file = trained / "checkpoints" / "best.json"
+    written = file.read_text()
+    for text in (*OTHER, BOMB):
+        file.write_text(text)
+        with pytest.raises(CheckpointError, match=r"best.json cannot be read"):
+            resume(trained, "train.epochs=9")
+    file.write_text(written)
 
 
 @pytest.mark.parametrize("name", ["plan.json", "settled.json"])
@@ -48,7 +58,7 @@ def test_a_page_of_a_run_names_the_file_that_is_no_record(tmp_path: Path, name: 
     (folder / "report" / name).write_text('"text"')
     with pytest.raises(CheckpointError, match=name) as refused:
         read_run(folder)
-    assert "delete it" in refused.value.fix
+    assert "move it away" in refused.value.fix
 
 
 def test_an_edit_of_the_config_that_changes_a_step_is_refused_unless_it_is_allowed(

@@ -255,6 +255,7 @@ def _resume(loaded: Loaded, folder: RunFolder, place: Place, *, allow_changes: b
 def _newest(folder: RunFolder, damaged: list[str]) -> Path:
     checkpoints = folder.checkpoints()
     checkpoints.clean_up()
+    checkpoints.best()  # a damaged best.json is refused before anything is trained
     return checkpoints.load_newest(on_damaged=damaged.append)[0]
 
 
