@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,13 @@ EVERY_3 = {"train.checkpoint_every": 3, "train.validate_every_steps": 3}
 PLATEAU = {"schedule.name": "plateau", "schedule.patience": 1, "schedule.warmup_epochs": 0, "optimizer.lr": 1e-4}
 
 
+def in_a_process(said: Path, call: Callable[..., object], *arguments: Any, ends: int = 0) -> None:
+    """In a fresh one: after other tests' half formats this one's convolutions may round differently."""
+    with process(call, *arguments, output=said) as called:
+        called.join(timeout=60)
+        assert called.exitcode == ends, said.read_text()
+
+
 @pytest.mark.parametrize(
     ("killed_after", "more"),
     [
@@ -231,13 +239,12 @@ def test_a_run_killed_in_a_validation_validates_when_it_is_resumed(
     checkpoint = parts / "checkpoints" / f"step-{killed_after:08d}"
     options = {"signal_file": str(flag), "signal": "SIGKILL", "signal_with": str(checkpoint)}
     overrides = config(more=more, **options)
-    whole = run(tmp_path / "whole", overrides)
+    whole, said = tmp_path / "whole", tmp_path / "said"
+    in_a_process(said, run, whole, overrides)
     flag.touch()
-    with process(run, parts, overrides, output=tmp_path / "said") as killed:
-        killed.join(timeout=60)
-        assert killed.exitcode == -signal.SIGKILL, (tmp_path / "said").read_text()
+    in_a_process(said, run, parts, overrides, ends=-signal.SIGKILL)
     assert Checkpoints(parts / "checkpoints").all()[-1] == checkpoint
-    resume(parts)
+    in_a_process(said, resume, parts)
     assert_same_run(whole, parts)
     marks = [(one / "checkpoints" / "best.json").read_text() for one in (whole, parts)]
     assert marks[0] == marks[1]
@@ -248,12 +255,11 @@ def test_a_longer_run_killed_in_its_last_validation_is_not_finished(tmp_path: Pa
     flag, parts = tmp_path / "signal", tmp_path / "parts"
     options = {"signal_file": str(flag), "signal": "SIGKILL", "signal_with": str(parts)}
     overrides = config(more={"train.max_steps": 3, "train.checkpoint_every": 3}, **options)
-    whole = run(tmp_path / "whole", overrides)
-    run(parts, overrides)
-    resume(whole, "train.max_steps=6")
+    whole, said = tmp_path / "whole", tmp_path / "said"
+    for one in (whole, parts):
+        in_a_process(said, run, one, overrides)
+    in_a_process(said, resume, whole, "train.max_steps=6")
     flag.touch()
-    with process(resume, parts, "train.max_steps=6", output=tmp_path / "said") as killed:
-        killed.join(timeout=60)
-        assert killed.exitcode == -signal.SIGKILL, (tmp_path / "said").read_text()
-    resume(parts)
+    in_a_process(said, resume, parts, "train.max_steps=6", ends=-signal.SIGKILL)
+    in_a_process(said, resume, parts)
     assert_same_run(whole, parts)
