@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,8 +88,10 @@ class Prompt:
         """A person answers what is asked."""
 
     def _line(self, question: Question) -> str:
-        # Not input(): a Ctrl-C between its prompt and its read would wait for the next key.
         print("> ", end="", flush=True)
+        # A Ctrl-C between a look for signals and a read would wait for the next key: so wait in short turns.
+        while self.lines.isatty() and os.name == "posix" and not select.select([self.lines], [], [], 0.1)[0]:
+            pass
         try:
             line = self.lines.readline()
         except UnicodeDecodeError as error:
