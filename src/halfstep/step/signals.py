@@ -46,9 +46,12 @@ class DelayedSignals:
             self._depth = 1
             yield
         finally:
-            self._depth = 0  # what arrives from here on is passed on at once
-            self._uninstall()
-            self._run_pending()
+            try:
+                self._depth = 0  # what arrives from here on is passed on at once
+                self._uninstall()
+            finally:
+                self._uninstall()  # again: a handler may have raised in between
+                self._run_pending()
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
@@ -68,7 +71,6 @@ class DelayedSignals:
                 _signal.signal(number, self._receive)
 
     def _uninstall(self) -> None:
-        """Where a handler raises in between, what is left of ours passes signals on, and the next call removes it."""
         for number, handler in self._handlers.items():
             if _signal.getsignal(number) == self._receive:  # and not what the user's code has set since
                 _signal.signal(number, handler)
