@@ -266,7 +266,7 @@ def asked_mode(config: RunConfig, plan: Plan) -> Mode | None:
     if plan.mode:
         return plan.mode
     if wish == "auto":
-        # Repeatable to the bit means the same kernels each time, and inductor times its kernels again.
+        # A repeatable run needs the same kernels each time, and inductor times its kernels again.
         is_measured = plan.on_cuda and not config.train.deterministic and not plan.simulated
         return None if is_measured else "eager"
     return "eager" if wish == "off" else "compile" if wish == "compile" or not plan.on_cuda else "graph"
