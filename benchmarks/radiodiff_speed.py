@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from halfstep.bench.settings import bench_config
 from halfstep.config.schema import RunConfig
 from halfstep.workloads import KINDS
-from halfstep.workloads.workload import Batch, Workload
+from halfstep.workloads.base.workload import Batch, Workload
 from recording import store
 from row_turns import Turn
 from step_rows import halfstep_row, rows, rows_parser, torch_row

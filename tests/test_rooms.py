@@ -43,8 +43,8 @@ ROOMS["train"] = set(ROOMS)
 for room in set(ROOMS) - {"errors", "formats", "islands", "backend_flags", "disk"}:
     ROOMS[room] = ROOMS[room] | {"disk"}
 
-FAMILIES = {path.parent.name for path in (SRC / "workloads").glob("*/__init__.py")}
-TORCH_FREE = {"errors", "formats", "config", "align", "hardware.gpus", "workloads.import_path"} | {
+FAMILIES = {path.parent.name for path in (SRC / "workloads").glob("*/__init__.py")} - {"base"}
+TORCH_FREE = {"errors", "formats", "config", "align", "hardware.gpus", "workloads.base.import_path"} | {
     f"workloads.{family}.config" for family in FAMILIES
 }
 """Rooms and files that must work where torch is not installed."""

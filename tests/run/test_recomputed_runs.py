@@ -24,7 +24,7 @@ from halfstep.tune.choose import tuned
 from halfstep.tune.memory_low import Cost, MemorySetting
 from halfstep.tune.trials import Rehearse, first_batch
 from halfstep.workloads import from_dict
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.workload import Workload
 from models_of_others import BLOCKS, BasicBlock
 from whole_runs import final_state, resume, run
 

@@ -25,7 +25,7 @@ from halfstep.run.train import train
 from halfstep.tune.compiling import MOST_CHARACTERS, CompiledShapes, CompilerWarnings, compile_reason
 from halfstep.tune.modes import UNCAPTURED, Batch, Region
 from halfstep.workloads import load
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.workload import Workload
 from tiny_training import assert_same_bits
 from whole_runs import TINY, newest, resume
 

@@ -26,7 +26,7 @@ from halfstep.use.evaluate import _less_memory, evaluate
 from halfstep.use.open_run import open_run, plan_for_use
 from halfstep.use.predict import predict
 from halfstep.workloads import load
-from halfstep.workloads.using import Wishes
+from halfstep.workloads.base.using import Wishes
 from tiny_runs import Told, copied, unet_run
 
 

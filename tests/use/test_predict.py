@@ -21,11 +21,11 @@ from halfstep.report.progress import Bar
 from halfstep.use.evaluate import evaluate
 from halfstep.use.open_run import in_use, open_run, plan_for_use, with_weights
 from halfstep.use.predict import predict
+from halfstep.workloads.base.using import Input, Wishes
 from halfstep.workloads.classification.config import ImageDataConfig
 from halfstep.workloads.classification.data import evaluation_share
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.predict import MaskPredictor, smallest_good_tile
-from halfstep.workloads.using import Input, Wishes
 from tiny_runs import Told, copied, press_ctrl_c, unet_run
 
 

@@ -26,11 +26,11 @@ from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import load
+from halfstep.workloads.base.using import Wishes
 from halfstep.workloads.diffusion import build as building
 from halfstep.workloads.diffusion import latents
 from halfstep.workloads.diffusion.diffusers_nets import open_net
 from halfstep.workloads.diffusion.evaluate import DiffusionEvaluation
-from halfstep.workloads.using import Wishes
 from tiny_runs import press_ctrl_c
 from tiny_training import assert_same_bits
 from whole_runs import newest, resume, stored_lines

@@ -24,7 +24,7 @@ from halfstep.step.guard import Action
 from halfstep.step.randomness import algorithms, seed_everything
 from halfstep.tune.choose import tuned
 from halfstep.tune.memory_low import MemorySetting
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.workload import Workload
 
 
 class Ours:

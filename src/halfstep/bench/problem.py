@@ -27,8 +27,8 @@ from halfstep.step.randomness import seed_everything
 from halfstep.step.tabulated import set_to_
 from halfstep.tune.trials import first_batch
 from halfstep.workloads import KINDS
-from halfstep.workloads.kind import Kind, Unit
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.kind import Kind, Unit
+from halfstep.workloads.base.workload import Workload
 
 Batch = dict[str, Tensor]
 AfterStep = Callable[[], None]

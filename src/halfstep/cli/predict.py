@@ -51,7 +51,7 @@ def command(
     from halfstep.report.prediction_view import refuse_existing, show_predictions, write_csv
     from halfstep.report.run_report import RunReport
     from halfstep.use.predict import predict
-    from halfstep.workloads.using import Wishes
+    from halfstep.workloads.base.using import Wishes
 
     if csv:
         refuse_existing(csv)

@@ -71,7 +71,7 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
 def _memory(path: Path) -> dict[str, int] | str:
     """What the run's step is predicted to take; where that cannot be said, why: a workload that is not here, say."""
     from halfstep.run.memory.planned_batch import predicted_memory
-    from halfstep.workloads.import_path import UnknownCode
+    from halfstep.workloads.base.import_path import UnknownCode
 
     try:
         return predicted_memory(path)

@@ -17,8 +17,8 @@ from typer.core import TyperCommand
 from halfstep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from halfstep.workloads.kind import Kind
-    from halfstep.workloads.options import Option
+    from halfstep.workloads.base.kind import Kind
+    from halfstep.workloads.base.options import Option
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 """The base of all of the parser's own errors; typer has no public name for it."""
@@ -171,7 +171,7 @@ def workload_of(args: Sequence[str], *, trust: bool) -> str:
             workload = str(read_yaml(config).values.get("workload") or "")
             if workload not in ("", *KINDS) and not trust:
                 from halfstep.run.folder import RunFolder
-                from halfstep.workloads.import_path import refuse_unknown_code
+                from halfstep.workloads.base.import_path import refuse_unknown_code
 
                 refuse_unknown_code([workload], RunFolder(Path(word)).settled().code, config)
             return workload

@@ -14,9 +14,9 @@ from halfstep.config.schema import RunConfig
 from halfstep.data.binary_sets import cifar_folder, cifar_planes
 from halfstep.data.loader import TensorSamples
 from halfstep.errors import DataError
-from halfstep.workloads.kind import Kind
-from halfstep.workloads.sums import Means
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.kind import Kind
+from halfstep.workloads.base.sums import Means
+from halfstep.workloads.base.workload import Workload
 
 SIDE, NUM_CLASSES = 32, 10
 MOST_TESTED = 1000

@@ -27,7 +27,7 @@ from halfstep.hardware.facts import Hardware
 from halfstep.precision.advice import advise
 from halfstep.report.tables import pairs_table
 from halfstep.workloads import KINDS
-from halfstep.workloads.import_path import imported
+from halfstep.workloads.base.import_path import imported
 
 FAMILIES = {kind.task: kind for name in KINDS if (kind := KINDS[name]).guide is not None}
 TASK = Question(

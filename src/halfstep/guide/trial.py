@@ -20,7 +20,7 @@ from halfstep.run.memory.planned_step import NoSamples
 from halfstep.run.phased_engine import engine_for
 from halfstep.tune.memory_limit import OutOfMemory
 from halfstep.workloads import KINDS
-from halfstep.workloads.workload import Batch, Workload
+from halfstep.workloads.base.workload import Batch, Workload
 
 TRIAL_S = 3.0
 """No step is begun that would end later."""

@@ -41,8 +41,8 @@ from halfstep.step.guard import LAG
 from halfstep.step.step import Step
 from halfstep.tune.memory_limit import OutOfMemory, model_memory_error
 from halfstep.tune.modes import Notice, Region
-from halfstep.workloads.import_path import sign_code
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.import_path import sign_code
+from halfstep.workloads.base.workload import Workload
 
 FOLDER = "capsules"
 

@@ -34,7 +34,7 @@ from halfstep.tune.compiling import CompiledShapes, CompilerWarnings, batch_shap
 from halfstep.tune.layout import in_layout_of
 from halfstep.tune.memory_limit import OutOfMemory, announce, split_window
 from halfstep.tune.modes import UNCAPTURED, Batch, Mode, Notice, cudnn_trials
-from halfstep.workloads.over_ranks import over_ranks
+from halfstep.workloads.base.over_ranks import over_ranks
 
 MOST_GRAPHS = 2  # each keeps memory of its own. Windows that mix their batches in more ways than that run uncaptured.
 FROM_FASTEST: tuple[Mode, ...] = ("graph", "compile", "eager")

@@ -25,8 +25,8 @@ from halfstep.errors import CheckpointError, DataError, counted, printable, sugg
 from halfstep.precision.plan import Plan
 from halfstep.run.checkpoint import Checkpoints
 from halfstep.workloads import KINDS, load
-from halfstep.workloads.import_path import refuse_unknown_code
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.import_path import refuse_unknown_code
+from halfstep.workloads.base.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ from halfstep.run.validate import EarlyStopping
 from halfstep.step.facts import Facts, PhasedFacts, Reading, parts_of, reading_from
 from halfstep.step.guard import Guard, Verdict
 from halfstep.workloads import KINDS
-from halfstep.workloads.kind import Unit
+from halfstep.workloads.base.kind import Unit
 
 METRIC_EVERY_S = 2.0
 """The training metric on the bar waits for the device, so it is refreshed by the clock, not by the step."""

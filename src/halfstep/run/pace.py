@@ -14,7 +14,7 @@ from halfstep.hardware.gpus import find_known
 from halfstep.hardware.monitor import Monitor
 from halfstep.precision.plan import Plan
 from halfstep.tune.modes import UNCAPTURED, Mode
-from halfstep.workloads.kind import Unit
+from halfstep.workloads.base.kind import Unit
 
 WORTH_SAYING = 0.1  # share of the time below which waiting is nobody's business
 

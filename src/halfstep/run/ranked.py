@@ -24,7 +24,7 @@ from halfstep.step.phases import without_gradients_of_others
 from halfstep.step.ranks import Ranks, wrapped_regions
 from halfstep.tune.memory_limit import OutOfMemory
 from halfstep.tune.modes import Batch, Region
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.workload import Workload
 
 OWN = ("device", "log.", "data.num_workers")  # settings that each process may have for itself
 

@@ -23,7 +23,7 @@ from halfstep.step.randomness import algorithms, generator_states, restore_gener
 from halfstep.tune.fresh_thread import forget_compiled
 from halfstep.tune.memory_low import CannotRun, DoesNotFit
 from halfstep.tune.trials import Trial, first_batch
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.workload import Workload
 
 
 @contextmanager

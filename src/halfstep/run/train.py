@@ -88,8 +88,8 @@ from halfstep.tune.fresh_thread import forget_compiled
 from halfstep.tune.memory_limit import OutOfMemory, model_memory_error
 from halfstep.tune.trials import Rehearse, fitting_pieces
 from halfstep.workloads import KINDS, load
-from halfstep.workloads.import_path import sign_code
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.import_path import sign_code
+from halfstep.workloads.base.workload import Workload
 
 DEMO_NOTE = "no data folder was given: this is the DEMO, on data generated into {}; yours go in with --data-dir DIR"
 

@@ -25,7 +25,7 @@ from halfstep.step.randomness import generator_states, restore_generators
 from halfstep.step.step import Step
 from halfstep.tune.layout import in_layout_of
 from halfstep.tune.memory_limit import split_window
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.workload import Workload
 
 if TYPE_CHECKING:
     from halfstep.run.assemble import Assembly  # which holds this file's EarlyStopping

@@ -41,7 +41,7 @@ from halfstep.tune.own_blocks import described
 from halfstep.tune.recompute_check import Recomputable, recomputable
 from halfstep.tune.trial_time import MOST_S, SHARE, TrialTime, total_steps_of
 from halfstep.tune.trials import Rehearse, cost_in, first_batch
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.workload import Workload
 
 FEWEST_STEPS = 300
 """No trials for a run shorter than that: nothing is compiled for it unless a step takes three seconds."""

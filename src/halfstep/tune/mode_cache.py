@@ -25,7 +25,7 @@ from halfstep.precision.row import Gain
 from halfstep.tune.mode_search import FoundMode
 from halfstep.tune.modes import COMPILE_S, CUDNN_TRIALS_S, KERNEL_TUNING_S, WARM_START_S, compiled_code
 from halfstep.workloads import KINDS
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.workload import Workload
 
 MUCH_LONGER = 2.0  # a run so much longer than the one that measured tries what that one left untried
 

@@ -26,7 +26,7 @@ from halfstep.step.randomness import generator_states
 from halfstep.tune.memory_low import CannotRun, MemorySetting
 from halfstep.tune.own_blocks import by_kind, described, found_blocks
 from halfstep.tune.trials import Rehearse, Trial
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.workload import Workload
 
 NUM_STEPS = NUM_SAMPLES = 2
 NOISE, MOST_NOISE = 10.0, 1e-2

@@ -22,7 +22,7 @@ from halfstep.tune.layout import is_only_tried
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, NotCaptured
 from halfstep.tune.modes import UNCAPTURED, Batch, Level, Mode, Notice
 from halfstep.tune.trial_time import TrialTime
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.workload import Workload
 
 TIMED_STEPS = 5  # in a round at least; fewer where the time for trials is short
 LASTING_ROUNDS = 6

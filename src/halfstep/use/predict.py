@@ -23,9 +23,9 @@ from halfstep.run.interrupts import Interrupts, interrupts
 from halfstep.step.randomness import algorithms
 from halfstep.use.open_run import as_trained, fresh_folder, in_use, open_run, plan_for_use, with_weights
 from halfstep.workloads import KINDS
-from halfstep.workloads.kind import Kind
-from halfstep.workloads.options import with_defaults
-from halfstep.workloads.using import Input, Predictor, Trained, Wishes, frozen_of
+from halfstep.workloads.base.kind import Kind
+from halfstep.workloads.base.options import with_defaults
+from halfstep.workloads.base.using import Input, Predictor, Trained, Wishes, frozen_of
 
 UNFINISHED = "unfinished.json"
 """What an interrupted call leaves in its folder, so that the same call can continue there."""

@@ -24,8 +24,8 @@ from halfstep.run.memory.plan import Cell, MemoryPlanner
 from halfstep.run.memory.planned_step import planned_step
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import Mode
-from halfstep.workloads.kind import Store
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.kind import Store
+from halfstep.workloads.base.workload import Workload
 
 WAYS_OUT = 3
 BY_BATCH = ("activations", "workspaces", "inputs", "graph pool")

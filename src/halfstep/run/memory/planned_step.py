@@ -41,8 +41,8 @@ from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.own_blocks import found_blocks, recompute_blocks_
 from halfstep.tune.trials import first_batch
 from halfstep.workloads import KINDS
-from halfstep.workloads.kind import Store
-from halfstep.workloads.workload import Batch, Forward, Loss, Workload
+from halfstep.workloads.base.kind import Store
+from halfstep.workloads.base.workload import Batch, Forward, Loss, Workload
 
 SEEN = 2
 """Samples that are really made; all others have their shapes."""

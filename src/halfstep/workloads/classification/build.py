@@ -20,14 +20,14 @@ from halfstep.errors import ConfigError, ModelError, first_line
 from halfstep.models.vit import checked_grid, vit
 from halfstep.models.weights import load_weights_, read_weights
 from halfstep.workloads import model_of
+from halfstep.workloads.base.import_path import imported
+from halfstep.workloads.base.kind import Store
+from halfstep.workloads.base.workload import Prepare, Workload
 from halfstep.workloads.classification.classifiers import Classifier, load_classifier_
 from halfstep.workloads.classification.config import ClassifierConfig, ImageDataConfig, ResNetConfig, ViTConfig
 from halfstep.workloads.classification.data import evaluation_size, open_image_data
 from halfstep.workloads.classification.resnet import resnet
 from halfstep.workloads.classification.scores import ClassificationMetrics, Mixing, classification_loss, mix
-from halfstep.workloads.import_path import imported
-from halfstep.workloads.kind import Store
-from halfstep.workloads.workload import Prepare, Workload
 
 FRAGILE = ("loss.cross_entropy: log of probabilities near 0, and the shares of mixed labels",)
 

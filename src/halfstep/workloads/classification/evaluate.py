@@ -10,10 +10,10 @@ from torch import Tensor
 
 from halfstep.report.class_pictures import ShownMistake, draw_confusion, draw_mistakes
 from halfstep.report.evaluation_view import Cell
+from halfstep.workloads.base.other_data import pictures_folder
+from halfstep.workloads.base.using import Look, PlainEvaluation
+from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.classification.scores import ClassificationDetails, Mistake
-from halfstep.workloads.other_data import pictures_folder
-from halfstep.workloads.using import Look, PlainEvaluation
-from halfstep.workloads.workload import Workload
 
 SHOWN_MISTAKES = 24
 

@@ -15,13 +15,13 @@ from halfstep.data.folder_samples import centre_square
 from halfstep.errors import DataError
 from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
+from halfstep.workloads.base.kind import Store
+from halfstep.workloads.base.using import Input, Trained, Wishes, failure_of
 from halfstep.workloads.classification.build import Prepared, model_from_store
 from halfstep.workloads.classification.config import ClassifierConfig
 from halfstep.workloads.classification.data import evaluation_share, evaluation_size
 from halfstep.workloads.classification.evaluate import class_names
 from halfstep.workloads.classification.scores import probabilities
-from halfstep.workloads.kind import Store
-from halfstep.workloads.using import Input, Trained, Wishes, failure_of
 
 
 class ClassPredictor:

@@ -25,15 +25,15 @@ from halfstep.disk import being_written, remove_left_behind
 from halfstep.errors import ConfigError, ModelError
 from halfstep.report.evaluation_view import Cell
 from halfstep.report.progress import Bar
+from halfstep.workloads.base.other_data import pictures_folder
+from halfstep.workloads.base.sheets import Array, grid
+from halfstep.workloads.base.using import Look, Phase, PlainEvaluation, Trained
+from halfstep.workloads.base.workload import Metrics, Workload
 from halfstep.workloads.diffusion.build import Forward
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import to_bytes
 from halfstep.workloads.diffusion.make import Maker
 from halfstep.workloads.diffusion.scores import DenoisingMetrics
-from halfstep.workloads.other_data import pictures_folder
-from halfstep.workloads.sheets import Array, grid
-from halfstep.workloads.using import Look, Phase, PlainEvaluation, Trained
-from halfstep.workloads.workload import Metrics, Workload
 
 FEWEST_FOR_FID, LARGEST_SUBSET, NUM_SUBSETS = 2, 100, 10
 SHOWN = 8

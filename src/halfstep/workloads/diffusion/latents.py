@@ -27,13 +27,13 @@ from halfstep.data.packed import fingerprint_of
 from halfstep.errors import ConfigError, ModelError, counted
 from halfstep.islands import fp32_island
 from halfstep.models.posterior import drawn, posterior
+from halfstep.workloads.base.vae_format import Choice, chosen_format, computing_in, training_device
+from halfstep.workloads.base.workload import Batch
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import PictureData, open_pictures, square_pictures, unit_images
 from halfstep.workloads.diffusion.diffusers_nets import decoded, encoded_moments
 from halfstep.workloads.diffusion.networks import Conditions, Parts, TextConditions, open_parts
 from halfstep.workloads.diffusion.weights_settings import adopted
-from halfstep.workloads.vae_format import Choice, chosen_format, computing_in, training_device
-from halfstep.workloads.workload import Batch
 
 TRIED_IMAGES = 8
 ENCODED_AT_ONCE = 8

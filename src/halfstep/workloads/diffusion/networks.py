@@ -15,6 +15,8 @@ from halfstep.data import noise
 from halfstep.data.files import some_of
 from halfstep.errors import ConfigError, ModelError, counted, install_command, refused_code
 from halfstep.islands import fp32_island
+from halfstep.workloads.base.parts import FrozenPart
+from halfstep.workloads.base.workload import Batch
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.diffusers_nets import (
     IMAGE_CHANNELS,
@@ -34,8 +36,6 @@ from halfstep.workloads.diffusion.diffusers_nets import (
     unet_config,
     which_files,
 )
-from halfstep.workloads.parts import FrozenPart
-from halfstep.workloads.workload import Batch
 
 MORE_CONDITIONS = ("addition_embed_type", "encoder_hid_dim", "class_embed_type", "time_cond_proj_dim")
 """Settings of diffusers' U-Nets that need inputs of their own."""

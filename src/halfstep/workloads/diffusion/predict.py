@@ -17,6 +17,10 @@ from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError
 from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
+from halfstep.workloads.base.kind import Store
+from halfstep.workloads.base.sheets import grid
+from halfstep.workloads.base.using import Input, Trained, Wishes, each_answered, saved_picture
+from halfstep.workloads.base.workload import Batch
 from halfstep.workloads.diffusion import vae as autoencoder
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
 from halfstep.workloads.diffusion.data import to_bytes, unit_images
@@ -29,10 +33,6 @@ from halfstep.workloads.diffusion.networks import (
     model_of,
     open_parts,
 )
-from halfstep.workloads.kind import Store
-from halfstep.workloads.sheets import grid
-from halfstep.workloads.using import Input, Trained, Wishes, each_answered, saved_picture
-from halfstep.workloads.workload import Batch
 
 
 class SamplePredictor:

@@ -1,8 +1,8 @@
 """Language: the next token of a text. GPT-2 in its four sizes."""
 
-from halfstep.workloads.kind import Kind
+from halfstep.workloads.base.kind import Kind
+from halfstep.workloads.base.options import Option
 from halfstep.workloads.language.config import LanguageConfig, context_of
-from halfstep.workloads.options import Option
 
 KIND = Kind.in_folder(
     __name__,

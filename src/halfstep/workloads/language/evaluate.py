@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from halfstep.config.schema import RunConfig
+from halfstep.workloads.base.other_data import any_folder
+from halfstep.workloads.base.using import PlainEvaluation
+from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.language.tokens import TokenSamples
-from halfstep.workloads.other_data import any_folder
-from halfstep.workloads.using import PlainEvaluation
-from halfstep.workloads.workload import Workload
 
 
 class LanguageEvaluation(PlainEvaluation):

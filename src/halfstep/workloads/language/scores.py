@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from halfstep.workloads.sums import Sums
+from halfstep.workloads.base.sums import Sums
 
 
 def num_counted(batch: Mapping[str, Tensor]) -> Tensor:

@@ -19,8 +19,10 @@ from halfstep.errors import counted
 from halfstep.models.posterior import drawn
 from halfstep.models.recompute import set_recompute
 from halfstep.models.weights import Weights, load_file_
-from halfstep.workloads.kind import Store
-from halfstep.workloads.parts import FrozenPart
+from halfstep.workloads.base.kind import Store
+from halfstep.workloads.base.parts import FrozenPart
+from halfstep.workloads.base.vae_format import chosen_format, training_device
+from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.radio import build_vae
 from halfstep.workloads.radio.build_vae import refuse_uneven
 from halfstep.workloads.radio.config import RadioDiffConfig, RadioDiffModelConfig, RadioVaeConfig
@@ -47,8 +49,6 @@ from halfstep.workloads.radio.scores import SCORING, RadioMetrics
 from halfstep.workloads.radio.swin import PatchMerging, SwinBlock, SwinPyramid
 from halfstep.workloads.radio.unet import RadioUNet
 from halfstep.workloads.radio.vae import RadioVAE, ResidualBlock
-from halfstep.workloads.vae_format import chosen_format, training_device
-from halfstep.workloads.workload import Workload
 
 FRAGILE = (
     "noising: x_t, C and noise are fp32, whatever the latents",

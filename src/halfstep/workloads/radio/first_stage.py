@@ -33,12 +33,12 @@ from halfstep.errors import ConfigError, ModelError, counted
 from halfstep.islands import fp32_island
 from halfstep.models.posterior import latent_scale
 from halfstep.models.weights import load_file_
+from halfstep.workloads.base.vae_format import training_device
 from halfstep.workloads.radio.config import FirstStageConfig, RadioDiffConfig, RadioVaeConfig
 from halfstep.workloads.radio.data import RadioData, find_data, signed, tree_of, unit_gain
 from halfstep.workloads.radio.maps import RadioMaps
 from halfstep.workloads.radio.names import in_our_names, vae_name
 from halfstep.workloads.radio.vae import RadioVAE
-from halfstep.workloads.vae_format import training_device
 
 WEIGHTS, FACTS = "vae.safetensors", "vae.json"
 MEASURED_MAPS = 32

@@ -12,7 +12,7 @@ from typing import Any
 
 from halfstep.config.foreign import Foreign
 from halfstep.errors import ConfigError
-from halfstep.workloads.foreign_reader import Reader
+from halfstep.workloads.base.foreign_reader import Reader
 
 DATA_NAMES: Mapping[str, Mapping[str, Any]] = {
     "radio": {"data.simulation": "DPM"},

@@ -22,7 +22,8 @@ from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import generator_for
 from halfstep.errors import ConfigError, DataError, counted
 from halfstep.models.weights import load_file_
-from halfstep.workloads.kind import Store
+from halfstep.workloads.base.kind import Store
+from halfstep.workloads.base.workload import Loss, Workload
 from halfstep.workloads.segmentation.augment import Augmentation, augment
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.data import ImageFormat, Scan, SegmentationData, discover_values, scan_pairs
@@ -30,7 +31,6 @@ from halfstep.workloads.segmentation.masks import IGNORED, MaskTable, MaskValue,
 from halfstep.workloads.segmentation.pairs import FoundPairs, Split, find_split
 from halfstep.workloads.segmentation.scores import SegmentationMetrics, segmentation_loss
 from halfstep.workloads.segmentation.unet import UNet
-from halfstep.workloads.workload import Loss, Workload
 
 FRAGILE = (
     "loss.cross_entropy: log of probabilities near 0",

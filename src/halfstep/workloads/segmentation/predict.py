@@ -26,7 +26,8 @@ from halfstep.data.images import image_facts, read_image
 from halfstep.errors import ConfigError, DataError
 from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
-from halfstep.workloads.kind import Store
+from halfstep.workloads.base.kind import Store
+from halfstep.workloads.base.using import Input, Trained, Wishes, each_answered, saved_picture
 from halfstep.workloads.segmentation.build import (
     background_class,
     image_format_of_store,
@@ -39,7 +40,6 @@ from halfstep.workloads.segmentation.data import read_planes
 from halfstep.workloads.segmentation.pictures import overlay
 from halfstep.workloads.segmentation.scores import predicted_classes
 from halfstep.workloads.segmentation.unet import receptive_radius
-from halfstep.workloads.using import Input, Trained, Wishes, each_answered, saved_picture
 
 
 class MaskPredictor:

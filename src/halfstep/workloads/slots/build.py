@@ -15,8 +15,9 @@ from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import generator_for
 from halfstep.errors import ConfigError, DataError, counted
 from halfstep.models.weights import load_file_
-from halfstep.workloads.kind import Store
-from halfstep.workloads.parts import FrozenPart, Group
+from halfstep.workloads.base.kind import Store
+from halfstep.workloads.base.parts import FrozenPart, Group
+from halfstep.workloads.base.workload import Forward, Loss, Prepare, Workload
 from halfstep.workloads.slots.config import DINO_PATCH, SlotContrastConfig
 from halfstep.workloads.slots.data import normalised, notes_on, open_clips, prepared_masks, unit_pixels
 from halfstep.workloads.slots.dinov2 import dinov2, load_backbone_
@@ -24,7 +25,6 @@ from halfstep.workloads.slots.filter_bank import FilterBank
 from halfstep.workloads.slots.pictures import sample_pictures
 from halfstep.workloads.slots.scores import SlotMetrics, slot_contrast
 from halfstep.workloads.slots.slotcontrast import SlotContrast, SlotContrastSize, from_upstream
-from halfstep.workloads.workload import Forward, Loss, Prepare, Workload
 
 FRAGILE = (
     "slot attention: softmax over slots, renormalised with an epsilon that half formats round away",

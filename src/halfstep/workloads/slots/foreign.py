@@ -13,7 +13,7 @@ from typing import Any
 
 from halfstep.config.foreign import Foreign
 from halfstep.errors import ConfigError
-from halfstep.workloads.foreign_reader import Reader
+from halfstep.workloads.base.foreign_reader import Reader
 from halfstep.workloads.slots.config import DINO_PATCH
 from halfstep.workloads.slots.foreign_words import VAE_LOSS, WORDS_LOSS, has_words, word_loss, words_of
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from halfstep.errors import ConfigError
-from halfstep.workloads.foreign_reader import Reader
+from halfstep.workloads.base.foreign_reader import Reader
 
 VAE_LOSS, WORDS_LOSS = "DVAEReconstructionLoss", "STEVECrossEntropyLoss"
 SIZES = {

@@ -21,8 +21,10 @@ from halfstep.data.loader import Batch
 from halfstep.errors import CheckpointError, DataError, counted
 from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
-from halfstep.workloads.kind import Store
-from halfstep.workloads.parts import FrozenPart
+from halfstep.workloads.base.kind import Store
+from halfstep.workloads.base.parts import FrozenPart
+from halfstep.workloads.base.using import Input, Trained, Wishes, failure_of
+from halfstep.workloads.base.workload import Forward, Prepare
 from halfstep.workloads.slots.build import build_backbone, build_model, forward_of, prepare_of
 from halfstep.workloads.slots.clips import crop_box
 from halfstep.workloads.slots.config import SlotContrastConfig, SteveConfig, WordsConfig
@@ -34,8 +36,6 @@ from halfstep.workloads.slots.steve import Steve
 from halfstep.workloads.slots.steve_build import Prepared, model_of, words_model
 from halfstep.workloads.slots.video_layouts import VIDEO_ENDINGS, read_frames, video_facts
 from halfstep.workloads.slots.videos import Array, ShardVideos
-from halfstep.workloads.using import Input, Trained, Wishes, failure_of
-from halfstep.workloads.workload import Forward, Prepare
 
 FRAME_ENDINGS = tuple(ending for ending in PICTURES if ending != ".gif")
 

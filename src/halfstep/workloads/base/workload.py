@@ -14,9 +14,9 @@ from halfstep.data.loader import Samples
 from halfstep.data.seeds import Key
 from halfstep.errors import printable
 from halfstep.islands import fp32_island
-from halfstep.workloads.parts import Group, frozen_parts, refuse_held_twice
-from halfstep.workloads.phase import Phase
-from halfstep.workloads.scheduled import Scheduled
+from halfstep.workloads.base.parts import Group, frozen_parts, refuse_held_twice
+from halfstep.workloads.base.phase import Phase
+from halfstep.workloads.base.scheduled import Scheduled
 
 Batch = dict[str, Tensor]
 

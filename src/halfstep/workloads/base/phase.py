@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from halfstep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from halfstep.workloads.parts import Group
-    from halfstep.workloads.workload import Forward, Loss
+    from halfstep.workloads.base.parts import Group
+    from halfstep.workloads.base.workload import Forward, Loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

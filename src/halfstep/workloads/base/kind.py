@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from halfstep.config.foreign import Foreign
 from halfstep.config.schema import RunConfig, is_import_path, unknown_workload
 from halfstep.errors import ConfigError, DataError
-from halfstep.workloads.import_path import imported, refuse_other_form
-from halfstep.workloads.options import Option
+from halfstep.workloads.base.import_path import imported, refuse_other_form
+from halfstep.workloads.base.options import Option
 
 if TYPE_CHECKING:
-    from halfstep.workloads.workload import Batch, Workload
+    from halfstep.workloads.base.workload import Batch, Workload
 
 Part = str | Callable[..., Any]
 """A function or class, or the import path of one."""
@@ -36,7 +36,7 @@ USUAL = {
 }
 """Parts of a family that has a file for each."""
 
-BUILD = "build(config, store) -> halfstep.workloads.workload.Workload"
+BUILD = "build(config, store) -> halfstep.workloads.base.workload.Workload"
 METRICS = ("update", "compute", "state_dict", "load_state_dict")
 
 
@@ -137,7 +137,7 @@ class Kind:
 
     def build(self, config: RunConfig, store: Store | None = None) -> Workload:
         """The workload of a config; one of the user's own that gives something else is refused."""
-        from halfstep.workloads.workload import Workload
+        from halfstep.workloads.base.workload import Workload
 
         builder = loaded(self.builder, form=BUILD)
         refuse_other_form(builder, config.workload, config, store, form=BUILD)
@@ -190,7 +190,8 @@ def refuse_other_metrics(metrics: object, workload: str) -> None:
         raise ConfigError(
             f"metrics of {workload}: a {type(metrics).__name__} without {', '.join(missing)}",
             why="counts are stored with a checkpoint, so that a run that goes on has the same scores",
-            fix=f"give it {', '.join(METRICS)}, or use halfstep.workloads.sums.Means as examples/own_workload.py does",
+            fix=f"give it {', '.join(METRICS)}, or use halfstep.workloads.base.sums.Means, "
+            "as examples/own_workload.py does",
         )
 
 

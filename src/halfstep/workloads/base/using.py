@@ -18,9 +18,9 @@ from halfstep.errors import CheckpointError, DataError
 from halfstep.report.evaluation_view import Cell
 from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
-from halfstep.workloads.other_data import any_folder
-from halfstep.workloads.parts import FrozenPart, frozen_parts
-from halfstep.workloads.workload import Batch, Metrics, Workload
+from halfstep.workloads.base.other_data import any_folder
+from halfstep.workloads.base.parts import FrozenPart, frozen_parts
+from halfstep.workloads.base.workload import Batch, Metrics, Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

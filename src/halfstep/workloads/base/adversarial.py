@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.islands import fp32_island, in_fp32
-from halfstep.workloads import over_ranks
-from halfstep.workloads.phase import Phase
-from halfstep.workloads.workload import Batch, Loss
+from halfstep.workloads.base import over_ranks
+from halfstep.workloads.base.phase import Phase
+from halfstep.workloads.base.workload import Batch, Loss
 
 LARGEST_WEIGHT = 1e4
 SMALLEST_NORM = 1e-4
