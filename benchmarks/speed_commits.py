@@ -3,9 +3,9 @@
     git worktree add .old COMMIT
     python benchmarks/speed_commits.py .old . [--only unet,resnet50_64] [--pairs 9] [--mode graph] [--out DIR]
 
-Each checkout trains each case of speed_cases.py, and GPT-2, in its own process. First all cases compile side by side to
-fill the compiler's cache. Then one case at a time is timed, in windows that alternate between the two checkouts, so that
-clocks and heat affect both. The ratio new/old of each pair of windows gives a mean and its 95 % interval (Student's t).
+Each checkout trains each case of speed_cases.py, and GPT-2, in its own process. All cases compile side by side to
+fill the cache of the compiler. Then one case at a time is timed, in windows that alternate between the checkouts, so
+that clocks and heat affect both. The ratio new/old of each pair of windows gives a mean and its 95 % interval.
 """
 
 from __future__ import annotations
