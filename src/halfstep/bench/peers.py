@@ -21,7 +21,7 @@ from halfstep.bench.peer_loops import (
 )
 from halfstep.bench.peer_setup import Loop, PeerSetup, Variant, float32_as_asked, isolated, quiet
 from halfstep.bench.problem import AfterStep, Problem, Runner
-from halfstep.errors import ConfigError, HardwareError, PrecisionError, counted, nearest
+from halfstep.errors import ConfigError, HardwareError, PrecisionError, format_count, nearest
 from halfstep.tune.fresh_thread import place_for_graphs
 
 PEERS: Mapping[str, Loop] = {"plain": train_plain, "lightning": train_lightning, "accelerate": train_accelerate}
@@ -46,7 +46,7 @@ class PeerRunner:
     def train(self, steps: int, after_step: AfterStep) -> float:
         """Train from the seeded start; whatever goes wrong inside, compilation included, is raised as it came."""
         if steps < 1:
-            raise ConfigError(f"{counted(steps, 'step')} cannot be trained", fix="ask for at least one")
+            raise ConfigError(f"{format_count(steps, 'step')} cannot be trained", fix="ask for at least one")
         by_hand, device = self.setup.by_hand, self.setup.problem.device
         if self.precision == "fp16" and device.type == "cpu" and self.name in FP16_ON_CPU:
             raise HardwareError(f"{self.name} cannot train fp16 on the CPU", why=FP16_ON_CPU[self.name])

@@ -21,7 +21,7 @@ from halfstep.bench.record import Record, circumstances, command_line, results
 from halfstep.bench.record import save as save_record
 from halfstep.bench.row import Row
 from halfstep.cli.bench_request import Files
-from halfstep.disk import cache_directory
+from halfstep.disk import find_cache_directory
 from halfstep.hardware.cache import measured_once
 from halfstep.hardware.measure import measure
 from halfstep.report import bench_view
@@ -103,7 +103,7 @@ def _at_work(hardware: Hardware, problem: Problem, request: Request, *, repeats_
     with contextlib.redirect_stdout(sys.stderr):
         console = Console(stderr=True)
         with console.status("measuring matmuls") as status:
-            rated = measured_once(hardware, cache_directory(), measure)
+            rated = measured_once(hardware, find_cache_directory(), measure)
             status.update("counting")
             flops = step_flops(problem)
             about = circumstances(problem, request, hardware, flops, command_line(sys.argv[1:]))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from halfstep.cli.usage import USAGE_ERROR, OnceCommand, RunCommand, refused
-from halfstep.disk import GONE, drop, normalise_path
+from halfstep.disk import GONE, normalise_path, redirect_to_null
 from halfstep.errors import ConfigError, HalfstepError, Interrupted, MemoryLimitError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class PatientFile(io.FileIO):
         except OSError as error:
             if error.errno not in GONE:
                 raise
-            drop(self.fileno())
+            redirect_to_null(self.fileno())
             return len(memoryview(data))
 
 
@@ -54,7 +54,7 @@ def flush_or_drop() -> None:
         try:
             stream.flush()
         except OSError:
-            drop(stream.fileno())
+            redirect_to_null(stream.fileno())
 
 
 def _patient(stream: TextIO) -> TextIO:

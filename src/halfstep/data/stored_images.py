@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from halfstep.data.crops import Array, CropRange, random_boxes
-from halfstep.errors import printable
+from halfstep.errors import make_printable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class StoredImages:
 
     def name_of(self, index: int) -> str:
         """The file that image `index` was made of; empty where there is none."""
-        return printable(self.names[index]) if self.names else ""
+        return make_printable(self.names[index]) if self.names else ""
 
 
 class _Batched:

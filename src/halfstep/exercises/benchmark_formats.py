@@ -6,7 +6,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from halfstep.errors import counted, format_bytes
+from halfstep.errors import format_bytes, format_count
 from halfstep.exercises.story import Claim, Story
 from halfstep.hardware.probe import probe
 from halfstep.report.comparison_view import Line, draw_comparison
@@ -70,7 +70,7 @@ def _fitting(
     if fitting >= steps:
         return steps
     total_s = num_runs * (around_s + fitting * step_s)
-    fewer = f"{counted(fitting, 'step')} a run instead of {steps}"
+    fewer = f"{format_count(fitting, 'step')} a run instead of {steps}"
     say(f"a step takes {step_s:.2g} s here: {fewer}, about {total_s:.0f} s in all")
     return fitting
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from halfstep.errors import counted, printable
+from halfstep.errors import format_count, make_printable
 from halfstep.report.tables import columns_table, pairs_table, print_text
 
 Cell = str | int | float | None
@@ -68,7 +68,7 @@ def show_evaluation(found: Evaluation, console: Console) -> None:
     facts = {
         "run": found.run,
         "checkpoint": f"{found.checkpoint}, weights {found.weights}",
-        "data": f"{found.data}, {counted(found.samples, 'sample')}",
+        "data": f"{found.data}, {format_count(found.samples, 'sample')}",
         "precision": f"{found.precision}{' (simulated)' if found.simulated else ''} on {found.device}",
         "scores": found.scoring,
         "scored at": found.scored_at,
@@ -110,9 +110,9 @@ def shown(value: Cell) -> str:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {printable(str(name)): _plain(inner) for name, inner in value.items()}
+        return {make_printable(str(name)): _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     if isinstance(value, str):
-        return printable(value)
+        return make_printable(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value

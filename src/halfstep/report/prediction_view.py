@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from halfstep.errors import ConfigError, counted, printable
+from halfstep.errors import ConfigError, format_count, make_printable
 from halfstep.report.evaluation_view import Cell, json_text
 from halfstep.report.tables import columns_table
 
@@ -82,14 +82,16 @@ def show_predictions(made: Predictions, console: Console) -> None:
     how = f"{made.precision}{' (simulated)' if made.simulated else ''} on {made.device}"
     where = f", written to {made.out}" if made.out else ""
     console.print(
-        Text(f"\n{counted(len(made.answers), 'file')} with {made.checkpoint} in {how}{where}"), soft_wrap=True
+        Text(f"\n{format_count(len(made.answers), 'file')} with {made.checkpoint} in {how}{where}"), soft_wrap=True
     )
     if made.failed:
         console.print(Text(f"{len(made.failed):,} could not be used", style="yellow"))
 
 
 def _printable(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {printable(name): printable(value) if isinstance(value, str) else value for name, value in row.items()}
+    return {
+        make_printable(name): make_printable(value) if isinstance(value, str) else value for name, value in row.items()
+    }
 
 
 def refuse_existing(path: Path) -> None:

@@ -16,7 +16,7 @@ from halfstep.data.classification_augment import SCALE, SHIFT, ImageChanges, mod
 from halfstep.data.image_folder import check_same_classes
 from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import generator_for
-from halfstep.errors import ConfigError, ModelError, first_line
+from halfstep.errors import ConfigError, ModelError, summarise_error
 from halfstep.models.vit import checked_grid, vit
 from halfstep.models.weights import load_weights_, read_weights
 from halfstep.workloads import model_of
@@ -190,7 +190,7 @@ def _check_logits(model: object, path: str, num_classes: int, size: int) -> None
         with torch.no_grad():
             logits = model.eval()(torch.zeros(1, 3, size, size))
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ModelError(f"{path} cannot take an image of 3×{size}×{size}", why=first_line(error)) from error
+        raise ModelError(f"{path} cannot take an image of 3×{size}×{size}", why=summarise_error(error)) from error
     finally:
         model.train(was_training)
     shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__

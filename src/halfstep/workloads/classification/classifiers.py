@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from halfstep.errors import ModelError, counted
+from halfstep.errors import ModelError, format_count
 from halfstep.models.foreign_names import in_names_of
 from halfstep.models.vit import ViT, resized_positions
 from halfstep.models.weights import load_weights_
@@ -26,7 +26,8 @@ def load_classifier_(model: Classifier, weights: dict[str, Tensor], *, source: s
     own, theirs = head[f"{model.head_name}.weight"], weights.get(f"{model.head_name}.weight")
     if theirs is not None and len(theirs) != len(own):
         raise ModelError(
-            f"the weights of {source} are for {counted(len(theirs), 'class', 'classes')}, the data have {len(own)}",
+            f"the weights of {source} are for {format_count(len(theirs), 'class', 'classes')}, "
+            f"the data have {len(own)}",
             fix="model.replace_head=true starts a new head on the loaded body",
         )
     load_weights_(model, weights, source=source)

@@ -13,7 +13,7 @@ from torch import Tensor
 from halfstep.data.cache import CACHE_BYTES, SampleCache
 from halfstep.data.files import BadFiles, Item, Result, in_threads
 from halfstep.data.images import ImageFacts, RawRange, image_facts, raw_range, read_image, resize_image
-from halfstep.errors import DataError, printable
+from halfstep.errors import DataError, make_printable
 from halfstep.workloads.segmentation.masks import (
     MaskTable,
     MaskValue,
@@ -66,7 +66,7 @@ class SegmentationData:
 
     def name_of(self, index: int) -> str:
         """The image's file name; its mask is named after it."""
-        return printable(self.pairs[index].image.name)
+        return make_printable(self.pairs[index].image.name)
 
     def files(self) -> Iterator[Path]:
         """Every image with its mask."""

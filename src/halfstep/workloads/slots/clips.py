@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep.data.seeds import generator_for
-from halfstep.errors import DataError, counted, printable
+from halfstep.errors import DataError, format_count, make_printable
 from halfstep.workloads.slots.videos import Array, Videos
 
 Crop = Literal["none", "central", "random"]
@@ -91,7 +91,7 @@ class ClipSamples:
 
     def name_of(self, index: int) -> str:
         video, chunk = self.places[index]
-        name = printable(self.videos.videos[video].name)
+        name = make_printable(self.videos.videos[video].name)
         return f"{name}, frames from {chunk * self.form.frames}" if self.cut == "all" else name
 
     def files(self) -> Sequence[Path]:
@@ -114,7 +114,8 @@ def long_enough(videos: Videos, members: Sequence[int], frames: int) -> tuple[li
     short = [index for index in members if videos.videos[index].num_frames < frames]
     errors = [
         DataError(
-            f"{videos.videos[index].name} has {counted(videos.videos[index].num_frames, 'frame')}, a chunk {frames}",
+            f"{videos.videos[index].name} has {format_count(videos.videos[index].num_frames, 'frame')}, "
+            f"a chunk {frames}",
             fix=f"data.chunk_size={videos.videos[index].num_frames}, or leave short videos out: data.on_bad_file=skip",
         )
         for index in short

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from halfstep.data.files import BadFiles
 from halfstep.data.loader import Batch
-from halfstep.errors import DataError, counted
+from halfstep.errors import DataError, format_count
 from halfstep.workloads.slots.clips import ClipForm, ClipSamples, Crop, long_enough
 from halfstep.workloads.slots.config import SlotVideoConfig, VideoDataConfig
 from halfstep.workloads.slots.video_layouts import VideoPart, find_videos
@@ -31,7 +31,7 @@ def notes_on(data: SlotVideoConfig, clips: ClipData) -> list[str]:
     """What a user may not expect of the validation videos."""
     notes, found = [], len(clips.val)
     if data.val_size and data.val_size != found:
-        notes.append(f"data.val_size is {data.val_size}, but there are {counted(found, 'validation clip')}")
+        notes.append(f"data.val_size is {data.val_size}, but there are {format_count(found, 'validation clip')}")
     if found and not clips.has_masks:
         notes.append("not all validation videos have masks: there is no FG-ARI, the loss alone is watched")
     return notes

@@ -17,7 +17,7 @@ from PIL import Image
 
 from halfstep.data.files import PICTURES, UNREADABLE, BadFiles, natural_key, refuse_missing, some_of, unreadable
 from halfstep.data.images import image_facts, read_image
-from halfstep.errors import DataError, counted
+from halfstep.errors import DataError, format_count
 from halfstep.workloads.slots.videos import Array, Video, small_labels
 
 FRAME_FOLDERS = ("frames", "images", "imgs", "rgb", "JPEGImages")
@@ -120,7 +120,7 @@ def frames_in(path: Path) -> FrameFolder | None:
         return None
     if masks and len(masks) != len(frames):
         raise DataError(
-            f"{path} holds {counted(len(frames), 'frame')} and {counted(len(masks), 'mask')}",
+            f"{path} holds {format_count(len(frames), 'frame')} and {format_count(len(masks), 'mask')}",
             fix="one mask for each frame, or none at all",
         )
     return FrameFolder(path=path, frames=frames, masks=tuple(masks))

@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image, ImageSequence
 
 from halfstep.data.files import UNREADABLE, VALIDATION_NAMES, BadFiles, natural_key, refuse_missing, some_of, unreadable
-from halfstep.errors import DataError, counted
+from halfstep.errors import DataError, format_count
 from halfstep.workloads.slots.frame_folders import FrameFolders
 from halfstep.workloads.slots.videos import Array, ShardVideos, Video, Videos, what_was_left_out
 
@@ -226,7 +226,7 @@ def _split(
         held = [place for place, name in enumerate(names) if any(fnmatchcase(name, wish) for wish in val_videos)]
         if len(held) in (0, len(names)):
             raise DataError(
-                f"data.val_videos {', '.join(val_videos)} fits {len(held)} of {counted(len(names), 'video')}",
+                f"data.val_videos {', '.join(val_videos)} fits {len(held)} of {format_count(len(names), 'video')}",
                 why=what_was_left_out(bad_files),
                 fix=f"the videos are {some_of(names)}",
             )
