@@ -59,7 +59,7 @@ class PeerSetup:
     def channels_last(self) -> bool:
         """Not in strict fp32 on CUDA: the fastest known there is contiguous with cuDNN's trials, as tuned ones run.
 
-        In channels_last it was timed without trials alone, and gained nothing (docs/log.md).
+        In channels_last it was timed without trials alone, and gained nothing (benchmarks/NOTES.md).
         """
         return self.by_hand and (self.precision, self.problem.device.type) != ("fp32", "cuda")
 

@@ -31,7 +31,7 @@ which it does not in a run."""
 ROUNDS = 3  # the median of so many rounds of timed steps counts: the first may still meet a cold cache
 LASTING_S = 1.5
 """On a GPU rounds go on for so long, and the last two thirds count: at its power cap an H200 took longer for a step
-after half a second than before (docs/log.md)."""
+after half a second than before (benchmarks/NOTES.md)."""
 
 
 def lasting_step_s(a_round: Callable[[int], float], time: TrialTime, lasting_s: float) -> float:
