@@ -10,8 +10,7 @@ from typing import Literal
 import torch
 
 from halfstep.config.load import Loaded
-from halfstep.config.schema import RunConfig
-from halfstep.config.training import ScalerConfig
+from halfstep.config.schema import RunConfig, ScalerConfig
 from halfstep.errors import ConfigError
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.ladder import lacks

@@ -8,8 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from halfstep.config.schema import RunConfig
-from halfstep.config.training import ADAM_LIKE
+from halfstep.config.schema import ADAM_LIKE, RunConfig
 from halfstep.errors import ConfigError, MemoryLimitError, format_bytes
 from halfstep.hardware.facts import Hardware
 from halfstep.models.recompute import Recompute

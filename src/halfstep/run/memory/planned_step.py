@@ -21,8 +21,8 @@ from halfstep.errors import HalfstepError, ModelError, summarise_error
 from halfstep.hardware.gpus import known_gpu
 from halfstep.models.first_values import unfilled
 from halfstep.models.recompute import Recompute, Recomputing
+from halfstep.precision.apply import apply_frozen_
 from halfstep.precision.decide import decide
-from halfstep.precision.frozen import apply_frozen_
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import build_workload
 from halfstep.run.frozen import modules_of
