@@ -20,10 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.data.crops import uniform
 from halfstep.data.files import naming_no_room, refuse_no_room
+from halfstep.data.image_samples import first_of, gathered, uniform
 from halfstep.data.loader import FileSamples, NamedSamples, Samples, offers
-from halfstep.data.stored_images import first_of, gathered
 from halfstep.disk import parse_json, turn_at, whole_file
 from halfstep.errors import DataError
 

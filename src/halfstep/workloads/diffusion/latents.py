@@ -22,8 +22,7 @@ from halfstep.data.latent_cache import (
     told_of_resume,
 )
 from halfstep.data.loader import Samples
-from halfstep.data.pack_folder import PackingBar
-from halfstep.data.packed import fingerprint_of
+from halfstep.data.packed import PackingBar, fingerprint_of
 from halfstep.errors import ConfigError, ModelError, counted
 from halfstep.islands import fp32_island
 from halfstep.models.posterior import drawn, posterior

@@ -26,8 +26,7 @@ from halfstep.data.latent_cache import (
     told_of_pack,
     told_of_resume,
 )
-from halfstep.data.pack_folder import PackingBar
-from halfstep.data.packed import fingerprint_of
+from halfstep.data.packed import PackingBar, fingerprint_of
 from halfstep.disk import parse_json, write_whole
 from halfstep.errors import ConfigError, ModelError, counted
 from halfstep.islands import fp32_island
