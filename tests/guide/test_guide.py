@@ -17,7 +17,7 @@ from rich.console import Console
 
 from data import data_sets
 from data.picture_folders import smooth_picture, write_classes, write_split
-from halfstep.errors import ConfigError, DataError, Interrupted, counted
+from halfstep.errors import ConfigError, DataError, Interrupted, format_count
 from halfstep.guide.data import DataLook, describe, look_at, look_at_demo, save_grid
 from halfstep.guide.guide import (
     FAMILIES,
@@ -278,7 +278,7 @@ def test_a_tiny_set_gets_a_batch_that_batchnorm_can_use_and_the_true_number_of_s
 ) -> None:
     paths, facts = batch(situation(look=a_look(num_train)), "quality", config(), CHEAP)
     assert paths["train.batch_size"] == size
-    assert f"{num_train} samples make {counted(steps, 'step')} per epoch" in dict(facts)["batch"]
+    assert f"{num_train} samples make {format_count(steps, 'step')} per epoch" in dict(facts)["batch"]
 
 
 def test_no_batch_is_named_that_nobody_would_use() -> None:

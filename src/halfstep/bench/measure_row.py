@@ -23,7 +23,7 @@ import torch
 
 from halfstep.bench.apart import CacheWatch, Found, apart, clock_limits
 from halfstep.bench.problem import Problem, Runner
-from halfstep.errors import ConfigError, HalfstepError, MemoryLimitError, first_line, format_bytes
+from halfstep.errors import ConfigError, HalfstepError, MemoryLimitError, format_bytes, summarise_error
 from halfstep.hardware.clock import wait_for
 from halfstep.hardware.memory import peak_memory_bytes, reset_peak
 from halfstep.hardware.nvml import EnergyMeter
@@ -244,10 +244,10 @@ def not_measured(name: str, variant: str, precision: str, reason: str) -> Row:
 def why_not(error: Exception) -> str:
     """One line of what stopped a row."""
     if isinstance(error, torch.OutOfMemoryError | MemoryLimitError):
-        return f"out of memory: {first_line(error)}"
+        return f"out of memory: {summarise_error(error)}"
     if isinstance(error, HalfstepError):
         return f"{error.what} ({error.fix})" if error.fix else error.what
-    return f"{type(error).__name__}: {first_line(error)}"
+    return f"{type(error).__name__}: {summarise_error(error)}"
 
 
 def _measured(runner: Runner, problem: Problem, schedule: Schedule, pause: Pause | None) -> Row:

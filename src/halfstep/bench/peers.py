@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from halfstep.backend_flags import fp32_mode
 from halfstep.bench.apart import apart
 from halfstep.bench.problem import AfterStep, Batch, Problem, Runner
-from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError, counted, nearest
+from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError, format_count, nearest
 from halfstep.kernels.fast_forms import forced
 from halfstep.tune.fresh_thread import place_for_graphs
 
@@ -58,7 +58,7 @@ class PeerSetup:
     def channels_last(self) -> bool:
         """Not in strict fp32 on CUDA: the fastest known there is contiguous with cuDNN's trials, as tuned ones run.
 
-        In channels_last it was timed without trials alone, and gained nothing (docs/log.md).
+        In channels_last it was timed without trials alone, and gained nothing (benchmarks/NOTES.md).
         """
         return self.by_hand and (self.precision, self.problem.device.type) != ("fp32", "cuda")
 
@@ -381,7 +381,7 @@ class PeerRunner:
     def train(self, steps: int, after_step: AfterStep) -> float:
         """Train from the seeded start; whatever goes wrong inside, compilation included, is raised as it came."""
         if steps < 1:
-            raise ConfigError(f"{counted(steps, 'step')} cannot be trained", fix="ask for at least one")
+            raise ConfigError(f"{format_count(steps, 'step')} cannot be trained", fix="ask for at least one")
         by_hand, device = self.setup.by_hand, self.setup.problem.device
         if self.precision == "fp16" and device.type == "cpu" and self.name in FP16_ON_CPU:
             raise HardwareError(f"{self.name} cannot train fp16 on the CPU", why=FP16_ON_CPU[self.name])

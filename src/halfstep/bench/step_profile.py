@@ -16,7 +16,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from halfstep.bench.problem import Runner
-from halfstep.errors import ConfigError, HardwareError, counted
+from halfstep.errors import ConfigError, HardwareError, format_count
 from halfstep.hardware.clock import Stopwatch
 
 LEAST_STEPS = 3
@@ -88,7 +88,7 @@ def refuse_too_few(steps: int) -> None:
     """Raise ConfigError for steps that say nothing."""
     if steps < LEAST_STEPS:
         raise ConfigError(
-            f"{counted(steps, 'step')}: too few to explain",
+            f"{format_count(steps, 'step')}: too few to explain",
             why="single steps differ by more than what is to be seen",
             fix=f"--steps {LEAST_STEPS} or more",
         )

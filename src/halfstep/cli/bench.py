@@ -346,7 +346,7 @@ def _at_work(hardware: Hardware, problem: Problem, request: Request, *, repeats_
     from halfstep.bench.measure_row import Row
     from halfstep.bench.problem import step_flops
     from halfstep.bench.record import circumstances, command_line
-    from halfstep.disk import cache_directory
+    from halfstep.disk import find_cache_directory
     from halfstep.hardware.cache import measured_once
     from halfstep.hardware.measure import measure
     from halfstep.report.bench_view import RowsLeft
@@ -354,7 +354,7 @@ def _at_work(hardware: Hardware, problem: Problem, request: Request, *, repeats_
     with contextlib.redirect_stdout(sys.stderr):
         console = Console(stderr=True)
         with console.status("measuring matmuls") as status:
-            rated = measured_once(hardware, cache_directory(), measure)
+            rated = measured_once(hardware, find_cache_directory(), measure)
             status.update("counting")
             flops = step_flops(problem)
             about = circumstances(problem, request, hardware, flops, command_line(sys.argv[1:]))

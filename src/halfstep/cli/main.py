@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperCommand
 
-from halfstep.disk import GONE, drop, normalise_path
+from halfstep.disk import GONE, normalise_path, redirect_to_null
 from halfstep.errors import ConfigError, HalfstepError, Interrupted, MemoryLimitError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class PatientFile(io.FileIO):
         except OSError as error:
             if error.errno not in GONE:
                 raise
-            drop(self.fileno())
+            redirect_to_null(self.fileno())
             return len(memoryview(data))
 
 
@@ -58,7 +58,7 @@ def flush_or_drop() -> None:
         try:
             stream.flush()
         except OSError:
-            drop(stream.fileno())
+            redirect_to_null(stream.fileno())
 
 
 def _patient(stream: TextIO) -> TextIO:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfstep.cli.options import Json, flags_of, option, said
-from halfstep.errors import ConfigError, DataError, counted, format_bytes, suggested
+from halfstep.errors import ConfigError, DataError, format_bytes, format_count, suggested
 
 if TYPE_CHECKING:
     from halfstep.data.image_folder import FolderLayout
@@ -217,7 +217,7 @@ def show(summary: Summary, *, as_json: bool) -> None:
         return
     left_out = summary["left_out"]
     assert isinstance(left_out, list)
-    classes = counted(int(str(summary["classes"])), "class", "classes")
+    classes = format_count(int(str(summary["classes"])), "class", "classes")
     typer.echo(
         f"{summary['file']}: {summary['train']:,} training and {summary['val']:,} validation images of "
         f"{classes} at {summary['size']} pixels, {format_bytes(int(str(summary['bytes'])))}"

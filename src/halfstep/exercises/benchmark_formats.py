@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from halfstep.config.schema import RunConfig
 from halfstep.data.binary_sets import cifar_folder, cifar_planes
 from halfstep.data.loader import TensorSamples
-from halfstep.errors import DataError, counted, format_bytes
+from halfstep.errors import DataError, format_bytes, format_count
 from halfstep.exercises import Claim, Story
 from halfstep.hardware.probe import probe
 from halfstep.use.compare import Request, Say, new_comparison, run_comparison
@@ -81,7 +81,7 @@ def _fitting(
     if fitting >= steps:
         return steps
     total_s = num_runs * (around_s + fitting * step_s)
-    fewer = f"{counted(fitting, 'step')} a run instead of {steps}"
+    fewer = f"{format_count(fitting, 'step')} a run instead of {steps}"
     say(f"a step takes {step_s:.2g} s here: {fewer}, about {total_s:.0f} s in all")
     return fitting
 

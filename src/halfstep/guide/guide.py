@@ -20,8 +20,8 @@ from rich.text import Text
 from halfstep.config.schema import is_import_path
 from halfstep.config.statements import file_statements
 from halfstep.config.yaml_source import read_yaml
-from halfstep.disk import absolute_path, unused
-from halfstep.errors import ConfigError, DataError, HalfstepError, Interrupted, counted, nearest, suggested
+from halfstep.disk import find_unused_path, make_absolute
+from halfstep.errors import ConfigError, DataError, HalfstepError, Interrupted, format_count, nearest, suggested
 from halfstep.guide.data import DataLook, describe, look_at, look_at_demo, save_grid
 from halfstep.guide.suggest import Situation, Suggestion, suggestions
 from halfstep.guide.trial import Trials
@@ -289,7 +289,7 @@ def guide(asker: Asker, console: Console, machine: Machine, scratch: Path) -> Ou
     asker.finish()
     files = {file: chosen.to_yaml().encode()}
     if look is not None:
-        files[unused(file.with_name(f"{file.stem}-samples.png"), ".png")] = _grid_path(scratch).read_bytes()
+        files[find_unused_path(file.with_name(f"{file.stem}-samples.png"), ".png")] = _grid_path(scratch).read_bytes()
     write_new(files)
     command = suggested("train", file)
     _show_outcome(console, tuple(files), command)
@@ -322,7 +322,7 @@ def _data(asker: Asker, console: Console, workload: str, scratch: Path) -> tuple
         with console.status("looking at the data"):
             if not answer:
                 return look_at_demo(workload, scratch / "demo")
-            return look_at(workload, absolute_path(path_in(answer)))
+            return look_at(workload, make_absolute(path_in(answer)))
 
     kind = KINDS.of(workload)
     if kind.guide is None:
@@ -341,7 +341,7 @@ def _data(asker: Asker, console: Console, workload: str, scratch: Path) -> tuple
 
 def existing_folder(answer: str) -> str:
     """A folder that is there; what it holds is for the user's own workload to say."""
-    folder = absolute_path(path_in(answer))
+    folder = make_absolute(path_in(answer))
     if not answer or not folder.is_dir():
         raise DataError(f"data: no folder {answer!r}", why="your own workload has no demo data", fix="name its folder")
     return str(folder)
@@ -362,7 +362,7 @@ def _in_short(one: Suggestion) -> str:
     train, each = one.config.train, KINDS.of(one.config.workload).size_of_sample(one.config)
     times = f" x {train.accumulate}" if train.accumulate > 1 else ""
     size = f"batch {train.batch_size}{times}{f' at {each}' if each else ''}"
-    return f"{one.config.precision.default}, {size}, {counted(train.epochs, 'epoch')}"
+    return f"{one.config.precision.default}, {size}, {format_count(train.epochs, 'epoch')}"
 
 
 def new_yaml_file(answer: str) -> Path:
@@ -383,7 +383,7 @@ def new_yaml_file(answer: str) -> Path:
 
 def _file_name(workload: str, chosen: Suggestion) -> str:
     name = workload.replace(":", "-").replace(".", "-")
-    return str(unused(Path(f"{name}-{chosen.name}.yaml"), ".yaml"))
+    return str(find_unused_path(Path(f"{name}-{chosen.name}.yaml"), ".yaml"))
 
 
 def _grid_path(scratch: Path) -> Path:

@@ -12,7 +12,7 @@ import yaml
 from halfstep.config.dump import Dumper
 from halfstep.config.schema import RunConfig
 from halfstep.config.training import ADAM_LIKE
-from halfstep.errors import counted, format_bytes, suggested
+from halfstep.errors import format_bytes, format_count, suggested
 from halfstep.guide.data import DataLook
 from halfstep.guide.trial import Trial
 from halfstep.hardware.facts import Hardware, Op
@@ -268,7 +268,8 @@ def batch(
     accumulate = math.ceil(a_step / micro)
     if a_step < grown:
         steps = math.ceil(num_train / a_step)
-        why = f"less than the recipe's {recipe}: {counted(num_train, 'sample')} make {counted(steps, 'step')} per epoch"
+        made = f"{format_count(num_train, 'sample')} make {format_count(steps, 'step')} per epoch"
+        why = f"less than the recipe's {recipe}: {made}"
     else:
         why = f"the recipe's {recipe}" + (f" times {a_step // recipe}" if a_step > recipe else "")
     times = f" x {accumulate} accumulated" if accumulate > 1 else ""
@@ -307,7 +308,10 @@ def learning_rate(start: RunConfig, samples: int) -> tuple[dict[str, Any], tuple
         peak, rule = optimizer.lr * samples / recipe, "linear in the batch, for SGD"
         shown, paths = f"{optimizer.lr:g} x {samples}/{recipe}", {"optimizer.lr_per": recipe}
     if samples == recipe and not optimizer.lr_per:
-        return {}, ("learning rate", f"{optimizer.lr:g}, the recipe's own at {counted(samples, 'sample')} per step")
+        return {}, (
+            "learning rate",
+            f"{optimizer.lr:g}, the recipe's own at {format_count(samples, 'sample')} per step",
+        )
     return paths, ("learning rate", f"{peak:.4g} = {shown} ({rule})")
 
 
@@ -366,7 +370,7 @@ def duration(situation: Situation, config: RunConfig, trained: Rate) -> list[tup
     reading = (train.epochs * look.num_train + validated) / rate
     seconds = computing + reading if on_cpu else max(computing, reading)
     shown = next(f"{seconds / unit:.1f} {name}" for unit, name in TIME_UNITS if seconds >= unit or unit == 1)
-    shown += f" for {counted(train.epochs, 'epoch')}"
+    shown += f" for {format_count(train.epochs, 'epoch')}"
     if trained.is_limit:
         return [("time", f"at least {shown}, most likely a few times as long (an estimate)")]
     compiled = "; compiled it may be shorter" if train.fast == "compile" else ""

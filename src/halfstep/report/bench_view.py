@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from halfstep.errors import counted
+from halfstep.errors import format_count
 from halfstep.report.config_view import shown
 from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
 from halfstep.report.progress import format_time
@@ -136,10 +136,10 @@ def _meanings(record: Record, rows: Sequence[Record], columns: Iterable[str]) ->
     if not rows:
         return []
     meanings = {
-        "ms/step": f"median of {len(rows[0]['window_ms'])} windows of {counted(record['window_steps'], 'step')}, "
+        "ms/step": f"median of {len(rows[0]['window_ms'])} windows of {format_count(record['window_steps'], 'step')}, "
         "copy of the batch to the device included; windows: fastest to slowest; the rate: at that median",
         **{f"x {name}": f"times as fast as {label}" for name, label in record["speedup_bases"].items()},
-        "loss": f"after {counted(record['steps'], 'step')} on one random batch, held against "
+        "loss": f"after {format_count(record['steps'], 'step')} on one random batch, held against "
         f"{record['loss_reference']} within {record['loss_bound']:.0%}",
         "of floor": "counted arithmetic at the measured matmul rate, as a share of the step",
     }
@@ -180,7 +180,8 @@ def _notes(record: Record, num_drawn: int, *, has_memory: bool) -> Iterator[str]
     if num_drawn and not has_memory:
         yield f"memory: {record['memory']}"
     if left_out := len(record["rows"]) - num_drawn:
-        yield f"not drawn: {counted(left_out, 'row')} that could not be measured, or whose format is simulated here"
+        rows = format_count(left_out, "row")
+        yield f"not drawn: {rows} that could not be measured, or whose format is simulated here"
 
 
 def _draw_times(axes: Axes, rows: Sequence[Record], unit: Record) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from halfstep.formats import format_named
+from halfstep.formats import find_format
 from halfstep.report.picture_file import BAD, FAINT, GRID, INK, new_figure, save_figure
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ Rows = Mapping[str, Sequence[tuple[str, float, float]]]
 def draw_ranges(rows: Rows, format: str, path: Path, *, at: str = "") -> None:
     """A bar from the smallest to the largest magnitude of each module; lines where the format ends. `at` is the module
     at fault."""
-    fmt = format_named(format if format != "fp8" else "bf16")
+    fmt = find_format(format if format != "fp8" else "bf16")
     names = shown_modules(rows, at)
     figure = new_figure((9, 1.5 + 0.22 * max(len(names), 4)))
     axes = figure.subplots()

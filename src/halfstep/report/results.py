@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from halfstep.errors import ConfigError, counted, printable
+from halfstep.errors import ConfigError, format_count, make_printable
 from halfstep.report.tables import columns_table, pairs_table, print_text
 
 Cell = str | int | float | None
@@ -70,7 +70,7 @@ def show_evaluation(found: Evaluation, console: Console) -> None:
     facts = {
         "run": found.run,
         "checkpoint": f"{found.checkpoint}, weights {found.weights}",
-        "data": f"{found.data}, {counted(found.samples, 'sample')}",
+        "data": f"{found.data}, {format_count(found.samples, 'sample')}",
         "precision": f"{found.precision}{' (simulated)' if found.simulated else ''} on {found.device}",
         "scores": found.scoring,
         "scored at": found.scored_at,
@@ -112,11 +112,11 @@ def shown(value: Cell) -> str:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {printable(str(name)): _plain(inner) for name, inner in value.items()}
+        return {make_printable(str(name)): _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     if isinstance(value, str):
-        return printable(value)
+        return make_printable(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -187,14 +187,16 @@ def show_predictions(made: Predictions, console: Console) -> None:
     how = f"{made.precision}{' (simulated)' if made.simulated else ''} on {made.device}"
     where = f", written to {made.out}" if made.out else ""
     console.print(
-        Text(f"\n{counted(len(made.answers), 'file')} with {made.checkpoint} in {how}{where}"), soft_wrap=True
+        Text(f"\n{format_count(len(made.answers), 'file')} with {made.checkpoint} in {how}{where}"), soft_wrap=True
     )
     if made.failed:
         console.print(Text(f"{len(made.failed):,} could not be used", style="yellow"))
 
 
 def _printable(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {printable(name): printable(value) if isinstance(value, str) else value for name, value in row.items()}
+    return {
+        make_printable(name): make_printable(value) if isinstance(value, str) else value for name, value in row.items()
+    }
 
 
 def refuse_existing(path: Path) -> None:

@@ -21,7 +21,14 @@ from typing import Any, Literal
 
 from halfstep.config.load import Loaded
 from halfstep.disk import parse_json
-from halfstep.errors import CheckpointError, HalfstepError, Interrupted, MemoryLimitError, TrainingStopped, first_line
+from halfstep.errors import (
+    CheckpointError,
+    HalfstepError,
+    Interrupted,
+    MemoryLimitError,
+    TrainingStopped,
+    summarise_error,
+)
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import why_simulated
 from halfstep.report.metrics_file import read
@@ -135,7 +142,7 @@ def _outcome(folder: Path, row: Row, seed: int, *, best: bool, alone: bool, has_
 
 
 def _does_not_fit(error: MemoryLimitError | OutOfMemory, *, alone: bool) -> str:
-    what = error.what if isinstance(error, MemoryLimitError) else first_line(error)
+    what = error.what if isinstance(error, MemoryLimitError) else summarise_error(error)
     return what if alone else f"{what}, with other runs beside it"
 
 

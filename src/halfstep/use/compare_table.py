@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from halfstep.config.precision_names import precision_name
-from halfstep.errors import counted, format_bytes
+from halfstep.errors import format_bytes, format_count
 from halfstep.report.page.read_run import SAMPLES, per_second, rate_of
 from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
 from halfstep.report.tables import columns_table, print_text
@@ -106,13 +106,13 @@ def notes_of(comparison: Comparison) -> list[str]:
         notes.append(wide)
     looks = ", ".join(map(str, request.looks))
     rule = "Holm's rule" if len(request.rows) > 2 else "two one-sided tests"
-    notes.append(f"{counted(comparison.whole_seeds(), 'paired seed')} (looks at {looks}), {rule}, 5 % in all")
+    notes.append(f"{format_count(comparison.whole_seeds(), 'paired seed')} (looks at {looks}), {rule}, 5 % in all")
     for row in request.rows[1:]:
         differing = ", ".join(differing_keys(comparison, row)) or "no setting"
         notes.append(f"{row.name} differs from {request.baseline.name} in {differing}")
     for name, verdict in comparison.verdicts().items():
         if verdict.why:
-            more = f"; about {counted(verdict.seeds_needed, 'seed')} would decide" if verdict.seeds_needed else ""
+            more = f"; about {format_count(verdict.seeds_needed, 'seed')} would decide" if verdict.seeds_needed else ""
             notes.append(f"{name}: not shown, {verdict.why}{more}")
     notes += _failures(comparison)
     notes += _other_differences(comparison)
@@ -124,7 +124,7 @@ def notes_of(comparison: Comparison) -> list[str]:
     on_gpu = [run.summary for run in comparison.runs if str(run.summary.get("device")).startswith("cuda")]
     if any(summary.get("joules") is None for summary in on_gpu):
         notes.append("no energy: NVML, which counts it, is not there or does not know this GPU")
-    unfinished = f"unfinished after {counted(len(comparison.runs), 'run')}; halfstep compare --resume goes on"
+    unfinished = f"unfinished after {format_count(len(comparison.runs), 'run')}; halfstep compare --resume goes on"
     return [*notes, f"ended: {comparison.ended}" if comparison.ended else unfinished]
 
 

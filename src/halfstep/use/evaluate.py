@@ -13,7 +13,7 @@ from torch import nn
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
 from halfstep.data.seeds import Key
-from halfstep.disk import write_whole
+from halfstep.disk import write_atomically
 from halfstep.errors import DataError, HalfstepError, MemoryLimitError
 from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.memory import memory_picture
@@ -86,7 +86,7 @@ def evaluate(
             files=tuple(str(file) for file in (*pictures, summary)),
             seconds=round(clock.elapsed_s, 2),
         )
-        write_whole(summary, found.to_json() + "\n")
+        write_atomically(summary, found.to_json() + "\n")
     return found
 
 
