@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from halfstep.bench.problem import random_workload
-from halfstep.bench.settings import bench_config, in_precision, run_by
+from halfstep.bench.problem import bench_config, in_precision, random_workload, run_by
 from halfstep.config.schema import RunConfig
 from halfstep.data.prefetch import prefetch
 from halfstep.hardware.memory import give_back, peak_memory_bytes, reset_peak

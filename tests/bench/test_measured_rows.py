@@ -18,12 +18,9 @@ from torch._inductor.utils import clear_caches, fresh_cache
 
 from halfstep.backend_flags import read_effective_leaves
 from halfstep.bench.apart import CacheWatch, apart
-from halfstep.bench.bench import Request, bench, loss_reference, loss_warnings, runners
-from halfstep.bench.measure_row import Schedule, measured_row, why_not
-from halfstep.bench.ours import Ours
-from halfstep.bench.problem import AfterStep, Problem, problem_for
-from halfstep.bench.row import Row
-from halfstep.bench.settings import bench_config
+from halfstep.bench.bench import Ours, Request, bench, loss_reference, loss_warnings, runners
+from halfstep.bench.measure_row import Row, Schedule, measured_row, why_not
+from halfstep.bench.problem import AfterStep, Problem, bench_config, problem_for
 from halfstep.errors import ConfigError, HardwareError
 from halfstep.hardware.facts import Measurement
 from halfstep.hardware.probe import probe

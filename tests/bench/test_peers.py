@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.backend_flags import read_effective_leaves, read_flags
-from halfstep.bench.peer_setup import PeerMissing, PeerSetup, isolated
-from halfstep.bench.peers import PEERS, peers
+from halfstep.bench.peers import PEERS, PeerMissing, PeerSetup, isolated, peers
 from halfstep.bench.problem import Batch, Problem, Runner
 from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError
 from halfstep.kernels.fast_forms import FORMS, forced, wanted

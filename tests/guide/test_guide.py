@@ -18,15 +18,34 @@ from rich.console import Console
 from data import data_sets
 from data.picture_folders import smooth_picture, write_classes, write_split
 from halfstep.errors import ConfigError, DataError, Interrupted, format_count
-from halfstep.guide.ask import Prompt, Question, path_in, read_answers
 from halfstep.guide.data import DataLook, describe, look_at, look_at_demo, save_grid
-from halfstep.guide.guide import FAMILIES, QUESTIONS, TASK, new_yaml_file, with_task, write_new
-from halfstep.guide.rules import Rate, Situation, batch, duration, learning_rate, training_rate, workers
-from halfstep.guide.suggest import ORDER, suggestions
+from halfstep.guide.guide import (
+    FAMILIES,
+    QUESTIONS,
+    TASK,
+    Prompt,
+    Question,
+    new_yaml_file,
+    path_in,
+    read_answers,
+    with_task,
+    write_new,
+)
+from halfstep.guide.suggest import (
+    ORDER,
+    Rate,
+    Situation,
+    batch,
+    duration,
+    learning_rate,
+    suggestions,
+    training_rate,
+    workers,
+)
 from halfstep.guide.trial import Trial, Trials, measured_trial
 from halfstep.hardware.facts import Hardware, Measurement
 from halfstep.hardware.gpus import known_gpu
-from halfstep.hardware.live_bytes import LiveBytes
+from halfstep.hardware.memory import LiveBytes
 from halfstep.precision.advice import EXAMPLE_SAMPLE_BYTES
 from halfstep.run.memory.planned_batch import StepCost, step_cost
 from halfstep.workloads import from_dict, load

@@ -158,10 +158,9 @@ def _run(folder: Path, comparison: Comparison) -> None:
 
 def _show(folder: Path, comparison: Comparison, *, as_json: bool) -> None:
     """The table, and beside the runs its curves and numbers."""
-    from halfstep.report.comparison_view import draw_comparison, show_comparison
-    from halfstep.report.evaluation_view import result_console
+    from halfstep.report.results import result_console
     from halfstep.use.compare_table import as_json as comparison_json
-    from halfstep.use.compare_table import lines_of, notes_of
+    from halfstep.use.compare_table import draw_comparison, lines_of, notes_of, show_comparison
 
     lines, content = lines_of(comparison), json.dumps(comparison_json(comparison), indent=2, allow_nan=False)
     draw_comparison(lines, comparison.metric, folder / "report" / "curves.png")

@@ -93,7 +93,7 @@ def asked(context: typer.Context) -> tuple[FolderLayout, PackSettings]:
 
 def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
     """What the config's workload can make ahead; everything else is the config's to say."""
-    from halfstep.report.evaluation_view import json_text
+    from halfstep.report.results import json_text
     from halfstep.run.interrupts import raised_at_once
     from halfstep.workloads import KINDS, load
 
@@ -211,7 +211,7 @@ def words_of(layout: FolderLayout, settings: PackSettings, out: Path | None) -> 
 
 def show(summary: Summary, *, as_json: bool) -> None:
     if as_json:
-        from halfstep.report.evaluation_view import json_text
+        from halfstep.report.results import json_text
 
         typer.echo(json_text(summary))
         return

@@ -82,11 +82,9 @@ def _memory(path: Path) -> dict[str, int] | str:
 
 
 def comparison_page(folder: Path) -> str:
-    from halfstep.report.comparison_view import band, comparison_columns
-    from halfstep.report.page.charts import Chart, Series
-    from halfstep.report.page.render import page_of_comparison
+    from halfstep.report.page.render import Chart, Series, page_of_comparison
     from halfstep.use.compare import open_comparison
-    from halfstep.use.compare_table import lines_of, notes_of
+    from halfstep.use.compare_table import band, comparison_columns, lines_of, notes_of
 
     comparison = open_comparison(folder)
     if comparison.margin is None or not comparison.whole_seeds():

@@ -111,11 +111,11 @@ def _check_compiled_region(mode: Fp32Mode, simulated: bool) -> None:
 # --- attention without the shapes at which cuDNN's backward gives NaN ---
 # On Hopper GPUs cuDNN, torch's first choice since 2.11, reads keys in tiles of 128. If the last tile is half full and
 # all scores of a query are below -88, exp overflows in the empty half and the query's gradient is NaN: in bf16 and
-# fp16, with and without a mask (pytorch/pytorch#196678; a survey on an H200 found no other lengths). Causal attention without
-# a mask is right. A single query of a single head fails in the same way with 128 keys and more
+# fp16, with and without a mask (pytorch/pytorch#196678; a survey on an H200 found no other lengths). Causal attention
+# without a mask is right. A single query of a single head fails in the same way with 128 keys and more
 # (NVIDIA/cudnn-frontend#1072). For those shapes another of torch's kernels runs; all others stay with cuDNN, which is
-# faster. benchmarks/cudnn_attention.py is the survey; batches of up to 256 samples fail at no other length.
-# The workaround applies to every cuDNN version: 9.26 was announced as fixed, and a 9.30 was seen to fail
+# faster. benchmarks/cudnn_attention.py is the survey; batches of up to 256 samples fail at no other length. The
+# workaround applies to every cuDNN version: 9.26 was announced as fixed, and a 9.30 was seen to fail
 # (NVIDIA/cudnn-frontend#628).
 
 TILE = 128

@@ -222,8 +222,8 @@ class Reusable(contextlib.ContextDecorator):
 
 # --- rounding fp32 values to a format ---
 # Defined by the format, not by a cast: torch's own fp8 casts changed their overflow between releases, and tf32 has no
-# dtype. Round half to even: the bit pattern of an fp32 number is rounded as an integer, and a carry into the exponent is
-# exactly rounding up to the next power of two.
+# dtype. Round half to even: the bit pattern of an fp32 number is rounded as an integer, and a carry into the exponent
+# is exactly rounding up to the next power of two.
 
 SIGN, MAGNITUDE = -0x8000_0000, 0x7FFF_FFFF
 

@@ -28,8 +28,16 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide, why_simulated
 from halfstep.run.folder import RunFolder, with_absolute_paths
 from halfstep.tune.choose import asked_mode
-from halfstep.use.compare_beside import Job, beside_each_other
-from halfstep.use.compare_run import OUT_OF_MEMORY, Outcome, Row, keep_the_records, loaded_for, one_run
+from halfstep.use.compare_run import (
+    OUT_OF_MEMORY,
+    Job,
+    Outcome,
+    Row,
+    beside_each_other,
+    keep_the_records,
+    loaded_for,
+    one_run,
+)
 from halfstep.use.equivalence import FEWEST_SEEDS, LOOKS, Verdict, default_margin, is_wide, power, verdicts
 
 PILOT_SEED = 1_000_000

@@ -18,7 +18,7 @@ from halfstep.errors import DataError, HalfstepError, MemoryLimitError
 from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.memory import memory_picture
 from halfstep.precision.plan import Plan
-from halfstep.report.evaluation_view import Evaluation
+from halfstep.report.results import Evaluation
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import build_workload
 from halfstep.run.folder import with_absolute_paths, with_data_found

@@ -15,8 +15,7 @@ from halfstep.disk import write_atomically
 from halfstep.errors import ConfigError, DataError, Interrupted, format_count, make_printable
 from halfstep.hardware.clock import Stopwatch
 from halfstep.models.first_values import unfilled
-from halfstep.report.evaluation_view import json_text
-from halfstep.report.prediction_view import Answer, Failure, Predictions
+from halfstep.report.results import Answer, Failure, Predictions, json_text
 from halfstep.report.run_report import RunReport
 from halfstep.run.frozen import naming_lost_files
 from halfstep.run.interrupts import Interrupts, interrupts

@@ -17,7 +17,7 @@ from halfstep.run.pace import SHORTEST_S, Waiting, busy_line
 from halfstep.step.step import LossFn, Step
 from halfstep.tune.memory_limit import split_window
 from halfstep.tune.modes import Batch
-from halfstep.use.ledger import at_hand, is_run
+from halfstep.use.observe_step import at_hand, is_run
 
 NAN, CLIP, RATE, AMP = (
     "NaN handling operational",

@@ -23,8 +23,8 @@ from halfstep.config.schema import RunConfig
 from halfstep.data.seeds import Key
 from halfstep.disk import name_hidden, remove_leftovers
 from halfstep.errors import ConfigError, ModelError
-from halfstep.report.evaluation_view import Cell
 from halfstep.report.progress import Bar
+from halfstep.report.results import Cell
 from halfstep.workloads.base.other_data import pictures_folder
 from halfstep.workloads.base.sheets import Array, grid
 from halfstep.workloads.base.using import Look, Phase, PlainEvaluation, Trained

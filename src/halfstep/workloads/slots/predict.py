@@ -19,8 +19,8 @@ from halfstep.data.files import PICTURES, BadFiles, load_array
 from halfstep.data.images import read_image
 from halfstep.data.loader import Batch
 from halfstep.errors import CheckpointError, DataError, format_count
-from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
+from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.parts import FrozenPart
 from halfstep.workloads.base.using import Input, Trained, Wishes, failure_of
