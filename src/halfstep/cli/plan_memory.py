@@ -24,18 +24,20 @@ from halfstep.precision.ladder import lacks
 from halfstep.report.memory_view import MemoryRow, draw_memory, memory_table, memory_unit, short_level, told_once
 from halfstep.report.picture_file import refuse_unknown_format
 from halfstep.report.tables import columns_table, print_text
-from halfstep.run.memory.fit import (
+from halfstep.run.memory.predict import (
+    MODES,
+    Cell,
     Fit,
-    fitting,
-    levels_of,
-    notes_of,
-    precisions_of,
+    MemoryPlanner,
+    compute_usable_bytes,
+    describe_effects,
+    find_fits,
+    list_levels,
+    list_precisions,
     read_size,
     refuse_nothing_fits,
-    usable_bytes,
 )
-from halfstep.run.memory.plan import MODES, Cell, MemoryPlanner
-from halfstep.run.memory.planned_step import planned_step
+from halfstep.run.memory.traceable_step import build_traceable_step
 from halfstep.run.plan import data_at_hand
 from halfstep.tune.modes import Mode
 from halfstep.tune.own_blocks import described
@@ -99,20 +101,20 @@ def _planned(words: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | 
     config, is_made_up = _config(words, flags)
     shown = _mode(mode, config)
     with nullcontext(config) if is_made_up else data_at_hand(config) as with_data:
-        planner = MemoryPlanner(planned_step(with_data), hardware)
+        planner = MemoryPlanner(build_traceable_step(with_data), hardware)
     wish = flags["precision"]
     name = precision_name(str(wish), "--precision") if wish else "auto"
-    precisions = precisions_of(hardware) if name == "auto" else (name,)
+    precisions = list_precisions(hardware) if name == "auto" else (name,)
     if name == "auto" and "fp32" in config.precision.modules.values():
         precisions = tuple(one for one in precisions if one != "tf32")  # a run refuses to mix the two
     modes = (shown,) if mode else MODES
-    levels = levels_of(planner, config)
+    levels = list_levels(planner, config)
     rows = [_row(planner, config, shown, modes, p, setting) for p in precisions for setting in levels]
-    limit = usable_bytes(memory)
-    fits = fitting(planner, config, limit, shown, precisions, hardware) if memory else []
+    limit = compute_usable_bytes(memory)
+    fits = find_fits(planner, config, limit, shown, precisions, hardware) if memory else []
     if memory and not fits:
         refuse_nothing_fits(planner, config, limit, shown, where)
-    notes = [*([MADE_UP] if is_made_up else []), *(notes_of(planner, config, fits) if fits else ())]
+    notes = [*([MADE_UP] if is_made_up else []), *(describe_effects(planner, config, fits) if fits else ())]
     if gpu and hardware:
         notes += _of_gpu(hardware, name, memory)
     if planner.step.blocks:

@@ -16,7 +16,7 @@ from halfstep.errors import counted, format_bytes, suggested
 from halfstep.guide.data import DataLook
 from halfstep.guide.trial import Trial
 from halfstep.hardware.facts import Hardware
-from halfstep.run.memory.planned_batch import StepCost
+from halfstep.run.memory.sizing import StepCost
 
 STEPS_AN_EPOCH = 10
 """Fewer optimizer steps than this in an epoch, and a small set learns too slowly for its epochs."""
