@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from halfstep.disk import cache_directory, variable
+from halfstep.disk import find_cache_directory, read_variable
 from halfstep.kernels.fast_forms import decided, forced
 from halfstep.models.recompute import Blocks as BlockSequence
 from halfstep.models.recompute import each_compiled
@@ -86,7 +86,7 @@ def keep_compiled_code() -> None:
 
 
 def compiled_code() -> Path:
-    return Path(variable("TORCHINDUCTOR_CACHE_DIR") or cache_directory() / "inductor")
+    return Path(read_variable("TORCHINDUCTOR_CACHE_DIR") or find_cache_directory() / "inductor")
 
 
 # --- cudnn.benchmark ---

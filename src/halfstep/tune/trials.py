@@ -13,7 +13,7 @@ from torch import nn
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
-from halfstep.errors import MemoryLimitError, first_line
+from halfstep.errors import MemoryLimitError, summarise_error
 from halfstep.hardware.live_bytes import LiveBytes
 from halfstep.hardware.memory import peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
@@ -123,7 +123,7 @@ class Trial:
         except Exception as error:
             if mode == "eager" and not is_only_tried(self.parts.config, self.parts.plan):
                 raise  # the run itself would fail with it
-            raise CannotRun(f"{type(error).__name__}: {first_line(error)}") from error
+            raise CannotRun(f"{type(error).__name__}: {summarise_error(error)}") from error
         finally:
             engine.forget_graphs()
         return found
