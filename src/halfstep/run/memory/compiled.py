@@ -8,8 +8,8 @@ Compiling takes a minute; here the same is decided on the eager trace, by the ru
     recomputed     everything pointwise, except what a backward kernel has to read from memory anyway, and what is used
                    again long after its first use (the residual stream)
 
-and a minimum cut over the rest. A value is then stored from its creation to its last use if it is kept, read by a kernel
-that cannot be fused, recomputed for several readers from more than a few values, or a result. All others are not stored.
+and a minimum cut over the rest. A value is then stored from its creation to its last use if it is kept, read by a
+kernel that cannot be fused, recomputed for several readers from more than a few values, or a result.
 """
 
 from __future__ import annotations
