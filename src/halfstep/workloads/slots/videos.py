@@ -21,10 +21,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from halfstep.data.files import BadFiles, some_of
+from halfstep.data.files import Array, BadFiles, some_of
 from halfstep.errors import DataError, counted, first_line
-
-Array = np.ndarray[Any, Any]
 
 VIDEO_PART, MASK_PARTS = "video.npy", ("segmentations.npy", "segmentation.npy", "masks.npy")
 WRITE_VIDEO = "write NAME.video.npy with uint8 frames (T, H, W, 3)"
