@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from halfstep.data.files import Array, BadFiles, some_of
-from halfstep.errors import DataError, counted, first_line
+from halfstep.errors import DataError, format_count, summarise_error
 
 VIDEO_PART, MASK_PARTS = "video.npy", ("segmentations.npy", "segmentation.npy", "masks.npy")
 WRITE_VIDEO = "write NAME.video.npy with uint8 frames (T, H, W, 3)"
@@ -217,7 +217,7 @@ def find_shards(root: Path, patterns: str | Sequence[str], *, bad_files: BadFile
     if missing:
         bad_files.report(
             DataError(
-                f"{counted(len(missing), 'shard')} of {patterns} are not in {root}: {some_of(missing)}",
+                f"{format_count(len(missing), 'shard')} of {patterns} are not in {root}: {some_of(missing)}",
                 why=f"{len(found)} are there",
                 fix="download them, narrow the pattern, or go on without them: data.on_bad_file=skip",
             )
@@ -327,7 +327,7 @@ def stored_array(place: Place, name: str) -> StoredArray:
     except (ValueError, OSError, EOFError, SyntaxError) as error:
         raise DataError(
             f"{name} in {place.path} is not a .npy array",
-            why=first_line(error),
+            why=summarise_error(error),
             fix="write it again with numpy.save, or leave bad samples out: data.on_bad_file=skip",
         ) from error
     if dtype.hasobject or is_fortran:
