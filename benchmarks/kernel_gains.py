@@ -46,14 +46,14 @@ if "--dry" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined
 
 import torch
+from halfstep.bench.ours import Ours
+from halfstep.bench.settings import bench_config
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from halfstep.bench.bench import Request, runners
-from halfstep.bench.ours import Ours
 from halfstep.bench.problem import problem_for, random_workload
-from halfstep.bench.settings import bench_config
 from halfstep.config.schema import RunConfig
 from halfstep.errors import first_line
 from halfstep.hardware.measure import measure
