@@ -26,7 +26,7 @@ from halfstep.run.assemble import Assembly
 from halfstep.run.capsules import context_of
 from halfstep.run.ledger import AnyEngine
 from halfstep.step.guard import LAG
-from halfstep.use.observe_step import at_hand
+from halfstep.use.observe_step import assemble_step
 from recording import finish_device_work, store
 
 GOALS = {"recording": 0.01, "monitor": 0.005}
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="for trying the script on a CPU")
     arguments = parser.parse_args()
     words = SMALL if arguments.small else FULL
-    with at_hand("unet", flags={"precision": None if arguments.small else "bf16"}, overrides=words) as (
+    with assemble_step("unet", flags={"precision": None if arguments.small else "bf16"}, overrides=words) as (
         parts,
         engine,
         _,

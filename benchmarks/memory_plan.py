@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from halfstep.bench.problem import bench_config, in_precision, random_workload, run_by
+from halfstep.bench.problem import build_random_workload, load_bench_config, set_mode, set_precision
 from halfstep.config.schema import RunConfig
 from halfstep.data.prefetch import prefetch
 from halfstep.hardware.memory import give_back, peak_memory_bytes, reset_peak
@@ -106,8 +106,8 @@ ROWS += HELD_OUT
 
 def config_of(row: Row) -> RunConfig:
     target, *overrides = row.words.split()
-    config = bench_config(target, overrides, {}, small=False)
-    return run_by(in_precision(config, row.precision, simulate=False), row.mode)
+    config = load_bench_config(target, overrides, {}, small=False)
+    return set_mode(set_precision(config, row.precision, simulate=False), row.mode)
 
 
 def predicted(row: Row) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def measured(row: Row) -> dict[str, Any]:
     give_back(device)
     reset_peak(device)
     left_over = torch.cuda.memory_allocated()
-    workload = random_workload(config)
+    workload = build_random_workload(config)
     made = KINDS.of(config.workload).make_batch(config, workload.store)
     plan = plan_for(config, workload, probe("cuda"))
     plan = dataclasses.replace(plan, mode=row.mode, memory=dataclasses.asdict(row.setting))

@@ -32,7 +32,7 @@ from halfstep.hardware.nvml import EnergyMeter
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
-from halfstep.report.config_view import config_as_json
+from halfstep.report.config_view import dump_config
 from halfstep.report.curves import draw_curves
 from halfstep.report.metrics_file import cut_back, read
 from halfstep.report.run_report import RunReport
@@ -321,7 +321,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
         try:
             show_header(report, loaded, folder, parts)
             if is_new and writes:  # a resumed run would name its own config.yaml as the source of everything
-                write_atomically(folder.report / "config.json", json.dumps(config_as_json(loaded), indent=1) + "\n")
+                write_atomically(folder.report / "config.json", json.dumps(dump_config(loaded), indent=1) + "\n")
             for warning in (*warnings, *notes_on(config, parts.workload, parts.model, world)) if writes else ():
                 report.notice(warning, "warning")
             if resumed is not None:
