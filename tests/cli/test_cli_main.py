@@ -14,9 +14,9 @@ from halfstep.workloads import KINDS
 EVERY_HELP = """
 import contextlib, io, sys
 import halfstep
-from halfstep.cli.main import app_with, main
+from halfstep.cli.main import build_app, main
 heavy = {"torch", "numpy", "matplotlib", "torchmetrics"}
-names = [command.name for command in app_with().registered_commands]
+names = [command.name for command in build_app().registered_commands]
 assert {"detect", "formats", "train"} <= set(names), names
 for argv in (["--help"], ["--version"], *([name, "--help"] for name in names)):
     with contextlib.redirect_stdout(io.StringIO()) as out:
