@@ -25,7 +25,7 @@ from halfstep.hardware.facts import Hardware
 from halfstep.precision.ladder import lacks
 from halfstep.report.config_view import shown
 from halfstep.run.assemble import build_workload
-from halfstep.run.memory.planned_batch import step_cost
+from halfstep.run.memory.sizing import predict_step_cost
 from halfstep.run.plan import data_at_hand
 from halfstep.step.batches import batch_length
 from halfstep.step.randomness import seed_everything
@@ -181,7 +181,7 @@ def refuse_too_large(config: RunConfig, precisions: Sequence[str], modes: Sequen
     if hardware.kind != "cpu" or free_bytes is None or not kind.makes_data:
         return
     precision = next((name for name in precisions if name in ("fp32", "tf32")), precisions[0])
-    cost = step_cost(config, kind.part("random_store")(config), hardware, precision)
+    cost = predict_step_cost(config, kind.part("random_store")(config), hardware, precision)
     batch_size = config.train.batch_size
     # What is compiled or recomputed may keep fewer activations than are counted.
     keeps_activations = "eager" in modes and config.train.memory != "low"
