@@ -45,7 +45,7 @@ from halfstep.guide.suggest import (
 from halfstep.guide.trial import Trial, Trials, measured_trial
 from halfstep.hardware.facts import Hardware, Measurement
 from halfstep.hardware.gpus import known_gpu
-from halfstep.hardware.live_bytes import LiveBytes
+from halfstep.hardware.memory import LiveBytes
 from halfstep.precision.advice import EXAMPLE_SAMPLE_BYTES
 from halfstep.run.memory.sizing import StepCost, predict_step_cost
 from halfstep.workloads import from_dict, load

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from halfstep.config.load import Loaded
-from halfstep.config.schema import RunConfig
-from halfstep.config.training import ScalerConfig
+from halfstep.config.schema import RunConfig, ScalerConfig
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, MemoryLimitError, format_bytes
 from halfstep.hardware.facts import Hardware

@@ -10,8 +10,7 @@ from typing import Any
 import yaml
 
 from halfstep.config.dump import Dumper
-from halfstep.config.schema import RunConfig
-from halfstep.config.training import ADAM_LIKE
+from halfstep.config.schema import ADAM_LIKE, RunConfig
 from halfstep.errors import format_bytes, format_count, suggested
 from halfstep.guide.data import DataLook
 from halfstep.guide.trial import Trial

@@ -14,8 +14,7 @@ from torch import nn
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
 from halfstep.errors import summarise_error
-from halfstep.hardware.live_bytes import LiveBytes
-from halfstep.hardware.memory import peak_memory_bytes, reset_peak
+from halfstep.hardware.memory import LiveBytes, peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
 from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.tune.layout import is_only_tried

@@ -30,8 +30,8 @@ from halfstep.hardware.gpus import known_gpu
 from halfstep.kernels.fast_forms import forced, pretended
 from halfstep.models.first_values import unfilled
 from halfstep.models.recompute import Recompute, Recomputing
+from halfstep.precision.apply import apply_frozen_
 from halfstep.precision.decide import decide
-from halfstep.precision.frozen import apply_frozen_
 from halfstep.precision.op_lists import cuda_op_lists
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import build_workload
