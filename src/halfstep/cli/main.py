@@ -67,10 +67,7 @@ COMMANDS = (
     *("bench", "check", "compare", "detect", "dry-run", "evaluate", "exercise", "formats", "guide", "ledger"),
     *("pack", "plan", "predict", "replay", "report", "top", "train", "verify"),
 )
-"""Each is the function `command` of the module of its name."""
-
-SETTINGS = {"formats": {"ignore_unknown_options": True}}
-"""`formats -3.5`: a number may look like an option."""
+"""Each is the function `command` of the module of its name, parsed with the settings in the module's `CONTEXT`."""
 
 CLASSES = {"evaluate": RunCommand, "predict": RunCommand}
 """Commands whose options depend on the run they are given."""
@@ -90,7 +87,7 @@ def app_with(names: Iterable[str] = COMMANDS) -> typer.Typer:
         module = importlib.import_module(f"halfstep.cli.{name.replace('-', '_')}")
         text = unwrapped(module.command.__doc__)
         kind = CLASSES.get(name, OnceCommand)
-        app.command(name, help=text, cls=kind, context_settings=SETTINGS.get(name))(module.command)
+        app.command(name, help=text, cls=kind, context_settings=getattr(module, "CONTEXT", None))(module.command)
     return app
 
 
