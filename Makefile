@@ -2,6 +2,7 @@
 #   make demo    install into .venv and run the main job
 #   make test    install into .venv and run every check
 #   make soak    the tests that take minutes, and processes of a run killed thirty times at random points
+#   make rules   write docs/rules from the rules of halfstep-check
 #   make check-hook   try the pre-commit hook of halfstep-check, as committed, with pre-commit itself
 #   make demos   train every workload's demo and assert what it learned (minutes each)
 # On an x86 Linux machine the pinned torch is the CUDA build (gigabytes); on others it is small.
@@ -10,7 +11,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo demos soak test check check-hook format clean
+.PHONY: demo demos soak test check check-hook rules format clean
 
 demo: $(STAMP)
 	$(BIN)/halfstep train unet
@@ -31,6 +32,9 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+rules: $(STAMP)
+	$(BIN)/python packages/halfstep-check/rule_pages.py docs/rules
 
 check-hook:
 	packages/halfstep-check/tests/try_hook.sh

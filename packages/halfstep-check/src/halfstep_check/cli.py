@@ -92,8 +92,8 @@ def make_command(host: Host = Host()) -> Callable[..., None]:
         commands: Annotated[
             list[str] | None, option("A command line that starts training.", "--command", metavar="TEXT")
         ] = None,
-        select: Annotated[list[str] | None, option("Only these rules: a,b.", metavar="RULE")] = None,
-        ignore: Annotated[list[str] | None, option("All rules but these.", metavar="RULE")] = None,
+        select: Annotated[list[str] | None, option("Apply only these rules: a,b. Repeatable.", metavar="RULE")] = None,
+        ignore: Annotated[list[str] | None, option("Leave these rules out: a,b. Repeatable.", metavar="RULE")] = None,
         gpu: Annotated[str, option("Say what this GPU cannot do: v100, 4090.", metavar="NAME")] = "",
         hardware: Annotated[bool, option("Say what this machine cannot do.", "--hardware")] = False,
         fix: Annotated[bool, option("Print the aligned files as a patch.", "--fix")] = False,

@@ -87,13 +87,14 @@ def rules_table(rows: Iterable[tuple[str, str, str]]) -> Table:
 
 
 def rule_view(
-    *, name: str, severity: str, title: str, why: str, bad: str, good: str, threads: Sequence[str] = ()
+    *, name: str, severity: str, title: str, why: str, fix: str, bad: str, good: str, threads: Sequence[str] = ()
 ) -> Group:
     """The whole explanation of a rule."""
     parts: list[RenderableType] = [
         Text.assemble((name, "bold"), f" ({severity}): {title}"),
         "",
         Text(why),
+        Text.assemble(("fix: ", "bold"), fix),
         "",
         Text("wrong", style="bold red"),
         Padding(Text(bad), (0, 0, 0, 4)),

@@ -11,8 +11,23 @@ LOOP_RULES = (
         severity=Severity.WARNING,
         title="the accumulated loss is not divided by the number of micro-batches",
         why="Gradients add up, so the step is N times larger than with one batch of the same size.",
-        bad="loss.backward()\nif (i + 1) % 4 == 0:\n    optimizer.step()",
-        good="(loss / 4).backward()\nif (i + 1) % 4 == 0:\n    optimizer.step()",
+        fix="Divide the loss by the number of micro-batches before backward().",
+        bad="""
+            for i, (x, y) in enumerate(loader):
+                loss = criterion(model(x), y)
+                loss.backward()
+                if (i + 1) % 4 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """,
+        good="""
+            for i, (x, y) in enumerate(loader):
+                loss = criterion(model(x), y) / 4
+                loss.backward()
+                if (i + 1) % 4 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """,
         threads=("huggingface/transformers#35438", "OpenNMT/OpenNMT-py#2209"),
     ),
     Rule(
@@ -21,8 +36,15 @@ LOOP_RULES = (
         title="the accumulated loss is divided by the number of micro-batches twice",
         why="Accelerator(gradient_accumulation_steps=N) divides the loss by N in backward(). A division by hand makes "
         "the gradient N times too small: clipping never sets in, and SGD crawls.",
-        bad="accelerator = Accelerator(gradient_accumulation_steps=4)\naccelerator.backward(loss / 4)",
-        good="accelerator = Accelerator(gradient_accumulation_steps=4)\naccelerator.backward(loss)",
+        fix="Divide once: leave it to Accelerate, or do it by hand.",
+        bad="""
+            accelerator = Accelerator(gradient_accumulation_steps=4)
+            accelerator.backward(loss / 4)
+        """,
+        good="""
+            accelerator = Accelerator(gradient_accumulation_steps=4)
+            accelerator.backward(loss)
+        """,
     ),
     Rule(
         name="accumulation-drops-tail",
@@ -30,9 +52,27 @@ LOOP_RULES = (
         title="the last, partial window is dropped",
         why="Batches after the last full window are computed, and the next epoch's zero_grad throws them away: the "
         "same samples may never be learned from.",
-        bad="optimizer.zero_grad()\nfor i, batch in enumerate(loader):\n    ...\n    if (i + 1) % 4 == 0:\n"
-        "        optimizer.step()\n        optimizer.zero_grad()",
-        good="    if (i + 1) % 4 == 0 or i + 1 == len(loader):\n        optimizer.step()",
+        fix="Step at the last batch too.",
+        bad="""
+            for epoch in range(epochs):
+                optimizer.zero_grad()
+                for i, (x, y) in enumerate(loader):
+                    loss = criterion(model(x), y) / 4
+                    loss.backward()
+                    if (i + 1) % 4 == 0:
+                        optimizer.step()
+                        optimizer.zero_grad()
+        """,
+        good="""
+            for epoch in range(epochs):
+                optimizer.zero_grad()
+                for i, (x, y) in enumerate(loader):
+                    loss = criterion(model(x), y) / 4
+                    loss.backward()
+                    if (i + 1) % 4 == 0 or i + 1 == len(loader):
+                        optimizer.step()
+                        optimizer.zero_grad()
+        """,
     ),
     Rule(
         name="gradients-not-cleared",
@@ -40,17 +80,45 @@ LOOP_RULES = (
         title="gradients are never cleared",
         why="backward() adds to what is there. Without zero_grad every step uses the sum of all gradients since the "
         "start; under fp16 the sum overflows and steps are skipped.",
-        bad="loss.backward()\noptimizer.step()",
-        good="optimizer.zero_grad()\nloss.backward()\noptimizer.step()",
+        fix="Call optimizer.zero_grad() once per step.",
+        bad="""
+            optimizer = torch.optim.AdamW(model.parameters())
+            for x, y in loader:
+                loss = criterion(model(x), y)
+                loss.backward()
+                optimizer.step()
+        """,
+        good="""
+            optimizer = torch.optim.AdamW(model.parameters())
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = criterion(model(x), y)
+                loss.backward()
+                optimizer.step()
+        """,
     ),
     Rule(
         name="cleared-within-window",
         severity=Severity.ERROR,
         title="gradients are cleared between micro-batches",
         why="The step waits for N micro-batches, zero_grad does not: all gradients but the last are thrown away.",
-        bad="for i, batch in enumerate(loader):\n    optimizer.zero_grad()\n    (loss / 4).backward()\n"
-        "    if (i + 1) % 4 == 0:\n        optimizer.step()",
-        good="    if (i + 1) % 4 == 0:\n        optimizer.step()\n        optimizer.zero_grad()",
+        fix="Clear the gradients where the optimizer steps.",
+        bad="""
+            for i, (x, y) in enumerate(loader):
+                optimizer.zero_grad()
+                loss = criterion(model(x), y) / 4
+                loss.backward()
+                if (i + 1) % 4 == 0:
+                    optimizer.step()
+        """,
+        good="""
+            for i, (x, y) in enumerate(loader):
+                loss = criterion(model(x), y) / 4
+                loss.backward()
+                if (i + 1) % 4 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """,
     ),
     Rule(
         name="stepped-within-window",
@@ -58,8 +126,23 @@ LOOP_RULES = (
         title="the optimizer steps at every micro-batch, the gradients are cleared at the window's end",
         why="Each step uses the gradients of all micro-batches so far again. With a scaler it is worse: step() has "
         "divided the old ones by the scale already, and the new, scaled ones are added to them.",
-        bad="scaler.step(optimizer)\nscaler.update()\nif (i + 1) % accumulate == 0:\n    optimizer.zero_grad()",
-        good="if (i + 1) % n == 0:\n    scaler.step(optimizer)\n    scaler.update()\n    optimizer.zero_grad()",
+        fix="Step and clear the gradients together, at the end of a window.",
+        bad="""
+            for i, (x, y) in enumerate(loader):
+                loss = criterion(model(x), y) / accumulation_steps
+                loss.backward()
+                optimizer.step()
+                if (i + 1) % accumulation_steps == 0:
+                    optimizer.zero_grad()
+        """,
+        good="""
+            for i, (x, y) in enumerate(loader):
+                loss = criterion(model(x), y) / accumulation_steps
+                loss.backward()
+                if (i + 1) % accumulation_steps == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """,
     ),
     Rule(
         name="step-never-due",
@@ -67,16 +150,59 @@ LOOP_RULES = (
         title="the step waits for a counter that only the step moves",
         why="With a window of two or more the counter stops at a value for which the test fails: nothing is trained "
         "from then on, and the loss is logged as if it were.",
-        bad="if (step + 1) % accumulate == 0:\n    optimizer.step()\n    step += 1",
-        good="batch += 1\nif batch % accumulate == 0:\n    optimizer.step()\n    step += 1",
+        fix="Count micro-batches for the test, and steps separately.",
+        bad="""
+            step = 0
+            for x, y in loader:
+                loss = criterion(model(x), y) / 4
+                loss.backward()
+                if (step + 1) % 4 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    step += 1
+        """,
+        good="""
+            batch = 0
+            for x, y in loader:
+                loss = criterion(model(x), y) / 4
+                loss.backward()
+                batch += 1
+                if batch % 4 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """,
     ),
     Rule(
         name="step-without-backward",
         severity=Severity.ERROR,
         title="one branch steps without a backward",
         why="The branch with AMP runs backward, the one without only steps: it trains nothing, or on old gradients.",
-        bad="if scaler is None:\n    optimizer.step()\nelse:\n    scaler.scale(loss).backward()",
-        good="if scaler is None:\n    loss.backward()\n    optimizer.step()",
+        fix="Call backward() on every path that steps, and zero_grad() before it.",
+        bad="""
+            for x, y in loader:
+                optimizer.zero_grad()
+                if scaler is None:
+                    loss = criterion(model(x), y)
+                    optimizer.step()
+                else:
+                    loss = criterion(model(x), y)
+                    scaler.scale(loss).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+        """,
+        good="""
+            for x, y in loader:
+                optimizer.zero_grad()
+                if scaler is None:
+                    loss = criterion(model(x), y)
+                    loss.backward()
+                    optimizer.step()
+                else:
+                    loss = criterion(model(x), y)
+                    scaler.scale(loss).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+        """,
     ),
     Rule(
         name="engine-step-gated",
@@ -84,8 +210,24 @@ LOOP_RULES = (
         title="a DeepSpeed engine's step() is called at the window's end only",
         why="The engine counts micro-batches in step() and steps by itself at gradient_accumulation_steps; it divides "
         "the loss too. Called every n-th time it waits n times as long, and what is clipped by hand is still scaled.",
-        bad="engine.backward(loss / n)\nif (i + 1) % n == 0:\n    engine.step()",
-        good="engine.backward(loss)\nengine.step()",
+        fix="Call engine.step() after every engine.backward(); the engine counts the window itself.",
+        bad="""
+            import deepspeed
+
+            engine, _, _, _ = deepspeed.initialize(model=model, config=config)
+            for i, batch in enumerate(loader):
+                engine.backward(engine(batch))
+                if (i + 1) % accumulation_steps == 0:
+                    engine.step()
+        """,
+        good="""
+            import deepspeed
+
+            engine, _, _, _ = deepspeed.initialize(model=model, config=config)
+            for batch in loader:
+                engine.backward(engine(batch))
+                engine.step()
+        """,
     ),
     Rule(
         name="gradients-not-reduced",
@@ -93,9 +235,25 @@ LOOP_RULES = (
         title="the backward before the step runs in no_sync()",
         why="no_sync() leaves out DDP's reduction over ranks. The backward of a window's last micro-batch reduces what "
         "has been gathered; without it every rank steps on its own gradients, and the replicas drift apart.",
-        bad="for batch in window:\n    with model.no_sync():\n        model(batch).backward()\noptimizer.step()",
-        good="with model.no_sync():\n    for batch in window[:-1]:\n        model(batch).backward()\n"
-        "model(window[-1]).backward()\noptimizer.step()",
+        fix="Run the last micro-batch of a window outside no_sync().",
+        bad="""
+            def train_window(model, optimizer, window):
+                optimizer.zero_grad()
+                for x in window:
+                    with model.no_sync():
+                        loss = model(x) / len(window)
+                        loss.backward()
+                optimizer.step()
+        """,
+        good="""
+            def train_window(model, optimizer, window):
+                optimizer.zero_grad()
+                with model.no_sync():
+                    for x in window[:-1]:
+                        (model(x) / len(window)).backward()
+                (model(window[-1]) / len(window)).backward()
+                optimizer.step()
+        """,
     ),
     Rule(
         name="clip-not-sharded",
@@ -103,8 +261,27 @@ LOOP_RULES = (
         title="torch's clip_grad_norm_ on FSDP's parameters",
         why="Under FullyShardedDataParallel a rank holds a shard. torch.nn.utils.clip_grad_norm_ computes the norm of "
         "that shard alone, so ranks clip by different factors; FSDP's own method reduces the norm first.",
-        bad="model = FSDP(model)\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-        good="model = FSDP(model)\nmodel.clip_grad_norm_(1.0)",
+        fix="Call the method of the FSDP model: model.clip_grad_norm_(limit).",
+        bad="""
+            from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+            model = FSDP(Net())
+            for x in loader:
+                optimizer.zero_grad()
+                model(x).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+        """,
+        good="""
+            from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+            model = FSDP(Net())
+            for x in loader:
+                optimizer.zero_grad()
+                model(x).backward()
+                model.clip_grad_norm_(1.0)
+                optimizer.step()
+        """,
     ),
     Rule(
         name="mean-of-means",
@@ -112,8 +289,26 @@ LOOP_RULES = (
         title="averages over masks are averaged again",
         why="Micro-batches hold different numbers of unmasked elements. The mean of their means is not the mean over "
         "all: short sequences weigh more, and the result depends on how the batch was cut.",
-        bad="loss = (ce * mask).sum() / mask.sum() / accumulation_steps",
-        good="loss = (ce * mask).sum() / tokens_in_window",
+        fix="Divide the sum by the number of elements in the whole window.",
+        bad="""
+            for i, batch in enumerate(loader):
+                ce = F.cross_entropy(model(batch), batch.labels, reduction="none")
+                loss = (ce * batch.mask).sum() / batch.mask.sum()
+                loss = loss / accumulation_steps
+                loss.backward()
+                if (i + 1) % accumulation_steps == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """,
+        good="""
+            for i, batch in enumerate(loader):
+                ce = F.cross_entropy(model(batch), batch.labels, reduction="none")
+                loss = (ce * batch.mask).sum() / window_total
+                loss.backward()
+                if (i + 1) % accumulation_steps == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """,
         threads=("huggingface/transformers#34191", "pytorch/torchtune#1875", "axolotl-ai-cloud/axolotl#1100"),
     ),
     Rule(
@@ -122,17 +317,43 @@ LOOP_RULES = (
         title="backward runs a second time on one graph",
         why="backward() frees the graph it walked. A second one on the same loss raises, at once or in the second "
         "micro-batch.",
-        bad="for _ in range(4):\n    if i == 0:\n        loss = model(x) / 4\n    loss.backward()",
-        good="for _ in range(4):\n    loss = model(x) / 4\n    loss.backward()",
+        fix="Compute the loss anew before each backward().",
+        bad="""
+            for x in loader:
+                optimizer.zero_grad()
+                loss = model(x)
+                loss.backward()
+                loss.backward()
+                optimizer.step()
+        """,
+        good="""
+            for x in loader:
+                optimizer.zero_grad()
+                loss = model(x)
+                loss.backward()
+                optimizer.step()
+        """,
     ),
     Rule(
         name="clip-after-step",
         severity=Severity.ERROR,
         title="gradients are clipped after the step, or before backward",
         why="The optimizer has used them as they were; what is clipped is thrown away by the next zero_grad.",
-        bad="scaler.step(optimizer)\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\nscaler.update()",
-        good="scaler.unscale_(optimizer)\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-        "scaler.step(optimizer)\nscaler.update()",
+        fix="Clip between backward() and the step; with a scaler, after unscale_.",
+        bad="""
+            for x, y in loader:
+                optimizer.zero_grad()
+                criterion(model(x), y).backward()
+                optimizer.step()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        """,
+        good="""
+            for x, y in loader:
+                optimizer.zero_grad()
+                criterion(model(x), y).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+        """,
     ),
     Rule(
         name="clip-twice",
@@ -140,8 +361,22 @@ LOOP_RULES = (
         title="gradients are clipped twice",
         why="Scaling by max_norm / norm after clip_grad_norm_ uses the norm from before the clip: the step shrinks "
         "with the square of the norm.",
-        bad="norm = clip_grad_norm_(params, 1.0)\nfor p in params:\n    p.grad.mul_(1.0 / norm)",
-        good="clip_grad_norm_(params, 1.0)",
+        fix="Keep one clip, at the end of the window.",
+        bad="""
+            for x, y in loader:
+                optimizer.zero_grad()
+                criterion(model(x), y).backward()
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+        """,
+        good="""
+            for x, y in loader:
+                optimizer.zero_grad()
+                criterion(model(x), y).backward()
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+        """,
     ),
     Rule(
         name="nan-hidden",
@@ -149,8 +384,25 @@ LOOP_RULES = (
         title="NaN is replaced instead of explained",
         why="nan_to_num, zeroed gradients and zero losses let training go on with garbage, hide the first bad module, "
         "and in DDP spread what one rank made up to all.",
-        bad="loss = torch.nan_to_num(loss)\nloss.backward()",
-        good="if not torch.isfinite(loss):\n    skipped += 1\n    continue   # on every rank alike",
+        fix="Skip the step on every rank alike and count the skips, then find the module that makes the first NaN.",
+        bad="""
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = criterion(model(x), y)
+                loss = torch.nan_to_num(loss)
+                loss.backward()
+                optimizer.step()
+        """,
+        good="""
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = criterion(model(x), y)
+                if not torch.isfinite(loss):
+                    num_skipped += 1
+                    continue
+                loss.backward()
+                optimizer.step()
+        """,
         threads=("OpenBMB/BMTrain#108", "Lightning-AI/pytorch-lightning#5243", "karpathy/nanoGPT#227"),
     ),
     Rule(
@@ -159,24 +411,95 @@ LOOP_RULES = (
         title="evaluation records gradients",
         why="model.eval() changes dropout and batch norm only. Without no_grad every activation is kept: memory grows "
         "to that of training.",
-        bad="model.eval()\nfor x, y in loader:\n    out = model(x)",
-        good="model.eval()\nwith torch.no_grad():\n    for x, y in loader:\n        out = model(x)",
+        fix="Evaluate under torch.no_grad() or torch.inference_mode().",
+        bad="""
+            def train_step(model, optimizer, x):
+                optimizer.zero_grad()
+                model(x).backward()
+                optimizer.step()
+
+
+            def evaluate(model, loader):
+                model.eval()
+                for x, y in loader:
+                    out = model(x)
+        """,
+        good="""
+            def train_step(model, optimizer, x):
+                optimizer.zero_grad()
+                model(x).backward()
+                optimizer.step()
+
+
+            @torch.no_grad()
+            def evaluate(model, loader):
+                model.eval()
+                for x, y in loader:
+                    out = model(x)
+        """,
     ),
     Rule(
         name="eval-outside-autocast",
         severity=Severity.INFO,
         title="evaluation does not run under the autocast of training",
         why="It is slower, needs more memory, and does not measure the numerics that are trained and shipped.",
-        bad="with torch.no_grad():\n    out = model(x)",
-        good="with torch.no_grad(), torch.autocast('cuda', dtype=torch.bfloat16):\n    out = model(x)",
+        fix="Evaluate under the autocast of training.",
+        bad="""
+            def train_step(model, optimizer, x):
+                optimizer.zero_grad()
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    loss = model(x)
+                loss.backward()
+                optimizer.step()
+
+
+            @torch.no_grad()
+            def evaluate(model, loader):
+                model.eval()
+                for x, y in loader:
+                    out = model(x)
+        """,
+        good="""
+            def train_step(model, optimizer, x):
+                optimizer.zero_grad()
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    loss = model(x)
+                loss.backward()
+                optimizer.step()
+
+
+            @torch.no_grad()
+            def evaluate(model, loader):
+                model.eval()
+                for x, y in loader:
+                    with torch.autocast("cuda", dtype=torch.bfloat16):
+                        out = model(x)
+        """,
     ),
     Rule(
         name="item-every-step",
         severity=Severity.INFO,
         title=".item() on the loss at every step",
         why="It makes the CPU wait for the GPU, so no work is queued ahead; small models pay most.",
-        bad="total += loss.item()",
-        good="total += loss.detach()   # read it once, after the loop",
+        fix="Sum detached losses on the device and read the sum once in a while.",
+        bad="""
+            for x, y in loader:
+                optimizer.zero_grad()
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    loss = criterion(model(x), y)
+                loss.backward()
+                optimizer.step()
+                total += loss.item()
+        """,
+        good="""
+            for x, y in loader:
+                optimizer.zero_grad()
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    loss = criterion(model(x), y)
+                loss.backward()
+                optimizer.step()
+                total += loss.detach()
+        """,
         threads=("huggingface/accelerate#1714",),
     ),
 )

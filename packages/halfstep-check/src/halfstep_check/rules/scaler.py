@@ -12,9 +12,28 @@ SCALER_RULES = (
         title="gradients are clipped before they are unscaled",
         why="Scaled gradients are up to 65536 times too large, so every step is clipped to the limit and then divided "
         "by the scale: training crawls, and the clip value means nothing.",
-        bad="scaler.scale(loss).backward()\nclip_grad_norm_(model.parameters(), 1.0)\nscaler.step(optimizer)",
-        good="scaler.scale(loss).backward()\nscaler.unscale_(optimizer)\nclip_grad_norm_(model.parameters(), 1.0)\n"
-        "scaler.step(optimizer)",
+        fix="Call scaler.unscale_(optimizer) between backward() and the clip.",
+        bad="""
+            for x, y in loader:
+                optimizer.zero_grad()
+                with torch.autocast("cuda", dtype=torch.float16):
+                    loss = criterion(model(x), y)
+                scaler.scale(loss).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        good="""
+            for x, y in loader:
+                optimizer.zero_grad()
+                with torch.autocast("cuda", dtype=torch.float16):
+                    loss = criterion(model(x), y)
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+        """,
         threads=(
             "milesial/Pytorch-UNet#468",
             "pytorch/examples#1196",
@@ -28,8 +47,24 @@ SCALER_RULES = (
         severity=Severity.ERROR,
         title="unscale_ is called twice before update",
         why="GradScaler raises: unscale_() has already been called on this optimizer since the last update().",
-        bad="scaler.unscale_(optimizer)\nclip(...)\nscaler.unscale_(optimizer)\nscaler.step(optimizer)",
-        good="scaler.unscale_(optimizer)\nclip(...)\nscaler.step(optimizer)\nscaler.update()",
+        fix="Unscale once per step, and clip and log the same gradients.",
+        bad="""
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.unscale_(optimizer)
+            log(grad_norm(model))
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        good="""
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            log(grad_norm(model))
+            scaler.step(optimizer)
+            scaler.update()
+        """,
         threads=("huggingface/transformers#23905", "huggingface/transformers#24449", "espnet/espnet#2362"),
     ),
     Rule(
@@ -38,8 +73,27 @@ SCALER_RULES = (
         title="a path unscales the gradients and leaves out update",
         why="update() is what allows the next unscale_. Where an accumulation window, a large norm or a NaN skips the "
         "step by hand and update() with it, the next unscale_ raises, and the scale that overflowed never falls.",
-        bad="scaler.unscale_(optimizer)\nif norm < limit:\n    scaler.step(optimizer)\n    scaler.update()",
-        good="scaler.unscale_(optimizer)\nif norm < limit:\n    scaler.step(optimizer)\nscaler.update()",
+        fix="Move unscale_ to where step() and update() are, or update() out of the condition.",
+        bad="""
+            for i, (x, y) in enumerate(loader):
+                loss = criterion(model(x), y) / 4
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                if (i + 1) % 4 == 0:
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+        """,
+        good="""
+            for i, (x, y) in enumerate(loader):
+                loss = criterion(model(x), y) / 4
+                scaler.scale(loss).backward()
+                if (i + 1) % 4 == 0:
+                    scaler.unscale_(optimizer)
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+        """,
         threads=("huggingface/transformers#23905", "Haian-Jin/LVSM#19", "microsoft/Swin-Transformer#311"),
     ),
     Rule(
@@ -48,16 +102,39 @@ SCALER_RULES = (
         title="a gradient that is not finite ends the run",
         why="An fp16 run overflows now and then, at its start above all: the scale begins at 65536. step() skips "
         "such a step and update() halves the scale; an exception before it ends the run instead.",
-        bad="scaler.unscale_(optimizer)\nnorm = clip_grad_norm_(params, 1.0, error_if_nonfinite=True)",
-        good="scaler.unscale_(optimizer)\nnorm = clip_grad_norm_(params, 1.0)\nscaler.step(optimizer)",
+        fix="Leave the step to the scaler, and test the loss instead of the gradients.",
+        bad="""
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if not math.isfinite(norm):
+                raise RuntimeError("gradient is not finite")
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        good="""
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        """,
     ),
     Rule(
         name="step-without-update",
         severity=Severity.ERROR,
         title="the scaler steps but is never updated",
         why="update() adjusts the scale and clears the record of infs. Without it one overflow blocks all later steps.",
-        bad="scaler.scale(loss).backward()\nscaler.step(optimizer)",
-        good="scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
+        fix="Call scaler.update() after the last scaler.step() of an iteration.",
+        bad="""
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+        """,
+        good="""
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
     ),
     Rule(
         name="update-between-steps",
@@ -65,16 +142,36 @@ SCALER_RULES = (
         title="update() runs between the steps of two optimizers",
         why="Both optimizers' gradients come from one backward and carry one scale. update() may change it, and the "
         "second step then divides by the wrong one; it also clears the record of infs.",
-        bad="scaler.step(optimizer_a)\nscaler.update()\nscaler.step(optimizer_b)\nscaler.update()",
-        good="scaler.step(optimizer_a)\nscaler.step(optimizer_b)\nscaler.update()",
+        fix="Step all optimizers first, then call update() once.",
+        bad="""
+            scaler.scale(loss).backward()
+            scaler.step(optimizer_body)
+            scaler.update()
+            scaler.step(optimizer_head)
+            scaler.update()
+        """,
+        good="""
+            scaler.scale(loss).backward()
+            scaler.step(optimizer_body)
+            scaler.step(optimizer_head)
+            scaler.update()
+        """,
     ),
     Rule(
         name="step-bypasses-scaler",
         severity=Severity.ERROR,
         title="optimizer.step() on scaled gradients",
         why="The loss was scaled, the gradients are too, and nothing divides them back or checks them for inf.",
-        bad="scaler.scale(loss).backward()\noptimizer.step()",
-        good="scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
+        fix="Step through the scaler: scaler.step(optimizer), scaler.update().",
+        bad="""
+            scaler.scale(loss).backward()
+            optimizer.step()
+        """,
+        good="""
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
         threads=("huggingface/lerobot#4652",),
     ),
     Rule(
@@ -83,8 +180,23 @@ SCALER_RULES = (
         title="backward() runs inside autocast",
         why="PyTorch advises against it: backward ops use the dtype autocast chose in forward anyway, and code that "
         "runs in backward (hooks, checkpointing, custom functions) is cast a second time.",
-        bad="with torch.autocast('cuda'):\n    loss = f(model(x), y)\n    loss.backward()",
-        good="with torch.autocast('cuda'):\n    loss = f(model(x), y)\nloss.backward()",
+        fix="End the autocast block after the loss.",
+        bad="""
+            for x, y in loader:
+                optimizer.zero_grad()
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    loss = criterion(model(x), y)
+                    loss.backward()
+                optimizer.step()
+        """,
+        good="""
+            for x, y in loader:
+                optimizer.zero_grad()
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    loss = criterion(model(x), y)
+                loss.backward()
+                optimizer.step()
+        """,
     ),
     Rule(
         name="scaler-with-bf16",
@@ -92,16 +204,40 @@ SCALER_RULES = (
         title="a GradScaler runs with bf16",
         why="bf16 has fp32's range: nothing underflows that scaling could save. The scaler costs a pass over all "
         "gradients per step, and may skip steps for its own overflow.",
-        bad="scaler = GradScaler('cuda')\nwith torch.autocast('cuda', dtype=torch.bfloat16): ...",
-        good="with torch.autocast('cuda', dtype=torch.bfloat16): ...\nloss.backward()\noptimizer.step()",
+        fix="Remove the scaler, or enable it for fp16 only.",
+        bad="""
+            scaler = torch.amp.GradScaler("cuda")
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = criterion(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        good="""
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+        """,
     ),
     Rule(
         name="fp16-without-scaler",
         severity=Severity.ERROR,
         title="fp16 autocast without a GradScaler",
         why="Gradients below 6e-8 become zero in fp16. `autocast('cuda')` without a dtype is fp16.",
-        bad="with torch.autocast('cuda'):\n    loss = f(model(x), y)\nloss.backward()",
-        good="with torch.autocast('cuda', dtype=torch.bfloat16):\n    loss = f(model(x), y)\nloss.backward()",
+        fix="Use bf16, or scale the loss with torch.amp.GradScaler.",
+        bad="""
+            with torch.autocast("cuda"):
+                loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+        """,
+        good="""
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+        """,
         threads=("huggingface/lerobot#4652",),
     ),
     Rule(
@@ -110,9 +246,25 @@ SCALER_RULES = (
         title="the learning-rate schedule advances on skipped steps",
         why="scaler.step() does not say whether it stepped. Each skip moves the schedule without a step: warm-up ends "
         "early, and torch warns that the scheduler ran before the optimizer.",
-        bad="scaler.step(optimizer)\nscaler.update()\nscheduler.step()",
-        good="before = scaler.get_scale()\nscaler.step(optimizer)\nscaler.update()\n"
-        "if scaler.get_scale() >= before:\n    scheduler.step()",
+        fix="Step the schedule only where the scale did not fall.",
+        bad="""
+            for x, y in loader:
+                optimizer.zero_grad()
+                scaler.scale(criterion(model(x), y)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                scheduler.step()
+        """,
+        good="""
+            for x, y in loader:
+                optimizer.zero_grad()
+                scaler.scale(criterion(model(x), y)).backward()
+                before = scaler.get_scale()
+                scaler.step(optimizer)
+                scaler.update()
+                if scaler.get_scale() >= before:
+                    scheduler.step()
+        """,
         threads=("pytorch/pytorch#44511", "pytorch/pytorch#55585", "pytorch/pytorch#67590", "pytorch/pytorch#152279"),
     ),
     Rule(
@@ -121,8 +273,25 @@ SCALER_RULES = (
         title="the weight average moves on skipped steps",
         why="A skipped step leaves the weights as they were, but the average is pulled towards them again, and its "
         "warm-up counts a step that never was.",
-        bad="scaler.step(optimizer)\nscaler.update()\nema.update(model)",
-        good="if scaler.get_scale() >= before:\n    ema.update(model)",
+        fix="Move the average only where the scale did not fall.",
+        bad="""
+            for x, y in loader:
+                optimizer.zero_grad()
+                scaler.scale(criterion(model(x), y)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                ema.update(model)
+        """,
+        good="""
+            for x, y in loader:
+                optimizer.zero_grad()
+                scaler.scale(criterion(model(x), y)).backward()
+                before = scaler.get_scale()
+                scaler.step(optimizer)
+                scaler.update()
+                if scaler.get_scale() >= before:
+                    ema.update(model)
+        """,
         threads=("huggingface/lerobot#4652",),
     ),
     Rule(
@@ -130,8 +299,23 @@ SCALER_RULES = (
         severity=Severity.WARNING,
         title="the checkpoint holds the optimizer but not the scaler",
         why="After resume the scale starts at 65536 again: a run of skipped steps and a bump in the loss.",
-        bad="torch.save({'model': model.state_dict(), 'optimizer': optimizer.state_dict()}, path)",
-        good="torch.save({..., 'scaler': scaler.state_dict()}, path)",
+        fix="Save scaler.state_dict() with the optimizer's.",
+        bad="""
+            optimizer.load_state_dict(checkpoint["optimizer"])
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+        """,
+        good="""
+            optimizer.load_state_dict(checkpoint["optimizer"])
+            scaler.load_state_dict(checkpoint["scaler"])
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
+            torch.save(state, path)
+        """,
         threads=(
             "facebookresearch/co-tracker#101",
             "ultralytics/ultralytics#22189",
@@ -144,8 +328,30 @@ SCALER_RULES = (
         severity=Severity.WARNING,
         title="resume loads the optimizer but not the scaler",
         why="The optimizer goes on where it stopped, the scale starts at 65536 again and skips steps until it fits.",
-        bad="optimizer.load_state_dict(checkpoint['optimizer'])",
-        good="optimizer.load_state_dict(checkpoint['optimizer'])\nscaler.load_state_dict(checkpoint['scaler'])",
+        fix="Load the scaler's state where the optimizer's is loaded.",
+        bad="""
+            scaler = torch.amp.GradScaler("cuda")
+            checkpoint = torch.load(path)
+            optimizer.load_state_dict(checkpoint["optimizer"])
+            for x, y in loader:
+                optimizer.zero_grad()
+                scaler.scale(criterion(model(x), y)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            torch.save({"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}, path)
+        """,
+        good="""
+            scaler = torch.amp.GradScaler("cuda")
+            checkpoint = torch.load(path)
+            optimizer.load_state_dict(checkpoint["optimizer"])
+            scaler.load_state_dict(checkpoint["scaler"])
+            for x, y in loader:
+                optimizer.zero_grad()
+                scaler.scale(criterion(model(x), y)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            torch.save({"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}, path)
+        """,
         threads=("ultralytics/ultralytics#22189", "facebookresearch/co-tracker#101"),
     ),
     Rule(
@@ -154,8 +360,25 @@ SCALER_RULES = (
         title="the scaler is made again every epoch",
         why="A scaler learns its scale by skipping steps. One that is made in the loop over epochs starts at 65536 "
         "each time: every epoch begins with skipped steps, and the scale never grows beyond one epoch's worth.",
-        bad="for epoch in range(epochs):\n    scaler = GradScaler('cuda')\n    for batch in loader: ...",
-        good="scaler = GradScaler('cuda')\nfor epoch in range(epochs):\n    for batch in loader: ...",
+        fix="Make one scaler before the loop over epochs.",
+        bad="""
+            for epoch in range(epochs):
+                scaler = torch.amp.GradScaler("cuda")
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    scaler.scale(criterion(model(x), y)).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+        """,
+        good="""
+            scaler = torch.amp.GradScaler("cuda")
+            for epoch in range(epochs):
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    scaler.scale(criterion(model(x), y)).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+        """,
     ),
     Rule(
         name="step-result-tested",
@@ -163,9 +386,22 @@ SCALER_RULES = (
         title="a skip is read from the result of scaler.step()",
         why="scaler.step() returns what optimizer.step() returns: None without a closure, skipped or not. What the "
         "test guards happens always or never.",
-        bad="if scaler.step(optimizer) is not None:\n    scheduler.step()",
-        good="before = scaler.get_scale()\nscaler.step(optimizer)\nscaler.update()\n"
-        "if scaler.get_scale() >= before:\n    scheduler.step()",
+        fix="Compare the scale before and after update(): it falls where the step was skipped.",
+        bad="""
+            scaler.scale(loss).backward()
+            stepped = scaler.step(optimizer)
+            scaler.update()
+            if stepped is not None:
+                num_steps += 1
+        """,
+        good="""
+            scaler.scale(loss).backward()
+            before = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            if scaler.get_scale() >= before:
+                num_steps += 1
+        """,
     ),
     Rule(
         name="framework-bypassed",
@@ -173,9 +409,19 @@ SCALER_RULES = (
         title="backward or step goes round the framework that scales the loss",
         why="Trainer, Lightning, Accelerate, DeepSpeed and apex scale in their own backward and unscale in their own "
         "step. A plain call beside them leaves the loss unscaled, or runs backward twice.",
-        bad="engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)\nengine.backward(loss)\n"
-        "optimizer.step()",
-        good="engine.backward(loss)\nengine.step()",
+        fix="Call the framework's own backward and step.",
+        bad="""
+            engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
+            for batch in loader:
+                engine.backward(engine(batch))
+                optimizer.step()
+        """,
+        good="""
+            engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
+            for batch in loader:
+                engine.backward(engine(batch))
+                engine.step()
+        """,
     ),
     Rule(
         name="penalty-unscaled",
@@ -183,9 +429,27 @@ SCALER_RULES = (
         title="a gradient penalty's inner gradient is not scaled",
         why="torch.autograd.grad() under fp16 autocast gives fp16 gradients, and the scaler has no part in it: what is "
         "below 6e-8 is zero before the penalty sees it.",
-        bad="grads = torch.autograd.grad(out.sum(), x, create_graph=True)[0]",
-        good="scaled = torch.autograd.grad(scaler.scale(out.sum()), x, create_graph=True)[0]\n"
-        "grads = scaled / scaler.get_scale()",
+        fix="Scale the inner loss, divide the inner gradient by the scale, and build the penalty outside autocast.",
+        bad="""
+            scaler = torch.amp.GradScaler("cuda")
+            with torch.autocast("cuda", dtype=torch.float16):
+                out = critic(x)
+                grad = torch.autograd.grad(out.sum(), x, create_graph=True)[0]
+                loss = out.mean() + grad.square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        good="""
+            scaler = torch.amp.GradScaler("cuda")
+            with torch.autocast("cuda", dtype=torch.float16):
+                out = critic(x)
+            grad = torch.autograd.grad(scaler.scale(out.sum()), x, create_graph=True)[0] / scaler.get_scale()
+            loss = out.mean() + grad.square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
     ),
     Rule(
         name="scaler-misused",
@@ -193,8 +457,23 @@ SCALER_RULES = (
         title="the scaler is asked for what it does not have",
         why="GradScaler scales, unscales, steps and updates. It clips nothing and keeps no list of optimizers: the "
         "line raises AttributeError when it runs, often only at the first window's end.",
-        bad="scaler.unscale_(optimizer)\nscaler.clip_grad_norm_(model.parameters(), 1.0)",
-        good="scaler.unscale_(optimizer)\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+        fix="Clip with torch.nn.utils after unscale_, and call step() before update(), once each.",
+        bad="""
+            scaler = torch.amp.GradScaler("cuda")
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        good="""
+            scaler = torch.amp.GradScaler("cuda")
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        """,
     ),
     Rule(
         name="amp-switch-stuck",
@@ -202,8 +481,13 @@ SCALER_RULES = (
         title="a switch of mixed precision that does not switch",
         why='argparse calls bool("False"), which is True. A torch.device never equals a string, so '
         '`device == "cuda"` leaves AMP off without a word.',
-        bad="parser.add_argument('--amp', type=bool, default=True)\nenabled = torch.device('cuda') == 'cuda'",
-        good="parser.add_argument('--amp', action=argparse.BooleanOptionalAction)\nenabled = device.type == 'cuda'",
+        fix="Use action=argparse.BooleanOptionalAction for a flag, and compare device.type with a string.",
+        bad="""
+            parser.add_argument("--amp", type=bool, default=True)
+        """,
+        good="""
+            parser.add_argument("--amp", action=argparse.BooleanOptionalAction, default=True)
+        """,
     ),
     Rule(
         name="autocast-dtype-differs",
@@ -211,8 +495,19 @@ SCALER_RULES = (
         title="a bf16 model under fp16 autocast",
         why="CUDA autocast without a dtype is fp16, whatever the weights are: bf16 weights are cast to fp16 at every "
         "matmul, and what exceeds 65504 becomes inf.",
-        bad="model.to(torch.bfloat16)\nwith torch.autocast('cuda'):\n    loss = model(x)",
-        good="with torch.autocast('cuda', dtype=torch.bfloat16):\n    loss = model(x)",
+        fix="Give autocast the dtype of the weights.",
+        bad="""
+            model = Net().to(torch.bfloat16)
+            with torch.autocast("cuda"):
+                loss = model(x)
+            scaler.scale(loss).backward()
+        """,
+        good="""
+            model = Net().to(torch.bfloat16)
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = model(x)
+            loss.backward()
+        """,
     ),
     Rule(
         name="model-outside-autocast",
@@ -220,8 +515,31 @@ SCALER_RULES = (
         title="the model runs outside autocast, the loss inside",
         why="Only what is called inside the block is cast. The model computes in fp32, and the scaler has nothing to "
         "protect: no memory and no time is saved.",
-        bad="out = model(x)\nwith torch.autocast('cuda'):\n    loss = criterion(out, y)",
-        good="with torch.autocast('cuda'):\n    out = model(x)\n    loss = criterion(out, y)",
+        fix="Call the model inside the autocast block.",
+        bad="""
+            scaler = torch.amp.GradScaler("cuda")
+            model.train()
+            for x, y in loader:
+                optimizer.zero_grad()
+                out = model(x)
+                with torch.autocast("cuda", dtype=torch.float16):
+                    loss = criterion(out, y)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        """,
+        good="""
+            scaler = torch.amp.GradScaler("cuda")
+            model.train()
+            for x, y in loader:
+                optimizer.zero_grad()
+                with torch.autocast("cuda", dtype=torch.float16):
+                    out = model(x)
+                    loss = criterion(out, y)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        """,
     ),
     Rule(
         name="scaler-not-sharded",
@@ -229,7 +547,25 @@ SCALER_RULES = (
         title="a plain GradScaler with FSDP",
         why="Under FSDP each rank holds a shard of the gradients. GradScaler looks for inf in that shard alone, so one "
         "rank skips a step that the others make: weights part in silence. ShardedGradScaler reduces the verdict.",
-        bad="model = FSDP(model)\nscaler = GradScaler()",
-        good="model = FSDP(model)\nscaler = ShardedGradScaler()",
+        fix="Use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler.",
+        bad="""
+            from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+            model = FSDP(model)
+            scaler = torch.amp.GradScaler("cuda")
+            scaler.scale(model(x)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        good="""
+            from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+            from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+            model = FSDP(model)
+            scaler = ShardedGradScaler()
+            scaler.scale(model(x)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
     ),
 )
