@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
+from typer.main import get_command
 
 import halfstep_check
-from halfstep_check.cli import main
+from halfstep_check.cli import main, make_command
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -251,6 +255,25 @@ def test_mistakes_on_the_command_line_have_our_form(guide_4: Path, capsys: pytes
     assert "did you mean --sarif? halfstep-check --help explains every argument" in err
     assert "disagree" in run(capsys, "acc.yaml", "--gpu", "t4", "--gpu", "v100")[2]
     assert "unknown GPU 'tt9'" in run(capsys, "acc.yaml", "--gpu", "tt9")[2]
+
+
+README = Path(__file__).parents[1] / "README.md"
+TYPED = re.findall(r"^halfstep-check (.*?)(?: *#.*| > .*)?$", README.read_text(), flags=re.MULTILINE)
+
+
+def test_the_readme_shows_commands_that_parse_and_output_that_is_real(
+    guide_4: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app = typer.Typer()
+    app.command()(make_command())
+    assert len(TYPED) >= 4
+    for words in TYPED:
+        get_command(app).make_context("halfstep-check", shlex.split(words))
+    (guide_4 / "train.py").write_text(
+        TWO_BUGS.replace(".cuda", "").replace("()\n", '("cuda")\n', 1) + "    scaler.update()\n"
+    )
+    out = run(capsys, "train.py")[1]
+    assert "\n".join(line.rstrip() for line in out.splitlines()) in README.read_text()
 
 
 def test_a_reader_who_leaves_changes_no_exit_code(guide_4: Path) -> None:
