@@ -27,17 +27,17 @@ from diffusers import DDPMScheduler
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.bench.settings import bench_config
+from halfstep.bench.problem import bench_config
 from halfstep.data.loader import Samples
 from halfstep.models.posterior import kl_divergence, posterior
+from halfstep.workloads.base.kind import Kind, Store
+from halfstep.workloads.base.workload import Batch, Workload
 from halfstep.workloads.diffusion.build import FRAGILE, Forward, Prepared
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.diffusers_blocks import blocks_of
 from halfstep.workloads.diffusion.diffusers_nets import build_net, unet_config, vae_config
 from halfstep.workloads.diffusion.networks import Conditions, Parts, model_of
 from halfstep.workloads.diffusion.scores import DenoisingMetrics, denoising_loss
-from halfstep.workloads.kind import Kind, Store
-from halfstep.workloads.workload import Batch, Workload
 from recording import store
 from row_turns import Turn
 from step_rows import halfstep_row, rows, rows_parser, torch_row

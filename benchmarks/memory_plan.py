@@ -26,17 +26,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from halfstep.bench.problem import random_workload
-from halfstep.bench.settings import bench_config, in_precision, run_by
+from halfstep.bench.problem import bench_config, in_precision, random_workload, run_by
 from halfstep.config.schema import RunConfig
 from halfstep.data.prefetch import prefetch
 from halfstep.hardware.memory import give_back, peak_memory_bytes, reset_peak
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import assemble, plan_for
-from halfstep.run.memory.plan import Cell, MemoryPlanner
-from halfstep.run.memory.planned_step import planned_step
+from halfstep.run.memory.out_of_memory import summarise_error
+from halfstep.run.memory.predict import Cell, MemoryPlanner
+from halfstep.run.memory.traceable_step import build_traceable_step
 from halfstep.run.phased_engine import engine_for
-from halfstep.tune.memory_limit import first_line
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import UNCAPTURED, Mode
 from halfstep.workloads import KINDS
@@ -113,7 +112,7 @@ def config_of(row: Row) -> RunConfig:
 
 def predicted(row: Row) -> dict[str, Any]:
     config, began = config_of(row), time.perf_counter()
-    planner = MemoryPlanner(planned_step(config))
+    planner = MemoryPlanner(build_traceable_step(config))
     size = config.train.batch_size
     found = planner.predict(Cell(precision=row.precision, mode=row.mode, setting=row.setting, batch_size=size))
     return {
@@ -166,7 +165,7 @@ def whole_row(row: Row) -> dict[str, Any]:
         try:
             found |= part(row)
         except Exception as error:
-            found["problem"] = f"{part.__name__}: {type(error).__name__}: {first_line(error)}"
+            found["problem"] = f"{part.__name__}: {type(error).__name__}: {summarise_error(error)}"
     return judged(found)
 
 

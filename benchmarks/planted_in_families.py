@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 
 from halfstep.evidence import causes
 from halfstep.workloads import KINDS
-from halfstep.workloads.kind import Kind, loaded
-from halfstep.workloads.workload import Batch, Workload
+from halfstep.workloads.base.kind import Kind, loaded
+from halfstep.workloads.base.workload import Batch, Workload
 
 Values = Mapping[str, Any]
 FP16: Values = {"precision.default": "fp16", "precision.simulate": True, "scaler.init_scale": 4.0}

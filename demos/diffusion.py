@@ -29,10 +29,10 @@ from halfstep.run.assemble import build_workload
 from halfstep.run.train import train
 from halfstep.use.predict import predict
 from halfstep.workloads import load
+from halfstep.workloads.base.using import Wishes
+from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.diffusion.build import Forward
 from halfstep.workloads.diffusion.noising import bucket_names
-from halfstep.workloads.using import Wishes
-from halfstep.workloads.workload import Workload
 
 COMMON = ["precision=fp32", "device=cpu", "log.quiet=true"]
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from halfstep.config.schema import ModelConfig, RunConfig
 from halfstep.data.loader import TensorSamples
-from halfstep.workloads.kind import Kind
-from halfstep.workloads.sums import Means
-from halfstep.workloads.using import FilePredictor, Trained
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.kind import Kind
+from halfstep.workloads.base.sums import Means
+from halfstep.workloads.base.using import FilePredictor, Trained
+from halfstep.workloads.base.workload import Workload
 
 
 class MoonsModel(ModelConfig):

@@ -40,12 +40,12 @@ for room in ("use", "guide", "bench"):
     ROOMS[room] = ROOMS["run"] | {"run"}
 ROOMS["exercises"] = ROOMS["use"] | {"use"}
 ROOMS["cli"] = set(ROOMS)
-ROOMS["train"] = set(ROOMS)
+ROOMS["api"] = set(ROOMS)
 for room in set(ROOMS) - {"errors", "formats", "islands", "backend_flags", "disk"}:
     ROOMS[room] = ROOMS[room] | {"disk"}
 
-FAMILIES = {path.parent.name for path in (SRC / "workloads").glob("*/__init__.py")}
-TORCH_FREE = {"errors", "formats", "config", "hardware.gpus", "workloads.import_path"} | {
+FAMILIES = {path.parent.name for path in (SRC / "workloads").glob("*/__init__.py")} - {"base"}
+TORCH_FREE = {"errors", "formats", "config", "hardware.gpus", "workloads.base.import_path"} | {
     f"workloads.{family}.config" for family in FAMILIES
 }
 """Rooms and files that must work where torch is not installed."""

@@ -19,7 +19,7 @@ ORIGINALS = {
     "formats": ("formats",),
     "gpus": ("hardware/gpus", "hardware/support", "hardware/facts"),
     "precision_names": ("config/precision_names",),
-    "terminal": ("cli/main", "cli/usage", "cli/options", "report/tables", "disk"),
+    "terminal": ("cli/main", "cli/options", "report/tables", "disk"),
 }
 SHORTENED = {
     "gpus": {"KnownGPU", "_model", "known_gpu"},  # without memory and rates; compared below

@@ -13,9 +13,9 @@ from data.data_sets import SIZE, mask, picture
 from halfstep.data.layouts import KNOWN
 from halfstep.errors import ConfigError, DataError
 from halfstep.workloads import from_dict
+from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.segmentation.build import build
 from halfstep.workloads.segmentation.data import SegmentationData
-from halfstep.workloads.workload import Workload
 
 
 def built(root: Path, **settings: Any) -> Workload:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import halfstep as hs
 from halfstep.evidence import causes
-from halfstep.evidence.ranges import Operation, Trace
+from halfstep.evidence.ranges import FOREIGN, Operation, Trace
 
 
 def half_bad() -> Tensor:
@@ -76,3 +78,25 @@ def test_an_operation_of_ones_own_that_is_called_attention_is_not_taken_for_torc
     own = replace(op, is_torch=False, inputs=op.inputs[:1])
     runs: Any = SimpleNamespace(eager=SimpleNamespace(origin=own), fp32=SimpleNamespace(is_good=True))
     assert causes._of_attention(runs) is None
+
+
+def test_no_line_of_halfstep_s_own_machinery_is_named_as_the_user_s() -> None:
+    """Every operation of a guarded step, its verdict, clipping, optimizer and EMA included, leads to the caller."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = hs.Step(model, optimizer, precision="fp16", simulate=True, clip_norm=1.0, ema_decay=0.9)
+    x, target = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+    with Trace(model) as trace:
+        step(lambda batch: F.cross_entropy(model(batch[0]), batch[1]), [(x, target)])
+    lines = {op.line.rsplit(":", 1)[0] for op in trace.operations}
+    assert len(trace.operations) > 50
+    assert lines - {""} == {__file__}
+
+
+@pytest.mark.parametrize("room", ["own_loop", "step", "step/optim", "run", "distributed", "kernels", "tune", "data"])
+def test_files_of_every_room_but_models_and_workloads_are_halfstep_s(room: str) -> None:
+    root = Path(hs.__file__).parent
+    assert (root / room).is_dir()
+    assert str(root / room / "any.py").startswith(FOREIGN)
+    assert not str(root / "workloads" / "segmentation" / "unet.py").startswith(FOREIGN)
+    assert not str(root / "models" / "vit.py").startswith(FOREIGN)

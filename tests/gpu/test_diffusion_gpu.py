@@ -13,8 +13,8 @@ from diffusion_tiny import pictures, settings, vae_folder
 from halfstep.report.run_report import RunReport
 from halfstep.run.train import train
 from halfstep.use.predict import predict
+from halfstep.workloads.base.using import Wishes
 from halfstep.workloads.diffusion.build import build
-from halfstep.workloads.using import Wishes
 from whole_runs import events, stored_lines
 
 pytestmark = pytest.mark.gpu

@@ -1,6 +1,6 @@
 """A family as its author would add it: this folder and one entry in `workloads.KINDS`; nothing else knows of it."""
 
-from halfstep.workloads.kind import Kind
+from halfstep.workloads.base.kind import Kind
 from new_family.config import AutoencoderConfig
 
 KIND = Kind(

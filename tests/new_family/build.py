@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.data import noise
-from halfstep.workloads.phase import Phase
-from halfstep.workloads.scheduled import Scheduled
-from halfstep.workloads.workload import Batch, Workload
+from halfstep.workloads.base.phase import Phase
+from halfstep.workloads.base.scheduled import Scheduled
+from halfstep.workloads.base.workload import Batch, Workload
 from new_family.demo import FILE
 
 

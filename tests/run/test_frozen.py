@@ -22,7 +22,7 @@ from halfstep.run.rehearse import rehearsal
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.workloads import from_dict, load
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.workload import Workload
 from tiny_runs import Told
 from whole_runs import final_state, newest, resume
 

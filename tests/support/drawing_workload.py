@@ -14,10 +14,10 @@ import torch
 
 import tiny_workload
 from halfstep.data import noise
-from halfstep.report.prediction_view import Answer
-from halfstep.workloads.kind import Kind
-from halfstep.workloads.options import Option
-from halfstep.workloads.using import PlainEvaluation
+from halfstep.report.results import Answer
+from halfstep.workloads.base.kind import Kind
+from halfstep.workloads.base.options import Option
+from halfstep.workloads.base.using import PlainEvaluation
 
 
 class Drawer:

@@ -15,7 +15,7 @@ from halfstep.run.assemble import build_workload, plan_for
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit
 from halfstep.tune.trial_time import TrialTime
 from halfstep.workloads import from_dict
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.workload import Workload
 
 USUAL = {
     "eager": 30.0, "eager NCHW": 50.0, "compile": 20.0, "graph": 15.0, "graph cudnn": 12.0, "graph cudnn tuned": 11.0,

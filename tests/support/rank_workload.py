@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from halfstep.data import noise
 from halfstep.errors import DataError
-from halfstep.workloads.over_ranks import all_rows
+from halfstep.workloads.base.over_ranks import all_rows
+from halfstep.workloads.base.workload import Batch, Workload
 from halfstep.workloads.segmentation.augment import Augmentation, augment
-from halfstep.workloads.workload import Batch, Workload
 from tiny_workload import Accuracy, Samples
 
 MADE: list[nn.Module] = []

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from halfstep.config.load import Loaded
 from halfstep.run.train import train
 from halfstep.workloads import load
-from halfstep.workloads.kind import Kind
-from halfstep.workloads.phase import Phase
+from halfstep.workloads.base.kind import Kind
+from halfstep.workloads.base.phase import Phase
+from halfstep.workloads.base.workload import Batch, Workload
 from halfstep.workloads.radio import build_vae
 from halfstep.workloads.radio.config import RadioVaeConfig, RadioVaeModelConfig
 from halfstep.workloads.radio.demo import write_demo
 from halfstep.workloads.radio.first_stage import write_first_stage
 from halfstep.workloads.radio.vae import RadioVAE
-from halfstep.workloads.workload import Batch, Workload
 
 SIDE = 16
 SIZES = {"width": 8, "multipliers": [1, 2], "num_blocks": 1, "z_channels": 2, "latent_channels": 2, "dropout": 0.0}

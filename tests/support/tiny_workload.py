@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.data.seeds import generator_for
-from halfstep.workloads.workload import Batch, Workload
+from halfstep.workloads.base.workload import Batch, Workload
 
 
 class Samples:

@@ -23,8 +23,8 @@ from halfstep.tune.choose import asked_mode, expected_steps, tuned
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, MemorySetting, NotCaptured
 from halfstep.tune.modes import UNCAPTURED
 from halfstep.tune.trials import Rehearse, Trial, cost_in
+from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.segmentation.demo import write_demo
-from halfstep.workloads.workload import Workload
 from mode_trials import made
 from tiny_training import bits
 

@@ -25,7 +25,7 @@ from halfstep.run.train import train
 from halfstep.tune.compiling import MOST_CHARACTERS, CompiledShapes, CompilerWarnings, compile_reason
 from halfstep.tune.modes import UNCAPTURED, Batch, Region
 from halfstep.workloads import load
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.workload import Workload
 from tiny_training import assert_same_bits
 from whole_runs import TINY, newest, resume
 
@@ -251,13 +251,6 @@ def test_a_run_that_could_not_compile_a_second_shape_stays_eager_when_it_is_resu
     left, right = whole_and_resumed(tmp_path)
     assert left.state["mode"] == right.state["mode"] == "eager"
     assert_same_bits(left.model, right.model)
-
-
-@pytest.mark.parametrize("name", ["mode", "way"])
-def test_a_resumed_engine_reads_its_mode_under_the_name_of_today_and_of_older_runs(name: str) -> None:
-    told = Told()
-    told.engine.go_on({"pieces": 1, name: "eager"}, is_same=True)
-    assert told.engine.mode == "eager"
 
 
 def test_a_resumed_engine_tries_nothing_faster_that_failed_and_nothing_slower_unasked() -> None:

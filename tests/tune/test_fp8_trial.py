@@ -15,8 +15,8 @@ from halfstep.precision.decide import decide
 from halfstep.run.assemble import build_workload
 from halfstep.tune.choose import fp8_gains
 from halfstep.workloads import load
+from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.classification.demo import write_demo
-from halfstep.workloads.workload import Workload
 
 FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2")
 HOPPER = Hardware(

@@ -18,8 +18,8 @@ from halfstep.run.rehearse import rehearsal
 from halfstep.tune.layout import is_channels_last
 from halfstep.tune.memory_low import CannotRun
 from halfstep.workloads import KINDS, load
-from halfstep.workloads.kind import Kind
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.kind import Kind
+from halfstep.workloads.base.workload import Workload
 
 SMALL = ("device=cpu", "train.fast=off", "data.num_workers=0", "train.batch_size=4", "precision=fp32")
 

@@ -18,7 +18,7 @@ from halfstep.run.assemble import build_workload, plan_for
 from halfstep.run.rehearse import rehearsal
 from halfstep.tune.recompute_check import Recomputable, gaps_between, left_by, recomputable
 from halfstep.workloads import from_dict
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.workload import Workload
 from models_of_others import BLOCKS, ResNet, Writing
 from phased_workload import SIZE
 

@@ -12,7 +12,7 @@ from halfstep.cli.main import main
 from halfstep.errors import ConfigError
 from halfstep.run.capsules import replay_run
 from halfstep.run.folder import load_stored
-from halfstep.workloads.import_path import sign_code
+from halfstep.workloads.base.import_path import sign_code
 from whole_runs import run as train_tiny
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_workload.py"

@@ -16,8 +16,8 @@ from PIL import Image
 
 from data import data_sets
 from halfstep.errors import CheckpointError, ConfigError, DataError
-from halfstep.report.evaluation_view import Evaluation
 from halfstep.report.metrics_file import read
+from halfstep.report.results import Evaluation
 from halfstep.run.assemble import build_workload
 from halfstep.run.checkpoint import Checkpoints
 from halfstep.run.folder import RunFolder
@@ -26,7 +26,7 @@ from halfstep.use.evaluate import _less_memory, evaluate
 from halfstep.use.open_run import open_run, plan_for_use
 from halfstep.use.predict import predict
 from halfstep.workloads import load
-from halfstep.workloads.using import Wishes
+from halfstep.workloads.base.using import Wishes
 from tiny_runs import Told, copied, unet_run
 
 

@@ -16,16 +16,16 @@ from PIL import Image
 
 from halfstep.disk import read_sealed, seal
 from halfstep.errors import ConfigError, DataError, Interrupted
-from halfstep.report.prediction_view import Answer, Predictions
 from halfstep.report.progress import Bar
+from halfstep.report.results import Answer, Predictions
 from halfstep.use.evaluate import evaluate
 from halfstep.use.open_run import in_use, open_run, plan_for_use, with_weights
 from halfstep.use.predict import predict
+from halfstep.workloads.base.using import Input, Wishes
 from halfstep.workloads.classification.config import ImageDataConfig
 from halfstep.workloads.classification.data import evaluation_share
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.predict import MaskPredictor, smallest_good_tile
-from halfstep.workloads.using import Input, Wishes
 from tiny_runs import Told, copied, press_ctrl_c, unet_run
 
 

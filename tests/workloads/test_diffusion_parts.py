@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from diffusion_tiny import pictures, settings, text_folder, vae_folder
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, ModelError
-from halfstep.run.memory.planned_step import planned_step
+from halfstep.run.memory.traceable_step import build_traceable_step
+from halfstep.workloads.base.sheets import grid
+from halfstep.workloads.base.vae_format import chosen_format, round_trip_errors
 from halfstep.workloads.diffusion.data import open_pictures, square_pictures, to_bytes, unit_images
 from halfstep.workloads.diffusion.diffusers_nets import freeze_, open_net
 from halfstep.workloads.diffusion.evaluate import distances, open_features
@@ -23,8 +25,6 @@ from halfstep.workloads.diffusion.networks import ClassConditions, open_text
 from halfstep.workloads.diffusion.noise_schedule import NoiseSchedule
 from halfstep.workloads.diffusion.noising import NUM_BUCKETS, Noising, bucket_names, bucket_starts
 from halfstep.workloads.diffusion.scores import DenoisingMetrics, ReconstructionMetrics, denoising_loss
-from halfstep.workloads.sheets import grid
-from halfstep.workloads.vae_format import chosen_format, round_trip_errors
 
 CPU = torch.device("cpu")
 SHAPE = (3, 4, 4)
@@ -237,7 +237,7 @@ def test_frozen_networks_are_counted_without_their_weights_and_beside_tf32(tmp_p
     wish = {name: str(folder) for name, folder in folders.items()} | {"model__conditioning": "text"}
     smaller = {"model__channels": [8], "model__attention": [], "model__attention_head_dim": 2}
     config = settings("diffusion", some_pictures, **wish, **smaller, precision__modules={"vae": "fp32"}).config
-    assert planned_step(config, {"classes": []}).traces("tf32", "none", 2, chains=False)
+    assert build_traceable_step(config, {"classes": []}).traces("tf32", "none", 2, chains=False)
 
 
 # --- pictures ---

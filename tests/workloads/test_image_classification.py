@@ -11,15 +11,14 @@ from PIL import Image
 from torch import nn
 
 from halfstep.data.binary_sets import ROW_BYTES
-from halfstep.data.folder_samples import EvaluationFiles
+from halfstep.data.image_samples import EvaluationFiles, EvaluationImages, TrainingImages
 from halfstep.data.loader import Loader
-from halfstep.data.stored_images import EvaluationImages, TrainingImages
 from halfstep.errors import ConfigError, DataError, ModelError
 from halfstep.run.assemble import build_workload
 from halfstep.workloads import load
+from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.classification.resnet import ResNet, resnet
 from halfstep.workloads.classification.scores import ClassificationMetrics
-from halfstep.workloads.workload import Workload
 
 TINY = ["data.image_size=32", "model.width=4", "model.blocks=[1, 1]", "model.stem=small", "data.num_workers=0"]
 

@@ -23,13 +23,13 @@ from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import load
+from halfstep.workloads.base.using import Wishes
+from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.language.config import LanguageConfig
 from halfstep.workloads.language.gpt2 import GPT2, gpt2
 from halfstep.workloads.language.gpt2_weights import save_gpt2
 from halfstep.workloads.language.tokenizers import Bpe
 from halfstep.workloads.language.writing import Sampling, chances, continued, drawn, written
-from halfstep.workloads.using import Wishes
-from halfstep.workloads.workload import Workload
 from tiny_runs import Told
 from whole_runs import final_state, resume
 

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfstep.bench.problem import problem_for
-from halfstep.bench.settings import bench_config
+from halfstep.bench.problem import bench_config, problem_for
 from halfstep.cli.main import main
 from halfstep.workloads import KINDS, load
+from halfstep.workloads.base.sums import Means
 from halfstep.workloads.classification.config import ResNetConfig, ViTConfig
 from halfstep.workloads.language.build import model_size
 from halfstep.workloads.language.config import LanguageConfig
-from halfstep.workloads.sums import Means
 
 EXAMPLE = "own_workload:KIND"
 SMALL = ("train.max_steps=6", "train.batch_size=16", "data.num_workers=0", "device=cpu", "log.curves=false")

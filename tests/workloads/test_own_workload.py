@@ -64,7 +64,7 @@ def test_a_file_that_cannot_be_imported_is_named_with_the_line(
         ("of_torch:counts", "metrics of of_torch:counts: a dict without compute, state_dict, load_state_dict"),
         ("tiny_workloda:build", "workload 'tiny_workloda:build' cannot be imported"),
         ("timm.models:create_model", "fix: Install it, run where the module is"),
-        ("tiny_workload:biuld", "halfstep.workloads.workload.Workload; did you mean 'build'?"),
+        ("tiny_workload:biuld", "halfstep.workloads.base.workload.Workload; did you mean 'build'?"),
         ("broken_mod:build", "No module named 'no_such_thing'"),
     ],
 )

@@ -20,11 +20,11 @@ from halfstep.report.run_report import RunReport
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import build
+from halfstep.workloads.base.sheets import CELL, GAP
+from halfstep.workloads.base.using import Wishes
 from halfstep.workloads.radio.build import pyramid_weights, unet_of, unet_weights
 from halfstep.workloads.radio.maps import read_gray
 from halfstep.workloads.radio.vae import RadioVAE
-from halfstep.workloads.sheets import CELL, GAP
-from halfstep.workloads.using import Wishes
 from tiny_radio import DIFFUSION, settings, train_diffusion, write_tiny_demo, write_tiny_vae
 from tiny_training import assert_same_bits
 from whole_runs import final_state, resume

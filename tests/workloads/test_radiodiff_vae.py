@@ -16,12 +16,12 @@ from halfstep.report.metrics_file import read
 from halfstep.report.run_report import RunReport
 from halfstep.use.predict import predict
 from halfstep.workloads import build
-from halfstep.workloads.adversarial import adaptive_weight, hinge_discriminator_loss, hinge_generator_loss
+from halfstep.workloads.base.adversarial import adaptive_weight, hinge_discriminator_loss, hinge_generator_loss
+from halfstep.workloads.base.sheets import CELL, GAP
+from halfstep.workloads.base.using import Wishes
 from halfstep.workloads.radio.build_vae import loss_parts
 from halfstep.workloads.radio.guide import Guide
 from halfstep.workloads.radio.vae import RadioVAE
-from halfstep.workloads.sheets import CELL, GAP
-from halfstep.workloads.using import Wishes
 from tiny_radio import SIDE, SIZES, VAE, settings, train_vae, write_tiny_demo
 from tiny_training import assert_same_bits
 from whole_runs import final_state, resume

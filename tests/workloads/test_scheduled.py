@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from halfstep.errors import ConfigError
-from halfstep.workloads.scheduled import Scheduled
+from halfstep.workloads.base.scheduled import Scheduled
 
 
 def test_a_scheduled_value_begins_with_that_of_step_0() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from halfstep.workloads.sheets import worst_to_best
+from halfstep.workloads.base.sheets import worst_to_best
 
 
 def test_the_worst_the_middling_and_the_best_are_shown_and_all_of_a_few() -> None:

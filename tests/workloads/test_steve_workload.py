@@ -25,11 +25,11 @@ from halfstep.step.schedule import ScheduleOptions, build_schedule
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import load
+from halfstep.workloads.base.using import Wishes
+from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.slots.config import SteveConfig
 from halfstep.workloads.slots.demo import write_demo
 from halfstep.workloads.slots.scores import start_scale, temperature
-from halfstep.workloads.using import Wishes
-from halfstep.workloads.workload import Workload
 from tiny_training import assert_same_bits
 from whole_runs import final_state, resume
 

@@ -10,6 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from halfstep.errors import ConfigError
+from halfstep.workloads.base.sheets import CELL
 from halfstep.workloads.segmentation.masks import IGNORED
 from halfstep.workloads.segmentation.pictures import (
     CLASS_COLOURS,
@@ -26,7 +27,6 @@ from halfstep.workloads.segmentation.pictures import (
 )
 from halfstep.workloads.segmentation.predict import predict_file, predict_image
 from halfstep.workloads.segmentation.unet import UNet
-from halfstep.workloads.sheets import CELL
 
 DEPTH = 2
 CPU = torch.device("cpu")

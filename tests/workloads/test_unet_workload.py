@@ -16,11 +16,11 @@ from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import load
+from halfstep.workloads.base.using import Wishes
+from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.demo import write_demo
 from halfstep.workloads.segmentation.unet import UNet
-from halfstep.workloads.using import Wishes
-from halfstep.workloads.workload import Workload
 from tiny_runs import Told, unet_run
 
 

@@ -20,11 +20,11 @@ from halfstep.run.checkpoint import load
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
-from halfstep.workloads import adversarial
 from halfstep.workloads import load as load_settings
+from halfstep.workloads.base import adversarial
+from halfstep.workloads.base.using import Wishes
 from halfstep.workloads.diffusion import vae as autoencoder
 from halfstep.workloads.diffusion.export import measured_scale
-from halfstep.workloads.using import Wishes
 from tiny_training import assert_same_bits
 from whole_runs import newest, resume, stored_lines
 

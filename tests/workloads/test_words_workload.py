@@ -18,10 +18,10 @@ from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import load
+from halfstep.workloads.base.using import Wishes
+from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.slots.demo import write_demo
 from halfstep.workloads.slots.slotcontrast import SlotContrastWords
-from halfstep.workloads.using import Wishes
-from halfstep.workloads.workload import Workload
 from tiny_training import assert_same_bits
 from whole_runs import final_state, resume
 

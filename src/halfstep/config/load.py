@@ -23,7 +23,7 @@ from halfstep.config.keys import as_config_error, canonical, field_at, fields_of
 from halfstep.config.precision_claims import Stated, disagreement, stated_by
 from halfstep.config.precision_names import precision_name
 from halfstep.config.references import Place, References, names_in
-from halfstep.config.schema import RunConfig, Schemas, is_import_path, schema_for
+from halfstep.config.schema import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS, RunConfig, Schemas, is_import_path, schema_for
 from halfstep.config.section import num_cores, typed_by_field
 from halfstep.config.statements import (
     DEFAULT,
@@ -38,9 +38,8 @@ from halfstep.config.statements import (
     open_section_of,
     override_statements,
 )
-from halfstep.config.training import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS
 from halfstep.config.yaml_source import Document, read_yaml
-from halfstep.errors import ConfigError, counted, nearest
+from halfstep.errors import ConfigError, format_count, nearest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +129,7 @@ def resolve(said: Sequence[Statement], kinds: Schemas, *, is_whole: bool = False
     chosen, overridden = layered([*precision, *others])
     config = validated(chosen, schema)
     origins = {path: DEFAULT for path in fields_of(schema) if path not in OPEN_SECTIONS}
-    origins["data.num_workers"] = Origin(layer="default", where=f"auto: {counted(num_cores(), 'core')}")
+    origins["data.num_workers"] = Origin(layer="default", where=f"auto: {format_count(num_cores(), 'core')}")
     origins |= {path: statement.origin for path, statement in chosen.items()}
     notes = (
         *unused_globals(said, used), *unused_options(config), *scaled_rate(config), *optimizations(settings, config),

@@ -34,17 +34,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.evidence.operations import computed_in, floating, flops_of, format_of, is_custom, is_product
-from halfstep.islands import on_island
+from halfstep.evidence.ranges import FOREIGN, PACKAGE
+from halfstep.islands import is_on_island
 from halfstep.precision.plan import ROOT
 from halfstep.precision.rows import UPCAST_BY_AUTOCAST
 
 OUTSIDE = "(outside the model)"
 Direction = Literal["forward", "backward"]
 EXPLICIT_CASTS = {Tensor.float, Tensor.to, Tensor.type, Tensor.double}
-OURS = Path(__file__).parents[1].as_posix()
-# Whole folders: somebody's own code may lie in one called pytorch/ or halfstep/.
-NOT_THE_MODELS = (f"{Path(torch.__file__).parent.as_posix()}/", f"{OURS}/evidence/", f"{OURS}/islands.py")
-BY_PLAN = f"{OURS}/precision/"
+BY_PLAN = str(PACKAGE / "precision")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +158,7 @@ class Observer:
         node = _node()
         here = self._stack[-1] if self._stack else None
         if node is None or here is not None and here.node == _number_of(node):
-            place = _Place(here.module if here is not None else OUTSIDE, on_island())
+            place = _Place(here.module if here is not None else OUTSIDE, is_on_island())
             self._remember(place)
             return place, "forward", ""
         function = type(node).__name__.removesuffix("Backward") if isinstance(node, BackwardCFunction) else ""
@@ -257,11 +255,11 @@ def _line_of_caller() -> str:
     """The nearest line of code that is not torch's or ours: `model.py:31`; none where the plan casts, not the model."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        path = frame.f_code.co_filename.replace("\\", "/")
-        if BY_PLAN in path:
+        path = frame.f_code.co_filename
+        if path.startswith(BY_PLAN):
             return ""
-        if not any(part in path for part in NOT_THE_MODELS):
-            return f"{path.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+        if not path.startswith(FOREIGN):
+            return f"{Path(path).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -16,14 +15,13 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from halfstep.evidence.ranges import FOREIGN, has_fractions
+from halfstep.evidence.ranges import FOREIGN, PACKAGE, has_fractions
 from halfstep.islands import fp32_island
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Patch = Callable[[str, tuple[Any, ...], dict[str, Any]], Arguments | Tensor | None]
 """New arguments for the function of this name, or its result; None: not one that it changes."""
 HALF = (torch.float16, torch.bfloat16)
-OURS = str(Path(__file__).resolve().parents[1])
 CASTS = ("to", "type", "type_as", "half", "bfloat16", "float")
 
 
@@ -125,7 +123,7 @@ class WithoutCasts(TorchFunctionMode):
 
     def __init__(self, dtypes: Collection[torch.dtype], only: str = "", *, ours: bool = False) -> None:
         super().__init__()
-        self.dtypes, self.only, self.kept = dtypes, only, FOREIGN if ours else (*FOREIGN, OURS)
+        self.dtypes, self.only, self.kept = dtypes, only, FOREIGN if ours else (*FOREIGN, str(PACKAGE))
         self.lines: dict[str, None] = {}
         """In the order they were met."""
 

@@ -14,8 +14,8 @@ from halfstep.data.files import OnBadFile, some_of
 from halfstep.data.loader import Samples
 from halfstep.errors import DataError
 from halfstep.workloads import KINDS, from_dict
-from halfstep.workloads.guiding import Guiding, Opened, spread
-from halfstep.workloads.other_data import any_folder
+from halfstep.workloads.base.guiding import Guiding, Opened, spread
+from halfstep.workloads.base.other_data import any_folder
 
 DataOrigin = Literal["folder", "demo"]
 DECODE_FILES, DECODE_S = 32, 1.0

@@ -44,8 +44,8 @@ from halfstep.tune.modes import Mode, Region, compiled, repeats_blocks
 from halfstep.tune.own_blocks import recompute_blocks_
 from halfstep.tune.trial_time import total_steps_of
 from halfstep.workloads import KINDS, build
-from halfstep.workloads.kind import Unit
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.kind import Unit
+from halfstep.workloads.base.workload import Workload
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,7 +55,7 @@ class Assembly:
     workload: Workload
     model: nn.Module
     device: torch.device
-    mode: Mode | None  # how steps run; None in the plan of an older run, which trained eager
+    mode: Mode | None  # how steps run; None before that is chosen: eager
     region: Region  # forward and loss, compiled when first called
     eager: Region  # the same as it is
     step: Step | PhasedStep

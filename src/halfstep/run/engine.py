@@ -26,15 +26,15 @@ from halfstep.distributed.world import Share
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.kernels.fast_forms import chains
 from halfstep.run.assemble import Assembly
+from halfstep.run.memory.out_of_memory import OutOfMemory, describe_halving, split_window
 from halfstep.step.batches import batch_length
 from halfstep.step.facts import Facts, Reading
 from halfstep.step.graph import CaptureFailed, GraphedStep, Pool, Shape, shape_of
 from halfstep.step.step import Step
 from halfstep.tune.compiling import CompiledShapes, CompilerWarnings, batch_shape, compile_reason
 from halfstep.tune.layout import in_layout_of
-from halfstep.tune.memory_limit import OutOfMemory, announce, split_window
 from halfstep.tune.modes import UNCAPTURED, Batch, Mode, Notice, cudnn_trials
-from halfstep.workloads.over_ranks import over_ranks
+from halfstep.workloads.base.over_ranks import over_ranks
 
 MOST_GRAPHS = 2  # each keeps memory of its own. Windows that mix their batches in more ways than that run uncaptured.
 FROM_FASTEST: tuple[Mode, ...] = ("graph", "compile", "eager")
@@ -160,8 +160,8 @@ class Engine:
         """Go on as it was stored; other settings may bring other shapes, and a step that can be compiled."""
         self.pieces = int(state["pieces"])
         if is_same:
-            self.shapes.taken = list(state.get("compiled_shapes", ()))  # older runs stored neither
-            self.go_on_as(state.get("mode", state.get("way", self.mode)))  # "way": the name in older runs
+            self.shapes.taken = list(state["compiled_shapes"])
+            self.go_on_as(state["mode"])
 
     def forget_graphs(self) -> None:
         """Give their memory back; they are captured again when needed."""
@@ -294,7 +294,7 @@ class Engine:
         torch.cuda.empty_cache()
         self.pieces *= 2
         self.shapes.forget()
-        return self.notice(announce(self.pieces, config, parts.model), "warning")
+        return self.notice(describe_halving(self.pieces, config, parts.model), "warning")
 
     def _drop_graphs(self) -> None:
         """One odd batch must not cost all later steps their graph; one in every epoch does."""

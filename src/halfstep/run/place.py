@@ -26,7 +26,7 @@ from halfstep.tune.memory_low import CannotRun, Cost
 from halfstep.tune.modes import Mode
 from halfstep.tune.trial_time import TrialTime
 from halfstep.tune.trials import Rehearse, Trial
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.workload import Workload
 
 Made = TypeVar("Made")
 

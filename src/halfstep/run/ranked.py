@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from halfstep import __version__
 from halfstep.config.schema import RunConfig
 from halfstep.distributed.world import World, agreed
-from halfstep.errors import ConfigError, HalfstepError, counted
+from halfstep.errors import ConfigError, HalfstepError, format_count
 from halfstep.run.folder import digest_of_contents
 from halfstep.run.frozen import checksum
+from halfstep.run.memory.out_of_memory import OutOfMemory
 from halfstep.run.resume import flattened
 from halfstep.step.facts import PhasedReading, Reading
 from halfstep.step.own_ranks import refuse_other_settings
 from halfstep.step.phases import without_gradients_of_others
 from halfstep.step.ranks import Ranks, wrapped_regions
-from halfstep.tune.memory_limit import OutOfMemory
 from halfstep.tune.modes import Batch, Region
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.workload import Workload
 
 OWN = ("device", "log.", "data.num_workers")  # settings that each process may have for itself
 
@@ -99,7 +99,7 @@ def notes_on(config: RunConfig, workload: Workload, model: nn.Module, world: Wor
     has_norm = any(type(m).__name__.startswith("BatchNorm") for m in model.modules())
     if has_norm and each < 16 and not config.train.sync_batch_norm:
         notes += [
-            f"BatchNorm takes its statistics of {counted(each, 'sample')}, those of one process; "
+            f"BatchNorm takes its statistics of {format_count(each, 'sample')}, those of one process; "
             "train.sync_batch_norm=true takes them over all (GPUs only)"
         ]
     return notes

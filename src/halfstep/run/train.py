@@ -20,7 +20,7 @@ import torch
 from halfstep.config.dump import plain, to_yaml
 from halfstep.config.load import Loaded
 from halfstep.config.schema import RunConfig
-from halfstep.disk import absolute_path, write_whole
+from halfstep.disk import make_absolute, write_atomically
 from halfstep.distributed.launch import Launch, joined
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, HalfstepError
@@ -64,7 +64,8 @@ from halfstep.run.frozen import as_stored, identified, made_here, naming_lost_fi
 from halfstep.run.interrupts import interrupts, raised_at_once
 from halfstep.run.journal import Journal, hint_about
 from halfstep.run.loop import Loop
-from halfstep.run.memory.planned_batch import pieces_by_plan, predicted_peak
+from halfstep.run.memory.out_of_memory import OutOfMemory, explain_model_too_large
+from halfstep.run.memory.sizing import choose_pieces, make_peak_predictor
 from halfstep.run.optimizing import steps_per_epoch
 from halfstep.run.pace import how_busy
 from halfstep.run.place import FarReport, Place, posted_warnings
@@ -85,11 +86,10 @@ from halfstep.run.resume import (
 from halfstep.step.randomness import algorithms, seed_everything
 from halfstep.tune.choose import MEASURED_FOR, Say, tuned, untuned
 from halfstep.tune.fresh_thread import forget_compiled
-from halfstep.tune.memory_limit import OutOfMemory, model_memory_error
-from halfstep.tune.trials import Rehearse, fitting_pieces
+from halfstep.tune.trials import Rehearse
 from halfstep.workloads import KINDS, load
-from halfstep.workloads.import_path import sign_code
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.import_path import sign_code
+from halfstep.workloads.base.workload import Workload
 
 DEMO_NOTE = "no data folder was given: this is the DEMO, on data generated into {}; yours go in with --data-dir DIR"
 
@@ -162,15 +162,13 @@ def _decided(config: RunConfig, workload: Workload, hardware: Hardware, place: P
 
 
 def _tried(config: RunConfig, workload: Workload, plan: Plan, place: Place, rehearse: Rehearse) -> Plan:
-    """The plan with what trials find; one process starts with the micro-batch that is predicted to fit, and finds a
-    smaller one while it trains."""
+    """Return the plan with what trials find, and with the micro-batch of `train.auto_batch`."""
     own, say = place.on_trial(config), _say_unless(config.log.quiet)
-    plan = tuned(own, workload, plan, say, rehearse, peak=predicted_peak(own, workload))
+    plan = tuned(own, workload, plan, say, rehearse, peak=make_peak_predictor(own, workload))
     if not config.train.auto_batch:
         return dataclasses.replace(plan, pieces=1)
-    if place.world is None:
-        return dataclasses.replace(plan, pieces=pieces_by_plan(own, workload, plan, say))
-    return dataclasses.replace(plan, pieces=fitting_pieces(own, workload, plan, rehearse))
+    pieces = choose_pieces(own, workload, plan, say, rehearse, by_trial=place.world is not None)
+    return dataclasses.replace(plan, pieces=pieces)
 
 
 def _assembled(config: RunConfig, workload: Workload, plan: Plan, place: Place) -> Assembly:
@@ -182,7 +180,7 @@ def _assembled(config: RunConfig, workload: Workload, plan: Plan, place: Place) 
     try:
         return assemble(config, workload, plan, place.world)
     except OutOfMemory as error:
-        raise model_memory_error(error, config, workload.model, device) from error
+        raise explain_model_too_large(error, config, workload.model, device) from error
 
 
 def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan, decided: dict[str, list[Any]]) -> None:
@@ -190,11 +188,11 @@ def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan, decided: d
     code = sign_code(find_import_paths(config))
     folder.write_settled(Settled(settings=plain(config), decided=decided, code=code))
     folder.write_plan(plan)
-    write_whole(folder.config, to_yaml(config))  # last: a folder with it is a run
+    write_atomically(folder.config, to_yaml(config))  # last: a folder with it is a run
 
 
 def _with_demo_data(loaded: Loaded, folder: RunFolder, place: Place) -> Loaded:
-    data_dir = absolute_path(folder.path) / "data"
+    data_dir = make_absolute(folder.path) / "data"
     place.of_first(partial(_write_demo, loaded.config, data_dir))
     return dataclasses.replace(loaded, config=loaded.config.changed(data={"dir": str(data_dir)}))
 
@@ -260,7 +258,7 @@ def _newest(folder: RunFolder, damaged: list[str]) -> Path:
 
 
 def _built_as_stored(config: RunConfig, state: Mapping[str, Any], folder: RunFolder) -> Workload:
-    stored = state.get("frozen", {})  # older runs have none
+    stored = state["frozen"]
     with naming_lost_files(stored):
         workload = build_workload(config, dict(state["store"]))
     return dataclasses.replace(workload, frozen=as_stored(workload.frozen, stored, folder.path))
@@ -323,7 +321,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
         try:
             show_header(report, loaded, folder, parts)
             if is_new and writes:  # a resumed run would name its own config.yaml as the source of everything
-                write_whole(folder.report / "config.json", json.dumps(config_as_json(loaded), indent=1) + "\n")
+                write_atomically(folder.report / "config.json", json.dumps(config_as_json(loaded), indent=1) + "\n")
             for warning in (*warnings, *notes_on(config, parts.workload, parts.model, world)) if writes else ():
                 report.notice(warning, "warning")
             if resumed is not None:

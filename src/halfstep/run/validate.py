@@ -16,16 +16,16 @@ from torch import nn
 from halfstep.data.loader import Loader
 from halfstep.data.prefetch import prefetch
 from halfstep.data.seeds import Key
-from halfstep.disk import whole_folder
+from halfstep.disk import atomic_folder
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.precision.plan import Plan
+from halfstep.run.memory.out_of_memory import split_window
 from halfstep.step.phases import PhasedStep
 from halfstep.step.randomness import generator_states, restore_generators
 from halfstep.step.step import Step
 from halfstep.tune.layout import in_layout_of
-from halfstep.tune.memory_limit import split_window
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.workload import Workload
 
 if TYPE_CHECKING:
     from halfstep.run.assemble import Assembly  # which holds this file's EarlyStopping
@@ -113,7 +113,7 @@ def write_samples(folder: Path, found: Mapping[str, Any]) -> list[Path]:
     for name, value in found.items():
         _refuse_other(name, value)
     try:
-        with whole_folder(folder, replaces=True) as hidden:
+        with atomic_folder(folder, replaces=True) as hidden:
             written = [_write(hidden / name, value) for name, value in found.items()]
     except OSError as error:
         raise CheckpointError(f"cannot write samples into {folder}: {error.strerror}", fix="make room") from error

@@ -95,7 +95,7 @@ def finite(value: Any) -> float:
 
 
 class Value(Protocol):
-    """workloads.scheduled.Scheduled: a function of the step, and where its value of now is read."""
+    """workloads.base.scheduled.Scheduled: a function of the step, and where its value of now is read."""
 
     value: Tensor
 

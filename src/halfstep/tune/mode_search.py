@@ -23,7 +23,7 @@ from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, NotCaptured
 from halfstep.tune.modes import COMPILE_S, CUDNN_TRIALS_S, KERNEL_TUNING_S, Mode, has_convolutions
 from halfstep.tune.trial_time import TrialTime
 from halfstep.tune.trials import Rehearse, Trial
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.workload import Workload
 
 WORTH = 1.02  # a mode must be this much faster to be preferred to a simpler one: trials differ by that much
 WORTH_SEARCHING = 1.01

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from halfstep.config.schema import RunConfig
-from halfstep.errors import first_line
+from halfstep.errors import summarise_error
 from halfstep.models.recompute import Recompute, Recomputing
 from halfstep.precision.plan import Plan
 from halfstep.step.randomness import generator_states
 from halfstep.tune.memory_low import CannotRun, MemorySetting
 from halfstep.tune.own_blocks import by_kind, described, found_blocks
 from halfstep.tune.trials import Rehearse, Trial
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.workload import Workload
 
 NUM_STEPS = NUM_SAMPLES = 2
 NOISE, MOST_NOISE = 10.0, 1e-2
@@ -117,7 +117,7 @@ class _Check:
             try:
                 return _outcome(trial, watched)
             except Exception as error:  # inside: it ends the trial in other processes, too
-                reason = f"a step of {NUM_SAMPLES} samples ends in {type(error).__name__}: {first_line(error)}"
+                reason = f"a step of {NUM_SAMPLES} samples ends in {type(error).__name__}: {summarise_error(error)}"
                 raise CannotRun(reason) from error
 
 

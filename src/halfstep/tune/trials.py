@@ -13,16 +13,15 @@ from torch import nn
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
-from halfstep.errors import MemoryLimitError, first_line
-from halfstep.hardware.live_bytes import LiveBytes
-from halfstep.hardware.memory import peak_memory_bytes, reset_peak
+from halfstep.errors import summarise_error
+from halfstep.hardware.memory import LiveBytes, peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
 from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.tune.layout import is_only_tried
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, NotCaptured
 from halfstep.tune.modes import UNCAPTURED, Batch, Level, Mode, Notice
 from halfstep.tune.trial_time import TrialTime
-from halfstep.workloads.workload import Workload
+from halfstep.workloads.base.workload import Workload
 
 TIMED_STEPS = 5  # in a round at least; fewer where the time for trials is short
 LASTING_ROUNDS = 6
@@ -31,7 +30,7 @@ which it does not in a run."""
 ROUNDS = 3  # the median of so many rounds of timed steps counts: the first may still meet a cold cache
 LASTING_S = 1.5
 """On a GPU rounds go on for so long, and the last two thirds count: at its power cap an H200 took longer for a step
-after half a second than before (docs/log.md)."""
+after half a second than before (benchmarks/NOTES.md)."""
 
 
 def lasting_step_s(a_round: Callable[[int], float], time: TrialTime, lasting_s: float) -> float:
@@ -123,7 +122,7 @@ class Trial:
         except Exception as error:
             if mode == "eager" and not is_only_tried(self.parts.config, self.parts.plan):
                 raise  # the run itself would fail with it
-            raise CannotRun(f"{type(error).__name__}: {first_line(error)}") from error
+            raise CannotRun(f"{type(error).__name__}: {summarise_error(error)}") from error
         finally:
             engine.forget_graphs()
         return found
@@ -171,26 +170,3 @@ def first_batch(config: RunConfig, workload: Workload) -> Batch:
         return next(loader.epoch(0))
     finally:
         loader.close()
-
-
-# --- train.auto_batch of several processes ---
-
-
-def fitting_pieces(config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> int:
-    """How many micro-batches a batch must be cut into; 1 where it fits as it is."""
-    size, pieces = config.train.batch_size, 1
-    while True:
-        smaller = config.changed(train={"batch_size": -(-size // pieces)})
-        try:
-            cost_in(plan.mode or "eager", smaller, workload, plan, rehearse)
-        except DoesNotFit as error:
-            problem = str(error)
-        else:
-            return pieces
-        if pieces >= size:
-            raise MemoryLimitError(
-                f"a step with one sample does not fit: {problem}",
-                why="train.auto_batch has tried micro-batches down to that",
-                fix="train.memory=low, --precision bf16, a smaller model, or a smaller data.image_size",
-            )
-        pieces *= 2

@@ -13,28 +13,28 @@ from torch import nn
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
 from halfstep.data.seeds import Key
-from halfstep.disk import write_whole
+from halfstep.disk import write_atomically
 from halfstep.errors import DataError, HalfstepError, MemoryLimitError
 from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.memory import memory_picture
 from halfstep.precision.plan import Plan
-from halfstep.report.evaluation_view import Evaluation
+from halfstep.report.results import Evaluation
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import build_workload
 from halfstep.run.folder import with_absolute_paths, with_data_found
 from halfstep.run.frozen import naming_lost_files
 from halfstep.run.journal import hint_about
+from halfstep.run.memory.out_of_memory import OutOfMemory
 from halfstep.run.stored_state import load_for_use
 from halfstep.run.validate import evaluating, validate
 from halfstep.step.randomness import algorithms
-from halfstep.tune.memory_limit import OutOfMemory
 from halfstep.use.open_run import OpenedRun, as_trained, fresh_folder, in_use, open_run, plan_for_use, with_weights
 from halfstep.workloads import KINDS
-from halfstep.workloads.options import with_defaults
-from halfstep.workloads.other_data import any_folder
-from halfstep.workloads.using import Evaluation as Evaluating
-from halfstep.workloads.using import PlainEvaluation
-from halfstep.workloads.workload import Batch, Workload
+from halfstep.workloads.base.options import with_defaults
+from halfstep.workloads.base.other_data import any_folder
+from halfstep.workloads.base.using import Evaluation as Evaluating
+from halfstep.workloads.base.using import PlainEvaluation
+from halfstep.workloads.base.workload import Batch, Workload
 
 
 def evaluate(
@@ -86,7 +86,7 @@ def evaluate(
             files=tuple(str(file) for file in (*pictures, summary)),
             seconds=round(clock.elapsed_s, 2),
         )
-        write_whole(summary, found.to_json() + "\n")
+        write_atomically(summary, found.to_json() + "\n")
     return found
 
 

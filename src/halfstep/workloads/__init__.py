@@ -7,11 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from halfstep.config import load as configs
-from halfstep.workloads.kind import Kinds
+from halfstep.workloads.base.kind import Kinds
 
 if TYPE_CHECKING:
     from halfstep.config.schema import RunConfig
-    from halfstep.workloads.workload import Workload
+    from halfstep.workloads.base.workload import Workload
 
 SEGMENTATION, CLASSIFICATION, LANGUAGE, SLOTS = (
     "halfstep.workloads.segmentation:KIND",

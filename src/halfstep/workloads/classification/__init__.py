@@ -1,8 +1,8 @@
 """Classification: one class for a whole image. ResNets and ViTs."""
 
+from halfstep.workloads.base.kind import Kind
+from halfstep.workloads.base.options import Option
 from halfstep.workloads.classification.config import CLASSIFIER_SCHEMAS
-from halfstep.workloads.kind import Kind
-from halfstep.workloads.options import Option
 
 KIND = Kind.in_folder(
     __name__,

@@ -10,12 +10,11 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from halfstep.data.folder_samples import TrainingFiles
+from halfstep.data.image_samples import TrainingFiles, TrainingImages
 from halfstep.data.loader import Samples
-from halfstep.data.stored_images import TrainingImages
+from halfstep.workloads.base.guiding import Opened, file_size, median_size
 from halfstep.workloads.classification.config import ClassifierConfig, ResNetConfig, ViTConfig
 from halfstep.workloads.classification.data import open_image_data
-from halfstep.workloads.guiding import Opened, file_size, median_size
 
 SMALL_SIDE, PATCHES_A_SIDE = 64, 8
 """Up to here a ResNet must not quarter the image at once, and a ViT's patches of 16 pixels would be too few."""

@@ -1,8 +1,8 @@
 """Diffusion: models that make pictures, and the VAE whose latents they may work on. On diffusers' networks."""
 
+from halfstep.workloads.base.kind import Kind
+from halfstep.workloads.base.options import Option
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
-from halfstep.workloads.kind import Kind
-from halfstep.workloads.options import Option
 
 DIFFUSION = Kind.in_folder(
     __name__,

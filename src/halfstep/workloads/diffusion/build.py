@@ -17,6 +17,8 @@ from halfstep.data import noise
 from halfstep.data.image_folder import check_same_classes
 from halfstep.data.loader import Samples
 from halfstep.data.seeds import generator_for
+from halfstep.workloads.base.kind import Store
+from halfstep.workloads.base.workload import Batch, Workload
 from halfstep.workloads.diffusion import vae as autoencoder
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
 from halfstep.workloads.diffusion.data import open_pictures, unit_images
@@ -29,8 +31,6 @@ from halfstep.workloads.diffusion.noise_schedule import noised, target_of
 from halfstep.workloads.diffusion.noising import Noising, schedule_of
 from halfstep.workloads.diffusion.scores import DenoisingMetrics, denoising_loss
 from halfstep.workloads.diffusion.weights_settings import Adopted, adopted
-from halfstep.workloads.kind import Store
-from halfstep.workloads.workload import Batch, Workload
 
 FRAGILE = (
     "noising: a half schedule adds no noise at the first timesteps",

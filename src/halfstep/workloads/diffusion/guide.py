@@ -7,9 +7,9 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
+from halfstep.workloads.base.guiding import Opened, file_size, median_size
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
 from halfstep.workloads.diffusion.data import open_pictures, square_pictures
-from halfstep.workloads.guiding import Opened, file_size, median_size
 
 SMALLEST_LEVEL = 4
 """Pixels a side at the deepest level that still have something to tell."""

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from halfstep.data import noise
 from halfstep.errors import ConfigError
+from halfstep.workloads.base.sheets import Array, grid
+from halfstep.workloads.base.vae_format import computing_in
+from halfstep.workloads.base.workload import Batch
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import to_bytes
 from halfstep.workloads.diffusion.diffusers_nets import decoded, diffusers_class
 from halfstep.workloads.diffusion.networks import Conditions, Parts
 from halfstep.workloads.diffusion.noise_schedule import NoiseSchedule, Target
 from halfstep.workloads.diffusion.noising import schedule_of
-from halfstep.workloads.sheets import Array, grid
-from halfstep.workloads.vae_format import computing_in
-from halfstep.workloads.workload import Batch
 
 PATH_IMAGES, PATH_STATES, DECODED_AT_ONCE = 4, 8, 8
 

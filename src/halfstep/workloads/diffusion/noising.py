@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from halfstep.data import noise
+from halfstep.workloads.base.workload import Batch
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.noise_schedule import NoiseSchedule, Target, loss_weights
-from halfstep.workloads.workload import Batch
 
 NUM_BUCKETS = 4
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from halfstep.islands import fp32_island, to_fp32
+from halfstep.workloads.base.sums import Sums
 from halfstep.workloads.diffusion.noising import NUM_BUCKETS, bucket_names
-from halfstep.workloads.sums import Sums
 
 Outputs = Mapping[str, Tensor]
 

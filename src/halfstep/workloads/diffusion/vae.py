@@ -14,7 +14,11 @@ from halfstep.islands import fp32_island, to_fp32
 from halfstep.models.patch_gan import PatchGan, VggDistance, refuse_too_small
 from halfstep.models.posterior import drawn, kl_divergence, posterior
 from halfstep.models.weights import read_weights
-from halfstep.workloads.adversarial import adversarial_phases, adversarial_term, judged
+from halfstep.workloads.base.adversarial import adversarial_phases, adversarial_term, judged
+from halfstep.workloads.base.parts import FrozenPart
+from halfstep.workloads.base.phase import Phase
+from halfstep.workloads.base.scheduled import Scheduled
+from halfstep.workloads.base.workload import Batch, Workload
 from halfstep.workloads.diffusion.config import VaeConfig
 from halfstep.workloads.diffusion.data import open_pictures, square_pictures, unit_images
 from halfstep.workloads.diffusion.diffusers_blocks import blocks_of
@@ -32,10 +36,6 @@ from halfstep.workloads.diffusion.diffusers_nets import (
     vae_config,
 )
 from halfstep.workloads.diffusion.scores import ReconstructionMetrics
-from halfstep.workloads.parts import FrozenPart
-from halfstep.workloads.phase import Phase
-from halfstep.workloads.scheduled import Scheduled
-from halfstep.workloads.workload import Batch, Workload
 
 FRAGILE = (
     "vae.posterior: exp of log-variances up to 20",

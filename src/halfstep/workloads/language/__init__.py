@@ -1,8 +1,8 @@
 """Language: the next token of a text. GPT-2 in its four sizes."""
 
-from halfstep.workloads.kind import Kind
+from halfstep.workloads.base.kind import Kind
+from halfstep.workloads.base.options import Option
 from halfstep.workloads.language.config import LanguageConfig, context_of
-from halfstep.workloads.options import Option
 
 KIND = Kind.in_folder(
     __name__,
@@ -10,7 +10,7 @@ KIND = Kind.in_folder(
     kept=("data.tokenizer", "model.vocab"),
     guide=None,
     peer_prepare=".build:peer_prepare",
-    evaluation=".evaluate:LanguageEvaluation",
+    evaluation=".scores:LanguageEvaluation",
     predictor=".predict:Writer",
     predict_options=(
         Option("prompt", str, "", "What the text begins with"),

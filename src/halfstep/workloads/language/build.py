@@ -14,7 +14,8 @@ from halfstep.data.seeds import Key, generator_for
 from halfstep.errors import ConfigError, DataError, ModelError
 from halfstep.models.first_values import unfilled
 from halfstep.workloads import model_of
-from halfstep.workloads.kind import Store
+from halfstep.workloads.base.kind import Store
+from halfstep.workloads.base.workload import Sample, Workload
 from halfstep.workloads.language.config import LanguageConfig, context_of
 from halfstep.workloads.language.data import LanguageData, is_of_weights, open_language_data, stored_tokenizer
 from halfstep.workloads.language.gpt2 import GPT2, GPT2S, GPT2Size, size_of
@@ -23,7 +24,6 @@ from halfstep.workloads.language.scores import LanguageMetrics, num_counted
 from halfstep.workloads.language.tokenizers import Tokenizer, save_tokenizer
 from halfstep.workloads.language.tokens import Tokens, TokenSamples
 from halfstep.workloads.language.writing import Sampling, continued
-from halfstep.workloads.workload import Sample, Workload
 
 SAMPLE_TOKENS = 200
 FRAGILE = ("loss.cross_entropy: log of a sum over the whole vocabulary, and sums over all tokens of a step",)

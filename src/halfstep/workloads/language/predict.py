@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from halfstep.errors import DataError
-from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
-from halfstep.workloads.kind import Store
+from halfstep.report.results import Answer, Failure
+from halfstep.workloads.base.kind import Store
+from halfstep.workloads.base.using import Input, Trained, Wishes
 from halfstep.workloads.language.build import model_from_store
 from halfstep.workloads.language.config import LanguageConfig
 from halfstep.workloads.language.data import stored_tokenizer
 from halfstep.workloads.language.gpt2 import GPT2
 from halfstep.workloads.language.tokenizers import Tokenizer
 from halfstep.workloads.language.writing import Sampling, continued
-from halfstep.workloads.using import Input, Trained, Wishes
 
 
 class Writer:

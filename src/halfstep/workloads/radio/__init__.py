@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from halfstep.workloads.kind import Kind
-from halfstep.workloads.options import Option
+from halfstep.workloads.base.kind import Kind
+from halfstep.workloads.base.options import Option
 from halfstep.workloads.radio.config import RadioDiffConfig, RadioVaeConfig
 
 _STEPS = Option("steps", int, None, "Steps of a sample; default: the run's model.sampling_steps", least=1)

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from halfstep.data import noise
 from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import generator_for
-from halfstep.errors import counted
+from halfstep.errors import format_count
 from halfstep.models.posterior import drawn
 from halfstep.models.recompute import set_recompute
 from halfstep.models.weights import Weights, load_file_
-from halfstep.workloads.kind import Store
-from halfstep.workloads.parts import FrozenPart
+from halfstep.workloads.base.kind import Store
+from halfstep.workloads.base.parts import FrozenPart
+from halfstep.workloads.base.vae_format import chosen_format, training_device
+from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.radio import build_vae
 from halfstep.workloads.radio.build_vae import refuse_uneven
 from halfstep.workloads.radio.config import RadioDiffConfig, RadioDiffModelConfig, RadioVaeConfig
@@ -47,8 +49,6 @@ from halfstep.workloads.radio.scores import SCORING, RadioMetrics
 from halfstep.workloads.radio.swin import PatchMerging, SwinBlock, SwinPyramid
 from halfstep.workloads.radio.unet import RadioUNet
 from halfstep.workloads.radio.vae import RadioVAE, ResidualBlock
-from halfstep.workloads.vae_format import chosen_format, training_device
-from halfstep.workloads.workload import Workload
 
 FRAGILE = (
     "noising: x_t, C and noise are fp32, whatever the latents",
@@ -122,7 +122,7 @@ def _format(
 
 
 def told_of_steps(steps: int, wish: RadioDiffModelConfig) -> str:
-    return f"{counted(steps, 'step')}, {counted(steps + int(wish.extra_call), 'call')} of the network"
+    return f"{format_count(steps, 'step')}, {format_count(steps + int(wish.extra_call), 'call')} of the network"
 
 
 def store_of(config: RadioDiffConfig, sizes: Mapping[str, Any], scale: float) -> dict[str, Any]:

@@ -20,8 +20,10 @@ from halfstep.islands import in_fp32
 from halfstep.models.patch_gan import PatchGan, refuse_too_small
 from halfstep.models.posterior import kl_divergence
 from halfstep.models.recompute import set_recompute
-from halfstep.workloads.adversarial import adversarial_phases, adversarial_term, judged
-from halfstep.workloads.phase import Phase
+from halfstep.workloads.base.adversarial import adversarial_phases, adversarial_term, judged
+from halfstep.workloads.base.phase import Phase
+from halfstep.workloads.base.scheduled import Scheduled
+from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.radio.config import RadioVaeConfig
 from halfstep.workloads.radio.data import RadioData, find_data, signed, unit_gain, unsigned
 from halfstep.workloads.radio.first_stage import (
@@ -37,8 +39,6 @@ from halfstep.workloads.radio.first_stage import (
 from halfstep.workloads.radio.pictures import sample_pictures
 from halfstep.workloads.radio.scores import SCORING, RadioMetrics
 from halfstep.workloads.radio.vae import RadioVAE, ResidualBlock
-from halfstep.workloads.scheduled import Scheduled
-from halfstep.workloads.workload import Workload
 
 FRAGILE = (
     "loss.reconstruction: a sum over all pixels passes fp16's largest number",

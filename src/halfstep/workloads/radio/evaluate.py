@@ -14,6 +14,9 @@ from halfstep.config.schema import RunConfig
 from halfstep.data.files import BadFiles
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError
+from halfstep.workloads.base.sheets import worst_to_best
+from halfstep.workloads.base.using import Look, Phase, PlainEvaluation, Trained
+from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.radio.build import Denoising, told_of_steps
 from halfstep.workloads.radio.config import RadioDiffConfig
 from halfstep.workloads.radio.data import ROLE_NAMES, part_of, split_of, tree_of
@@ -22,9 +25,6 @@ from halfstep.workloads.radio.pictures import MapRow, map_sheet
 from halfstep.workloads.radio.scores import RadioMetrics
 from halfstep.workloads.radio.unet import RadioUNet
 from halfstep.workloads.radio.vae import RadioVAE
-from halfstep.workloads.sheets import worst_to_best
-from halfstep.workloads.using import Look, Phase, PlainEvaluation, Trained
-from halfstep.workloads.workload import Workload
 
 SHOWN_EACH = 2
 """Of the worst, the middling and the best maps."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from PIL import Image
 from torch import Tensor
 
-from halfstep.workloads.guiding import Opened
+from halfstep.workloads.base.guiding import Opened
 from halfstep.workloads.radio.config import SMALL_FIRST_STAGE, RadioDiffConfig, RadioVaeConfig
 from halfstep.workloads.radio.data import find_data
 from halfstep.workloads.radio.pictures import city_picture, map_picture

@@ -10,9 +10,9 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import default_collate
 
+from halfstep.workloads.base.sheets import Array, table
+from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.radio.maps import RadioMaps
-from halfstep.workloads.sheets import Array, table
-from halfstep.workloads.workload import Workload
 
 COLUMNS = ("buildings, antenna", "map", "truth", "error")
 BUILDING, STREET, ANTENNA, CAR = (40, 40, 40), (225, 225, 225), (213, 94, 0), (0, 114, 178)

@@ -16,10 +16,12 @@ from PIL import Image
 
 from halfstep.data.seeds import Key
 from halfstep.errors import DataError
-from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
-from halfstep.workloads.kind import Store
-from halfstep.workloads.parts import FrozenPart
+from halfstep.report.results import Answer, Failure
+from halfstep.workloads.base.kind import Store
+from halfstep.workloads.base.parts import FrozenPart
+from halfstep.workloads.base.sheets import Array
+from halfstep.workloads.base.using import Input, Trained, Wishes, each_answered, saved_picture
 from halfstep.workloads.radio.build import Denoising, unet_of
 from halfstep.workloads.radio.build_vae import Stage1, stage1
 from halfstep.workloads.radio.config import RadioDiffConfig, RadioVaeConfig
@@ -29,8 +31,6 @@ from halfstep.workloads.radio.maps import GAIN_NAME, RadioFiles, RadioTree, read
 from halfstep.workloads.radio.pictures import MapRow, map_sheet
 from halfstep.workloads.radio.scores import map_scores
 from halfstep.workloads.radio.unet import RadioUNet
-from halfstep.workloads.sheets import Array
-from halfstep.workloads.using import Input, Trained, Wishes, each_answered, saved_picture
 
 MOST_TRANSMITTERS = 1000
 """Of a map: a sample's noise is that of its map and transmitter, whatever other files are asked for."""

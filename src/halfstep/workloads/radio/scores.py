@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.workloads.sums import Sums
+from halfstep.workloads.base.sums import Sums
 
 WINDOW, SIGMA = 11, 1.5
 SMALLEST_MSE = 1e-12

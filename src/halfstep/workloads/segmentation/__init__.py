@@ -1,7 +1,7 @@
 """Segmentation: a class for every pixel. U-Net."""
 
-from halfstep.workloads.kind import Kind
-from halfstep.workloads.options import Option
+from halfstep.workloads.base.kind import Kind
+from halfstep.workloads.base.options import Option
 from halfstep.workloads.segmentation.config import UNetConfig
 
 KIND = Kind.in_folder(

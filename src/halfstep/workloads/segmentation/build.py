@@ -20,17 +20,25 @@ from halfstep.data.images import USUAL, describe_outliers, scale_for
 from halfstep.data.layouts import PairLayout
 from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import generator_for
-from halfstep.errors import ConfigError, DataError, counted
+from halfstep.errors import ConfigError, DataError, format_count
 from halfstep.models.weights import load_file_
-from halfstep.workloads.kind import Store
+from halfstep.workloads.base.kind import Store
+from halfstep.workloads.base.workload import Loss, Workload
 from halfstep.workloads.segmentation.augment import Augmentation, augment
 from halfstep.workloads.segmentation.config import UNetConfig
-from halfstep.workloads.segmentation.data import ImageFormat, Scan, SegmentationData, discover_values, scan_pairs
+from halfstep.workloads.segmentation.data import (
+    FoundPairs,
+    ImageFormat,
+    Scan,
+    SegmentationData,
+    Split,
+    discover_values,
+    find_split,
+    scan_pairs,
+)
 from halfstep.workloads.segmentation.masks import IGNORED, MaskTable, MaskValue, table_from, table_of
-from halfstep.workloads.segmentation.pairs import FoundPairs, Split, find_split
 from halfstep.workloads.segmentation.scores import SegmentationMetrics, segmentation_loss
 from halfstep.workloads.segmentation.unet import UNet
-from halfstep.workloads.workload import Loss, Workload
 
 FRAGILE = (
     "loss.cross_entropy: log of probabilities near 0",
@@ -48,7 +56,9 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
     usable = set(scan.pairs)
     train_pairs, val_pairs = (tuple(pair for pair in part if pair in usable) for part in (found.train, found.val))
     if not train_pairs:
-        raise DataError("no usable pair is left to train on", why=f"{counted(len(bad_files.skipped), 'file')} left out")
+        raise DataError(
+            "no usable pair is left to train on", why=f"{format_count(len(bad_files.skipped), 'file')} left out"
+        )
     bad_files.refuse_empty_validation(len(found.val), len(val_pairs))
     is_new = store is None
     about = {"layout": found.layout}
@@ -270,8 +280,6 @@ MANY_VALUES = 64
 def find_data(config: UNetConfig, bad_files: BadFiles) -> FoundPairs:
     """The pairs at `data.dir`."""
     data = config.data
-    if data.dir is None:
-        raise DataError("no data folder", why="building U-Net's data needs data.dir", fix="--data-dir DIR")
     layout = of_settings(PairLayout, data)
     split = Split(
         val_fraction=data.val_fraction,
@@ -279,7 +287,7 @@ def find_data(config: UNetConfig, bad_files: BadFiles) -> FoundPairs:
         train_list=Path(data.train_list) if data.train_list else None,
         val_list=Path(data.val_list) if data.val_list else None,
     )
-    return find_split(Path(data.dir), layout=layout, split=split, bad_files=bad_files)
+    return find_split(data.dir, layout=layout, split=split, bad_files=bad_files)
 
 
 def ignored_value(config: UNetConfig, found: FoundPairs, seen: Collection[MaskValue]) -> tuple[MaskValue | None, str]:

@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from halfstep.data.images import image_facts
-from halfstep.workloads.guiding import Opened, median_size
+from halfstep.workloads.base.guiding import Opened, median_size
 from halfstep.workloads.segmentation.build import build
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.data import SegmentationData

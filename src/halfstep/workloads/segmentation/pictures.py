@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from halfstep.workloads.base.sheets import BAND, GAP, Array, table
 from halfstep.workloads.segmentation.masks import IGNORED
-from halfstep.workloads.sheets import BAND, GAP, Array, table
 
 # Okabe and Ito's seven can be told apart by colour-blind readers: three mark errors, four are the first classes.
 # Then each is the farthest (in CIELAB) from all before it, from black and from NO_CLASS: no two are closer than 26.

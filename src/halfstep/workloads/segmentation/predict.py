@@ -16,17 +16,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from halfstep.data.files import READABLE
+from halfstep.data.files import READABLE, Array
 from halfstep.data.images import image_facts, read_image
 from halfstep.errors import ConfigError, DataError
-from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
-from halfstep.workloads.kind import Store
+from halfstep.report.results import Answer, Failure
+from halfstep.workloads.base.kind import Store
+from halfstep.workloads.base.using import Input, Trained, Wishes, each_answered, saved_picture
 from halfstep.workloads.segmentation.build import (
     background_class,
     image_format_of_store,
@@ -39,7 +39,6 @@ from halfstep.workloads.segmentation.data import read_planes
 from halfstep.workloads.segmentation.pictures import overlay
 from halfstep.workloads.segmentation.scores import predicted_classes
 from halfstep.workloads.segmentation.unet import receptive_radius
-from halfstep.workloads.using import Input, Trained, Wishes, each_answered, saved_picture
 
 
 class MaskPredictor:
@@ -82,7 +81,6 @@ class MaskPredictor:
 
 Forward = Callable[[Tensor], Tensor]
 """Images (N, C, H, W) to logits (N, K, H, W), with the model in evaluation mode and its precision applied."""
-Array = np.ndarray[Any, Any]
 Span = tuple[int, int]
 Tell = Callable[[int, int], None]  # hears before each tile how many are done, of how many
 

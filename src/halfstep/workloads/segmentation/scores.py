@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep.islands import fp32_island, to_fp32
+from halfstep.workloads.base.sums import Sums
 from halfstep.workloads.segmentation.masks import IGNORED
-from halfstep.workloads.sums import Sums
 
 DICE_EPS = 1e-6  # of the reference project; with it a class absent from truth and prediction scores exactly 1
 

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from halfstep.workloads.kind import Kind
+from halfstep.workloads.base.kind import Kind
 from halfstep.workloads.slots.config import SlotContrastConfig, SteveConfig, WordsConfig
 
 slot_kind = partial(

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from halfstep.data.loader import Loader
 from halfstep.data.seeds import Key
+from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.slots.scores import SlotMetrics
-from halfstep.workloads.workload import Workload
 
 On = Literal["features", "pixels"]
 STARTS, ITERATIONS = 3, 25

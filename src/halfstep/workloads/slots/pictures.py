@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from halfstep.data.seeds import Key
 from halfstep.islands import to_fp32
+from halfstep.workloads.base.sheets import Array, grid
+from halfstep.workloads.base.workload import Forward, Prepare, Sample
 from halfstep.workloads.segmentation.pictures import CLASS_COLOURS
-from halfstep.workloads.sheets import Array, grid
-from halfstep.workloads.slots.clips import ClipSamples
+from halfstep.workloads.slots.data import ClipSamples
 from halfstep.workloads.slots.scores import slot_labels
 from halfstep.workloads.slots.steve import Steve
-from halfstep.workloads.workload import Forward, Prepare, Sample
 
 SHOWN_FRAMES = 6
 SAMPLED_CLIPS = 2

@@ -22,9 +22,9 @@ from torch.nn import functional as F
 
 from halfstep.config.schema import RunConfig
 from halfstep.islands import fp32_island, to_fp32
-from halfstep.workloads.over_ranks import all_rows, total
+from halfstep.workloads.base.over_ranks import all_rows, total
+from halfstep.workloads.base.sums import Sums
 from halfstep.workloads.slots.steve import Seen
-from halfstep.workloads.sums import Sums
 
 NUM_LABELS = 256
 """Masks are bytes; a table of all labels is small, and asking for the largest would wait for the device."""

@@ -13,18 +13,17 @@ from halfstep.config.section import of_settings
 from halfstep.data import noise
 from halfstep.data.loader import Batch, Samples
 from halfstep.models.weights import Weights, load_file_
-from halfstep.workloads.kind import Store
-from halfstep.workloads.parts import Group
-from halfstep.workloads.scheduled import Scheduled
+from halfstep.workloads.base.kind import Store
+from halfstep.workloads.base.parts import Group
+from halfstep.workloads.base.scheduled import Scheduled
+from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.slots import build as slots
-from halfstep.workloads.slots.clips import ClipSamples
 from halfstep.workloads.slots.config import SteveConfig, WordsConfig
-from halfstep.workloads.slots.data import ClipData, open_clips, unit_pixels
+from halfstep.workloads.slots.data import ClipData, ClipSamples, open_clips, unit_pixels
 from halfstep.workloads.slots.pictures import sample_of
 from halfstep.workloads.slots.scores import SteveMetrics, settled_scale, temperature, total_loss
 from halfstep.workloads.slots.slotcontrast import SlotContrastSize, SlotContrastWords, WordsSize, from_upstream
 from halfstep.workloads.slots.steve import Seen, Steve, SteveSize
-from halfstep.workloads.workload import Workload
 
 FRAGILE_WORDS = (
     "dvae.gumbel: logarithms of tiny numbers, and logits divided by a temperature down to 0.1",

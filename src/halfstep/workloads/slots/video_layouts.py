@@ -1,16 +1,22 @@
-"""From a data folder to training and validation videos, whichever way they lie in it.
+"""From a data folder to training and validation videos, in every supported layout.
 
-Patterns of shards are taken as given. Otherwise: tars whose names say `train` and `val`; folders `train/` and `val/`;
-or one set of videos, of which the last ones in order are kept for validation, as STEVE splits. Videos of a set are
-often cuts of one recording, so a random split would test on what was trained on.
+Shard patterns are used as given. Otherwise: tars with `train` and `val` in their names; folders `train/` and `val/`; or
+one set of videos, of which the last ones in order are kept for validation, as STEVE splits. Videos of a set are often
+cuts of one recording, so a random split would test on training data.
 
-A video may be one file: gif through Pillow; mp4, mov, avi, webm, mkv through PyAV or OpenCV where installed.
+A video is a tar sample (videos.py), a file (gif through Pillow; mp4, mov, avi, webm, mkv through PyAV or OpenCV where
+installed), or a folder of frames:
+
+    VIDEO/00000000_image.png   00000000_mask_00.png …   STEVE's: one mask file per object and frame, 00 the background
+    VIDEO/frames/*.png         VIDEO/masks/*.png        one label picture per frame (also images, instances, …)
+    VIDEO/*.png                                         frames alone
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -20,10 +26,22 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageSequence
 
-from halfstep.data.files import UNREADABLE, VALIDATION_NAMES, BadFiles, natural_key, refuse_missing, some_of, unreadable
-from halfstep.errors import DataError, counted
-from halfstep.workloads.slots.frame_folders import FrameFolders
-from halfstep.workloads.slots.videos import Array, ShardVideos, Video, Videos, what_was_left_out
+from halfstep.data.files import (
+    PICTURES,
+    UNREADABLE,
+    VALIDATION_NAMES,
+    Array,
+    BadFiles,
+    list_files,
+    list_folders,
+    num_held_out,
+    require_folder,
+    some_of,
+    unreadable,
+)
+from halfstep.data.images import image_facts, open_image, read_image, to_bytes
+from halfstep.errors import DataError, format_count
+from halfstep.workloads.slots.videos import ShardVideos, Video, Videos, small_labels, what_was_left_out
 
 DECODED = (".mp4", ".mov", ".avi", ".webm", ".mkv", ".m4v")
 VIDEO_ENDINGS = (".gif", *DECODED)
@@ -41,7 +59,7 @@ class VideoFiles:
     def __init__(self, paths: Sequence[Path], *, bad_files: BadFiles) -> None:
         self._paths: list[Path] = []
         self._videos: list[Video] = []
-        for path in sorted(paths, key=lambda path: natural_key(path.name)):
+        for path in paths:
             try:
                 count, size = video_facts(path)
             except DataError as error:
@@ -62,11 +80,6 @@ class VideoFiles:
 
     def files(self) -> Sequence[Path]:
         return self._paths
-
-
-def video_files(folder: Path) -> list[Path]:
-    """The videos that lie in a folder as files."""
-    return [path for path in folder.iterdir() if path.suffix.lower() in VIDEO_ENDINGS and not path.name.startswith(".")]
 
 
 def video_facts(path: Path) -> tuple[int, tuple[int, int]]:
@@ -158,7 +171,7 @@ class FoundVideos:
 
 
 def find_videos(
-    root: Path,
+    root: str | Path | None,
     *,
     train_shards: str | Sequence[str] = "",
     val_shards: str | Sequence[str] = "",
@@ -167,13 +180,13 @@ def find_videos(
     bad_files: BadFiles,
 ) -> FoundVideos:
     """The videos of a folder."""
+    root = require_folder(root)
     if train_shards:
         train = ShardVideos(root, train_shards, bad_files=bad_files)
         val = ShardVideos(root, val_shards, bad_files=bad_files) if val_shards else None
         if val is None:
             return _split(train, val_videos, val_fraction, "shards", bad_files)
         return _two(train, val, "shards by pattern")
-    refuse_missing(root)
     tars = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*.tar"))]
     if tars:
         return _tars(root, tars, val_videos, val_fraction, bad_files)
@@ -189,7 +202,7 @@ def open_videos(root: Path, *, bad_files: BadFiles) -> Videos:
     tars = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*.tar"))]
     if tars:
         return ShardVideos(root, tars, bad_files=bad_files)
-    if files := video_files(root):
+    if files := list_files(root, VIDEO_ENDINGS):
         return VideoFiles(files, bad_files=bad_files)
     if packed := [path for path in sorted(root.rglob("*.t*")) if path.name.lower().endswith(PACKED)]:
         raise DataError(
@@ -226,15 +239,167 @@ def _split(
         held = [place for place, name in enumerate(names) if any(fnmatchcase(name, wish) for wish in val_videos)]
         if len(held) in (0, len(names)):
             raise DataError(
-                f"data.val_videos {', '.join(val_videos)} fits {len(held)} of {counted(len(names), 'video')}",
+                f"data.val_videos {', '.join(val_videos)} fits {len(held)} of {format_count(len(names), 'video')}",
                 why=what_was_left_out(bad_files),
                 fix=f"the videos are {some_of(names)}",
             )
         how = "data.val_videos"
     else:
-        count = min(len(names) - 1, max(1, round(val_fraction * len(names)))) if val_fraction else 0
+        count = num_held_out(len(names), val_fraction)
         held, how = list(range(len(names) - count, len(names))), "the last videos in order"
     train = tuple(place for place in range(len(names)) if place not in set(held))
     val = VideoPart(videos=videos, members=tuple(held)) if held else None
     kept = f"; validation: {how}" if held else "; no validation"
     return FoundVideos(train=VideoPart(videos=videos, members=train), val=val, layout=layout + kept)
+
+
+FRAME_ENDINGS = tuple(ending for ending in PICTURES if ending != ".gif")  # a gif is a video
+FRAME_FOLDERS = ("frames", "images", "imgs", "rgb", "JPEGImages")
+MASK_FOLDERS = ("masks", "instances", "segmentations", "labels", "annotations", "Annotations")
+STEVE_FRAME = re.compile(r"(\d+)_image$")
+STEVE_MASK = re.compile(r"(\d+)_mask_(\d+)$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrameFolder:
+    """The files of one video; each frame has one mask picture, or one for each object by its label, or none."""
+
+    path: Path
+    frames: tuple[Path, ...]
+    masks: tuple[dict[int, Path] | Path, ...] = ()
+
+
+class FrameFolders:
+    """Every folder below `root` that holds frames, as a video."""
+
+    labels_background = True
+
+    def __init__(self, root: Path, *, bad_files: BadFiles) -> None:
+        self._folders: list[FrameFolder] = []
+        self._videos: list[Video] = []
+        for path in list_folders(root):
+            try:
+                self._take(path, all_frames=bad_files.mode == "skip")
+            except DataError as error:
+                bad_files.report(error)
+        if not self._folders:
+            left_out = f"; {len(bad_files.skipped)} were left out" if bad_files.skipped else ""
+            raise DataError(
+                f"no video is in {root}",
+                why=f"no folder in it holds frames{left_out}",
+                fix="a folder of pictures for each video, tar shards, or .gif and .mp4 files",
+            )
+
+    def _take(self, path: Path, *, all_frames: bool) -> None:
+        folder = frames_in(path)
+        if folder is None:
+            return
+        sizes = {image_facts(frame).size: frame for frame in (folder.frames if all_frames else folder.frames[:1])}
+        if len(sizes) > 1:
+            raise _other_size(path, *list(sizes.items())[:2])
+        self._folders.append(folder)
+        size = next(iter(sizes))
+        self._videos.append(
+            Video(name=path.name, num_frames=len(folder.frames), size=size, has_masks=bool(folder.masks))
+        )
+
+    @property
+    def videos(self) -> Sequence[Video]:
+        return self._videos
+
+    def frames(self, index: int, first: int, count: int) -> Array:
+        folder, size = self._folders[index], self._videos[index].size
+        return read_frame_files(folder.frames[first : first + count], (size, folder.frames[0]))
+
+    def masks(self, index: int, first: int, count: int) -> Array:
+        folder, size = self._folders[index], self._videos[index].size
+        wanted = folder.masks[first : first + count]
+        labels = [_from_objects(mask, size) if isinstance(mask, dict) else _labels(mask, size) for mask in wanted]
+        return small_labels(np.stack(labels), folder.path.name)
+
+    def files(self) -> Sequence[Path]:
+        return [path for folder in self._folders for path in folder.frames]
+
+
+def read_frame_files(paths: Sequence[Path], first: tuple[tuple[int, ...], Path] | None = None) -> Array:
+    """Read frames (T, H, W, 3) uint8 of one video; all must have the size of `first`, by default the first of them."""
+    frames = []
+    for path in paths:
+        frame = to_bytes(read_image(path, channels=3))
+        size = (frame.shape[0], frame.shape[1])
+        first = first or (size, path)
+        if size != first[0]:
+            raise _other_size(path.parent, first, (size, path))
+        frames.append(frame)
+    return np.stack(frames)
+
+
+def is_mask(path: Path) -> bool:
+    """Whether a picture is a mask of frames beside it, and no frame."""
+    folder = path.parent
+    has_frames = folder.name in MASK_FOLDERS and any((folder.parent / name).is_dir() for name in FRAME_FOLDERS)
+    return has_frames or STEVE_MASK.match(path.stem) is not None
+
+
+def frames_in(path: Path) -> FrameFolder | None:
+    """What a folder holds as a video; None where there are no frames."""
+    inner = next((path / name for name in FRAME_FOLDERS if (path / name).is_dir()), None)
+    pictures = list_files(inner or path, FRAME_ENDINGS)
+    steve = {found[1]: file for file in pictures if (found := STEVE_FRAME.search(file.stem))}
+    if steve and inner is None:
+        return _steve_folder(path, steve, pictures)
+    frames = tuple(pictures)
+    mask_folders = [path / name for name in MASK_FOLDERS if (path / name).is_dir()]
+    masks = list_files(mask_folders[0], FRAME_ENDINGS) if inner and mask_folders else []
+    if not frames:
+        if inner or mask_folders:
+            raise DataError(f"{path} holds no frames", why="its pictures are masks alone" if masks else "")
+        return None
+    if masks and len(masks) != len(frames):
+        raise DataError(
+            f"{path} holds {format_count(len(frames), 'frame')} and {format_count(len(masks), 'mask')}",
+            fix="one mask for each frame, or none at all",
+        )
+    return FrameFolder(path=path, frames=frames, masks=tuple(masks))
+
+
+def _steve_folder(path: Path, frames: dict[str, Path], pictures: list[Path]) -> FrameFolder:
+    objects: dict[str, dict[int, Path]] = {}
+    for file in pictures:
+        if found := STEVE_MASK.search(file.stem):
+            objects.setdefault(found[1], {})[int(found[2])] = file
+    without = [frames[number].name for number in frames if number not in objects]
+    if objects and without:
+        raise DataError(f"{path}: frames without a mask: {some_of(without)}", fix="masks for all frames, or for none")
+    if alone := sorted(set(objects) - set(frames)):
+        raise DataError(f"{path}: masks without a frame: {some_of(alone)}", fix="add NUMBER_image.png")
+    return FrameFolder(
+        path=path, frames=tuple(frames.values()), masks=tuple(objects[number] for number in frames) if objects else ()
+    )
+
+
+def _from_objects(objects: dict[int, Path], size: tuple[int, int]) -> Array:
+    labels = np.zeros(size, dtype=np.int64)
+    for number, path in objects.items():
+        labels[_labels(path, size) > 0] = number
+    return labels
+
+
+def _labels(path: Path, size: tuple[int, int]) -> Array:
+    with open_image(path) as image:
+        values = np.asarray(image)
+    if values.ndim == 3:  # colours: one number each, black stays 0
+        values = values[..., :3].astype(np.int64) @ np.array([1, 256, 65536])
+    if values.shape != size:
+        found = f"{values.shape[1]}×{values.shape[0]}"
+        raise DataError(f"{path} is {found}, its frame {size[1]}×{size[0]}", fix="masks as large as their frames")
+    return values.astype(np.int64)
+
+
+def _other_size(folder: Path, one: tuple[tuple[int, ...], Path], other: tuple[tuple[int, ...], Path]) -> DataError:
+    (size, file), (other_size, other_file) = one, other
+    return DataError(
+        f"frames of {folder} differ in size: {file.name} is {size[1]}×{size[0]}, "
+        f"{other_file.name} {other_size[1]}×{other_size[0]}",
+        fix="frames of one size in a video, or leave bad videos out: data.on_bad_file=skip",
+    )

@@ -19,7 +19,7 @@ class HalfstepError(Exception):
     """Whether another process shows it; None where they have not agreed on that."""
 
     def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
-        self.what, self.why, self.fix = printable(what), printable(why), printable(fix)
+        self.what, self.why, self.fix = make_printable(what), make_printable(why), make_printable(fix)
         super().__init__(self.what)
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class HalfstepError(Exception):
         return _rebuild, (type(self), self.what, self.why, self.fix)
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """Text as any screen, file or JSON takes it: of a file name that is not UTF-8, each odd byte as `\\xe9`."""
     try:
         text.encode()

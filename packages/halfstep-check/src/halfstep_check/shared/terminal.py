@@ -33,7 +33,7 @@ GONE = (errno.EPIPE, errno.EIO)
 """The reader left (`| head`), or the terminal was closed."""
 
 
-def drop(file: int) -> None:
+def redirect_to_null(file: int) -> None:
     """From here on this file is /dev/null."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, file)
@@ -49,7 +49,7 @@ class PatientFile(io.FileIO):
         except OSError as error:
             if error.errno not in GONE:
                 raise
-            drop(self.fileno())
+            redirect_to_null(self.fileno())
             return len(memoryview(data))
 
 
@@ -67,7 +67,7 @@ def flush_or_drop() -> None:
         try:
             stream.flush()
         except OSError:
-            drop(stream.fileno())
+            redirect_to_null(stream.fileno())
 
 
 def _patient(stream: TextIO) -> TextIO:

@@ -1,0 +1,201 @@
+"""Time a training step of two checkouts in turn: does a change of the code change the speed?
+
+    git worktree add .old COMMIT
+    python benchmarks/speed_commits.py .old . [--only unet,resnet50_64] [--pairs 9] [--mode graph] [--out DIR]
+
+Each checkout trains each case of speed_cases.py, and GPT-2, in its own process. All cases compile side by side to
+fill the cache of the compiler. Then one case at a time is timed, in windows that alternate between the checkouts, so
+that clocks and heat affect both. The ratio new/old of each pair of windows gives a mean and its 95 % interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from halfstep.hardware.memory import peak_memory_bytes, reset_peak
+
+GPT2 = "gpt2"
+WARM_UP, WINDOW = 20, 30
+READY, GO, MEMORY = "ready", "go", "memory"
+T_95 = {6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 11: 2.201, 12: 2.179, 14: 2.145, 16: 2.120, 20: 2.086}
+"""Student's t, two-sided 95 %, by degrees of freedom."""
+ENDLESS = 1_000_000
+"""Steps: a training process ends when its parent ends it."""
+
+
+@dataclass
+class Trainer:
+    """The process that trains one case in one checkout."""
+
+    process: subprocess.Popen[str]
+    commands: IO[str]
+    answers: IO[str]
+
+    def read(self) -> str:
+        for line in self.answers:
+            if line.startswith("speed_commits "):
+                return line.split(" ", 1)[1].strip()
+        raise RuntimeError(f"a training process ended with code {self.process.wait()} before it was timed")
+
+    def wait(self) -> Trainer:
+        assert self.read() == READY
+        return self
+
+    def time_window(self) -> float:
+        """Let it train for one window; return milliseconds per step."""
+        return float(self._ask(GO))
+
+    def read_peak_bytes(self) -> int:
+        """Return the peak memory of its steps so far, without those of the warm-up."""
+        return int(self._ask(MEMORY))
+
+    def _ask(self, command: str) -> str:
+        self.commands.write(f"{command}\n")
+        self.commands.flush()
+        return self.read()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", type=Path, help="a checkout")
+    parser.add_argument("new", type=Path, help="another one")
+    parser.add_argument("--only", default="", help="cases, with commas")
+    parser.add_argument("--pairs", type=int, default=9, choices=[dof + 1 for dof in T_95])
+    parser.add_argument("--mode", default="graph", help="eager, compile or graph")
+    parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
+    parser.add_argument("--train", metavar="CASE", help=argparse.SUPPRESS)  # in a training process
+    arguments = parser.parse_args()
+    if arguments.train:
+        train(arguments.train, arguments.mode)
+        return
+    from recording import store
+    from speed_cases import CASES
+
+    cases = [word for word in arguments.only.split(",") if word] or [*CASES, GPT2]
+    fill_cache(cases, arguments)
+    found = {}
+    for case in cases:
+        old, new = (start(case, tree, arguments).wait() for tree in (arguments.old, arguments.new))
+        found[case] = compare(old, new, num_pairs=arguments.pairs)
+        old.process.kill(), new.process.kill()
+        print(case, {name: value for name, value in found[case].items() if name != "pairs_ms"}, flush=True)
+    commits = {"old": commit_of(arguments.old), "new": commit_of(arguments.new)}
+    store("speed_commits", {**commits, "mode": arguments.mode, "cases": found}, torch.device("cuda"), arguments.out)
+
+
+def fill_cache(cases: list[str], arguments: argparse.Namespace) -> None:
+    """Compile all cases at once. Choices between compiled kernels made on a busy device are forgotten."""
+    from halfstep.tune.modes import keep_compiled_code
+    from speed_processes import forget_choices
+
+    keep_compiled_code()
+    began = time.time()
+    trainers = [start(case, arguments.new, arguments) for case in cases]
+    for trainer in trainers:
+        trainer.wait().process.kill()
+    forget_choices(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]), began)
+    print(f"compiled {len(cases)} cases in {time.time() - began:.0f} s", flush=True)
+
+
+def start(case: str, tree: Path, arguments: argparse.Namespace) -> Trainer:
+    paths = [str(tree.resolve() / "src"), str(tree.resolve() / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    process = subprocess.Popen(
+        [sys.executable, __file__, str(arguments.old), str(arguments.new), "--train", case, "--mode", arguments.mode],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    return Trainer(process, process.stdin, process.stdout)
+
+
+def train(name: str, mode: str) -> None:
+    """Train a case with this process's halfstep; after the warm-up, one window for each line of stdin.
+
+    Only names that both checkouts have are used, and `speed` is the checkout's own.
+    """
+    import speed
+    from speed_cases import CASES, Case, Goal, row_requests
+    from speed_processes import only_runner, own_decisions
+
+    gpt2 = Case(title="GPT-2 124M, 16×1024", workload="gpt2", batch_size=16, image_size=None, goal=Goal(), against=())
+    case = {**CASES, GPT2: gpt2}[name]
+    with own_decisions():
+        request = row_requests(case, (mode,))[f"halfstep {mode}"]
+        hardware = speed.measure(speed.probe("cuda"))
+        only_runner(case, request, hardware).train(ENDLESS, WindowClock(WINDOW))
+
+
+class WindowClock:
+    """Called after each step of a training process: after the warm-up it times a window for each GO on stdin."""
+
+    def __init__(self, window: int, before_ready: Callable[[], None] = lambda: None) -> None:
+        self.window, self.before_ready = window, before_ready
+        self.num_steps = 0
+        self.started = 0.0
+
+    def __call__(self) -> None:
+        self.num_steps += 1
+        past = self.num_steps - WARM_UP
+        if past < 0 or past % self.window:
+            return
+        torch.cuda.synchronize()
+        if past == 0:
+            self.before_ready()
+            reset_peak(torch.device("cuda"))
+            answer(READY)
+        else:
+            answer(f"{(time.perf_counter() - self.started) / self.window * 1e3}")
+        while (command := sys.stdin.readline().strip()) == MEMORY:
+            answer(f"{peak_memory_bytes(torch.device('cuda'))}")
+        if command != GO:
+            raise SystemExit
+        self.started = time.perf_counter()
+
+
+def answer(text: str) -> None:
+    print(f"speed_commits {text}", flush=True)
+
+
+def compare(old: Trainer, new: Trainer, *, num_pairs: int) -> dict[str, Any]:
+    old.time_window(), new.time_window()  # the clocks rise
+    pairs = []
+    for turn in range(num_pairs):
+        # Which of the two comes first alternates, so that a drift within a pair cancels.
+        first, second = (old, new) if turn % 2 == 0 else (new, old)
+        times = first.time_window(), second.time_window()
+        pairs.append(times if turn % 2 == 0 else times[::-1])
+    ratios = [after / before for before, after in pairs]
+    half = T_95[num_pairs - 1] * statistics.stdev(ratios) / num_pairs**0.5
+    mean = statistics.fmean(ratios)
+    return {
+        "old_ms": statistics.median(before for before, _ in pairs),
+        "new_ms": statistics.median(after for _, after in pairs),
+        "ratio": mean,
+        "ratio_95": [mean - half, mean + half],
+        "pairs_ms": pairs,
+    }
+
+
+def commit_of(tree: Path) -> str:
+    """The commit of a checkout; a copy without git says so in a file COMMIT."""
+    if (tree / "COMMIT").exists():
+        return (tree / "COMMIT").read_text().strip()
+    return subprocess.run(
+        ["git", "-C", str(tree), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""A few steps of a runner, timed by the clock and then seen by the profiler.
+
+A profiled step is slower than a real one, above all where the host is the limit, so the same run is timed first
+without the profiler. Times of kernels hold under it; idle time does not, and counts only as far as the clock agrees.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from halfstep.bench.problem import Runner
+from halfstep.errors import ConfigError, HardwareError, format_count
+from halfstep.hardware.clock import Stopwatch
+
+LEAST_STEPS = 3
+WARM_UP_STEPS = {"cuda": 10, "cpu": 2}
+"""Compilation, cuDNN's choice of algorithms and graph capture are over by then."""
+NOT_WORK = frozenset({"Context Sync", "Stream Sync", "Event Sync"})
+"""Waits that the profiler lists among the kernels."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """One kernel, copy or operator."""
+
+    name: str
+    start_us: float
+    end_us: float
+    self_us: float
+    """Without what is nested in it; on a GPU nothing is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """What a few steps were made of."""
+
+    events: tuple[Event, ...]
+    num_steps: int
+    step_ms: float
+    """By the clock, without the profiler."""
+    is_host: bool = False
+    """Operators of a CPU, each of them slowed by being recorded."""
+
+    @property
+    def busy_ms(self) -> float:
+        """A step's time in which anything runs, however many streams run it."""
+        return self.a_step_ms(covered_us(self.events))
+
+    @property
+    def span_ms(self) -> float:
+        """From the first event's start to the last one's end, a step."""
+        return self.a_step_ms(self._span_us)
+
+    def a_step_ms(self, us: float) -> float:
+        """Recorded time as a step's; on a CPU shortened as far as the whole span is longer than the clock says."""
+        recorded_ms = us / 1e3 / self.num_steps
+        if not self.is_host:
+            return recorded_ms
+        return recorded_ms * min(1.0, self.step_ms * self.num_steps * 1e3 / self._span_us)
+
+    @property
+    def _span_us(self) -> float:
+        return max(e.end_us for e in self.events) - min(e.start_us for e in self.events)
+
+    @property
+    def launch_gap_ms(self) -> float:
+        """Nothing runs: seen in the span, and no more than the clock leaves beside the work."""
+        return max(0.0, min(self.span_ms, self.step_ms) - self.busy_ms)
+
+
+def covered_us(events: Iterable[Event]) -> float:
+    """Length of the union of all intervals."""
+    total, reached = 0.0, float("-inf")
+    for event in sorted(events, key=lambda e: e.start_us):
+        total += max(0.0, event.end_us - max(event.start_us, reached))
+        reached = max(reached, event.end_us)
+    return total
+
+
+def refuse_too_few(steps: int) -> None:
+    """Raise ConfigError for steps that say nothing."""
+    if steps < LEAST_STEPS:
+        raise ConfigError(
+            f"{format_count(steps, 'step')}: too few to explain",
+            why="single steps differ by more than what is to be seen",
+            fix=f"--steps {LEAST_STEPS} or more",
+        )
+
+
+def wake_profiler(device: torch.device) -> None:
+    """Start it where torch was imported: the first start in another thread is an error on the terminal."""
+    with profile(activities=[_activity(device)], acc_events=True):
+        pass
+
+
+def trace(runner: Runner, *, steps: int, device: torch.device) -> Trace:
+    """Train past the warm-up, time `steps` steps, then profile as many."""
+    if device.type not in WARM_UP_STEPS:
+        raise HardwareError(
+            f"--explain cannot look into {device.type}", why="it reads CUDA kernels and CPU operators", fix="--device"
+        )
+    refuse_too_few(steps)
+    session = _Session(steps, device)
+    with session.profiler:
+        runner.train(session.num_steps, session.after_step)
+    events = tuple(_events(session.profiler.events(), device))
+    if not events:
+        raise HardwareError(
+            f"the profiler saw nothing run on {device}",
+            why="another profiler holds the device, or the driver does not let this user count",
+            fix="end the other one; NVIDIA: allow GPU performance counters for all users",
+        )
+    return Trace(events=events, num_steps=steps, step_ms=session.timed_s * 1e3 / steps, is_host=device.type == "cpu")
+
+
+class _Session:
+    """Counts steps: warm-up, timed ones, one for the profiler, profiled ones."""
+
+    def __init__(self, steps: int, device: torch.device) -> None:
+        self.device = device
+        self._begin = WARM_UP_STEPS[device.type]
+        self._end = self._begin + steps
+        self.num_steps = self._end + 1 + steps
+        self._done = 0
+        self._watch = Stopwatch()
+        self.timed_s = 0.0
+        plan = schedule(wait=self._end, warmup=1, active=steps, repeat=1)
+        self.profiler = profile(activities=[_activity(device)], schedule=plan, acc_events=True)
+
+    def after_step(self) -> None:
+        self._done += 1
+        if self._done in (self._begin, self._end, self._end + 1, self.num_steps) and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self._done == self._begin:
+            self._watch.restart()
+        elif self._done == self._end:
+            self.timed_s = self._watch.elapsed_s
+        self.profiler.step()
+
+
+def _activity(device: torch.device) -> ProfilerActivity:
+    # CUDA alone: recording operators too would slow the host and widen the gaps that are to be measured.
+    return ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+
+
+def _events(seen: Sequence[FunctionEvent] | None, device: torch.device) -> Iterator[Event]:
+    for event in seen or ():
+        # Annotations (`ProfilerStep`, `Optimizer.step`) span what happens inside them.
+        if event.device_type.name != device.type.upper() or event.is_user_annotation or event.name in NOT_WORK:
+            continue
+        start_us, end_us = event.time_range.start, event.time_range.end
+        self_us = end_us - start_us if device.type == "cuda" else event.self_cpu_time_total
+        yield Event(name=_name(event), start_us=start_us, end_us=end_us, self_us=self_us)
+
+
+def _name(event: FunctionEvent) -> str:
+    """A CPU copy with the operator that asked for it: a cast and a change of layout are both `aten::copy_`."""
+    parent = event.cpu_parent
+    return f"{event.name} in {parent.name}" if event.name == "aten::copy_" and parent else str(event.name)
+
+
+class Kind(StrEnum):
+    """What time is spent on."""
+
+    CONV_FORWARD = "convolution forward"
+    CONV_INPUT_GRADIENT = "convolution input gradient"
+    CONV_WEIGHT_GRADIENT = "convolution weight gradient"
+    CONV_BACKWARD = "convolution backward"
+    """Both gradients in one operator, as a CPU has them."""
+    MATMUL = "matrix product"
+    ATTENTION = "attention"
+    FUSED = "fused by the compiler"
+    """Elementwise operators, normalisations and their reductions in one Triton or C++ kernel."""
+    CHAIN = "fused by hand"
+    """Normalisations, activations and their reductions in halfstep's own kernels between convolutions or matmuls."""
+    ELEMENTWISE = "elementwise"
+    """One operator a kernel; pooling, concatenation, softmax and losses too."""
+    NORMALISATION = "normalisation"
+    REDUCTION = "reduction"
+    CAST = "cast"
+    LAYOUT = "layout copy"
+    OPTIMIZER = "optimizer and clipping"
+    COPY_IN = "copy from the host"
+    COPY_OUT = "copy to the host"
+    COPY = "copy on the device"
+    FILL = "fill"
+    BOOKKEEPING = "allocation and autograd"
+    """On a CPU only: what an operator costs besides its work."""
+    OTHER = "other"
+
+
+MEMORY_BOUND = {Kind.FUSED, Kind.CHAIN, Kind.ELEMENTWISE, Kind.NORMALISATION, Kind.REDUCTION, Kind.CAST}
+MEMORY_BOUND |= {Kind.LAYOUT, Kind.OPTIMIZER, Kind.COPY, Kind.FILL}
+"""A few operations a byte: these run as fast as the device's memory."""
+
+_AROUND = r"(?:convolution_backward|convolution|_unsafe_view|view|permute|transpose|unsqueeze|expand|t)_"
+"""Operators that leave no work of their own in a pointwise Triton kernel."""
+
+_COPY = r"direct_copy_kernel_cuda"
+
+OWN_RULES: tuple[tuple[Kind, str], ...] = (
+    (Kind.CONV_FORWARD, r"^_convolve$"),
+    (Kind.CONV_WEIGHT_GRADIENT, r"^_weight_gradient$"),
+    (Kind.MATMUL, r"^(?:doubled|halved|weight_parts)_kernel$"),
+    (Kind.ATTENTION, r"^_attention\w*$"),
+    (Kind.OPTIMIZER, r"^_(?:update|count|average)$"),
+    (Kind.CHAIN, r"^(?:logits|head_\w+|pool\w*)_kernel$|^_(?:partial_sums|finish\w*|normalised|gradient_of_raw)$"),
+    (
+        Kind.CHAIN,
+        r"^_(?:join\w*|pair_gradients|pool\w*|pad|arrange|add_norm\w*|gelu\w*|packed|rows_to_gradients|group_\w+|add_branch|row_sums)$",
+    ),
+)
+"""halfstep's own kernels, in kernels/ and step/; nobody else's name is a whole Python name."""
+
+KERNEL_RULES: tuple[tuple[Kind, str], ...] = (
+    (Kind.COPY_IN, r"^Memcpy HtoD"),
+    (Kind.COPY_OUT, r"^Memcpy DtoH"),
+    (Kind.COPY, r"^Memcpy"),
+    (Kind.FILL, r"^Memset"),
+    (Kind.ATTENTION, r"^triton_tem_.*(?:attention|sdpa)"),
+    (Kind.CONV_FORWARD, r"^triton_tem_.*convolution"),
+    (Kind.MATMUL, r"^triton_tem_"),
+    (Kind.OPTIMIZER, r"^triton_for_"),  # the compiler's foreach kernels
+    (Kind.CAST, rf"^triton_poi_fused_(?:{_AROUND})*_to_copy_(?:{_AROUND})*\d+$"),
+    (Kind.LAYOUT, rf"^triton_poi_fused_(?:{_AROUND})*clone_(?:{_AROUND})*\d+$"),
+    (Kind.FUSED, r"^triton_"),
+    (Kind.ATTENTION, r"flash_(?:fwd|bwd)|flash::|fmha|sdpa|flashattn|flash_attn"),
+    # What cuDNN runs around its attention's backward.
+    (Kind.ATTENTION, r"cudnn::fusion::(?:compute_dot_do_o|convert_dq)"),
+    # A foreach copy between equal types moves, between others casts.
+    (Kind.COPY, r"multi_tensor_apply_kernel.*native::Copy<([\w:]+), \1>"),
+    (Kind.CAST, r"multi_tensor_apply_kernel.*native::Copy<"),
+    (Kind.OPTIMIZER, r"multi_tensor_apply_kernel|FusedAdam|FusedSgd|FusedAdagrad|lerp|kOptimizer"),
+    (Kind.LAYOUT, r"nchwToNhwc|nhwcToNchw|nhwcAddPadding|tensorTransform|transpose_readWrite"),
+    (Kind.CONV_WEIGHT_GRADIENT, r"wgrad|conv\w*_(?:grad|backward)_weight|bwd_filter"),
+    (Kind.CONV_INPUT_GRADIENT, r"dgrad|conv_depthwise\w*_backward|bwd_data"),
+    (Kind.CONV_FORWARD, r"fprop|convFwd|convolve|conv2d|conv_depthwise|winograd|fft2d|im2col"),
+    # Strided copies in one type turn a tensor round; contiguous ones are vectorised; the rest change the type.
+    (Kind.LAYOUT, rf"gpu_kernel_impl_nocast<.*{_COPY}"),
+    (Kind.COPY, rf"vectorized_elementwise_kernel<.*{_COPY}|{_COPY}.*WithoutCast"),
+    (Kind.CAST, rf"{_COPY}|float16\w*_copy_kernel|bfloat16\w*_copy_kernel|float8\w*_copy_kernel|convertTensor_kernel"),
+    (Kind.NORMALISATION, r"batch_?norm|bn_(?:fw|bw)|(?:layer|group|rms)_?norm|RowwiseMoments|GammaBetaBackward"),
+    (Kind.NORMALISATION, r"ComputeInternalGradients|ComputeFusedParams|ComputeBackwardFusedParams"),
+    (Kind.MATMUL, r"gemm|nvjet|gemv|cublas|splitK|cutlass"),
+    (Kind.FILL, r"FillFunctor|setTensor\dd"),
+    (Kind.REDUCTION, r"reduce_kernel|DeviceReduce|reduce_1Block|dot_kernel"),
+    (Kind.ELEMENTWISE, r"elementwise|softmax|pool|nll_loss|CatArrayBatched|upsample|dropout|embedding"),
+    (Kind.ELEMENTWISE, r"index|gather|scatter|_pad\d?d|triu_tril|scalePackedTensor|cub::Device|where_kernel"),
+)
+
+OPERATOR_RULES: tuple[tuple[Kind, str], ...] = (
+    # The compiler's C++ kernels are not recorded one by one: they are what their graph does besides operators.
+    (Kind.FUSED, r"cpp_fused|^## Call CompiledFxGraph"),
+    (Kind.ATTENTION, r"^aten::_?scaled_dot_product|attention"),
+    (Kind.CONV_BACKWARD, r"^aten::\w*convolution\w*_backward|^aten::_slow_conv\w*_backward"),
+    (Kind.CONV_FORWARD, r"^aten::\w*convolution|^aten::\w*conv\dd|^mkldnn::_convolution"),
+    (Kind.MATMUL, r"^aten::(?:addmm|mm|bmm|baddbmm|matmul|linear|dot|mv|addmv)_?$|^mkl|^mkldnn::_linear"),
+    (Kind.OPTIMIZER, r"^aten::_fused_|^aten::_foreach|^aten::lerp|^aten::(?:linalg_vector_norm|_amp_)"),
+    (Kind.NORMALISATION, r"(?:batch|layer|group|rms)_norm"),
+    (Kind.CAST, r"copy_ in aten::_to_copy$"),
+    (Kind.LAYOUT, r"copy_ in aten::(?:clone|contiguous)$"),
+    (Kind.COPY, r"^aten::copy_"),
+    (Kind.FILL, r"^aten::(?:fill_|zero_|zeros|ones|full)"),
+    (Kind.REDUCTION, r"^aten::(?:sum|mean|amax|amin|max|min|norm|var|std|all|any)$"),
+    (Kind.BOOKKEEPING, r"^aten::(?:empty|as_strided|view|_?reshape|t$|transpose|permute|expand|detach|to$|slice)"),
+    (Kind.BOOKKEEPING, r"^aten::(?:_to_copy|clone|contiguous|resize|resolve|flatten|unsqueeze|squeeze|select|item)"),
+    (Kind.BOOKKEEPING, r"^aten::(?:_unsafe_view|_local_scalar|alias|set_|lift|result_type|narrow|unbind|split|chunk)"),
+    (Kind.BOOKKEEPING, r"^autograd::|^torch::autograd::|Backward\d+$|^detach"),
+    (Kind.BOOKKEEPING, r"^Torch-Compiled|^CompiledFunction|^TorchDynamo|^AOTDispatcher|^Pregraph"),
+    (Kind.ELEMENTWISE, r"^aten::"),
+)
+
+
+def _compiled(rules: tuple[tuple[Kind, str], ...]) -> tuple[tuple[Kind, re.Pattern[str]], ...]:
+    return tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in rules)
+
+
+_KERNELS, _OPERATORS = _compiled(OWN_RULES + KERNEL_RULES), _compiled(OPERATOR_RULES)
+
+
+def kind_of_kernel(name: str) -> Kind:
+    """What a CUDA kernel, memory copy or memset does."""
+    return next((kind for kind, pattern in _KERNELS if pattern.search(name)), Kind.OTHER)
+
+
+def kind_of_operator(name: str) -> Kind:
+    """What a CPU operator does; `aten::copy_ in PARENT` names a copy with the operator that asked for it."""
+    return next((kind for kind, pattern in _OPERATORS if pattern.search(name)), Kind.OTHER)

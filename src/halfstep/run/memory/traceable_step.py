@@ -1,0 +1,438 @@
+"""Trace a run's step without computing it: its model, phases, optimizers and weight average on tensors without content.
+
+The tensors are torch's fake tensors on the CPU, because autograd on fake CUDA tensors aborts the process if torch was
+built without CUDA. What a GPU does differently is switched on by `Pretence`: CUDA's autocast lists, attention that
+never stores its scores, and our own kernels, which allocate their outputs and are not launched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from halfstep.config.schema import RunConfig
+from halfstep.data.seeds import Key
+from halfstep.errors import HalfstepError, ModelError, summarise_error
+from halfstep.hardware.gpus import known_gpu
+from halfstep.kernels.fast_forms import forced, pretended
+from halfstep.models.first_values import unfilled
+from halfstep.models.recompute import Recompute, Recomputing
+from halfstep.precision.apply import apply_frozen_
+from halfstep.precision.decide import decide
+from halfstep.precision.op_lists import cuda_op_lists
+from halfstep.precision.plan import Plan
+from halfstep.run.assemble import build_workload
+from halfstep.run.frozen import modules_of
+from halfstep.run.memory.trace import AllocationRecorder, StepTrace
+from halfstep.run.optimizing import Length, optimizing
+from halfstep.run.phases import phase_config, trains
+from halfstep.step.batches import batch_length
+from halfstep.step.ema import Ema
+from halfstep.step.optim.adamw8bit import AdamW8bit, empty_state
+from halfstep.step.optim.adamw_bf16 import AdamWBf16, at_once
+from halfstep.step.optim.by_name import CAPTURABLE
+from halfstep.step.optim.codes import signed_table, unsigned_table
+from halfstep.tune.layout import convolves_images, in_layout_of
+from halfstep.tune.memory_low import MemorySetting
+from halfstep.tune.own_blocks import found_blocks, recompute_blocks_
+from halfstep.tune.trials import first_batch
+from halfstep.workloads import KINDS
+from halfstep.workloads.base.kind import Store
+from halfstep.workloads.base.workload import Batch, Forward, Loss, Workload
+
+SEEN = 2
+"""Samples that are really made; larger batches repeat their shapes."""
+HAS_ALL_FORMATS = "H200"
+"""The GPU whose plan is traced; formats that the real GPU lacks are refused earlier."""
+BATCHES_AHEAD = 3
+"""Loaded batches on the device: the one in use, and two that are copied ahead (data/prefetch.py)."""
+EMA_PIECES = 3
+"""Temporaries of an EMA update, each as large as the largest averaged tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Bytes that do not depend on batch and mode; `update` only while the optimizer updates."""
+
+    weights: int
+    frozen: int
+    optimizer: int
+    average: int
+    update: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What one phase trains and how; a workload without phases has one turn."""
+
+    config: RunConfig
+    forward: Forward
+    loss: Loss
+    trained: tuple[str, ...]
+    parts: tuple[str, ...]
+    groups: tuple[Any, ...]
+    compiles: bool = True
+
+
+class TraceableStep:
+    """A workload and its config, ready to be traced; nothing is ever computed."""
+
+    def __init__(self, config: RunConfig, workload: Workload, raw: Batch) -> None:
+        self.config, self.workload, self.raw = config, workload, raw
+        self.pretence = Pretence(workload.modules())
+        # All candidates; a run that starts replaces them by those that pass tune/recompute_check.py. Workloads that
+        # name their blocks recompute them by themselves.
+        self.blocks: Collection[str] = () if workload.blocks else found_blocks(workload.model)
+        self.recomputes = bool(self.blocks) or any(isinstance(m, Recomputing) for m in workload.model.modules())
+        self.has_batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in workload.model.modules())
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.workload.model.parameters())
+
+    def traces(self, precision: str, recompute: Recompute, batch_size: int, *, chains: bool) -> list[StepTrace]:
+        """Trace forward and backward of one micro-batch, once per phase."""
+        with self.pretence.entered(chains=chains) as kernels, _explained(self.config.workload):
+            plan = self._placed(precision, recompute)
+            for value in self.workload.values.values():
+                value.value = torch.empty(())
+            batch = self._batch(batch_size)
+            found = []
+            for turn in self._turns():
+                kernels.clear()
+                found.append(self._traced(turn, plan, batch))
+                found[-1].is_chain, found[-1].compiles = chains and bool(kernels), turn.compiles
+            return found
+
+    def fixed(self, precision: str, setting: MemorySetting) -> Fixed:
+        """Return the bytes of weights, optimizer state and average as the run would build them."""
+        signed_table(), unsigned_table()  # cached tables of real numbers: build them outside of the fake tensors
+        with self.pretence.entered(), _explained(self.config.workload):
+            self._placed(precision, "none")
+            model = self.workload.model
+            frozen = [t for m in modules_of(self.workload.frozen).values() for t in (*m.parameters(), *m.buffers())]
+            optimizers = [self._optimizer(turn, setting) for turn in self._turns()]
+            states = [_state_bytes(optimizer) for optimizer in optimizers]
+            updates = map(self._update_bytes, optimizers, states)
+            average = Ema(model, self.workload.ema_parts).shadows if self.config.ema.enabled else []
+            return Fixed(
+                weights=_bytes((*model.parameters(), *model.buffers())),
+                frozen=_bytes(frozen),
+                optimizer=sum(states),
+                average=_bytes(average),
+                update=max(updates) + EMA_PIECES * max((shadow.nbytes for shadow in average), default=0),
+            )
+
+    def sample_flops(self) -> int:
+        """Return the FLOPs of forward and backward per sample, without recomputing; a multiply-add counts as two."""
+        with self.pretence.entered(), _explained(self.config.workload), torch.no_grad():
+            # The FLOP counter does not know the CPU's fused attention: use the unfused one.
+            with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+                self.workload.forward(self.workload.model.eval(), self._batch(SEEN))
+            # Backward: one product for the input's gradient, one for the weight's.
+            return 3 * int(counter.get_total_flops()) // SEEN
+
+    def input_bytes(self, *batch_sizes: int) -> dict[int, tuple[int, int]]:
+        """Return, by batch size, the bytes of loaded batches and of one prepared batch."""
+        with self.pretence.entered(), _explained(self.config.workload):
+            return {size: (self._raw_bytes(size), _bytes(self._batch(size).values())) for size in batch_sizes}
+
+    def _raw_bytes(self, batch_size: int) -> int:
+        return BATCHES_AHEAD * sum(t.nbytes for t in _of_size(self.raw, batch_size).values())
+
+    # --- placing ---
+
+    def _placed(self, precision: str, recompute: Recompute) -> Plan:
+        model, frozen = self.workload.model, modules_of(self.workload.frozen)
+        parts = self.config.precision.modules
+        if precision == "tf32":  # modules in fp32 take the same memory, and a plan refuses to mix the two
+            parts = {name: "tf32" if asked == "fp32" else asked for name, asked in parts.items()}
+        wish = self.config.precision.model_copy(
+            update={"default": precision, "simulate": False, "strict": False, "modules": parts}
+        )
+        decided = decide(wish, known_gpu(HAS_ALL_FORMATS), model, frozen=frozen)
+        plan = dataclasses.replace(decided, device="cpu", simulated=False)
+        plan.apply(model)
+        apply_frozen_(plan, frozen)
+        layout, takes_it = self.config.train.channels_last, KINDS.of(self.config.workload).takes_channels_last
+        if layout is True or layout == "auto" and takes_it and precision != "fp32":
+            for module in self.workload.modules():
+                _lay_out_(module)
+        if not (self.config.train.activation_checkpointing and recompute == "none"):
+            recompute_blocks_(model, recompute, self.blocks)
+        return plan
+
+    def _batch(self, batch_size: int) -> Batch:
+        key = Key.of_training(self.config.train.seed, 0, 0, 0, 0, batch_size)
+        try:
+            prepared = self.workload.prepared(_of_size(self.raw, batch_size), key=key, training=True)
+        except Exception:  # it uses numpy or a generator: prepare a real batch and take its shapes
+            prepared = _of_size(self._really_prepared(), batch_size)
+        return in_layout_of(self.workload.model, prepared)
+
+    def _really_prepared(self) -> Batch:
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+        key = Key.of_training(self.config.train.seed, 0, 0, 0, 0, batch_length(self.raw))
+        with unset_fake_temporarily():
+            return self.workload.prepared(self.raw, key=key, training=True)
+
+    # --- phases ---
+
+    def _turns(self) -> Iterator[_Turn]:
+        workload, model = self.workload, self.workload.model
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        if not workload.phases:
+            yield _Turn(self.config, workload.forward, workload.loss, tuple(names), (), workload.groups)
+        for phase in workload.phases:
+            own, forward = phase_config(self.config, phase), phase.forward or workload.forward
+            trained = tuple(name for name in names if trains(phase, name))
+            yield _Turn(own, forward, phase.loss, trained, phase.parameters, phase.groups, phase.compiles)
+
+    def _traced(self, turn: _Turn, plan: Plan, batch: Batch) -> StepTrace:
+        model = self.workload.model.train()
+        named = dict(model.named_parameters())
+        wanted = {name: p.requires_grad for name, p in named.items()}
+        for name, parameter in named.items():
+            parameter.requires_grad_(wanted[name] and name in turn.trained)
+        known = [t for m in self.workload.modules() for t in (*m.parameters(), *m.buffers())]
+        try:
+            with AllocationRecorder(
+                (*known, *batch.values()), named.values(), is_strict=plan.granted == "fp32"
+            ) as recorder:
+                with plan.forward():
+                    outputs = turn.forward(model, batch)
+                    found: Any = turn.loss(outputs, batch)
+                    loss = (found[0] if isinstance(found, tuple) else found).float()
+                recorder.in_backward = True
+                with plan.backend():
+                    run_backward(loss)
+            gradients = [p.grad for p in named.values() if p.grad is not None]
+            trace: StepTrace = recorder.settle(gradients)
+            del outputs, found, loss
+            return trace
+        finally:
+            for name, parameter in named.items():
+                parameter.grad = None
+                parameter.requires_grad_(wanted[name])
+
+    def _optimizer(self, turn: _Turn, setting: MemorySetting) -> Optimizer:
+        if turn.config.optimizer.name != "adamw":
+            setting = dataclasses.replace(setting, optimizer_bits=32)
+        model, length = self.workload.model, Length(1, 1)
+        return optimizing(turn.config, model, setting, length, parts=turn.parts, groups=turn.groups)[0]
+
+    def _update_bytes(self, optimizer: Optimizer, state_bytes: int) -> int:
+        """Return the temporary bytes of an update: fp32 copies of bf16 weights, or copies to undo a bad step."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if isinstance(optimizer, AdamWBf16):
+            return max(8 * sum(p.numel() for p in some) for some in at_once(parameters))
+        is_selected = self.config.optimizer.name in CAPTURABLE
+        return _bytes(parameters) + state_bytes if is_selected else 0
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes of an optimizer's state, built for one parameter of each shape and multiplied."""
+    alike: dict[tuple[Any, ...], list[Tensor]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            alike.setdefault((number, parameter.shape, parameter.dtype), []).append(parameter)
+    firsts = {parameters[0]: len(parameters) for parameters in alike.values()}
+    return sum(firsts[parameter] * _bytes(state) for parameter, state in _built_states(optimizer, list(firsts)))
+
+
+def _built_states(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    if isinstance(optimizer, AdamW8bit):
+        yield from ((p, [*empty_state(p).values(), *optimizer.low_of(p).values()]) for p in parameters)
+        return
+    held = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group.update({name: False for name in ("fused", "foreach", "capturable") if name in group})
+        group["params"] = [p for p in parameters if any(p is own for own in group["params"])]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    try:
+        optimizer.step()
+    except Exception:
+        if not optimizer.state:
+            raise
+        # Some optimizers read values to update; by then their state exists, which is all that is needed here.
+    for group, all_of_them in zip(optimizer.param_groups, held, strict=True):
+        group["params"] = all_of_them
+    for parameter in parameters:
+        parameter.grad = None
+        yield parameter, [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
+
+
+class NoSamples:
+    """A data set whose samples are never read."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        raise AssertionError("tracing reads no data")
+
+
+def build_traceable_step(config: RunConfig, store: Store | None = None) -> TraceableStep:
+    """Build the step of a config from its data if a folder is given, else from made-up data of the usual shape.
+
+    `store` describes the data if they have been read before.
+    """
+    kind = KINDS.of(config.workload)
+    small = config.changed(train={"batch_size": SEEN})
+    if config.data.dir is not None and store is None or kind.over is None or kind.random_batch is None:
+        with unfilled():  # the weights are never read
+            workload = build_workload(config)
+        return TraceableStep(config, workload, first_batch(small, workload))
+    if store is None:
+        assert kind.random_store is not None, "a family with random_batch has random_store"
+        store = kind.part("random_store")(config)
+    over = kind.part("over")
+    try:
+        with torch.device("meta"):  # no time or memory for weights that are never read
+            workload = over(config, store, NoSamples())
+    except (NotImplementedError, RuntimeError):
+        workload = over(config, store, NoSamples())
+    return TraceableStep(config, workload, kind.make_batch(small, store))
+
+
+def _of_size(batch: Batch, num_samples: int) -> Batch:
+    """Return an empty batch of the same shapes with `num_samples` samples."""
+    seen = batch_length(batch)
+    return {
+        name: torch.empty((num_samples, *value.shape[1:]), dtype=value.dtype)
+        if value.ndim and len(value) == seen
+        else torch.empty(value.shape, dtype=value.dtype)
+        for name, value in batch.items()
+    }
+
+
+def _lay_out_(module: nn.Module) -> None:
+    if not convolves_images(module):
+        return
+    for parameter in module.parameters():
+        if parameter.ndim == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+@contextmanager
+def _explained(workload: str) -> Iterator[None]:
+    try:
+        yield
+    except HalfstepError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ModelError(
+            _cannot_be_traced(workload, error),
+            why="its memory is predicted on tensors without content, and forward or loss reads values "
+            "(.item(), an `if` on a tensor, numpy)",
+            fix="keep that out of forward and loss, or let the run find its batch: train.auto_batch=true",
+        ) from error
+    except Exception as error:
+        raise ModelError(
+            _cannot_be_traced(workload, error),
+            why="its memory is predicted by a step on tensors without content, which failed",
+            fix="see whether the same step trains: halfstep train ... train.max_steps=1",
+        ) from error
+
+
+def _cannot_be_traced(workload: str, error: Exception) -> str:
+    return f"a step of {workload} cannot be traced: {type(error).__name__}: {summarise_error(error)}"
+
+
+# --- tensors without content, treated as on a GPU ---
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """The position of a tensor in a module, and the original tensor."""
+
+    slots: dict[str, Tensor | None]
+    name: str
+    tensor: Tensor
+
+
+class Pretence:
+    """Replace the tensors of modules by tensors without content inside `entered`, and put the originals back."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._slots = [slot for module in modules for slot in _find_slots(module)]
+
+    @contextlib.contextmanager
+    def entered(self, *, chains: bool = False) -> Iterator[list[str]]:
+        """Enter the pretence; `chains` runs models as in a captured step. Yields the list of our own kernels that a
+        GPU would have launched."""
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            pretended() as kernels,
+            _AttentionWithoutScores(),
+            forced(chains, "chain"),
+            cuda_op_lists("cpu"),
+        ):
+            self._put()
+            try:
+                yield kernels
+            finally:
+                self._put_back()
+
+    def _put(self) -> None:
+        made: dict[int, Tensor] = {}
+        for slot in self._slots:
+            own = slot.tensor
+            if id(own) not in made:
+                made[id(own)] = _without_content(own)
+            slot.slots[slot.name] = made[id(own)]
+
+    def _put_back(self) -> None:
+        for slot in self._slots:
+            slot.slots[slot.name] = slot.tensor
+
+
+def _find_slots(module: nn.Module) -> Iterator[_Slot]:
+    for part in module.modules():
+        for slots in (part._parameters, part._buffers):
+            for name, tensor in slots.items():
+                if tensor is not None:
+                    yield _Slot(slots, name, tensor)  # type: ignore[arg-type]
+
+
+def _without_content(tensor: Tensor) -> Tensor:
+    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+class _AttentionWithoutScores(TorchFunctionMode):
+    """Drop attention's dropout: a GPU's kernels draw it themselves, the CPU's would store all scores for it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            kwargs.pop("dropout_p", None)
+            args = args[:4] + ((0.0,) + args[5:] if len(args) > 4 else ())
+        return func(*args, **kwargs)
+
+
+def run_backward(loss: Tensor) -> None:
+    """Run `loss.backward()` so that function modes stay active: recomputed attention stores no scores either."""
+    seed = (torch.ones_like(loss),)
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward((loss,), seed, False, False, (), allow_unreachable=True, accumulate_grad=True)

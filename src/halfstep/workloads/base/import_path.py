@@ -1,0 +1,159 @@
+"""Users' code by import path, `pkg.module:name`: found, imported, and signed when a run is trained with it.
+
+A run folder names code in its config, and may come from someone else. What commands that only look at a run import is
+therefore what its user has trained with: `sign_code` signs the source files with a key of this account, and the author
+of a folder cannot forge that. A plain hash would not do: everyone knows the hash of `subprocess.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import importlib
+import importlib.util
+import inspect
+import secrets
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from halfstep.disk import atomic_file, find_cache_directory, take_turn
+from halfstep.errors import ConfigError, nearest
+
+
+def imported(path: str, *, what: str, form: str) -> Callable[..., Any]:
+    """The callable at `path`; `what` says in an error what it was for, `form` how it is to be called."""
+    module_name, _, name = path.partition(":")
+    if not name:
+        raise ConfigError(f"{what} {path!r} is not an import path", fix=f"pkg.module:callable, called as {form}")
+    _look_here_too()
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{what} {path!r} cannot be imported", why=str(error), fix=_where_to_look(module_name, error)
+        ) from error
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        line, text = f"{last.filename}:{last.lineno}", str(error)
+        if isinstance(error, SyntaxError):
+            line, text = f"{error.filename}:{error.lineno}", error.msg
+        raise ConfigError(
+            f"{what} {path!r} cannot be imported: {module_name} raises {type(error).__name__}",
+            why=f"{text} ({line})",
+            fix=f"correct it; `python -c 'import {module_name}'` shows the same",
+        ) from error
+    found = getattr(module, name, None)
+    if found is None or not (callable(found) or hasattr(found, "builder")):
+        own = [
+            key
+            for key, value in vars(module).items()
+            if (inspect.isfunction(value) and value.__module__ == module_name)
+            or (hasattr(value, "builder") and not isinstance(value, type))
+        ]
+        near = f"; {nearest(name, own)}" if own else ""
+        raise ConfigError(f"{module_name} has no function {name!r}", fix=f"it is called as {form}{near}")
+    return found
+
+
+def refuse_other_form(function: Callable[..., Any], path: str, *arguments: object, form: str) -> None:
+    """A function that cannot be called so, such as `json:dumps`, is told apart from one that fails inside."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(f"{path} cannot be called as {form}", why=str(error), fix=f"write {form}") from error
+    except ValueError:
+        return  # written in C, without a signature: calling it will tell
+
+
+# --- which code a run was trained with ---
+
+
+class UnknownCode(ConfigError):
+    """Code that a run names and that its user has not trained with."""
+
+
+def sign_code(paths: Iterable[str]) -> dict[str, str]:
+    """Return the signature of each import path with the files that importing it runs."""
+    try:
+        key = _make_key()
+    except OSError:  # no folder to keep a key in: such runs need --trust
+        return {}
+    return {path: _signature(path, key) for path in paths}
+
+
+def refuse_unknown_code(paths: Iterable[str], signed: Mapping[str, str], named_by: Path) -> None:
+    """Refuse import paths that this account has not signed, or whose files have changed since. Imports nothing."""
+    for path in paths:
+        try:
+            is_known = _signature(path, _key_file().read_bytes()) == signed.get(path)
+        except OSError:  # no key: this account has signed nothing
+            is_known = False
+        if not is_known:
+            files = ", ".join(map(str, _source_files(path))) or "no file that is found here"
+            raise UnknownCode(
+                f"{named_by} names the code {path}, which is not what you trained this run with",
+                why=f"it may be someone else's, or have changed since; it would run {files}",
+                fix="read that code; if you trust it, add --trust",
+            )
+
+
+def _signature(path: str, key: bytes) -> str:
+    found = hmac.new(key, path.encode(), hashlib.sha256)
+    for file in _source_files(path):
+        found.update(hashlib.sha256(file.read_bytes()).digest())
+    return found.hexdigest()
+
+
+def _source_files(path: str) -> list[Path]:
+    """Return the files of the module and of the packages around it, without importing one of them."""
+    _look_here_too()
+    first, *rest = path.partition(":")[0].split(".")
+    try:
+        spec = importlib.util.find_spec(first)
+    except ValueError:  # `__main__` has none
+        return []
+    files = []
+    while spec is not None:
+        files += [Path(spec.origin)] if spec.origin else []
+        if not rest:
+            break
+        # By its last name alone: of a dotted one Python looks for the parent among the imported modules.
+        spec = PathFinder.find_spec(rest.pop(0), list(spec.submodule_search_locations or ()))
+    return [file for file in files if file.is_file()]
+
+
+def _key_file() -> Path:
+    return find_cache_directory() / "code.key"
+
+
+def _make_key() -> bytes:
+    """Return this account's key, made when it is first needed."""
+    file = _key_file()
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with take_turn(file):
+            if not file.is_file():
+                with atomic_file(file) as hidden:
+                    hidden.touch(mode=0o600)
+                    hidden.write_bytes(secrets.token_bytes(32))
+    return file.read_bytes()
+
+
+def _look_here_too() -> None:
+    """The working folder, as `python -m` has it: the console script does not."""
+    here = str(Path.cwd())
+    if not {here, ""} & set(sys.path):
+        sys.path.insert(0, here)
+
+
+def _where_to_look(module_name: str, error: ImportError) -> str:
+    if error.name != module_name.split(".")[0]:
+        return "that is an import inside the module, or a part of the package: look there"
+    beside = [path.stem for path in sorted(Path.cwd().glob("*.py"))]
+    guess = nearest(module_name, beside)
+    here = "Install it, run where the module is, or set PYTHONPATH"
+    return f"{guess} {here}" if guess.startswith("did you mean") else here

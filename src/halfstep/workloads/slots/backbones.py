@@ -1,0 +1,171 @@
+"""Frozen backbones of SlotContrast: DINOv2, and fixed filters for demos and tests.
+
+DINOv2's vision transformer (Oquab et al. 2023) gives every patch's token after the last block. It consists of
+`models/vit.py`'s blocks with patches of 14 pixels and layer scale, under the same names, so the tables of
+`models/weights.py` load timm's, the official and Hugging Face's files. The position table is always that of 518 pixels;
+for other image sizes it is resampled as timm does (bicubic, antialiased).
+
+`FilterBank` needs no weights: soft colour histograms and edge strengths of patches, and their positions. Similar
+patches get similar features, and every patch knows its position, as a transformer's does; otherwise slots could not
+tell where their object is. It has no notion of what things are.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from halfstep.errors import ModelError
+from halfstep.islands import fp32_island, to_fp32
+from halfstep.models.layers import PatchConv2d
+from halfstep.models.recompute import Blocks
+from halfstep.models.vit import EncoderBlock, ViTSize, checked_grid, resized_positions
+from halfstep.models.weights import in_names_of, load_weights_, read_weights
+
+DINOV2 = {
+    "vit_small_patch14_dinov2": ViTSize(depth=12, heads=6, dim=384, mlp_dim=1536, patch=14),
+    "vit_base_patch14_dinov2": ViTSize(depth=12, heads=12, dim=768, mlp_dim=3072, patch=14),
+    "vit_large_patch14_dinov2": ViTSize(depth=24, heads=16, dim=1024, mlp_dim=4096, patch=14),
+}
+"""By timm's names."""
+TABLE_GRID = 37
+"""Rows and columns of the released position tables: 518 pixels."""
+LAYER_SCALE = 1e-5
+NOT_NEEDED = ("mask_token", "embeddings.mask_token", "head.weight", "head.bias")
+"""What released files hold beside the encoder."""
+
+
+class FeatureEncoder(nn.Module):
+    """Class token and patches (N, 1 + rows · columns, dim) to tokens of the same shape, not normalised."""
+
+    def __init__(self, size: ViTSize, grid: int) -> None:
+        super().__init__()
+        self.pos_embedding = nn.Parameter(torch.empty(1, grid**2 + 1, size.dim).normal_(std=0.02))
+        blocks = {f"encoder_layer_{i}": EncoderBlock(size, LAYER_SCALE, is_last=False) for i in range(size.depth)}
+        self.layers = Blocks(blocks, checkpointing=False)
+        self.ln = nn.LayerNorm(size.dim, eps=1e-6)
+
+    def forward(self, tokens: Tensor, rows: int, columns: int) -> Tensor:
+        tokens = tokens + resized_positions(self.pos_embedding, rows, columns, antialias=True)
+        return self.layers(tokens)
+
+
+class DinoV2(nn.Module):
+    """Normalised images (N, 3, H, W) to features (N, patches, dim) of the last block; sides are multiples of 14."""
+
+    def __init__(self, size: ViTSize, *, grid: int = TABLE_GRID) -> None:
+        super().__init__()
+        self.patch, self.dim = size.patch, size.dim
+        self.conv_proj = PatchConv2d(3, size.dim, size.patch)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, size.dim))
+        self.encoder = FeatureEncoder(size, grid)
+        nn.init.trunc_normal_(self.conv_proj.weight, std=math.sqrt(1 / (3 * size.patch**2)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.tokens(images)[:, 1:]
+
+    def tokens(self, images: Tensor) -> Tensor:
+        """The class token's and every patch's, as the last block leaves them."""
+        rows, columns = checked_grid(images.shape[2], images.shape[3], self.patch)
+        patches = self.conv_proj(images).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.class_token.expand(len(images), -1, -1).to(patches.dtype), patches], dim=1)
+        return self.encoder(tokens, rows, columns)
+
+
+def dinov2(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, grid: int = TABLE_GRID) -> DinoV2:
+    """A model by timm's name; a size above 0 replaces the published one."""
+    given = {"depth": depth, "heads": heads, "dim": dim, "mlp_dim": 4 * dim}
+    size = replace(DINOV2[name], **{part: value for part, value in given.items() if value})
+    if size.dim % size.heads:
+        raise ModelError(f"{size.dim} channels for {size.heads} heads", why="the heads share the channels evenly")
+    return DinoV2(size, grid=grid)
+
+
+def load_backbone_(model: DinoV2, path: str) -> None:
+    """Weights from a local file under any of the names; another architecture is an error that says how it differs."""
+    load_backbone_weights_(model, read_weights(Path(path))[0], source=path)
+
+
+IN_SLOTCONTRAST = "encoder.module.backbone.model."
+"""Where a checkpoint of SlotContrast's own project holds it."""
+
+
+def load_backbone_weights_(model: DinoV2, weights: Mapping[str, Tensor], *, source: str) -> None:
+    inside = {name: value for name, value in weights.items() if name.startswith(IN_SLOTCONTRAST)}
+    weights = {name.removeprefix(IN_SLOTCONTRAST): value for name, value in (inside or weights).items()}
+    own = model.state_dict()
+    named = in_names_of(own, {name: value for name, value in weights.items() if name not in NOT_NEEDED})
+    table = named.get("encoder.pos_embedding")
+    if table is not None and table.ndim == 3 and table.shape[2] == model.dim:
+        model.encoder.pos_embedding = nn.Parameter(torch.empty_like(table))  # its own grid, resampled when used
+    # Files of feature extractors end with the last block.
+    named = {name: own[name] for name in ("encoder.ln.weight", "encoder.ln.bias")} | named
+    depth = len(model.encoder.layers)
+    load_weights_(model, {name: value for name, value in named.items() if _block(name) < depth}, source=source)
+
+
+def _block(name: str) -> int:
+    """A weight's block; -1 outside. Blocks behind the last one that is asked for have no part in its features."""
+    found = re.match(r"encoder\.layers\.encoder_layer_(\d+)\.", name)
+    return int(found[1]) if found else -1
+
+
+LEVELS = (0.15, 0.5, 0.85)
+"""Red, green and blue of the colours that pixels are compared with: 27 in all."""
+SHARPNESS = 12.0
+WAVES = (1, 2, 3, 4)
+"""Half periods over a frame of the cosines that say where a patch is."""
+SPREAD = 0.06
+"""Deviation of a channel between the patches of a frame, about; features are divided by it."""
+
+
+class FilterBank(nn.Module):
+    """Images (N, 3, H, W) in 0..1 to features (N, patches, 40): 27 colours, 5 of edges, 8 of the place."""
+
+    look_dim = len(LEVELS) ** 3 + 5
+    dim = look_dim + 2 * len(WAVES)
+
+    def __init__(self, patch: int) -> None:
+        super().__init__()
+        self.patch = patch
+        sobel = torch.tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]]) / 8
+        diagonal = torch.tensor([[-2.0, -1.0, 0.0], [-1.0, 0.0, 1.0], [0.0, 1.0, 2.0]]) / 8
+        edges = torch.stack([sobel, sobel.T, diagonal, diagonal.flip(1)])
+        self.register_buffer("levels", torch.tensor(LEVELS).view(-1, 1, 1))
+        self.register_buffer("edges", edges.unsqueeze(1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        with fp32_island():
+            images = to_fp32(images)
+            levels, edges = self.get_buffer("levels").float(), self.get_buffer("edges").float()
+            # Colours are all triples of levels, so a softmax over them is the product of one for each channel.
+            nearness = torch.softmax(-SHARPNESS * (images.unsqueeze(2) - levels).square(), dim=2)
+            red, green, blue = nearness.unbind(1)
+            nearness = _products(_products(red, green), blue)
+            grey = images.mean(1, keepdim=True)
+            strength = F.conv2d(F.pad(grey, (1, 1, 1, 1), mode="replicate"), edges).abs()
+            pooled = F.avg_pool2d(torch.cat([nearness, 4 * strength, grey], dim=1), self.patch)
+            # Against the frame's own mean: what it is all made of tells nothing apart.
+            looks = (pooled - pooled.mean((2, 3), keepdim=True)) / SPREAD
+            places = _places(looks.shape[2], looks.shape[3], looks.device).expand(len(looks), -1, -1, -1)
+            return torch.cat([looks, places], dim=1).flatten(2).transpose(1, 2)
+
+
+def _products(one: Tensor, other: Tensor) -> Tensor:
+    """Every channel of (N, C, H, W) times every one of (N, D, H, W): (N, C · D, H, W)."""
+    return (one.unsqueeze(2) * other.unsqueeze(1)).flatten(1, 2)
+
+
+def _places(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Cosines (1, 8, rows, columns) of where a patch is, down and across."""
+    down, across = ((torch.arange(count, device=device) + 0.5) / count for count in (rows, columns))
+    waves = [torch.cos(math.pi * wave * down).view(-1, 1).expand(rows, columns) for wave in WAVES]
+    waves += [torch.cos(math.pi * wave * across).expand(rows, columns) for wave in WAVES]
+    return torch.stack(waves).unsqueeze(0)
