@@ -97,9 +97,9 @@ def build_faulty(config: FaultyVaeConfig, store: Mapping[str, Any] | None = None
         found = workload.prepare(batch, key=key, training=training)
         step = key[1] if training else -2
         if step == config.model.nan_pixel:
-            found["map"][0, 0, 3, 3] = torch.nan
+            found["image"][0, 0, 3, 3] = torch.nan
         explodes = torch.tensor(step == config.model.exploding_critic)
-        return found | {"explodes": explodes.expand(len(found["map"]))}
+        return found | {"explodes": explodes.expand(len(found["image"]))}
 
     return dataclasses.replace(workload, prepare=prepare, phases=tuple(_exploding(phase) for phase in workload.phases))
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from diffusion_tiny import pictures, settings, text_folder, vae_folder
 from halfstep.cli.train import loaded_from
 from halfstep.config.dump import to_yaml
-from halfstep.data.latent_cache import open_latents, write_latents
 from halfstep.disk import being_written
 from halfstep.errors import CheckpointError, ConfigError, DataError, Interrupted, ModelError
 from halfstep.report.run_report import RunReport
@@ -26,6 +25,7 @@ from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import load
+from halfstep.workloads.base.latent_store import open_latents, write_latents
 from halfstep.workloads.base.using import Wishes
 from halfstep.workloads.diffusion import build as building
 from halfstep.workloads.diffusion import latents

@@ -104,7 +104,8 @@ class PlainEvaluation:
     scored_at = ""
 
     def __init__(self, workload: Workload) -> None:
-        self.metrics = workload.metrics()
+        self.workload = workload
+        self.metrics: Metrics = workload.metrics()
 
     @staticmethod
     def to_validate(config: RunConfig) -> RunConfig:
@@ -186,7 +187,7 @@ def each_answered(inputs: Iterable[Input], answer: Callable[[Input], Answer]) ->
 
 
 class FilePredictor:
-    """A predictor of a user's own that looks at one file at a time: it has `model`, `endings` and `answer`."""
+    """A predictor that looks at one file at a time: it has `model`, `endings`, and `answer` or `answer_file`."""
 
     endings: tuple[str, ...] = ()
 
@@ -194,14 +195,15 @@ class FilePredictor:
         """What was found, by name; DataError, ValueError and OSError are about the file."""
         raise NotImplementedError(f"{type(self).__name__} has no answer(path, trained)")
 
-    def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
-        def answered(item: Input) -> Answer:
-            try:
-                return Answer(file=str(item.path), found=self.answer(item.path, trained))
-            except (ValueError, OSError) as error:
-                raise DataError(f"{item.path} {error}") from error
+    def answer_file(self, item: Input, trained: Trained, wishes: Wishes) -> Answer:
+        """The same for a predictor that writes files or has options; DataError is about the file."""
+        try:
+            return Answer(file=str(item.path), found=self.answer(item.path, trained))
+        except (ValueError, OSError) as error:
+            raise DataError(f"{item.path} {error}") from error
 
-        return each_answered(inputs, answered)
+    def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
+        return each_answered(inputs, lambda item: self.answer_file(item, trained, wishes))
 
 
 def saved_picture(picture: Image.Image, path: Path) -> Path:
