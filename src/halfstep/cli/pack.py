@@ -14,8 +14,7 @@ from halfstep.errors import ConfigError, DataError, counted, format_bytes, sugge
 
 if TYPE_CHECKING:
     from halfstep.data.image_folder import FolderLayout
-    from halfstep.data.pack_folder import PackSettings
-    from halfstep.data.packed import Pack
+    from halfstep.data.packed import Pack, PackSettings
 
 
 def command(
@@ -64,7 +63,7 @@ def command(
     if not folder.is_dir():
         kind = "is a file" if folder.exists() else "does not exist"
         raise DataError(f"{folder} {kind}", fix="give the folder of train/<class>/* and val/<class>/*, or of <class>/*")
-    from halfstep.data.pack_folder import default_pack_path
+    from halfstep.data.packed import default_pack_path
 
     layout, settings = asked(context)
     path, again = out or default_pack_path(folder, size), again_words(context, folder)
@@ -82,7 +81,7 @@ def command(
 def asked(context: typer.Context) -> tuple[FolderLayout, PackSettings]:
     """What the flags say of the folder and of the file."""
     from halfstep.data.image_folder import FolderLayout
-    from halfstep.data.pack_folder import PackSettings
+    from halfstep.data.packed import PackSettings
 
     given = context.params
     names = {"train": "train_folder", "val": "val_folder", "val_fraction": "val_fraction", "seed": "split_seed"}
@@ -128,7 +127,7 @@ def packed(folder: Path, layout: FolderLayout, path: Path, settings: PackSetting
 
     from halfstep.data.binary_sets import cifar_folder, idx_folder
     from halfstep.data.image_folder import find_images
-    from halfstep.data.pack_folder import PackingBar, open_or_pack, pack
+    from halfstep.data.packed import PackingBar, open_or_pack, pack
     from halfstep.run.interrupts import raised_at_once
 
     if cifar_folder(folder) or idx_folder(folder):
@@ -154,8 +153,7 @@ def again_words(context: typer.Context, folder: Path) -> str:
 
 def verified(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings, again: str) -> Summary:
     from halfstep.data.image_folder import find_images
-    from halfstep.data.pack_folder import why_stale
-    from halfstep.data.packed import open_pack
+    from halfstep.data.packed import open_pack, why_stale
 
     if not path.exists():
         raise DataError(f"there is no packed file {path}", fix=other_sizes(folder, again))
@@ -170,7 +168,7 @@ def verified(folder: Path, layout: FolderLayout, path: Path, settings: PackSetti
 
 def other_sizes(folder: Path, again: str) -> str:
     """Packs of other sizes that lie in the folder: how to verify one, and how to make the missing one."""
-    from halfstep.data.pack_folder import packed_sizes
+    from halfstep.data.packed import packed_sizes
 
     if not (sizes := packed_sizes(folder)):
         return again

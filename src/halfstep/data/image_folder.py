@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from halfstep.data.decode import check_picture, open_picture
 from halfstep.data.files import (
     PICTURES,
     TRAIN_NAMES,
@@ -29,6 +28,7 @@ from halfstep.data.files import (
     refuse_missing,
     some_of,
 )
+from halfstep.data.images import check_picture, open_picture
 from halfstep.data.layouts import pair_folders
 from halfstep.data.metadata_file import LABEL_COLUMNS, labels_in
 from halfstep.disk import parse_json

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from halfstep.config.schema import RunConfig, is_import_path
-from halfstep.data.folder_samples import TrainingFiles
+from halfstep.data.image_samples import TrainingFiles
 from halfstep.data.loader import Samples
 from halfstep.errors import counted, suggested
 from halfstep.hardware.clock import Stopwatch

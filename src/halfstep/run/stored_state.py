@@ -89,7 +89,7 @@ def _restore_own_generators(parts: Assembly, kept: Sequence[Mapping[str, Any]]) 
 def load_for_use(model: nn.Module, checkpoint: Checkpoint) -> None:
     """A checkpoint's weights as validation used them: the averaged ones where the run keeps them."""
     model.load_state_dict(checkpoint.model)
-    put_back(model, checkpoint.state.get("buffers", {}))
+    put_back(model, checkpoint.state["buffers"])
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
         for name, average in checkpoint.ema.items():

@@ -260,7 +260,7 @@ def _newest(folder: RunFolder, damaged: list[str]) -> Path:
 
 
 def _built_as_stored(config: RunConfig, state: Mapping[str, Any], folder: RunFolder) -> Workload:
-    stored = state.get("frozen", {})  # older runs have none
+    stored = state["frozen"]
     with naming_lost_files(stored):
         workload = build_workload(config, dict(state["store"]))
     return dataclasses.replace(workload, frozen=as_stored(workload.frozen, stored, folder.path))

@@ -49,8 +49,8 @@ class OpenedRun:
 
     @property
     def frozen(self) -> dict[str, dict[str, str]]:
-        """Checksum and file of each frozen part; runs of older versions have none."""
-        return dict(self.checkpoint.state.get("frozen", {}))
+        """Checksum and file of each frozen part."""
+        return dict(self.checkpoint.state["frozen"])
 
     @property
     def weights(self) -> str:

@@ -110,7 +110,7 @@ def _chart(chart: Chart) -> str:
 def _plan(run: RunRecord) -> str:
     plan, titles = run.plan, ("module", "stored", "computes in", "why")
     lines = [f"asked {plan.get('asked')}, granted {plan.get('granted')}: {plan.get('reason', '')}"]
-    reason = plan.get("mode_reason", plan.get("way_reason", ""))
+    reason = plan.get("mode_reason", "")
     lines += [f"steps run {mode}: {reason}"] if (mode := _mode(plan)) else []
     said = "".join(f"<p>{escape(line)}</p>" for line in lines)
     warned = "".join(f"<p class=bad>{escape(str(line))}</p>" for line in plan.get("warnings", ()))
@@ -121,8 +121,7 @@ def _plan(run: RunRecord) -> str:
 
 
 def _mode(plan: Mapping[str, Any]) -> str:
-    """How steps run; earlier versions stored it as `way`."""
-    return str(plan.get("mode") or plan.get("way") or "")
+    return str(plan.get("mode", ""))
 
 
 def _has_time(run: RunRecord) -> bool:

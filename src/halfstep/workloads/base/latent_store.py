@@ -22,12 +22,10 @@ import torch
 from torch import Tensor
 
 from halfstep.config.schema import RunConfig
-from halfstep.data.crops import uniform
 from halfstep.data.files import naming_no_room, refuse_no_room
+from halfstep.data.image_samples import first_of, gathered, uniform
 from halfstep.data.loader import FileSamples, NamedSamples, Samples, offers
-from halfstep.data.pack_folder import PackingBar
-from halfstep.data.packed import fingerprint_of
-from halfstep.data.stored_images import first_of, gathered
+from halfstep.data.packed import PackingBar, fingerprint_of
 from halfstep.disk import parse_json, turn_at, whole_file
 from halfstep.errors import ConfigError, DataError
 from halfstep.islands import fp32_island

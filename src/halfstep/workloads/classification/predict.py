@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from halfstep.data.decode import open_picture
 from halfstep.data.files import PICTURES
-from halfstep.data.folder_samples import centre_square
+from halfstep.data.image_samples import centre_square
+from halfstep.data.images import open_picture
 from halfstep.errors import DataError
 from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar

@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from halfstep.data.decode import open_picture
 from halfstep.data.files import PICTURES, some_of
-from halfstep.data.folder_samples import centre_square
+from halfstep.data.image_samples import centre_square
+from halfstep.data.images import open_picture
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError
 from halfstep.report.prediction_view import Answer, Failure

@@ -11,7 +11,6 @@ from halfstep.data.files import BadFiles, some_of
 from halfstep.errors import DataError, counted
 from halfstep.workloads.language.config import LanguageConfig
 from halfstep.workloads.language.text_files import TextFiles, find_texts, read_text
-from halfstep.workloads.language.token_cache import default_cache, open_or_tokenise, tokenised
 from halfstep.workloads.language.tokenizers import (
     TIKTOKEN,
     Bytes,
@@ -24,7 +23,16 @@ from halfstep.workloads.language.tokenizers import (
     tokenizer_at,
     tokenizer_from,
 )
-from halfstep.workloads.language.tokens import TokenFiles, Tokens, find_token_files, nanogpt_tokenizer, open_tokens
+from halfstep.workloads.language.tokens import (
+    TokenFiles,
+    Tokens,
+    default_cache,
+    find_token_files,
+    nanogpt_tokenizer,
+    open_or_tokenise,
+    open_tokens,
+    tokenised,
+)
 
 CHARACTERS = ("characters", "chars", "char")
 

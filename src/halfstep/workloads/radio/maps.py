@@ -25,9 +25,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from halfstep.data.cache import CACHE_BYTES, SampleCache
 from halfstep.data.files import BadFiles, in_threads, some_of
 from halfstep.data.images import image_facts, read_image
+from halfstep.data.sample_cache import CACHE_BYTES, SampleCache
 from halfstep.data.seeds import generator_for
 from halfstep.errors import DataError, counted, printable
 

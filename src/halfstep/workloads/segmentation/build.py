@@ -26,9 +26,17 @@ from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.workload import Loss, Workload
 from halfstep.workloads.segmentation.augment import Augmentation, augment
 from halfstep.workloads.segmentation.config import UNetConfig
-from halfstep.workloads.segmentation.data import ImageFormat, Scan, SegmentationData, discover_values, scan_pairs
+from halfstep.workloads.segmentation.data import (
+    FoundPairs,
+    ImageFormat,
+    Scan,
+    SegmentationData,
+    Split,
+    discover_values,
+    find_split,
+    scan_pairs,
+)
 from halfstep.workloads.segmentation.masks import IGNORED, MaskTable, MaskValue, table_from, table_of
-from halfstep.workloads.segmentation.pairs import FoundPairs, Split, find_split
 from halfstep.workloads.segmentation.scores import SegmentationMetrics, segmentation_loss
 from halfstep.workloads.segmentation.unet import UNet
 

@@ -18,10 +18,9 @@ from halfstep.models.weights import load_file_
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.parts import FrozenPart, Group
 from halfstep.workloads.base.workload import Forward, Loss, Prepare, Workload
+from halfstep.workloads.slots.backbones import FilterBank, dinov2, load_backbone_
 from halfstep.workloads.slots.config import DINO_PATCH, SlotContrastConfig
 from halfstep.workloads.slots.data import normalised, notes_on, open_clips, prepared_masks, unit_pixels
-from halfstep.workloads.slots.dinov2 import dinov2, load_backbone_
-from halfstep.workloads.slots.filter_bank import FilterBank
 from halfstep.workloads.slots.pictures import sample_pictures
 from halfstep.workloads.slots.scores import SlotMetrics, slot_contrast
 from halfstep.workloads.slots.slotcontrast import SlotContrast, SlotContrastSize, from_upstream

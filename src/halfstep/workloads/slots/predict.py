@@ -26,15 +26,13 @@ from halfstep.workloads.base.parts import FrozenPart
 from halfstep.workloads.base.using import Input, Trained, Wishes, failure_of
 from halfstep.workloads.base.workload import Forward, Prepare
 from halfstep.workloads.slots.build import build_backbone, build_model, forward_of, prepare_of
-from halfstep.workloads.slots.clips import crop_box
 from halfstep.workloads.slots.config import SlotContrastConfig, SteveConfig, WordsConfig
-from halfstep.workloads.slots.data import steady
-from halfstep.workloads.slots.frame_folders import FRAME_FOLDERS, is_mask
+from halfstep.workloads.slots.data import crop_box, steady
 from halfstep.workloads.slots.pictures import sheet, write_gif
 from halfstep.workloads.slots.scores import slot_labels
 from halfstep.workloads.slots.steve import Steve
 from halfstep.workloads.slots.steve_build import Prepared, model_of, words_model
-from halfstep.workloads.slots.video_layouts import VIDEO_ENDINGS, read_frames, video_facts
+from halfstep.workloads.slots.video_layouts import FRAME_FOLDERS, VIDEO_ENDINGS, is_mask, read_frames, video_facts
 from halfstep.workloads.slots.videos import Array, ShardVideos
 
 FRAME_ENDINGS = tuple(ending for ending in PICTURES if ending != ".gif")
