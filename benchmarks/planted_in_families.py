@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from halfstep.evidence import causes
 from halfstep.workloads import KINDS
-from halfstep.workloads.base.kind import Kind, loaded
+from halfstep.workloads.base.kind import Kind, load_part
 from halfstep.workloads.base.workload import Batch, Workload
 
 Values = Mapping[str, Any]
@@ -58,7 +58,7 @@ class Changed:
 
 
 def build(cause: Cause, config: Any, store: Mapping[str, Any] | None) -> Workload:
-    builder = loaded(KINDS[cause.workload].builder, form="")
+    builder = load_part(KINDS[cause.workload].builder, form="")
     workload: Workload = builder(config.model_copy(update={"workload": cause.workload}), store)
     if cause.model is not None:
         cause.model(workload.model)

@@ -67,7 +67,7 @@ def bench_config(
 ) -> RunConfig:
     """The config of a workload's name or file; `small` takes the size of the workload's demo, for a CPU."""
     said, given = load(target, flags=flags, overrides=overrides), dict(flags)
-    makes_data = KINDS.of(said.config.workload).makes_data
+    makes_data = KINDS.of(said.config.workload).synthetic is not None
     if makes_data and not small:
         given = {"data_dir": NO_FOLDER, **flags}
         said = load(target, flags=given, overrides=overrides)

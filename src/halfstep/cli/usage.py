@@ -1,7 +1,7 @@
 """How words become a command's arguments, and how a mistake in them becomes one of our errors.
 
 Commands on a run's folder take the options of that run's workload besides their own. The parser knows only what every
-workload shares, so a family's options (`Kind.predict_options`) are taken out of the words before it sees them, and
+workload shares, so a family's options (`PredictCommand.options`) are taken out of the words before it sees them, and
 stand below its help. No torch: a run's config file names the workload.
 """
 
@@ -139,17 +139,18 @@ class RunCommand(OnceCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         from halfstep.workloads import KINDS
 
-        field = f"{self.name}_options"
+        command = str(self.name)  # evaluate or predict
         workload = workload_of(args, trust="--trust" in args)
-        own: tuple[Option, ...] = getattr(KINDS.of(workload), field) if workload else ()
+        own = options_of(KINDS.of(workload), command) if workload else ()
         families = list(KINDS.translators())
         # Those of other families are taken as well: they are refused by name, with what this workload takes.
-        known = {option.flag: option for kind in families for option in getattr(kind, field)}
+        known = {option.flag: option for kind in families for option in options_of(kind, command)}
         known |= {option.flag: option for option in own}
         if workload or not {"-h", "--help"} & set(args):
             self.help = f"{self.help}\n\n{text_of(own, f'Options of {workload}')}" if own else self.help
         else:
-            self.help = "\n\n".join(filter(None, [self.help, *(of_family(kind, field) for kind in families)]))
+            texts = [text_of(options_of(kind, command), f"Options of {kind.task}") for kind in families]
+            self.help = "\n\n".join(filter(None, [self.help, *texts]))
         rest, given = taken(args, known)
         ctx.obj = given
         try:
@@ -204,8 +205,9 @@ def taken(args: Sequence[str], known: dict[str, Option]) -> tuple[list[str], dic
     return rest, given
 
 
-def of_family(kind: Kind, field: str) -> str:
-    return text_of(getattr(kind, field), f"Options of {kind.task}")
+def options_of(kind: Kind, command: str) -> tuple[Option, ...]:
+    declared = kind.evaluate if command == "evaluate" else kind.predict
+    return declared.options if declared else ()
 
 
 def text_of(options: Sequence[Option], title: str) -> str:

@@ -279,22 +279,20 @@ def planned_step(config: RunConfig, store: Store | None = None) -> PlannedStep:
     """The step of a config: of its data where a folder is given, else of made-up data of the usual shape.
 
     `store` is what is known of the data, where somebody has looked at them before."""
-    kind = KINDS.of(config.workload)
+    synthetic = KINDS.of(config.workload).synthetic
     small = config.changed(train={"batch_size": SEEN})
-    if config.data.dir is not None and store is None or kind.over is None or kind.random_batch is None:
+    if config.data.dir is not None and store is None or synthetic is None:
         with unfilled():  # nobody reads the weights
             workload = build_workload(config)
         return PlannedStep(config, workload, first_batch(small, workload))
     if store is None:
-        assert kind.random_store is not None, "a family that makes batches says what they are of"
-        store = kind.part("random_store")(config)
-    over = kind.part("over")
+        store = synthetic.make_store(config)
     try:
         with torch.device("meta"):  # no time or memory for weights that nobody reads
-            workload = over(config, store, NoSamples())
+            workload = synthetic.build(config, store, NoSamples())
     except (NotImplementedError, RuntimeError):
-        workload = over(config, store, NoSamples())
-    return PlannedStep(config, workload, kind.make_batch(small, store))
+        workload = synthetic.build(config, store, NoSamples())
+    return PlannedStep(config, workload, synthetic.make_batch(small, store))
 
 
 def _of_size(batch: Batch, num_samples: int) -> Batch:

@@ -85,7 +85,7 @@ class Evaluation(Protocol):
 
 
 class OptionalScores(Protocol):
-    """An evaluation whose Kind has `evaluate_options`; `num_scored` says how many samples where not all were."""
+    """An evaluation whose `EvaluateCommand` has options; `num_scored` says how many samples where not all were."""
 
     def scored(
         self, config: RunConfig, trained: Trained, options: Mapping[str, Any], phase: Phase, batch_size: int | None
@@ -142,9 +142,9 @@ class Wishes:
     """What the user may ask for beside the files."""
 
     out: Path | None = None
-    """A new folder for what is written; None where nothing is (`Kind.writes_files`) and none was named."""
+    """A new folder for what is written; None where nothing is (`PredictCommand.writes_files`) and none was named."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The Kind's `predict_options` by name; a predictor finds each of them, with its default where nothing was said."""
+    """The options of the `PredictCommand` by name; a predictor finds each of them, with its default where nothing was said."""
 
 
 class Predictor(Protocol):
@@ -162,7 +162,7 @@ class Predictor(Protocol):
 
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
         """One for each input, in order; the bar counts inputs, and may show how far one of them is. Without inputs
-        (`Kind.needs_input`) as many as the options ask for; set `bar.total` first."""
+        (`PredictCommand.needs_input`) as many as the options ask for; set `bar.total` first."""
         ...
 
 
