@@ -19,8 +19,7 @@ from halfstep.config.load import Loaded
 from halfstep.run.train import train
 from halfstep.workloads import load
 from halfstep.workloads.base.kind import Kind
-from halfstep.workloads.base.phase import Phase
-from halfstep.workloads.base.workload import Batch, Workload
+from halfstep.workloads.base.workload import Batch, Phase, Workload
 from halfstep.workloads.radio import build_vae
 from halfstep.workloads.radio.config import RadioVaeConfig, RadioVaeModelConfig
 from halfstep.workloads.radio.demo import write_demo

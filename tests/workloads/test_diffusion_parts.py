@@ -22,8 +22,7 @@ from halfstep.workloads.diffusion.evaluate import distances, open_features
 from halfstep.workloads.diffusion.latents import some_images
 from halfstep.workloads.diffusion.make import check_steps, denoised, path_picture, scheduler_of
 from halfstep.workloads.diffusion.networks import ClassConditions, open_text
-from halfstep.workloads.diffusion.noise_schedule import NoiseSchedule
-from halfstep.workloads.diffusion.noising import NUM_BUCKETS, Noising, bucket_names, bucket_starts
+from halfstep.workloads.diffusion.noise_schedule import NUM_BUCKETS, NoiseSchedule, Noising, bucket_names, bucket_starts
 from halfstep.workloads.diffusion.scores import DenoisingMetrics, ReconstructionMetrics, denoising_loss
 
 CPU = torch.device("cpu")

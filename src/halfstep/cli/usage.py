@@ -17,8 +17,7 @@ from typer.core import TyperCommand
 from halfstep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from halfstep.workloads.base.kind import Kind
-    from halfstep.workloads.base.options import Option
+    from halfstep.workloads.base.kind import Kind, Option
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 """The base of all of the parser's own errors; typer has no public name for it."""

@@ -26,7 +26,7 @@ from halfstep.step.spike import SpikeMeter
 from halfstep.step.step import Step
 from halfstep.step.tabulated import Values
 from halfstep.tune.memory_low import MemorySetting, optimizer_for
-from halfstep.workloads.base.parts import Group
+from halfstep.workloads.base.workload import Group
 
 AnyStep = TypeVar("AnyStep", bound=Step)
 

@@ -22,8 +22,7 @@ from halfstep.step.scaler import ScalerOptions
 from halfstep.step.tabulated import Values
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import Region
-from halfstep.workloads.base.phase import Phase
-from halfstep.workloads.base.workload import Workload
+from halfstep.workloads.base.workload import Phase, Workload
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

@@ -30,8 +30,7 @@ from halfstep.step.randomness import algorithms
 from halfstep.tune.memory_limit import OutOfMemory
 from halfstep.use.open_run import OpenedRun, as_trained, fresh_folder, in_use, open_run, plan_for_use, with_weights
 from halfstep.workloads import KINDS
-from halfstep.workloads.base.kind import load_part
-from halfstep.workloads.base.options import with_defaults
+from halfstep.workloads.base.kind import load_part, with_defaults
 from halfstep.workloads.base.other_data import any_folder
 from halfstep.workloads.base.using import Evaluation as Evaluating
 from halfstep.workloads.base.using import PlainEvaluation

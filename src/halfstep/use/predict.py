@@ -23,8 +23,7 @@ from halfstep.run.interrupts import Interrupts, interrupts
 from halfstep.step.randomness import algorithms
 from halfstep.use.open_run import as_trained, fresh_folder, in_use, open_run, plan_for_use, with_weights
 from halfstep.workloads import KINDS
-from halfstep.workloads.base.kind import PredictCommand, load_part
-from halfstep.workloads.base.options import with_defaults
+from halfstep.workloads.base.kind import PredictCommand, load_part, with_defaults
 from halfstep.workloads.base.using import Input, Predictor, Trained, Wishes, frozen_of
 
 UNFINISHED = "unfinished.json"

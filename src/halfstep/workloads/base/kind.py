@@ -8,7 +8,7 @@ error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,6 @@ from halfstep.config.foreign import Foreign
 from halfstep.config.schema import RunConfig, is_import_path, unknown_workload
 from halfstep.errors import ConfigError, DataError
 from halfstep.workloads.base.import_path import imported, refuse_other_form
-from halfstep.workloads.base.options import Option
 
 if TYPE_CHECKING:
     from halfstep.workloads.base.guiding import Guiding
@@ -279,3 +278,50 @@ class Kinds(Mapping[str, Kind]):
 def _kind_at(path: str) -> Kind:
     found: Any = imported(path, what="workload", form=BUILD)
     return found if isinstance(found, Kind) else Kind(builder=found)
+
+
+# --- options of evaluate and predict ---
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """`Option("num", int, 16, "How many to draw", least=1)` is `--num 16`; of type bool it is a flag."""
+
+    name: str
+    """As in Python: `top_k` is `--top-k`."""
+    type: type = str
+    default: Any = None
+    help: str = ""
+    least: float | None = None
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    def checked(self, value: Any) -> Any:
+        """The value in the option's type, or a refusal."""
+        try:
+            found = value if self.type is bool and isinstance(value, bool) else self.type(value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{self.flag} {value}: expected {EXPECTED.get(self.type, self.type.__name__)}") from None
+        if self.least is not None and found < self.least:
+            raise ConfigError(f"{self.flag} {value}: it must be at least {self.least:g}")
+        return found
+
+
+EXPECTED: Mapping[type, str] = {int: "a whole number", float: "a number", str: "a text"}
+
+
+def with_defaults(options: Sequence[Option], given: Mapping[str, Any], workload: str) -> dict[str, Any]:
+    """Every option by name; one that the workload does not take is refused with those it does."""
+    known = {option.name: option for option in options}
+    for name, value in given.items():
+        if name not in known:
+            flag = Option(name).flag + ("" if value is True else f" {value}")
+            takes = ", ".join(option.flag for option in options)
+            fix = f"leave it out; {workload} takes {takes}" if takes else "leave it out"
+            raise ConfigError(f"{flag} means nothing for {workload}", fix=fix)
+    return {
+        name: option.checked(given[name]) if given.get(name) is not None else option.default
+        for name, option in known.items()
+    }

@@ -19,8 +19,7 @@ from halfstep.report.evaluation_view import Cell
 from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
 from halfstep.workloads.base.other_data import any_folder
-from halfstep.workloads.base.parts import FrozenPart, frozen_parts
-from halfstep.workloads.base.workload import Batch, Metrics, Workload
+from halfstep.workloads.base.workload import Batch, FrozenPart, Metrics, Workload, frozen_parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +143,7 @@ class Wishes:
     out: Path | None = None
     """A new folder for what is written; None where nothing is (`PredictCommand.writes_files`) and none was named."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The options of the `PredictCommand` by name; a predictor finds each of them, with its default where nothing was said."""
+    """Values of `PredictCommand.options` by name, with the default where the user gave none."""
 
 
 class Predictor(Protocol):

@@ -20,9 +20,8 @@ from halfstep.islands import fp32_island, in_fp32
 from halfstep.models.patch_gan import PatchGan
 from halfstep.models.posterior import Codec
 from halfstep.workloads.base import over_ranks
-from halfstep.workloads.base.phase import Phase
 from halfstep.workloads.base.scheduled import Scheduled
-from halfstep.workloads.base.workload import Batch, Workload
+from halfstep.workloads.base.workload import Batch, Phase, Workload
 
 LARGEST_WEIGHT = 1e4
 SMALLEST_NORM = 1e-4

@@ -2,8 +2,15 @@
 
 from dataclasses import replace
 
-from halfstep.workloads.base.kind import SYNTHETIC, EvaluateCommand, GuideEntry, Kind, PredictCommand, SampleUnit
-from halfstep.workloads.base.options import Option
+from halfstep.workloads.base.kind import (
+    SYNTHETIC,
+    EvaluateCommand,
+    GuideEntry,
+    Kind,
+    Option,
+    PredictCommand,
+    SampleUnit,
+)
 from halfstep.workloads.classification.config import CLASSIFIER_SCHEMAS
 
 KIND = Kind.in_folder(

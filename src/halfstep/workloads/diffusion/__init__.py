@@ -2,8 +2,15 @@
 
 from dataclasses import replace
 
-from halfstep.workloads.base.kind import SYNTHETIC, EvaluateCommand, GuideEntry, Kind, PredictCommand, SampleUnit
-from halfstep.workloads.base.options import Option
+from halfstep.workloads.base.kind import (
+    SYNTHETIC,
+    EvaluateCommand,
+    GuideEntry,
+    Kind,
+    Option,
+    PredictCommand,
+    SampleUnit,
+)
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
 
 PICTURE = SampleUnit(name="image", size=lambda config: f"{config.data.image_size} pixels")

@@ -28,8 +28,7 @@ from halfstep.workloads.diffusion.diffusers_nets import CODEC, Net, config_of
 from halfstep.workloads.diffusion.latents import open_samples, told_of_captions
 from halfstep.workloads.diffusion.make import Maker, check_steps
 from halfstep.workloads.diffusion.networks import Parts, frozen_parts, model_of, open_parts, open_text
-from halfstep.workloads.diffusion.noise_schedule import noised, target_of
-from halfstep.workloads.diffusion.noising import Noising, schedule_of
+from halfstep.workloads.diffusion.noise_schedule import Noising, noised, schedule_of, target_of
 from halfstep.workloads.diffusion.scores import DenoisingMetrics, denoising_loss
 from halfstep.workloads.diffusion.weights_settings import Adopted, adopted
 

@@ -33,7 +33,7 @@ from halfstep.workloads.diffusion.networks import (
     open_parts,
     quiet_transformers,
 )
-from halfstep.workloads.diffusion.noising import schedule_of
+from halfstep.workloads.diffusion.noise_schedule import schedule_of
 
 MEASURED_IMAGES = 512
 

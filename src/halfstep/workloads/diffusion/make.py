@@ -23,8 +23,7 @@ from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import to_bytes
 from halfstep.workloads.diffusion.diffusers_nets import decoded, diffusers_class, scaled
 from halfstep.workloads.diffusion.networks import Conditions, Parts
-from halfstep.workloads.diffusion.noise_schedule import NoiseSchedule, Target
-from halfstep.workloads.diffusion.noising import schedule_of
+from halfstep.workloads.diffusion.noise_schedule import NoiseSchedule, Target, schedule_of
 
 PATH_IMAGES, PATH_STATES, DECODED_AT_ONCE = 4, 8, 8
 

@@ -15,8 +15,7 @@ from halfstep.data import noise
 from halfstep.data.files import some_of
 from halfstep.errors import ConfigError, ModelError, counted, install_command, refused_code
 from halfstep.islands import fp32_island
-from halfstep.workloads.base.parts import FrozenPart
-from halfstep.workloads.base.workload import Batch
+from halfstep.workloads.base.workload import Batch, FrozenPart
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.diffusers_nets import (
     IMAGE_CHANNELS,

@@ -12,9 +12,8 @@ from halfstep.data.loader import Samples
 from halfstep.islands import fp32_island, to_fp32
 from halfstep.models.patch_gan import VggDistance, build_discriminator
 from halfstep.models.weights import read_weights
-from halfstep.workloads.base.parts import FrozenPart
 from halfstep.workloads.base.vae_trainer import Critic, Outputs, VaeNet, VaeTrainer
-from halfstep.workloads.base.workload import Batch, Workload
+from halfstep.workloads.base.workload import Batch, FrozenPart, Workload
 from halfstep.workloads.diffusion.config import VaeConfig
 from halfstep.workloads.diffusion.data import open_pictures, square_pictures, unit_images
 from halfstep.workloads.diffusion.diffusers_blocks import blocks_of

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from halfstep.workloads.base.kind import SYNTHETIC, EvaluateCommand, Kind, PredictCommand, SampleUnit
-from halfstep.workloads.base.options import Option
+from halfstep.workloads.base.kind import SYNTHETIC, EvaluateCommand, Kind, Option, PredictCommand, SampleUnit
 from halfstep.workloads.language.config import LanguageConfig, context_of
 
 KIND = Kind.in_folder(

@@ -3,8 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
-from halfstep.workloads.base.kind import EvaluateCommand, GuideEntry, Kind, PredictCommand, SampleUnit
-from halfstep.workloads.base.options import Option
+from halfstep.workloads.base.kind import EvaluateCommand, GuideEntry, Kind, Option, PredictCommand, SampleUnit
 from halfstep.workloads.radio.config import RadioDiffConfig, RadioVaeConfig
 
 _STEPS = Option("steps", int, None, "Steps of a sample; default: the run's model.sampling_steps", least=1)

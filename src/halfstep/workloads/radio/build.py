@@ -20,9 +20,8 @@ from halfstep.models.recompute import set_recompute
 from halfstep.models.weights import Weights, load_file_
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.latent_store import LatentDraws
-from halfstep.workloads.base.parts import FrozenPart
 from halfstep.workloads.base.vae_format import chosen_format, training_device
-from halfstep.workloads.base.workload import Workload
+from halfstep.workloads.base.workload import FrozenPart, Workload
 from halfstep.workloads.radio import build_vae
 from halfstep.workloads.radio.build_vae import refuse_uneven
 from halfstep.workloads.radio.config import RadioDiffConfig, RadioDiffModelConfig, RadioVaeConfig

@@ -19,10 +19,10 @@ from halfstep.errors import DataError
 from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
 from halfstep.workloads.base.kind import Store
-from halfstep.workloads.base.parts import FrozenPart
 from halfstep.workloads.base.sheets import Array
 from halfstep.workloads.base.using import FilePredictor, Input, Trained, Wishes, saved_picture
 from halfstep.workloads.base.vae_trainer import VaeNet
+from halfstep.workloads.base.workload import FrozenPart
 from halfstep.workloads.radio.build import Denoising, unet_of
 from halfstep.workloads.radio.build_vae import stage1
 from halfstep.workloads.radio.config import RadioDiffConfig, RadioVaeConfig

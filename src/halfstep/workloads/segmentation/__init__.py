@@ -1,7 +1,6 @@
 """Segmentation: a class for every pixel. U-Net."""
 
-from halfstep.workloads.base.kind import EvaluateCommand, GuideEntry, Kind, PredictCommand, SampleUnit
-from halfstep.workloads.base.options import Option
+from halfstep.workloads.base.kind import EvaluateCommand, GuideEntry, Kind, Option, PredictCommand, SampleUnit
 from halfstep.workloads.segmentation.config import UNetConfig
 
 KIND = Kind.in_folder(

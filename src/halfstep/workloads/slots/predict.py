@@ -22,9 +22,8 @@ from halfstep.errors import CheckpointError, DataError, counted
 from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
 from halfstep.workloads.base.kind import Store
-from halfstep.workloads.base.parts import FrozenPart
 from halfstep.workloads.base.using import Input, Trained, Wishes, failure_of
-from halfstep.workloads.base.workload import Forward, Prepare
+from halfstep.workloads.base.workload import Forward, FrozenPart, Prepare
 from halfstep.workloads.slots.build import build_backbone, build_model, forward_of, prepare_of
 from halfstep.workloads.slots.config import SlotContrastConfig, SteveConfig, WordsConfig
 from halfstep.workloads.slots.data import crop_box, steady
