@@ -189,7 +189,7 @@ def test_a_samples_noise_is_its_own_whatever_the_batch(data: Path, vae: Path) ->
     alone = workload.prepared(
         {name: value[2:] for name, value in whole.items()}, key=Key.of_validation(2), training=False
     )
-    for name in ("posterior", "noise", "time", "start", "draws"):
+    for name in ("posterior_noise", "noise", "time", "start", "draws"):
         assert torch.equal(together[name][2:], alone[name]), name
 
 
