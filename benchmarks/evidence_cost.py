@@ -26,7 +26,7 @@ from halfstep.run.assemble import Assembly
 from halfstep.run.capsules import context_of
 from halfstep.run.ledger import AnyEngine
 from halfstep.step.guard import LAG
-from halfstep.use.ledger import at_hand
+from halfstep.use.observe_step import at_hand
 from recording import finish_device_work, store
 
 GOALS = {"recording": 0.01, "monitor": 0.005}

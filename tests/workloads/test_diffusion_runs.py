@@ -18,8 +18,9 @@ from torch import Tensor
 from diffusion_tiny import pictures, settings, text_folder, vae_folder
 from halfstep.cli.train import loaded_from
 from halfstep.config.dump import to_yaml
-from halfstep.disk import being_written
+from halfstep.disk import name_hidden
 from halfstep.errors import CheckpointError, ConfigError, DataError, Interrupted, ModelError
+from halfstep.models.posterior import posterior
 from halfstep.report.run_report import RunReport
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
@@ -28,8 +29,7 @@ from halfstep.workloads import load
 from halfstep.workloads.base.latent_store import open_latents, write_latents
 from halfstep.workloads.base.using import Wishes
 from halfstep.workloads.diffusion import build as building
-from halfstep.workloads.diffusion import latents
-from halfstep.workloads.diffusion.diffusers_nets import open_net
+from halfstep.workloads.diffusion.diffusers_nets import DiffusersCodec, open_net
 from halfstep.workloads.diffusion.evaluate import DiffusionEvaluation
 from tiny_runs import press_ctrl_c
 from tiny_training import assert_same_bits
@@ -229,9 +229,7 @@ def test_latents_without_variance_are_trained_on(
     data: Path, vae: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        latents,
-        "encoded_moments",
-        lambda vae, image: torch.full((len(image), 4, 4, 4), -torch.inf).nan_to_num(neginf=-1e9),
+        DiffusersCodec, "encode", lambda self, vae, image: posterior(torch.full((len(image), 4, 4, 4), -1e9))
     )
     found = last(train(settings("diffusion", data, model__vae=vae, model__target="v"), out=tmp_path / "run"))
     assert np.isfinite(found["loss"])
@@ -294,7 +292,7 @@ def test_other_pictures_are_evaluated_all_and_nothing_is_written_beside_them(
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    own = being_written(scratch / "halfstep-latents")
+    own = name_hidden(scratch / "halfstep-latents")
     killed = own.with_name(own.name.replace(f"-{os.getpid()}", "-4194305"))  # no process has this number
     killed.mkdir()
     (killed / "half.safetensors").write_text("")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfstep.cli.options import Json, flags_of, option, said
-from halfstep.errors import ConfigError, DataError, counted, format_bytes, suggested
+from halfstep.errors import ConfigError, DataError, format_bytes, format_count, suggested
 
 if TYPE_CHECKING:
     from halfstep.data.image_folder import FolderLayout
@@ -93,7 +93,7 @@ def asked(context: typer.Context) -> tuple[FolderLayout, PackSettings]:
 
 def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
     """What the config's workload can make ahead; everything else is the config's to say."""
-    from halfstep.report.evaluation_view import json_text
+    from halfstep.report.results import json_text
     from halfstep.run.interrupts import raised_at_once
     from halfstep.workloads import KINDS, load
     from halfstep.workloads.base.kind import load_part
@@ -212,13 +212,13 @@ def words_of(layout: FolderLayout, settings: PackSettings, out: Path | None) -> 
 
 def show(summary: Summary, *, as_json: bool) -> None:
     if as_json:
-        from halfstep.report.evaluation_view import json_text
+        from halfstep.report.results import json_text
 
         typer.echo(json_text(summary))
         return
     left_out = summary["left_out"]
     assert isinstance(left_out, list)
-    classes = counted(int(str(summary["classes"])), "class", "classes")
+    classes = format_count(int(str(summary["classes"])), "class", "classes")
     typer.echo(
         f"{summary['file']}: {summary['train']:,} training and {summary['val']:,} validation images of "
         f"{classes} at {summary['size']} pixels, {format_bytes(int(str(summary['bytes'])))}"

@@ -32,7 +32,7 @@ from torch import Tensor
 from halfstep.data.image_folder import Listing
 from halfstep.data.images import Picture, open_picture
 from halfstep.data.loader import shared_bytes
-from halfstep.errors import printable
+from halfstep.errors import make_printable
 
 Array = np.ndarray[Any, Any]
 
@@ -124,7 +124,7 @@ class StoredImages:
 
     def name_of(self, index: int) -> str:
         """The file that image `index` was made of; empty where there is none."""
-        return printable(self.names[index]) if self.names else ""
+        return make_printable(self.names[index]) if self.names else ""
 
 
 class _Batched:

@@ -23,7 +23,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from halfstep.data.files import ARRAYS, UNREADABLE, load_array, some_of, unreadable
-from halfstep.errors import DataError, counted
+from halfstep.errors import DataError, format_count
 
 Array = np.ndarray[Any, Any]
 Kind = Literal["uint8", "uint16", "raw"]
@@ -148,7 +148,8 @@ def describe_outliers(ranges: Mapping[Path, RawRange], limit: float) -> list[str
         return []
     largest = max(one.largest for one in ranges.values())
     return [
-        f"outlying values (beyond {limit:g}, magnitudes up to {largest:g}) in {counted(len(beyond), 'float image')}: "
+        f"outlying values (beyond {limit:g}, magnitudes up to {largest:g}) in "
+        f"{format_count(len(beyond), 'float image')}: "
         f"{some_of(path.name for path in beyond)}; they stay as they are and do not change the scale (data.scale)"
     ]
 
@@ -160,7 +161,7 @@ def _finite(array: Array, path: Path) -> Array:
     num_bad = array.size - int(np.isfinite(array).sum())
     if num_bad:
         raise DataError(
-            f"{path} holds {counted(num_bad, 'value')} of NaN, infinity or a size beyond fp32",
+            f"{path} holds {format_count(num_bad, 'value')} of NaN, infinity or a size beyond fp32",
             why="one of them turns the whole batch's loss into NaN",
             fix="repair the file, or leave bad files out: data.on_bad_file=skip",
         )

@@ -36,8 +36,8 @@ from halfstep.data.image_folder import ImageFolder
 from halfstep.data.image_samples import REDUCING_GAP, Array, StoredImages, centre_square
 from halfstep.data.images import open_picture
 from halfstep.data.loader import read_ahead
-from halfstep.disk import parse_json, turn_at
-from halfstep.errors import DataError, counted, format_bytes
+from halfstep.disk import parse_json, take_turn
+from halfstep.errors import DataError, format_bytes, format_count
 
 MAGIC = b"halfstep pack 1\n"
 PIXELS_AT = 4096
@@ -247,7 +247,7 @@ class PackingBar:
         if self._task is None:
             self._bar.start()
             self._bar.console.print(
-                f"packing {counted(total, 'image')} into {self._path}", soft_wrap=True, markup=False
+                f"packing {format_count(total, 'image')} into {self._path}", soft_wrap=True, markup=False
             )
             self._task = self._bar.add_task("packing", total=total)
         self._bar.update(self._task, completed=done)
@@ -283,7 +283,7 @@ def packed_sizes(root: Path) -> list[int]:
 
 def open_or_pack(folder: ImageFolder, path: Path, settings: PackSettings, *, progress: Told | None = None) -> Pack:
     """The cache of a folder: the one at `path` where it is whole and fits the folder, else a new one."""
-    with turn_at(path):
+    with take_turn(path):
         if path.is_file():
             try:
                 return open_pack(path, fingerprint=fingerprint(folder, settings))
@@ -346,7 +346,7 @@ def why_stale(index: PackIndex, folder: ImageFolder, settings: PackSettings) -> 
     gone = len(set(index.names) - now)
     if gone or len(now) != len(index.names) + len(index.left_out):
         new = len(now - set(index.names)) - len(index.left_out)
-        return f"the folder changed since it was packed ({counted(max(new, 0), 'picture')} new, {gone:,} gone)"
+        return f"the folder changed since it was packed ({format_count(max(new, 0), 'picture')} new, {gone:,} gone)"
     return (
         "a picture was written again or moved to another split since it was packed, or the settings are others "
         "(size, split, on-bad-file)"
@@ -356,7 +356,7 @@ def why_stale(index: PackIndex, folder: ImageFolder, settings: PackSettings) -> 
 def check_room(path: Path, num_images: int, settings: PackSettings) -> None:
     """Refuse a cache over the limit, in a place that is taken or has no room for it, before any work."""
     needed = num_images * settings.size * settings.size * 3
-    what = f"{counted(num_images, 'image')} of {settings.size}×{settings.size} pixels"
+    what = f"{format_count(num_images, 'image')} of {settings.size}×{settings.size} pixels"
     if needed > settings.limit_gb * 1e9:
         fits = math.isqrt(int(settings.limit_gb * 1e9 / num_images / 3))
         raise DataError(

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from halfstep.errors import ModelError, refused_code
+from halfstep.errors import ModelError, explain_refused_pickle
 
 BATCH_COUNTER = "num_batches_tracked"
 """BatchNorm's. Of all that can differ it says the least about which model the weights are of."""
@@ -125,7 +125,7 @@ def _unreadable(path: Path, error: Exception) -> ModelError:
         if start.startswith(beginning):
             return ModelError(f"cannot read the weights in {path}", why=why, fix=fix)
     text = str(error)
-    if why := refused_code(error):
+    if why := explain_refused_pickle(error):
         return ModelError(
             f"cannot read the weights in {path}",
             why=why,

@@ -18,7 +18,7 @@ import torch
 
 from halfstep import __version__
 from halfstep.config.schema import RunConfig
-from halfstep.disk import cache_directory
+from halfstep.disk import find_cache_directory
 from halfstep.hardware.cache import read_json, write_json
 from halfstep.precision.plan import Plan
 from halfstep.precision.row import Gain
@@ -43,7 +43,7 @@ class CachedMode:
             [__version__, torch.__version__, torch.version.cuda, torch.backends.cudnn.version()],
         )
         self.name = f"mode-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}"
-        self.path: Path = cache_directory() / f"{self.name}.json"
+        self.path: Path = find_cache_directory() / f"{self.name}.json"
 
     def read(self) -> FoundMode | None:
         try:

@@ -16,7 +16,7 @@ from halfstep.config.section import of_settings
 from halfstep.data.image_folder import check_same_classes
 from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import generator_for
-from halfstep.errors import ConfigError, ModelError, counted, first_line
+from halfstep.errors import ConfigError, ModelError, format_count, summarise_error
 from halfstep.models.vit import ViT, checked_grid, resized_positions, vit
 from halfstep.models.weights import in_names_of, load_weights_, read_weights
 from halfstep.workloads import model_of
@@ -190,7 +190,7 @@ def _check_logits(model: object, path: str, num_classes: int, size: int) -> None
         with torch.no_grad():
             logits = model.eval()(torch.zeros(1, 3, size, size))
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ModelError(f"{path} cannot take an image of 3×{size}×{size}", why=first_line(error)) from error
+        raise ModelError(f"{path} cannot take an image of 3×{size}×{size}", why=summarise_error(error)) from error
     finally:
         model.train(was_training)
     shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
@@ -254,7 +254,8 @@ def load_classifier_(model: Classifier, weights: dict[str, Tensor], *, source: s
     own, theirs = head[f"{model.head_name}.weight"], weights.get(f"{model.head_name}.weight")
     if theirs is not None and len(theirs) != len(own):
         raise ModelError(
-            f"the weights of {source} are for {counted(len(theirs), 'class', 'classes')}, the data have {len(own)}",
+            f"the weights of {source} are for {format_count(len(theirs), 'class', 'classes')}, "
+            f"the data have {len(own)}",
             fix="model.replace_head=true starts a new head on the loaded body",
         )
     load_weights_(model, weights, source=source)

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from halfstep.disk import write_whole
+from halfstep.disk import write_atomically
 from halfstep.workloads.base.latent_store import ENCODED_AT_ONCE
 from halfstep.workloads.base.vae_trainer import VaeNet
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
@@ -85,7 +85,7 @@ def _save_told(folder: Path, nets: dict[str, Any], conditions: Conditions) -> No
     pipeline.save_pretrained(folder)
     shutil.copy(Path(told_pipeline.__file__), folder / "pipeline.py")
     index = folder / "model_index.json"
-    write_whole(
+    write_atomically(
         index, json.dumps(json.loads(index.read_text()) | {"_class_name": ["pipeline", "ToldPipeline"]}, indent=2)
     )
 

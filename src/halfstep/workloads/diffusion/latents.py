@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep.data.loader import Samples
-from halfstep.errors import ModelError, counted
+from halfstep.errors import ModelError, format_count
 from halfstep.workloads.base.latent_store import (
     CachedLatents,
     Encoding,
@@ -143,7 +143,7 @@ def told_of_captions(data: PictureData, conditions: Conditions) -> tuple[str, ..
     if not isinstance(conditions, TextConditions):
         return ()
     cut = sum(map(conditions.num_cut, data.captions))
-    return (f"cut: {counted(cut, 'caption')} of more than {conditions.length} tokens",) if cut else ()
+    return (f"cut: {format_count(cut, 'caption')} of more than {conditions.length} tokens",) if cut else ()
 
 
 def pack(config: DiffusionConfig) -> dict[str, object]:
@@ -154,7 +154,7 @@ def pack(config: DiffusionConfig) -> dict[str, object]:
     parts = open_parts(config, data.classes)
     choice = vae_choice(config, data, parts)
     cache, is_new = encoding_of(config, data, parts.vae, choice.name).open_or_encode()
-    pictures = counted(len(cache.moments), "picture")
+    pictures = format_count(len(cache.moments), "picture")
     text = f"latents of {pictures}, {_told_of_views(cache)}, encoded in {choice.name} ({choice.why})"
     return told_of_pack(cache, text, is_new=is_new, format=choice.name)
 

@@ -14,8 +14,8 @@ from halfstep.data.image_samples import centre_square
 from halfstep.data.images import open_picture
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError
-from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
+from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.sheets import grid
 from halfstep.workloads.base.using import FilePredictor, Input, Trained, Wishes, saved_picture

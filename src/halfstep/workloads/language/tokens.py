@@ -38,7 +38,7 @@ from torch import Tensor
 
 from halfstep.data.files import naming_no_room, natural_key, refuse_no_room
 from halfstep.data.seeds import generator_for
-from halfstep.disk import parse_json, turn_at, whole_file
+from halfstep.disk import atomic_file, parse_json, take_turn
 from halfstep.errors import DataError
 from halfstep.workloads.language.text_files import PROSE, TextFiles
 from halfstep.workloads.language.tokenizers import Characters, Tokenizer, identity
@@ -262,7 +262,7 @@ CUT = re.compile(r"\S\n(?=\S)")
 def open_or_tokenise(texts: TextFiles, tokenizer: Tokenizer, path: Path) -> tuple[Tokens, Tokens]:
     """The ids of both parts, from `path` or into it."""
     wanted = {"texts": _fingerprint(texts), "tokenizer": _digest(identity(tokenizer)), "cut": texts.cut}
-    with turn_at(path):
+    with take_turn(path):
         if not path.exists() or _header(path)["made_from"] != wanted:
             _write(texts, tokenizer, path, wanted)
     return _opened(path, _header(path))
@@ -280,7 +280,7 @@ def _write(texts: TextFiles, tokenizer: Tokenizer, path: Path, made_from: dict[s
         path.parent.mkdir(parents=True, exist_ok=True)
         # A guess on the low side, as a token of most texts stands for four bytes or more; a full disk is an error too.
         refuse_no_room(path, sum(file.stat().st_size for file in texts.all) * kind.itemsize // 4, "the token cache")
-        with whole_file(path, follows_links=True) as hidden, hidden.open("wb") as file:
+        with atomic_file(path, follows_links=True) as hidden, hidden.open("wb") as file:
             file.write(MAGIC)
             counts, checks = _write_ids(file, texts, tokenizer, kind)
             header = {"dtype": kind.name, "counts": counts, "checks": checks, "made_from": made_from}

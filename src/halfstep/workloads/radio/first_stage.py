@@ -12,8 +12,8 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from halfstep.disk import parse_json, write_whole
-from halfstep.errors import ConfigError, ModelError, counted
+from halfstep.disk import parse_json, write_atomically
+from halfstep.errors import ConfigError, ModelError, format_count
 from halfstep.models.weights import load_file_
 from halfstep.workloads.base.latent_store import NAME as MOMENTS
 from halfstep.workloads.base.latent_store import Encoding, WithColumn, refuse_uncached, told_of_pack, told_of_resume
@@ -115,7 +115,7 @@ def _facts(path: Path) -> dict[str, Any]:
 def write_first_stage(vae: RadioVAE, sizes: Mapping[str, Any], scale_factor: float, folder: Path) -> None:
     tensors = {name: value.detach().float().cpu().contiguous() for name, value in vae.state_dict().items()}
     save_file(tensors, folder / WEIGHTS)
-    write_whole(folder / FACTS, json.dumps({"sizes": dict(sizes), "scale_factor": scale_factor}, indent=1))
+    write_atomically(folder / FACTS, json.dumps({"sizes": dict(sizes), "scale_factor": scale_factor}, indent=1))
 
 
 def measured_scale(vae: RadioVAE, maps: RadioMaps, *, count: int, threshold: float, source: str) -> float:
@@ -166,4 +166,4 @@ def pack(config: RadioDiffConfig) -> dict[str, object]:
     """Encode every training map, unless that was done; what was made, for people and programs."""
     refuse_uncached(config)
     cache, is_new = encoding_of(config, find_data(config).train, first_stage(config).vae).open_or_encode()
-    return told_of_pack(cache, f"latents of {counted(len(cache.moments), 'map')}", is_new=is_new)
+    return told_of_pack(cache, f"latents of {format_count(len(cache.moments), 'map')}", is_new=is_new)

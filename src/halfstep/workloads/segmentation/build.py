@@ -20,7 +20,7 @@ from halfstep.data.images import USUAL, describe_outliers, scale_for
 from halfstep.data.layouts import PairLayout
 from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import generator_for
-from halfstep.errors import ConfigError, DataError, counted
+from halfstep.errors import ConfigError, DataError, format_count
 from halfstep.models.weights import load_file_
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.workload import Loss, Workload
@@ -56,7 +56,9 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
     usable = set(scan.pairs)
     train_pairs, val_pairs = (tuple(pair for pair in part if pair in usable) for part in (found.train, found.val))
     if not train_pairs:
-        raise DataError("no usable pair is left to train on", why=f"{counted(len(bad_files.skipped), 'file')} left out")
+        raise DataError(
+            "no usable pair is left to train on", why=f"{format_count(len(bad_files.skipped), 'file')} left out"
+        )
     bad_files.refuse_empty_validation(len(found.val), len(val_pairs))
     is_new = store is None
     about = {"layout": found.layout}

@@ -28,7 +28,7 @@ from halfstep.data.files import (
 from halfstep.data.images import ImageFacts, RawRange, image_facts, raw_range, read_image, resize_image
 from halfstep.data.layouts import ID, Layout, NamePattern, Names, PairLayout, find_layout
 from halfstep.data.sample_cache import CACHE_BYTES, SampleCache
-from halfstep.errors import DataError, nearest, printable
+from halfstep.errors import DataError, make_printable, nearest
 from halfstep.workloads.segmentation.masks import (
     MaskTable,
     MaskValue,
@@ -265,7 +265,7 @@ class SegmentationData:
 
     def name_of(self, index: int) -> str:
         """The image's file name; its mask is named after it."""
-        return printable(self.pairs[index].image.name)
+        return make_printable(self.pairs[index].image.name)
 
     def files(self) -> Iterator[Path]:
         """Every image with its mask."""

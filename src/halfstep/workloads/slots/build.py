@@ -13,7 +13,7 @@ from halfstep.config.section import of_settings
 from halfstep.data import noise
 from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import generator_for
-from halfstep.errors import ConfigError, DataError, counted
+from halfstep.errors import ConfigError, DataError, format_count
 from halfstep.models.weights import load_file_
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.workload import Forward, FrozenPart, Group, Loss, Prepare, Workload
@@ -151,7 +151,7 @@ def _negatives(config: SlotContrastConfig) -> tuple[str, ...]:
         return ()
     others = t.batch_size * config.model.slots - 1
     return (
-        f"slots are told from the {others:,} others of their micro-batch of {counted(t.batch_size, 'clip')}, as "
+        f"slots are told from the {others:,} others of their micro-batch of {format_count(t.batch_size, 'clip')}, as "
         "upstream does for each GPU: accumulation (or train.auto_batch) changes that number, a larger batch raises it",
     )
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from halfstep.data.files import BadFiles
 from halfstep.data.loader import Batch
 from halfstep.data.seeds import generator_for
-from halfstep.errors import DataError, counted, printable
+from halfstep.errors import DataError, format_count, make_printable
 from halfstep.workloads.slots.config import SlotVideoConfig, VideoDataConfig
 from halfstep.workloads.slots.video_layouts import VideoPart, find_videos
 from halfstep.workloads.slots.videos import Array, Videos, what_was_left_out
@@ -95,7 +95,7 @@ class ClipSamples:
 
     def name_of(self, index: int) -> str:
         video, chunk = self.places[index]
-        name = printable(self.videos.videos[video].name)
+        name = make_printable(self.videos.videos[video].name)
         return f"{name}, frames from {chunk * self.form.frames}" if self.cut == "all" else name
 
     def files(self) -> Sequence[Path]:
@@ -118,7 +118,8 @@ def long_enough(videos: Videos, members: Sequence[int], frames: int) -> tuple[li
     short = [index for index in members if videos.videos[index].num_frames < frames]
     errors = [
         DataError(
-            f"{videos.videos[index].name} has {counted(videos.videos[index].num_frames, 'frame')}, a chunk {frames}",
+            f"{videos.videos[index].name} has {format_count(videos.videos[index].num_frames, 'frame')}, "
+            f"a chunk {frames}",
             fix=f"data.chunk_size={videos.videos[index].num_frames}, or leave short videos out: data.on_bad_file=skip",
         )
         for index in short
@@ -137,7 +138,7 @@ def notes_on(data: SlotVideoConfig, clips: ClipData) -> list[str]:
     """What a user may not expect of the validation videos."""
     notes, found = [], len(clips.val)
     if data.val_size and data.val_size != found:
-        notes.append(f"data.val_size is {data.val_size}, but there are {counted(found, 'validation clip')}")
+        notes.append(f"data.val_size is {data.val_size}, but there are {format_count(found, 'validation clip')}")
     if found and not clips.has_masks:
         notes.append("not all validation videos have masks: there is no FG-ARI, the loss alone is watched")
     return notes

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from halfstep.config.schema import RunConfig
-from halfstep.report.evaluation_view import Cell
+from halfstep.report.results import Cell
 from halfstep.workloads.base.other_data import any_folder
 from halfstep.workloads.base.using import Look, PlainEvaluation
 from halfstep.workloads.base.workload import Workload

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from halfstep.data.files import PICTURES, BadFiles, load_array
 from halfstep.data.images import read_image
 from halfstep.data.loader import Batch
-from halfstep.errors import CheckpointError, DataError, counted
-from halfstep.report.prediction_view import Answer, Failure
+from halfstep.errors import CheckpointError, DataError, format_count
 from halfstep.report.progress import Bar
+from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.using import Input, Trained, Wishes, failure_of
 from halfstep.workloads.base.workload import Forward, FrozenPart, Prepare
@@ -157,7 +157,7 @@ def _answer(source: Path, found: list[tuple[Path, list[float]]]) -> Answer:
         file=str(source),
         found={"gifs": gifs, "shares": shares},
         cells={"gif": gifs[0], **shares},
-        brief={"gif": shown, "in use": counted(taking, "slot")},
+        brief={"gif": shown, "in use": format_count(taking, "slot")},
     )
 
 

@@ -37,7 +37,7 @@ from halfstep.data.files import (
     unreadable,
 )
 from halfstep.data.images import image_facts, read_image
-from halfstep.errors import DataError, counted
+from halfstep.errors import DataError, format_count
 from halfstep.workloads.slots.videos import Array, ShardVideos, Video, Videos, small_labels, what_was_left_out
 
 DECODED = (".mp4", ".mov", ".avi", ".webm", ".mkv", ".m4v")
@@ -85,7 +85,7 @@ def video_files(folder: Path) -> list[Path]:
 
 
 def video_facts(path: Path) -> tuple[int, tuple[int, int]]:
-    """Frames, and height and width. A container's own count is often missing or wrong, so frames are counted."""
+    """Frames, and height and width. A container's own count is often missing or wrong, so frames are format_count."""
     if path.suffix.lower() == ".gif":
         try:
             with Image.open(path) as picture:
@@ -241,7 +241,7 @@ def _split(
         held = [place for place, name in enumerate(names) if any(fnmatchcase(name, wish) for wish in val_videos)]
         if len(held) in (0, len(names)):
             raise DataError(
-                f"data.val_videos {', '.join(val_videos)} fits {len(held)} of {counted(len(names), 'video')}",
+                f"data.val_videos {', '.join(val_videos)} fits {len(held)} of {format_count(len(names), 'video')}",
                 why=what_was_left_out(bad_files),
                 fix=f"the videos are {some_of(names)}",
             )
@@ -355,7 +355,7 @@ def frames_in(path: Path) -> FrameFolder | None:
         return None
     if masks and len(masks) != len(frames):
         raise DataError(
-            f"{path} holds {counted(len(frames), 'frame')} and {counted(len(masks), 'mask')}",
+            f"{path} holds {format_count(len(frames), 'frame')} and {format_count(len(masks), 'mask')}",
             fix="one mask for each frame, or none at all",
         )
     return FrameFolder(path=path, frames=frames, masks=tuple(masks))

@@ -2,7 +2,7 @@
 
 Clips are cut from a `Videos` (data.py); folders of frames and single video files are in video_layouts.py. Opening a set
 reads every header, so a problem with one video is reported before training, with the video's name; with
-`data.on_bad_file: skip` such videos are left out and counted.
+`data.on_bad_file: skip` such videos are left out and format_count.
 
 A webdataset shard is read once, header by header; from then on a part of a sample is an offset and a size, so any
 sample can be read by its index, in any order and by any process. Reading tars as a stream (webdataset) cannot do that:
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from halfstep.data.files import BadFiles, some_of
-from halfstep.errors import DataError, counted, first_line
+from halfstep.errors import DataError, format_count, summarise_error
 
 Array = np.ndarray[Any, Any]
 
@@ -144,7 +144,7 @@ def _check_masks(masks: StoredArray, frames: tuple[int, ...], where: str) -> Non
 
 
 def small_labels(labels: Array, name: str) -> Array:
-    """Labels as bytes; wider numbers are counted again, 0 stays 0."""
+    """Labels as bytes; wider numbers are format_count again, 0 stays 0."""
     if labels.dtype == np.uint8 or (labels.min() >= NO_OBJECT and labels.max() < 256):
         return labels.astype(np.uint8, copy=False)
     values, numbered = np.unique(np.append(NO_OBJECT, labels), return_inverse=True)
@@ -219,7 +219,7 @@ def find_shards(root: Path, patterns: str | Sequence[str], *, bad_files: BadFile
     if missing:
         bad_files.report(
             DataError(
-                f"{counted(len(missing), 'shard')} of {patterns} are not in {root}: {some_of(missing)}",
+                f"{format_count(len(missing), 'shard')} of {patterns} are not in {root}: {some_of(missing)}",
                 why=f"{len(found)} are there",
                 fix="download them, narrow the pattern, or go on without them: data.on_bad_file=skip",
             )
@@ -329,7 +329,7 @@ def stored_array(place: Place, name: str) -> StoredArray:
     except (ValueError, OSError, EOFError, SyntaxError) as error:
         raise DataError(
             f"{name} in {place.path} is not a .npy array",
-            why=first_line(error),
+            why=summarise_error(error),
             fix="write it again with numpy.save, or leave bad samples out: data.on_bad_file=skip",
         ) from error
     if dtype.hasobject or is_fortran:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.errors import ModelError
-from halfstep.islands import fp32_island, matmul_dtype
+from halfstep.islands import fp32_island, get_matmul_dtype
 from halfstep.kernels.cross_entropy import linear_cross_entropy
 from halfstep.models.recompute import Recomputing, block_runner, region_runner
 
@@ -254,7 +254,7 @@ CHUNK_ROWS = 2**14
 
 def words_loss(hidden: Tensor, weight: Tensor, words: Tensor) -> Tensor:
     """The sum over all positions of -log p(word), where logits are hidden (N, positions, dim) · weightᵀ; fp32."""
-    return _by_chunks(hidden.flatten(0, 1), weight, words.flatten(), matmul_dtype(hidden))
+    return _by_chunks(hidden.flatten(0, 1), weight, words.flatten(), get_matmul_dtype(hidden))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
