@@ -189,7 +189,7 @@ def entropy_of_masks(outputs: Any, batch: Batch) -> Tensor:
 
 
 def distance_to_itself(outputs: Any, batch: Batch) -> Tensor:
-    picture = outputs["reconstruction"]
+    picture = outputs["image"]
     return (picture - picture.detach()).square().sum((1, 2, 3)).sqrt().mean()
 
 
@@ -226,7 +226,7 @@ def with_number(of: int, number: float, otherwise: float) -> Callable[[int, Batc
 
 
 def in_other_units(batch: Batch) -> Batch:
-    return batch | {"map": batch["map"] * batch["number"].view(-1, 1, 1, 1)}
+    return batch | {"image": batch["image"] * batch["number"].view(-1, 1, 1, 1)}
 
 
 def with_marker(batch: Batch) -> Batch:
