@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -22,7 +21,10 @@ from halfstep.errors import ConfigError, ModelError, PrecisionError, nearest
 from halfstep.precision.apply import STORAGE_DTYPES
 from halfstep.precision.plan import ROOT, Plan
 from halfstep.step.batches import Batch, Weight, batch_length
+from halfstep.step.forward_writes import refuse_uninitialised
 from halfstep.step.guard import GuardOptions
+from halfstep.step.places import Places
+from halfstep.step.refusals import refuse_unfit_loss
 from halfstep.step.scaler import ScalerOptions
 
 BY_DTYPE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -69,13 +71,8 @@ def model_and_optimizers(model: object, given: object) -> tuple[nn.Module, list[
 
 
 def device_of(model: nn.Module) -> torch.device:
-    tensors = [*model.parameters(), *model.buffers()]
-    if any(isinstance(tensor, (UninitializedParameter, UninitializedBuffer)) for tensor in tensors):
-        raise ModelError(
-            f"{type(model).__name__} has lazy layers without shapes yet",
-            fix="run one batch through the model, then make the optimizer and the step",
-        )
-    if any(tensor.is_meta for tensor in tensors):
+    refuse_uninitialised(Places([model]))
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ModelError(
             f"weights of {type(model).__name__} are on the meta device, where nothing is stored",
             fix="model.to_empty(device=...) and load or initialise its weights first",
@@ -262,43 +259,12 @@ def loss_and_weight(result: Any, batch: Batch, *, is_alone: bool) -> tuple[Tenso
             raise ConfigError(
                 f"loss_fn gave {len(result)} values",
                 why="it gives the loss, or (loss, weight)",
-                fix="return loss; keep what else you need in a variable of your own",
+                fix="return loss; keep what else you need in a variable",
             )
-        return _loss(result[0]), _weight(result[1])
-    return _loss(result), _length(batch, is_alone=is_alone)
-
-
-def _loss(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor):
-        found = "None" if loss is None else f"a {type(loss).__name__}"
-        also = "; of a model's output: return output.loss" if hasattr(loss, "loss") else ""
-        if not also and isinstance(loss, (Mapping, list)):
-            several = "sum(losses.values())" if isinstance(loss, Mapping) else "sum(losses)"
-            also = f"; of several losses: return {several}" if "loss" not in loss else "; return losses['loss']"
-        raise ConfigError(
-            f"loss_fn gave {found}, not a tensor",
-            why="the gradient is taken of what it returns",
-            fix=f"return loss, or (loss, weight), from loss_fn; without .item() or float(){also}",
-        )
-    if loss.numel() != 1:
-        raise ConfigError(
-            f"the loss has the shape {tuple(loss.shape)}",
-            why="a gradient is taken of one number; of a tuple the loss comes first: (loss, weight)",
-            fix="return one number: loss.mean() or loss.sum()",
-        )
-    if loss.is_complex():
-        raise ConfigError(
-            "the loss is complex",
-            why="a complex number cannot be minimised",
-            fix="return loss.abs() or loss.real",
-        )
-    if not loss.requires_grad:
-        raise ConfigError(
-            "the loss of loss_fn depends on no weight that is trained",
-            why="it was detached, computed under torch.no_grad(), or by a model whose weights are all frozen",
-            fix="compute it with the model given to Step, without .detach() and no_grad()",
-        )
-    return loss
+        refuse_unfit_loss(result[0])
+        return result[0], _weight(result[1])
+    refuse_unfit_loss(result)
+    return result, _length(batch, is_alone=is_alone)
 
 
 def _weight(weight: Any) -> Weight:

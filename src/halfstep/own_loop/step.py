@@ -34,7 +34,7 @@ from halfstep.own_loop.arguments import (
     scaler_options,
     window_of,
 )  # fmt: skip
-from halfstep.own_loop.evidence import OwnCapsules
+from halfstep.own_loop.evidence import make_recorder
 from halfstep.own_loop.loss import OwnLoss, Strangers, explained, ways_to_the_cause
 from halfstep.own_loop.outcome import Outcome
 from halfstep.own_loop.rollback import Rollback
@@ -179,7 +179,9 @@ class Step:
             self._guard.observers.append(self._dropped.observe)
         if on_outcome is not None:
             self._guard.observers.append(lambda facts, reading: on_outcome(Outcome(reading)))
-        self._capsules = OwnCapsules(folder, self._step, self._guard, spikes=skip_spikes) if folder else None
+        self._recorder = make_recorder(folder, self._step, spikes=skip_spikes) if folder else None
+        if self._recorder is not None:
+            self._guard.observers.append(self._recorder.observe)
         self._rollback = Rollback(model, self._step, self._guard) if options.on_fault == "rollback" else None
         self._loss = OwnLoss(self._step)
         self._strangers = Strangers(self._step.writes)
@@ -224,8 +226,8 @@ class Step:
         if self._rollback is not None:
             self._rollback.keep()
         with explained(), contextlib.ExitStack() as watched:
-            if self._capsules is not None:
-                watched.enter_context(self._capsules.around(self.attempted, batches))
+            if self._recorder is not None:
+                watched.enter_context(self._recorder.watch(batches))
             if is_new := self._loss.is_new(loss_fn):
                 watched.enter_context(self._strangers.noticed(loss_fn))
             facts = self._step.compute(checked, batches)
@@ -359,5 +361,5 @@ class Step:
         raise TrainingStopped(
             f"training stopped: {verdict.reason}",
             why="the weights are as they were before those steps",
-            fix="; ".join([fix, *ways_to_the_cause(self._loss.last, has_capsules=self._capsules is not None)]),
+            fix="; ".join([fix, *ways_to_the_cause(self._loss.last, has_capsules=self._recorder is not None)]),
         )

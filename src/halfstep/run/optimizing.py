@@ -24,7 +24,7 @@ from halfstep.step.scaler import Scaler, ScalerOptions
 from halfstep.step.schedule import Schedule, ScheduleOptions, build_schedule
 from halfstep.step.spike import SpikeMeter
 from halfstep.step.step import Step
-from halfstep.step.tabulated import Values
+from halfstep.step.tables import Values
 from halfstep.tune.memory_low import MemorySetting, optimizer_for
 from halfstep.workloads.base.parts import Group
 

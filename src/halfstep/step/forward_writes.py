@@ -54,8 +54,7 @@ class ForwardWrites:
         self.loose = nn.Module()
         """Holds what no module here does: tensors of `also` as buffers, parameters that are trained as such."""
         self.places = Places([model, *modules, self.loose])
-        self.places.refresh()
-        _refuse_uninitialised(self.places)
+        refuse_uninitialised(self.places)
         asked = {id(t) for t in (*tensors, *(p for m in modules if commits for p in m.parameters()))}
         self.written: set[Name] = {p.name for p in self.places.parameters if id(p.owner[p.key]) in asked}
         """Parameters that every window saves."""
@@ -232,7 +231,7 @@ class ForwardWrites:
     def _take_in(self, trained: Sequence[Tensor]) -> None:
         """Modules, or the optimizers' groups, are others than at the last window."""
         self._hold(trained)
-        _refuse_uninitialised(self.places)
+        refuse_uninitialised(self.places)
         self._sort_parameters(trained)
 
     def _hold(self, trained: Sequence[Tensor]) -> None:
@@ -384,7 +383,8 @@ def _sorted_out(also: Also) -> tuple[list[nn.Module], list[Tensor]]:
     return [m for m in given if isinstance(m, nn.Module)], [t for t in given if isinstance(t, Tensor)]
 
 
-def _refuse_uninitialised(places: Places) -> None:
+def refuse_uninitialised(places: Places) -> None:
+    places.refresh()
     for place in (*places.parameters, *places.buffers):
         if isinstance(place.owner[place.key], (UninitializedBuffer, UninitializedParameter)):
             raise ModelError(

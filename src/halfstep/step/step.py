@@ -38,14 +38,13 @@ from halfstep.step.forward_writes import Also, ForwardWrites
 from halfstep.step.gradients import Judged, are_scaled_in_kernels, choose_types, numbers_of
 from halfstep.step.own_ranks import ranks_of
 from halfstep.step.ranks import BAD, RUINED, Agreed, Ranks
-from halfstep.step.rates import Rates
-from halfstep.step.refusals import checked, refuse_half_sums, refuse_no_window, refuse_sparse, refuse_spread, single
+from halfstep.step.refusals import checked, refuse_half_sums, refuse_sparse, refuse_spread, refuse_unfit_loss
 from halfstep.step.scaler import Scaler, ScalerOptions
 from halfstep.step.schedule import Schedule
 from halfstep.step.signals import DelayedSignals
 from halfstep.step.spike import SpikeMeter
 from halfstep.step.step_state import load_into, refuse_unfit, state_of
-from halfstep.step.tabulated import Values
+from halfstep.step.tables import Rates, Values
 
 LossFn = Callable[[Batch], "Tensor | tuple[Tensor, Weight]"]
 OnGradients = Callable[[nn.Module], None]
@@ -84,8 +83,6 @@ class Step:
         on_commit: OnCommit | None = None,
         values: Values | None = None,
     ) -> None:
-        if accumulate < 1:
-            raise ConfigError(f"accumulate must be at least 1, not {accumulate}", fix="1 means no accumulation")
         self.model, self.plan, self.accumulate, self.clip, self.ema = model, plan, accumulate, clip or Clip(), ema
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self.rates: Rates | None = None
@@ -135,7 +132,6 @@ class Step:
     def compute(self, loss_fn: LossFn, window: Window) -> Facts:
         """Forward, backward, norm and verdict. Gradients are there afterwards, nothing else has changed for good: a
         window that is not committed is undone by the next compute(). To edit gradients, see `on_gradients`."""
-        refuse_no_window(window)
         if self._rng:
             self.abandon()
         self._rng = rng_state(self.device)
@@ -285,7 +281,8 @@ class Step:
                     continue
                 unit = positive(weight) if unit is None else unit
                 share = weight / unit
-                loss = single(loss).to(self.device, torch.float32)
+                refuse_unfit_loss(loss)
+                loss = loss.reshape(()).to(self.device, torch.float32)
                 loss = loss if is_one(share) else loss * share
                 self._backward(loss)
             if total_loss is None:
