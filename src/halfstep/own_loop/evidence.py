@@ -27,7 +27,7 @@ from halfstep.evidence.side import seen_by
 from halfstep.evidence.updates import Update
 from halfstep.hardware.probe import probe
 from halfstep.own_loop.loss import named_by
-from halfstep.own_loop.warnings import warn_user
+from halfstep.own_loop.user_warnings import warn_user
 from halfstep.precision.decide import decide, decide_again
 from halfstep.precision.plan import Plan
 from halfstep.step.facts import restore_rng, rng_state

@@ -19,9 +19,8 @@ from halfstep.run.folder import digest_of_contents
 from halfstep.run.frozen import checksum
 from halfstep.run.resume import flattened
 from halfstep.step.facts import PhasedReading, Reading
-from halfstep.step.own_ranks import refuse_other_settings
 from halfstep.step.phases import without_gradients_of_others
-from halfstep.step.ranks import Ranks, wrapped_regions
+from halfstep.step.ranks import Ranks, refuse_other_settings, wrapped_regions
 from halfstep.tune.memory_limit import OutOfMemory
 from halfstep.tune.modes import Batch, Region
 from halfstep.workloads.base.workload import Workload
