@@ -27,7 +27,7 @@ from diffusers import DDPMScheduler
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.bench.settings import bench_config
+from halfstep.bench.problem import bench_config
 from halfstep.data.loader import Samples
 from halfstep.models.posterior import kl_divergence, posterior
 from halfstep.workloads.base.kind import Kind, Store

@@ -30,8 +30,7 @@ from halfstep.evidence.ranges import Operation, Trace
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.run.assemble import Assembly
-from halfstep.use.dry_run import subject_of, windows_of
-from halfstep.use.ledger import at_hand
+from halfstep.use.observe_step import at_hand, subject_of, windows_of
 from recording import store
 
 FAMILIES = {

@@ -25,7 +25,7 @@ from halfstep.hardware.monitor import Monitor
 from halfstep.run.assemble import Assembly
 from halfstep.run.capsules import context_of
 from halfstep.run.ledger import AnyEngine
-from halfstep.use.ledger import at_hand
+from halfstep.use.observe_step import at_hand
 from recording import finish_device_work, store
 
 GOALS = {"recording": 0.01, "monitor": 0.005}

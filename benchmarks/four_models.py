@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from halfstep.bench.settings import bench_config
+from halfstep.bench.problem import bench_config
 from halfstep.config.schema import RunConfig
 from recording import RESULTS, command, store
 from step_rows import halfstep_row, rows, rows_parser

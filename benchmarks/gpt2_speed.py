@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.bench.settings import bench_config
+from halfstep.bench.problem import bench_config
 from halfstep.workloads.language.gpt2 import GPT2S, gpt2
 from recording import store
 from row_turns import Turn

@@ -33,13 +33,12 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from halfstep.data.classification_augment import MEAN, STD, ImageChanges, model_images
-from halfstep.data.folder_samples import TrainingFiles
 from halfstep.data.image_folder import FolderLayout, Listing, find_images
+from halfstep.data.image_samples import TrainingFiles, TrainingImages
 from halfstep.data.loader import Loader
-from halfstep.data.pack_folder import PackSettings, pack
+from halfstep.data.packed import PackSettings, pack
 from halfstep.data.prefetch import prefetch
-from halfstep.data.stored_images import TrainingImages
+from halfstep.workloads.classification.augment import MEAN, STD, ImageChanges, model_images
 
 RESULTS = Path(__file__).parent / "results"
 LARGE = (500, 375)

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from halfstep.bench.problem import random_workload
-from halfstep.bench.settings import bench_config, in_precision, run_by
+from halfstep.bench.problem import bench_config, in_precision, random_workload, run_by
 from halfstep.config.schema import RunConfig
 from halfstep.data.prefetch import prefetch
 from halfstep.hardware.memory import give_back, peak_memory_bytes, reset_peak
@@ -36,7 +35,7 @@ from halfstep.run.assemble import assemble, plan_for
 from halfstep.run.memory.plan import Cell, MemoryPlanner
 from halfstep.run.memory.planned_step import planned_step
 from halfstep.run.phased_engine import engine_for
-from halfstep.tune.memory_limit import first_line
+from halfstep.tune.memory_limit import summarise_error
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import UNCAPTURED, Mode
 from halfstep.workloads import KINDS
@@ -166,7 +165,7 @@ def whole_row(row: Row) -> dict[str, Any]:
         try:
             found |= part(row)
         except Exception as error:
-            found["problem"] = f"{part.__name__}: {type(error).__name__}: {first_line(error)}"
+            found["problem"] = f"{part.__name__}: {type(error).__name__}: {summarise_error(error)}"
     return judged(found)
 
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from halfstep.bench.explain_kernels import kind_of_kernel
-from halfstep.bench.explain_trace import NOT_WORK, wake_profiler
 from halfstep.bench.problem import AfterStep, Runner
+from halfstep.bench.step_profile import NOT_WORK, kind_of_kernel, wake_profiler
 
 STEPS, TOP = 3, 40
 

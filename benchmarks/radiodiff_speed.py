@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.bench.settings import bench_config
+from halfstep.bench.problem import bench_config
 from halfstep.config.schema import RunConfig
 from halfstep.workloads import KINDS
 from halfstep.workloads.base.workload import Batch, Workload

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from halfstep.bench.problem import problem_for, random_workload
-from halfstep.bench.settings import Mode, bench_config, in_precision, run_by
+from halfstep.bench.problem import Mode, bench_config, in_precision, problem_for, random_workload, run_by
 from halfstep.config.schema import RunConfig
 from halfstep.data.prefetch import prefetch
 from halfstep.distributed.world import World

@@ -26,8 +26,8 @@ from typing import Any
 
 from torch import Tensor
 
+from halfstep.data.image_samples import TrainingImages
 from halfstep.data.prefetch import prefetch
-from halfstep.data.stored_images import TrainingImages
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
 from halfstep.run.engine import Engine

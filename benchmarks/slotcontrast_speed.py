@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.bench.settings import bench_config
+from halfstep.bench.problem import bench_config
 from halfstep.report.metrics_file import read
 from halfstep.run.train import train
 from halfstep.workloads import load

@@ -30,11 +30,10 @@ import torch
 from rich.console import Console
 
 from halfstep.bench.bench import bench, concluded
+from halfstep.bench.measure_row import Row
 from halfstep.bench.peers import require_peers
-from halfstep.bench.problem import step_flops
+from halfstep.bench.problem import FAST, step_flops
 from halfstep.bench.record import circumstances, results
-from halfstep.bench.row import Row
-from halfstep.bench.settings import FAST
 from halfstep.errors import HalfstepError
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.measure import measure

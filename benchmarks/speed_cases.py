@@ -10,8 +10,7 @@ import torch
 from halfstep.bench.bench import Request
 from halfstep.bench.measure_row import Schedule
 from halfstep.bench.peers import peer_name, variants_of
-from halfstep.bench.problem import Problem, problem_for
-from halfstep.bench.settings import bench_config
+from halfstep.bench.problem import Problem, bench_config, problem_for
 from halfstep.config.schema import RunConfig
 from halfstep.hardware.facts import Hardware
 

@@ -16,17 +16,22 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
+from halfstep.hardware.memory import peak_memory_bytes, reset_peak
+
 GPT2 = "gpt2"
 WARM_UP, WINDOW = 20, 30
-READY = "ready"
+READY, GO, MEMORY = "ready", "go", "memory"
 T_95 = {6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 11: 2.201, 12: 2.179, 14: 2.145, 16: 2.120, 20: 2.086}
 """Student's t, two-sided 95 %, by degrees of freedom."""
+ENDLESS = 1_000_000
+"""Steps: a training process ends when its parent ends it."""
 
 
 @dataclass
@@ -49,9 +54,16 @@ class Trainer:
 
     def time_window(self) -> float:
         """Let it train for one window; return milliseconds per step."""
-        self.commands.write("go\n")
+        return float(self._ask(GO))
+
+    def read_peak_bytes(self) -> int:
+        """Return the peak memory of its steps so far, without those of the warm-up."""
+        return int(self._ask(MEMORY))
+
+    def _ask(self, command: str) -> str:
+        self.commands.write(f"{command}\n")
         self.commands.flush()
-        return float(self.read())
+        return self.read()
 
 
 def main() -> None:
@@ -119,25 +131,37 @@ def train(name: str, mode: str) -> None:
 
     gpt2 = Case(title="GPT-2 124M, 16×1024", workload="gpt2", batch_size=16, image_size=None, goal=Goal(), against=())
     case = {**CASES, GPT2: gpt2}[name]
-    num_steps = 0
-    started = 0.0
-
-    def after_step() -> None:
-        nonlocal num_steps, started
-        num_steps += 1
-        past = num_steps - WARM_UP
-        if past < 0 or past % WINDOW:
-            return
-        torch.cuda.synchronize()
-        answer(READY if past == 0 else f"{(time.perf_counter() - started) / WINDOW * 1e3}")
-        if not sys.stdin.readline():
-            raise SystemExit
-        started = time.perf_counter()
-
     with own_decisions():
         request = row_requests(case, (mode,))[f"halfstep {mode}"]
         hardware = speed.measure(speed.probe("cuda"))
-        only_runner(case, request, hardware).train(1_000_000, after_step)
+        only_runner(case, request, hardware).train(ENDLESS, WindowClock(WINDOW))
+
+
+class WindowClock:
+    """Called after each step of a training process: after the warm-up it times a window for each GO on stdin."""
+
+    def __init__(self, window: int, before_ready: Callable[[], None] = lambda: None) -> None:
+        self.window, self.before_ready = window, before_ready
+        self.num_steps = 0
+        self.started = 0.0
+
+    def __call__(self) -> None:
+        self.num_steps += 1
+        past = self.num_steps - WARM_UP
+        if past < 0 or past % self.window:
+            return
+        torch.cuda.synchronize()
+        if past == 0:
+            self.before_ready()
+            reset_peak(torch.device("cuda"))
+            answer(READY)
+        else:
+            answer(f"{(time.perf_counter() - self.started) / self.window * 1e3}")
+        while (command := sys.stdin.readline().strip()) == MEMORY:
+            answer(f"{peak_memory_bytes(torch.device('cuda'))}")
+        if command != GO:
+            raise SystemExit
+        self.started = time.perf_counter()
 
 
 def answer(text: str) -> None:

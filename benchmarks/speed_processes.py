@@ -21,8 +21,8 @@ import torch
 
 from halfstep.bench.apart import CacheWatch
 from halfstep.bench.bench import Request, runners
+from halfstep.bench.measure_row import Row
 from halfstep.bench.problem import Runner
-from halfstep.bench.row import Row
 from halfstep.errors import HardwareError
 from halfstep.hardware.clock import wait_for
 from halfstep.hardware.facts import Hardware

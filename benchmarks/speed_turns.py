@@ -28,10 +28,8 @@ from torch._dynamo.callback import CompilationCallbackHandler, callback_handler,
 from torch._inductor import config as inductor_config
 
 from halfstep.bench.bench import Request, measured, runners
-from halfstep.bench.measure_row import Pause, Schedule, not_measured
-from halfstep.bench.problem import Problem
-from halfstep.bench.row import Row
-from halfstep.bench.settings import Mode
+from halfstep.bench.measure_row import Pause, Row, Schedule, not_measured
+from halfstep.bench.problem import Mode, Problem
 from halfstep.hardware.clock import wait_for
 from halfstep.hardware.facts import Hardware
 from speed_cases import Case, problem_of, row_requests

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.bench.bench import Request, concluded, measured, runners
-from halfstep.bench.measure_row import Schedule
+from halfstep.bench.measure_row import Row, Schedule
 from halfstep.bench.problem import problem_for, step_flops
-from halfstep.bench.row import Row
 from halfstep.config.schema import RunConfig
 from profiled import Profiled
 from recording import finish_device_work, time_steps

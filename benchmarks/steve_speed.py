@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.bench.settings import bench_config
+from halfstep.bench.problem import bench_config
 from halfstep.config.schema import RunConfig
 from halfstep.workloads import KINDS
 from halfstep.workloads.base.workload import Batch, Workload

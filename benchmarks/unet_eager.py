@@ -41,7 +41,7 @@ def model_and_batch(layout: torch.memory_format = torch.channels_last) -> tuple[
 
 
 def guarded(precision: str, *, compiled: bool = False) -> Callable[[], object]:
-    # Each in the layout that halfstep's `auto` begins with: strict fp32 gained nothing by channels_last (docs/log.md).
+    # Each in the layout that halfstep's `auto` begins with: strict fp32 gained nothing by channels_last (NOTES.md).
     model, batch = model_and_batch(torch.contiguous_format if precision == "fp32" else torch.channels_last)
     plan = decide(precision, probe("cuda"), model, strict=True)
     optimizer = build_optimizer("adamw", parameter_groups(model, 0.01), lr=1e-4)

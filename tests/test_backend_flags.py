@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from halfstep.backend_flags import LEAVES, Fp32Mode, effective_leaves, fp32_mode, read_flags, write_flags
+from halfstep.backend_flags import LEAVES, Fp32Mode, fp32_mode, read_effective_leaves, read_flags, write_flags
 
 set_leaf = torch._C._set_fp32_precision_setter
 get_leaf = torch._C._get_fp32_precision_getter
@@ -33,7 +33,7 @@ def test_the_leaves_are_matmul_convolution_and_rnn_of_both_backends() -> None:
 @pytest.mark.parametrize("mode", ["ieee", "tf32"])
 def test_every_leaf_is_set_inside(mode: Fp32Mode) -> None:
     with fp32_mode(mode):
-        assert set(effective_leaves().values()) == {mode}
+        assert set(read_effective_leaves().values()) == {mode}
 
 
 @pytest.mark.parametrize(("mode", "is_tf32"), [("ieee", False), ("tf32", True)])
@@ -58,10 +58,14 @@ def start_states() -> dict[str, list[tuple[str, str, str]]]:
 def test_everything_is_put_back_exactly(state: str) -> None:
     for backend, op, value in start_states()[state]:
         set_leaf(backend, op, value)
-    raw, effective, parents = read_flags(), effective_leaves(), [get_leaf(*parent) for parent in PARENTS]
+    raw, effective, parents = read_flags(), read_effective_leaves(), [get_leaf(*parent) for parent in PARENTS]
     with fp32_mode("ieee"), fp32_mode("tf32"), fp32_mode("ieee"):
         pass
-    assert (read_flags(), effective_leaves(), [get_leaf(*parent) for parent in PARENTS]) == (raw, effective, parents)
+    assert (read_flags(), read_effective_leaves(), [get_leaf(*parent) for parent in PARENTS]) == (
+        raw,
+        effective,
+        parents,
+    )
 
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])

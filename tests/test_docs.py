@@ -22,8 +22,7 @@ from halfstep.config.aliases import KEY_ALIASES, PRECISION_KEYS
 from halfstep.config.keys import fields_of, sections_of
 from halfstep.config.statements import open_section_of
 from halfstep.data.seeds import Key
-from halfstep.guide.ask import read_answers
-from halfstep.guide.guide import QUESTIONS
+from halfstep.guide.guide import QUESTIONS, read_answers
 from halfstep.workloads import KINDS, load
 
 COMMANDS = get_command(app_with()).commands  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.errors import counted, first_line, format_bytes, suggested
+from halfstep.errors import format_bytes, format_count, suggested, summarise_error
 
 
 @pytest.mark.parametrize("folder", ["runs/unet", "runs/my unet", "it's here", "a$b", "ä ö", "-x"])
@@ -21,11 +21,11 @@ def test_a_plain_path_is_not_quoted() -> None:
 
 @pytest.mark.parametrize(("number", "words"), [(0, "0 files"), (1, "1 file"), (2, "2 files"), (2000, "2,000 files")])
 def test_one_thing_is_not_plural(number: int, words: str) -> None:
-    assert counted(number, "file") == words
+    assert format_count(number, "file") == words
 
 
 def test_irregular_plurals_are_given() -> None:
-    assert (counted(1, "class", "classes"), counted(3, "class", "classes")) == ("1 class", "3 classes")
+    assert (format_count(1, "class", "classes"), format_count(3, "class", "classes")) == ("1 class", "3 classes")
 
 
 @pytest.mark.parametrize(
@@ -49,4 +49,4 @@ def test_sizes_speak_in_the_decimal_unit_that_fits_them(num_bytes: int, short: s
 
 @pytest.mark.parametrize(("error", "line"), [(ValueError(), "ValueError"), (OSError("\nno\nmore"), "no")])
 def test_an_error_of_somebody_else_has_one_line_even_if_it_says_nothing(error: Exception, line: str) -> None:
-    assert first_line(error) == line
+    assert summarise_error(error) == line

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from halfstep.errors import FormatError
-from halfstep.formats import FORMATS, fate_of, format_named, round_value
+from halfstep.formats import FORMATS, find_fate, find_format, round_value
 
 TORCH_DTYPES = {
     "fp64": torch.float64,
@@ -59,7 +59,7 @@ def test_decimal_digits_count_the_implicit_bit() -> None:
 
 def test_an_unknown_format_names_the_nearest() -> None:
     with pytest.raises(FormatError, match="'bf61'") as caught:
-        format_named("bf61")
+        find_format("bf61")
     assert "bf16" in caught.value.fix
 
 
@@ -116,24 +116,24 @@ def test_overflow_is_infinity_where_the_format_has_one_and_nan_where_not() -> No
     ],
 )
 def test_a_written_number_meets_its_fate(written: str, name: str, kind: str, result: float) -> None:
-    fate = fate_of(written, FORMATS[name])
+    fate = find_fate(written, FORMATS[name])
     assert (fate.kind, fate.result) == (kind, result)
 
 
 def test_infinity_in_a_format_without_one_is_an_overflow_to_nan() -> None:
-    fate = fate_of("inf", FORMATS["fp8_e4m3"])
+    fate = find_fate("inf", FORMATS["fp8_e4m3"])
     assert fate.kind == "overflow"
     assert math.isnan(fate.result)
 
 
 def test_the_relative_error_is_against_the_number_as_written() -> None:
-    assert fate_of("0.1", FORMATS["bf16"]).relative_error == pytest.approx(9.765625e-4)
-    assert fate_of("1e-8", FORMATS["fp16"]).relative_error == 1.0
-    assert fate_of("inf", FORMATS["fp16"]).relative_error is None
+    assert find_fate("0.1", FORMATS["bf16"]).relative_error == pytest.approx(9.765625e-4)
+    assert find_fate("1e-8", FORMATS["fp16"]).relative_error == 1.0
+    assert find_fate("inf", FORMATS["fp16"]).relative_error is None
 
 
 @pytest.mark.parametrize("word", ["foo", "1/3", "", "1,5", "0x10"])
 def test_what_is_not_a_number_is_refused_with_the_word(word: str) -> None:
     with pytest.raises(FormatError, match="is not a number") as caught:
-        fate_of(word, FORMATS["fp16"])
+        find_fate(word, FORMATS["fp16"])
     assert repr(word) in caught.value.what

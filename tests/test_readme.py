@@ -10,7 +10,7 @@ from typer.main import get_command
 
 from doc_pages import PAGES, ROOT, shell_lines
 from halfstep.cli.main import app_with
-from halfstep.errors import OPTIONAL, install_command
+from halfstep.errors import OPTIONAL, suggest_install
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 INSTALLS = re.compile(r"pip install (.*)")
@@ -54,6 +54,6 @@ def test_the_readme_installs_what_every_workload_needs() -> None:
 def test_errors_ask_for_the_packages_of_the_extras() -> None:
     extras = {name: needed for name, needed in PROJECT["optional-dependencies"].items() if name != "dev"}
     assert sorted(name + version for name, version in OPTIONAL.items()) == sorted(sum(extras.values(), []))
-    assert shlex.split(install_command("torchao")) == ["pip", "install", *extras["fp8"]]
+    assert shlex.split(suggest_install("torchao")) == ["pip", "install", *extras["fp8"]]
     for path in (ROOT / "src").rglob("*.py"):
-        assert "halfstep[" not in path.read_text(), f"{path}: halfstep is on no index; use install_command"
+        assert "halfstep[" not in path.read_text(), f"{path}: halfstep is on no index; use suggest_install"

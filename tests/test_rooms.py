@@ -39,7 +39,7 @@ for room in ("use", "guide", "bench"):
     ROOMS[room] = ROOMS["run"] | {"run"}
 ROOMS["exercises"] = ROOMS["use"] | {"use"}
 ROOMS["cli"] = set(ROOMS)
-ROOMS["train"] = set(ROOMS)
+ROOMS["api"] = set(ROOMS)
 for room in set(ROOMS) - {"errors", "formats", "islands", "backend_flags", "disk"}:
     ROOMS[room] = ROOMS[room] | {"disk"}
 

@@ -11,8 +11,6 @@ Public names resolve on first use, so `import halfstep` loads nothing heavy:
 from __future__ import annotations
 
 import importlib
-import sys
-import types
 from typing import Any
 
 __version__ = "0.1.0"
@@ -30,7 +28,7 @@ _PUBLIC = {
     "probe": "halfstep.hardware.probe",
     "replay": "halfstep.own_loop.evidence",
     "simulate": "halfstep.precision.simulate",
-    "train": "halfstep.train",
+    "train": "halfstep.api",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]
@@ -49,18 +47,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-class _Package(types.ModuleType):
-    """`train` is the function always, although importing `halfstep.train` would put the module in its place."""
-
-    @property
-    def train(self) -> Any:
-        return __getattr__("train")
-
-    @train.setter
-    def train(self, module: types.ModuleType) -> None:
-        """The import system's word, which nobody needs: the module is found in sys.modules."""
-
-
-sys.modules[__name__].__class__ = _Package

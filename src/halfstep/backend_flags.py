@@ -58,7 +58,7 @@ def fp32_mode(mode: Fp32Mode) -> Iterator[None]:
         write_flags(before)
 
 
-def effective_leaves() -> dict[tuple[str, str], str]:
+def read_effective_leaves() -> dict[tuple[str, str], str]:
     """What each operation computes in right now, inherited values included."""
     return {leaf: _read(*leaf) for leaf in LEAVES}
 

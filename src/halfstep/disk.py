@@ -28,14 +28,14 @@ from halfstep.errors import CheckpointError
 
 
 @contextmanager
-def whole_file(path: Path, *, follows_links: bool = False) -> Iterator[Path]:
+def atomic_file(path: Path, *, follows_links: bool = False) -> Iterator[Path]:
     """A hidden file next to it to write; it becomes `path` in one rename, or vanishes, and what was there stays.
 
     A link is replaced: in a run folder of someone else it may name any file of the user. `follows_links` is for paths
     that the user gave: the link stays, and what it names is written."""
     path = Path(os.path.realpath(path)) if follows_links else path
-    remove_left_behind(path)
-    hidden = being_written(path)
+    remove_leftovers(path)
+    hidden = name_hidden(path)
     try:
         yield hidden
         flush(hidden)
@@ -46,10 +46,10 @@ def whole_file(path: Path, *, follows_links: bool = False) -> Iterator[Path]:
             hidden.unlink()
 
 
-def write_whole(path: Path, text: str, *, follows_links: bool = False) -> None:
+def write_atomically(path: Path, text: str, *, follows_links: bool = False) -> None:
     """The text of a small file."""
     try:
-        with whole_file(path, follows_links=follows_links) as hidden:
+        with atomic_file(path, follows_links=follows_links) as hidden:
             hidden.write_text(text, encoding="utf-8")
     except OSError as error:
         raise CheckpointError(
@@ -60,12 +60,12 @@ def write_whole(path: Path, text: str, *, follows_links: bool = False) -> None:
 
 
 @contextmanager
-def whole_folder(path: Path, *, replaces: bool = False, flushes: bool = True) -> Iterator[Path]:
+def atomic_folder(path: Path, *, replaces: bool = False, flushes: bool = True) -> Iterator[Path]:
     """A hidden folder to write into; it becomes `path` in one rename, or vanishes with the error.
 
     `replaces` removes an earlier one first; without `flushes` a power cut may cost the new one."""
-    remove_left_behind(path)
-    hidden = being_written(path)
+    remove_leftovers(path)
+    hidden = name_hidden(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir()
@@ -118,11 +118,11 @@ def _checksum(document: Mapping[str, Any]) -> int:
 A_DAY_S = 24 * 3600
 
 
-def being_written(path: Path) -> Path:
+def name_hidden(path: Path) -> Path:
     return path.with_name(f".writing-{path.name}-{_machine()}-{os.getpid()}")
 
 
-def remove_left_behind(path: Path) -> None:
+def remove_leftovers(path: Path) -> None:
     """What processes that are gone have not finished under this name; never what a living one writes."""
     for left in path.parent.glob(f".writing-{glob.escape(path.name)}-*"):
         named = re.fullmatch(r"-([0-9a-f]{8})-(\d+)", left.name.removeprefix(f".writing-{path.name}"))
@@ -168,7 +168,7 @@ def _machine() -> str:
 # --- names ---
 
 
-def unused(path: Path, ending: str = "") -> Path:
+def find_unused_path(path: Path, ending: str = "") -> Path:
     """A name that nothing has: `path`, or with a number in front of its ending (`NAME-2.png`) where it is taken."""
     numbered = (path.with_name(f"{path.name.removesuffix(ending)}-{k}{ending}") for k in itertools.count(2))
     return next(one for one in itertools.chain([path], numbered) if not one.exists())
@@ -178,7 +178,7 @@ DRY_PREFIX = "halfstep-dry-"
 """Of the folders that --dry trains in and removes."""
 
 
-def is_dry(run: Path) -> bool:
+def is_dry_run(run: Path) -> bool:
     """Whether a run's folder is gone when its command ends."""
     return run.parent.name.startswith(DRY_PREFIX)
 
@@ -198,7 +198,7 @@ GONE = (errno.EPIPE, errno.EIO)
 """The reader left (`| head`), or the terminal was closed."""
 
 
-def drop(file: int) -> None:
+def redirect_to_null(file: int) -> None:
     """From here on this file is /dev/null."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, file)
@@ -214,7 +214,7 @@ def normalise_path(path: str) -> str:
     return short if os.path.realpath(short) == os.path.realpath(path) else path
 
 
-def absolute_path(path: str | Path) -> Path:
+def make_absolute(path: str | Path) -> Path:
     """The same place from any working folder; `~` is the home folder."""
     return Path(normalise_path(str(Path(path).expanduser().absolute())))
 
@@ -222,14 +222,14 @@ def absolute_path(path: str | Path) -> Path:
 # --- room, ownership ---
 
 
-def free_bytes(path: Path) -> int:
+def get_free_bytes(path: Path) -> int:
     """Of the disk on which `path` is, or will be."""
     place = next(place for place in (path, *path.absolute().parents) if place.is_dir())
     return shutil.disk_usage(place).free
 
 
 @contextmanager
-def turn_at(path: Path) -> Iterator[None]:
+def take_turn(path: Path) -> Iterator[None]:
     """Processes that would make the same file, as those of one run do, take turns: the second finds it made."""
     import fcntl
 
@@ -243,7 +243,7 @@ def turn_at(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def owned(folder: Path) -> Iterator[None]:
+def own_folder(folder: Path) -> Iterator[None]:
     """This process alone writes here; the system gives the lock back however the process ends."""
     import fcntl  # not on Windows, where a stored run can still be read
 
@@ -263,7 +263,7 @@ def owned(folder: Path) -> Iterator[None]:
         yield
 
 
-def is_owned(folder: Path) -> bool | None:
+def is_folder_owned(folder: Path) -> bool | None:
     """Whether another process holds it; None where that cannot be told. The lock itself stays as it is."""
     try:
         import fcntl
@@ -280,13 +280,13 @@ def is_owned(folder: Path) -> bool | None:
 # --- the environment ---
 
 
-def cache_directory(environment: Mapping[str, str] = os.environ) -> Path:
+def find_cache_directory(environment: Mapping[str, str] = os.environ) -> Path:
     """Where measurements and choices are kept: XDG_CACHE_HOME, or what the platform uses."""
     defaults = {"darwin": Path.home() / "Library" / "Caches", "win32": Path.home() / "AppData" / "Local"}
     default = defaults.get(sys.platform, Path.home() / ".cache")
     return Path(environment.get("XDG_CACHE_HOME") or default) / "halfstep"
 
 
-def variable(name: str) -> str:
+def read_variable(name: str) -> str:
     """One of torch's own; empty where it is not set."""
     return os.environ.get(name, "")

@@ -34,7 +34,7 @@ class HalfstepError(Exception):
     """Whether another process shows it; None where they have not agreed on that."""
 
     def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
-        self.what, self.why, self.fix = printable(what), printable(why), printable(fix)
+        self.what, self.why, self.fix = make_printable(what), make_printable(why), make_printable(fix)
         super().__init__(self.what)
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class HalfstepError(Exception):
         return _rebuild, (type(self), self.what, self.why, self.fix)
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """Text as any screen, file or JSON takes it: of a file name that is not UTF-8, each odd byte as `\\xe9`."""
     try:
         text.encode()
@@ -119,12 +119,12 @@ class Interrupted(HalfstepError):
         self.exit_code = exit_code
 
 
-def first_line(error: BaseException) -> str:
+def summarise_error(error: BaseException) -> str:
     """What somebody else's error says, without the pages below it; one that says nothing has its name."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def refused_code(error: BaseException | None) -> str:
+def explain_refused_pickle(error: BaseException | None) -> str:
     """Return which Python object torch, loading tensors only, refused to make from a file; empty for other errors.
 
     torch raises the same class for objects and for damaged files, and its text advises to switch the check off.
@@ -149,7 +149,7 @@ def nearest(name: str, valid: Iterable[str], *, count: int = 3) -> str:
 
 def suggested(*words: object) -> str:
     """A command to suggest, as a shell takes it: `halfstep evaluate 'runs/my unet'`."""
-    return printable(shlex.join(["halfstep", *map(str, words)]))
+    return make_printable(shlex.join(["halfstep", *map(str, words)]))
 
 
 OPTIONAL = {
@@ -173,7 +173,7 @@ OF_THE_COMMANDS = {"pydantic": "pydantic", "yaml": "pyyaml", "rich": "rich", "ty
 """What the command line and the workloads need and hs.Step does not: modules, and the packages that hold them."""
 
 
-def install_command(*packages: str) -> str:
+def suggest_install(*packages: str) -> str:
     """Return the command that installs optional packages, from a clone or anywhere else.
 
     halfstep is on no package index, and `-c constraints.txt -e '.[EXTRA]'` could replace the user's torch.
@@ -186,10 +186,10 @@ def explain_missing(error: ModuleNotFoundError, what: str) -> ImportError | None
     package = OF_THE_COMMANDS.get((error.name or "").partition(".")[0])
     if package is None:
         return None
-    return ImportError(f"{what} needs {package}, which is not installed: {install_command(*OF_THE_COMMANDS.values())}")
+    return ImportError(f"{what} needs {package}, which is not installed: {suggest_install(*OF_THE_COMMANDS.values())}")
 
 
-def counted(number: int, thing: str, things: str = "") -> str:
+def format_count(number: int, thing: str, things: str = "") -> str:
     """`1 file`, `2,000 files`, `3 classes`."""
     return f"{number:,} {thing if number == 1 else things or thing + 's'}"
 
@@ -198,14 +198,14 @@ BYTE_UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 """Decimal, as vendors and papers print them."""
 
 
-def byte_unit(num_bytes: float) -> tuple[str, float]:
+def choose_byte_unit(num_bytes: float) -> tuple[str, float]:
     """The unit that speaks of so many bytes, and its bytes; 999.5 MB would round to 1000."""
     return next((one for one in BYTE_UNITS if abs(num_bytes) >= 0.9995 * one[1]), BYTE_UNITS[-1])
 
 
 def format_bytes(num_bytes: float, *, digits: int = 0) -> str:
     """`4.8 GB`, `12 MB`; `digits` significant ones where sizes are compared: `4.81 GB`."""
-    unit, size = byte_unit(num_bytes)
+    unit, size = choose_byte_unit(num_bytes)
     value = num_bytes / size
     if digits and unit != "B":
         shown = max(digits - len(f"{abs(value):.0f}"), 0)

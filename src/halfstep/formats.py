@@ -84,7 +84,7 @@ FP8_E5M2 = Format(name="fp8_e5m2", exponent_bits=5, mantissa_bits=2, storage_bit
 FORMATS: dict[str, Format] = {f.name: f for f in (FP64, FP32, TF32, BF16, FP16, FP8_E4M3, FP8_E5M2)}
 
 
-def format_named(name: str) -> Format:
+def find_format(name: str) -> Format:
     """The format of this name, or an error with the nearest ones."""
     try:
         return FORMATS[name.lower()]
@@ -121,7 +121,7 @@ class Fate:
     """Against the number as it was written; None where either is not finite."""
 
 
-def fate_of(written: str, fmt: Format) -> Fate:
+def find_fate(written: str, fmt: Format) -> Fate:
     """What `fmt` makes of a number as a person writes it: `0.1` is rounded even by fp64."""
     try:
         x = float(written)

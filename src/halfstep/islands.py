@@ -46,7 +46,7 @@ def fp32_island() -> Iterator[None]:
             _HERE.depth -= 1
 
 
-def on_island() -> bool:
+def is_on_island() -> bool:
     """Whether this code runs on an island. Compiled code does not know."""
     return _HERE.depth > 0
 
@@ -71,7 +71,7 @@ def to_fp32(value: T) -> T:
     return value
 
 
-def matmul_dtype(x: torch.Tensor) -> torch.dtype:
+def get_matmul_dtype(x: torch.Tensor) -> torch.dtype:
     """What matmuls with `x` compute in here: autocast's format where it is on, else that of `x`. Tensors without
     storage, on which operations are counted, know no autocast."""
     device = x.device.type

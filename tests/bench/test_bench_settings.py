@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from halfstep.bench.problem import bench_config, default_precisions, in_precision, run_by, stated_rows
 from halfstep.bench.record import reduced_model
-from halfstep.bench.settings import bench_config, default_precisions, in_precision, run_by, stated_rows
 from halfstep.errors import ConfigError
 from halfstep.hardware.gpus import known_gpu
 from halfstep.workloads import load

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from halfstep.bench.explain import StepFacts, explained
-from halfstep.bench.explain_trace import Event, Trace, covered_us
+from halfstep.bench.step_profile import Event, Trace, covered_us
 
 RELU = "void at::native::vectorized_elementwise_kernel<4, at::native::launch_clamp_scalar>"
 CONV = "sm90_xmma_fprop_implicit_gemm_bf16"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import halfstep
-from halfstep.bench.explain_kernels import (
+from halfstep.bench.step_profile import (
     MEMORY_BOUND,
     OWN_RULES,
     Kind,

@@ -7,16 +7,14 @@ import dataclasses
 import pytest
 import torch
 
-from halfstep.bench.explain import NotExplained, explain_rows, facts_of, refuse_unexplainable
-from halfstep.bench.ours import Ours
+from halfstep.bench.bench import Ours
+from halfstep.bench.explain import Explanation, NotExplained, explain_rows, facts_of, refuse_unexplainable
+from halfstep.bench.measure_row import Row
 from halfstep.bench.peers import peers
-from halfstep.bench.problem import AfterStep, Problem, problem_for
-from halfstep.bench.row import Row
-from halfstep.bench.settings import bench_config
+from halfstep.bench.problem import AfterStep, Problem, bench_config, problem_for
 from halfstep.errors import ConfigError
 from halfstep.hardware.facts import Hardware, Measurement
 from halfstep.hardware.probe import probe
-from halfstep.report.explain_view import Explanation
 
 FLOPS = 10**6
 SIZE = ["model.base_channels=4", "model.depth=1", "train.batch_size=2", "data.image_size=16"]

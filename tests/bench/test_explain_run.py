@@ -11,12 +11,10 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from halfstep.bench.explain import StepFacts, explain
-from halfstep.bench.explain_kernels import Kind
-from halfstep.bench.explain_trace import WARM_UP_STEPS
+from halfstep.bench.explain import Explanation, StepFacts, explain, explain_view
 from halfstep.bench.problem import AfterStep
+from halfstep.bench.step_profile import WARM_UP_STEPS, Kind
 from halfstep.errors import ConfigError, HardwareError
-from halfstep.report.explain_view import Explanation, explain_view
 
 STEPS = 4
 

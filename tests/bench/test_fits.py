@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from halfstep.bench.problem import refuse_too_large
-from halfstep.bench.settings import bench_config
+from halfstep.bench.problem import bench_config, refuse_too_large
 from halfstep.config.schema import RunConfig
 from halfstep.errors import MemoryLimitError
 from halfstep.hardware.facts import Hardware

@@ -16,14 +16,11 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.utils import clear_caches, fresh_cache
 
-from halfstep.backend_flags import effective_leaves
+from halfstep.backend_flags import read_effective_leaves
 from halfstep.bench.apart import CacheWatch, apart
-from halfstep.bench.bench import Request, bench, loss_reference, loss_warnings, runners
-from halfstep.bench.measure_row import Schedule, measured_row, why_not
-from halfstep.bench.ours import Ours
-from halfstep.bench.problem import AfterStep, Problem, problem_for
-from halfstep.bench.row import Row
-from halfstep.bench.settings import bench_config
+from halfstep.bench.bench import Ours, Request, bench, loss_reference, loss_warnings, runners
+from halfstep.bench.measure_row import Row, Schedule, measured_row, why_not
+from halfstep.bench.problem import AfterStep, Problem, bench_config, problem_for
 from halfstep.errors import ConfigError, HardwareError
 from halfstep.hardware.facts import Measurement
 from halfstep.hardware.probe import probe
@@ -142,7 +139,7 @@ def test_each_row_trains_in_a_thread_of_its_own_with_backward_and_without_the_la
 
 
 def test_switches_that_a_runner_turns_are_turned_back(problem: Problem) -> None:
-    before = effective_leaves(), torch.backends.cudnn.benchmark
+    before = read_effective_leaves(), torch.backends.cudnn.benchmark
 
     def meddle() -> None:
         torch.set_float32_matmul_precision("medium")
@@ -150,7 +147,7 @@ def test_switches_that_a_runner_turns_are_turned_back(problem: Problem) -> None:
         torch.set_grad_enabled(False)
 
     measured_row(Somebody(each_step=meddle), problem, SHORT)
-    assert (effective_leaves(), torch.backends.cudnn.benchmark) == before
+    assert (read_effective_leaves(), torch.backends.cudnn.benchmark) == before
     assert torch.is_grad_enabled()
 
 

@@ -20,9 +20,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.backend_flags import effective_leaves, read_flags
-from halfstep.bench.peer_setup import PeerMissing, PeerSetup, isolated
-from halfstep.bench.peers import PEERS, peers
+from halfstep.backend_flags import read_effective_leaves, read_flags
+from halfstep.bench.peers import PEERS, PeerMissing, PeerSetup, isolated, peers
 from halfstep.bench.problem import Batch, Problem, Runner
 from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError
 from halfstep.kernels.fast_forms import FORMS, forced, wanted
@@ -227,7 +226,7 @@ def test_tuned_means_channels_last_but_for_strict_fp32_on_cuda_where_no_gain_is_
 def test_fp32_is_strict_and_tf32_is_not_while_a_peer_trains(name: str, precision: str, mode: str) -> None:
     seen: list[set[str]] = []
     for runner in runners(name, Watched().problem, precision):
-        runner.train(1, lambda: seen.append(set(effective_leaves().values())))
+        runner.train(1, lambda: seen.append(set(read_effective_leaves().values())))
     assert seen == [{mode}, {mode}]
 
 

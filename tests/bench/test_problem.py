@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfstep.bench.problem import Problem, RandomSamples, problem_for, random_workload, step_flops
-from halfstep.bench.settings import bench_config
+from halfstep.bench.problem import Problem, RandomSamples, bench_config, problem_for, random_workload, step_flops
 from halfstep.run.memory.planned_step import planned_step
 from halfstep.tune.trials import first_batch
 

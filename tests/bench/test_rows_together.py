@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from halfstep.bench.bench import clock_warning, concluded, drift_warning, loss_reference, loss_warnings, with_speedups
+from halfstep.bench.measure_row import Row
 from halfstep.bench.record import command_line, refuse_to_overwrite, results
-from halfstep.bench.row import Row
 from halfstep.errors import ConfigError
 from halfstep.hardware.gpus import known_gpu
 

@@ -17,9 +17,8 @@ import pytest
 import torch
 from torch._inductor import config as inductor_config
 
-from halfstep.bench.problem import problem_for
-from halfstep.bench.row import Row
-from halfstep.bench.settings import bench_config
+from halfstep.bench.measure_row import Row
+from halfstep.bench.problem import bench_config, problem_for
 from halfstep.hardware.probe import probe
 from warm_processes import FORKED
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from halfstep.bench import bench as bench_module
-from halfstep.bench.row import Row
+from halfstep.bench.measure_row import Row
 from halfstep.cli.main import main
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
@@ -170,7 +170,7 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
 ) -> None:
     for module in (name, "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr("halfstep.cli.bench_rows.bench", None)  # whoever calls it fails otherwise than asked for
+    monkeypatch.setattr("halfstep.bench.bench.bench", None)  # whoever calls it fails otherwise than asked for
     assert exit_code(*FP32, "--against", f"plain,{name}") == 2
     assert f"pip install {name}" in capsys.readouterr().err
 

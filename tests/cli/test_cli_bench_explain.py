@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from halfstep.bench import explain as explain_module
-from halfstep.bench.explain_kernels import Kind
+from halfstep.bench.explain import Explanation
+from halfstep.bench.step_profile import Kind
 from halfstep.cli.main import main
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
-from halfstep.report.explain_view import Explanation
 from warm_processes import process
 
 TINY = ["bench", "unet", "model.base_channels=4", "model.depth=1", "--batch-size", "2", "--image-size", "16"]
@@ -43,7 +43,7 @@ def test_a_row_is_taken_apart_into_json_and_a_file(tmp_path: Path, capsys: pytes
 def test_an_explanation_is_shown_whatever_becomes_of_saving_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("halfstep.cli.bench_rows.save_record", None)
+    monkeypatch.setattr("halfstep.bench.record.save", None)
     with pytest.raises(TypeError):
         main([*EXPLAIN, "--precisions", "fp32", "--save", str(tmp_path / "kinds.json")])
     assert "halfstep eager fp32" in capsys.readouterr().out
@@ -115,7 +115,7 @@ def test_what_cannot_be_explained_at_all_is_refused_before_anything_is_measured(
     def measured(*_: object) -> None:
         raise AssertionError("measured")
 
-    monkeypatch.setattr("halfstep.cli.bench_rows.measured_once", measured)
+    monkeypatch.setattr("halfstep.hardware.cache.measured_once", measured)
     with pytest.raises(SystemExit) as ended:
         main([*TINY, "--device", "cpu", "--precisions", "fp32", "--explain", *wrong])
     assert ended.value.code == 2

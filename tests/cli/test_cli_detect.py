@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from halfstep.cli.main import main
-from halfstep.disk import cache_directory
+from halfstep.disk import find_cache_directory
 from halfstep.hardware import measure
 from halfstep.hardware.driver import Accelerator, Driver, Processor
 from halfstep.hardware.gpus import KNOWN
@@ -184,6 +184,6 @@ def test_a_mistake_is_explained_and_exits_with_two(
 
 
 def test_the_cache_follows_xdg_and_else_the_platform() -> None:
-    assert cache_directory({"XDG_CACHE_HOME": "/somewhere"}) == Path("/somewhere/halfstep")
-    assert cache_directory({}).name == "halfstep"
-    assert cache_directory({"XDG_CACHE_HOME": ""}).is_relative_to(Path.home())
+    assert find_cache_directory({"XDG_CACHE_HOME": "/somewhere"}) == Path("/somewhere/halfstep")
+    assert find_cache_directory({}).name == "halfstep"
+    assert find_cache_directory({"XDG_CACHE_HOME": ""}).is_relative_to(Path.home())

@@ -13,7 +13,7 @@ from data.picture_folders import write_split
 from data.test_idx import write_idx
 from diffusion_tiny import pictures, vae_folder
 from halfstep.cli.main import main
-from halfstep.data.pack_folder import PackingBar
+from halfstep.data.packed import PackingBar
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:

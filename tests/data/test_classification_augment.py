@@ -7,8 +7,8 @@ from PIL import Image
 from torch import Tensor
 
 from data.picture_folders import smooth_picture
-from halfstep.data.classification_augment import MEAN, STD, ImageChanges, model_images
-from halfstep.data.crops import CropRange, centre_boxes, random_boxes, uniform
+from halfstep.data.image_samples import CropRange, centre_boxes, random_boxes, uniform
+from halfstep.workloads.classification.augment import MEAN, STD, ImageChanges, model_images
 
 
 def batch_of(size: int = 48, count: int = 4) -> dict[str, Tensor]:

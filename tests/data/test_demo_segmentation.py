@@ -8,8 +8,8 @@ from colour_threshold import best_threshold_iou
 from halfstep.data.files import BadFiles
 from halfstep.data.layouts import PairLayout
 from halfstep.errors import DataError
+from halfstep.workloads.segmentation.data import Split, find_split
 from halfstep.workloads.segmentation.demo import write_demo
-from halfstep.workloads.segmentation.pairs import Split, find_split
 
 
 def contents(folder: Path) -> dict[str, bytes]:

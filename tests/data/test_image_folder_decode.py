@@ -10,10 +10,10 @@ import torch
 from PIL import Image
 
 from data.picture_folders import smooth_picture, write_split
-from halfstep.data.decode import ORIENTATION, open_picture
 from halfstep.data.files import BadFiles
-from halfstep.data.folder_samples import OPEN_AT_ONCE, EvaluationFiles, TrainingFiles
 from halfstep.data.image_folder import FolderLayout, Listing, check_images, find_images
+from halfstep.data.image_samples import OPEN_AT_ONCE, EvaluationFiles, TrainingFiles
+from halfstep.data.images import ORIENTATION, open_picture
 from halfstep.data.loader import Loader
 from halfstep.errors import DataError
 

@@ -9,7 +9,7 @@ import pytest
 
 from data.picture_folders import smooth_picture
 from halfstep.data.image_folder import FolderLayout, ImageFolder, find_images
-from halfstep.data.pack_folder import PackSettings, fingerprint
+from halfstep.data.packed import PackSettings, fingerprint
 from halfstep.errors import DataError
 
 

@@ -10,14 +10,22 @@ import pytest
 import torch
 
 from data.picture_folders import smooth_picture, write_split
-from halfstep.data.classification_augment import ImageChanges, model_images
-from halfstep.data.folder_samples import EvaluationFiles, TrainingFiles
 from halfstep.data.image_folder import FolderLayout, ImageFolder, find_images
+from halfstep.data.image_samples import EvaluationFiles, EvaluationImages, TrainingFiles, TrainingImages
 from halfstep.data.loader import Loader
-from halfstep.data.pack_folder import PackSettings, check_room, default_pack_path, open_or_pack, pack
-from halfstep.data.packed import PIXELS_AT, open_pack, partial_file, read_index
-from halfstep.data.stored_images import EvaluationImages, TrainingImages
+from halfstep.data.packed import (
+    PIXELS_AT,
+    PackSettings,
+    check_room,
+    default_pack_path,
+    open_or_pack,
+    open_pack,
+    pack,
+    partial_file,
+    read_index,
+)
 from halfstep.errors import DataError
+from halfstep.workloads.classification.augment import ImageChanges, model_images
 from warm_processes import process
 from whole_runs import small_disk
 

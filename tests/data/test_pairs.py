@@ -7,7 +7,7 @@ import pytest
 from halfstep.data.files import BadFiles
 from halfstep.data.layouts import PairLayout
 from halfstep.errors import DataError
-from halfstep.workloads.segmentation.pairs import Pair, Split, find_split, split_pairs
+from halfstep.workloads.segmentation.data import Pair, Split, find_split, split_pairs
 
 
 def touch(root: Path, *names: str) -> None:

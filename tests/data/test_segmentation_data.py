@@ -10,7 +10,7 @@ from PIL import Image
 from halfstep.data.files import BadFiles
 from halfstep.data.images import describe_outliers, read_image, scale_for
 from halfstep.errors import DataError
-from halfstep.workloads.segmentation.data import ImageFormat, Scan, SegmentationData, discover_values, scan_pairs
+from halfstep.workloads.segmentation.data import ImageFormat, Pair, Scan, SegmentationData, discover_values, scan_pairs
 from halfstep.workloads.segmentation.masks import (
     IGNORED,
     MaskTable,
@@ -20,7 +20,6 @@ from halfstep.workloads.segmentation.masks import (
     table_of,
     values_in,
 )
-from halfstep.workloads.segmentation.pairs import Pair
 
 GRAY = np.arange(48, dtype=np.uint8).reshape(6, 8)
 BINARY = MaskTable(values=(0, 255))

@@ -13,9 +13,8 @@ from video_sets import clip, shards
 
 from halfstep.data.files import BadFiles
 from halfstep.errors import DataError
-from halfstep.workloads.slots.shards import expand_braces, find_shards
 from halfstep.workloads.slots.video_layouts import find_videos
-from halfstep.workloads.slots.videos import ShardVideos
+from halfstep.workloads.slots.videos import ShardVideos, expand_braces, find_shards
 
 
 def test_braces_are_expanded_as_a_shell_does() -> None:

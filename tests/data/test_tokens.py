@@ -13,14 +13,15 @@ from halfstep.data.files import BadFiles
 from halfstep.data.loader import Loader
 from halfstep.errors import DataError
 from halfstep.workloads.language.text_files import TextFiles, find_texts
-from halfstep.workloads.language.token_cache import default_cache, open_or_tokenise
 from halfstep.workloads.language.tokenizers import Bytes, Characters
 from halfstep.workloads.language.tokens import (
     Tokens,
     TokenSamples,
+    default_cache,
     find_token_files,
     nanogpt_tokenizer,
     open_ids,
+    open_or_tokenise,
     open_tokens,
 )
 from whole_runs import small_disk
@@ -312,8 +313,8 @@ def test_documents_are_parted_by_their_end_and_a_text_is_tokenised_once(tmp_path
 def test_a_long_text_is_the_same_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "".join(f"line {number}\n\n word word\nx" for number in range(200))
     (tmp_path / "long.txt").write_text(text)
-    monkeypatch.setattr("halfstep.workloads.language.token_cache.PIECE", 40)
-    monkeypatch.setattr("halfstep.workloads.language.token_cache.CHECKED_BYTES", 512)
+    monkeypatch.setattr("halfstep.workloads.language.tokens.PIECE", 40)
+    monkeypatch.setattr("halfstep.workloads.language.tokens.CHECKED_BYTES", 512)
     train, val = open_or_tokenise(texts_at(tmp_path), Bytes(), tmp_path / "cache")
     assert bytes([*train.read(0, len(train)), *val.read(0, len(val))]).decode() == text
 

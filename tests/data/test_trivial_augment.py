@@ -12,9 +12,8 @@ from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
 from data.picture_folders import smooth_picture
-from halfstep.data.classification_augment import ImageChanges, model_images
-from halfstep.data.trivial_augment import CHANGES, trivially_augmented
 from halfstep.workloads import load
+from halfstep.workloads.classification.augment import CHANGES, ImageChanges, model_images, trivially_augmented
 
 SIDE = 64
 WITHOUT_STRENGTH = ("stretch", "equalise")

@@ -13,7 +13,7 @@ from video_sets import clip, frame_folder, shards, steve_folder
 
 from halfstep.data.files import BadFiles
 from halfstep.errors import DataError
-from halfstep.workloads.slots.clips import ClipForm, ClipSamples, crop_box, long_enough
+from halfstep.workloads.slots.data import ClipForm, ClipSamples, crop_box, long_enough
 from halfstep.workloads.slots.video_layouts import DECODERS, find_videos, read_frames, video_facts
 
 ERROR = BadFiles("error")

@@ -11,8 +11,9 @@ import pytest
 from halfstep.cli.main import main
 from halfstep.data.binary_sets import ROW_BYTES as RECORD
 from halfstep.errors import DataError
-from halfstep.exercises import benchmark_formats, small_cnn
-from halfstep.exercises.small_cnn import generated, read_cifar
+from halfstep.exercises import benchmark_formats
+from halfstep.exercises import benchmark_formats as small_cnn
+from halfstep.exercises.benchmark_formats import generated, read_cifar
 from halfstep.workloads import load
 
 
@@ -71,7 +72,7 @@ def test_cifars_binary_batches_are_read_as_they_unpack(tmp_path: Path) -> None:
 def test_so_many_test_pictures_as_two_minutes_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written_cifar(tmp_path / "cifar")
     monkeypatch.setattr(small_cnn, "MOST_TESTED", 7)
-    config = load("halfstep.exercises.small_cnn:KIND", overrides=[f"data.dir={tmp_path / 'cifar'}"]).config
+    config = load("halfstep.exercises.benchmark_formats:KIND", overrides=[f"data.dir={tmp_path / 'cifar'}"]).config
     built = small_cnn.build(config)
     assert (len(built.train_samples), len(built.val_samples)) == (40, 7)
 

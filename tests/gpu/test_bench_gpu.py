@@ -10,12 +10,9 @@ import pytest
 import torch
 
 from halfstep.bench.apart import clock_limits, shared_with
-from halfstep.bench.bench import LOSS_BOUND, Request, bench
-from halfstep.bench.measure_row import Schedule, StepTimer, measured_row
-from halfstep.bench.ours import Ours
-from halfstep.bench.problem import Problem, problem_for, step_flops
-from halfstep.bench.row import Row
-from halfstep.bench.settings import bench_config
+from halfstep.bench.bench import LOSS_BOUND, Ours, Request, bench
+from halfstep.bench.measure_row import Row, Schedule, StepTimer, measured_row
+from halfstep.bench.problem import Problem, bench_config, problem_for, step_flops
 from halfstep.hardware.probe import probe
 
 pytestmark = pytest.mark.gpu

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfstep.bench.explain import StepFacts, explain
-from halfstep.bench.explain_kernels import Kind
+from halfstep.bench.explain import Explanation, StepFacts, explain
 from halfstep.bench.problem import AfterStep
-from halfstep.report.explain_view import Explanation
+from halfstep.bench.step_profile import Kind
 from halfstep.workloads.segmentation.unet import UNet
 
 pytestmark = pytest.mark.gpu

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from data.picture_folders import write_split
-from halfstep.data.classification_augment import ImageChanges, model_images
-from halfstep.data.folder_samples import TrainingFiles
 from halfstep.data.image_folder import FolderLayout, find_images
+from halfstep.data.image_samples import TrainingFiles, TrainingImages
 from halfstep.data.loader import Loader, Samples
-from halfstep.data.pack_folder import PackSettings, pack
+from halfstep.data.packed import PackSettings, pack
 from halfstep.data.prefetch import prefetch
-from halfstep.data.stored_images import TrainingImages
+from halfstep.workloads.classification.augment import ImageChanges, model_images
 from no_waiting import no_host_wait
 
 pytestmark = pytest.mark.gpu

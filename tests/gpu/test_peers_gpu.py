@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.backend_flags import effective_leaves
+from halfstep.backend_flags import read_effective_leaves
 from halfstep.bench.peers import peers
 from halfstep.bench.problem import Batch, Problem
 from halfstep.tune.fresh_thread import in_fresh_thread
@@ -92,7 +92,7 @@ def test_a_peer_trains_as_fp32_on_the_host_does(name: str, precision: str, bound
 def test_strict_fp32_holds_inside_a_peer(name: str) -> None:
     seen: list[set[str]] = []
     for runner in peers([name], tiny_problem(), "fp32"):
-        runner.train(1, lambda: seen.append(set(effective_leaves().values())))
+        runner.train(1, lambda: seen.append(set(read_effective_leaves().values())))
     assert seen == [{"ieee"}, {"ieee"}]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from capture import captured
-from halfstep.backend_flags import effective_leaves, fp32_mode, read_flags
+from halfstep.backend_flags import fp32_mode, read_effective_leaves, read_flags
 from halfstep.hardware.probe import probe
 from halfstep.islands import fp32_island, to_fp32
 from halfstep.precision.decide import decide
@@ -135,7 +135,12 @@ def test_contexts_on_cuda_leave_nothing_behind(name: str) -> None:
     plan = plan_for(name)
 
     def state() -> tuple[Any, ...]:
-        return read_flags(), effective_leaves(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        return (
+            read_flags(),
+            read_effective_leaves(),
+            torch.is_autocast_enabled("cuda"),
+            torch.get_autocast_dtype("cuda"),
+        )
 
     before = state()
     with plan.forward(), plan.forward():

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from halfstep.formats import format_named
+from halfstep.formats import find_format
 from halfstep.precision.simulate import simulate, simulated_kernels
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))
@@ -60,7 +60,7 @@ def on_cuda(inputs: list[Tensor], backend: SDPBackend, *, is_causal: bool) -> li
 
 def compare(label: str, format: str, ours: Tensor, native: Tensor) -> tuple[float, float]:
     share = share_off(ours, native)
-    ulps = ulps_apart(ours, native, format_named(format).spacing_at_1, terms=MEAN_MAGNITUDE)
+    ulps = ulps_apart(ours, native, find_format(format).spacing_at_1, terms=MEAN_MAGNITUDE)
     print(f"\n{label} {format}: {share:.2%} of elements off, at most {ulps:.2f} ulp")
     return share, ulps
 
@@ -77,9 +77,9 @@ def test_simulation_equals_cuda_flash_attention_within_one_block_of_keys(format:
     assert ulps <= 1
     for name, our_grad, native_grad in zip("qkv", our_grads, native_grads, strict=True):
         distance = ((our_grad.float() - native_grad.float()).norm() / native_grad.float().norm()).item()
-        print(f"  gradient of {name}: {distance / format_named(format).spacing_at_1:.2f} spacings")
+        print(f"  gradient of {name}: {distance / find_format(format).spacing_at_1:.2f} spacings")
         # The GPU kernel rounds P and dS to half for its products, ours rounds its results only.
-        assert distance <= format_named(format).spacing_at_1
+        assert distance <= find_format(format).spacing_at_1
 
 
 @formats

@@ -17,12 +17,31 @@ from rich.console import Console
 
 from data import data_sets
 from data.picture_folders import smooth_picture, write_classes, write_split
-from halfstep.errors import ConfigError, DataError, Interrupted, counted
-from halfstep.guide.ask import Prompt, Question, path_in, read_answers
+from halfstep.errors import ConfigError, DataError, Interrupted, format_count
 from halfstep.guide.data import DataLook, describe, look_at, look_at_demo, save_grid
-from halfstep.guide.guide import FAMILIES, QUESTIONS, TASK, new_yaml_file, with_task, write_new
-from halfstep.guide.rules import Rate, Situation, batch, duration, learning_rate, training_rate, workers
-from halfstep.guide.suggest import ORDER, suggestions
+from halfstep.guide.guide import (
+    FAMILIES,
+    QUESTIONS,
+    TASK,
+    Prompt,
+    Question,
+    new_yaml_file,
+    path_in,
+    read_answers,
+    with_task,
+    write_new,
+)
+from halfstep.guide.suggest import (
+    ORDER,
+    Rate,
+    Situation,
+    batch,
+    duration,
+    learning_rate,
+    suggestions,
+    training_rate,
+    workers,
+)
 from halfstep.guide.trial import Trial, Trials, measured_trial
 from halfstep.hardware.facts import Hardware, Measurement
 from halfstep.hardware.gpus import known_gpu
@@ -259,7 +278,7 @@ def test_a_tiny_set_gets_a_batch_that_batchnorm_can_use_and_the_true_number_of_s
 ) -> None:
     paths, facts = batch(situation(look=a_look(num_train)), "quality", config(), CHEAP)
     assert paths["train.batch_size"] == size
-    assert f"{num_train} samples make {counted(steps, 'step')} per epoch" in dict(facts)["batch"]
+    assert f"{num_train} samples make {format_count(steps, 'step')} per epoch" in dict(facts)["batch"]
 
 
 def test_no_batch_is_named_that_nobody_would_use() -> None:

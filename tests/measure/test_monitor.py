@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from halfstep.cli.top import GPU
 from halfstep.hardware.monitor import MOST_SHARE, Monitor, monitored
-from halfstep.report.top_view import GPU
 from halfstep.run.pace import Waiting, busy_line
 
 

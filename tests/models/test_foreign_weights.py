@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from halfstep.errors import ModelError
 from halfstep.models.vit import ViT, ViTSize
 from halfstep.models.weights import load_weights_, read_weights
-from halfstep.workloads.classification.classifiers import load_classifier_
+from halfstep.workloads.classification.build import load_classifier_
 from halfstep.workloads.classification.resnet import Bottleneck, ResNet
 
 DIM, MLP, CLASSES = 8, 16, 3

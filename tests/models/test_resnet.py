@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import ModelError
 from halfstep.models.weights import load_weights_, read_weights
-from halfstep.workloads.classification.classifiers import load_classifier_
+from halfstep.workloads.classification.build import load_classifier_
 from halfstep.workloads.classification.resnet import RESNETS, BasicBlock, Bottleneck, ResNet, resnet
 
 TINY = {"blocks": (1, 1), "width": 4, "num_classes": 3}

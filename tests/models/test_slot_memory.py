@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.hardware.live_bytes import LiveBytes
-from halfstep.models import chunked
+from halfstep.models import recompute
 from halfstep.models.recompute import Recompute, set_recompute
 from halfstep.workloads.slots import dvae, slot_decoder
 from halfstep.workloads.slots.slotcontrast import SlotContrast, SlotContrastSize, SlotContrastWords, WordsSize
@@ -103,6 +103,6 @@ def test_compiled_code_that_recomputes_has_the_same_results(
         turns.append(function)
         return torch.compile(function, backend="aot_eager", dynamic=False)
 
-    monkeypatch.setattr(chunked, "_compiled", compiled_turn)  # inductor would take far longer
+    monkeypatch.setattr(recompute, "_compiled", compiled_turn)  # inductor would take far longer
     torch.testing.assert_close(results(case, "blocks", compiled=True), results(case, "none"))
     assert turns

@@ -13,7 +13,7 @@ from golden import assert_golden, golden, group
 from halfstep.models.recompute import set_recompute
 from halfstep.models.weights import load_weights_
 from halfstep.precision.simulate import simulate
-from halfstep.workloads.slots.dinov2 import dinov2, load_backbone_weights_
+from halfstep.workloads.slots.backbones import dinov2, load_backbone_weights_
 from halfstep.workloads.slots.scores import cosines, slot_contrast, slot_labels
 from halfstep.workloads.slots.slot_attention import Mlp, recurrent_update
 from halfstep.workloads.slots.slot_decoder import SlotDecoder, even_chunk
@@ -263,7 +263,7 @@ def test_a_residual_perceptron_adds_its_input() -> None:
 
 def test_filters_count_the_nearest_colours_of_a_patch() -> None:
     """Against the definition: a softmax over the squared distances to all 27 colours, averaged over a patch."""
-    from halfstep.workloads.slots.filter_bank import LEVELS, SHARPNESS, SPREAD, FilterBank
+    from halfstep.workloads.slots.backbones import LEVELS, SHARPNESS, SPREAD, FilterBank
 
     torch.manual_seed(0)
     image = torch.rand(1, 3, 8, 12)

@@ -13,10 +13,9 @@ from halfstep.errors import ModelError
 from halfstep.models.recompute import set_recompute
 from halfstep.precision.simulate import simulate
 from halfstep.workloads.slots import dvae as dvae_module
-from halfstep.workloads.slots.cross_attention import Attention
 from halfstep.workloads.slots.dvae import DVae, as_matrix
 from halfstep.workloads.slots.steve import RecurrentCell, Seen, Steve, SteveSize
-from halfstep.workloads.slots.word_decoder import WordDecoder
+from halfstep.workloads.slots.word_decoder import Attention, WordDecoder
 
 TINY = SteveSize(
     image_size=16, vocabulary=24, num_slots=3, slot_dim=16, cnn_channels=8, mlp_dim=16, dim=16, decoder_blocks=2,

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import ModelError
 from halfstep.models.vit import SelfAttention, ViT, ViTSize, resized_positions, vit
-from halfstep.workloads.classification.classifiers import load_classifier_
+from halfstep.workloads.classification.build import load_classifier_
 
 TINY = ViTSize(depth=2, heads=2, dim=8, mlp_dim=16, patch=4)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from halfstep.report.prediction_view import Answer
+from halfstep.report.results import Answer
 from new_family.build import Networks, encoder_of
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.backend_flags import effective_leaves, read_flags
+from halfstep.backend_flags import read_effective_leaves, read_flags
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
@@ -112,7 +112,7 @@ def test_backend_flags_follow_the_plan(name: str, value: str) -> None:
     plan = decide(name, CPU)
     for context in (plan.forward(), plan.backend()):
         with context:
-            assert set(effective_leaves().values()) == {value}
+            assert set(read_effective_leaves().values()) == {value}
 
 
 def test_backend_has_no_autocast() -> None:

@@ -36,11 +36,6 @@ def test_json_gives_the_same_plan_back() -> None:
     assert Plan.from_json(sample_plan().to_json()) == sample_plan()
 
 
-def test_a_plan_of_an_earlier_version_is_read_whose_mode_was_called_way() -> None:
-    plan = dataclasses.replace(sample_plan(), mode="graph", mode_reason="31 % faster")
-    assert Plan.from_json(plan.to_json().replace('"mode', '"way')) == plan
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": 3}', '{"rows": [{"colour": "red"}]}'])
 def test_what_is_not_a_plan_is_refused_by_name(text: str) -> None:
     with pytest.raises(PrecisionError, match="not a stored plan"):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.errors import FormatError, PrecisionError
-from halfstep.formats import FORMATS, format_named, round_value
+from halfstep.formats import FORMATS, find_format, round_value
 from halfstep.precision.rounding import round_to
 
 DTYPES = {
@@ -62,7 +62,7 @@ def test_formats_with_infinity_overflow_as_torchs_cast_does(name: str, bits: byt
 @given(bits=any_bits)
 def test_rounding_agrees_with_the_exact_scalar_definition(name: str, bits: bytes) -> None:
     x = from_bits(bits)
-    expected = torch.tensor([round_value(value, format_named(name)) for value in x.tolist()])
+    expected = torch.tensor([round_value(value, find_format(name)) for value in x.tolist()])
     assert same_bits(round_to(x, name), expected)
 
 
@@ -76,7 +76,7 @@ def test_rounding_twice_changes_nothing(name: str, bits: bytes) -> None:
 
 @pytest.mark.parametrize("name", ["fp16", "fp8_e4m3", "fp8_e5m2"])
 def test_every_halfway_point_goes_to_the_even_neighbour(name: str) -> None:
-    fmt = format_named(name)
+    fmt = find_format(name)
     steps = torch.arange(0, 2 ** (fmt.mantissa_bits + 1), dtype=torch.float32)
     halfway = (steps + 0.5) * fmt.smallest_subnormal  # subnormals and the first binade, where spacing is constant
     even = torch.where(steps % 2 == 0, steps, steps + 1) * fmt.smallest_subnormal
@@ -86,7 +86,7 @@ def test_every_halfway_point_goes_to_the_even_neighbour(name: str) -> None:
 
 @pytest.mark.parametrize("name", NARROW)
 def test_overflow_is_what_the_format_defines(name: str) -> None:
-    fmt = format_named(name)
+    fmt = find_format(name)
     largest = torch.tensor([fmt.largest, -fmt.largest])
     beyond = torch.tensor([math.inf, -math.inf])
     assert same_bits(round_to(largest, name), largest)

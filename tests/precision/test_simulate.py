@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.errors import PrecisionError
-from halfstep.formats import format_named
+from halfstep.formats import find_format
 from halfstep.precision.rounding import round_to
 from halfstep.precision.simulate import simulate, simulated_kernels
 
@@ -64,7 +64,7 @@ def test_simulated_op_equals_native_autocast(name: str, format: str) -> None:
     with without_onednn():
         native, *native_grads = run(name, torch.autocast("cpu", HALF[format]), contextlib.nullcontext())
     ours, *our_grads = run(name, simulate(format), simulated_kernels())
-    spacing = format_named(format).spacing_at_1
+    spacing = find_format(format).spacing_at_1
     assert ours.dtype == native.dtype == HALF[format]
     if name not in ATTENTION:
         assert share_off(ours, native) <= 0.01
@@ -94,7 +94,7 @@ def test_overlapping_transposed_convolution_is_the_fp64_sum_rounded_once_where_n
         ours = F.conv_transpose2d(x, w, stride=stride, padding=padding)
     assert share_off(ours, exact) <= 0.01
     terms = exact.float().square().mean().sqrt().item()
-    assert ulps_apart(ours, exact, format_named(format).spacing_at_1, terms=terms) <= 1
+    assert ulps_apart(ours, exact, find_format(format).spacing_at_1, terms=terms) <= 1
 
 
 @pytest.mark.parametrize("format", HALF)

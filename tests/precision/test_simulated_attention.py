@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from halfstep.formats import format_named
+from halfstep.formats import find_format
 from halfstep.precision.simulate import flash_attention, simulate, simulated_kernels
 
 MEAN_MAGNITUDE = math.sqrt(2 / math.pi)
@@ -61,7 +61,7 @@ def test_given_its_exp_the_simulation_equals_the_native_flash_kernel(format: str
     with without_onednn():
         native = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
     assert share_off(ours, native) <= 0.01
-    assert ulps_apart(ours, native, format_named(format).spacing_at_1, terms=MEAN_MAGNITUDE) <= 1
+    assert ulps_apart(ours, native, find_format(format).spacing_at_1, terms=MEAN_MAGNITUDE) <= 1
 
 
 @formats
@@ -84,7 +84,7 @@ def test_the_coarse_exp_of_the_cpu_moves_a_third_of_the_elements_by_an_ulp_or_tw
     with without_onednn():
         native = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
     assert share_off(ours, native) <= 0.35
-    assert ulps_apart(ours, native, format_named(format).spacing_at_1, terms=MEAN_MAGNITUDE) <= 2
+    assert ulps_apart(ours, native, find_format(format).spacing_at_1, terms=MEAN_MAGNITUDE) <= 2
 
 
 @formats
@@ -100,7 +100,7 @@ def test_math_attention_equals_the_native_math_kernel(format: str, is_causal: bo
     ours, native = attention(simulate(format)), attention(without_onednn())
     assert ours.dtype == native.dtype == HALF[format]
     assert share_off(ours, native) <= 0.01
-    assert ulps_apart(ours, native, format_named(format).spacing_at_1, terms=MEAN_MAGNITUDE) <= 1
+    assert ulps_apart(ours, native, find_format(format).spacing_at_1, terms=MEAN_MAGNITUDE) <= 1
 
 
 @formats
@@ -114,7 +114,7 @@ def test_a_kernel_that_takes_keys_in_blocks_rounds_elsewhere_within_one_ulp(form
     ours, _ = flash_attention(q, k, v, is_causal=is_causal)
     in_blocks = attention_in_blocks(q, k, v, is_causal=is_causal, block=64)
     assert 0.05 <= share_off(ours, in_blocks) <= 0.35
-    assert ulps_apart(ours, in_blocks, format_named(format).spacing_at_1, terms=MEAN_MAGNITUDE) <= 1
+    assert ulps_apart(ours, in_blocks, find_format(format).spacing_at_1, terms=MEAN_MAGNITUDE) <= 1
 
 
 def attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, block: int) -> Tensor:

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from halfstep.report.bench_progress import RowsLeft
+from halfstep.report.bench_view import RowsLeft
 
 
 class Clock:

@@ -13,8 +13,8 @@ from PIL import Image
 from rich.console import Console
 
 from halfstep.errors import CheckpointError
-from halfstep.report.class_pictures import ShownMistake, draw_confusion, draw_mistakes
-from halfstep.report.evaluation_view import Evaluation, show_evaluation
+from halfstep.report.results import Evaluation, show_evaluation
+from halfstep.workloads.classification.evaluate import ShownMistake, draw_confusion, draw_mistakes
 
 
 @pytest.mark.parametrize("names", [["a", "b"], ["$x$ and $y", "日本語"], [f"class number {k}" for k in range(70)]])

@@ -16,8 +16,8 @@ from PIL import Image
 from halfstep.cli.main import main
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
-from halfstep.report.page.charts import MOST_POINTS, charts_of
 from halfstep.report.page.read_run import read_run
+from halfstep.report.page.render import MOST_POINTS, charts_of
 from halfstep.run.folder import RunFolder
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from halfstep.report.range_pictures import MOST, draw_ranges, shown_modules
+from halfstep.report.curves import MOST, draw_ranges, shown_modules
 
 
 def test_of_many_modules_the_one_at_fault_and_the_largest_are_shown_in_order(tmp_path: Path) -> None:

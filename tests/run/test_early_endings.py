@@ -137,10 +137,9 @@ def test_skipped_steps_and_the_end_of_a_run_name_the_files(
 
 
 def test_pictures_in_class_folders_are_named_with_their_class(tmp_path: Path) -> None:
-    from halfstep.data.folder_samples import EvaluationFiles, TrainingFiles
     from halfstep.data.image_folder import FolderLayout, find_images
-    from halfstep.data.pack_folder import PackSettings, open_or_pack
-    from halfstep.data.stored_images import TrainingImages
+    from halfstep.data.image_samples import EvaluationFiles, TrainingFiles, TrainingImages
+    from halfstep.data.packed import PackSettings, open_or_pack
 
     for name in ("cat", "dog"):
         (tmp_path / "all" / name).mkdir(parents=True)

@@ -14,8 +14,8 @@ import tiny_workload
 from data.picture_folders import write_split
 from halfstep.config.section import num_cores
 from halfstep.config.training import WITHOUT_END
-from halfstep.data.folder_samples import TrainingFiles
 from halfstep.data.image_folder import FolderLayout, find_images
+from halfstep.data.image_samples import TrainingFiles
 from halfstep.hardware.gpus import known_gpu
 from halfstep.precision.decide import decide
 from halfstep.run.pace import Lagging, Waiting, peak_flops, utilisation, way_out

@@ -11,7 +11,7 @@ import pytest
 from halfstep.cli.main import main, with_short_paths
 from halfstep.config.schema import ModelConfig, RunConfig
 from halfstep.config.section import FilePath
-from halfstep.disk import absolute_path, normalise_path
+from halfstep.disk import make_absolute, normalise_path
 from halfstep.errors import DataError
 from halfstep.run.folder import RunFolder, with_absolute_paths, with_data_found
 from halfstep.run.train import train
@@ -111,7 +111,7 @@ def test_a_link_keeps_its_meaning_and_its_name(home: Path) -> None:
     (home / "link").symlink_to("far/inner")
     assert normalise_path("link/../d") == "link/../d"  # far/d
     assert normalise_path("pictures/../link/d") == "link/d"
-    assert absolute_path("pictures/.././new") == home / "new"
+    assert make_absolute("pictures/.././new") == home / "new"
 
 
 def test_paths_on_the_command_line_are_shown_without_detours(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Runs that an earlier version stored go on: same files, same command, same bits as that version went on with."""
+"""Stored runs continue with the bits that were recorded when they were stored: training has not changed since."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def here() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("workload", ["unet", "resnet50"])
-def test_a_run_of_version_0_1_goes_on_as_that_version_did(workload: str, tmp_path: Path) -> None:
-    """Checksums were added to its files since. U-Net: simulated fp16 with scaling, accumulation, average, snapshots.
+def test_a_stored_run_continues_with_the_recorded_bits(workload: str, tmp_path: Path) -> None:
+    """U-Net: simulated fp16 with scaling, accumulation, average, snapshots.
     ResNet: simulated bf16, class folders."""
     shutil.copytree(STORED / workload, tmp_path, dirs_exist_ok=True)
     config = tmp_path / "run" / "config.yaml"

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from halfstep.cli.run_place import all_killed, devices_of, start_on, without_gpus
+from halfstep.cli.train import all_killed, devices_of, start_on, without_gpus
 from halfstep.distributed import launch as world
 from halfstep.distributed.launch import first_host, launch_of, tell_before_meeting
 from halfstep.distributed.world import World

@@ -14,7 +14,7 @@ import torch
 
 import tiny_workload
 from halfstep.data import noise
-from halfstep.report.prediction_view import Answer
+from halfstep.report.results import Answer
 from halfstep.workloads.base.kind import Kind
 from halfstep.workloads.base.options import Option
 from halfstep.workloads.base.using import PlainEvaluation

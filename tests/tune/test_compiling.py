@@ -253,13 +253,6 @@ def test_a_run_that_could_not_compile_a_second_shape_stays_eager_when_it_is_resu
     assert_same_bits(left.model, right.model)
 
 
-@pytest.mark.parametrize("name", ["mode", "way"])
-def test_a_resumed_engine_reads_its_mode_under_the_name_of_today_and_of_older_runs(name: str) -> None:
-    told = Told()
-    told.engine.go_on({"pieces": 1, name: "eager"}, is_same=True)
-    assert told.engine.mode == "eager"
-
-
 def test_a_resumed_engine_tries_nothing_faster_that_failed_and_nothing_slower_unasked() -> None:
     told = Told()
     told.engine.go_on_as("graph")

@@ -13,11 +13,10 @@ from halfstep.cli.compare import seconds_of
 from halfstep.cli.main import main
 from halfstep.cli.report import comparison_page
 from halfstep.errors import CheckpointError, ConfigError
-from halfstep.report.comparison_view import comparison_columns
 from halfstep.run.train import train
 from halfstep.use.compare import Comparison, Request, file_names, open_comparison, seconds_to_quality, settings_of
 from halfstep.use.compare_run import Outcome, Row, one_run
-from halfstep.use.compare_table import as_json, lines_of, notes_of
+from halfstep.use.compare_table import as_json, comparison_columns, lines_of, notes_of
 from halfstep.workloads import load
 
 MOONS = "own_workload:KIND"

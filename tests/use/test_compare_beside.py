@@ -6,8 +6,7 @@ import multiprocessing
 import time
 from pathlib import Path
 
-from halfstep.use.compare_beside import beside_each_other
-from halfstep.use.compare_run import Outcome, Row
+from halfstep.use.compare_run import Outcome, Row, beside_each_other
 
 
 def at_once_or_in_minutes(row: Row, seed: int, place: Path) -> Outcome:

@@ -20,7 +20,7 @@ from halfstep.formats import FP16
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.step.facts import rng_state
-from halfstep.use.dry_run import dry_run
+from halfstep.use.observe_step import dry_run
 
 
 class Scaled(nn.Module):

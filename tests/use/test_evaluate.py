@@ -16,8 +16,8 @@ from PIL import Image
 
 from data import data_sets
 from halfstep.errors import CheckpointError, ConfigError, DataError
-from halfstep.report.evaluation_view import Evaluation
 from halfstep.report.metrics_file import read
+from halfstep.report.results import Evaluation
 from halfstep.run.assemble import build_workload
 from halfstep.run.checkpoint import Checkpoints
 from halfstep.run.folder import RunFolder

@@ -16,8 +16,8 @@ from PIL import Image
 
 from halfstep.disk import read_sealed, seal
 from halfstep.errors import ConfigError, DataError, Interrupted
-from halfstep.report.prediction_view import Answer, Predictions
 from halfstep.report.progress import Bar
+from halfstep.report.results import Answer, Predictions
 from halfstep.use.evaluate import evaluate
 from halfstep.use.open_run import in_use, open_run, plan_for_use, with_weights
 from halfstep.use.predict import predict

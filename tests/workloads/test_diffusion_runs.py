@@ -19,7 +19,7 @@ from diffusion_tiny import pictures, settings, text_folder, vae_folder
 from halfstep.cli.train import loaded_from
 from halfstep.config.dump import to_yaml
 from halfstep.data.latent_cache import open_latents, write_latents
-from halfstep.disk import being_written
+from halfstep.disk import name_hidden
 from halfstep.errors import CheckpointError, ConfigError, DataError, Interrupted, ModelError
 from halfstep.report.run_report import RunReport
 from halfstep.run.train import train
@@ -294,7 +294,7 @@ def test_other_pictures_are_evaluated_all_and_nothing_is_written_beside_them(
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    own = being_written(scratch / "halfstep-latents")
+    own = name_hidden(scratch / "halfstep-latents")
     killed = own.with_name(own.name.replace(f"-{os.getpid()}", "-4194305"))  # no process has this number
     killed.mkdir()
     (killed / "half.safetensors").write_text("")

@@ -11,9 +11,8 @@ from PIL import Image
 from torch import nn
 
 from halfstep.data.binary_sets import ROW_BYTES
-from halfstep.data.folder_samples import EvaluationFiles
+from halfstep.data.image_samples import EvaluationFiles, EvaluationImages, TrainingImages
 from halfstep.data.loader import Loader
-from halfstep.data.stored_images import EvaluationImages, TrainingImages
 from halfstep.errors import ConfigError, DataError, ModelError
 from halfstep.run.assemble import build_workload
 from halfstep.workloads import load

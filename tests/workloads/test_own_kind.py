@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfstep.bench.problem import problem_for
-from halfstep.bench.settings import bench_config
+from halfstep.bench.problem import bench_config, problem_for
 from halfstep.cli.main import main
 from halfstep.workloads import KINDS, load
 from halfstep.workloads.base.sums import Means

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from halfstep.report.evaluation_view import show_evaluation
+from halfstep.report.results import show_evaluation
 from halfstep.run.journal import hint_about
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate

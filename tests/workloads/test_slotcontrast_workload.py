@@ -22,8 +22,8 @@ from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import build, load
 from halfstep.workloads.base.using import Wishes
+from halfstep.workloads.slots.backbones import dinov2
 from halfstep.workloads.slots.demo import add_array, write_demo
-from halfstep.workloads.slots.dinov2 import dinov2
 from halfstep.workloads.slots.pictures import slot_colours, tinted, write_gif
 from tiny_runs import press_ctrl_c
 from tiny_training import assert_same_bits

@@ -243,7 +243,7 @@ def test_a_word_may_add_a_key_that_their_reader_knows(written: Path) -> None:
 
 
 def test_flags_of_theirs(written: Path, tmp_path: Path) -> None:
-    from halfstep.cli.run_place import new_folder, resumed_folder, seconds_of
+    from halfstep.cli.train import new_folder, resumed_folder, seconds_of
 
     assert seconds_of("00:11:30:00") == 41_400
     assert seconds_of("01:02") == 62

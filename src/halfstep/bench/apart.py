@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from halfstep.backend_flags import read_flags, write_flags
-from halfstep.errors import counted
+from halfstep.errors import format_count
 from halfstep.hardware.driver import Driver
 from halfstep.hardware.memory import give_back
 from halfstep.hardware.monitor import limits_in
@@ -93,6 +93,6 @@ def shared_with(device: torch.device) -> str:
     driver = Driver()
     if device.type == "cpu":
         load, cores = driver.load(), os.cpu_count() or 1
-        return f"the CPU has other work: load {load:.1f} on {counted(cores, 'core')}" if load > cores else ""
+        return f"the CPU has other work: load {load:.1f} on {format_count(cores, 'core')}" if load > cores else ""
     others = driver.used_by_others(str(device))
     return f"the GPU is in use by others ({others}): times will be too long" if others else ""

@@ -23,7 +23,7 @@ from halfstep.config.dump import plain
 from halfstep.config.foreign import flat
 from halfstep.config.keys import fields_of
 from halfstep.config.schema import RunConfig
-from halfstep.disk import write_whole
+from halfstep.disk import write_atomically
 from halfstep.errors import ConfigError
 from halfstep.hardware.facts import Hardware
 from halfstep.workloads import KINDS
@@ -166,4 +166,4 @@ def refuse_to_overwrite(paths: Mapping[str, Path | None], *, force: bool) -> Non
 
 def save(found: Record, path: Path) -> None:
     """Write the record, whole or not at all."""
-    write_whole(path, json.dumps(found, indent=2) + "\n", follows_links=True)
+    write_atomically(path, json.dumps(found, indent=2) + "\n", follows_links=True)

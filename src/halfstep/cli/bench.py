@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from halfstep.cli.bench_request import Asked, Files, prepared, refuse_files, with_workload
+import typer
+
 from halfstep.cli.options import MaybeWords, Strict, option
+from halfstep.errors import ConfigError, nearest, suggested
+from halfstep.workloads import DEMO_WORKLOAD, KINDS
+
+if TYPE_CHECKING:
+    from halfstep.bench.bench import Request, Tell
+    from halfstep.bench.measure_row import Row
+    from halfstep.bench.problem import Problem, Runner, StatedRow
+    from halfstep.bench.record import Record
+    from halfstep.config.load import Loaded
+    from halfstep.hardware.facts import Hardware
+
 
 WHAT, OUTPUT = "What is measured", "Output"
 PEER = "plain,lightning,accelerate: the same step elsewhere; plain:graphs names one variant."
@@ -60,9 +79,312 @@ def command(
     files = Files(picture=picture, save=save, force=force)
     refuse_files(files, explain=explain)
     found = prepared(asked)
-    from halfstep.cli.bench_rows import take_rows_apart, time_rows
-
     if explain:
         take_rows_apart(*found, files, steps=steps, as_json=as_json)
     else:
         time_rows(*found, files, as_json=as_json)
+
+
+MODES = {
+    "eager": "operation by operation",
+    "compile": "model and loss through torch.compile",
+    "graph": "the whole step as one CUDA graph",
+    "auto": "what `halfstep train` takes by itself",
+}
+PEERS = {
+    "plain": "a loop of your own in PyTorch",
+    "lightning": "Lightning's Trainer",
+    "accelerate": "Hugging Face Accelerate",
+}
+VARIANTS = ("documented", "tuned", "graphs")
+STEPS = {"cuda": 100, "cpu": 20}
+"""Timed steps by default."""
+UNSET = "an empty word is most often a shell variable that is not set"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """The command line's own words; None where an option was not given."""
+
+    words: Sequence[str]
+    """The workload or config file, then settings."""
+    flags: Mapping[str, object]
+    """Options that are settings of a run, too."""
+    precisions: str | None
+    modes: str | None
+    against: str | None
+    steps: int | None
+    explain: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Files:
+    """What is written beside the table."""
+
+    picture: Path | None
+    save: Path | None
+    force: bool
+
+    def without_outputs(self) -> Files:
+        """Where nothing was measured: an empty file would stand in the way of the same command."""
+        for path in filter(None, (self.save, self.picture)):
+            typer.secho(f"{path} was not written: nothing was measured", fg="yellow", err=True)
+        return dataclasses.replace(self, save=None, picture=None)
+
+
+def refuse_files(files: Files, *, explain: bool) -> None:
+    """Files that must not be written."""
+    from halfstep.bench.record import refuse_to_overwrite
+
+    refuse_to_overwrite({"--picture": files.picture, "--save": files.save}, force=files.force)
+    if files.picture:
+        if explain:
+            raise ConfigError(f"--explain draws no picture ({files.picture})", fix="--save FILE has all its numbers")
+        from halfstep.report.picture_file import refuse_unknown_format
+
+        refuse_unknown_format(files.picture)
+
+
+def with_workload(words: Sequence[str]) -> list[str]:
+    """The words with what is trained in front; the default is taken where none is named, and said."""
+    if not words or "=" in words[0]:
+        typer.secho(f"no workload named: this is {DEMO_WORKLOAD}", fg="yellow", err=True)
+        return [DEMO_WORKLOAD, *words]
+    target = words[0]
+    if not target.strip():
+        raise ConfigError(f"the workload is {target!r}", why=UNSET, fix="name one, such as unet, resnet50 or vit_b_16")
+    if target not in tuple(KINDS) and Path(target).is_dir():
+        raise ConfigError(
+            f"{target} is a folder, not a workload", why="a bench needs no data", fix=_fix_of_folder(Path(target))
+        )
+    return list(words)
+
+
+def _fix_of_folder(folder: Path) -> str:
+    if (folder / "config.yaml").is_file():
+        return f"the config of this run: {suggested('bench', folder / 'config.yaml')}"
+    return f"halfstep bench {DEMO_WORKLOAD}"
+
+
+def split(text: str | None, option: str, allowed: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """`a,b` as its words, in the order given; nothing, and a word that the option does not take, are refused."""
+    if text is None:
+        return ()
+    found = tuple(dict.fromkeys(word.strip().lower() for word in text.split(",") if word.strip()))
+    if not found:
+        fix = f"leave {option} out, or name some: {option} {','.join(list(allowed or ('fp32', 'bf16'))[:2])}"
+        raise ConfigError(f"{option} {text!r} names nothing", why=UNSET, fix=fix)
+    for word in found:
+        if allowed and word not in allowed:
+            raise _unknown(word, option, allowed)
+    return found
+
+
+def _unknown(word: str, option: str, allowed: Mapping[str, str]) -> ConfigError:
+    """Those with a `:` are named only to who wrote one."""
+    named = {name: meaning for name, meaning in allowed.items() if ":" not in name}
+    return ConfigError(
+        f"{option} takes no {word!r}",
+        why="it takes " + ", ".join(f"{name} ({meaning})" for name, meaning in named.items()),
+        fix=nearest(word, allowed if ":" in word else named),
+    )
+
+
+def prepared(asked: Asked) -> tuple[Hardware, Problem, Request]:
+    """Everything that can be wrong is found here, before anything is measured."""
+    variants = {f"{peer}:{kind}": meaning for peer, meaning in PEERS.items() for kind in VARIANTS}
+    modes, against = split(asked.modes, "--modes", MODES), split(asked.against, "--against", PEERS | variants)
+    from halfstep.config.precision_names import precision_name
+
+    words = split(asked.precisions, "--precisions")
+    precisions = tuple(dict.fromkeys(precision_name(word, "--precisions") for word in words))
+    import torch
+
+    from halfstep.bench.bench import Request
+    from halfstep.bench.measure_row import schedule_for
+    from halfstep.bench.peers import require_peers
+    from halfstep.bench.problem import bench_config, default_modes, default_precisions, problem_for, refuse_too_large
+    from halfstep.hardware.probe import probe
+    from halfstep.workloads import load
+
+    require_peers(against)
+    hardware = probe(str(asked.flags["device"] or "auto"))
+    place = torch.device(hardware.device)
+    steps = None if asked.explain else asked.steps
+    schedule = schedule_for(STEPS.get(place.type, STEPS["cpu"]) if steps is None else steps, place)
+    target, *overrides = asked.words
+    config = bench_config(target, overrides, asked.flags, small=hardware.kind == "cpu", against=against)
+    said = load(target, flags=asked.flags, overrides=overrides)
+    if said.config.data.dir and config.data.dir is None:
+        note = f"data.dir={said.config.data.dir} is not read: one random batch of such a run's size is trained on"
+        typer.secho(note, fg="yellow", err=True)
+    stated = stated_by_config(said, explain=asked.explain)
+    unasked = ("auto",) if asked.explain else default_precisions(hardware)
+    request = Request(
+        precisions=without_auto(chosen("--precisions", precisions, stated, unasked), hardware),
+        modes=chosen("--modes", modes, stated, default_modes(place)),  # type: ignore[arg-type]
+        against=against,
+        schedule=schedule,
+    )
+    refuse_too_large(config, request.precisions, request.modes, hardware)
+    return hardware, problem_for(config, place), request
+
+
+def stated_by_config(said: Loaded, *, explain: bool) -> dict[str, StatedRow]:
+    """Rows that a config file or a preset states."""
+    from halfstep.bench.problem import stated_rows
+
+    stated = stated_rows(said)
+    if explain and "--modes" in stated and stated["--modes"].value == "auto":
+        del stated["--modes"]  # auto is not a mode of its own that could be explained
+    return stated
+
+
+def chosen(
+    option: str, asked: tuple[str, ...], stated: Mapping[str, StatedRow], unasked: tuple[str, ...]
+) -> tuple[str, ...]:
+    """What the option asks for, else what the config states, which is said, else all that is usual here."""
+    if asked or option not in stated:
+        return asked or unasked
+    row = stated[option]
+    typer.secho(f"{option} {row.value}, as {row.where} says; {option} takes others", fg="yellow", err=True)
+    return (row.value,)
+
+
+def without_auto(precisions: tuple[str, ...], hardware: Hardware) -> tuple[str, ...]:
+    """`auto` as the precision that `halfstep train` takes on this device, and why it does."""
+    from halfstep.precision.decide import decide
+
+    plan = decide("auto", hardware)
+    if "auto" in precisions:
+        typer.secho(f"auto is {plan.granted} here: {plan.reason}", fg="yellow", err=True)
+    return tuple(dict.fromkeys(plan.granted if name == "auto" else name for name in precisions))
+
+
+ABOUT = ("command", "date", "device", "versions", "problem")
+"""What a stored explanation needs to be made again."""
+EXPLAINED_STEPS = {"cuda": 10, "cpu": 5}
+"""Timed, and then profiled, by default: kernels vary far less than whole steps."""
+SILENT = "6"
+"""Above every level of the profiler's own log (Kineto), whose highest, 5, announces each start and stop."""
+
+
+def time_rows(hardware: Hardware, problem: Problem, request: Request, files: Files, *, as_json: bool) -> None:
+    from halfstep.bench.bench import bench
+    from halfstep.bench.record import results
+    from halfstep.report.bench_view import show_bench
+    from halfstep.report.results import result_console
+
+    with _at_work(hardware, problem, request, repeats_first=request.repeat_first) as work:
+        benched = bench(problem, request, work.hardware, work.flops, work.tell)
+    record = work.about | results(benched)
+
+    def show() -> None:
+        show_bench(record, result_console(200))
+
+    has_rows = any(row.is_measured for row in benched.rows)
+    _deliver(record, files, show, as_json=as_json, has_rows=has_rows, is_stopped=benched.is_stopped)
+
+
+def take_rows_apart(
+    hardware: Hardware, problem: Problem, request: Request, files: Files, *, steps: int | None, as_json: bool
+) -> None:
+    from rich.text import Text
+
+    from halfstep.bench.bench import STOPPED
+    from halfstep.bench.explain import Explanation, NotExplained, explain_rows, explain_view, refuse_unexplainable
+    from halfstep.report.bench_view import title
+    from halfstep.report.results import result_console
+
+    steps = EXPLAINED_STEPS.get(problem.device.type, EXPLAINED_STEPS["cpu"]) if steps is None else steps
+    refuse_unexplainable(request.modes, steps)
+    if problem.device.type == "cpu":
+        # Read when the profiler first starts. Not on a GPU, where that log tells why the driver lets nobody count.
+        os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
+    with _at_work(hardware, problem, request, repeats_first=False) as work:
+        rows = list(explain_rows(work.asked, problem, work.hardware, steps=steps, flops=work.flops, tell=work.tell))
+    explained = [row for row in rows if isinstance(row, Explanation)]
+    refused = [row for row in rows if isinstance(row, NotExplained)]
+    record = {
+        **{name: work.about[name] for name in ABOUT},
+        "steps": steps,
+        "explained": [row.to_json() for row in explained],
+        "not_explained": [dataclasses.asdict(row) for row in refused],
+    }
+
+    def show() -> None:
+        if not explained:
+            return
+        console = result_console(120)
+        console.print(Text(f"{title(record)}\n", style="bold"), soft_wrap=True)
+        for row in explained:
+            console.print(explain_view(row), "")
+
+    for row in refused:
+        typer.secho(f"not explained: {row.title}: {row.reason}", fg="yellow", err=True)
+    is_stopped = any(row.reason == STOPPED for row in refused)
+    _deliver(record, files, show, as_json=as_json, has_rows=bool(explained), is_stopped=is_stopped)
+
+
+class Work(NamedTuple):
+    """What the rows of a request need."""
+
+    hardware: Hardware
+    """With its measured rates."""
+    flops: int
+    about: Record
+    asked: Sequence[Runner | Row]
+    tell: Tell
+
+
+@contextlib.contextmanager
+def _at_work(hardware: Hardware, problem: Problem, request: Request, *, repeats_first: bool) -> Iterator[Work]:
+    """Progress is on standard error; nothing that runs inside can write to standard output."""
+    from rich.console import Console
+
+    from halfstep.bench.bench import runners
+    from halfstep.bench.measure_row import Row
+    from halfstep.bench.problem import step_flops
+    from halfstep.bench.record import circumstances, command_line
+    from halfstep.disk import find_cache_directory
+    from halfstep.hardware.cache import measured_once
+    from halfstep.hardware.measure import measure
+    from halfstep.report.bench_view import RowsLeft
+
+    with contextlib.redirect_stdout(sys.stderr):
+        console = Console(stderr=True)
+        with console.status("measuring matmuls") as status:
+            rated = measured_once(hardware, find_cache_directory(), measure)
+            status.update("counting")
+            flops = step_flops(problem)
+            about = circumstances(problem, request, hardware, flops, command_line(sys.argv[1:]))
+            asked = list(runners(problem, request, rated))
+            # Rows of a kind take alike, whatever their precision.
+            kinds = [f"{row.name} {row.variant}" for row in asked if not isinstance(row, Row)]
+            left = RowsLeft(kinds, console, repeats_first=repeats_first)
+            status.update(left)
+            yield Work(rated, flops, about, asked, left.begin)
+
+
+def _deliver(
+    record: Record, files: Files, show: Callable[[], None], *, as_json: bool, has_rows: bool, is_stopped: bool
+) -> None:
+    """Save, show and draw; exit 1 where nothing could be measured, 130 after Ctrl-C."""
+    from halfstep.bench.record import save
+    from halfstep.report.bench_view import draw_bench
+
+    files = files if has_rows else files.without_outputs()
+    try:
+        if files.save:
+            save(record, files.save)
+    finally:
+        if as_json:
+            typer.echo(json.dumps(record, indent=2))
+        else:
+            show()
+    if files.picture:
+        draw_bench(record, files.picture)
+    if is_stopped:
+        raise typer.Exit(130)
+    if not has_rows:
+        raise typer.Exit(1)

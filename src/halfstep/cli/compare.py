@@ -24,8 +24,8 @@ from halfstep.cli.options import (
     option,
     said,
 )
-from halfstep.disk import absolute_path, write_whole
-from halfstep.errors import ConfigError, Interrupted, counted, suggested
+from halfstep.disk import make_absolute, write_atomically
+from halfstep.errors import ConfigError, Interrupted, format_count, suggested
 
 if TYPE_CHECKING:
     from halfstep.use.compare import Comparison, Request
@@ -148,7 +148,7 @@ def _run(folder: Path, comparison: Comparison) -> None:
         )
     except (Interrupted, KeyboardInterrupt) as error:
         raise Interrupted(
-            f"comparison stopped after {counted(len(comparison.runs), 'run')}; the run under way is saved as well",
+            f"comparison stopped after {format_count(len(comparison.runs), 'run')}; the run under way is saved as well",
             fix=f"go on with: {again}",
             exit_code=getattr(error, "exit_code", 130),
         ) from error
@@ -158,14 +158,13 @@ def _run(folder: Path, comparison: Comparison) -> None:
 
 def _show(folder: Path, comparison: Comparison, *, as_json: bool) -> None:
     """The table, and beside the runs its curves and numbers."""
-    from halfstep.report.comparison_view import draw_comparison, show_comparison
-    from halfstep.report.evaluation_view import result_console
+    from halfstep.report.results import result_console
     from halfstep.use.compare_table import as_json as comparison_json
-    from halfstep.use.compare_table import lines_of, notes_of
+    from halfstep.use.compare_table import draw_comparison, lines_of, notes_of, show_comparison
 
     lines, content = lines_of(comparison), json.dumps(comparison_json(comparison), indent=2, allow_nan=False)
     draw_comparison(lines, comparison.metric, folder / "report" / "curves.png")
-    write_whole(folder / "report" / "comparison.json", content + "\n")
+    write_atomically(folder / "report" / "comparison.json", content + "\n")
     if as_json:
         typer.echo(content)
     else:
@@ -183,7 +182,7 @@ def _target_of(words: list[str]) -> tuple[str, list[str], list[str]]:
 
 def _from_anywhere(path: str) -> str:
     """A file or folder as it is found whatever the working folder is when the comparison goes on."""
-    place = absolute_path(path)
+    place = make_absolute(path)
     return str(place) if place.exists() else path
 
 

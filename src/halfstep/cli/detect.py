@@ -108,14 +108,14 @@ def devices_here(name: str, *, look_only: bool, fresh: bool) -> tuple[Hardware, 
         found = (probe(name),) if name else probe_all()
     if look_only:
         return found
-    from halfstep.disk import cache_directory
+    from halfstep.disk import find_cache_directory
     from halfstep.hardware.cache import measured_once
     from halfstep.hardware.measure import measure
 
     measured = []
     for hardware in found:
         with progress.status(f"measuring {hardware.device} ({hardware.name}), a few seconds"):
-            measured.append(measured_once(hardware, cache_directory(), measure, fresh=fresh))
+            measured.append(measured_once(hardware, find_cache_directory(), measure, fresh=fresh))
     return tuple(measured)
 
 

@@ -35,12 +35,12 @@ def command(
 
         halfstep dry-run --target fp16 unet --data-dir data/carvana --picture heat.png
     """
-    from halfstep.use.dry_run import dry_run
+    from halfstep.use.observe_step import dry_run
 
     flags = {"data_dir": data_dir, "batch_size": batch_size, "device": device}
     rows = dry_run(words[0], target, num_batches=batches, flags=flags, overrides=words[1:], trust=trust)
     if picture is not None:
-        from halfstep.report.range_pictures import draw_heat_map
+        from halfstep.report.curves import draw_heat_map
 
         draw_heat_map([(row.module, row.kind, _badness(row)) for row in rows], f"dry run: {target}", picture)
     if as_json:
@@ -68,7 +68,7 @@ def _plain(row: Judged) -> dict[str, object]:
 
 
 def _show(rows: list[Judged], target: str, *, every: bool) -> None:
-    from halfstep.report.evaluation_view import result_console
+    from halfstep.report.results import result_console
     from halfstep.report.tables import rows_table
 
     console = result_console()

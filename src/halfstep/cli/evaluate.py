@@ -42,7 +42,7 @@ def command(
     """
     from rich.console import Console
 
-    from halfstep.report.evaluation_view import result_console, show_evaluation
+    from halfstep.report.results import result_console, show_evaluation
     from halfstep.report.run_report import RunReport
     from halfstep.use.evaluate import evaluate
 

@@ -13,7 +13,7 @@ from halfstep.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from halfstep.exercises.story import Story
+    from halfstep.exercises import Story
 
 NUMBERS = (1, 2, 3)
 
@@ -75,7 +75,7 @@ def _told(number: int, data_dir: str | None, out: Path, screen: Console) -> Stor
 def _show(story: Story) -> None:
     from rich.text import Text
 
-    from halfstep.report.evaluation_view import result_console
+    from halfstep.report.results import result_console
     from halfstep.report.tables import print_text, rows_table
 
     console = result_console()

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from halfstep.formats import FORMATS, Fate, fate_of
+from halfstep.formats import FORMATS, Fate, find_fate
 
 FACTS = (
     *("bits", "storage_bits", "exponent_bits", "mantissa_bits", "has_infinity", "largest", "smallest_normal"),
@@ -30,7 +30,7 @@ def command(
 
         halfstep formats 1e-8 70000 0.1 1.0009765625 -3.5
     """
-    fates = {value: [fate_of(value, fmt) for fmt in FORMATS.values()] for value in values or ()}
+    fates = {value: [find_fate(value, fmt) for fmt in FORMATS.values()] for value in values or ()}
     if as_json:
         print_json(fates)
     else:

@@ -12,8 +12,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from halfstep.guide.ask import Asker
-    from halfstep.guide.guide import Machine, Outcome
+    from halfstep.guide.guide import Asker, Machine, Outcome
 
 
 def command(
@@ -69,8 +68,7 @@ def conversation(*, yes: bool, answers: Path | None, device: str | None, no_meas
 
 
 def chosen_asker(console: Console, *, yes: bool, answers: Path | None) -> Asker:
-    from halfstep.guide.ask import Prompt, Scripted, read_answers
-    from halfstep.guide.guide import QUESTIONS, with_task
+    from halfstep.guide.guide import QUESTIONS, Prompt, Scripted, read_answers, with_task
 
     if answers is not None:
         return Scripted(console, with_task(read_answers(answers, QUESTIONS)))

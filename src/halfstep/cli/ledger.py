@@ -33,7 +33,7 @@ def command(
         halfstep ledger runs/unet-20250101-120000 --strict
     """
     from halfstep.run.ledger import as_document
-    from halfstep.use.ledger import ledger
+    from halfstep.use.observe_step import ledger
 
     flags = {"precision": precision, "data_dir": data_dir, "batch_size": batch_size, "device": device}
     found = ledger(words[0], flags={**flags, "simulate": simulate}, overrides=words[1:], trust=trust)

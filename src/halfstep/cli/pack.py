@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfstep.cli.options import Json, flags_of, option, said
-from halfstep.errors import ConfigError, DataError, counted, format_bytes, suggested
+from halfstep.errors import ConfigError, DataError, format_bytes, format_count, suggested
 
 if TYPE_CHECKING:
     from halfstep.data.image_folder import FolderLayout
-    from halfstep.data.pack_folder import PackSettings
-    from halfstep.data.packed import Pack
+    from halfstep.data.packed import Pack, PackSettings
 
 
 def command(
@@ -64,7 +63,7 @@ def command(
     if not folder.is_dir():
         kind = "is a file" if folder.exists() else "does not exist"
         raise DataError(f"{folder} {kind}", fix="give the folder of train/<class>/* and val/<class>/*, or of <class>/*")
-    from halfstep.data.pack_folder import default_pack_path
+    from halfstep.data.packed import default_pack_path
 
     layout, settings = asked(context)
     path, again = out or default_pack_path(folder, size), again_words(context, folder)
@@ -82,7 +81,7 @@ def command(
 def asked(context: typer.Context) -> tuple[FolderLayout, PackSettings]:
     """What the flags say of the folder and of the file."""
     from halfstep.data.image_folder import FolderLayout
-    from halfstep.data.pack_folder import PackSettings
+    from halfstep.data.packed import PackSettings
 
     given = context.params
     names = {"train": "train_folder", "val": "val_folder", "val_fraction": "val_fraction", "seed": "split_seed"}
@@ -94,7 +93,7 @@ def asked(context: typer.Context) -> tuple[FolderLayout, PackSettings]:
 
 def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
     """What the config's workload can make ahead; everything else is the config's to say."""
-    from halfstep.report.evaluation_view import json_text
+    from halfstep.report.results import json_text
     from halfstep.run.interrupts import raised_at_once
     from halfstep.workloads import KINDS, load
 
@@ -128,7 +127,7 @@ def packed(folder: Path, layout: FolderLayout, path: Path, settings: PackSetting
 
     from halfstep.data.binary_sets import cifar_folder, idx_folder
     from halfstep.data.image_folder import find_images
-    from halfstep.data.pack_folder import PackingBar, open_or_pack, pack
+    from halfstep.data.packed import PackingBar, open_or_pack, pack
     from halfstep.run.interrupts import raised_at_once
 
     if cifar_folder(folder) or idx_folder(folder):
@@ -154,8 +153,7 @@ def again_words(context: typer.Context, folder: Path) -> str:
 
 def verified(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings, again: str) -> Summary:
     from halfstep.data.image_folder import find_images
-    from halfstep.data.pack_folder import why_stale
-    from halfstep.data.packed import open_pack
+    from halfstep.data.packed import open_pack, why_stale
 
     if not path.exists():
         raise DataError(f"there is no packed file {path}", fix=other_sizes(folder, again))
@@ -170,7 +168,7 @@ def verified(folder: Path, layout: FolderLayout, path: Path, settings: PackSetti
 
 def other_sizes(folder: Path, again: str) -> str:
     """Packs of other sizes that lie in the folder: how to verify one, and how to make the missing one."""
-    from halfstep.data.pack_folder import packed_sizes
+    from halfstep.data.packed import packed_sizes
 
     if not (sizes := packed_sizes(folder)):
         return again
@@ -213,13 +211,13 @@ def words_of(layout: FolderLayout, settings: PackSettings, out: Path | None) -> 
 
 def show(summary: Summary, *, as_json: bool) -> None:
     if as_json:
-        from halfstep.report.evaluation_view import json_text
+        from halfstep.report.results import json_text
 
         typer.echo(json_text(summary))
         return
     left_out = summary["left_out"]
     assert isinstance(left_out, list)
-    classes = counted(int(str(summary["classes"])), "class", "classes")
+    classes = format_count(int(str(summary["classes"])), "class", "classes")
     typer.echo(
         f"{summary['file']}: {summary['train']:,} training and {summary['val']:,} validation images of "
         f"{classes} at {summary['size']} pixels, {format_bytes(int(str(summary['bytes'])))}"

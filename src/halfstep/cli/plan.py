@@ -1,14 +1,28 @@
-"""`halfstep plan`: which precision goes where, before any work is done."""
+"""`halfstep plan`: which precision each module computes in; with --memory, the peak memory of a step, by component."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from halfstep.cli.options import DataDir, Device, Json, Precision, Simulate, Strict, Words, option
-from halfstep.errors import ConfigError
+from halfstep.errors import ConfigError, format_bytes, nearest
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from halfstep.config.schema import RunConfig
+    from halfstep.hardware.facts import Hardware
+    from halfstep.report.memory_view import MemoryRow
+    from halfstep.run.memory.fit import Fit
+    from halfstep.run.memory.plan import MemoryPlanner
+    from halfstep.tune.modes import Mode
 
 
 def command(
@@ -41,9 +55,7 @@ def command(
 
     flags = {"precision": precision, "data_dir": data_dir, "device": device, "strict": strict, "simulate": simulate}
     if memory:
-        from halfstep.cli.plan_memory import show
-
-        return show(words, flags, gpu=gpu, fit=fit, mode=mode, picture=picture, as_json=as_json)
+        return show_memory(words, flags, gpu=gpu, fit=fit, mode=mode, picture=picture, as_json=as_json)
     for name, value in (("--fit", fit), ("--mode", mode), ("--picture", picture)):
         if value is not None:
             raise ConfigError(f"{name} {value} is an option of the memory plan", fix=f"--memory {name} {value}")
@@ -52,3 +64,231 @@ def command(
     if as_json:
         return typer.echo(decided.to_json())
     return typer.echo(str(decided))  # its warnings are its last lines
+
+
+OF_FAST = {"off": "eager", "compile": "compile", "graph": "graph", "auto": "graph"}
+"""`train.fast` to the mode that is shown."""
+TRACED = {
+    "eager": "forward and backward, operation by operation",
+    "compile": "the eager trace, cut and fused by the compiler's rules",
+    "graph": "our chains of kernels where the model has one, else as compiled; plus the pool's gaps",
+}
+NO_FOLDER = "random"
+TABLE_WIDTH = 125
+MADE_UP = "made-up data of the usual shape; yours with --data-dir DIR"
+RECOMPUTED = "recomputing counts {}; a run checks on a copy that it changes no number"
+
+Flags = Mapping[str, object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """What is shown: rows of all precisions and levels, and those that fit where a size was asked for."""
+
+    config: RunConfig
+    num_parameters: int
+    mode: Mode
+    rows: Sequence[MemoryRow]
+    fits: Sequence[Fit]
+    memory_bytes: int
+    """0: not asked for."""
+    where: str
+    notes: Sequence[str]
+
+    @property
+    def title(self) -> str:
+        train = self.config.train
+        batch = f"{train.batch_size} x {train.accumulate}" if train.accumulate > 1 else f"{train.batch_size}"
+        size = f"{self.num_parameters:,} parameters"
+        return f"{self.config.workload}, {size}, batch {batch}, {self.config.optimizer.name}, {self.mode}"
+
+
+def show_memory(
+    words: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, mode: str | None, picture: Path | None,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Print the plan, or write it as JSON; draw it where a picture is asked for."""
+    from halfstep.report.memory_view import draw_memory, told_once
+    from halfstep.report.picture_file import refuse_unknown_format
+
+    if picture:
+        refuse_unknown_format(picture)
+    plan = _plan_memory(words, flags, gpu=gpu, fit=fit, mode=mode)
+    if picture:
+        draw_memory(plan.title, told_once(plan.rows), picture, limit_bytes=plan.memory_bytes)
+    if as_json:
+        typer.echo(json.dumps(_as_json(plan), indent=2))
+    else:
+        _print(plan)
+
+
+def _plan_memory(
+    words: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, mode: str | None
+) -> MemoryPlan:
+    from halfstep.config.precision_names import precision_name
+    from halfstep.run.memory.fit import fitting, levels_of, notes_of, precisions_of, refuse_nothing_fits, usable_bytes
+    from halfstep.run.memory.plan import MODES, MemoryPlanner
+    from halfstep.run.memory.planned_step import planned_step
+    from halfstep.run.plan import data_at_hand
+    from halfstep.tune.own_blocks import described
+
+    hardware, memory, where = _device(gpu, fit, flags)
+    config, is_made_up = _config(words, flags)
+    shown = _mode(mode, config)
+    with contextlib.nullcontext(config) if is_made_up else data_at_hand(config) as with_data:
+        planner = MemoryPlanner(planned_step(with_data), hardware)
+    wish = flags["precision"]
+    name = precision_name(str(wish), "--precision") if wish else "auto"
+    precisions = precisions_of(hardware) if name == "auto" else (name,)
+    if name == "auto" and "fp32" in config.precision.modules.values():
+        precisions = tuple(one for one in precisions if one != "tf32")  # a run refuses to mix the two
+    modes = (shown,) if mode else MODES
+    levels = levels_of(planner, config)
+    rows = [_row(planner, config, shown, modes, p, setting) for p in precisions for setting in levels]
+    limit = usable_bytes(memory)
+    fits = fitting(planner, config, limit, shown, precisions, hardware) if memory else []
+    if memory and not fits:
+        refuse_nothing_fits(planner, config, limit, shown, where)
+    notes = [*([MADE_UP] if is_made_up else []), *(notes_of(planner, config, fits) if fits else ())]
+    if gpu and hardware:
+        notes += _of_gpu(hardware, name, memory)
+    if planner.step.blocks:
+        notes.append(RECOMPUTED.format(described(planner.step.workload.model, planner.step.blocks)))
+    return MemoryPlan(
+        config=config,
+        num_parameters=planner.step.num_parameters,
+        mode=shown,
+        rows=rows,
+        fits=fits,
+        memory_bytes=memory,
+        where=where,
+        notes=notes,
+    )
+
+
+def _row(
+    planner: MemoryPlanner, config: RunConfig, mode: Mode, modes: Sequence[Mode], precision: str, setting: Any
+) -> MemoryRow:
+    from halfstep.report.memory_view import MemoryRow
+    from halfstep.run.memory.plan import Cell
+
+    found = {other: planner.predict(Cell.of(config, precision, other, setting)) for other in modes}
+    totals: dict[str, int] = {other: prediction.total for other, prediction in found.items()}
+    return MemoryRow(precision=precision, level=str(setting), components=found[mode].components, totals=totals)
+
+
+def _device(gpu: str | None, fit: str | None, flags: Flags) -> tuple[Hardware | None, int, str]:
+    """Whose formats count, how much memory there is (0: not asked), and how that is called."""
+    from halfstep.hardware.gpus import known_gpu
+    from halfstep.hardware.probe import probe
+    from halfstep.run.memory.fit import read_size
+
+    size = read_size(fit) if fit else 0
+    if gpu:
+        hardware: Hardware | None = known_gpu(gpu)
+    else:
+        here = probe(str(flags["device"] or "auto"))
+        hardware = here if here.kind in ("cuda", "rocm") else None
+    if size:
+        return hardware, size, format_bytes(size)
+    if hardware is None:
+        return None, 0, ""
+    return hardware, hardware.memory_total_bytes, f"{hardware.name} ({format_bytes(hardware.memory_total_bytes)})"
+
+
+def _of_gpu(hardware: Hardware, precision: str, memory: int) -> Iterator[str]:
+    """What a named GPU lacks of what was asked for, and which sizes of it there are."""
+    from halfstep.precision.ladder import lacks
+
+    if precision != "auto" and (reason := lacks(precision, hardware)):
+        yield f"{reason}: a run there takes another precision"
+    if not memory:
+        yield f"how much memory {hardware.name} has is the buyer's choice: --fit SIZE says what fits"
+    yield from hardware.notes
+
+
+def _config(words: Sequence[str], flags: Flags) -> tuple[RunConfig, bool]:
+    """The config at full size: without a folder a workload would take the small size of its demo."""
+    from halfstep.workloads import KINDS, load
+
+    loaded = load(words[0], flags=flags, overrides=words[1:])
+    kind = KINDS.of(loaded.config.workload)
+    if loaded.config.data.dir is not None or not kind.makes_data:
+        return loaded.config, False
+    config = load(words[0], flags={**flags, "data_dir": NO_FOLDER}, overrides=words[1:]).config
+    return config.changed(data={"dir": None}), True
+
+
+def _mode(asked: str | None, config: RunConfig) -> Mode:
+    word = asked or OF_FAST[config.train.fast]
+    if word not in TRACED:
+        raise ConfigError(f"--mode takes no {word!r}", fix=nearest(word, TRACED))
+    return word  # type: ignore[return-value]
+
+
+def _print(plan: MemoryPlan) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from halfstep.report.memory_view import memory_table, memory_unit, told_once
+    from halfstep.report.tables import print_text
+
+    console = Console(soft_wrap=True, highlight=False)
+    is_wide = console.width >= TABLE_WIDTH
+    of_modes = "in each mode" if len(plan.rows[0].totals) > 1 else ""
+    parts = [f"by component in {plan.mode} mode" if is_wide else "", of_modes]
+    console.print(
+        f"{plan.title}: predicted peak in {memory_unit(plan.rows)[0]}{''.join(f', {part}' for part in parts if part)}"
+    )
+    console.print(memory_table(told_once(plan.rows), with_components=is_wide))
+    if not is_wide:
+        console.print(f"components: a terminal of {TABLE_WIDTH} columns, --json or --picture FILE", style="dim")
+    if plan.fits:
+        console.print(f"\nfits {plan.where}, in order of predicted speed")
+        console.print(_fit_table(plan.fits))
+        console.print(f"to take the first: {' '.join(plan.fits[0].words)}")
+    for note in plan.notes:
+        print_text(console, Text(f"note: {note}"))
+    for name in plan.rows[0].totals:
+        console.print(f"traced for {name}: {TRACED[name]}", style="dim")
+
+
+def _fit_table(fits: Sequence[Fit]) -> Table:
+    from halfstep.report.memory_view import short_level
+    from halfstep.report.tables import columns_table
+
+    cells = [fit.prediction.cell for fit in fits]
+    columns = {
+        "precision": [cell.precision for cell in cells],
+        "memory": [short_level(str(cell.setting)) for cell in cells],
+        "largest\nbatch": [f"{fit.largest_batch:,}" for fit in fits],
+        "batch x\naccumulate": [f"{fit.batch_size} x {fit.accumulate}" for fit in fits],
+        "peak": [format_bytes(fit.prediction.total, digits=3) for fit in fits],
+        "predicted\ntime": [f"{fit.relative_time:.2f}x" for fit in fits],
+    }
+    return columns_table(columns, left=("precision", "memory"))
+
+
+def _as_json(plan: MemoryPlan) -> dict[str, Any]:
+    return {
+        "workload": plan.config.workload,
+        "parameters": plan.num_parameters,
+        "batch_size": plan.config.train.batch_size,
+        "accumulate": plan.config.train.accumulate,
+        "mode": plan.mode,
+        "traced": TRACED,
+        "rows": [
+            {"precision": row.precision, "memory": row.level, "peak_bytes": row.total,
+             "components": {name: size for name, size in row.components.items() if size},
+             "peak_bytes_by_mode": dict(row.totals)}
+            for row in plan.rows
+        ],
+        "memory_bytes": plan.memory_bytes or None,
+        "fits": [
+            {"precision": fit.prediction.cell.precision, "memory": str(fit.prediction.cell.setting),
+             "largest_batch": fit.largest_batch, "batch_size": fit.batch_size, "accumulate": fit.accumulate,
+             "peak_bytes": fit.prediction.total, "relative_time": fit.relative_time, "words": fit.words}
+            for fit in plan.fits
+        ],
+        "notes": list(plan.notes),
+    }  # fmt: skip

@@ -47,8 +47,7 @@ def command(
     """
     from rich.console import Console
 
-    from halfstep.report.evaluation_view import result_console
-    from halfstep.report.prediction_view import refuse_existing, show_predictions, write_csv
+    from halfstep.report.results import refuse_existing, result_console, show_predictions, write_csv
     from halfstep.report.run_report import RunReport
     from halfstep.use.predict import predict
     from halfstep.workloads.base.using import Wishes

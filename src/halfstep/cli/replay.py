@@ -29,8 +29,8 @@ def command(
     """
     from rich.text import Text
 
-    from halfstep.report.evaluation_view import result_console
-    from halfstep.report.range_pictures import draw_ranges
+    from halfstep.report.curves import draw_ranges
+    from halfstep.report.results import result_console
     from halfstep.report.tables import print_text
     from halfstep.run.capsules import replay_run
 

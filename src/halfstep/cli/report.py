@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from halfstep.errors import CheckpointError, ConfigError, HalfstepError, counted, first_line
+from halfstep.errors import CheckpointError, ConfigError, HalfstepError, format_count, summarise_error
 
 
 def command(
@@ -37,7 +37,7 @@ def command(
 
 
 def write_report(runs: list[Path], out: Path | None) -> Path:
-    from halfstep.disk import write_whole
+    from halfstep.disk import write_atomically
     from halfstep.report.page.read_run import read_run
     from halfstep.report.page.render import page_of_runs
 
@@ -61,7 +61,7 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
     elif not place.parent.is_dir():
         raise ConfigError(f"{place.parent} is not a folder", fix="make it first, or choose another --out")
     try:
-        write_whole(place, page, follows_links=out is not None)
+        write_atomically(place, page, follows_links=out is not None)
     except CheckpointError as error:
         error.fix = "a place with room that you may write to: --out FILE.html"
         raise
@@ -78,15 +78,13 @@ def _memory(path: Path) -> dict[str, int] | str:
     except UnknownCode:
         return "the run uses custom code, and a report never runs that"
     except (HalfstepError, OSError) as error:
-        return first_line(error)
+        return summarise_error(error)
 
 
 def comparison_page(folder: Path) -> str:
-    from halfstep.report.comparison_view import band, comparison_columns
-    from halfstep.report.page.charts import Chart, Series
-    from halfstep.report.page.render import page_of_comparison
+    from halfstep.report.page.render import Chart, Series, page_of_comparison
     from halfstep.use.compare import open_comparison
-    from halfstep.use.compare_table import lines_of, notes_of
+    from halfstep.use.compare_table import band, comparison_columns, lines_of, notes_of
 
     comparison = open_comparison(folder)
     if comparison.margin is None or not comparison.whole_seeds():
@@ -102,7 +100,7 @@ def comparison_page(folder: Path) -> str:
             points = [(float(step), value) for step, value in zip(steps, values, strict=True)]
             series += [Series(name=name, points=points, colour=number, dashed=name != line.title)] if points else []
     chart = Chart(title=comparison.metric, x="step", series=series)
-    about = f"margin {comparison.margin:.4g} in {comparison.metric}, {counted(comparison.whole_seeds(), 'seed')}"
+    about = f"margin {comparison.margin:.4g} in {comparison.metric}, {format_count(comparison.whole_seeds(), 'seed')}"
     columns = comparison_columns(lines, comparison.metric)
     summary = next((run.summary for run in comparison.runs if run.summary), {})
     return page_of_comparison(

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
+
+from halfstep.disk import is_folder_owned
+from halfstep.errors import CheckpointError, format_bytes, suggested
+from halfstep.report.page.read_run import SAMPLES, RunRecord, per_second
+from halfstep.report.tables import pairs_table
 
 
 def command(
@@ -30,7 +38,6 @@ def command(
 
     from halfstep.report.metrics_file import as_json
     from halfstep.report.page.read_run import read_run
-    from halfstep.report.top_view import explained, is_over, top_facts, top_table
 
     record, console = read_run(run), Console()
     with explained(record):
@@ -49,3 +56,101 @@ def command(
                 table = top_table(record, top_facts(record))
             live.update(table if is_over(record) else Group(table, hint), refresh=True)
     return None
+
+
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 48
+RECORDED = ("step", "epoch", "loss", SAMPLES, "memory_bytes", "skipped")
+GPU = {"utilization": "% busy", "power_w": "W", "temperature_c": "°C"}
+
+
+@contextmanager
+def explained(run: RunRecord) -> Iterator[None]:
+    """Explain records of another form: the folder may be someone else's."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the records of {run.path} are not what a run writes ({type(error).__name__}: {error})",
+            why="metrics.jsonl or monitor.jsonl was edited",
+            fix="delete the lines that halfstep did not write",
+        ) from error
+
+
+def top_facts(run: RunRecord) -> dict[str, Any]:
+    """What there is to know of a run now, as numbers; what is not on record is left out."""
+    train, val, events = run.of_kind("train"), run.of_kind("val"), run.of_kind("event")
+    latest: dict[str, Any] = train[-1] if train else {}
+    facts: dict[str, Any] = {"run": str(run.path), "state": _state(run)}
+    facts |= {key: latest[key] for key in (*RECORDED, run.rate, *_losses(run)) if latest.get(key) is not None}
+    metric = run.metric
+    if val and metric in val[-1]:
+        facts[metric] = val[-1][metric]
+    if run.monitor:
+        facts |= {key: run.monitor[-1][key] for key in GPU if run.monitor[-1].get(key) is not None}
+    if events:
+        last = events[-1]
+        step, reason = last.get("bad_step", last["step"]), last.get("reason", last["event"])
+        facts["last_fault"] = {"step": step, "reason": reason}
+    return facts
+
+
+def top_table(run: RunRecord, facts: dict[str, Any]) -> Table:
+    """The same for people, with curves."""
+    train, val = run.of_kind("train"), run.of_kind("val")
+    metric = run.metric
+    lines = {"run": facts["run"], "state": facts["state"], "step": "none on record yet"}
+    if train:
+        lines |= {
+            "step": f"{facts['step']:,} (epoch {facts['epoch']})",
+            **{key.replace("/", " "): _latest(train, key) for key in _losses(run)},
+            per_second(run.rate): f"{facts[run.rate]:,.1f}",
+            "memory": format_bytes(facts["memory_bytes"], digits=3) if facts.get("memory_bytes") else "",
+            "skipped": f"{facts['skipped']}",
+        }
+    if metric in facts:
+        lines[metric] = _latest(val, metric)
+    lines["GPU"] = ", ".join(f"{facts[key]:.0f} {unit}" for key, unit in GPU.items() if key in facts)
+    if fault := facts.get("last_fault"):
+        lines["last fault"] = f"step {fault['step']}: {fault['reason']}"
+    return pairs_table(pair for pair in lines.items() if pair[1])
+
+
+def _losses(run: RunRecord) -> list[str]:
+    """The loss, or that of each network where several train in turn."""
+    return [f"loss/{phase}" for phase in run.phases] or ["loss"]
+
+
+def _latest(records: list[dict[str, Any]], key: str) -> str:
+    values = [record[key] for record in records if key in record]
+    return f"{values[-1]:.4f}  {sparkline(values)}" if values else ""
+
+
+def sparkline(values: list[float]) -> str:
+    """The newest values as bars, or nothing where there is only one."""
+    finite = [value for value in values[-WIDTH:] if value == value and abs(value) != float("inf")]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    if len(finite) < 2 or low == high:
+        return ""
+    return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1))] for value in finite)
+
+
+def is_over(run: RunRecord) -> bool:
+    """Whether it has ended, was stopped or killed; a resumed run still has the summary of its first end."""
+    is_live = is_folder_owned(run.path)
+    return not is_live and run.has_ended or is_live is False
+
+
+def _state(run: RunRecord) -> str:
+    file, is_live = run.path / "metrics.jsonl", is_folder_owned(run.path)
+    if is_over(run) and run.has_ended:
+        return "ended"
+    if is_over(run):
+        if any(run.path.glob("checkpoints/step-*")):
+            return f"stopped or killed, its process is gone; go on with: {suggested('train', '--resume', run.path)}"
+        return "stopped or killed before its first checkpoint, its process is gone; start it again"
+    if not file.exists():
+        return "starting"
+    seconds = max(time.time() - file.stat().st_mtime, 0)
+    known = "running" if is_live else "not known whether it runs"
+    return f"{known}, last record {seconds:.0f} s ago"

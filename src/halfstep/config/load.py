@@ -40,7 +40,7 @@ from halfstep.config.statements import (
 )
 from halfstep.config.training import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS
 from halfstep.config.yaml_source import Document, read_yaml
-from halfstep.errors import ConfigError, counted, nearest
+from halfstep.errors import ConfigError, format_count, nearest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +130,7 @@ def resolve(said: Sequence[Statement], kinds: Schemas, *, is_whole: bool = False
     chosen, overridden = layered([*precision, *others])
     config = validated(chosen, schema)
     origins = {path: DEFAULT for path in fields_of(schema) if path not in OPEN_SECTIONS}
-    origins["data.num_workers"] = Origin(layer="default", where=f"auto: {counted(num_cores(), 'core')}")
+    origins["data.num_workers"] = Origin(layer="default", where=f"auto: {format_count(num_cores(), 'core')}")
     origins |= {path: statement.origin for path, statement in chosen.items()}
     notes = (
         *unused_globals(said, used), *unused_options(config), *scaled_rate(config), *optimizations(settings, config),

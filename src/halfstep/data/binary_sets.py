@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from halfstep.data.crops import Array
-from halfstep.data.stored_images import StoredImages
+from halfstep.data.image_samples import Array, StoredImages
 from halfstep.errors import DataError
 
 SIDE = 32

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from halfstep.disk import free_bytes, whole_folder
-from halfstep.errors import DataError, Interrupted, first_line, format_bytes, refused_code
+from halfstep.disk import atomic_folder, get_free_bytes
+from halfstep.errors import DataError, Interrupted, explain_refused_pickle, format_bytes, summarise_error
 
 PICTURES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
 ARRAYS = (".npy", ".pt", ".pth")
@@ -87,7 +87,7 @@ def refuse_no_room(path: Path, num_bytes: int, what: str) -> None:
     """A cache that cannot be written, or has no room, where it is to be."""
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise DataError(f"cannot write {path}", why="no such folder, or not writable", fix=ELSEWHERE)
-    free = free_bytes(path.parent)
+    free = get_free_bytes(path.parent)
     if num_bytes > free:
         why = f"{path.parent} has {format_bytes(free, digits=3)} left"
         raise DataError(
@@ -102,7 +102,7 @@ def naming_no_room(path: Path, what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"cannot write {what} {path}: {error.strerror or first_line(error)}",
+            f"cannot write {what} {path}: {error.strerror or summarise_error(error)}",
             why="this attempt left nothing behind",
             fix=f"make room there, or {ELSEWHERE}",
         ) from error
@@ -166,7 +166,7 @@ def load_array(path: Path) -> np.ndarray[Any, Any]:
 
 def _no_tensor(path: Path, error: Exception) -> DataError:
     """Explain why torch.load refused a file, without torch's advice to switch its check off."""
-    why = refused_code(error) or "it is not a file of torch.save, or it is damaged or incomplete"
+    why = explain_refused_pickle(error) or "it is not a file of torch.save, or it is damaged or incomplete"
     if isinstance(error, OSError) and error.strerror:
         why = error.strerror
     return DataError(
@@ -178,7 +178,7 @@ def _no_tensor(path: Path, error: Exception) -> DataError:
 
 def unreadable(path: Path, error: BaseException) -> DataError:
     """The error for a file that is corrupt, truncated or not what its ending says."""
-    why = first_line(error).replace(str(path), path.name)
+    why = summarise_error(error).replace(str(path), path.name)
     return DataError(
         f"cannot read {path}", why=why, fix="replace the file, or leave bad files out: data.on_bad_file=skip"
     )
@@ -195,5 +195,5 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `folder` at the end and vanishes on any error; none may be there."""
     if folder.exists():
         raise DataError(f"{folder} exists already", why="demo data never overwrite anything", fix="another --out")
-    with whole_folder(folder, flushes=False) as unfinished:  # thousands of files that can be made again
+    with atomic_folder(folder, flushes=False) as unfinished:  # thousands of files that can be made again
         yield unfinished

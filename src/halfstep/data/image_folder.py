@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from halfstep.data.decode import check_picture, open_picture
 from halfstep.data.files import (
     PICTURES,
     TRAIN_NAMES,
@@ -29,10 +28,11 @@ from halfstep.data.files import (
     refuse_missing,
     some_of,
 )
+from halfstep.data.images import check_picture, open_picture
 from halfstep.data.layouts import pair_folders
 from halfstep.data.metadata_file import LABEL_COLUMNS, labels_in
 from halfstep.disk import parse_json
-from halfstep.errors import DataError, counted, printable
+from halfstep.errors import DataError, format_count, make_printable
 
 KAGGLE_TRAIN, KAGGLE_VALIDATION, KAGGLE_TITLES = "train.X[0-9]*", "val.X*", "Labels.json"
 
@@ -64,7 +64,7 @@ class Listing:
     def name_of(self, index: int) -> str:
         """Class folder and file."""
         path = self.paths[index]
-        return printable(f"{path.parent.name}/{path.name}")
+        return make_printable(f"{path.parent.name}/{path.name}")
 
     def without(self, bad: set[Path]) -> Listing:
         """The same but for some files."""
@@ -133,7 +133,7 @@ def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:
     differences = [f"missing: {some_of(missing, 10)}"] if missing else []
     differences += [f"unknown: {some_of(extra, 10)}"] if extra else []
     raise DataError(
-        f"the data have {counted(len(found), 'class', 'classes')}, the model was trained on {len(trained)}",
+        f"the data have {format_count(len(found), 'class', 'classes')}, the model was trained on {len(trained)}",
         why="; ".join(differences) or "they are the same names in another order",
         fix="evaluate on data with the same class folders",
     )
@@ -175,7 +175,7 @@ def _by_class(folders: Sequence[Path]) -> dict[str, list[Path]]:
     for parent in folders:
         for folder in parent.iterdir():
             if folder.is_dir() and not folder.name.startswith((".", "__")):
-                found.setdefault(printable(folder.name), []).extend(pictures_below(folder))
+                found.setdefault(make_printable(folder.name), []).extend(pictures_below(folder))
     if not found:
         raise DataError(
             f"no class folders in {some_of(folders)}",

@@ -20,11 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.data.crops import uniform
 from halfstep.data.files import naming_no_room, refuse_no_room
+from halfstep.data.image_samples import first_of, gathered, uniform
 from halfstep.data.loader import FileSamples, NamedSamples, Samples, offers
-from halfstep.data.stored_images import first_of, gathered
-from halfstep.disk import parse_json, turn_at, whole_file
+from halfstep.disk import atomic_file, parse_json, take_turn
 from halfstep.errors import DataError
 
 NAME, CHECKSUM, FINGERPRINT = "moments", "sha256", "fingerprint"
@@ -51,7 +50,11 @@ def write_latents(path: Path, num: int, shape: tuple[int, ...], rows: Iterable[T
     num_bytes = num * math.prod(shape) * BYTES
     refuse_no_room(path, num_bytes, "the latents")
     digest, written = hashlib.sha256(), 0
-    with naming_no_room(path, "the latents"), whole_file(path, follows_links=True) as hidden, hidden.open("wb") as file:
+    with (
+        naming_no_room(path, "the latents"),
+        atomic_file(path, follows_links=True) as hidden,
+        hidden.open("wb") as file,
+    ):
         file.write(_header((num, *shape), meta, "0" * digest.digest_size * 2))
         for batch in rows:
             data = batch.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
@@ -89,7 +92,7 @@ def opened_or_written(
     """The file where it has this fingerprint, else written anew from `rows()`; and whether it was."""
     if (found := _opened(path, mark)) is not None:
         return found, False
-    with turn_at(path):
+    with take_turn(path):
         if (found := _opened(path, mark)) is None:
             _refuse_somebody_elses(path)
             made = rows()

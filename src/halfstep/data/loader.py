@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_
 
 from halfstep.data.seeds import generator_for
 from halfstep.disk import is_alive
-from halfstep.errors import DataError, HalfstepError, counted, first_line
+from halfstep.errors import DataError, HalfstepError, format_count, summarise_error
 
 Key = TypeVar("Key")
 Made = TypeVar("Made")
@@ -149,7 +149,7 @@ class Loader:
         """`part` is which of how many processes this is: each has its rows of every batch."""
         if shuffle and batch_size > len(samples):
             raise DataError(
-                f"batch size {batch_size} is larger than the training set of {counted(len(samples), 'sample')}",
+                f"batch size {batch_size} is larger than the training set of {format_count(len(samples), 'sample')}",
                 fix=f"train.batch_size={max(1, len(samples))} or less; train.accumulate enlarges the effective batch",
             )
         self._order = _Order(len(samples), batch_size, seed, shuffle=shuffle, part=part)
@@ -209,7 +209,7 @@ class Loader:
                     raise
                 self.close()
                 raise DataError(
-                    f"a loader worker failed: {first_line(error)}",
+                    f"a loader worker failed: {summarise_error(error)}",
                     why="a worker that dies silently has usually run out of memory, or of shared memory in a container",
                     fix="data.num_workers=0 shows the cause; docker needs --shm-size or --ipc=host",
                 ) from error.with_traceback(None)

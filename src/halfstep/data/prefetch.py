@@ -59,3 +59,8 @@ def prefetch(batches: Iterable[Batch], device: torch.device | str, *, depth: int
     """The same batches in the same order on `device`, up to `depth` of them copied ahead (CUDA), else one by one."""
     device = torch.device(device)
     return Prefetcher(batches, device, depth if device.type == "cuda" else 1)
+
+
+def sent(numbers: Tensor, device: torch.device) -> Tensor:
+    """A small CPU tensor on the device, without waiting for it."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)

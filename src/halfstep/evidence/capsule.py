@@ -27,8 +27,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from halfstep import __version__
-from halfstep.disk import parse_json, whole_folder
-from halfstep.errors import CheckpointError, counted
+from halfstep.disk import atomic_folder, parse_json
+from halfstep.errors import CheckpointError, format_count
 from halfstep.step.tree import pack, unpack
 
 VERSION = 1
@@ -67,7 +67,7 @@ class Capsule:
     def inexact(self) -> str:
         """What differs from the step as it was; empty where nothing does."""
         commits = int(self.about["commits_after"])
-        said = [f"inexact by {counted(commits, 'commit')}"] if commits else []
+        said = [f"inexact by {format_count(commits, 'commit')}"] if commits else []
         said += [] if self.rng else ["the generators of that step are not known"]
         said += [] if self.state else [f"weights of {self.about['weights']}"]
         return "; ".join(said)
@@ -119,7 +119,7 @@ def write(
     packed, tensors = pack({"window": list(window), "rng": dict(rng)})
     versions = {"halfstep": __version__, "torch": torch.__version__, "python": platform.python_version()}
     try:
-        with whole_folder(path, replaces=True) as hidden:
+        with atomic_folder(path, replaces=True) as hidden:
             _save(tensors, hidden / BATCHES)
             if state:
                 _save(state, hidden / STATE)
@@ -213,7 +213,7 @@ def _no_capsule(path: Path) -> CheckpointError:
     inside = all_in(path) or all_in(path / "capsules")
     if inside:
         return CheckpointError(
-            f"{path} holds {counted(len(inside), 'capsule')}", why="one step is replayed at a time",
+            f"{path} holds {format_count(len(inside), 'capsule')}", why="one step is replayed at a time",
             fix=f"halfstep replay {inside[0]}",
         )  # fmt: skip
     if (path / CONFIG).is_file():

@@ -20,7 +20,7 @@ from halfstep.evidence.patches import HALF, WithoutCasts
 from halfstep.evidence.ranges import Operation, has_fractions, twin_of
 from halfstep.evidence.recorder import not_finite
 from halfstep.evidence.samples import BadPlace, bad_places, culprits, odd_places, outliers, sample_name, without
-from halfstep.formats import format_named
+from halfstep.formats import find_format
 from halfstep.precision.plan import Plan
 
 OVERFLOW = "overflow of the format"
@@ -352,7 +352,7 @@ def _of_attention(runs: Runs) -> Diagnosis | None:
     of_output, _, _, values = op.inputs[:4]
     format, most = DTYPE_FORMATS[values.dtype], 2 * MOST_CHANNELS * of_output.high * values.high
     shown = [f"{op.place} gives {op.output}", *(f"of {r}" for r in op.inputs[:4])]
-    if most > format_named(format).largest:
+    if most > find_format(format).largest:
         shown.append(f"the gradient of a score may be as large as {most:.3g} here, more than {format} holds")
         return Diagnosis(cause=OVERFLOW, shown=shown, origin=op)
     shown.append("attention's gradient of finite numbers is finite: this kernel of torch is at fault")
@@ -406,7 +406,7 @@ def _twin(runs: Runs, origin: Operation) -> Operation | None:
 
 def _divides_by_zero(origin: Operation, twin: Operation | None) -> bool:
     """Whether zeros, or nothing but -inf, made it: in a wider format the output is one that the format could hold."""
-    largest = format_named(DTYPE_FORMATS.get(origin.output.dtype, "fp32")).largest
+    largest = find_format(DTYPE_FORMATS.get(origin.output.dtype, "fp32")).largest
     if twin is not None and twin.output.is_finite and twin.output.high > largest:
         return False
     if _is_undefined(origin) and (twin is None or not twin.output.is_finite):

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.errors import counted
+from halfstep.errors import format_count
 from halfstep.evidence.findings import Expected, Finding, findings, is_as_planned
 from halfstep.evidence.observer import OUTSIDE, Observer, Product, Seen
 from halfstep.evidence.operations import format_of
@@ -273,7 +273,9 @@ def rendered(ledger: Ledger) -> str:
         titles = (*titles, "time")
         body = [(*cells, percent(row.time_share)) for cells, row in zip(body, rows, strict=True)]
     hidden = len(ledger.rows) - len(rows)
-    more = [f"and {counted(hidden, 'more module')} as planned or without matmuls (--json has all)"] if hidden else []
+    more = (
+        [f"and {format_count(hidden, 'more module')} as planned or without matmuls (--json has all)"] if hidden else []
+    )
     lines = [f"{ledger.mode}: {ledger.summary}", *ledger.notes, "", *aligned([titles, *body]), *more]
     return "\n".join([*lines, *_listed(ledger.kernels), *_told(ledger.findings)])
 

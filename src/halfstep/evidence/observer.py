@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.evidence.operations import computed_in, floating, flops_of, format_of, is_custom, is_product
 from halfstep.evidence.ranges import FOREIGN, PACKAGE
-from halfstep.islands import on_island
+from halfstep.islands import is_on_island
 from halfstep.precision.plan import ROOT
 from halfstep.precision.rows import UPCAST_BY_AUTOCAST
 
@@ -158,7 +158,7 @@ class Observer:
         node = _node()
         here = self._stack[-1] if self._stack else None
         if node is None or here is not None and here.node == _number_of(node):
-            place = _Place(here.module if here is not None else OUTSIDE, on_island())
+            place = _Place(here.module if here is not None else OUTSIDE, is_on_island())
             self._remember(place)
             return place, "forward", ""
         function = type(node).__name__.removesuffix("Backward") if isinstance(node, BackwardCFunction) else ""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from halfstep.backend_flags import effective_leaves
+from halfstep.backend_flags import read_effective_leaves
 
 aten = torch.ops.aten
 
@@ -90,7 +90,7 @@ def _uses_tf32(func: Any, args: tuple[Any, ...]) -> bool:
     device = next((tensor.device.type for tensor in floating(args)), "cpu")
     backend = "cuda" if device == "cuda" else "mkldnn"
     kind = "conv" if func._overloadpacket.__name__ in CONVOLUTIONS else "matmul"
-    return effective_leaves()[backend, kind] == "tf32"
+    return read_effective_leaves()[backend, kind] == "tf32"
 
 
 def floating(value: Any) -> Iterator[Tensor]:

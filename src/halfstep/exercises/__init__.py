@@ -1,1 +1,31 @@
 """Three exercises in mixed precision that run on a laptop in under two minutes each, with what to expect and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """A sentence, and whether this very run shows it."""
+
+    text: str
+    holds: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Story:
+    title: str
+    titles: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    claims: Sequence[Claim]
+    told: Sequence[str] = ()
+    """What to make of it."""
+    picture: Path | None = None
+    numbers: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def holds(self) -> bool:
+        return all(claim.holds for claim in self.claims)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.config.schema import PrecisionConfig
-from halfstep.exercises.story import Claim, Story
+from halfstep.exercises import Claim, Story
 from halfstep.formats import FORMATS
 from halfstep.hardware.probe import probe
 from halfstep.precision.apply import apply

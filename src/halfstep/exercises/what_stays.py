@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from halfstep.exercises.story import Claim, Story
+from halfstep.exercises import Claim, Story
 from halfstep.report.picture_file import BAD, FAINT, GOOD, new_figure, save_figure
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from halfstep.disk import parse_json, write_whole
+from halfstep.disk import parse_json, write_atomically
 from halfstep.errors import CheckpointError
 from halfstep.hardware.facts import Hardware
 
@@ -65,7 +65,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> str:
     """A cache that cannot be written is told, not raised."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(values, indent=1))
+        write_atomically(path, json.dumps(values, indent=1))
     except (OSError, CheckpointError) as error:
         return f"the measurement could not be stored under {path.parent} ({getattr(error, 'strerror', '') or error})"
     return ""

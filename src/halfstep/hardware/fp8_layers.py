@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from halfstep.errors import PrecisionError, install_command
+from halfstep.errors import PrecisionError, suggest_install
 from halfstep.hardware.cache import cache_key, read_json, write_json
 from halfstep.hardware.driver import Driver
 from halfstep.hardware.facts import Hardware
@@ -70,7 +70,7 @@ def in_float8(layer: nn.Linear, *, emulate: bool = False) -> Any:
         raise PrecisionError(
             "fp8 asked for, but torchao is not installed",
             why=f"halfstep runs fp8 matmuls through torchao ({error})",
-            fix=f"{install_command('torchao')}, or --precision bf16; --simulate gives fp8's numerics without it",
+            fix=f"{suggest_install('torchao')}, or --precision bf16; --simulate gives fp8's numerics without it",
         ) from error
     config = Float8LinearConfig(emulate=True) if emulate else Float8LinearConfig.from_recipe_name(RECIPE)
     return convert_to_float8_training(layer, config=config)

@@ -19,8 +19,8 @@ from typing import Protocol
 import torch
 
 from halfstep.backend_flags import fp32_mode
-from halfstep.errors import HardwareError, first_line
-from halfstep.formats import FP8_E4M3, format_named
+from halfstep.errors import HardwareError, summarise_error
+from halfstep.formats import FP8_E4M3, find_format
 from halfstep.hardware.describe import OP_NAMES, SMALL_MARK, rate
 from halfstep.hardware.driver import SAMPLES, Driver
 from halfstep.hardware.facts import Hardware, Measurement, Op
@@ -222,7 +222,7 @@ class _Session:
         try:
             seconds = self._seconds(copy_kernel(self.sizes.copy_bytes, place), "copy")
         except RuntimeError as error:
-            self.notes.append(f"memory bandwidth not measured: {first_line(error)[:160]}")
+            self.notes.append(f"memory bandwidth not measured: {summarise_error(error)[:160]}")
             return None
         return 2 * self.sizes.copy_bytes / seconds / 1e9
 
@@ -241,7 +241,7 @@ class _Session:
             try:
                 yield self._measure_format(op, format_name, small, full, fp32_seconds)
             except (RuntimeError, ValueError) as error:  # no kernel for it, or no memory: a fact, not a failure
-                self.notes.append(f"{OP_NAMES[op]} in {format_name} does not run here: {first_line(error)[:160]}")
+                self.notes.append(f"{OP_NAMES[op]} in {format_name} does not run here: {summarise_error(error)[:160]}")
 
     def _measure_format(
         self, op: Op, format_name: str, small: Problem, full: Problem, fp32_seconds: dict[Problem, float]
@@ -258,7 +258,7 @@ class _Session:
                 chosen, seconds = full, timed(full)
             error = chosen.error(chosen.kernel(format_name)())
         speedup = fp32_seconds[chosen] / seconds
-        if format_name != "fp32" and error > format_named(format_name).spacing_at_1:
+        if format_name != "fp32" and error > find_format(format_name).spacing_at_1:
             self.inexact.setdefault(format_name, []).append(f"{OP_NAMES[op]} errs by {error:.0e}")
         return Measurement(
             op=op,

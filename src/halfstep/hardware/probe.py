@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from halfstep.errors import HardwareError, counted
+from halfstep.errors import HardwareError, format_count
 from halfstep.hardware.driver import Accelerator, Driver, Processor
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.gpus import find_known
@@ -126,7 +126,7 @@ def _cpu(driver: Driver, torch_version: str) -> Hardware:
         device="cpu",
         name=name,
         vendor=cpu_vendor(name),
-        architecture=counted(processor.cores, "core"),
+        architecture=format_count(processor.cores, "core"),
         memory_total_bytes=processor.memory_total_bytes,
         memory_free_bytes=processor.memory_free_bytes,
         support=cpu_formats(flags),

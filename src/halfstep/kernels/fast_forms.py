@@ -49,7 +49,7 @@ def chain_fits(x: Tensor, *, is_training: bool) -> bool:
 
 def chains(*, on: bool) -> contextlib.AbstractContextManager[None]:
     """Whether models may run as chains within: where steps are captured. One by one, their launches can cost the host
-    more time than the kernels save the device (docs/log.md)."""
+    more time than the kernels save the device (benchmarks/NOTES.md)."""
     return contextlib.nullcontext() if on else forced(False, "chain")
 
 

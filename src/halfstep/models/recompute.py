@@ -13,6 +13,10 @@ Eager and compiled code differ twice. A compiled model is one region, in which t
 with backward; in eager mode a region is recomputed at once, so it must not be larger than a block, or everything it
 recomputes would be alive together. And a compiled region recomputes only pure values, while in eager mode BatchNorm
 runs a second time and its running statistics need shielding.
+
+Loops over chunks save memory in a similar way, and must stay out of compiled code: a compiler unrolls the loop, which
+takes minutes, and fuses what the iterations share, so that the activations of all chunks are alive together.
+`turn_of` compiles one iteration instead.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -292,3 +296,28 @@ def _spare_statistics(block: Run) -> Iterator[None]:
     finally:
         for norm, buffers in kept:
             norm._buffers.update(buffers)
+
+
+Turn = TypeVar("Turn", bound=Callable[..., Any])
+
+
+def turn_of(function: Turn, *, is_compiled: bool) -> Turn:
+    """One turn of a loop, to be called without gradients and with chunks of few shapes."""
+    return (_compiled if is_compiled else _plain)(function)
+
+
+def _plain(function: Any) -> Any:
+    """The function itself, in a frame by which the memory plan knows what a compiled step compiles."""
+
+    def run_turn(*inputs: Any, **options: Any) -> Any:
+        return function(*inputs, **options)
+
+    return run_turn
+
+
+TURN = _plain(None).__code__
+
+
+@functools.cache
+def _compiled(function: Any) -> Any:
+    return torch.compile(function, dynamic=False)

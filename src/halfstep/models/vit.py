@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.errors import ModelError
-from halfstep.islands import fp32_island, matmul_dtype, to_fp32
+from halfstep.islands import fp32_island, get_matmul_dtype, to_fp32
 from halfstep.kernels.fast_forms import decided, has_half_autocast, has_room_for_tiles, has_triton, wanted
 from halfstep.kernels.transformer_chain import Block, Stream, through_blocks
 from halfstep.models.layers import (
@@ -173,7 +173,7 @@ class Encoder(nn.Module):
         if not self._suits_chain():  # compiled code asked once, and since then a layer may have been frozen or replaced
             return Stream(nn.Sequential(*blocks)(tokens), None, None)
         layers = [block.layers_of_chain() for block in blocks if isinstance(block, EncoderBlock)]
-        return through_blocks(layers, tokens, matmul_dtype(tokens), keep=self.layers.recompute == "none")
+        return through_blocks(layers, tokens, get_matmul_dtype(tokens), keep=self.layers.recompute == "none")
 
 
 def chain_wanted(blocks: nn.Module, tokens: Tensor) -> bool:

@@ -172,7 +172,9 @@ class OwnSchedules:
         return {"kinds": self.kinds, "epochs": self.epochs, "plateaus": plateaus}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        kinds = state.get("kinds", self.kinds)  # states of earlier versions have none
+        if not state:
+            return
+        kinds = state["kinds"]
         if kinds != self.kinds:
             raise CheckpointError(
                 f"the state was saved with another schedule: {_listed(kinds)}; this step has {_listed(self.kinds)}",
@@ -180,9 +182,7 @@ class OwnSchedules:
                 fix="make the step with the schedule= it was saved with; to begin the new one at epoch 0 all the same: "
                 'step.load_state_dict(state | {"schedules": {}})',
             )
-        if not state:
-            return
-        own, stored = sum(d.plateau is not None for d in self.driven), len(state.get("plateaus", ()))
+        own, stored = sum(d.plateau is not None for d in self.driven), len(state["plateaus"])
         if own != stored:
             raise CheckpointError(
                 f"the state holds {stored} ReduceLROnPlateau, this step {own}",

@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from halfstep.formats import FP32, format_named
+from halfstep.formats import FP32, find_format
 from halfstep.hardware.describe import OP_NAMES, rate, times
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.decide import decide
@@ -67,7 +67,7 @@ def what_is_lost(precision: str) -> str:
     """Digits and range that this precision gives up against fp32."""
     if precision == "fp32":
         return "nothing"
-    chosen = format_named(precision)
+    chosen = find_format(precision)
     digits = f"matmuls and convolutions keep {chosen.decimal_digits:.1f} of {FP32.decimal_digits:.1f} decimal digits"
     if chosen.exponent_bits == FP32.exponent_bits:
         return f"{digits}; the range stays that of fp32"

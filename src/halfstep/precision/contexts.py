@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halfstep.backend_flags import Fp32Mode, effective_leaves, fp32_mode
+from halfstep.backend_flags import Fp32Mode, fp32_mode, read_effective_leaves
 from halfstep.errors import PrecisionError
 from halfstep.precision.attention_kernels import sound_attention
 from halfstep.precision.op_lists import cuda_op_lists
@@ -94,7 +94,7 @@ def _check_compiled_region(mode: Fp32Mode, simulated: bool) -> None:
     if simulated:
         raise PrecisionError("a simulated plan inside torch.compile", why="simulation is eager only")
     # "none" is what torch says of a leaf nobody set: true fp32, or what the library does by itself.
-    wrong = {leaf: value for leaf, value in effective_leaves().items() if value.replace("none", "ieee") != mode}
+    wrong = {leaf: value for leaf, value in read_effective_leaves().items() if value.replace("none", "ieee") != mode}
     if wrong:
         raise PrecisionError(
             f"plan.forward() inside torch.compile with other backend flags in force: {wrong}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import textwrap
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,7 +30,7 @@ class Plan:
     device_name: str
     simulated: bool = False  # numerics of `granted` on hardware that lacks it: never a statement about speed
     rows: tuple[Row, ...] = ()
-    frozen: tuple[Row, ...] = ()  # those of parts that the model uses and does not hold; empty in plans of older runs
+    frozen: tuple[Row, ...] = ()  # those of parts that the model uses and does not hold
     warnings: tuple[str, ...] = ()  # what the user must see once: a fall down the ladder, an ignored wish
     mode: Literal["", "eager", "compile", "graph"] = ""  # how steps run, once that is chosen; empty before
     mode_reason: str = ""  # what was measured for it
@@ -41,7 +40,7 @@ class Plan:
     cudnn_benchmark: bool = False
     """Whether cuDNN times its algorithms at each start, for full batches, instead of guessing."""
     gains: tuple[Gain, ...] = ()
-    """What each part of the mode gained; empty where nothing was measured, and in plans of older runs."""
+    """What each part of the mode gained; empty where nothing was measured."""
     memory: dict[str, Any] = field(default_factory=dict)
     """The setting of `train.memory: low`; empty for the normal step."""
     memory_reason: str = ""
@@ -93,24 +92,15 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         try:
-            fields = with_current_names(parse_json(text))
+            fields = dict(parse_json(text))
             rows = tuple(Row(**row) for row in fields.pop("rows"))
-            frozen = tuple(Row(**row) for row in fields.pop("frozen", ()))
-            gains = tuple(Gain(**gain) for gain in fields.pop("gains", ()))
-            lines = {name: tuple(fields.get(name, ())) for name in ("warnings", "memory_trials", "blocks")}
+            frozen = tuple(Row(**row) for row in fields.pop("frozen"))
+            gains = tuple(Gain(**gain) for gain in fields.pop("gains"))
+            lines = {name: tuple(fields[name]) for name in ("warnings", "memory_trials", "blocks")}
             return cls(**{**fields, **lines, "rows": rows, "frozen": frozen, "gains": gains})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             fix = "use the plan.json of a run folder"
             raise PrecisionError(f"this is not a stored plan: {error}", fix=fix) from error
-
-
-FORMER_NAMES = {"way": "mode", "way_reason": "mode_reason"}
-"""Fields of stored plans and cached modes that earlier versions called otherwise."""
-
-
-def with_current_names(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Stored fields of a plan by the names they have today."""
-    return {FORMER_NAMES.get(name, name): value for name, value in fields.items()}
 
 
 def folded(rows: tuple[Row, ...]) -> list[tuple[tuple[str, ...], Row]]:

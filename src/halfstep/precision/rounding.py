@@ -12,14 +12,14 @@ import math
 import torch
 
 from halfstep.errors import PrecisionError
-from halfstep.formats import FP32, Format, format_named
+from halfstep.formats import FP32, Format, find_format
 
 SIGN, MAGNITUDE = -0x8000_0000, 0x7FFF_FFFF
 
 
 def round_to(tensor: torch.Tensor, format: str | Format) -> torch.Tensor:
     """Round fp32 values to `format`; too large ones become ±inf, or NaN where the format has no infinity."""
-    fmt = format if isinstance(format, Format) else format_named(format)
+    fmt = format if isinstance(format, Format) else find_format(format)
     if tensor.dtype != torch.float32:
         raise PrecisionError(f"round_to takes fp32, got {tensor.dtype}", fix="tensor.float()")
     if fmt.mantissa_bits >= FP32.mantissa_bits:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
-from halfstep.errors import counted
+from halfstep.errors import format_count
 from halfstep.report.config_view import shown
 from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
+from halfstep.report.progress import format_time
 from halfstep.report.tables import columns_table, print_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
 
 Record = Mapping[str, Any]
 NOTHING = "-"
@@ -132,10 +136,10 @@ def _meanings(record: Record, rows: Sequence[Record], columns: Iterable[str]) ->
     if not rows:
         return []
     meanings = {
-        "ms/step": f"median of {len(rows[0]['window_ms'])} windows of {counted(record['window_steps'], 'step')}, "
+        "ms/step": f"median of {len(rows[0]['window_ms'])} windows of {format_count(record['window_steps'], 'step')}, "
         "copy of the batch to the device included; windows: fastest to slowest; the rate: at that median",
         **{f"x {name}": f"times as fast as {label}" for name, label in record["speedup_bases"].items()},
-        "loss": f"after {counted(record['steps'], 'step')} on one random batch, held against "
+        "loss": f"after {format_count(record['steps'], 'step')} on one random batch, held against "
         f"{record['loss_reference']} within {record['loss_bound']:.0%}",
         "of floor": "counted arithmetic at the measured matmul rate, as a share of the step",
     }
@@ -176,7 +180,8 @@ def _notes(record: Record, num_drawn: int, *, has_memory: bool) -> Iterator[str]
     if num_drawn and not has_memory:
         yield f"memory: {record['memory']}"
     if left_out := len(record["rows"]) - num_drawn:
-        yield f"not drawn: {counted(left_out, 'row')} that could not be measured, or whose format is simulated here"
+        rows = format_count(left_out, "row")
+        yield f"not drawn: {rows} that could not be measured, or whose format is simulated here"
 
 
 def _draw_times(axes: Axes, rows: Sequence[Record], unit: Record) -> None:
@@ -221,3 +226,64 @@ def _time_label(row: Record, unit: Record) -> str:
     facts = [f"{digits(row['ms'], 4)} ms", f"{rate} {unit['name']}s/s"]
     facts += [f"{row['speedup_fp32']:.1f}x fp32"] if row["speedup_fp32"] is not None else []
     return "  ".join(facts)
+
+
+class RowsLeft:
+    """Which row is measured, and about how long the rest takes if rows go on as those of their kind before.
+
+    A compiled row takes minutes where an eager one takes seconds: while a kind is still to come of which no row is
+    done, the time left is unknown.
+    """
+
+    def __init__(
+        self,
+        kinds: Sequence[str],
+        console: Console,
+        *,
+        repeats_first: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`kinds`: of each row in order, such as `halfstep eager`. `repeats_first`: the first row comes again at the
+        end, and will take as long as it did."""
+        self.kinds = [*kinds, *(kinds[:1] if repeats_first else ())]
+        self.total, self.repeats_first, self.row = len(self.kinds), repeats_first, ""
+        self._console, self._clock = console, clock
+        self._starts_s: list[float] = []
+
+    @property
+    def done(self) -> int:
+        """Rows before this one."""
+        return len(self._starts_s) - 1
+
+    def begin(self, row: str) -> None:
+        """The row before this one is done."""
+        self._starts_s.append(self._clock())
+        self.row = row
+        if not self._console.is_terminal:  # where a status is not shown
+            self._console.print(Text(f"measuring {self}"), soft_wrap=True)
+
+    def left(self) -> str:
+        """`, about 1:20 left`; nothing until a row is done, and `unknown` until one of each kind is."""
+        if self.done < 1:
+            return ""
+        # The first row's second measurement is known by the first one.
+        if not set(self.kinds[self.done : self.total - self.repeats_first]) <= set(self.kinds[: self.done]):
+            return ", time left unknown"
+        this_s = self._expected_s(self.done) - (self._clock() - self._starts_s[-1])
+        others_s = sum(self._expected_s(index) for index in range(self.done + 1, self.total))
+        # A row that takes longer than those before it: only the others are known.
+        return f", {'about' if this_s >= 0 else 'over'} {format_time(max(0.0, this_s) + others_s)} left"
+
+    def _expected_s(self, index: int) -> float:
+        """As the row that comes again, or as the mean of its kind."""
+        taken_s = [end - start for start, end in itertools.pairwise(self._starts_s)]
+        if self.repeats_first and index == self.total - 1:
+            return taken_s[0]
+        alike_s = [taken for taken, kind in zip(taken_s, self.kinds, strict=False) if kind == self.kinds[index]]
+        return sum(alike_s) / len(alike_s)
+
+    def __str__(self) -> str:
+        return f"{self.row} (row {self.done + 1} of {self.total}{self.left()})"
+
+    def __rich__(self) -> Text:
+        return Text(f"measuring {self}" if self.row else "measuring")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from halfstep.errors import byte_unit
+from halfstep.errors import choose_byte_unit
 from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
 from halfstep.report.tables import columns_table
 
@@ -46,7 +46,7 @@ def memory_table(rows: Sequence[MemoryRow], *, with_components: bool) -> Table:
 
 
 def memory_unit(rows: Sequence[MemoryRow]) -> tuple[str, float]:
-    return byte_unit(max(max(row.total, *row.totals.values()) for row in rows))
+    return choose_byte_unit(max(max(row.total, *row.totals.values()) for row in rows))
 
 
 def told_once(rows: Sequence[MemoryRow]) -> list[MemoryRow]:

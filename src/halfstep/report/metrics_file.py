@@ -15,7 +15,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from halfstep.disk import parse_json, write_whole
+from halfstep.disk import parse_json, write_atomically
 from halfstep.errors import CheckpointError, suggested
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -75,7 +75,7 @@ def cut_back(path: Path, num_records: int) -> None:
     if not path.exists() and not path.is_symlink():  # a link to nothing would be written through
         return
     kept = [line for line, _ in _records(path)][:num_records]
-    write_whole(path, "".join(f"{line.decode()}\n" for line in kept))
+    write_atomically(path, "".join(f"{line.decode()}\n" for line in kept))
 
 
 def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -17,8 +17,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from halfstep.disk import GONE, drop
-from halfstep.errors import ConfigError, HalfstepError, install_command
+from halfstep.disk import GONE, redirect_to_null
+from halfstep.errors import ConfigError, HalfstepError, suggest_install
 from halfstep.report.metrics_file import MetricsFile, last_step
 from halfstep.report.progress import Bar, LineBar, alive
 from halfstep.report.tables import print_text
@@ -50,7 +50,7 @@ def _summary_writer() -> Any:
         raise HalfstepError(
             "--tensorboard asked for, but tensorboard cannot be imported",
             why=f"it is an optional extra of halfstep ({error})",
-            fix=install_command("tensorboard"),
+            fix=suggest_install("tensorboard"),
         ) from error
     return SummaryWriter
 
@@ -74,7 +74,7 @@ class DeafConsole(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        drop(self.file.fileno())
+        redirect_to_null(self.file.fileno())
 
 
 def unwritable_output(error: OSError) -> ConfigError:

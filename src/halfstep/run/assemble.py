@@ -54,7 +54,7 @@ class Assembly:
     workload: Workload
     model: nn.Module
     device: torch.device
-    mode: Mode | None  # how steps run; None in the plan of an older run, which trained eager
+    mode: Mode | None  # how steps run; None before that is chosen: eager
     region: Region  # forward and loss, compiled when first called
     eager: Region  # the same as it is
     step: Step | PhasedStep

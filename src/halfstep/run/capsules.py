@@ -18,7 +18,7 @@ from halfstep.config.dump import to_yaml
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader, NamedSamples, offers
 from halfstep.distributed.world import Share
-from halfstep.errors import CheckpointError, HardwareError, first_line
+from halfstep.errors import CheckpointError, HardwareError, summarise_error
 from halfstep.evidence import capsule as capsules
 from halfstep.evidence.attempts import LossFn, Subject, refuse_another_model
 from halfstep.evidence.capsule import Capsule
@@ -126,7 +126,7 @@ def replay_run(path: Path, *, device: str | None = None, trust: bool = False) ->
     except OutOfMemory as error:
         raise CheckpointError(
             f"the step of {path} does not fit into the device's memory a second time",
-            why=first_line(error),
+            why=summarise_error(error),
             fix="replay it with --device cpu",
         ) from error
 

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from halfstep.disk import parse_json, read_sealed, seal, whole_folder, write_whole
+from halfstep.disk import atomic_folder, parse_json, read_sealed, seal, write_atomically
 from halfstep.errors import CheckpointError, suggested
 from halfstep.step.tree import pack, unpack
 
@@ -58,7 +58,7 @@ class Checkpoints:
         if not self.writes:
             return final
         try:
-            with whole_folder(final) as hidden:
+            with atomic_folder(final) as hidden:
                 _write(hidden, checkpoint)
         except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
             raise self._unwritten(final, error) from error
@@ -68,7 +68,9 @@ class Checkpoints:
     def mark_best(self, path: Path, metric: str, value: float) -> None:
         if not self.writes:
             return
-        write_whole(self.folder / "best.json", json.dumps({"checkpoint": path.name, "metric": metric, "value": value}))
+        write_atomically(
+            self.folder / "best.json", json.dumps({"checkpoint": path.name, "metric": metric, "value": value})
+        )
 
     def best(self) -> Path | None:
         """Return the checkpoint with the best metric, if one was marked and is still there."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.config.schema import RunConfig
-from halfstep.disk import free_bytes
+from halfstep.disk import get_free_bytes
 from halfstep.errors import CheckpointError, format_bytes
 from halfstep.run.assemble import Assembly
 from halfstep.run.folder import RunFolder
@@ -30,7 +30,7 @@ def check_disk(parts: Assembly, folder: RunFolder) -> list[str]:
     num_further = max(1, _num_kept(parts) - len(stored))
     # A checkpoint is written beside the one before it.
     at_least = min(2 - bool(stored), num_further) * size + REPORT_BYTES
-    in_all, free = num_further * size + REPORT_BYTES, free_bytes(folder.path)
+    in_all, free = num_further * size + REPORT_BYTES, get_free_bytes(folder.path)
     if free < at_least:
         raise CheckpointError(
             f"{format_bytes(free)} are free in {place}, and this run needs {format_bytes(at_least)}",

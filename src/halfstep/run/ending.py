@@ -12,8 +12,16 @@ from typing import Any
 
 import torch
 
-from halfstep.disk import parse_json, whole_folder, write_whole
-from halfstep.errors import CheckpointError, DataError, HalfstepError, Interrupted, TrainingStopped, counted, suggested
+from halfstep.disk import atomic_folder, parse_json, write_atomically
+from halfstep.errors import (
+    CheckpointError,
+    DataError,
+    HalfstepError,
+    Interrupted,
+    TrainingStopped,
+    format_count,
+    suggested,
+)
 from halfstep.evidence.capsule import all_in
 from halfstep.hardware.memory import peak_memory_bytes
 from halfstep.hardware.probe import probe
@@ -80,8 +88,9 @@ def _longer_search(scaler: Scaler) -> str:
     options, reached = scaler.options, scaler.options.init_scale * float(scaler.value) / scaler.first
     most = math.ceil(math.log(scaler.first / options.min_scale, 1 / options.backoff_factor))
     return (
-        f"from scaler.init_scale={options.init_scale:g} the first loss scale takes up to {counted(most, 'step')} to "
-        f"find: train longer, or begin where this run ended: scaler.init_scale={reached:g}"
+        f"from scaler.init_scale={options.init_scale:g} the first loss scale takes up to "
+        f"{format_count(most, 'step')} to find: train longer, or begin where this run ended: "
+        f"scaler.init_scale={reached:g}"
     )
 
 
@@ -159,7 +168,7 @@ def write_summary(folder: RunFolder, loop: Loop, elapsed_s: float, joules: float
         "versions": {"halfstep": halfstep.__version__, "torch": torch.__version__},
         "command": ["halfstep", *sys.argv[1:]],
     }
-    write_whole(folder.report / "summary.json", json.dumps(record, indent=2) + "\n")
+    write_atomically(folder.report / "summary.json", json.dumps(record, indent=2) + "\n")
 
 
 def has_summary(folder: RunFolder) -> bool:
@@ -192,7 +201,7 @@ def export(parts: Assembly, folder: RunFolder) -> None:
     stored = checkpoints.best() or checkpoints.all()[-1]
     load_for_use(parts.model, load(stored))
     try:
-        with whole_folder(folder.model, replaces=True) as hidden:  # one may be there of an earlier end of this run
+        with atomic_folder(folder.model, replaces=True) as hidden:  # one may be there of an earlier end of this run
             kind.part("export")(parts.model.eval(), parts.config, dict(parts.workload.store), hidden)
     except OSError as error:
         raise CheckpointError(

@@ -160,8 +160,8 @@ class Engine:
         """Go on as it was stored; other settings may bring other shapes, and a step that can be compiled."""
         self.pieces = int(state["pieces"])
         if is_same:
-            self.shapes.taken = list(state.get("compiled_shapes", ()))  # older runs stored neither
-            self.go_on_as(state.get("mode", state.get("way", self.mode)))  # "way": the name in older runs
+            self.shapes.taken = list(state["compiled_shapes"])
+            self.go_on_as(state["mode"])
 
     def forget_graphs(self) -> None:
         """Give their memory back; they are captured again when needed."""

@@ -20,8 +20,17 @@ from halfstep.config.section import IS_PATH
 from halfstep.config.yaml_source import read_yaml
 from halfstep.data.files import some_of
 from halfstep.data.loader import FileSamples, offers
-from halfstep.disk import absolute_path, is_dry, owned, parse_json, read_sealed, seal, unused, write_whole
-from halfstep.errors import CheckpointError, DataError, counted, printable, suggested
+from halfstep.disk import (
+    find_unused_path,
+    is_dry_run,
+    make_absolute,
+    own_folder,
+    parse_json,
+    read_sealed,
+    seal,
+    write_atomically,
+)
+from halfstep.errors import CheckpointError, DataError, format_count, make_printable, suggested
 from halfstep.precision.plan import Plan
 from halfstep.run.checkpoint import Checkpoints
 from halfstep.workloads import KINDS, load
@@ -67,13 +76,13 @@ class RunFolder:
         return self.path / "report"
 
     def write_settled(self, settled: Settled) -> None:
-        write_whole(self.path / "settled.json", json.dumps(seal(dataclasses.asdict(settled))))
+        write_atomically(self.path / "settled.json", json.dumps(seal(dataclasses.asdict(settled))))
 
     def settled(self) -> Settled:
         return Settled(**self._sealed(self.path / "settled.json"))
 
     def write_plan(self, plan: Plan) -> None:
-        write_whole(self.plan, json.dumps(seal(dataclasses.asdict(plan)), indent=2))
+        write_atomically(self.plan, json.dumps(seal(dataclasses.asdict(plan)), indent=2))
 
     def stored_plan(self) -> Plan:
         return Plan.from_json(json.dumps(self._sealed(self.plan)))
@@ -92,18 +101,18 @@ class RunFolder:
         return Checkpoints(self.path / "checkpoints", keep=keep, writes=writes)
 
     def locked(self) -> AbstractContextManager[None]:
-        return owned(self.path)
+        return own_folder(self.path)
 
     @classmethod
     def planned(cls, out: str | None, name: str) -> RunFolder:
         """Where a new run would be; nothing is made. A second run of the same second gets a number."""
-        return cls(Path(out) if out else unused(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
+        return cls(Path(out) if out else find_unused_path(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
 
     @classmethod
     def create(cls, out: str | None, name: str) -> RunFolder:
         """A new folder, made by this call alone: an existing one with content is an error."""
         path = cls.planned(out, name).path
-        if printable(str(path)) != str(path):
+        if make_printable(str(path)) != str(path):
             raise CheckpointError(
                 f"the run's folder {path} is not UTF-8",
                 why="safetensors could not read its checkpoints again",
@@ -159,7 +168,7 @@ def load_stored(
 
 def how_to_go_on(path: Path) -> str:
     """For the user of a run that stopped before its end."""
-    if is_dry(path):
+    if is_dry_run(path):
         return "--dry removes it now: leave that out to go on later"
     return f"continue with: {suggested('train', '--resume', path)}"
 
@@ -198,7 +207,7 @@ def _with_setting(section: Any, names: Sequence[str], value: str) -> Any:
 def with_data_found(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:
     """A stored run's settings with its data folder as it is here, and what to know about it."""
     stored, here = config.data.dir, with_absolute_paths(config)
-    demo = absolute_path(folder.path) / "data"  # demo data lie in the run's folder, and move with it
+    demo = make_absolute(folder.path) / "data"  # demo data lie in the run's folder, and move with it
     if stored is None:
         return here.changed(data={"dir": str(demo)}) if demo.is_dir() else here, []
     place = Path(_absolute(stored))
@@ -226,7 +235,7 @@ def _missing(folder: RunFolder, stored: str, place: Path) -> DataError:
 def _absolute(path: str, *, only_if_there: bool = False) -> str:
     if "://" in path:
         return path
-    place = absolute_path(path)
+    place = make_absolute(path)
     return str(place) if place.exists() or not only_if_there else path
 
 
@@ -241,7 +250,7 @@ def record_data(workload: Workload, folder: RunFolder) -> None:
     """Remember the files; samples that are none leave nothing to remember."""
     files = list(_files(workload))
     if files:
-        write_whole(_place(folder), json.dumps({"files": len(files), "digest": _digest(files)}))
+        write_atomically(_place(folder), json.dumps({"files": len(files), "digest": _digest(files)}))
 
 
 def digest_of_contents(workload: Workload) -> str:
@@ -263,7 +272,7 @@ def changed_data(workload: Workload, folder: RunFolder) -> list[str]:
         return []
     if len(files) != num_then:
         return [
-            f"the run started with {counted(num_then, 'data file')}, there are {len(files)} now: "
+            f"the run started with {format_count(num_then, 'data file')}, there are {len(files)} now: "
             "it does not continue exactly"
         ]
     newer = [path for path in dict.fromkeys(files) if path.stat().st_mtime > started_s]  # both parts may be in one file

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from halfstep.config.schema import RunConfig
-from halfstep.disk import whole_file
+from halfstep.disk import atomic_file
 from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.precision.frozen import apply_frozen_
 from halfstep.precision.parts import original_class
@@ -125,7 +125,7 @@ def store(made: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
         path = _file(folder, name)
         try:
             path.parent.mkdir(exist_ok=True)
-            with whole_file(path) as hidden:
+            with atomic_file(path) as hidden:
                 save_file(dict(tensors), hidden)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot write {path}: {error}", fix="make room, or choose another --out") from error

@@ -321,7 +321,7 @@ class Journal:
         for name, own in state.get("phases", {"": {**state, "newest": state["latest"]}}).items():
             self.seen[name] = Seen(_read(own["newest"]), float(own["loss_sum"]), int(own["num_losses"]))
         self.num_skipped, self.num_spikes = int(state["num_skipped"]), int(state["num_spikes"])
-        self._clock, self._before_s = Stopwatch(), float(state.get("elapsed_s", 0.0))  # older runs stored none
+        self._clock, self._before_s = Stopwatch(), float(state["elapsed_s"])
 
 
 def _read(stored: Mapping[str, Any] | None) -> Reading | None:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from halfstep.disk import write_whole
-from halfstep.errors import first_line
+from halfstep.disk import write_atomically
+from halfstep.errors import summarise_error
 from halfstep.evidence.captured import COMPUTING, Modules, Placed, matched, placed
 from halfstep.evidence.captured_ledger import captured_ledger
 from halfstep.evidence.compiled_sites import CompiledCode, NodeRecorder
@@ -177,7 +177,7 @@ class RunLedger:
             found = ledgers_of(self.parts, engine, window, self._replay.events() if self._replay else ())
             self._keep(found)
         except Exception as error:  # whatever it is, what was done is undone: it costs a look, not the run
-            self.notice(f"the ledger could not observe step {attempted}: {first_line(error)}", "warning")
+            self.notice(f"the ledger could not observe step {attempted}: {summarise_error(error)}", "warning")
 
     def _is_due(self, mode: str, attempted: int) -> bool:
         return mode not in self._modes or bool(self.every) and attempted % self.every == 0
@@ -193,7 +193,7 @@ class RunLedger:
                 if finding not in known:
                     self.notice(f"{finding.module}: {finding.what}; {finding.why}; fix: {finding.fix}", "warning")
         if self.writes:
-            write_whole(self.file, json.dumps(as_document(list(self.seen.values())), indent=1) + "\n")
+            write_atomically(self.file, json.dumps(as_document(list(self.seen.values())), indent=1) + "\n")
 
 
 # --- captured steps, under torch's profiler ---

@@ -402,7 +402,7 @@ class Loop:
         self._set_rate_factor()
         self.position = Position(**state["position"])
         self.engine.go_on(state, is_same=not changes.are_binding)
-        self.validated_at, self.sampled_at = (int(state.get(name, -1)) for name in ("validated_at", "sampled_at"))
+        self.validated_at, self.sampled_at = int(state["validated_at"]), int(state["sampled_at"])
         if self.parts.world is None or self.parts.world.is_first:
             self.train_metrics.load_state_dict(state["train_metrics"])
         self.journal.load_state_dict(state["journal"])

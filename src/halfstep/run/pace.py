@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from halfstep.config.schema import RunConfig, is_import_path
-from halfstep.data.folder_samples import TrainingFiles
+from halfstep.data.image_samples import TrainingFiles
 from halfstep.data.loader import Samples
-from halfstep.errors import counted, suggested
+from halfstep.errors import format_count, suggested
 from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.gpus import find_known
 from halfstep.hardware.monitor import Monitor
@@ -47,10 +47,10 @@ def way_out(config: RunConfig, samples: Samples, cores: int) -> str:
     """The setting that gets data faster here: more workers while cores are free, then no more decoding."""
     workers = config.data.num_workers
     if workers < cores:
-        return f"data.num_workers={cores} (now {workers}, and this machine has {counted(cores, 'core')})"
+        return f"data.num_workers={cores} (now {workers}, and this machine has {format_count(cores, 'core')})"
     if isinstance(samples, TrainingFiles):
         pack = suggested("pack", config.data.dir)
-        return f"data.cache=true, or first {pack} (all {counted(cores, 'core')} decode pictures already)"
+        return f"data.cache=true, or first {pack} (all {format_count(cores, 'core')} decode pictures already)"
     has_size = "image_size" in type(config.data).model_fields and not is_import_path(config.workload)
     smaller = "a smaller data.image_size, or " if has_size else ""
     return f"{smaller}more cores (data.num_workers={workers} uses all {cores})"

@@ -9,8 +9,8 @@ from halfstep.config.load import Loaded
 from halfstep.config.section import num_cores
 from halfstep.config.statements import DEFAULT
 from halfstep.data.files import some_of
-from halfstep.disk import is_dry
-from halfstep.errors import counted, format_bytes, suggested
+from halfstep.disk import is_dry_run
+from halfstep.errors import format_bytes, format_count, suggested
 from halfstep.hardware.memory import peak_memory_bytes
 from halfstep.report.config_view import header_lines
 from halfstep.report.run_report import RunReport
@@ -50,7 +50,7 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
         ("device", f"{plan.device} ({plan.device_name})"),
         ("model", f"{type(parts.model).__name__}, {num_parameters:,} parameters"),
         *described(parts.workload.frozen, plan),
-        ("data", f"{num_train:,} training, {counted(num_val, 'validation sample')}"),
+        ("data", f"{num_train:,} training, {format_count(num_val, 'validation sample')}"),
         ("data folder", _with_origin(config.data.dir or "", loaded, "data.dir")),
         *parts.workload.about,
         ("workers", f"{config.data.num_workers} ({loaded.origins.get('data.num_workers', DEFAULT)})"),
@@ -93,7 +93,7 @@ def show_summary(
     if loop.waiting.is_worth_saying:
         faster = way_out(parts.config, parts.workload.train_samples, num_cores())
         rows.append(("waiting for data", f"{loop.waiting.share:.0%} of the training time; faster with {faster}"))
-    report.finish("done", rows + ([] if is_dry(folder.path) else _what_is_left(folder, loop)))
+    report.finish("done", rows + ([] if is_dry_run(folder.path) else _what_is_left(folder, loop)))
 
 
 def _what_is_left(folder: RunFolder, loop: Loop) -> list[tuple[str, str]]:
@@ -108,7 +108,11 @@ def _processes(parts: Assembly) -> str:
     if (world := parts.world) is None:
         return ""
     train = parts.config.train
-    each = f"{counted(world.rows(train.batch_size), 'sample')} of a batch each" if world.size > 1 else "the whole batch"
+    each = (
+        f"{format_count(world.rows(train.batch_size), 'sample')} of a batch each"
+        if world.size > 1
+        else "the whole batch"
+    )
     return f"{world.size}, {each}, gradients summed in {train.reduce}"
 
 
@@ -118,7 +122,7 @@ def _length(parts: Assembly) -> str:
     steps = math.ceil(len(parts.train_loader) / train.accumulate)
     if parts.total_steps == train.epochs * steps:
         more = f", which end before train.max_steps={train.max_steps}" if train.max_steps > parts.total_steps else ""
-        return f"{parts.total_steps} = {counted(train.epochs, 'epoch')} of {steps}{more}"
+        return f"{parts.total_steps} = {format_count(train.epochs, 'epoch')} of {steps}{more}"
     return f"{parts.total_steps} (train.max_steps), {parts.total_steps / steps:.1f} epochs of {steps}"
 
 
@@ -134,4 +138,4 @@ def _duration(seconds: float) -> str:
 
 def _first(notes: tuple[str, ...], most: int = 20) -> list[str]:
     """Of a thousand files that were left out, a screen of names and the number."""
-    return [*notes[:most], *([f"and {counted(len(notes) - most, 'more such file')}"] if len(notes) > most else [])]
+    return [*notes[:most], *([f"and {format_count(len(notes) - most, 'more such file')}"] if len(notes) > most else [])]

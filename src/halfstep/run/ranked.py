@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from halfstep import __version__
 from halfstep.config.schema import RunConfig
 from halfstep.distributed.world import World, agreed
-from halfstep.errors import ConfigError, HalfstepError, counted
+from halfstep.errors import ConfigError, HalfstepError, format_count
 from halfstep.run.folder import digest_of_contents
 from halfstep.run.frozen import checksum
 from halfstep.run.resume import flattened
@@ -98,7 +98,7 @@ def notes_on(config: RunConfig, workload: Workload, model: nn.Module, world: Wor
     has_norm = any(type(m).__name__.startswith("BatchNorm") for m in model.modules())
     if has_norm and each < 16 and not config.train.sync_batch_norm:
         notes += [
-            f"BatchNorm takes its statistics of {counted(each, 'sample')}, those of one process; "
+            f"BatchNorm takes its statistics of {format_count(each, 'sample')}, those of one process; "
             "train.sync_batch_norm=true takes them over all (GPUs only)"
         ]
     return notes

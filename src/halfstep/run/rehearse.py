@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from halfstep.config.schema import RunConfig
-from halfstep.errors import first_line
+from halfstep.errors import summarise_error
 from halfstep.hardware.memory import give_back
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly, assemble
@@ -55,7 +55,7 @@ def _copied(model: nn.Module) -> nn.Module:
     try:
         copied = copy.deepcopy(model, made)
     except Exception as error:  # a user's model may hold anything
-        raise CannotRun(f"{type(model).__name__} cannot be copied for a trial ({first_line(error)})") from error
+        raise CannotRun(f"{type(model).__name__} cannot be copied for a trial ({summarise_error(error)})") from error
     for module in copied.modules():
         functions = {key: held for key, held in vars(module).items() if isinstance(held, FunctionType)}
         vars(module).update({key: _over_copies(held, made) for key, held in functions.items() if held.__closure__})

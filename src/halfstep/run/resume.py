@@ -13,7 +13,7 @@ from halfstep.config.dump import plain
 from halfstep.config.load import Loaded
 from halfstep.config.schema import RunConfig
 from halfstep.config.training import WITHOUT_END
-from halfstep.errors import CheckpointError, HardwareError, counted
+from halfstep.errors import CheckpointError, HardwareError, format_count
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep.report.metrics_file import fingerprint
@@ -110,7 +110,9 @@ def refuse_other_records(file: Path, journal: dict[str, Any], *, allow: bool) ->
     if found == expected:
         return []
     num_missing = expected[0] - found[0]
-    lost = f"{counted(num_missing, 'record')} of {expected[0]} are missing" if num_missing else "records were changed"
+    lost = (
+        f"{format_count(num_missing, 'record')} of {expected[0]} are missing" if num_missing else "records were changed"
+    )
     note = f"{file} was edited or damaged: {lost}"
     if not allow:
         raise CheckpointError(
@@ -190,16 +192,18 @@ def why_finished(config: RunConfig, state: Mapping[str, Any]) -> str:
     train, epochs, steps = config.train, state["position"]["epoch"], state["step"]["attempted"]
     if epochs >= train.epochs:
         again = f"train.epochs={2 * epochs}"
-        return f"finished after {epochs} of {counted(train.epochs, 'epoch')}; to train on, add {again} to the command"
-    if 0 < train.max_steps <= steps:
-        whole = "" if train.epochs == WITHOUT_END else f", or 0 for all {counted(train.epochs, 'epoch')}"
         return (
-            f"finished after {steps} of {counted(train.max_steps, 'step')}; to train on, add "
+            f"finished after {epochs} of {format_count(train.epochs, 'epoch')}; to train on, add {again} to the command"
+        )
+    if 0 < train.max_steps <= steps:
+        whole = "" if train.epochs == WITHOUT_END else f", or 0 for all {format_count(train.epochs, 'epoch')}"
+        return (
+            f"finished after {steps} of {format_count(train.max_steps, 'step')}; to train on, add "
             f"train.max_steps={2 * steps} to the command{whole}"
         )
     if 0 < train.early_stopping_patience <= state["stopping"]["num_since"]:
         return (
-            f"finished by early stopping after {epochs} of {counted(train.epochs, 'epoch')}; to train on, add "
+            f"finished by early stopping after {epochs} of {format_count(train.epochs, 'epoch')}; to train on, add "
             "train.early_stopping_patience=0 to the command"
         )
     return ""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.errors import CheckpointError, counted
+from halfstep.errors import CheckpointError, format_count
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import Checkpoint
 from halfstep.run.frozen import identities
@@ -89,7 +89,7 @@ def _restore_own_generators(parts: Assembly, kept: Sequence[Mapping[str, Any]]) 
 def load_for_use(model: nn.Module, checkpoint: Checkpoint) -> None:
     """A checkpoint's weights as validation used them: the averaged ones where the run keeps them."""
     model.load_state_dict(checkpoint.model)
-    put_back(model, checkpoint.state.get("buffers", {}))
+    put_back(model, checkpoint.state["buffers"])
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
         for name, average in checkpoint.ema.items():
@@ -178,7 +178,7 @@ def rounding_warnings(optimizers: Iterable[Optimizer]) -> list[str]:
         if half and not isinstance(optimizer, JudgedAdamW):
             name = type(optimizer).__name__
             found.append(
-                f"{name} rounds {counted(len(half), 'parameter')} in bf16 to nearest: {LOSES}; "
+                f"{name} rounds {format_count(len(half), 'parameter')} in bf16 to nearest: {LOSES}; "
                 "optimizer.name=adamw keeps the bits that bf16 drops, precision=bf16 keeps fp32 weights"
             )
         elif half and isinstance(optimizer, JudgedAdamW) and optimizer.rounding == "nearest":

@@ -20,7 +20,7 @@ import torch
 from halfstep.config.dump import plain, to_yaml
 from halfstep.config.load import Loaded
 from halfstep.config.schema import RunConfig
-from halfstep.disk import absolute_path, write_whole
+from halfstep.disk import make_absolute, write_atomically
 from halfstep.distributed.launch import Launch, joined
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, HalfstepError
@@ -190,11 +190,11 @@ def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan, decided: d
     code = sign_code(find_import_paths(config))
     folder.write_settled(Settled(settings=plain(config), decided=decided, code=code))
     folder.write_plan(plan)
-    write_whole(folder.config, to_yaml(config))  # last: a folder with it is a run
+    write_atomically(folder.config, to_yaml(config))  # last: a folder with it is a run
 
 
 def _with_demo_data(loaded: Loaded, folder: RunFolder, place: Place) -> Loaded:
-    data_dir = absolute_path(folder.path) / "data"
+    data_dir = make_absolute(folder.path) / "data"
     place.of_first(partial(_write_demo, loaded.config, data_dir))
     return dataclasses.replace(loaded, config=loaded.config.changed(data={"dir": str(data_dir)}))
 
@@ -260,7 +260,7 @@ def _newest(folder: RunFolder, damaged: list[str]) -> Path:
 
 
 def _built_as_stored(config: RunConfig, state: Mapping[str, Any], folder: RunFolder) -> Workload:
-    stored = state.get("frozen", {})  # older runs have none
+    stored = state["frozen"]
     with naming_lost_files(stored):
         workload = build_workload(config, dict(state["store"]))
     return dataclasses.replace(workload, frozen=as_stored(workload.frozen, stored, folder.path))
@@ -323,7 +323,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
         try:
             show_header(report, loaded, folder, parts)
             if is_new and writes:  # a resumed run would name its own config.yaml as the source of everything
-                write_whole(folder.report / "config.json", json.dumps(config_as_json(loaded), indent=1) + "\n")
+                write_atomically(folder.report / "config.json", json.dumps(config_as_json(loaded), indent=1) + "\n")
             for warning in (*warnings, *notes_on(config, parts.workload, parts.model, world)) if writes else ():
                 report.notice(warning, "warning")
             if resumed is not None:

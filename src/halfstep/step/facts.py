@@ -29,7 +29,7 @@ class Reading:
     lr: float
     sample_ids: tuple[int, ...] = ()
     epoch: int | None = None
-    """The epoch it belongs to, and its window in that epoch; None in a loop that has none, and in older runs."""
+    """The epoch it belongs to, and its window in that epoch; None in a loop that has none."""
     window: int | None = None
     is_asked: bool = False  # whether somebody asked one of the run's processes to stop
     faulty_ranks: tuple[int, ...] = ()  # the processes whose own loss or buffers were not finite
@@ -247,10 +247,7 @@ def reading_from(state: Mapping[str, Any]) -> Reading:
     """What `asdict` made of a reading, after it was stored."""
     own = {
         **state,
-        **{
-            name: tuple(state.get(name, ()))
-            for name in ("sample_ids", "faulty_ranks", "waits_s", "fallen_ranks", "rates")
-        },
+        **{name: tuple(state[name]) for name in ("sample_ids", "faulty_ranks", "waits_s", "fallen_ranks", "rates")},
     }
     if "phases" not in own:
         return Reading(**own)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from halfstep.errors import CheckpointError, ConfigError, counted
+from halfstep.errors import CheckpointError, ConfigError, format_count
 from halfstep.step.facts import Facts, PhasedFacts, Reading, reading_from
 
 LAG = 2  # steps between a step and the guard's look at it: enough for the host to stay ahead of the device
@@ -193,7 +193,7 @@ class Guard:
             return CONTINUE
         return Verdict(
             action=Action.STOP,
-            reason=f"{counted(self.num_at_floor, 'step')} in a row overflowed with the loss scale at its floor of "
+            reason=f"{format_count(self.num_at_floor, 'step')} in a row overflowed with the loss scale at its floor of "
             f"{self.min_scale:g} (step {reading.attempted}: {reading.reason})",
             fix=f"{self._why_at_floor(reading)} {self.advice.overflow} or a lower learning rate{_samples(reading)}",
         )
@@ -210,9 +210,8 @@ class Guard:
         self.num_faults += 1
         if self.num_faults < self.options.max_consecutive:
             return CONTINUE
-        reason = (
-            f"{counted(self.num_faults, 'bad step')} in a row, the last one step {reading.attempted}: {reading.reason}"
-        )
+        faults = format_count(self.num_faults, "bad step")
+        reason = f"{faults} in a row, the last one step {reading.attempted}: {reading.reason}"
         if self.options.on_fault == "rollback" and self.num_rollbacks < self.options.max_rollbacks:
             return Verdict(action=Action.ROLLBACK, reason=reason, first_fault_committed=self.first_fault_committed)
         tried = f" after {self.num_rollbacks} rollbacks" if self.num_rollbacks else ""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from halfstep.errors import counted
+from halfstep.errors import format_count
 
 
 def seed_everything(seed: int) -> None:
@@ -42,7 +42,7 @@ def restore_generators(states: Mapping[str, Any]) -> list[str]:
     if num_here >= num_then:
         return []
     return [
-        f"the run had {counted(num_then, 'GPU')}, this machine has {num_here}: "
+        f"the run had {format_count(num_then, 'GPU')}, this machine has {num_here}: "
         "the random generators of the others start over"
     ]
 

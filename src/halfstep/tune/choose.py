@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from halfstep.config.schema import RunConfig
-from halfstep.disk import cache_directory
-from halfstep.errors import ConfigError, counted
+from halfstep.disk import find_cache_directory
+from halfstep.errors import ConfigError, format_count
 from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.driver import Driver
 from halfstep.hardware.facts import Hardware
@@ -127,7 +127,9 @@ class Tuning:
         except CannotRun as error:
             return {"mode": "eager", "mode_reason": str(error)}
         if found is None:
-            reason = f"a run of {counted(expected_steps(self.config, self.workload), 'step')} is too short for trials"
+            reason = (
+                f"a run of {format_count(expected_steps(self.config, self.workload), 'step')} is too short for trials"
+            )
             return {"mode": "eager", "mode_reason": f"{reason} (train.fast=graph compiles all the same)"}
         problem = CachedMode(self.config, self.workload, plan).write(found) if found.is_final else ""
         if problem:
@@ -253,7 +255,7 @@ def fp8_gains(
         return {}
     batch = workload.prepared(first_batch(config, workload), key=(), training=False)
     forward = partial(workload.forward, workload.model, batch)
-    return measured_gains(workload.model, forward, hardware, cache_directory(), measure=measure)
+    return measured_gains(workload.model, forward, hardware, find_cache_directory(), measure=measure)
 
 
 def asked_mode(config: RunConfig, plan: Plan) -> Mode | None:

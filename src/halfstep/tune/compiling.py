@@ -16,8 +16,8 @@ from typing import TypeAlias
 
 from torch._dynamo.variables.tensor import TensorVariable
 
-from halfstep.disk import variable
-from halfstep.errors import first_line
+from halfstep.disk import read_variable
+from halfstep.errors import summarise_error
 from halfstep.tune.modes import Batch
 
 MOST_SHAPES = 2  # an image in portrait and in landscape format, or two sizes in turn
@@ -82,8 +82,8 @@ MOST_CHARACTERS = 400  # of the whole line: templates of C++ have names without 
 
 def compile_reason(error: Exception) -> str:
     """The first line, and what lies below it: a tool's own complaint, or the error that all began with."""
-    first = first_line(error)
-    found = _of_a_tool(str(error)) or first_line(_root(error))
+    first = summarise_error(error)
+    found = _of_a_tool(str(error)) or summarise_error(_root(error))
     reason = first if found in first else f"{first}: {found}"
     return reason if len(reason) <= MOST_CHARACTERS else f"{reason[:MOST_CHARACTERS]} ..."
 
@@ -143,7 +143,7 @@ class CompilerWarnings:
         if kind not in self._said:
             self._said.add(kind)
             self._say(line)
-        return bool(variable("TORCH_LOGS"))
+        return bool(read_variable("TORCH_LOGS"))
 
 
 def _ours(text: str) -> tuple[re.Pattern[str] | None, str]:

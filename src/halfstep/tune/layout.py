@@ -17,7 +17,7 @@ def wants_channels_last(config: RunConfig, plan: Plan, *modules: nn.Module) -> b
     """Asked for or found by trials; else, where the model is known to take it, yes on a CPU, and on CUDA where matrix
     units, which read images so, compute. Never where nothing convolves images.
 
-    docs/log.md has U-Net's times: on an Arm CPU 0.137 s in it, 0.243 contiguous; in strict fp32 on an H200 no
+    benchmarks/NOTES.md has U-Net's times: on an Arm CPU 0.137 s in it, 0.243 contiguous; in strict fp32 on an H200 no
     difference (362 and 365 ms) without cuDNN's trials, and with trials only contiguous was timed.
     """
     if not convolves_images(*modules):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.config.schema import RunConfig
-from halfstep.errors import MemoryLimitError, first_line
+from halfstep.errors import MemoryLimitError, summarise_error
 from halfstep.hardware.memory import memory_picture
 from halfstep.workloads import KINDS
 
@@ -71,7 +71,7 @@ def model_memory_error(
 
 
 def _with_ways(what: str, error: OutOfMemory, device: torch.device, ways: Iterable[str]) -> MemoryLimitError:
-    why = "\n       ".join([first_line(error), *memory_picture(device).splitlines()])
+    why = "\n       ".join([summarise_error(error), *memory_picture(device).splitlines()])
     return MemoryLimitError(what, why=why, fix="one of:\n       " + "\n       ".join(ways))
 
 

@@ -18,9 +18,9 @@ import torch
 
 from halfstep import __version__
 from halfstep.config.schema import RunConfig
-from halfstep.disk import cache_directory
+from halfstep.disk import find_cache_directory
 from halfstep.hardware.cache import read_json, write_json
-from halfstep.precision.plan import Plan, with_current_names
+from halfstep.precision.plan import Plan
 from halfstep.precision.row import Gain
 from halfstep.tune.mode_search import FoundMode
 from halfstep.tune.modes import COMPILE_S, CUDNN_TRIALS_S, KERNEL_TUNING_S, WARM_START_S, compiled_code
@@ -42,14 +42,13 @@ class CachedMode:
             [plan.granted, plan.device_name, [(row.module, row.compute) for row in rows if row.is_part]],
             [__version__, torch.__version__, torch.version.cuda, torch.backends.cudnn.version()],
         )
-        # The prefix is that of earlier versions, whose files are still read.
-        self.name = f"ways-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}"
-        self.path: Path = cache_directory() / f"{self.name}.json"
+        self.name = f"mode-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}"
+        self.path: Path = find_cache_directory() / f"{self.name}.json"
 
     def read(self) -> FoundMode | None:
         try:
             stored = read_json(self.path)
-            fields = with_current_names(stored.pop("fields"))
+            fields = stored.pop("fields")
             fields["gains"] = tuple(Gain(**gain) for gain in fields["gains"])
             return FoundMode(**{**stored, "fields": fields, "untried": tuple(stored["untried"])})
         except (OSError, ValueError, LookupError, TypeError, AttributeError):

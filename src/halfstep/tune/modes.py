@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from halfstep.disk import cache_directory, variable
+from halfstep.disk import find_cache_directory, read_variable
 from halfstep.kernels.fast_forms import decided, forced
 from halfstep.models.recompute import Blocks as BlockSequence
 from halfstep.models.recompute import each_compiled
@@ -51,7 +51,8 @@ def compiled(
     """The region as torch.compile makes it, lazily: the compiler is loaded when the first batch comes.
 
     Shapes are static: batches of another size run the eager region, so that an epoch's last batch compiles nothing.
-    `tunes_kernels` lets inductor search each kernel's block sizes: faster steps (docs/log.md), minutes more to start
+    `tunes_kernels` lets inductor search each kernel's block sizes: faster steps (benchmarks/NOTES.md), minutes more to
+    start
     with an empty cache. `activation_budget` is the share of activations that backward may keep, which the compiler
     chooses over all of the region. Where `blocks` are named they run, or are compiled, in their own form; of blocks
     that the model repeats (`is_repeated`) one is compiled for all.
@@ -85,13 +86,13 @@ def keep_compiled_code() -> None:
 
 
 def compiled_code() -> Path:
-    return Path(variable("TORCHINDUCTOR_CACHE_DIR") or cache_directory() / "inductor")
+    return Path(read_variable("TORCHINDUCTOR_CACHE_DIR") or find_cache_directory() / "inductor")
 
 
 # --- cudnn.benchmark ---
 
 CUDNN_TRIALS_S = 20.0
-"""What they add to a start: tens of seconds were seen for U-Net (docs/log.md). Nothing of it is kept on disk."""
+"""What they add to a start: tens of seconds for U-Net (benchmarks/NOTES.md). Nothing of it is kept on disk."""
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from halfstep.config.schema import RunConfig
-from halfstep.errors import first_line
+from halfstep.errors import summarise_error
 from halfstep.models.recompute import Recompute, Recomputing
 from halfstep.precision.plan import Plan
 from halfstep.step.randomness import generator_states
@@ -117,7 +117,7 @@ class _Check:
             try:
                 return _outcome(trial, watched)
             except Exception as error:  # inside: it ends the trial in other processes, too
-                reason = f"a step of {NUM_SAMPLES} samples ends in {type(error).__name__}: {first_line(error)}"
+                reason = f"a step of {NUM_SAMPLES} samples ends in {type(error).__name__}: {summarise_error(error)}"
                 raise CannotRun(reason) from error
 
 

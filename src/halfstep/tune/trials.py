@@ -13,7 +13,7 @@ from torch import nn
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
-from halfstep.errors import MemoryLimitError, first_line
+from halfstep.errors import MemoryLimitError, summarise_error
 from halfstep.hardware.live_bytes import LiveBytes
 from halfstep.hardware.memory import peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
@@ -31,7 +31,7 @@ which it does not in a run."""
 ROUNDS = 3  # the median of so many rounds of timed steps counts: the first may still meet a cold cache
 LASTING_S = 1.5
 """On a GPU rounds go on for so long, and the last two thirds count: at its power cap an H200 took longer for a step
-after half a second than before (docs/log.md)."""
+after half a second than before (benchmarks/NOTES.md)."""
 
 
 def lasting_step_s(a_round: Callable[[int], float], time: TrialTime, lasting_s: float) -> float:
@@ -123,7 +123,7 @@ class Trial:
         except Exception as error:
             if mode == "eager" and not is_only_tried(self.parts.config, self.parts.plan):
                 raise  # the run itself would fail with it
-            raise CannotRun(f"{type(error).__name__}: {first_line(error)}") from error
+            raise CannotRun(f"{type(error).__name__}: {summarise_error(error)}") from error
         finally:
             engine.forget_graphs()
         return found

@@ -21,15 +21,23 @@ from typing import Any
 
 from halfstep.config.foreign import flat
 from halfstep.config.schema import RunConfig
-from halfstep.disk import owned, parse_json, write_whole
-from halfstep.errors import CheckpointError, ConfigError, HalfstepError, counted
+from halfstep.disk import own_folder, parse_json, write_atomically
+from halfstep.errors import CheckpointError, ConfigError, HalfstepError, format_count
 from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide, why_simulated
 from halfstep.run.folder import RunFolder, with_absolute_paths
 from halfstep.tune.choose import asked_mode
-from halfstep.use.compare_beside import Job, beside_each_other
-from halfstep.use.compare_run import OUT_OF_MEMORY, Outcome, Row, keep_the_records, loaded_for, one_run
+from halfstep.use.compare_run import (
+    OUT_OF_MEMORY,
+    Job,
+    Outcome,
+    Row,
+    beside_each_other,
+    keep_the_records,
+    loaded_for,
+    one_run,
+)
 from halfstep.use.equivalence import FEWEST_SEEDS, LOOKS, Verdict, default_margin, is_wide, power, verdicts
 
 PILOT_SEED = 1_000_000
@@ -205,7 +213,7 @@ def open_comparison(folder: Path) -> Comparison:
 
 def run_comparison(folder: Path, comparison: Comparison, say: Say) -> None:
     """All that is missing, until the rows are settled, the last look is done or the budget is spent."""
-    with owned(folder):
+    with own_folder(folder):
         _run(folder, comparison, say)
 
 
@@ -221,8 +229,8 @@ def _run(folder: Path, comparison: Comparison, say: Say) -> None:
         if not runs.paired(count):
             return _end(folder, comparison, f"{runs.budget} is spent (--resume with a larger --budget goes on)")
         if all(verdict.is_settled for verdict in comparison.verdicts().values()):
-            return _end(folder, comparison, f"every row is settled with {counted(count, 'seed')}")
-    return _end(folder, comparison, f"{counted(comparison.request.looks[-1], 'seed')} were asked for")
+            return _end(folder, comparison, f"every row is settled with {format_count(count, 'seed')}")
+    return _end(folder, comparison, f"{format_count(comparison.request.looks[-1], 'seed')} were asked for")
 
 
 class _Runs:
@@ -385,4 +393,4 @@ def file_names(rows: Sequence[Row]) -> dict[str, Row]:
 
 
 def _write(folder: Path, comparison: Comparison) -> None:
-    write_whole(folder / FILE, comparison.to_json())
+    write_atomically(folder / FILE, comparison.to_json())

@@ -5,16 +5,30 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
+import multiprocessing
+import os
 import shutil
-from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from halfstep.config.load import Loaded
 from halfstep.disk import parse_json
-from halfstep.errors import CheckpointError, HalfstepError, Interrupted, MemoryLimitError, TrainingStopped, first_line
+from halfstep.errors import (
+    CheckpointError,
+    HalfstepError,
+    Interrupted,
+    MemoryLimitError,
+    TrainingStopped,
+    summarise_error,
+)
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import why_simulated
 from halfstep.report.metrics_file import read
@@ -128,7 +142,7 @@ def _outcome(folder: Path, row: Row, seed: int, *, best: bool, alone: bool, has_
 
 
 def _does_not_fit(error: MemoryLimitError | OutOfMemory, *, alone: bool) -> str:
-    what = error.what if isinstance(error, MemoryLimitError) else first_line(error)
+    what = error.what if isinstance(error, MemoryLimitError) else summarise_error(error)
     return what if alone else f"{what}, with other runs beside it"
 
 
@@ -146,3 +160,67 @@ def keep_the_records(folder: Path) -> None:
     Once these are stored: a run that was cut short while its checkpoints are removed could neither go on nor end."""
     for name in ("checkpoints", "data", "model", "frozen"):
         shutil.rmtree(folder / name, ignore_errors=True)
+
+
+Job = tuple[Row, int, Path]
+Run = Callable[[Row, int, Path], Outcome]
+
+
+def beside_each_other(run: Run, jobs: Sequence[Job], at_once: int) -> Iterator[Outcome]:
+    """In the order of the jobs."""
+    # Not forked: a process that has used the GPU cannot hand it down.
+    pool = ProcessPoolExecutor(
+        at_once, mp_context=multiprocessing.get_context("spawn"), initializer=_leave_with_the_comparison
+    )
+    try:
+        with _ctrl_c_is_ours():
+            outcomes = pool.map(partial(_one, run), jobs)
+        yield from outcomes
+    except BrokenProcessPool as error:
+        raise Interrupted("a process with a run was ended from outside: by a signal, or for want of memory") from error
+    finally:
+        for process in multiprocessing.active_children():
+            process.terminate()
+        pool.shutdown(cancel_futures=True)
+
+
+_busy, _leaving = threading.Lock(), threading.Event()
+"""Of a process with runs: whether it makes one now, and whether it was asked to make no more."""
+
+
+def _one(run: Run, job: Job) -> Outcome:
+    with _busy:
+        if _leaving.is_set():
+            raise Interrupted("asked to leave")
+        try:
+            return run(*job)
+        except Interrupted:
+            _leaving.set()
+            raise
+
+
+@contextmanager
+def _ctrl_c_is_ours() -> Iterator[None]:
+    """A terminal sends it to all processes; those started here leave it to us, who ask them to save and leave."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+def _leave_with_the_comparison() -> None:
+    """Where it was killed nobody reads the outcome, and the run must be free when the comparison goes on."""
+    comparison = multiprocessing.parent_process()
+
+    def wait() -> None:
+        assert comparison is not None
+        comparison.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+        with _busy:  # until it is saved
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -13,12 +13,12 @@ from torch import nn
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
 from halfstep.data.seeds import Key
-from halfstep.disk import write_whole
+from halfstep.disk import write_atomically
 from halfstep.errors import DataError, HalfstepError, MemoryLimitError
 from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.memory import memory_picture
 from halfstep.precision.plan import Plan
-from halfstep.report.evaluation_view import Evaluation
+from halfstep.report.results import Evaluation
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import build_workload
 from halfstep.run.folder import with_absolute_paths, with_data_found
@@ -86,7 +86,7 @@ def evaluate(
             files=tuple(str(file) for file in (*pictures, summary)),
             seconds=round(clock.elapsed_s, 2),
         )
-        write_whole(summary, found.to_json() + "\n")
+        write_atomically(summary, found.to_json() + "\n")
     return found
 
 

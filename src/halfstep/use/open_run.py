@@ -13,7 +13,7 @@ from torch import nn
 
 from halfstep.config.precision_names import precision_name
 from halfstep.config.schema import RunConfig
-from halfstep.disk import unused
+from halfstep.disk import find_unused_path
 from halfstep.errors import CheckpointError, ConfigError, HardwareError, nearest
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
@@ -49,8 +49,8 @@ class OpenedRun:
 
     @property
     def frozen(self) -> dict[str, dict[str, str]]:
-        """Checksum and file of each frozen part; runs of older versions have none."""
-        return dict(self.checkpoint.state.get("frozen", {}))
+        """Checksum and file of each frozen part."""
+        return dict(self.checkpoint.state["frozen"])
 
     @property
     def weights(self) -> str:
@@ -136,7 +136,7 @@ def with_weights(
 @contextmanager
 def fresh_folder(out: Path | None, default: Path) -> Iterator[Path]:
     """A folder of our own: `out`, new or empty, or `default` with a number where it is taken; gone if left empty."""
-    folder = out or unused(default)
+    folder = out or find_unused_path(default)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(
             f"--out {folder} exists already", why="nothing is overwritten", fix="name a new or an empty folder"

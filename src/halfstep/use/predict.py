@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.data.files import natural_key, some_of
-from halfstep.disk import write_whole
-from halfstep.errors import ConfigError, DataError, Interrupted, counted, printable
+from halfstep.disk import write_atomically
+from halfstep.errors import ConfigError, DataError, Interrupted, format_count, make_printable
 from halfstep.hardware.clock import Stopwatch
 from halfstep.models.first_values import unfilled
-from halfstep.report.evaluation_view import json_text
-from halfstep.report.prediction_view import Answer, Failure, Predictions
+from halfstep.report.results import Answer, Failure, Predictions, json_text
 from halfstep.report.run_report import RunReport
 from halfstep.run.frozen import naming_lost_files
 from halfstep.run.interrupts import Interrupts, interrupts
@@ -120,7 +119,7 @@ def predict(
             seconds=round(clock.elapsed_s, 2),
         )
         if folder:
-            write_whole(folder / "predictions.json", made.to_json() + "\n")
+            write_atomically(folder / "predictions.json", made.to_json() + "\n")
     return made
 
 
@@ -192,9 +191,9 @@ def _continue(
     answers = [Answer(**one) for one in left["answers"]]
     done = {answer.file for answer in answers}
     # The frames of a folder have one answer, with the folder's name.
-    inputs = [item for item in inputs if done.isdisjoint(map(printable, (str(item.path), str(item.path.parent))))]
+    inputs = [item for item in inputs if done.isdisjoint(map(make_printable, (str(item.path), str(item.path.parent))))]
     if answers:
-        report.notice(f"continuing in {folder} after {counted(len(answers), 'prediction')} of an interrupted call")
+        report.notice(f"continuing in {folder} after {format_count(len(answers), 'prediction')} of an interrupted call")
     return answers, inputs
 
 
@@ -209,7 +208,7 @@ def _stopped(
     """Store what the same call needs to continue; return the error that reports how far this one came."""
     name = signal.Signals(asked_to_stop.exit_code - 128).name
     by = "Ctrl-C" if name == "SIGINT" else name
-    num = f"{len(answers):,} of {counted(len(answers) + num_left, 'prediction')}"
+    num = f"{len(answers):,} of {format_count(len(answers) + num_left, 'prediction')}"
     if not folder or not answers:
         return Interrupted(f"stopped by {by} after {num}; nothing was written", exit_code=asked_to_stop.exit_code)
     left: dict[str, Any] = {"halfstep predict": request, "answers": [], "drawn again": []}
@@ -218,7 +217,7 @@ def _stopped(
     else:  # no input tells which samples are there, and the same seed draws them again
         named = {value for answer in answers for value in answer.found.values() if isinstance(value, str)}
         left["drawn again"] = [str(path.relative_to(folder)) for path in folder.rglob("*") if str(path) in named]
-    write_whole(folder / UNFINISHED, json_text(left) + "\n")
+    write_atomically(folder / UNFINISHED, json_text(left) + "\n")
     again = "continues" if kind.needs_input else "draws all of them again"
     return Interrupted(
         f"stopped by {by}: {num} are written to {folder}",
@@ -230,7 +229,7 @@ def _stopped(
 def _stopped_at_once(folder: Path | None, answers: list[Answer]) -> Interrupted:
     has_files = folder is not None and any(folder.iterdir())
     return Interrupted(
-        f"stopped by a second Ctrl-C after {counted(len(answers), 'prediction')}"
+        f"stopped by a second Ctrl-C after {format_count(len(answers), 'prediction')}"
         + (f"; {folder} may hold an incomplete file" if has_files else "; nothing was written"),
         fix=f"remove {folder}, or name another folder with --out" if has_files else "",
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import counted, format_bytes
+from halfstep.errors import format_bytes, format_count
 from halfstep.evidence.proofs import Line, clipping, is_same_rate, nan_is_dropped, rates_are_scheduled, scheduled_rate
 from halfstep.report.page.read_run import RunRecord, read_run
 from halfstep.run.assemble import Assembly
@@ -17,7 +17,7 @@ from halfstep.run.pace import SHORTEST_S, Waiting, busy_line
 from halfstep.step.step import LossFn, Step
 from halfstep.tune.memory_limit import split_window
 from halfstep.tune.modes import Batch
-from halfstep.use.ledger import at_hand, is_run
+from halfstep.use.observe_step import at_hand, is_run
 
 NAN, CLIP, RATE, AMP = (
     "NaN handling operational",
@@ -84,7 +84,7 @@ def _rate(parts: Assembly, engine: AnyEngine, window: list[Batch], record: RunRe
         text = f"step {wrong[0]['step']} ran with {wrong[0]['lr']:.4g}, the schedule says "
         text += f"{scheduled_rate(step, max(int(wrong[0]['committed']) - 1, 0)):.4g}"
         return Line(name=RATE, holds=False, text=text)
-    return Line(name=RATE, holds=True, text=f"{counted(len(trained), 'rate')} on record, each as scheduled")
+    return Line(name=RATE, holds=True, text=f"{format_count(len(trained), 'rate')} on record, each as scheduled")
 
 
 def _is_scheduled(step: Step, record: Mapping[str, Any]) -> bool:
@@ -126,7 +126,7 @@ def _skipped(record: RunRecord) -> Line:
     faults = [event for event in events if event.get("event") == "skipped"]
     overflows = sum(event.get("event") == "overflow" for event in events)  # those at a low scale have capsules
     text = f"{len(faults)} of {attempted} steps skipped"
-    text += f", {counted(overflows, 'fp16 overflow')}" if overflows else ""
+    text += f", {format_count(overflows, 'fp16 overflow')}" if overflows else ""
     text += f"; the last at step {faults[-1]['bad_step']}: {faults[-1]['reason']}" if faults else ""
     return Line(name="skipped steps", holds=not faults, text=text)
 

@@ -8,7 +8,7 @@ import random
 import torch
 from torch import Tensor
 
-from halfstep.models.chunked import turn_of
+from halfstep.models.recompute import turn_of
 from halfstep.run.memory.compiled import _Cut, compiled_timeline
 from halfstep.run.memory.timeline import eager_timeline
 from halfstep.run.memory.trace import Op, Recorder, Trace, Value

@@ -113,7 +113,7 @@ def _plan(path: Path) -> dict[str, Any]:
 
 
 def _settings(path: Path) -> dict[str, tuple[str, str]]:
-    """With sources where the run stored them; older runs have the values alone."""
+    """Return value and source of each setting; without report/config.json the values alone."""
     stored = _json(path / "report" / "config.json").get("settings", {})
     if stored:
         return {key: (shown(one["value"]), _source(one["source"])) for key, one in stored.items()}

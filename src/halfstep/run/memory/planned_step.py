@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.seeds import Key
-from halfstep.errors import HalfstepError, ModelError, first_line
+from halfstep.errors import HalfstepError, ModelError, summarise_error
 from halfstep.hardware.gpus import known_gpu
 from halfstep.models.first_values import unfilled
 from halfstep.models.recompute import Recompute, Recomputing
@@ -343,4 +343,4 @@ def _explained(workload: str) -> Iterator[None]:
 
 
 def _cannot_be_traced(workload: str, error: Exception) -> str:
-    return f"a step of {workload} cannot be traced: {type(error).__name__}: {first_line(error)}"
+    return f"a step of {workload} cannot be traced: {type(error).__name__}: {summarise_error(error)}"

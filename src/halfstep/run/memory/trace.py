@@ -16,7 +16,7 @@ from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from halfstep.models.chunked import TURN
+from halfstep.models.recompute import TURN
 from halfstep.run.memory.convolutions import Shape, workspace_bytes
 
 Owner = Literal["", "half copies", "gradients"]

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from halfstep.data.decode import open_picture
+from halfstep.data.images import open_picture
 from halfstep.data.loader import Samples
 
 SIZED_FILES = 32

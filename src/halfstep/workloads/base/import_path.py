@@ -20,7 +20,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from halfstep.disk import cache_directory, turn_at, whole_file
+from halfstep.disk import atomic_file, find_cache_directory, take_turn
 from halfstep.errors import ConfigError, nearest
 
 
@@ -127,7 +127,7 @@ def _source_files(path: str) -> list[Path]:
 
 
 def _key_file() -> Path:
-    return cache_directory() / "code.key"
+    return find_cache_directory() / "code.key"
 
 
 def _make_key() -> bytes:
@@ -135,9 +135,9 @@ def _make_key() -> bytes:
     file = _key_file()
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
-        with turn_at(file):
+        with take_turn(file):
             if not file.is_file():
-                with whole_file(file) as hidden:
+                with atomic_file(file) as hidden:
                     hidden.touch(mode=0o600)
                     hidden.write_bytes(secrets.token_bytes(32))
     return file.read_bytes()

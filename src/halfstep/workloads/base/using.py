@@ -15,9 +15,8 @@ from torch import nn
 
 from halfstep.config.schema import RunConfig
 from halfstep.errors import CheckpointError, DataError
-from halfstep.report.evaluation_view import Cell
-from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
+from halfstep.report.results import Answer, Cell, Failure
 from halfstep.workloads.base.other_data import any_folder
 from halfstep.workloads.base.parts import FrozenPart, frozen_parts
 from halfstep.workloads.base.workload import Batch, Metrics, Workload

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from halfstep.data.loader import Samples
 from halfstep.data.seeds import Key
-from halfstep.errors import printable
+from halfstep.errors import make_printable
 from halfstep.islands import fp32_island
 from halfstep.workloads.base.parts import Group, frozen_parts, refuse_held_twice
 from halfstep.workloads.base.phase import Phase
@@ -125,8 +125,8 @@ class Workload:
     def __post_init__(self) -> None:
         object.__setattr__(self, "frozen", frozen_parts(self.frozen))
         refuse_held_twice(self.model, self.frozen)
-        object.__setattr__(self, "val_names", tuple(printable(name) for name in self.val_names))
-        object.__setattr__(self, "about", tuple((name, printable(value)) for name, value in self.about))
+        object.__setattr__(self, "val_names", tuple(make_printable(name) for name in self.val_names))
+        object.__setattr__(self, "about", tuple((name, make_printable(value)) for name, value in self.about))
 
     def modules(self) -> tuple[nn.Module, ...]:
         return (self.model, *(part.module for part in self.frozen.values()))

@@ -1,9 +1,10 @@
-"""Image classification: ResNet and ViT, or a model of the user's own, on a folder of class folders."""
+"""Build the classification workload: ResNet, ViT or your model on a folder of class folders."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,21 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.config.section import of_settings
-from halfstep.data.classification_augment import SCALE, SHIFT, ImageChanges, model_images
 from halfstep.data.image_folder import check_same_classes
 from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import generator_for
-from halfstep.errors import ConfigError, ModelError, first_line
-from halfstep.models.vit import checked_grid, vit
-from halfstep.models.weights import load_weights_, read_weights
+from halfstep.errors import ConfigError, ModelError, format_count, summarise_error
+from halfstep.models.vit import ViT, checked_grid, resized_positions, vit
+from halfstep.models.weights import in_names_of, load_weights_, read_weights
 from halfstep.workloads import model_of
 from halfstep.workloads.base.import_path import imported
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.workload import Prepare, Workload
-from halfstep.workloads.classification.classifiers import Classifier, load_classifier_
+from halfstep.workloads.classification.augment import SCALE, SHIFT, ImageChanges, model_images
 from halfstep.workloads.classification.config import ClassifierConfig, ImageDataConfig, ResNetConfig, ViTConfig
 from halfstep.workloads.classification.data import evaluation_size, open_image_data
-from halfstep.workloads.classification.resnet import resnet
+from halfstep.workloads.classification.resnet import ResNet, resnet
 from halfstep.workloads.classification.scores import ClassificationMetrics, Mixing, classification_loss, mix
 
 FRAGILE = ("loss.cross_entropy: log of probabilities near 0, and the shares of mixed labels",)
@@ -190,7 +190,7 @@ def _check_logits(model: object, path: str, num_classes: int, size: int) -> None
         with torch.no_grad():
             logits = model.eval()(torch.zeros(1, 3, size, size))
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ModelError(f"{path} cannot take an image of 3×{size}×{size}", why=first_line(error)) from error
+        raise ModelError(f"{path} cannot take an image of 3×{size}×{size}", why=summarise_error(error)) from error
     finally:
         model.train(was_training)
     shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
@@ -238,3 +238,31 @@ def peer_prepare(device: torch.device) -> Callable[[Batch], Batch]:
         return batch | {"image": torch.addcmul(shift, image, scale).contiguous()}
 
     return prepare
+
+
+Classifier = ResNet | ViT
+
+
+def load_classifier_(model: Classifier, weights: dict[str, Tensor], *, source: str, replace_head: bool) -> None:
+    """Copy weights into the model, all but the head with `replace_head`; what does not fit is an error naming it."""
+    weights = in_names_of(model.state_dict(), weights)
+    if isinstance(model, ViT) and "encoder.pos_embedding" in weights:
+        weights["encoder.pos_embedding"] = _positions_for(model, weights["encoder.pos_embedding"])
+    head = {name: value for name, value in model.state_dict().items() if name.startswith(f"{model.head_name}.")}
+    if replace_head:
+        weights |= head
+    own, theirs = head[f"{model.head_name}.weight"], weights.get(f"{model.head_name}.weight")
+    if theirs is not None and len(theirs) != len(own):
+        raise ModelError(
+            f"the weights of {source} are for {format_count(len(theirs), 'class', 'classes')}, "
+            f"the data have {len(own)}",
+            fix="model.replace_head=true starts a new head on the loaded body",
+        )
+    load_weights_(model, weights, source=source)
+
+
+def _positions_for(model: ViT, positions: Tensor) -> Tensor:
+    """Position embeddings on the model's grid; other than square grids fail the comparison of shapes."""
+    num_patches = positions.shape[1] - 1
+    is_square = positions.ndim == 3 and math.isqrt(max(num_patches, 0)) ** 2 == num_patches > 0
+    return resized_positions(positions, model.grid, model.grid) if is_square else positions

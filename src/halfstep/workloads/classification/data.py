@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.data.binary_sets import cifar_folder, idx_folder, idx_titles, read_cifar, read_idx
-from halfstep.data.crops import CropRange
 from halfstep.data.files import BadFiles, some_of
-from halfstep.data.folder_samples import EvaluationFiles, TrainingFiles
 from halfstep.data.image_folder import FolderLayout, ImageFolder, check_images, find_images
+from halfstep.data.image_samples import (
+    CropRange,
+    EvaluationFiles,
+    EvaluationImages,
+    StoredImages,
+    TrainingFiles,
+    TrainingImages,
+)
 from halfstep.data.loader import Samples
-from halfstep.data.pack_folder import PackingBar, PackSettings, default_pack_path, open_or_pack
-from halfstep.data.stored_images import EvaluationImages, StoredImages, TrainingImages
+from halfstep.data.packed import PackingBar, PackSettings, default_pack_path, open_or_pack
 from halfstep.errors import DataError
 from halfstep.workloads.classification.config import ImageDataConfig
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
-from halfstep.report.class_pictures import ShownMistake, draw_confusion, draw_mistakes
-from halfstep.report.evaluation_view import Cell
+from halfstep.report.picture_file import BAD, FAINT, GOOD, INK, new_figure, save_figure, shortened
+from halfstep.report.results import Cell
 from halfstep.workloads.base.other_data import pictures_folder
 from halfstep.workloads.base.using import Look, PlainEvaluation
 from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.classification.scores import ClassificationDetails, Mistake
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 
 SHOWN_MISTAKES = 24
 
@@ -85,3 +91,107 @@ def pixels_of(sample: dict[str, Tensor]) -> np.ndarray[Any, Any]:
         return image
     left, top, right, bottom = (round(float(edge)) for edge in sample["box"])
     return np.asarray(image[top:bottom, left:right])
+
+
+NUMBERED_UP_TO = 24
+"""Classes; beyond it numbers in the squares can no longer be read."""
+NAMED_UP_TO = 64
+"""Classes; beyond it only some of them are named at the edges."""
+INCHES_A_CLASS, LEAST_INCHES, MOST_INCHES = 0.42, 4.2, 14.0
+NAME_LENGTH = 22
+
+
+def draw_confusion(counts: Sequence[Sequence[int]], names: Sequence[str], path: Path) -> None:
+    """Write the picture of counts by true class (row) and predicted class (column)."""
+    matrix = np.asarray(counts, dtype=np.float64)
+    shares = matrix / matrix.sum(axis=1, keepdims=True).clip(min=1)
+    side = min(MOST_INCHES, max(LEAST_INCHES, INCHES_A_CLASS * len(names)))
+    figure = new_figure((side + 2.6, side + 1.8))
+    axes: Axes = figure.subplots()
+    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+    _name_the_classes(axes, names)
+    if len(names) <= NUMBERED_UP_TO:
+        _write_numbers(axes, matrix, shares)
+    hits = matrix.trace() / max(matrix.sum(), 1)
+    axes.set_title(f"{hits:.1%} of {int(matrix.sum()):,} right", loc="left", fontsize=11, fontweight="bold", color=INK)
+    bar = figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, format=lambda value, _: f"{value:.0%}")
+    bar.set_label("share of the true class", fontsize=9, color=INK)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(labelsize=8)
+    save_figure(figure, path)
+
+
+def _name_the_classes(axes: Axes, names: Sequence[str]) -> None:
+    every = -(-len(names) // NAMED_UP_TO)
+    places = range(0, len(names), every)
+    labels = [shortened(names[place], NAME_LENGTH) for place in places]
+    size = 9 if len(names) <= NUMBERED_UP_TO else 7
+    upright: dict[str, Any] = {} if max(map(len, labels)) <= 3 else {"rotation": 45, "ha": "right"}
+    axes.set_xticks(places, labels, fontsize=size, rotation_mode="anchor", **upright)
+    axes.set_yticks(places, labels, fontsize=size)
+    axes.set_xlabel("predicted", fontsize=10, color=INK)
+    axes.set_ylabel("true", fontsize=10, color=INK)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    if len(names) <= NAMED_UP_TO:
+        edges = np.arange(len(names) + 1) - 0.5
+        axes.set_xticks(edges, minor=True)
+        axes.set_yticks(edges, minor=True)
+        axes.grid(which="minor", color="white", linewidth=1)
+        axes.tick_params(which="minor", length=0)
+
+
+def _write_numbers(axes: Axes, matrix: Any, shares: Any) -> None:
+    for row, column in zip(*np.nonzero(matrix), strict=True):
+        colour = "white" if shares[row, column] > 0.55 else INK
+        axes.text(column, row, f"{int(matrix[row, column]):,}", ha="center", va="center", fontsize=8, color=colour)
+
+
+ACROSS = 6
+PICTURE, INCHES_WIDE, INCHES_HIGH = 1.8, 2.0, 2.45
+"""A picture's side, and what it takes with its lines of text and the space around."""
+TITLE_WIDE, TITLE_HIGH = 4.0, 0.32
+LINE_LENGTH = 26
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShownMistake:
+    """One wrong answer, ready to be drawn."""
+
+    image: np.ndarray[Any, Any]
+    """(H, W, 3) bytes, as the model saw it."""
+    truth: str
+    answer: str
+    confidence: float
+    file: str
+
+
+def draw_mistakes(mistakes: Sequence[ShownMistake], path: Path, *, total: int) -> None:
+    """Write the page, at least one picture, in the order given; `total` mistakes were made in all."""
+    across = min(ACROSS, len(mistakes))
+    down = -(-len(mistakes) // across)
+    wide, high = max(across * INCHES_WIDE, TITLE_WIDE), down * INCHES_HIGH + TITLE_HIGH
+    figure = new_figure((wide, high), makes_room=False)
+    for place, mistake in enumerate(mistakes):
+        row, column = divmod(place, across)
+        top = high - TITLE_HIGH - row * INCHES_HIGH
+        corner = column * INCHES_WIDE / wide, (top - PICTURE) / high
+        _draw(figure.add_axes((*corner, PICTURE / wide, PICTURE / high)), mistake)
+    title = f"The most confident mistakes, {len(mistakes):,} of {total:,}"
+    figure.text(0, 1, title, va="top", fontsize=11, fontweight="bold", color=INK)
+    save_figure(figure, path)
+
+
+def _draw(axes: Axes, mistake: ShownMistake) -> None:
+    axes.imshow(mistake.image, interpolation="nearest", aspect="auto")
+    axes.axis("off")
+    lines = (
+        (f"{shortened(mistake.answer, LINE_LENGTH - 6)}  {mistake.confidence:.0%}", 8.5, BAD, "bold"),
+        (f"is {shortened(mistake.truth, LINE_LENGTH - 3)}", 8.5, GOOD, "normal"),
+        (shortened(mistake.file, LINE_LENGTH + 4), 7, FAINT, "normal"),
+    )
+    for place, (text, size, colour, weight) in enumerate(lines):
+        style: dict[str, Any] = {"fontsize": size, "color": colour, "fontweight": weight}
+        axes.annotate(
+            text, (0, 0), (0, -3 - 11 * place), xycoords="axes fraction", textcoords="offset points", va="top", **style
+        )

@@ -10,9 +10,8 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from halfstep.data.folder_samples import TrainingFiles
+from halfstep.data.image_samples import TrainingFiles, TrainingImages
 from halfstep.data.loader import Samples
-from halfstep.data.stored_images import TrainingImages
 from halfstep.workloads.base.guiding import Opened, file_size, median_size
 from halfstep.workloads.classification.config import ClassifierConfig, ResNetConfig, ViTConfig
 from halfstep.workloads.classification.data import open_image_data

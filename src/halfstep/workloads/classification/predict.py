@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from halfstep.data.decode import open_picture
 from halfstep.data.files import PICTURES
-from halfstep.data.folder_samples import centre_square
+from halfstep.data.image_samples import centre_square
+from halfstep.data.images import open_picture
 from halfstep.errors import DataError
-from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
+from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.using import Input, Trained, Wishes, failure_of
 from halfstep.workloads.classification.build import Prepared, model_from_store

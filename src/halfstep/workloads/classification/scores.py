@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from halfstep.data.prefetch import sent
 from halfstep.data.seeds import batch_key
-from halfstep.data.trivial_augment import sent
 from halfstep.islands import fp32_island, to_fp32
 from halfstep.workloads.base.sums import Sums
 

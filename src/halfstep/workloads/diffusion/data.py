@@ -10,8 +10,8 @@ from torch import Tensor
 
 from halfstep.data import noise
 from halfstep.data.files import BadFiles
-from halfstep.data.folder_samples import EvaluationFiles
 from halfstep.data.image_folder import FolderLayout, Listing, check_images
+from halfstep.data.image_samples import EvaluationFiles
 from halfstep.errors import DataError
 from halfstep.workloads.base.workload import Batch
 from halfstep.workloads.diffusion.config import Conditioning, DiffusionDataConfig, PictureDataConfig

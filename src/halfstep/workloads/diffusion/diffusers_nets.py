@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from halfstep.disk import parse_json
-from halfstep.errors import ConfigError, Interrupted, ModelError, counted, install_command, refused_code
+from halfstep.errors import ConfigError, Interrupted, ModelError, explain_refused_pickle, format_count, suggest_install
 
 LARGEST_NORM_GROUPS, FEWEST_IN_GROUP = 32, 4
 """Of GroupNorm, as all published models have them. Narrow levels take fewer: a group of one channel would lose how
@@ -159,7 +159,7 @@ def open_net(folder: Path, expected: Sequence[str]) -> Net:
     except Exception as error:  # a foreign folder can break a reader in any way
         raise ModelError(
             f"cannot open the {name} in {folder}",
-            why=refused_code(error) or " ".join(str(error).split())[:300],
+            why=explain_refused_pickle(error) or " ".join(str(error).split())[:300],
             fix="save it again, as safetensors",
         ) from error
     refuse_missing_weights(folder, found)
@@ -172,7 +172,7 @@ def refuse_missing_weights(folder: Path, found: Mapping[str, Any]) -> None:
     """`found` is what `from_pretrained` tells of its loading: it fills what a file lacks with chance and goes on."""
     if missing := sorted(map(str, found["missing_keys"])):
         raise ModelError(
-            f"the weights in {folder} lack {counted(len(missing), 'tensor')}, such as {missing[0]}",
+            f"the weights in {folder} lack {format_count(len(missing), 'tensor')}, such as {missing[0]}",
             why="they would be drawn at random",
             fix="another copy: one that save_pretrained wrote",
         )
@@ -248,7 +248,7 @@ def diffusers_class(name: str) -> Any:
         raise ModelError(
             "diffusers cannot be imported",
             why=" ".join(str(error).split()),
-            fix=install_command("diffusers", "transformers", "tokenizers"),
+            fix=suggest_install("diffusers", "transformers", "tokenizers"),
         ) from error
 
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.seeds import Key
-from halfstep.disk import being_written, remove_left_behind
+from halfstep.disk import name_hidden, remove_leftovers
 from halfstep.errors import ConfigError, ModelError
-from halfstep.report.evaluation_view import Cell
 from halfstep.report.progress import Bar
+from halfstep.report.results import Cell
 from halfstep.workloads.base.other_data import pictures_folder
 from halfstep.workloads.base.sheets import Array, grid
 from halfstep.workloads.base.using import Look, Phase, PlainEvaluation, Trained
@@ -50,8 +50,8 @@ class DiffusionEvaluation(PlainEvaluation):
         if config.data.cache == "off":
             return found
         kept = Path(tempfile.gettempdir()) / "halfstep-latents"
-        remove_left_behind(kept)  # of processes that were killed
-        own = being_written(kept)
+        remove_leftovers(kept)  # of processes that were killed
+        own = name_hidden(kept)
         own.mkdir(mode=0o700, exist_ok=True)
         atexit.register(shutil.rmtree, own, ignore_errors=True)
         place = own / f"{uuid.uuid4().hex}.safetensors"

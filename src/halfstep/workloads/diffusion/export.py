@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep.disk import write_whole
+from halfstep.disk import write_atomically
 from halfstep.islands import fp32_island
 from halfstep.models.posterior import latent_scale, posterior
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
@@ -87,7 +87,7 @@ def _save_told(folder: Path, nets: dict[str, Any], conditions: Conditions) -> No
     pipeline.save_pretrained(folder)
     shutil.copy(Path(told_pipeline.__file__), folder / "pipeline.py")
     index = folder / "model_index.json"
-    write_whole(
+    write_atomically(
         index, json.dumps(json.loads(index.read_text()) | {"_class_name": ["pipeline", "ToldPipeline"]}, indent=2)
     )
 

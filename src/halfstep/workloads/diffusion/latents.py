@@ -22,9 +22,8 @@ from halfstep.data.latent_cache import (
     told_of_resume,
 )
 from halfstep.data.loader import Samples
-from halfstep.data.pack_folder import PackingBar
-from halfstep.data.packed import fingerprint_of
-from halfstep.errors import ConfigError, ModelError, counted
+from halfstep.data.packed import PackingBar, fingerprint_of
+from halfstep.errors import ConfigError, ModelError, format_count
 from halfstep.islands import fp32_island
 from halfstep.models.posterior import drawn, posterior
 from halfstep.workloads.base.vae_format import Choice, chosen_format, computing_in, training_device
@@ -225,7 +224,7 @@ def told_of_captions(data: PictureData, conditions: Conditions) -> tuple[str, ..
     if not isinstance(conditions, TextConditions):
         return ()
     cut = sum(map(conditions.num_cut, data.captions))
-    return (f"cut: {counted(cut, 'caption')} of more than {conditions.length} tokens",) if cut else ()
+    return (f"cut: {format_count(cut, 'caption')} of more than {conditions.length} tokens",) if cut else ()
 
 
 def pack(config: DiffusionConfig) -> dict[str, object]:
@@ -242,5 +241,5 @@ def pack(config: DiffusionConfig) -> dict[str, object]:
     with PackingBar(path) as bar:
         cache, is_new = opened_or_made(config, data, parts.vae, choice.name, training_device(config), bar)
     views = "with mirror images" if cache.moments.shape[1] > 1 else "without augmentation"
-    text = f"latents of {counted(len(cache.moments), 'picture')}, {views}, encoded in {choice.name} ({choice.why})"
+    text = f"latents of {format_count(len(cache.moments), 'picture')}, {views}, encoded in {choice.name} ({choice.why})"
     return told_of_pack(cache, text, is_new=is_new, format=choice.name)

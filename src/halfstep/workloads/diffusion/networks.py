@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfstep.data import noise
 from halfstep.data.files import some_of
-from halfstep.errors import ConfigError, ModelError, counted, install_command, refused_code
+from halfstep.errors import ConfigError, ModelError, explain_refused_pickle, format_count, suggest_install
 from halfstep.islands import fp32_island
 from halfstep.workloads.base.parts import FrozenPart
 from halfstep.workloads.base.workload import Batch
@@ -119,7 +119,7 @@ def _check_fits(model: Net, config: DiffusionConfig, parts: Parts) -> None:
     if int(found.in_channels) != channels:
         takes_more = found.in_channels > found.out_channels
         raise ConfigError(
-            f"the U-Net of {source} takes {counted(int(found.in_channels), 'channel')}, "
+            f"the U-Net of {source} takes {format_count(int(found.in_channels), 'channel')}, "
             f"{'pictures' if parts.vae is None else 'latents of the VAE'} have {channels}",
             why="a mask or an image beside the noised sample, as inpainting has it, is not built here"
             if takes_more
@@ -255,11 +255,11 @@ def open_text(folder: str) -> TextConditions:
     except ModelError:
         raise
     except ImportError as error:
-        raise ModelError("transformers is not installed", fix=install_command("transformers", "tokenizers")) from error
+        raise ModelError("transformers is not installed", fix=suggest_install("transformers", "tokenizers")) from error
     except Exception as error:  # a foreign folder can break a reader in any way
         raise ModelError(
             f"cannot open the text encoder in {Path(folder)}",
-            why=refused_code(error) or " ".join(str(error).split())[:300],
+            why=explain_refused_pickle(error) or " ".join(str(error).split())[:300],
             fix="a folder with text_encoder/ and tokenizer/, as Stable Diffusion has, best with safetensors",
         ) from error
     return TextConditions(freeze_(encoder), tokenizer)

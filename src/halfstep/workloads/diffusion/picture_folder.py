@@ -15,7 +15,7 @@ from pathlib import Path
 from halfstep.data.files import PICTURES, held_out, natural_key, refuse_missing, some_of
 from halfstep.data.image_folder import FolderLayout, ImageFolder, Listing, find_images, pictures_below, split_folders
 from halfstep.data.metadata_file import CLASS_COLUMNS, captions_in
-from halfstep.errors import DataError, counted
+from halfstep.errors import DataError, format_count
 
 FEWEST = 2
 """Pictures: one to learn from, one to see whether anything was learned."""
@@ -52,7 +52,7 @@ def find_captioned(root: Path, layout: FolderLayout, column: str) -> CaptionedFo
     in_order = [sorted(found, key=lambda path: natural_key(str(path))) for found in (train, val)]
     images = _divided(root, in_order[0], in_order[1], layout, divided=bool(val_folders))
     bare = sum(len(pictures_below(folder)) for folder in {*train_folders, *val_folders}) - len(train | val)
-    notes = (f"left out: {counted(bare, 'picture')} without a caption",) if bare > 0 else ()
+    notes = (f"left out: {format_count(bare, 'picture')} without a caption",) if bare > 0 else ()
     return CaptionedFolder(images=images, captions=train | val, notes=notes)
 
 
@@ -112,7 +112,7 @@ def _divided(root: Path, train: list[Path], val: list[Path], layout: FolderLayou
 def _refuse_few(root: Path, found: int, which: str = "", fix: str = "") -> None:
     if found < FEWEST:
         raise DataError(
-            f"{root} holds {counted(found, 'picture')} {which}".rstrip(),
+            f"{root} holds {format_count(found, 'picture')} {which}".rstrip(),
             why=f"at least {FEWEST} are needed: one to train on, one to validate with",
             fix=fix or "add pictures (" + " ".join(PICTURES) + "), or check --data-dir (data.dir)",
         )

@@ -10,13 +10,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from halfstep.data.decode import open_picture
 from halfstep.data.files import PICTURES, some_of
-from halfstep.data.folder_samples import centre_square
+from halfstep.data.image_samples import centre_square
+from halfstep.data.images import open_picture
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError
-from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
+from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.sheets import grid
 from halfstep.workloads.base.using import Input, Trained, Wishes, each_answered, saved_picture

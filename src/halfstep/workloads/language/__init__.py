@@ -10,7 +10,7 @@ KIND = Kind.in_folder(
     kept=("data.tokenizer", "model.vocab"),
     guide=None,
     peer_prepare=".build:peer_prepare",
-    evaluation=".evaluate:LanguageEvaluation",
+    evaluation=".scores:LanguageEvaluation",
     predictor=".predict:Writer",
     predict_options=(
         Option("prompt", str, "", "What the text begins with"),

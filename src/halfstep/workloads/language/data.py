@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.data.files import BadFiles, some_of
-from halfstep.errors import DataError, counted
+from halfstep.errors import DataError, format_count
 from halfstep.workloads.language.config import LanguageConfig
 from halfstep.workloads.language.text_files import TextFiles, find_texts, read_text
-from halfstep.workloads.language.token_cache import default_cache, open_or_tokenise, tokenised
 from halfstep.workloads.language.tokenizers import (
     TIKTOKEN,
     Bytes,
@@ -24,7 +23,16 @@ from halfstep.workloads.language.tokenizers import (
     tokenizer_at,
     tokenizer_from,
 )
-from halfstep.workloads.language.tokens import TokenFiles, Tokens, find_token_files, nanogpt_tokenizer, open_tokens
+from halfstep.workloads.language.tokens import (
+    TokenFiles,
+    Tokens,
+    default_cache,
+    find_token_files,
+    nanogpt_tokenizer,
+    open_or_tokenise,
+    open_tokens,
+    tokenised,
+)
 
 CHARACTERS = ("characters", "chars", "char")
 
@@ -77,7 +85,7 @@ def _texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> Langua
         vocab=tokenizer.num_tokens,
         tokenizer=tokenizer,
         about=(
-            ("text", f"{counted(len(texts.all), 'file')}, {_in_words(train, val)}; validation: {texts.source}"),
+            ("text", f"{format_count(len(texts.all), 'file')}, {_in_words(train, val)}; validation: {texts.source}"),
             ("tokenizer", f"{tokenizer.name}, {tokenizer.num_tokens:,} tokens; {place}"),
         ),
         notes=(*bad_files.notes, *_not_read(texts)),
@@ -87,7 +95,7 @@ def _texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> Langua
 def _not_read(texts: TextFiles) -> Iterator[str]:
     if texts.beside:
         names = some_of((path.relative_to(texts.root).as_posix() for path in texts.beside), 3)
-        yield f"not read: {counted(len(texts.beside), 'file')} beside the texts: {names}"
+        yield f"not read: {format_count(len(texts.beside), 'file')} beside the texts: {names}"
 
 
 def _ids(
@@ -106,7 +114,7 @@ def _ids(
         val=val,
         vocab=vocab,
         tokenizer=tokenizer,
-        about=(("token ids", f"{counted(len(files.train) + len(files.val), 'file')}, {_in_words(train, val)}"),
+        about=(("token ids", f"{format_count(len(files.train) + len(files.val), 'file')}, {_in_words(train, val)}"),
                ("tokenizer", named)),
         notes=() if files.val else (f"nothing is validated: {_why_no_validation(root)}",),
     )  # fmt: skip

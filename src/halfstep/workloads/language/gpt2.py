@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.errors import ModelError
-from halfstep.islands import fp32_island, matmul_dtype
+from halfstep.islands import fp32_island, get_matmul_dtype
 from halfstep.kernels.cross_entropy import linear_cross_entropy
 from halfstep.kernels.fast_forms import has_room_for_tiles
 from halfstep.kernels.transformer_chain import Block as Layers
@@ -168,7 +168,9 @@ class Transformer(nn.Module):
         if not self._suits_chain():  # compiled code asked once, and since then a layer may have been frozen or replaced
             return Stream(nn.Sequential(*self.h)(x), None, None)
         layers = [block.layers_of_chain() for block in self.h if isinstance(block, Block)]
-        return through_blocks(layers, x, matmul_dtype(x), keep=False)  # outputs of LayerNorm and GELU are made again
+        return through_blocks(
+            layers, x, get_matmul_dtype(x), keep=False
+        )  # outputs of LayerNorm and GELU are made again
 
 
 def is_whole(block: Block) -> bool:
@@ -227,7 +229,7 @@ class GPT2(nn.Module):
 
     def loss(self, features: Tensor, targets: Tensor) -> Tensor:
         """The mean over the targets that count; 0 where none does."""
-        dtype = matmul_dtype(features)
+        dtype = get_matmul_dtype(features)
         with fp32_island():
             summed = _chunked_loss(features, self.transformer.wte.weight, targets, self.size.vocab, dtype)
             return summed / (targets >= 0).sum().clamp(min=1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from halfstep.errors import DataError
-from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
+from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.using import Input, Trained, Wishes
 from halfstep.workloads.language.build import model_from_store

@@ -1,14 +1,21 @@
-"""Loss and metrics of a language model: nats of a token, perplexity, bits of a byte, exact over a whole set."""
+"""Metrics and evaluation of a language model: nats per token, perplexity, bits per byte, exact over a whole set."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from halfstep.config.schema import RunConfig
+from halfstep.workloads.base.other_data import any_folder
 from halfstep.workloads.base.sums import Sums
+from halfstep.workloads.base.using import PlainEvaluation
+from halfstep.workloads.base.workload import Workload
+from halfstep.workloads.language.tokens import TokenSamples
 
 
 def num_counted(batch: Mapping[str, Tensor]) -> Tensor:
@@ -46,3 +53,19 @@ class LanguageMetrics(Sums):
         mean = nats / tokens
         found = {"perplexity": math.exp(mean) if mean < 700 else math.inf}
         return found | ({"bits_per_byte": nats / math.log(2) / num_bytes} if num_bytes else {})
+
+
+class LanguageEvaluation(PlainEvaluation):
+    """Another text is evaluated whole, unless it has a validation part of its own."""
+
+    @staticmethod
+    def config_for(config: RunConfig, folder: Path) -> RunConfig:
+        return any_folder(config, folder, val_fraction=0.0, cache=False)  # nothing is written beside others' texts
+
+    @staticmethod
+    def on_all(workload: Workload) -> Workload:
+        samples = workload.train_samples
+        if len(workload.val_samples) or not isinstance(samples, TokenSamples):
+            return workload
+        whole = TokenSamples(samples.tokens, context=samples.context, vocab=samples.vocab, is_training=False)
+        return replace(workload, val_samples=whole)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from halfstep.data.files import TRAIN_NAMES, VALIDATION_NAMES, BadFiles, natural_key, some_of
-from halfstep.errors import DataError, counted
+from halfstep.errors import DataError, format_count
 
 PROSE = (".txt", ".text", ".md", ".rst", ".tex")
 CODE = (".html", ".xml", ".py", ".c", ".h", ".cpp", ".js", ".java", ".rs")
@@ -122,7 +122,7 @@ def _split(root: Path, files: list[Path], val_fraction: float) -> TextFiles:
         taken += 1
         size += files[-taken].stat().st_size
     train, val = tuple(files[:-taken]), tuple(files[-taken:])
-    last = counted(taken, "file") if taken > 1 else "file"
+    last = format_count(taken, "file") if taken > 1 else "file"
     source = f"the last {last}, {size / total:.0%} of the bytes: {some_of(val, 2)}"
     return TextFiles(root=root, train=train, val=val, source=source)
 

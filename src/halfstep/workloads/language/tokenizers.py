@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from halfstep.disk import parse_json
-from halfstep.errors import DataError, first_line, install_command, nearest
+from halfstep.errors import DataError, nearest, suggest_install, summarise_error
 
 Array = np.ndarray[Any, Any]
 
@@ -116,13 +116,13 @@ class Bpe:
             from tokenizers import Tokenizer as Loaded
         except ImportError as error:
             raise DataError(
-                f"{source} needs the package tokenizers", why="it is not installed", fix=install_command("tokenizers")
+                f"{source} needs the package tokenizers", why="it is not installed", fix=suggest_install("tokenizers")
             ) from error
         try:
             self.loaded = Loaded.from_str(text)
         except Exception as error:  # the package raises bare ones
             raise DataError(
-                f"cannot read the tokenizer {source}", why=first_line(error), fix="a tokenizer.json"
+                f"cannot read the tokenizer {source}", why=summarise_error(error), fix="a tokenizer.json"
             ) from error
         self.loaded.no_truncation()  # both may be stored in the file, and are of what it was used for before:
         self.loaded.no_padding()  # with them a book would be its first 512 tokens
@@ -140,7 +140,7 @@ class Bpe:
         try:
             loaded = Loaded(models.BPE.from_file(str(vocab), str(merges)))
         except Exception as error:
-            raise DataError(f"cannot read {vocab} and {merges}", why=first_line(error)) from error
+            raise DataError(f"cannot read {vocab} and {merges}", why=summarise_error(error)) from error
         loaded.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         loaded.decoder = decoders.ByteLevel()
         loaded.add_special_tokens([name for name in END_NAMES if loaded.token_to_id(name) is not None])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from halfstep.data import noise
 from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import generator_for
-from halfstep.errors import counted
+from halfstep.errors import format_count
 from halfstep.models.posterior import drawn
 from halfstep.models.recompute import set_recompute
 from halfstep.models.weights import Weights, load_file_
@@ -122,7 +122,7 @@ def _format(
 
 
 def told_of_steps(steps: int, wish: RadioDiffModelConfig) -> str:
-    return f"{counted(steps, 'step')}, {counted(steps + int(wish.extra_call), 'call')} of the network"
+    return f"{format_count(steps, 'step')}, {format_count(steps + int(wish.extra_call), 'call')} of the network"
 
 
 def store_of(config: RadioDiffConfig, sizes: Mapping[str, Any], scale: float) -> dict[str, Any]:

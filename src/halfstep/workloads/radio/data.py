@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.files import BadFiles, some_of
-from halfstep.errors import DataError, counted
+from halfstep.errors import DataError, format_count
 from halfstep.workloads.radio.config import RadioDataConfig
 from halfstep.workloads.radio.maps import RadioMaps, RadioTree, Role, Split, checked, public_split, trained_elsewhere
 
@@ -43,7 +43,8 @@ def find_data(config: RunConfig) -> RadioData:
     split = split_of(wish, tree)
     train, val = (part_of(wish, tree, split, role, bad_files) for role in ("train", "val"))
     sizes = ", ".join(
-        f"{name} {counted(len(part), 'sample')} of {counted(len({item.number for item in part.items}), 'map')}"
+        f"{name} {format_count(len(part), 'sample')} of "
+        f"{format_count(len({item.number for item in part.items}), 'map')}"
         for name, part in (("training", train), ("validation", val))
     )
     name = "data.val_maps" if wish.val_maps else f"{SPLIT_NAMES[wish.split]}'s split"
@@ -95,7 +96,7 @@ def part_of(wish: RadioDataConfig, tree: RadioTree, split: Split, role: Role, ba
     if not found:
         here = tree.numbers()
         whose = "by data.val_maps and data.test_maps" if wish.val_maps else f"in {SPLIT_NAMES[wish.split]}'s split"
-        none = f"of its {counted(len(here), 'map')} ({some_of(here)}) none is one {whose}"
+        none = f"of its {format_count(len(here), 'map')} ({some_of(here)}) none is one {whose}"
         left_out = f"files were left out: {some_of(error.what for error in bad_files.skipped)}"
         raise DataError(
             f"no {ROLE_NAMES[role]} map in {tree.gain_dir}",
@@ -113,7 +114,7 @@ ROLE_NAMES: dict[Role, str] = {"train": "training", "val": "validation", "test":
 def _leaks(split: Split) -> list[str]:
     """Scores on maps that were trained on say little: who asked for such a split reads it."""
     return [
-        f"{counted(len(numbers), f'{ROLE_NAMES[role]} map')} of this split trained too: {some_of(numbers)}; "
+        f"{format_count(len(numbers), f'{ROLE_NAMES[role]} map')} of this split trained too: {some_of(numbers)}; "
         f"scores there are too good (data.split=radiounet has none)"
         for role, numbers in trained_elsewhere(split).items()
     ]

@@ -26,10 +26,9 @@ from halfstep.data.latent_cache import (
     told_of_pack,
     told_of_resume,
 )
-from halfstep.data.pack_folder import PackingBar
-from halfstep.data.packed import fingerprint_of
-from halfstep.disk import parse_json, write_whole
-from halfstep.errors import ConfigError, ModelError, counted
+from halfstep.data.packed import PackingBar, fingerprint_of
+from halfstep.disk import parse_json, write_atomically
+from halfstep.errors import ConfigError, ModelError, format_count
 from halfstep.islands import fp32_island
 from halfstep.models.posterior import latent_scale
 from halfstep.models.weights import load_file_
@@ -132,7 +131,7 @@ def _facts(path: Path) -> dict[str, Any]:
 def write_first_stage(vae: RadioVAE, sizes: Mapping[str, Any], scale_factor: float, folder: Path) -> None:
     tensors = {name: value.detach().float().cpu().contiguous() for name, value in vae.state_dict().items()}
     save_file(tensors, folder / WEIGHTS)
-    write_whole(folder / FACTS, json.dumps({"sizes": dict(sizes), "scale_factor": scale_factor}, indent=1))
+    write_atomically(folder / FACTS, json.dumps({"sizes": dict(sizes), "scale_factor": scale_factor}, indent=1))
 
 
 @torch.no_grad()
@@ -208,4 +207,4 @@ def pack(config: RadioDiffConfig) -> dict[str, object]:
             "data.cache is off in this config", why="there are no latents to pack", fix="data.cache=latents"
         )
     cache, is_new = opened_or_made(config, find_data(config).train, first_stage(config).vae)
-    return told_of_pack(cache, f"latents of {counted(len(cache.moments), 'map')}", is_new=is_new)
+    return told_of_pack(cache, f"latents of {format_count(len(cache.moments), 'map')}", is_new=is_new)

@@ -25,11 +25,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from halfstep.data.cache import CACHE_BYTES, SampleCache
 from halfstep.data.files import BadFiles, in_threads, some_of
 from halfstep.data.images import image_facts, read_image
+from halfstep.data.sample_cache import CACHE_BYTES, SampleCache
 from halfstep.data.seeds import generator_for
-from halfstep.errors import DataError, counted, printable
+from halfstep.errors import DataError, format_count, make_printable
 
 Role = Literal["train", "val", "test"]
 Split = Mapping[Role, tuple[int, ...]]
@@ -193,7 +193,7 @@ class RadioTree:
         shown = some_of(path.relative_to(self.root) for path in dict.fromkeys(missing))
         bad_files.report(
             DataError(
-                f"{counted(num_gains, 'gain')} of {self.gain_dir} without an input: no {shown}",
+                f"{format_count(num_gains, 'gain')} of {self.gain_dir} without an input: no {shown}",
                 why="the model needs buildings and the antenna" + (" and cars" if self.with_cars else ""),
                 fix="unpack all of png/, or leave those out: data.on_bad_file=skip",
             )
@@ -240,7 +240,7 @@ class RadioMaps:
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def name_of(self, index: int) -> str:
-        return printable(f"{self.items[index].name}.png")
+        return make_printable(f"{self.items[index].name}.png")
 
     def files(self) -> Iterator[Path]:
         return (path for item in self.items for path in item.all())

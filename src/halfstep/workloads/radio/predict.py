@@ -16,8 +16,8 @@ from PIL import Image
 
 from halfstep.data.seeds import Key
 from halfstep.errors import DataError
-from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
+from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.parts import FrozenPart
 from halfstep.workloads.base.sheets import Array

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from halfstep.data.prefetch import sent
 from halfstep.data.seeds import Drawn
-from halfstep.data.trivial_augment import sent
 from halfstep.workloads.segmentation.masks import IGNORED
 
 ELASTIC_KNOTS = 6

@@ -20,15 +20,23 @@ from halfstep.data.images import USUAL, describe_outliers, scale_for
 from halfstep.data.layouts import PairLayout
 from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import generator_for
-from halfstep.errors import ConfigError, DataError, counted
+from halfstep.errors import ConfigError, DataError, format_count
 from halfstep.models.weights import load_file_
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.workload import Loss, Workload
 from halfstep.workloads.segmentation.augment import Augmentation, augment
 from halfstep.workloads.segmentation.config import UNetConfig
-from halfstep.workloads.segmentation.data import ImageFormat, Scan, SegmentationData, discover_values, scan_pairs
+from halfstep.workloads.segmentation.data import (
+    FoundPairs,
+    ImageFormat,
+    Scan,
+    SegmentationData,
+    Split,
+    discover_values,
+    find_split,
+    scan_pairs,
+)
 from halfstep.workloads.segmentation.masks import IGNORED, MaskTable, MaskValue, table_from, table_of
-from halfstep.workloads.segmentation.pairs import FoundPairs, Split, find_split
 from halfstep.workloads.segmentation.scores import SegmentationMetrics, segmentation_loss
 from halfstep.workloads.segmentation.unet import UNet
 
@@ -48,7 +56,9 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
     usable = set(scan.pairs)
     train_pairs, val_pairs = (tuple(pair for pair in part if pair in usable) for part in (found.train, found.val))
     if not train_pairs:
-        raise DataError("no usable pair is left to train on", why=f"{counted(len(bad_files.skipped), 'file')} left out")
+        raise DataError(
+            "no usable pair is left to train on", why=f"{format_count(len(bad_files.skipped), 'file')} left out"
+        )
     bad_files.refuse_empty_validation(len(found.val), len(val_pairs))
     is_new = store is None
     about = {"layout": found.layout}

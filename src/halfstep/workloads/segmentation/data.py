@@ -1,19 +1,34 @@
-"""Segmentation samples from pairs of files: scanned once for sizes, kinds and mask values, then read by index."""
+"""Image and mask pairs on disk as samples, in `imgs/<id>.<ext>` + `masks/<id>_mask.<ext>` and other layouts.
+
+Find the pairs and split them, scan every file once for sizes, kinds and mask values, then read samples by index.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.data.cache import CACHE_BYTES, SampleCache
-from halfstep.data.files import BadFiles, Item, Result, in_threads
+from halfstep.data.files import (
+    VALIDATION_NAMES,
+    BadFiles,
+    Item,
+    Result,
+    held_out,
+    in_threads,
+    natural_key,
+    readable_files,
+    refuse_missing,
+    some_of,
+)
 from halfstep.data.images import ImageFacts, RawRange, image_facts, raw_range, read_image, resize_image
-from halfstep.errors import DataError, printable
+from halfstep.data.layouts import ID, Layout, NamePattern, Names, PairLayout, find_layout
+from halfstep.data.sample_cache import CACHE_BYTES, SampleCache
+from halfstep.errors import DataError, make_printable, nearest
 from halfstep.workloads.segmentation.masks import (
     MaskTable,
     MaskValue,
@@ -23,7 +38,191 @@ from halfstep.workloads.segmentation.masks import (
     resize_mask,
     values_in,
 )
-from halfstep.workloads.segmentation.pairs import Pair
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """One image and its mask."""
+
+    id: str
+    image: Path
+    mask: Path
+    """A file, or a folder of files that each show one thing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """How pairs are divided where the folder does not say it: by two lists of ids, else by a fraction."""
+
+    val_fraction: float = 0.1
+    seed: int = 0
+    train_list: Path | None = None
+    val_list: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundPairs:
+    """The pairs of a data folder, and what its layout says about them."""
+
+    train: tuple[Pair, ...]
+    val: tuple[Pair, ...]
+    layout: str
+    """Which folders they come from, and the data set's name where it is a known one."""
+    ignored: int | None = None
+    """The mask value of pixels without a label, where the layout has one."""
+    has_background: bool = True
+
+
+def find_split(root: Path, *, layout: PairLayout, split: Split, bad_files: BadFiles) -> FoundPairs:
+    """The training and validation pairs of a data folder."""
+    refuse_missing(root)
+    folder, found = find_layout(root, layout)
+    parts = [names for names in (found.train, found.val) if names]
+    pairs = [_paired(folder, names, layout, bad_files, some_without_masks=found.some_without_masks) for names in parts]
+    for lonely in _lonely_masks(folder, parts, pairs, layout):
+        bad_files.report(_lonely(lonely, f"an image {found.train.images}"))
+    where, asked_lists = _described(root, folder, found), split.train_list or split.val_list
+    if found.lists and not asked_lists:
+        lists = [folder / name for name in found.lists]
+        split = replace(split, train_list=lists[0], val_list=lists[1])
+        where += f"; split by {found.lists[0]} and {found.lists[1]}"
+    elif found.val is None and not asked_lists:
+        where += _unused_list(folder)
+    if found.val is None or asked_lists:
+        train, val = split_pairs([pair for part in pairs for pair in part], split)
+    else:
+        train, val = pairs
+        where += f"; validation: {found.val}"
+    return FoundPairs(train=train, val=val, layout=where, ignored=found.ignored, has_background=found.has_background)
+
+
+def _unused_list(folder: Path) -> str:
+    """A list beside the images is not a known part of the layout: it is named, and the user decides."""
+    path = next((path for name in VALIDATION_NAMES if (path := folder / f"{name}.txt").is_file()), None)
+    return f"; {path.name} is not used: data.val_list={path} splits by it" if path else ""
+
+
+def _described(root: Path, folder: Path, found: Layout) -> str:
+    inside = "" if folder == root else f" in {folder.relative_to(root)}/"
+    return f"{found.name}{': ' if found.name else ''}{found.train}{inside}"
+
+
+def _paired(
+    root: Path, names: Names, asked: PairLayout, bad_files: BadFiles, *, some_without_masks: bool
+) -> tuple[Pair, ...]:
+    """Every pair of one part in natural order; an image without its mask is a bad file."""
+    image_names = NamePattern(names.images).with_ending(asked.image_ext)
+    images = _one_each(root, image_names, "data.image_ext")
+    mask_names = [NamePattern(text).with_ending(asked.mask_ext) for text in names.masks]
+    masks = [_one_each(root, pattern, "data.mask_ext") for pattern in mask_names]
+    for pattern, found in ((image_names, images), (mask_names[-1], any(masks))):
+        if not found:
+            raise _none_called(root, pattern)
+    are_masks = set(masks[0].values())  # images and masks may share a folder
+    pairs = []
+    for name, image in images.items():
+        mask = next((found[name] for found in masks if found.get(name, image) != image), None)
+        if mask is not None:
+            pairs.append(Pair(id=name, image=image, mask=mask))
+        elif not (some_without_masks or image in are_masks):
+            wanted = " or ".join(text.replace(ID, name) + ".*" for text in names.masks)
+            bad_files.report(_lonely(image, wanted))
+    if not pairs:
+        raise DataError(
+            f"no image in {root / image_names.base} has a mask",
+            fix="check the names: data.image_suffix and data.mask_suffix, or a pattern: data.masks=masks/{id}_seg.png",
+        )
+    return tuple(pairs)
+
+
+def _lonely_masks(root: Path, parts: Sequence[Names], pairs: Sequence[Sequence[Pair]], asked: PairLayout) -> list[Path]:
+    """Masks whose image is in no part; two parts may share a folder of masks, and masks may lie beside images."""
+    is_used: dict[Path, bool] = {}
+    for names, part in zip(parts, pairs, strict=True):
+        ids = {pair.id for pair in part}
+        for text in names.masks:
+            for name, path in NamePattern(text).with_ending(asked.mask_ext).each(root):
+                is_used[path] = is_used.get(path, False) or name in ids
+    images = {pair.image for part in pairs for pair in part}
+    return sorted(path for path, used in is_used.items() if not used and path not in images)
+
+
+def split_pairs(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
+    """Divide by the lists where given, else by the fraction: the same pairs and seed give the same split."""
+    if split.train_list or split.val_list:
+        return _split_by_lists(pairs, split)
+    if split.val_fraction <= 0:
+        return tuple(pairs), ()
+    if len(pairs) < 2:
+        raise DataError(
+            f"only one image ({pairs[0].image}): nothing is left for validation",
+            why="an image that was trained on proves nothing",
+            fix="add images, or train without validation: data.val_fraction=0",
+        )
+    train, val = held_out(pairs, split.val_fraction, split.seed)
+    return tuple(train), tuple(val)
+
+
+def _split_by_lists(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
+    val = _listed(pairs, split.val_list)
+    train = _listed(pairs, split.train_list)
+    if split.val_list is None:
+        val = tuple(pair for pair in pairs if pair not in train)
+    if split.train_list is None:
+        train = tuple(pair for pair in pairs if pair not in val)
+    both = sorted({pair.id for pair in train} & {pair.id for pair in val}, key=natural_key)
+    if both:
+        raise DataError(f"in both lists: {some_of(both)}", why="an image that was trained on proves nothing")
+    if not train:
+        raise DataError("the lists leave no image to train on", fix="check data.train_list and data.val_list")
+    return train, val
+
+
+def _listed(pairs: Sequence[Pair], path: Path | None) -> tuple[Pair, ...]:
+    if path is None:
+        return ()
+    if not path.is_file():
+        raise DataError(f"no list of ids at {path}", fix="a text file with one id per line")
+    by_name = {name: pair for pair in pairs for name in (pair.image.name, pair.image.stem, pair.id)}
+    lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()]
+    wanted = dict.fromkeys(line for line in lines if line and not line.startswith("#"))
+    unknown = [name for name in wanted if name not in by_name]
+    if unknown:
+        raise DataError(
+            f"{path} lists {some_of(unknown)}, but no pair is called that", fix=nearest(unknown[0], by_name)
+        )
+    return tuple(dict.fromkeys(by_name[name] for name in wanted))
+
+
+def _one_each(root: Path, names: NamePattern, key: str) -> dict[str, Path]:
+    """The file of each id; several endings of one id are refused with the key that chooses."""
+    found = names.found(root)
+    for name, paths in found.items():
+        if len(paths) > 1:
+            raise DataError(
+                f"{paths[0]} and {paths[1].name} have the same id {name}",
+                why="which of them counts is not for halfstep to guess",
+                fix=f"choose an ending: {key}={paths[0].suffix} (or {paths[1].suffix})",
+            )
+    return {name: paths[0] for name, paths in found.items()}
+
+
+def _none_called(root: Path, names: NamePattern) -> DataError:
+    folder = root / names.base
+    files = readable_files(folder)  # raises where there is none at all
+    return DataError(
+        f"no file in {folder} is called {names.text}{names.ending}",
+        why=f"it holds {some_of(path.name for path in files)}",
+        fix="check data.images, data.masks and their suffixes and endings",
+    )
+
+
+def _lonely(path: Path, wanted: str) -> DataError:
+    return DataError(
+        f"{path} has no partner",
+        why=f"it needs {wanted}",
+        fix="add it, correct data.image_suffix or data.mask_suffix, or leave such files out: data.on_bad_file=skip",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +265,7 @@ class SegmentationData:
 
     def name_of(self, index: int) -> str:
         """The image's file name; its mask is named after it."""
-        return printable(self.pairs[index].image.name)
+        return make_printable(self.pairs[index].image.name)
 
     def files(self) -> Iterator[Path]:
         """Every image with its mask."""

@@ -13,8 +13,8 @@ from halfstep.data.files import BadFiles, some_of
 from halfstep.data.images import read_image
 from halfstep.data.layouts import PairLayout, holds_folders
 from halfstep.errors import ConfigError, DataError
-from halfstep.report.evaluation_view import Cell
 from halfstep.report.progress import Bar
+from halfstep.report.results import Cell
 from halfstep.workloads.base.sheets import worst_to_best
 from halfstep.workloads.base.using import Look, Phase, PlainEvaluation, Trained
 from halfstep.workloads.base.workload import Workload

@@ -24,8 +24,8 @@ from torch import Tensor
 from halfstep.data.files import READABLE
 from halfstep.data.images import image_facts, read_image
 from halfstep.errors import ConfigError, DataError
-from halfstep.report.prediction_view import Answer, Failure
 from halfstep.report.progress import Bar
+from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.using import Input, Trained, Wishes, each_answered, saved_picture
 from halfstep.workloads.segmentation.build import (

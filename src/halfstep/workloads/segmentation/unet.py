@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.errors import ModelError
-from halfstep.islands import matmul_dtype
+from halfstep.islands import get_matmul_dtype
 from halfstep.kernels.chain import NormReluConv, cast_together
 from halfstep.kernels.fast_forms import chain_fits, has_room_for_tiles
 from halfstep.kernels.normalise import normalisation
@@ -255,7 +255,7 @@ def chained_logits(
     """Logits of a channels_last image that needs no gradient; `keep` less is slower and needs half the memory."""
     levels = [*downs, *(level for _, level in ups)]
     convolutions = [convolution for level in levels for convolution in (level.convolution, level.next_convolution)][1:]
-    cast = cast_together([convolution.weight for convolution in convolutions], matmul_dtype(image))
+    cast = cast_together([convolution.weight for convolution in convolutions], get_matmul_dtype(image))
     weights = dict(zip(convolutions, cast, strict=True))  # all but the stem's
     level, skips = downs[0], []
     y = first_raw_map(image, level, weights, keep=keep)
@@ -285,7 +285,7 @@ def first_raw_map(image: Tensor, level: Level, weights: Weights, *, keep: bool) 
         return second_raw_map(u.contiguous(memory_format=torch.channels_last), level, weights, keep=keep)
     parameters = (convolution.weight, norm.weight, norm.bias, weights[next_convolution])
     return StemNormReluConv.apply(  # type: ignore[no-untyped-call]
-        image, *parameters, norm, matmul_dtype(image), keep
+        image, *parameters, norm, get_matmul_dtype(image), keep
     )
 
 

@@ -13,15 +13,14 @@ from halfstep.config.section import of_settings
 from halfstep.data import noise
 from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import generator_for
-from halfstep.errors import ConfigError, DataError, counted
+from halfstep.errors import ConfigError, DataError, format_count
 from halfstep.models.weights import load_file_
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.parts import FrozenPart, Group
 from halfstep.workloads.base.workload import Forward, Loss, Prepare, Workload
+from halfstep.workloads.slots.backbones import FilterBank, dinov2, load_backbone_
 from halfstep.workloads.slots.config import DINO_PATCH, SlotContrastConfig
 from halfstep.workloads.slots.data import normalised, notes_on, open_clips, prepared_masks, unit_pixels
-from halfstep.workloads.slots.dinov2 import dinov2, load_backbone_
-from halfstep.workloads.slots.filter_bank import FilterBank
 from halfstep.workloads.slots.pictures import sample_pictures
 from halfstep.workloads.slots.scores import SlotMetrics, slot_contrast
 from halfstep.workloads.slots.slotcontrast import SlotContrast, SlotContrastSize, from_upstream
@@ -153,7 +152,7 @@ def _negatives(config: SlotContrastConfig) -> tuple[str, ...]:
         return ()
     others = t.batch_size * config.model.slots - 1
     return (
-        f"slots are told from the {others:,} others of their micro-batch of {counted(t.batch_size, 'clip')}, as "
+        f"slots are told from the {others:,} others of their micro-batch of {format_count(t.batch_size, 'clip')}, as "
         "upstream does for each GPU: accumulation (or train.auto_batch) changes that number, a larger batch raises it",
     )
 

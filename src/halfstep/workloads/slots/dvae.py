@@ -26,8 +26,7 @@ from torch.nn import functional as F
 
 from halfstep.errors import ModelError
 from halfstep.islands import fp32_island
-from halfstep.models.chunked import turn_of
-from halfstep.models.recompute import Recomputing, block_runner, region_runner
+from halfstep.models.recompute import Recomputing, block_runner, region_runner, turn_of
 
 WIDTH, IMAGE_CHANNELS = 64, 3
 CHUNK_BYTES = 2**27

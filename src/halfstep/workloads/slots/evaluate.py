@@ -11,12 +11,11 @@ from PIL import Image
 from torch import Tensor
 
 from halfstep.config.schema import RunConfig
-from halfstep.report.evaluation_view import Cell
+from halfstep.report.results import Cell
 from halfstep.workloads.base.other_data import any_folder
 from halfstep.workloads.base.using import Look, PlainEvaluation
 from halfstep.workloads.base.workload import Workload
-from halfstep.workloads.slots.clips import ClipSamples
-from halfstep.workloads.slots.data import all_clips
+from halfstep.workloads.slots.data import ClipSamples, all_clips
 from halfstep.workloads.slots.pictures import clip_views, sheet, write_gif
 from halfstep.workloads.slots.scores import SlotMetrics, SteveMetrics, slot_labels
 

@@ -1,7 +1,7 @@
-"""SlotContrast's config files in our settings.
+"""Translate SlotContrast's config files, alone or with STEVE's half, into our settings.
 
-A key is read, or named as not used with the reason; one that would train another model than ours is an error. What is
-read comes from a `Reader`, which notes every key it was asked for.
+Each key is either read or listed as unused with a reason; a key that would train a different model is an error. Values
+come from a `Reader`, which records every key it was asked for.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from halfstep.config.foreign import Foreign
 from halfstep.errors import ConfigError
 from halfstep.workloads.base.foreign_reader import Reader
 from halfstep.workloads.slots.config import DINO_PATCH
-from halfstep.workloads.slots.foreign_words import VAE_LOSS, WORDS_LOSS, has_words, word_loss, words_of
 
 MODULES = {"initializer", "encoder", "processor", "decoder"}
 CROPS = {
@@ -56,7 +55,7 @@ UNUSED = {
 
 
 def claim(document: Mapping[str, Any], name: str) -> Foreign | None:
-    """A config of SlotContrast, alone or with STEVE's half (foreign_words.py); None for any other file."""
+    """A config of SlotContrast, alone or with STEVE's half ; None for any other file."""
     model = document.get("model")
     if not isinstance(model, Mapping) or not {"grouper", "decoder", "encoder"} <= model.keys():
         return None
@@ -388,3 +387,56 @@ def _metrics(read: Reader) -> dict[str, Any]:
     if len(ignores) > 1:
         read.unused["val_metrics"] = "some ignore the background and some do not: ari and fg_ari are both reported"
     return {"model.ignore_background": True in ignores if ignores else None}
+
+
+VAE_LOSS, WORDS_LOSS = "DVAEReconstructionLoss", "STEVECrossEntropyLoss"
+SIZES = {
+    "model.vocabulary": "dvae.vocab_size",
+    "model.dvae_checkpointing": "dvae.use_checkpoint",
+    "model.words_dim": "steve_decoder.d_model",
+    "model.words_blocks": "steve_decoder.num_decoder_blocks",
+    "model.words_heads": "steve_decoder.num_decoder_heads",
+    "model.words_dropout": "steve_decoder.dropout",
+    "model.tau_start": "gumbel_start_temp",
+    "model.tau_final": "gumbel_final_temp",
+    "model.tau_steps": "gumbel_anneal_steps",
+}
+"""Our settings by their keys below `model`."""
+
+
+def has_words(read: Reader) -> bool:
+    """Whether the file switches the VAE on."""
+    is_on, predicts = bool(read("model.use_dvae", False)), bool(read("model.use_steve_decoder", False))
+    if predicts and not is_on:
+        raise ConfigError(
+            "model.use_steve_decoder is on and model.use_dvae is off",
+            why="the decoder predicts the words of the discrete VAE",
+            fix="switch both on, or both off",
+        )
+    return is_on
+
+
+def words_of(read: Reader) -> dict[str, Any]:
+    """Sizes and temperatures; losses come with the others (`word_loss`)."""
+    vocabulary, side = read("model.dvae.vocab_size"), read("dataset.train_pipeline.transforms.input_size")
+    read.must_be("model.dvae.img_channels", 3, why="frames have three colours")
+    read.must_be("model.dvae.encode_only", False, why="without its decoder nothing trains the VAE")
+    values = {ours: read(f"model.{theirs}") for ours, theirs in SIZES.items()}
+    if not read("model.use_steve_decoder", False):
+        return values | {"model.words_blocks": 0}
+    read.must_be("model.steve_decoder.vocab_size", vocabulary, why=f"the VAE has {vocabulary} words")
+    read.must_be("model.steve_decoder.slot_size", read("model.initializer.dim"), why="slots have their own size")
+    read.must_be("model.steve_decoder.image_size", side, why=f"frames have {side} pixels")
+    return values
+
+
+def word_loss(given: Mapping[str, Any], weight: float, where: str) -> dict[str, Any]:
+    """One of the two losses of the words, in our settings."""
+    reduction = given.get("reduction", "mean")
+    if reduction not in ("sum", "mean") or (reduction == "sum" and not given.get("normalize", True)):
+        raise ConfigError(
+            f"{where} has reduction {reduction}, normalize {given.get('normalize', True)}",
+            fix="reduction: mean, or sum with normalize: true, which divides by the frames",
+        )
+    part = "dvae" if given["name"] == VAE_LOSS else "words"
+    return {f"model.{part}_weight": weight, f"model.{part}_loss": reduction}

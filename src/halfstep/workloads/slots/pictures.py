@@ -18,7 +18,7 @@ from halfstep.islands import to_fp32
 from halfstep.workloads.base.sheets import Array, grid
 from halfstep.workloads.base.workload import Forward, Prepare, Sample
 from halfstep.workloads.segmentation.pictures import CLASS_COLOURS
-from halfstep.workloads.slots.clips import ClipSamples
+from halfstep.workloads.slots.data import ClipSamples
 from halfstep.workloads.slots.scores import slot_labels
 from halfstep.workloads.slots.steve import Steve
 

@@ -18,23 +18,21 @@ from torch import Tensor, nn
 from halfstep.data.files import PICTURES, BadFiles, load_array
 from halfstep.data.images import read_image
 from halfstep.data.loader import Batch
-from halfstep.errors import CheckpointError, DataError, counted
-from halfstep.report.prediction_view import Answer, Failure
+from halfstep.errors import CheckpointError, DataError, format_count
 from halfstep.report.progress import Bar
+from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.parts import FrozenPart
 from halfstep.workloads.base.using import Input, Trained, Wishes, failure_of
 from halfstep.workloads.base.workload import Forward, Prepare
 from halfstep.workloads.slots.build import build_backbone, build_model, forward_of, prepare_of
-from halfstep.workloads.slots.clips import crop_box
 from halfstep.workloads.slots.config import SlotContrastConfig, SteveConfig, WordsConfig
-from halfstep.workloads.slots.data import steady
-from halfstep.workloads.slots.frame_folders import FRAME_FOLDERS, is_mask
+from halfstep.workloads.slots.data import crop_box, steady
 from halfstep.workloads.slots.pictures import sheet, write_gif
 from halfstep.workloads.slots.scores import slot_labels
 from halfstep.workloads.slots.steve import Steve
 from halfstep.workloads.slots.steve_build import Prepared, model_of, words_model
-from halfstep.workloads.slots.video_layouts import VIDEO_ENDINGS, read_frames, video_facts
+from halfstep.workloads.slots.video_layouts import FRAME_FOLDERS, VIDEO_ENDINGS, is_mask, read_frames, video_facts
 from halfstep.workloads.slots.videos import Array, ShardVideos
 
 FRAME_ENDINGS = tuple(ending for ending in PICTURES if ending != ".gif")
@@ -160,7 +158,7 @@ def _answer(source: Path, found: list[tuple[Path, list[float]]]) -> Answer:
         file=str(source),
         found={"gifs": gifs, "shares": shares},
         cells={"gif": gifs[0], **shares},
-        brief={"gif": shown, "in use": counted(taking, "slot")},
+        brief={"gif": shown, "in use": format_count(taking, "slot")},
     )
 
 

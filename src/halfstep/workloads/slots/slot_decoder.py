@@ -4,7 +4,7 @@ Its hidden maps are what fills the memory: at MOVi-E's size (256 frames, 15 slot
 4.5 GB in bf16. So training streams: some frames at a time run forward, are compared with their target, and run backward
 at once, inside the forward pass. What is left of a chunk is its loss and the sum of its gradients; the backward pass
 only multiplies those by the gradient of the loss. Nothing is computed twice, and memory follows the chunk. The loop is
-not compiled, its turns are (chunked.py).
+not compiled, its turns are (`turn_of`).
 
 Three products are spared on the way, each equal to the plain form but for rounding:
 
@@ -27,9 +27,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from halfstep.islands import fp32_island, to_fp32
-from halfstep.models.chunked import turn_of
 from halfstep.models.layers import Checks, always, are_plain, has_bias
-from halfstep.models.recompute import Recompute, Recomputing, run_checkpointed, run_checkpointed_compiled
+from halfstep.models.recompute import Recompute, Recomputing, run_checkpointed, run_checkpointed_compiled, turn_of
 from halfstep.workloads.slots.slot_attention import Mlp
 
 HIDDEN_BYTES: dict[Recompute, int] = {

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.islands import fp32_island, to_fp32
-from halfstep.workloads.slots.cross_attention import linear
 from halfstep.workloads.slots.dvae import DVae, words_grid
 from halfstep.workloads.slots.slot_attention import Mlp, Predictor, Processor, SlotAttention
 from halfstep.workloads.slots.slot_decoder import SlotDecoder
-from halfstep.workloads.slots.word_decoder import WordDecoder, words_loss
+from halfstep.workloads.slots.word_decoder import WordDecoder, linear, words_loss
 
 BACKBONE = "encoder.module.backbone."
 

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.islands import fp32_island, to_fp32
-from halfstep.workloads.slots.cross_attention import Encoder, linear
 from halfstep.workloads.slots.dvae import ConvRelu, DVae, convolution, words_grid
 from halfstep.workloads.slots.slot_attention import gated
-from halfstep.workloads.slots.word_decoder import WordDecoder, words_loss
+from halfstep.workloads.slots.word_decoder import Encoder, WordDecoder, linear, words_loss
 
 WORD_SIDE = 4
 """Pixels of a word's side."""

@@ -18,9 +18,8 @@ from halfstep.workloads.base.parts import Group
 from halfstep.workloads.base.scheduled import Scheduled
 from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.slots import build as slots
-from halfstep.workloads.slots.clips import ClipSamples
 from halfstep.workloads.slots.config import SteveConfig, WordsConfig
-from halfstep.workloads.slots.data import ClipData, open_clips, unit_pixels
+from halfstep.workloads.slots.data import ClipData, ClipSamples, open_clips, unit_pixels
 from halfstep.workloads.slots.pictures import sample_of
 from halfstep.workloads.slots.scores import SteveMetrics, settled_scale, temperature, total_loss
 from halfstep.workloads.slots.slotcontrast import SlotContrastSize, SlotContrastWords, WordsSize, from_upstream

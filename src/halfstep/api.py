@@ -1,9 +1,8 @@
-"""`halfstep.train`, the function, and `python -m halfstep.train`, the command."""
+"""`hs.train`: train a workload from Python, as `halfstep train` does from the command line."""
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 from halfstep.config.load import Loaded
@@ -24,12 +23,10 @@ def train(
     hs.train("unet", "data.dir=data/carvana", "precision=bf16", out="runs/first")
     """
     loaded = load(target, overrides=overrides) if isinstance(target, str) else target
-    places = [Path(place) if place is not None else None for place in (out, resume)]
-    launch = launch_of(os.environ)
-    return train_loaded(loaded, out=places[0], resume=places[1], allow_changes=allow_changes, launch=launch)
-
-
-if __name__ == "__main__":
-    from halfstep.cli.main import main
-
-    main(["train", *sys.argv[1:]])
+    return train_loaded(
+        loaded,
+        out=None if out is None else Path(out),
+        resume=None if resume is None else Path(resume),
+        allow_changes=allow_changes,
+        launch=launch_of(os.environ),
+    )

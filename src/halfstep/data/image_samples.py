@@ -1,0 +1,291 @@
+"""Training and evaluation samples of images with labels, from files or from one array, and their crops.
+
+A crop box is a pure function of (seed, epoch, index), computed for a whole batch at once: its random numbers are a
+hash of the key (splitmix64, Steele et al. 2014), not a generator's stream. So a folder and its packed cache get the
+same crops.
+
+*Stored images* (a packed cache, CIFAR) are one array, and a batch is one gather instead of one call per sample.
+Training images are stored whole, stretched to a square, with their true sizes: crops are drawn in the true shape and
+mapped to the square, so they match the files' crops; the price is a coarser long side. Validation images are stored
+as their centre square, unstretched: cropping that equals resize and centre crop.
+
+*Files* are decoded and cropped in the loader's workers, as bytes. A training crop at most 1.5 times as large as the
+model's images is passed on as it is, in the corner of a fixed canvas, and the device resizes it: Pillow's resize costs
+as much as decoding. A longer side is shrunk here, with antialiasing, after a reduced decode where the file allows one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from halfstep.data.image_folder import Listing
+from halfstep.data.images import Picture, open_picture
+from halfstep.data.loader import shared_bytes
+from halfstep.errors import make_printable
+
+Array = np.ndarray[Any, Any]
+
+ATTEMPTS = 10
+"""Boxes tried before the largest one of an allowed ratio, which panoramas get; as torchvision does."""
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CropRange:
+    """How large and how wide the random crops are: the values of Szegedy et al. 2015, used for ImageNet since."""
+
+    area: tuple[float, float] = (0.08, 1.0)
+    """Share of the image's area."""
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Width over height, drawn uniformly in its logarithm."""
+
+
+def random_boxes(sizes: Array, spec: CropRange, *, seed: int, epoch: int, indices: Array) -> Array:
+    """Boxes (N, 4) as left, top, right, bottom in whole pixels, inside images of sizes (N, 2) as width, height."""
+    draws = uniform(seed, epoch, indices, count=2 * ATTEMPTS + 2)
+    width, height = sizes[:, 0].astype(np.float64), sizes[:, 1].astype(np.float64)
+    side = np.sqrt(_between(draws[:, :ATTEMPTS], *spec.area) * (width * height)[:, None])
+    low, high = (math.log(bound) / 2 for bound in spec.ratio)
+    stretch = np.exp(_between(draws[:, ATTEMPTS:-2], low, high))
+    wide, tall = np.maximum(np.rint(side * stretch), 1), np.maximum(np.rint(side / stretch), 1)
+    fits = (wide <= width[:, None]) & (tall <= height[:, None])
+    rows, first = np.arange(len(sizes)), fits.argmax(axis=1)
+    wide, tall, has_fit = wide[rows, first], tall[rows, first], fits[rows, first]
+    if not has_fit.all():
+        wide = np.where(has_fit, wide, np.minimum(width, np.rint(height * spec.ratio[1])))
+        tall = np.where(has_fit, tall, np.minimum(height, np.rint(width / spec.ratio[0])))
+    boxes = np.empty((len(sizes), 4), dtype=np.float32)
+    boxes[:, 0] = np.floor(draws[:, -2] * (width - wide + 1))
+    boxes[:, 1] = np.floor(draws[:, -1] * (height - tall + 1))
+    boxes[:, 2], boxes[:, 3] = boxes[:, 0] + wide, boxes[:, 1] + tall
+    return boxes
+
+
+def centre_boxes(sizes: Array, share: float) -> Array:
+    """Centred squares (N, 4) whose side is `share` of the shorter side: resize and centre crop in one box."""
+    half = share * sizes.min(axis=1, keepdims=True) / 2
+    middle = sizes / 2
+    return np.concatenate([middle - half, middle + half], axis=1).astype(np.float32)
+
+
+def uniform(seed: int, epoch: int, indices: Array, *, count: int) -> Array:
+    """Numbers (N, count) in [0, 1), each row a function of (seed, epoch, index) alone."""
+    rows = _mix(_key(seed, epoch) ^ np.asarray(indices).astype(np.uint64))
+    bits: Array = _mix(rows[:, None] + _steps(count)) >> np.uint64(11)  # 53 bits, a float64's whole mantissa
+    return bits * 2.0**-53
+
+
+@lru_cache(maxsize=16)
+def _key(seed: int, epoch: int) -> Array:
+    # An array of one: numpy's scalars would warn where arrays wrap around, as meant here.
+    return _mix(_mix(np.array([seed], dtype=np.uint64) + np.uint64(GOLDEN)) ^ np.uint64(epoch))
+
+
+@lru_cache(maxsize=16)
+def _steps(count: int) -> Array:
+    return np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+
+
+def _mix(bits: Array) -> Array:
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+def _between(draws: Array, low: float, high: float) -> Array:
+    return low + draws * (high - low)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredImages:
+    """Decoded images of one size."""
+
+    pixels: Tensor
+    """(N, S, S, 3) bytes; may be a mapped file."""
+    sizes: Array
+    """(N, 2): width and height of the original images."""
+    labels: Tensor
+    names: tuple[str, ...] = ()
+    """The files they were made of, where they were files."""
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def name_of(self, index: int) -> str:
+        """The file that image `index` was made of; empty where there is none."""
+        return make_printable(self.names[index]) if self.names else ""
+
+
+class _Batched:
+    """Samples of stored images by index, each as its batch has it."""
+
+    images: StoredImages
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def name_of(self, index: int) -> str:
+        return self.images.name_of(index)
+
+    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        return first_of(self.batch(torch.tensor([index]), seed=key[0], epoch=key[1]))
+
+    def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+
+class TrainingImages(_Batched):
+    """Whole stored images with the `box` that (seed, epoch, index) draws: `image` (S, S, 3) bytes, `box`, `label`."""
+
+    def __init__(self, images: StoredImages, *, crops: CropRange | None = None) -> None:
+        self.images, self.crops = images, crops or CropRange()
+
+    def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
+        sizes, side = self.images.sizes[indices.numpy()], self.images.pixels.shape[1]
+        boxes = torch.from_numpy(random_boxes(sizes, self.crops, seed=seed, epoch=epoch, indices=indices.numpy()))
+        stretch = side / torch.from_numpy(sizes).float()
+        image, labels = gathered(self.images.pixels, indices), self.images.labels[indices]
+        return {"image": image, "box": boxes * stretch.tile(1, 2), "label": labels}
+
+
+class EvaluationImages(_Batched):
+    """The middle of stored centre squares, `share` of a side; with a `box` where it is not `size` pixels already."""
+
+    def __init__(self, images: StoredImages, *, size: int, share: float = 0.875) -> None:
+        self.images, side = images, images.pixels.shape[1]
+        margin = side * (1 - share) / 2
+        self._margin = int(margin)
+        is_exact = margin == self._margin and side - 2 * self._margin == size
+        self._box = None if is_exact else torch.tensor([[margin, margin, side - margin, side - margin]])
+
+    def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
+        pixels, labels = self.images.pixels, self.images.labels[indices]
+        if self._box is not None:
+            return {"image": gathered(pixels, indices), "box": self._box.repeat(len(indices), 1), "label": labels}
+        inner = slice(self._margin, pixels.shape[1] - self._margin)
+        return {"image": gathered(pixels[:, inner, inner], indices), "label": labels}
+
+
+def gathered(pixels: Tensor, indices: Tensor) -> Tensor:
+    """Those images, straight into pinned memory where CUDA is in use: to pin them later would copy them again."""
+    room = torch.empty(len(indices), *pixels.shape[1:], dtype=pixels.dtype, pin_memory=torch.cuda.is_initialized())
+    return torch.index_select(pixels, 0, indices, out=room)
+
+
+def first_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The only sample of a batch of one."""
+    return {name: tensor[0] for name, tensor in batch.items()}
+
+
+PIXELS_A_READING = 1.5
+"""Most stored pixels that one bilinear reading may stand for; from 2 on it would miss some."""
+REDUCING_GAP = 2.0
+"""Pillow shrinks by whole factors first while this many times the wanted pixels are left; its documented safe value."""
+
+OPEN_AT_ONCE = 16
+"""Pictures whose sizes are read before their crops are drawn together; far below any limit on open files."""
+
+
+class _Listed:
+    listing: Listing
+
+    def __len__(self) -> int:
+        return len(self.listing)
+
+    def name_of(self, index: int) -> str:
+        return self.listing.name_of(index)
+
+    def files(self) -> tuple[Path, ...]:
+        return self.listing.paths
+
+
+class TrainingFiles(_Listed):
+    """Random crops: `image` (canvas, canvas, 3) bytes, `box` the part that counts, `label`."""
+
+    def __init__(self, listing: Listing, *, size: int, crops: CropRange | None = None) -> None:
+        self.listing, self.size, self.crops = listing, size, crops or CropRange()
+        self._labels = torch.tensor(listing.labels, dtype=torch.int64)
+        self.canvas = int(size * PIXELS_A_READING)
+
+    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        """The crop of image `index` that (seed, epoch, index) draws."""
+        return first_of(self.filled([index], seed=key[0], epoch=key[1]))
+
+    def filled(self, indices: Sequence[int], *, seed: int, epoch: int) -> dict[str, Tensor]:
+        """Many samples at once, each the same as alone."""
+        image = shared_bytes(len(indices), self.canvas, self.canvas, 3)
+        boxes = np.empty((len(indices), 4), dtype=np.float32)
+        for start in range(0, len(indices), OPEN_AT_ONCE):
+            some = slice(start, start + OPEN_AT_ONCE)
+            self._fill(image.numpy()[some], boxes[some], indices[some], seed=seed, epoch=epoch)
+        return {"image": image, "box": torch.from_numpy(boxes), "label": self._labels[list(indices)]}
+
+    def _fill(self, canvases: Array, boxes: Array, indices: Sequence[int], *, seed: int, epoch: int) -> None:
+        with ExitStack() as opened:
+            pictures = [opened.enter_context(open_picture(self.listing.paths[index])) for index in indices]
+            sizes = np.array([picture.size for picture in pictures])
+            drawn = random_boxes(sizes, self.crops, seed=seed, epoch=epoch, indices=np.array(indices))
+            for row, picture in enumerate(pictures):
+                boxes[row] = self._crop(picture, drawn[row], canvases[row])
+                picture.close()  # its pixels may be many
+
+    def _crop(self, picture: Picture, box: Array, canvas: Array) -> tuple[float, float, float, float]:
+        """Put the part of a picture into the corner of a canvas, and say which pixels of that it is exactly."""
+        image, (left, top, right, bottom) = decoded_for(picture, box, self.size)
+        x, y = math.floor(left), math.floor(top)
+        part = image.crop((x, y, min(math.ceil(right), image.width), min(math.ceil(bottom), image.height)))
+        wide, tall = (self.size if side > self.canvas else side for side in part.size)
+        scale_x, scale_y = wide / part.width, tall / part.height
+        if part.size != (wide, tall):
+            # Only the sides that are too long: Pillow skips the pass over the other one.
+            part = part.resize((wide, tall), Image.Resampling.BILINEAR, reducing_gap=REDUCING_GAP)
+        canvas[:tall, :wide] = np.asarray(part)
+        return (left - x) * scale_x, (top - y) * scale_y, (right - x) * scale_x, (bottom - y) * scale_y
+
+
+class EvaluationFiles(_Listed):
+    """Centre crops: `image` (size, size, 3) bytes, `label`; share 0.875 is resize to 256, then centre crop of 224."""
+
+    def __init__(self, listing: Listing, *, size: int, share: float = 0.875) -> None:
+        self.listing, self.size, self.share = listing, size, share
+
+    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        """The centre of image `index`; nothing is random."""
+        with open_picture(self.listing.paths[index]) as picture:
+            pixels = centre_square(picture, self.size, self.share)
+        return {"image": torch.from_numpy(pixels), "label": torch.tensor(self.listing.labels[index])}
+
+
+def centre_square(picture: Picture, size: int, share: float) -> Array:
+    """The middle of a picture at (size, size): a square of `share` of the shorter side."""
+    (box,) = centre_boxes(np.array([picture.size]), share)
+    image, box = decoded_for(picture, box, size)
+    return np.array(shrunk(image, box, size))
+
+
+def decoded_for(picture: Picture, box: Array, size: int) -> tuple[Image.Image, Array]:
+    """The picture at the smallest scale at which the box still has `size` pixels per side, and the box there."""
+    sides = box[2:] - box[:2]
+    image = picture.rgb(reduction=float(sides.min()) / size)
+    if image.size == picture.size:
+        return image, box
+    scale = np.array(image.size * 2, dtype=np.float32) / np.array(picture.size * 2, dtype=np.float32)
+    return image, box * scale
+
+
+def shrunk(image: Image.Image, box: Array, size: int) -> Image.Image:
+    """The box of an image at (size, size), antialiased."""
+    left, top, right, bottom = (float(edge) for edge in box)
+    inside = (max(left, 0), max(top, 0), min(right, image.width), min(bottom, image.height))
+    return image.resize((size, size), Image.Resampling.BILINEAR, box=inside, reducing_gap=REDUCING_GAP)

@@ -1,0 +1,219 @@
+"""How good a model is: the facts, the scores of the whole, and of every class; on the console and as JSON."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from halfstep.errors import ConfigError, format_count, make_printable
+from halfstep.report.tables import columns_table, pairs_table, print_text
+
+Cell = str | int | float | None
+SHOWN_CLASSES = 40
+"""More rows than this are no longer read; the worst ones are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """The outcome of one evaluation: plain values only."""
+
+    run: str
+    workload: str
+    checkpoint: str
+    weights: str
+    data: str
+    samples: int
+    precision: str
+    simulated: bool
+    device: str
+    metrics: Mapping[str, float]
+    """As validation computes them in training."""
+    scoring: str = ""
+    """What the metrics' names do not say of how they are computed."""
+    scored_at: str = ""
+    """The size at which masks were compared."""
+    classes: tuple[Mapping[str, Cell], ...] = ()
+    """One row per class; every row has the same columns, the first of which names the class."""
+    ranking: str = ""
+    """The column by which classes are good or bad."""
+    hint: str = ""
+    """What the scores say beyond their numbers, where they do."""
+    files: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    def to_json(self) -> str:
+        """Everything."""
+        return json_text(asdict(self))
+
+
+def result_console(pipe_width: int = 1000) -> Console:
+    """Standard output; a file or a pipe has no width, and rich would squeeze everything into 80 columns."""
+    console = Console()
+    return console if console.is_terminal else Console(width=pipe_width)
+
+
+def json_text(value: Any) -> str:
+    """Valid JSON: a number that is not finite becomes null, a byte of a file name that is not UTF-8 `\\xe9`."""
+    return json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def show_evaluation(found: Evaluation, console: Console) -> None:
+    """Facts, scores, classes, files."""
+    facts = {
+        "run": found.run,
+        "checkpoint": f"{found.checkpoint}, weights {found.weights}",
+        "data": f"{found.data}, {format_count(found.samples, 'sample')}",
+        "precision": f"{found.precision}{' (simulated)' if found.simulated else ''} on {found.device}",
+        "scores": found.scoring,
+        "scored at": found.scored_at,
+    }
+    console.print(pairs_table(pair for pair in facts.items() if pair[1]), soft_wrap=True)
+    console.print()
+    whole = {name: value for name, value in found.metrics.items() if "/" not in name}
+    console.print(Text("   ".join(f"{name} {value:.4f}" for name, value in whole.items()), style="bold"))
+    if found.hint:
+        print_text(console, Text(f"hint: {found.hint}", style="yellow"))
+    if found.classes:
+        console.print()
+        _show_classes(found, console)
+    console.print()
+    for path in found.files:
+        console.print(Text(f"wrote {path}", style="dim"), soft_wrap=True)
+
+
+def _show_classes(found: Evaluation, console: Console) -> None:
+    rows = list(found.classes)
+    if len(rows) > SHOWN_CLASSES:
+        rows = sorted(rows, key=lambda row: _rank(row[found.ranking]))[:SHOWN_CLASSES]
+        console.print(Text(f"The {len(rows)} worst of {len(found.classes)} classes by {found.ranking}:"))
+    columns = {title: [shown(row[title]) for row in rows] for title in rows[0]}
+    texts = [title for title in columns if any(isinstance(row[title], str) for row in rows)]
+    console.print(columns_table(columns, left=texts), soft_wrap=True)
+
+
+def _rank(value: Cell) -> float:
+    return float(value) if isinstance(value, int | float) else math.inf
+
+
+def shown(value: Cell) -> str:
+    """A cell as text: four digits, thousands apart, a dash for what there is not."""
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {make_printable(str(name)): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, str):
+        return make_printable(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+SHOWN_FILES = 40
+"""Of results that lie in a folder anyway."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What was found in one file, in three forms; each has the same columns for every file of a call."""
+
+    file: str
+    found: Mapping[str, Any]
+    """For JSON."""
+    cells: Mapping[str, Cell] = field(default_factory=dict)
+    """For CSV; empty: what was found."""
+    brief: Mapping[str, str] = field(default_factory=dict)
+    """For the console; empty: what was found."""
+
+    def __post_init__(self) -> None:
+        plain = {name: value if isinstance(value, str | float) else str(value) for name, value in self.found.items()}
+        object.__setattr__(self, "cells", self.cells or plain)
+        object.__setattr__(self, "brief", self.brief or {name: str(value) for name, value in plain.items()})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """A file that could not be used."""
+
+    file: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Predictions:
+    """The outcome of one call: plain values only."""
+
+    run: str
+    workload: str
+    checkpoint: str
+    weights: str
+    precision: str
+    simulated: bool
+    device: str
+    answers: tuple[Answer, ...]
+    failed: tuple[Failure, ...] = ()
+    out: str | None = None
+    seconds: float = 0.0
+
+    def to_json(self) -> str:
+        """Everything, without the cells."""
+        whole = asdict(self)
+        whole["predictions"] = [{"file": answer.file, **answer.found} for answer in self.answers]
+        return json_text({name: value for name, value in whole.items() if name != "answers"})
+
+
+def show_predictions(made: Predictions, console: Console) -> None:
+    """A row per file, then where the results are and what was left out."""
+    answers = made.answers[:SHOWN_FILES] if made.out else made.answers
+    rows = [_printable({"file": answer.file, **answer.brief}) for answer in answers]
+    if rows:
+        table = columns_table({title: [row[title] for row in rows] for title in rows[0]}, left=rows[0])
+        for column in table.columns:
+            column.no_wrap, column.overflow = False, "fold"  # the end of a path is what tells it apart
+        console.print(table)
+    if len(answers) < len(made.answers):
+        console.print(Text(f"and {len(made.answers) - len(answers):,} more", style="dim"))
+    how = f"{made.precision}{' (simulated)' if made.simulated else ''} on {made.device}"
+    where = f", written to {made.out}" if made.out else ""
+    console.print(
+        Text(f"\n{format_count(len(made.answers), 'file')} with {made.checkpoint} in {how}{where}"), soft_wrap=True
+    )
+    if made.failed:
+        console.print(Text(f"{len(made.failed):,} could not be used", style="yellow"))
+
+
+def _printable(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        make_printable(name): make_printable(value) if isinstance(value, str) else value for name, value in row.items()
+    }
+
+
+def refuse_existing(path: Path) -> None:
+    """Say so before the work, not after it."""
+    if path.exists():
+        raise ConfigError(f"--csv {path} exists already", why="nothing is overwritten", fix="choose another name")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"no folder {path.parent} for --csv {path}", fix="make it first, or choose another name")
+
+
+def write_csv(made: Predictions, path: Path) -> None:
+    """One line per file, with a title line; numbers in full."""
+    rows = [_printable({"file": answer.file, **answer.cells}) for answer in made.answers]
+    try:
+        with path.open("x", newline="", encoding="utf-8") as file:
+            table = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else ["file"])
+            table.writeheader()
+            table.writerows(rows)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", fix="choose another place with --csv") from error

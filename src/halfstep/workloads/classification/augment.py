@@ -1,0 +1,269 @@
+"""From stored bytes to what a classifier sees, for a whole batch on its device.
+
+Crop, resize and flip are one sampling grid, so an image is interpolated once. The grid reads bilinearly; where the
+stored image has many more pixels than the model needs, it reads several per pixel and averages them, against aliasing.
+The crop comes with the batch (`box`). All other random numbers are drawn on the CPU from a key such as (seed, attempted
+step): the same step always sees the same images on any device, and nothing waits for the device.
+
+TrivialAugment (Müller and Hutter 2021, wide set) applies one of 14 changes of random strength to each image. Ranges
+are the paper's: 31 strengths, shear to 0.99, shifts to 32 pixels, rotations to 135 degrees, colour factors to 1 ± 0.99,
+posterising to 2 bits. Images are floats in 0..255. Results equal Pillow's up to rounding, and up to bilinear
+interpolation where the image is moved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from halfstep.data.image_samples import PIXELS_A_READING
+from halfstep.data.prefetch import sent
+from halfstep.data.seeds import Drawn
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Of ImageNet's channels in 0..1; official weights expect them."""
+SCALE = tuple(1 / (255 * std) for std in STD)
+SHIFT = tuple(-mean / std for mean, std in zip(MEAN, STD, strict=True))
+NUM_DRAWS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageChanges:
+    """How far training images are changed beside the crop; 0 switches a change off."""
+
+    flip: float = 0.5
+    """Chance of a mirror image."""
+    brightness: float = 0.0
+    """Largest relative change; likewise contrast and saturation."""
+    contrast: float = 0.0
+    saturation: float = 0.0
+    trivial: bool = False
+    """Whether each image gets one more change, of TrivialAugment's."""
+    erase: float = 0.0
+    """Chance that a rectangle is blanked (Zhong et al. 2017)."""
+    erase_area: tuple[float, float] = (0.02, 1 / 3)
+    """Share of the image that is blanked."""
+    erase_ratio: tuple[float, float] = (0.3, 3.3)
+
+    @property
+    def colours(self) -> bool:
+        """Whether any change is of colour."""
+        return any((self.brightness, self.contrast, self.saturation))
+
+
+UNCHANGED = ImageChanges(flip=0.0)
+
+
+def model_images(
+    batch: Mapping[str, Tensor], size: int, *, changes: ImageChanges = UNCHANGED, key: tuple[int, ...] = (0,)
+) -> Tensor:
+    """Normalised float images (N, 3, size, size) from `image` (N, H, W, 3) bytes.
+
+    `box` (N, 4) says which pixels of the stored image are shown, as left, top, right, bottom; without one all are.
+    """
+    pixels = batch["image"]
+    num, stored = pixels.shape[:2]
+    # Drawn whatever is switched on, so that one setting does not reshuffle the others.
+    draws = Drawn(key, num).uniform(NUM_DRAWS).T.contiguous()
+    image = pixels.permute(0, 3, 1, 2).float()
+    box = batch.get("box")
+    if box is not None:
+        # A mirror image costs nothing as part of the grid; training batches always have a box.
+        flip = sent(draws[0] < changes.flip, pixels.device)
+        image = resample(image, mirrored(box, flip), size)
+    else:
+        assert stored == size, f"images of {stored} pixels without a box, asked for {size}"
+    if changes.colours:
+        image = recoloured(image, draws[1:4], changes)
+    if changes.trivial:
+        image = trivially_augmented(image, key=key)
+    scale, shift = (sent(torch.tensor(values), pixels.device).view(1, 3, 1, 1) for values in (SCALE, SHIFT))
+    image = torch.addcmul(shift, image, scale)
+    if changes.erase:
+        image = torch.where(sent(erased(draws[4:8], size, changes), pixels.device), 0.0, image)
+    return image
+
+
+def mirrored(box: Tensor, flip: Tensor) -> Tensor:
+    """The boxes with left and right exchanged where `flip` says so: read backwards, they show a mirror image."""
+    left, top, right, bottom = box.unbind(dim=1)
+    # Not by a list of columns: that would be copied to the device, with a wait.
+    return torch.stack([torch.where(flip, right, left), top, torch.where(flip, left, right), bottom], dim=1)
+
+
+def resample(image: Tensor, box: Tensor, size: int) -> Tensor:
+    """The pixels inside each box, enlarged or shrunk to (size, size); what is outside a box is never read."""
+    height, width = image.shape[2:]
+    readings = max(1, math.ceil(max(height, width) / (PIXELS_A_READING * size)))
+    steps = (torch.arange(size * readings, device=image.device, dtype=torch.float32) + 0.5) / (size * readings)
+    left, top, right, bottom = box.T.unsqueeze(2)
+    x = _positions(left, right, steps) * (2 / width) - 1
+    y = _positions(top, bottom, steps) * (2 / height) - 1
+    num, side = len(box), size * readings
+    grid = torch.stack([x.unsqueeze(1).expand(num, side, side), y.unsqueeze(2).expand(num, side, side)], dim=-1)
+    read = F.grid_sample(image, grid, mode="bilinear", padding_mode="border", align_corners=False)
+    return F.avg_pool2d(read, readings) if readings > 1 else read
+
+
+def recoloured(image: Tensor, draws: Tensor, changes: ImageChanges) -> Tensor:
+    """Brightness, contrast and saturation of images in 0..255, each changed by its own factor."""
+    reach = torch.tensor([changes.brightness, changes.contrast, changes.saturation]).unsqueeze(1)
+    factors = sent(1 + (draws * 2 - 1) * reach, image.device).view(3, -1, 1, 1, 1)
+    brightness, contrast, saturation = factors.unbind()
+    image = (image * brightness).clamp(0, 255)
+    middle = gray(image).mean(dim=(2, 3), keepdim=True)
+    image = torch.lerp(middle, image, contrast).clamp(0, 255)
+    return torch.lerp(gray(image), image, saturation).clamp(0, 255)
+
+
+def erased(draws: Tensor, size: int, changes: ImageChanges) -> Tensor:
+    """Booleans (N, 1, size, size) that are true inside each image's blanked rectangle."""
+    happens, area, shape, place = draws
+    low, high = changes.erase_area
+    share = (low + area * (high - low)).sqrt()
+    flat, tall = (math.log(ratio) / 2 for ratio in changes.erase_ratio)
+    stretch = torch.exp(flat + shape * (tall - flat))
+    wide, high_ = ((share * s).clamp(max=1) * size for s in (stretch, 1 / stretch))
+    # One draw gives both places: its leading bits the column, the rest the row.
+    column, row = place, (place * 4096) % 1
+    left, top = column * (size - wide), row * (size - high_)
+    middle = torch.arange(size) + 0.5
+    in_x = (middle > left.unsqueeze(1)) & (middle < (left + wide).unsqueeze(1))
+    in_y = (middle > top.unsqueeze(1)) & (middle < (top + high_).unsqueeze(1))
+    inside: Tensor = in_x.unsqueeze(1) & in_y.unsqueeze(2) & (happens < changes.erase).view(-1, 1, 1)
+    return inside.unsqueeze(1)
+
+
+def _positions(start: Tensor, end: Tensor, steps: Tensor) -> Tensor:
+    """Pixel positions (N, side) from start to end, at least half a pixel inside."""
+    low, high = torch.minimum(start, end) + 0.5, torch.maximum(start, end) - 0.5
+    middle = (start + end) / 2  # of a box narrower than a pixel
+    low, high = torch.minimum(low, middle), torch.maximum(high, middle)
+    return (start + (end - start) * steps).clamp(low, high)
+
+
+LUMA = (0.299, 0.587, 0.114)  # ITU-R 601
+
+
+def gray(image: Tensor) -> Tensor:
+    """Luma (N, 1, H, W)."""
+    red, green, blue = image.unbind(dim=1)
+    return (red * LUMA[0] + green * LUMA[1] + blue * LUMA[2]).unsqueeze(1)
+
+
+STRENGTHS = 31
+STREAM = 0x7461
+"""Sets these random numbers apart from others with the same key ("ta" in ASCII)."""
+LARGEST_SHEAR, LARGEST_SHIFT, LARGEST_TURN, LARGEST_FACTOR = 0.99, 32.0, 135.0, 0.99
+LOST_BITS = 6
+
+Change = Callable[[Tensor, Tensor], Tensor]
+"""Images (N, 3, S, S) and how strong each is changed, in -1..1 (N, on the host) to changed images."""
+
+
+def trivially_augmented(image: Tensor, *, key: tuple[int, ...]) -> Tensor:
+    """Every image with one random change; `image` itself is overwritten."""
+    drawn = Drawn(key, len(image), STREAM)
+    chosen = drawn.integers(len(CHANGES))
+    strengths = drawn.integers(STRENGTHS) / (STRENGTHS - 1)
+    signs = drawn.integers(2) * 2 - 1
+    for number, change in enumerate(CHANGES.values()):
+        rows = (chosen == number).nonzero().flatten()
+        if len(rows):
+            there = sent(rows, image.device)
+            image[there] = change(image[there], (strengths * signs)[rows])
+    return image
+
+
+# --- moved ---
+
+
+def turned(image: Tensor, strength: Tensor) -> Tensor:
+    """Counter-clockwise around the middle."""
+    angle, middle = strength * -math.radians(LARGEST_TURN), image.shape[-1] / 2
+    cos, sin = angle.cos(), angle.sin()
+    rows = {(0, 0): cos, (0, 1): sin, (1, 0): -sin, (1, 1): cos}
+    return moved(image, rows | {(0, 2): middle * (1 - cos - sin), (1, 2): middle * (1 - cos + sin)})
+
+
+def moved(image: Tensor, entries: dict[tuple[int, int], Tensor]) -> Tensor:
+    """Each pixel read at a·x + b·y + c and d·x + e·y + f in pixels from the corner, black outside; else identity."""
+    num, side = len(image), image.shape[-1]
+    matrix = torch.eye(2, 3).repeat(num, 1, 1)
+    for (row, column), values in entries.items():
+        matrix[:, row, column] = values
+    # affine_grid counts from the middle in half sides; x = (u + 1) · side / 2.
+    matrix[:, :, 2] = matrix[:, :, 0] + matrix[:, :, 1] + matrix[:, :, 2] * (2 / side) - 1
+    grid = F.affine_grid(sent(matrix, image.device), list(image.shape), align_corners=False)
+    return F.grid_sample(image, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+
+
+# --- recoloured ---
+
+
+def sharpened(image: Tensor, strength: Tensor) -> Tensor:
+    """Against Pillow's SMOOTH filter, which leaves the outermost pixels as they are."""
+    smooth = image.clone()
+    around = F.avg_pool2d(image, 3, stride=1) * 9
+    smooth[..., 1:-1, 1:-1] = (around + 4 * image[..., 1:-1, 1:-1]) / 13
+    return blended(smooth, image, strength)
+
+
+def blended(nothing: Tensor, image: Tensor, strength: Tensor) -> Tensor:
+    """From `nothing` at a factor of 0 over the image at 1 to beyond it."""
+    factor = sent((1 + strength * LARGEST_FACTOR).view(-1, 1, 1, 1), image.device)
+    return torch.lerp(nothing.expand_as(image), image, factor).clamp(0, 255)
+
+
+def posterised(image: Tensor, strength: Tensor) -> Tensor:
+    """Only the leading bits: from all 8 down to 2."""
+    lost = sent(2.0 ** (strength.abs() * LOST_BITS).round().view(-1, 1, 1, 1), image.device)
+    return (image.round() / lost).floor() * lost
+
+
+def solarised(image: Tensor, strength: Tensor) -> Tensor:
+    """Inverted from a level on: from 256, which none has, down to 0."""
+    threshold = sent((256 - strength.abs() * 256).floor().view(-1, 1, 1, 1), image.device)
+    return torch.where(image.round() >= threshold, 255 - image, image)
+
+
+def stretched(image: Tensor, strength: Tensor) -> Tensor:
+    """Each channel to the whole of 0..255 (autocontrast)."""
+    low, high = image.amin(dim=(2, 3), keepdim=True), image.amax(dim=(2, 3), keepdim=True)
+    return torch.where(high > low, (image - low) * (255 / (high - low).clamp(min=1e-6)), image).clamp(0, 255)
+
+
+def equalised(image: Tensor, strength: Tensor) -> Tensor:
+    """Each channel so that all levels are about as frequent, by Pillow's integer table."""
+    levels = image.round().long().flatten(2)
+    counts = torch.zeros(*levels.shape[:2], 256, dtype=torch.int64, device=image.device)
+    counts.scatter_add_(2, levels, torch.ones_like(levels))
+    # Pillow leaves the brightest level that occurs out of the sum.
+    brightest = counts.gather(2, levels.amax(dim=2, keepdim=True))
+    step = (counts.sum(dim=2, keepdim=True) - brightest) // 255
+    table = ((step // 2 + counts.cumsum(dim=2) - counts) // step.clamp(min=1)).clamp(max=255)
+    found = table.gather(2, levels).to(image.dtype).view_as(image)
+    return torch.where((step > 0).unsqueeze(3), found, image)
+
+
+CHANGES: dict[str, Change] = {
+    "identity": lambda image, strength: image,
+    "shear x": lambda image, strength: moved(image, {(0, 1): strength * LARGEST_SHEAR}),
+    "shear y": lambda image, strength: moved(image, {(1, 0): strength * LARGEST_SHEAR}),
+    "shift x": lambda image, strength: moved(image, {(0, 2): strength * LARGEST_SHIFT}),
+    "shift y": lambda image, strength: moved(image, {(1, 2): strength * LARGEST_SHIFT}),
+    "turn": turned,
+    "brightness": lambda image, strength: blended(torch.zeros_like(image), image, strength),
+    "saturation": lambda image, strength: blended(gray(image), image, strength),
+    "contrast": lambda image, strength: blended(gray(image).mean(dim=(2, 3), keepdim=True), image, strength),
+    "sharpness": sharpened,
+    "posterise": posterised,
+    "solarise": solarised,
+    "stretch": stretched,
+    "equalise": equalised,
+}
