@@ -4,7 +4,7 @@
     python benchmarks/convolution_workspaces.py --write                                      # as the plan's table
 
 3x3 convolutions with stride 1 of [n, c, side, side] to k channels. A workspace names its algorithm: none is an implicit
-product, and src/halfstep/run/memory/convolutions.py has the sizes of the three others. Stored shapes are not asked
+product, and src/halfstep/run/memory/trace.py has the sizes of the three others. Stored shapes are not asked
 again.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from halfstep.run.memory.convolutions import ALGORITHMS, SIDES, Shape
+from halfstep.run.memory.trace import ALGORITHMS, SIDES, Convolution
 from recording import RESULTS, store
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
@@ -34,10 +34,10 @@ HEAD = """# cuDNN's choices in strict fp32 on {device}, cuDNN {cudnn}.
 """
 
 
-def shapes(sides: Sequence[int]) -> list[Shape]:
+def shapes(sides: Sequence[int]) -> list[Convolution]:
     """In an order that leaves an even grid where the time is up."""
     found = [
-        Shape(n, c, k, side, side, 3)
+        Convolution(n, c, k, side, side, 3)
         for n, c, k, side in itertools.product(COUNTS, CHANNELS, CHANNELS, sides)
         if max(c, k) <= 2 * min(c, k) and 4 * n * side**2 * max(c, k) <= MOST_BYTES
     ]
@@ -46,7 +46,7 @@ def shapes(sides: Sequence[int]) -> list[Shape]:
     return affordable
 
 
-def work_of(shape: Shape) -> float:
+def work_of(shape: Convolution) -> float:
     return 2 * 9 * shape.n * shape.height * shape.width * shape.c * shape.k
 
 
@@ -58,7 +58,7 @@ def workspace(run: Callable[[], object]) -> int:
     return extra
 
 
-def asked(shape: Shape) -> list[int]:
+def asked(shape: Convolution) -> list[int]:
     """Bytes forward, for the input's gradient and for the weight's."""
     x = torch.empty(shape.n, shape.c, shape.height, shape.width, device="cuda")
     weight = torch.empty(shape.k, shape.c, 3, 3, device="cuda")
@@ -97,7 +97,7 @@ def write() -> None:
     for row in record["rows"]:
         n, c, k, side, *sizes = map(int, row.split())
         digits = table.setdefault((n, c, k), ["."] * len(SIDES))
-        shape = Shape(n, c, k, side, side, 3)
+        shape = Convolution(n, c, k, side, side, 3)
         is_known = [abs(size / law(shape) - 1) < 0.25 for size, law in zip(sizes, ALGORITHMS.values(), strict=True)]
         digits[SIDES.index(side)] = str(sum(2**bit for bit, known in enumerate(is_known) if known))
     lines = [f"{n} {c} {k} {''.join(digits)}\n" for (n, c, k), digits in sorted(table.items())]

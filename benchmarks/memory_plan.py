@@ -32,10 +32,10 @@ from halfstep.data.prefetch import prefetch
 from halfstep.hardware.memory import give_back, peak_memory_bytes, reset_peak
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import assemble, plan_for
-from halfstep.run.memory.plan import Cell, MemoryPlanner
-from halfstep.run.memory.planned_step import planned_step
+from halfstep.run.memory.out_of_memory import summarise_error
+from halfstep.run.memory.predict import Cell, MemoryPlanner
+from halfstep.run.memory.traceable_step import build_traceable_step
 from halfstep.run.phased_engine import engine_for
-from halfstep.tune.memory_limit import summarise_error
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import UNCAPTURED, Mode
 from halfstep.workloads import KINDS
@@ -112,7 +112,7 @@ def config_of(row: Row) -> RunConfig:
 
 def predicted(row: Row) -> dict[str, Any]:
     config, began = config_of(row), time.perf_counter()
-    planner = MemoryPlanner(planned_step(config))
+    planner = MemoryPlanner(build_traceable_step(config))
     size = config.train.batch_size
     found = planner.predict(Cell(precision=row.precision, mode=row.mode, setting=row.setting, batch_size=size))
     return {

@@ -21,7 +21,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import assemble, plan_for
 from halfstep.run.engine import Engine
-from halfstep.run.memory.planned_batch import step_cost
+from halfstep.run.memory.sizing import predict_step_cost
 from halfstep.workloads import KINDS, load
 from halfstep.workloads.segmentation.config import UNetConfig
 from recording import store, time_steps
@@ -31,7 +31,7 @@ DATA = {"num_classes": 2, "channels": 3, "image_size": 512}
 
 
 def counted(config: RunConfig) -> dict[str, Any]:
-    cost = step_cost(config, DATA, probe("cpu"), config.precision.default)
+    cost = predict_step_cost(config, DATA, probe("cpu"), config.precision.default)
     return {"step_gb": cost.bytes_at(config.train.batch_size) / 1e9}
 
 

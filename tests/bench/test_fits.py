@@ -8,7 +8,7 @@ from halfstep.bench.problem import bench_config, refuse_too_large
 from halfstep.config.schema import RunConfig
 from halfstep.errors import MemoryLimitError
 from halfstep.hardware.facts import Hardware
-from halfstep.run.memory.planned_batch import StepCost, step_cost
+from halfstep.run.memory.sizing import StepCost, predict_step_cost
 
 STORE = {"channels": 3, "num_classes": 2, "image_size": 32}
 
@@ -22,7 +22,7 @@ def cpu(free_bytes: int) -> Hardware:
 
 
 def cost(*words: str) -> StepCost:
-    return step_cost(config(*words), STORE, cpu(0), "fp32")
+    return predict_step_cost(config(*words), STORE, cpu(0), "fp32")
 
 
 def test_what_fits_to_the_byte_is_not_refused_and_a_byte_less_is_with_what_would_fit() -> None:

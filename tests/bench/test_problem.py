@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfstep.bench.problem import Problem, RandomSamples, bench_config, problem_for, random_workload, step_flops
-from halfstep.run.memory.planned_step import planned_step
+from halfstep.run.memory.traceable_step import build_traceable_step
 from halfstep.tune.trials import first_batch
 
 CPU = torch.device("cpu")
@@ -71,6 +71,6 @@ def test_trials_of_a_row_find_a_batch_to_begin_with(workload: str) -> None:
 def test_counted_arithmetic_is_what_forward_and_backward_need(workload: str) -> None:
     problem = small_problem(workload)
     store = {"classes": ["c"] * 1000, "channels": 3, "num_classes": 2, "image_size": problem.config.data.image_size}
-    expected = 2 * planned_step(problem.config, store).sample_flops()
+    expected = 2 * build_traceable_step(problem.config, store).sample_flops()
     # The estimate counts a gradient for the image, too, which nobody computes.
     assert 0.8 * expected < step_flops(problem) <= 1.001 * expected

@@ -20,7 +20,7 @@ import pytest
 from data.picture_folders import write_split
 from halfstep.cli.main import main
 from halfstep.hardware.driver import Driver
-from halfstep.run.memory.planned_batch import StepCost
+from halfstep.run.memory.sizing import StepCost
 from halfstep.workloads import load
 from halfstep.workloads.segmentation.demo import write_demo
 from warm_processes import at_terminal
@@ -48,7 +48,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step takes little memory: a trace takes seconds, and is no part of what is asked and answered."""
     cheap = StepCost(num_parameters=10**6, fixed_bytes=12 * 10**6, sample_bytes=10**6, sample_flops=lambda: 10**9)
-    monkeypatch.setattr("halfstep.guide.suggest.step_cost", lambda *given: cheap)
+    monkeypatch.setattr("halfstep.guide.suggest.predict_step_cost", lambda *given: cheap)
 
 
 def run(capsys: Capture, *argv: str) -> tuple[int, str, str]:

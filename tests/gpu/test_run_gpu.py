@@ -79,7 +79,7 @@ def test_auto_batch_halves_the_micro_batch_and_goes_on(
 ) -> None:
     folder = unet_run(tmp_path, **{"train.auto_batch": True})
     said = capsys.readouterr().err
-    assert "going on with micro-batches of" in said
+    assert "continuing with micro-batches of" in said
     assert "BatchNorm now sees smaller batches" in said
     assert len([r for r in read(folder / "metrics.jsonl") if r["kind"] == "val"]) == 2
     _, checkpoint = Checkpoints(folder / "checkpoints").load_newest(on_damaged=pytest.fail)

@@ -45,9 +45,9 @@ from halfstep.guide.suggest import (
 from halfstep.guide.trial import Trial, Trials, measured_trial
 from halfstep.hardware.facts import Hardware, Measurement
 from halfstep.hardware.gpus import known_gpu
-from halfstep.hardware.live_bytes import LiveBytes
+from halfstep.hardware.memory import LiveBytes
 from halfstep.precision.advice import EXAMPLE_SAMPLE_BYTES
-from halfstep.run.memory.planned_batch import StepCost, step_cost
+from halfstep.run.memory.sizing import StepCost, predict_step_cost
 from halfstep.workloads import from_dict, load
 from halfstep.workloads.classification import build as image_classification
 from halfstep.workloads.segmentation.config import UNetConfig
@@ -87,11 +87,11 @@ def traced_once() -> Iterator[None]:
         key = repr((parts, store, hardware.name, precision))
         if key not in found:
             is_traced = hardware.kind != "xpu" and hardware.name != "untraced"
-            found[key] = step_cost(config, store, hardware, precision) if is_traced else CHEAP
+            found[key] = predict_step_cost(config, store, hardware, precision) if is_traced else CHEAP
         return found[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("halfstep.guide.suggest.step_cost", cost)
+        patch.setattr("halfstep.guide.suggest.predict_step_cost", cost)
         yield
 
 
@@ -198,11 +198,11 @@ def test_counted_memory_is_near_that_of_real_tensors() -> None:
     with LiveBytes() as live:
         F.cross_entropy(model(torch.zeros(64, 3, 32, 32)), torch.zeros(64, dtype=torch.long)).backward()
     # Loaded and prepared pictures come on top, and a GPU's allocator hands out whole blocks.
-    assert step_cost(small, store, CPU, "fp32").sample_bytes == pytest.approx(live.peak / 64, rel=0.2)
+    assert predict_step_cost(small, store, CPU, "fp32").sample_bytes == pytest.approx(live.peak / 64, rel=0.2)
 
 
 def test_memory_of_the_reference_unet_is_near_what_hooks_counted() -> None:
-    cost = step_cost(config("unet"), {"num_classes": 2, "channels": 3, "image_size": 512}, CPU, "fp32")
+    cost = predict_step_cost(config("unet"), {"num_classes": 2, "channels": 3, "image_size": 512}, CPU, "fp32")
     assert cost.num_parameters == 31_037_698
     # Not all gradients are there when memory is highest.
     assert 31_037_698 * 12 <= cost.fixed_bytes <= 31_037_698 * 16.1
@@ -212,15 +212,16 @@ def test_memory_of_the_reference_unet_is_near_what_hooks_counted() -> None:
 
 def test_half_precision_and_recomputing_save_memory() -> None:
     store = {"classes": ["a", "b"]}
-    full, half = (step_cost(config(), store, CPU, precision) for precision in ("fp32", "bf16"))
+    full, half = (predict_step_cost(config(), store, CPU, precision) for precision in ("fp32", "bf16"))
     assert half.sample_bytes < 0.7 * full.sample_bytes
     assert half.fixed_bytes > full.fixed_bytes, "autocast keeps half copies of the weights"
-    recomputed = step_cost(config(**{"train.activation_checkpointing": True}), store, CPU, "fp32")
+    recomputed = predict_step_cost(config(**{"train.activation_checkpointing": True}), store, CPU, "fp32")
     assert recomputed.sample_bytes < 0.8 * full.sample_bytes
     assert recomputed.sample_flops() == full.sample_flops()
     known: dict[str, Any] = {}
     shared = [
-        step_cost(config(**{"train.activation_checkpointing": on}), store, CPU, "fp32", known) for on in (False, True)
+        predict_step_cost(config(**{"train.activation_checkpointing": on}), store, CPU, "fp32", known)
+        for on in (False, True)
     ]
     assert [one.bytes_at(8) for one in shared] == [full.bytes_at(8), recomputed.bytes_at(8)]
     plain, other = known.values()
@@ -230,9 +231,9 @@ def test_half_precision_and_recomputing_save_memory() -> None:
 def test_configs_that_differ_in_how_long_they_train_are_traced_once() -> None:
     known: dict[str, Any] = {}
     changes: tuple[dict[str, Any], ...] = ({}, {"train.epochs": 3, "guard.on_fault": "rollback"}, {"train.fast": "off"})
-    costs = [step_cost(config(**some), {"classes": ["a"]}, CPU, "fp32", known) for some in changes]
+    costs = [predict_step_cost(config(**some), {"classes": ["a"]}, CPU, "fp32", known) for some in changes]
     assert len({cost.bytes_at(8) for cost in costs}) == len(known) == 1
-    step_cost(config(**{"data.image_size": 64}), {"classes": ["a"]}, CPU, "fp32", known)
+    predict_step_cost(config(**{"data.image_size": 64}), {"classes": ["a"]}, CPU, "fp32", known)
     assert len(known) == 2, "another step is not taken for it"
 
 

@@ -12,25 +12,31 @@ from torch import Tensor
 from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError, HardwareError, MemoryLimitError, ModelError
 from halfstep.hardware.gpus import known_gpu
-from halfstep.hardware.live_bytes import LiveBytes
+from halfstep.hardware.memory import LiveBytes
 from halfstep.precision.decide import decide
 from halfstep.run.assemble import build_workload
-from halfstep.run.memory.fit import (
-    fitting,
-    largest_batch,
-    levels_of,
-    notes_of,
-    precisions_of,
+from halfstep.run.memory.out_of_memory import explain_out_of_memory
+from halfstep.run.memory.predict import (
+    Cell,
+    MemoryPlanner,
+    compute_usable_bytes,
+    describe_effects,
+    find_fits,
+    find_largest_batch,
+    list_levels,
+    list_precisions,
     read_size,
     refuse_nothing_fits,
-    usable_bytes,
 )  # fmt: skip
-from halfstep.run.memory.plan import Cell, MemoryPlanner
-from halfstep.run.memory.planned_batch import planned_largest_batch, planned_pieces, predicted_peak, ways_out
-from halfstep.run.memory.planned_step import PlannedStep, planned_step
-from halfstep.run.memory.timeline import eager_timeline
+from halfstep.run.memory.sizing import (
+    find_fitting_pieces,
+    make_peak_predictor,
+    predict_largest_batch,
+    suggest_fitting_settings,
+)
+from halfstep.run.memory.trace import eager_timeline
+from halfstep.run.memory.traceable_step import TraceableStep, build_traceable_step
 from halfstep.step.optim.adamw8bit import AdamW8bit
-from halfstep.tune.memory_limit import memory_error
 from halfstep.tune.memory_low import NORMAL, MemorySetting, by_predicted_peak
 from halfstep.tune.trials import first_batch
 from halfstep.workloads import load
@@ -54,7 +60,7 @@ def config_of(*words: str) -> RunConfig:
 
 
 def planner_of(*words: str) -> MemoryPlanner:
-    return MemoryPlanner(planned_step(config_of(*words)))
+    return MemoryPlanner(build_traceable_step(config_of(*words)))
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +92,7 @@ def test_the_trace_counts_what_a_real_step_takes_to_the_byte() -> None:
     with LiveBytes() as live:
         loss, _ = workload.weighed_loss(workload.forward(workload.model.train(), batch), batch)
         loss.backward()
-    step = planned_step(config)
+    step = build_traceable_step(config)
     [trace] = step.traces("tf32", "none", 8, chains=False)  # strict fp32 has workspaces
     blocks = sum(-value.num_bytes % 512 for value in trace.values)
     for value in trace.values:
@@ -98,7 +104,7 @@ def test_the_trace_counts_what_a_real_step_takes_to_the_byte() -> None:
 def test_tracing_leaves_the_model_as_it_was() -> None:
     workload = build_tiny(tiny())
     before = {name: value.clone() for name, value in workload.model.state_dict().items()}
-    step = PlannedStep(tiny(), workload, first_batch(tiny(), workload))
+    step = TraceableStep(tiny(), workload, first_batch(tiny(), workload))
     step.traces("bf16-true", "none", 8, chains=False)
     step.fixed("bf16-true", MemorySetting(optimizer_bits=8))
     after = workload.model.state_dict()
@@ -186,7 +192,7 @@ def test_on_the_way_to_an_average_no_more_is_taken_than_it_has() -> None:
 
 def test_phases_take_the_larger_one_and_the_state_of_all() -> None:
     config = load("phased_workload:build", flags={}, overrides=["train.batch_size=8"]).config
-    planner = MemoryPlanner(planned_step(config))
+    planner = MemoryPlanner(build_traceable_step(config))
     assert len(planner.step.traces("fp32", "none", 8, chains=False)) == 2
     found = planner.predict(cell("fp32", batch_size=8)).components
     assert found["optimizer"] == pytest.approx(2 * found["weights"], rel=0.1)
@@ -194,7 +200,7 @@ def test_phases_take_the_larger_one_and_the_state_of_all() -> None:
 
 def test_frozen_parts_are_stored_in_half_and_have_no_gradients() -> None:
     config = load("frozen_workload:build", flags={}, overrides=["train.batch_size=4"]).config
-    planner = MemoryPlanner(planned_step(config))
+    planner = MemoryPlanner(build_traceable_step(config))
     half, full = (planner.predict(cell(precision)).components["frozen parts"] for precision in ("bf16", "fp32"))
     assert 0 < half < full
 
@@ -206,7 +212,7 @@ def test_a_model_that_reads_values_is_refused_with_what_to_do(monkeypatch: pytes
         out: Tensor = model(batch["image"])
         return out if out.sum().item() > 0 else -out
 
-    step = PlannedStep(tiny(), dataclasses.replace(workload, forward=forward), first_batch(tiny(), workload))
+    step = TraceableStep(tiny(), dataclasses.replace(workload, forward=forward), first_batch(tiny(), workload))
     with pytest.raises(ModelError, match=r"cannot be traced.*_local_scalar_dense") as caught:
         step.traces("fp32", "none", 8, chains=False)
     assert "train.auto_batch=true" in caught.value.fix
@@ -217,7 +223,7 @@ def test_another_error_of_a_model_is_told_as_it_is() -> None:
     workload = build_tiny(tiny())
     wrong = dataclasses.replace(workload, forward=lambda model, batch: model(batch["picture"]))
     with pytest.raises(ModelError, match=r"cannot be traced: KeyError: 'picture'") as caught:
-        PlannedStep(tiny(), wrong, first_batch(tiny(), workload)).traces("fp32", "none", 8, chains=False)
+        TraceableStep(tiny(), wrong, first_batch(tiny(), workload)).traces("fp32", "none", 8, chains=False)
     assert ".item()" not in caught.value.why
 
 
@@ -226,29 +232,29 @@ def test_another_error_of_a_model_is_told_as_it_is() -> None:
 
 def test_the_largest_batch_fits_and_a_larger_one_does_not(unet: MemoryPlanner) -> None:
     limit = unet.predict(cell(batch_size=37), base_batch=4).total
-    largest = largest_batch(unet, cell(), limit)
+    largest = find_largest_batch(unet, cell(), limit)
     assert largest == 37
-    assert largest_batch(unet, cell(), 1000) == 0
+    assert find_largest_batch(unet, cell(), 1000) == 0
 
 
 def test_rows_that_fit_come_fastest_first_and_keep_the_effective_batch(unet: MemoryPlanner) -> None:
     config = unet.step.config
     limit = int(0.7 * unet.predict(cell("bf16")).total)
-    fits = fitting(unet, config, limit, "eager", ("fp32", "bf16"), known_gpu("A100"), most=2)
+    fits = find_fits(unet, config, limit, "eager", ("fp32", "bf16"), known_gpu("A100"), most=2)
     assert [fit.relative_time for fit in fits] == sorted(fit.relative_time for fit in fits)
     assert fits[0].prediction.cell.precision == "bf16"
     assert fits[0].prediction.cell.setting == NORMAL
     assert fits[0].batch_size < 4
     assert fits[0].accumulate > 1
     assert all(fit.batch_size * fit.accumulate == 4 and fit.prediction.total <= limit for fit in fits)
-    assert any("BatchNorm" in note for note in notes_of(unet, config, fits))
+    assert any("BatchNorm" in note for note in describe_effects(unet, config, fits))
 
 
 def test_levels_that_save_nothing_over_a_faster_one_are_left_out() -> None:
     """Blocks of a ResNet, computed again whole, hold more while they are than its compiled pointwise operations."""
     planner = planner_of("resnet18", "data.image_size=32", "train.batch_size=4")
-    fits = fitting(planner, planner.step.config, 10**10, "compile", ("fp32",))
-    assert len(levels_of(planner, planner.step.config)) == 4
+    fits = find_fits(planner, planner.step.config, 10**10, "compile", ("fp32",))
+    assert len(list_levels(planner, planner.step.config)) == 4
     assert [fit.prediction.cell.setting.recompute for fit in fits] == ["none", "pointwise"]
 
 
@@ -256,35 +262,35 @@ def test_the_effective_batch_stays_exactly_where_it_is_not_a_multiple_of_what_fi
     config = unet.step.config
     config = config.model_copy(update={"train": config.train.model_copy(update={"batch_size": 10})})
     limit = unet.predict(cell(batch_size=4, accumulate=2), base_batch=10).total
-    [fit] = fitting(unet, config, limit, "eager", ("bf16",), most=1)
+    [fit] = find_fits(unet, config, limit, "eager", ("bf16",), most=1)
     assert (fit.largest_batch, fit.batch_size, fit.accumulate) == (4, 2, 5)
 
 
 def test_a_larger_batch_comes_with_its_learning_rate(gpt2: MemoryPlanner) -> None:
     config = gpt2.step.config
-    fits = fitting(gpt2, config, 10**9, "eager", ("bf16",))
-    note = next(note for note in notes_of(gpt2, config, fits) if "would fit" in note)
+    fits = find_fits(gpt2, config, 10**9, "eager", ("bf16",))
+    note = next(note for note in describe_effects(gpt2, config, fits) if "would fit" in note)
     assert fits[0].largest_batch > 16
     assert "train.batch_size=16 " in note
     assert f"optimizer.lr={config.optimizer.lr * 2:.3g}" in note
 
 
 def test_where_nothing_fits_the_least_that_is_needed_is_said(gpt2: MemoryPlanner) -> None:
-    assert fitting(gpt2, gpt2.step.config, 1000, "eager", ("bf16",)) == []
+    assert find_fits(gpt2, gpt2.step.config, 1000, "eager", ("bf16",)) == []
     with pytest.raises(MemoryLimitError, match="nothing fits 1 kB") as caught:
         refuse_nothing_fits(gpt2, gpt2.step.config, 1000, "eager", "1 kB")
     assert "bf16-true" in caught.value.why
 
 
 def test_levels_are_those_the_model_and_its_optimizer_have(gpt2: MemoryPlanner) -> None:
-    assert len(levels_of(gpt2, gpt2.step.config)) == 8
-    own = MemoryPlanner(planned_step(tiny("optimizer.name=sgd")))
-    assert levels_of(own, own.step.config) == [NORMAL]
+    assert len(list_levels(gpt2, gpt2.step.config)) == 8
+    own = MemoryPlanner(build_traceable_step(tiny("optimizer.name=sgd")))
+    assert list_levels(own, own.step.config) == [NORMAL]
 
 
 def test_a_gpu_is_asked_for_formats_it_has() -> None:
-    assert "bf16" not in precisions_of(known_gpu("v100"))
-    assert "bf16-true" in precisions_of(known_gpu("H200"))
+    assert "bf16" not in list_precisions(known_gpu("v100"))
+    assert "bf16-true" in list_precisions(known_gpu("H200"))
     with pytest.raises(HardwareError, match="unknown GPU"):
         known_gpu("RTX 9999 Quantum")
 
@@ -319,8 +325,8 @@ def test_auto_batch_cuts_the_batch_by_the_plan(unet: MemoryPlanner) -> None:
     config = unet.step.config
     plan = dataclasses.replace(decide("bf16", known_gpu("H200")), mode="eager")
     needed = unet.predict(cell("bf16")).total
-    assert planned_pieces(config, unet.step.workload, plan, needed) == 1
-    pieces = planned_pieces(config, unet.step.workload, plan, int(0.8 * needed))
+    assert find_fitting_pieces(config, unet.step.workload, plan, needed) == 1
+    pieces = find_fitting_pieces(config, unet.step.workload, plan, int(0.8 * needed))
     assert pieces in (2, 4)
 
 
@@ -328,16 +334,18 @@ def test_an_out_of_memory_message_names_what_is_predicted_to_fit(unet: MemoryPla
     config = unet.step.config
     plan = dataclasses.replace(decide("fp32", known_gpu("H200")), mode="eager")
     limit = int(0.9 * unet.predict(cell("fp32")).total)
-    ways = ways_out(config, plan, unet.step.workload.store, limit)
+    ways = suggest_fitting_settings(config, plan, unet.step.workload.store, limit)
     assert len(ways) == 3
     assert ways[0].startswith("--precision bf16 train.batch_size=")
-    error = memory_error(torch.OutOfMemoryError("CUDA out of memory"), config, 1, torch.device("cpu"), planned=ways)
+    error = explain_out_of_memory(
+        torch.OutOfMemoryError("CUDA out of memory"), config, 1, torch.device("cpu"), planned=ways
+    )
     assert ways[0] in error.fix
 
 
 def test_a_comparisons_largest_batch_is_the_plans(unet: MemoryPlanner) -> None:
-    found = planned_largest_batch(unet.step.config, "bf16", "eager", 2 * 10**9)
-    assert found == largest_batch(unet, cell("bf16"), usable_bytes(2 * 10**9))
+    found = predict_largest_batch(unet.step.config, "bf16", "eager", 2 * 10**9)
+    assert found == find_largest_batch(unet, cell("bf16"), compute_usable_bytes(2 * 10**9))
     assert found
     assert found > 4
 
@@ -346,6 +354,6 @@ def test_low_memory_tries_the_lever_first_that_is_predicted_to_save_most(unet: M
     small, recompute = [MemorySetting(optimizer_bits=8)], [MemorySetting(recompute="pointwise")]
     budget = [MemorySetting(activation_budget=0.5)]
     plan = dataclasses.replace(decide("bf16", known_gpu("H200")), mode="compile")
-    peak = predicted_peak(unet.step.config, unet.step.workload)
+    peak = make_peak_predictor(unet.step.config, unet.step.workload)
     ordered = by_predicted_peak([budget, small, recompute], lambda setting: peak(plan, setting))
     assert ordered == [recompute, small, budget]

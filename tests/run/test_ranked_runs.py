@@ -321,7 +321,7 @@ def test_out_of_memory_in_one_process_ends_all_with_one_message_and_what_would_f
     (lost, _, is_told), (kind, text, is_other_told) = (end for end, _ in found)
     assert (lost, is_told) == ("RankLost", True)
     assert (kind, is_other_told) == ("MemoryLimitError", False)
-    assert "rank 1: out of memory on cpu with batch size 4, 2 in a process" in text
+    assert "rank 1: out of memory on cpu with batch size 4, 2 per rank" in text
     assert "train.batch_size=2 train.accumulate=2" in text
 
 

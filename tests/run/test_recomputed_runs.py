@@ -14,10 +14,9 @@ from halfstep.config.schema import RunConfig
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import build_workload, plan_for
-from halfstep.run.memory.fit import levels_of
-from halfstep.run.memory.plan import Cell, MemoryPlanner
-from halfstep.run.memory.planned_batch import predicted_peak
-from halfstep.run.memory.planned_step import PlannedStep, planned_step
+from halfstep.run.memory.predict import Cell, MemoryPlanner, list_levels
+from halfstep.run.memory.sizing import make_peak_predictor
+from halfstep.run.memory.traceable_step import TraceableStep, build_traceable_step
 from halfstep.run.rehearse import rehearsal
 from halfstep.tune import choose
 from halfstep.tune.choose import tuned
@@ -90,7 +89,7 @@ def test_low_memory_tries_it_in_the_planners_order_and_keeps_what_it_may(monkeyp
     monkeypatch.setattr(choose, "cost_in", cost)
     config, workload, plan = made("transformer")
     said: list[str] = []
-    chosen = tuned(config, workload, plan, said.append, rehearsal, peak=predicted_peak(config, workload))
+    chosen = tuned(config, workload, plan, said.append, rehearsal, peak=make_peak_predictor(config, workload))
     assert tried[:2] == ["normal", "recompute pointwise"]
     assert chosen.memory["recompute"] == "pointwise"
     assert chosen.blocks == tuple(BLOCKS["transformer"])
@@ -100,8 +99,8 @@ def test_low_memory_tries_it_in_the_planners_order_and_keeps_what_it_may(monkeyp
 
 def test_the_plan_counts_it_for_a_model_of_ones_own() -> None:
     config, _, _ = made("transformer", **{"train.batch_size": 64})
-    planner = MemoryPlanner(planned_step(config))
-    levels = {level.recompute for level in levels_of(planner, config)}
+    planner = MemoryPlanner(build_traceable_step(config))
+    levels = {level.recompute for level in list_levels(planner, config)}
     assert levels == {"none", "pointwise", "alternate", "blocks"}
     for mode in ("eager", "compile"):
         kept = {}
@@ -114,17 +113,17 @@ def test_the_plan_counts_it_for_a_model_of_ones_own() -> None:
 def test_blocks_with_forms_of_their_own_are_not_planned() -> None:
     config, workload, _ = made("resnet")
     batch = first_batch(config, workload)
-    assert PlannedStep(config, workload, batch).recomputes
+    assert TraceableStep(config, workload, batch).recomputes
     own = dataclasses.replace(workload, blocks={BasicBlock: None})
-    assert not PlannedStep(config, own, batch).recomputes
+    assert not TraceableStep(config, own, batch).recomputes
 
 
 def test_a_run_that_is_about_to_begin_plans_with_what_passed_the_check() -> None:
     config, workload, plan = made("transformer", **{"train.batch_size": 64})
-    peak, blocks = predicted_peak(config, workload), MemorySetting(recompute="blocks")
+    peak, blocks = make_peak_predictor(config, workload), MemorySetting(recompute="blocks")
     assert peak(plan, blocks) == peak(plan, MemorySetting())
     passed = dataclasses.replace(plan, blocks=tuple(BLOCKS["transformer"]))
-    found = predicted_peak(config, workload)(passed, blocks)
+    found = make_peak_predictor(config, workload)(passed, blocks)
     assert found is not None
     assert found < (peak(plan, blocks) or 0)
 

@@ -19,8 +19,8 @@ from halfstep.report.metrics_file import read
 from halfstep.run import train as training
 from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.checkpoint import Checkpoints
+from halfstep.run.memory.out_of_memory import explain_out_of_memory, split_window
 from halfstep.run.train import train
-from halfstep.tune.memory_limit import memory_error, split_window
 from halfstep.workloads import from_dict, load
 
 QUIET = {
@@ -195,7 +195,7 @@ def test_a_window_is_split_for_a_small_memory_without_losing_a_sample() -> None:
 
 def test_out_of_memory_names_the_ways_out() -> None:
     config = from_dict("unet", {"train.batch_size": 8, "data.dir": "x"}).config
-    error = memory_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), config, 1,
+    error = explain_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), config, 1,
                          torch.device("cpu"))  # fmt: skip
     assert "batch size 8" in error.what
     assert "Tried to allocate 2 GiB" in error.why
@@ -207,7 +207,7 @@ def test_out_of_memory_names_the_ways_out() -> None:
 
 def test_out_of_memory_with_low_memory_does_not_suggest_it_again() -> None:
     config = from_dict("unet", {"train.memory": "low", "data.dir": "x"}).config
-    error = memory_error(torch.OutOfMemoryError("CUDA out of memory"), config, 1, torch.device("cpu"))
+    error = explain_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"), config, 1, torch.device("cpu"))
     assert "train.memory" not in error.fix
 
 

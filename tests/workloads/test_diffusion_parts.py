@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from diffusion_tiny import pictures, settings, text_folder, vae_folder
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, ModelError
-from halfstep.run.memory.planned_step import planned_step
+from halfstep.run.memory.traceable_step import build_traceable_step
 from halfstep.workloads.base.sheets import grid
 from halfstep.workloads.base.vae_format import chosen_format, round_trip_errors
 from halfstep.workloads.diffusion.data import open_pictures, square_pictures, to_bytes, unit_images
@@ -237,7 +237,7 @@ def test_frozen_networks_are_counted_without_their_weights_and_beside_tf32(tmp_p
     wish = {name: str(folder) for name, folder in folders.items()} | {"model__conditioning": "text"}
     smaller = {"model__channels": [8], "model__attention": [], "model__attention_head_dim": 2}
     config = settings("diffusion", some_pictures, **wish, **smaller, precision__modules={"vae": "fp32"}).config
-    assert planned_step(config, {"classes": []}).traces("tf32", "none", 2, chains=False)
+    assert build_traceable_step(config, {"classes": []}).traces("tf32", "none", 2, chains=False)
 
 
 # --- pictures ---

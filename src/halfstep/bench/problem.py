@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from halfstep.config.load import Loaded
-from halfstep.config.schema import RunConfig
-from halfstep.config.training import ScalerConfig
+from halfstep.config.schema import RunConfig, ScalerConfig
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, MemoryLimitError, format_bytes
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.ladder import lacks
 from halfstep.report.config_view import shown
 from halfstep.run.assemble import build_workload
-from halfstep.run.memory.planned_batch import step_cost
+from halfstep.run.memory.sizing import predict_step_cost
 from halfstep.run.plan import data_at_hand
 from halfstep.step.batches import batch_length
 from halfstep.step.randomness import seed_everything
@@ -181,7 +180,7 @@ def refuse_too_large(config: RunConfig, precisions: Sequence[str], modes: Sequen
     if hardware.kind != "cpu" or free_bytes is None or not kind.makes_data:
         return
     precision = next((name for name in precisions if name in ("fp32", "tf32")), precisions[0])
-    cost = step_cost(config, kind.part("random_store")(config), hardware, precision)
+    cost = predict_step_cost(config, kind.part("random_store")(config), hardware, precision)
     batch_size = config.train.batch_size
     # What is compiled or recomputed may keep fewer activations than are counted.
     keeps_activations = "eager" in modes and config.train.memory != "low"

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from halfstep.config.schema import RunConfig
     from halfstep.hardware.facts import Hardware
     from halfstep.report.memory_view import MemoryRow
-    from halfstep.run.memory.fit import Fit
-    from halfstep.run.memory.plan import MemoryPlanner
+    from halfstep.run.memory.predict import Fit, MemoryPlanner
     from halfstep.tune.modes import Mode
 
 
@@ -126,9 +125,17 @@ def _plan_memory(
     words: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, mode: str | None
 ) -> MemoryPlan:
     from halfstep.config.precision_names import precision_name
-    from halfstep.run.memory.fit import fitting, levels_of, notes_of, precisions_of, refuse_nothing_fits, usable_bytes
-    from halfstep.run.memory.plan import MODES, MemoryPlanner
-    from halfstep.run.memory.planned_step import planned_step
+    from halfstep.run.memory.predict import (
+        MODES,
+        MemoryPlanner,
+        compute_usable_bytes,
+        describe_effects,
+        find_fits,
+        list_levels,
+        list_precisions,
+        refuse_nothing_fits,
+    )
+    from halfstep.run.memory.traceable_step import build_traceable_step
     from halfstep.run.plan import data_at_hand
     from halfstep.tune.own_blocks import described
 
@@ -136,20 +143,20 @@ def _plan_memory(
     config, is_made_up = _config(words, flags)
     shown = _mode(mode, config)
     with contextlib.nullcontext(config) if is_made_up else data_at_hand(config) as with_data:
-        planner = MemoryPlanner(planned_step(with_data), hardware)
+        planner = MemoryPlanner(build_traceable_step(with_data), hardware)
     wish = flags["precision"]
     name = precision_name(str(wish), "--precision") if wish else "auto"
-    precisions = precisions_of(hardware) if name == "auto" else (name,)
+    precisions = list_precisions(hardware) if name == "auto" else (name,)
     if name == "auto" and "fp32" in config.precision.modules.values():
         precisions = tuple(one for one in precisions if one != "tf32")  # a run refuses to mix the two
     modes = (shown,) if mode else MODES
-    levels = levels_of(planner, config)
+    levels = list_levels(planner, config)
     rows = [_row(planner, config, shown, modes, p, setting) for p in precisions for setting in levels]
-    limit = usable_bytes(memory)
-    fits = fitting(planner, config, limit, shown, precisions, hardware) if memory else []
+    limit = compute_usable_bytes(memory)
+    fits = find_fits(planner, config, limit, shown, precisions, hardware) if memory else []
     if memory and not fits:
         refuse_nothing_fits(planner, config, limit, shown, where)
-    notes = [*([MADE_UP] if is_made_up else []), *(notes_of(planner, config, fits) if fits else ())]
+    notes = [*([MADE_UP] if is_made_up else []), *(describe_effects(planner, config, fits) if fits else ())]
     if gpu and hardware:
         notes += _of_gpu(hardware, name, memory)
     if planner.step.blocks:
@@ -170,7 +177,7 @@ def _row(
     planner: MemoryPlanner, config: RunConfig, mode: Mode, modes: Sequence[Mode], precision: str, setting: Any
 ) -> MemoryRow:
     from halfstep.report.memory_view import MemoryRow
-    from halfstep.run.memory.plan import Cell
+    from halfstep.run.memory.predict import Cell
 
     found = {other: planner.predict(Cell.of(config, precision, other, setting)) for other in modes}
     totals: dict[str, int] = {other: prediction.total for other, prediction in found.items()}
@@ -181,7 +188,7 @@ def _device(gpu: str | None, fit: str | None, flags: Flags) -> tuple[Hardware | 
     """Whose formats count, how much memory there is (0: not asked), and how that is called."""
     from halfstep.hardware.gpus import known_gpu
     from halfstep.hardware.probe import probe
-    from halfstep.run.memory.fit import read_size
+    from halfstep.run.memory.predict import read_size
 
     size = read_size(fit) if fit else 0
     if gpu:

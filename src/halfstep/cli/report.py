@@ -70,11 +70,11 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
 
 def _memory(path: Path) -> dict[str, int] | str:
     """What the run's step is predicted to take; where that cannot be said, why: a workload that is not here, say."""
-    from halfstep.run.memory.planned_batch import predicted_memory
+    from halfstep.run.memory.sizing import predict_stored_run
     from halfstep.workloads.base.import_path import UnknownCode
 
     try:
-        return predicted_memory(path)
+        return predict_stored_run(path)
     except UnknownCode:
         return "the run uses custom code, and a report never runs that"
     except (HalfstepError, OSError) as error:

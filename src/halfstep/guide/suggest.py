@@ -10,15 +10,14 @@ from typing import Any
 import yaml
 
 from halfstep.config.dump import Dumper
-from halfstep.config.schema import RunConfig
-from halfstep.config.training import ADAM_LIKE
+from halfstep.config.schema import ADAM_LIKE, RunConfig
 from halfstep.errors import format_bytes, format_count, suggested
 from halfstep.guide.data import DataLook
 from halfstep.guide.trial import Trial
 from halfstep.hardware.facts import Hardware, Op
 from halfstep.precision.advice import advise
 from halfstep.precision.decide import decide
-from halfstep.run.memory.planned_batch import Planners, StepCost, step_cost
+from halfstep.run.memory.sizing import Planners, StepCost, predict_step_cost
 from halfstep.workloads import KINDS, from_dict
 
 ORDER = {
@@ -90,7 +89,7 @@ def _suggestion(situation: Situation, preset: str, planners: Planners) -> Sugges
         paths |= {"data.num_workers": min(OWN_WORKERS, situation.num_cores), "train.auto_batch": True}
         facts.append(("memory", "not known for your own model: train.auto_batch halves the batch where it must"))
     else:
-        cost = step_cost(start, situation.look.store, situation.hardware, precision, planners)
+        cost = predict_step_cost(start, situation.look.store, situation.hardware, precision, planners)
         size, size_facts = batch(situation, preset, start, cost)
         trial, against_fp32 = _tried(situation, preset, paths, size["train.batch_size"])
         trained = training_rate(situation, cost, precision, trial)

@@ -35,9 +35,9 @@ from halfstep.run.checkpoint import load as load_checkpoint
 from halfstep.run.engine import prepared_window
 from halfstep.run.folder import RunFolder, find_import_paths, load_stored
 from halfstep.run.frozen import as_stored, identities, modules_of
+from halfstep.run.memory.out_of_memory import OutOfMemory, explain_model_too_large
 from halfstep.step.facts import Reading
 from halfstep.step.step import Step
-from halfstep.tune.memory_limit import OutOfMemory, model_memory_error
 from halfstep.tune.modes import Notice, Region
 from halfstep.workloads.base.import_path import sign_code
 from halfstep.workloads.base.workload import Workload
@@ -141,7 +141,7 @@ def subject_of(capsule: Capsule, device: str | None, *, trust: bool = False) -> 
     try:
         parts = assemble(config, workload, plan)
     except OutOfMemory as error:
-        raise model_memory_error(error, config, workload.model, torch.device(plan.device)) from error
+        raise explain_model_too_large(error, config, workload.model, torch.device(plan.device)) from error
     refuse_another_model(capsule, parts.model)
     return _subject(capsule, parts, frozen)
 

@@ -26,13 +26,13 @@ from halfstep.distributed.world import Share
 from halfstep.errors import ConfigError, HalfstepError
 from halfstep.kernels.fast_forms import chains
 from halfstep.run.assemble import Assembly
+from halfstep.run.memory.out_of_memory import OutOfMemory, describe_halving, split_window
 from halfstep.step.batches import batch_length
 from halfstep.step.facts import Facts, Reading
 from halfstep.step.graph import CaptureFailed, GraphedStep, Pool, Shape, shape_of
 from halfstep.step.step import Step
 from halfstep.tune.compiling import CompiledShapes, CompilerWarnings, batch_shape, compile_reason
 from halfstep.tune.layout import in_layout_of
-from halfstep.tune.memory_limit import OutOfMemory, announce, split_window
 from halfstep.tune.modes import UNCAPTURED, Batch, Mode, Notice, cudnn_trials
 from halfstep.workloads.base.over_ranks import over_ranks
 
@@ -294,7 +294,7 @@ class Engine:
         torch.cuda.empty_cache()
         self.pieces *= 2
         self.shapes.forget()
-        return self.notice(announce(self.pieces, config, parts.model), "warning")
+        return self.notice(describe_halving(self.pieces, config, parts.model), "warning")
 
     def _drop_graphs(self) -> None:
         """One odd batch must not cost all later steps their graph; one in every epoch does."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from halfstep.config.schema import RunConfig
 from halfstep.disk import atomic_file
 from halfstep.errors import CheckpointError, HalfstepError
-from halfstep.precision.frozen import apply_frozen_
+from halfstep.precision.apply import apply_frozen_
 from halfstep.precision.parts import original_class
 from halfstep.precision.plan import Plan
 from halfstep.tune.layout import to_channels_last_, wants_channels_last

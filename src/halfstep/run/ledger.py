@@ -33,10 +33,10 @@ from halfstep.kernels.fast_forms import chains
 from halfstep.run.assemble import Assembly
 from halfstep.run.engine import Engine, prepared_window
 from halfstep.run.frozen import modules_of
+from halfstep.run.memory.out_of_memory import split_window
 from halfstep.run.phased_engine import PhasedEngine
 from halfstep.step.step import LossFn
 from halfstep.tune.fresh_thread import in_fresh_thread
-from halfstep.tune.memory_limit import split_window
 from halfstep.tune.modes import Batch, Notice, Region
 
 AnyEngine = Engine | PhasedEngine

@@ -20,7 +20,8 @@ from halfstep.run.held import HeldWindows, Position
 from halfstep.run.interrupts import Interrupts
 from halfstep.run.journal import Journal
 from halfstep.run.ledger import RunLedger
-from halfstep.run.memory.planned_batch import ways_out_of
+from halfstep.run.memory.out_of_memory import OutOfMemory, explain_out_of_memory
+from halfstep.run.memory.sizing import suggest_for_run
 from halfstep.run.pace import START_STEPS, Waiting
 from halfstep.run.phased_engine import engine_for
 from halfstep.run.resume import Changes
@@ -29,7 +30,6 @@ from halfstep.run.validate import averaged, sample, validate
 from halfstep.step.facts import Facts, PhasedFacts, Reading
 from halfstep.step.guard import Action, Verdict
 from halfstep.step.randomness import restore_generators
-from halfstep.tune.memory_limit import OutOfMemory, memory_error
 
 Looked = TypeVar("Looked")
 
@@ -100,7 +100,9 @@ class Loop:
 
     def _explained(self, error: OutOfMemory) -> MemoryLimitError:
         parts, num_ranks = self.parts, 1 if self.parts.world is None else self.parts.world.size
-        return memory_error(error, parts.config, self.engine.pieces, parts.device, num_ranks, ways_out_of(parts))
+        return explain_out_of_memory(
+            error, parts.config, self.engine.pieces, parts.device, num_ranks, suggest_for_run(parts)
+        )
 
     def _trained(self) -> dict[str, float]:
         """Metrics of the epoch's training so far, where steps give outputs that they know."""

@@ -17,11 +17,11 @@ from halfstep.distributed.world import World, agreed
 from halfstep.errors import ConfigError, HalfstepError, format_count
 from halfstep.run.folder import digest_of_contents
 from halfstep.run.frozen import checksum
+from halfstep.run.memory.out_of_memory import OutOfMemory
 from halfstep.run.resume import flattened
 from halfstep.step.facts import PhasedReading, Reading
 from halfstep.step.phases import without_gradients_of_others
 from halfstep.step.ranks import Ranks, refuse_other_settings, wrapped_regions
-from halfstep.tune.memory_limit import OutOfMemory
 from halfstep.tune.modes import Batch, Region
 from halfstep.workloads.base.workload import Workload
 

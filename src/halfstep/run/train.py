@@ -64,7 +64,8 @@ from halfstep.run.frozen import as_stored, identified, made_here, naming_lost_fi
 from halfstep.run.interrupts import interrupts, raised_at_once
 from halfstep.run.journal import Journal, hint_about
 from halfstep.run.loop import Loop
-from halfstep.run.memory.planned_batch import pieces_by_plan, predicted_peak
+from halfstep.run.memory.out_of_memory import OutOfMemory, explain_model_too_large
+from halfstep.run.memory.sizing import choose_pieces, make_peak_predictor
 from halfstep.run.optimizing import steps_per_epoch
 from halfstep.run.pace import how_busy
 from halfstep.run.place import FarReport, Place, posted_warnings
@@ -85,8 +86,7 @@ from halfstep.run.resume import (
 from halfstep.step.randomness import algorithms, seed_everything
 from halfstep.tune.choose import MEASURED_FOR, Say, tuned, untuned
 from halfstep.tune.fresh_thread import forget_compiled
-from halfstep.tune.memory_limit import OutOfMemory, model_memory_error
-from halfstep.tune.trials import Rehearse, fitting_pieces
+from halfstep.tune.trials import Rehearse
 from halfstep.workloads import KINDS, load
 from halfstep.workloads.base.import_path import sign_code
 from halfstep.workloads.base.workload import Workload
@@ -162,15 +162,13 @@ def _decided(config: RunConfig, workload: Workload, hardware: Hardware, place: P
 
 
 def _tried(config: RunConfig, workload: Workload, plan: Plan, place: Place, rehearse: Rehearse) -> Plan:
-    """The plan with what trials find; one process starts with the micro-batch that is predicted to fit, and finds a
-    smaller one while it trains."""
+    """Return the plan with what trials find, and with the micro-batch of `train.auto_batch`."""
     own, say = place.on_trial(config), _say_unless(config.log.quiet)
-    plan = tuned(own, workload, plan, say, rehearse, peak=predicted_peak(own, workload))
+    plan = tuned(own, workload, plan, say, rehearse, peak=make_peak_predictor(own, workload))
     if not config.train.auto_batch:
         return dataclasses.replace(plan, pieces=1)
-    if place.world is None:
-        return dataclasses.replace(plan, pieces=pieces_by_plan(own, workload, plan, say))
-    return dataclasses.replace(plan, pieces=fitting_pieces(own, workload, plan, rehearse))
+    pieces = choose_pieces(own, workload, plan, say, rehearse, by_trial=place.world is not None)
+    return dataclasses.replace(plan, pieces=pieces)
 
 
 def _assembled(config: RunConfig, workload: Workload, plan: Plan, place: Place) -> Assembly:
@@ -182,7 +180,7 @@ def _assembled(config: RunConfig, workload: Workload, plan: Plan, place: Place) 
     try:
         return assemble(config, workload, plan, place.world)
     except OutOfMemory as error:
-        raise model_memory_error(error, config, workload.model, device) from error
+        raise explain_model_too_large(error, config, workload.model, device) from error
 
 
 def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan, decided: dict[str, list[Any]]) -> None:

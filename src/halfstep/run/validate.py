@@ -20,11 +20,11 @@ from halfstep.disk import atomic_folder
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.precision.plan import Plan
+from halfstep.run.memory.out_of_memory import split_window
 from halfstep.step.phases import PhasedStep
 from halfstep.step.randomness import generator_states, restore_generators
 from halfstep.step.step import Step
 from halfstep.tune.layout import in_layout_of
-from halfstep.tune.memory_limit import split_window
 from halfstep.workloads.base.workload import Workload
 
 if TYPE_CHECKING:

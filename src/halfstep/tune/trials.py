@@ -13,9 +13,8 @@ from torch import nn
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
-from halfstep.errors import MemoryLimitError, summarise_error
-from halfstep.hardware.live_bytes import LiveBytes
-from halfstep.hardware.memory import peak_memory_bytes, reset_peak
+from halfstep.errors import summarise_error
+from halfstep.hardware.memory import LiveBytes, peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
 from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.tune.layout import is_only_tried
@@ -171,26 +170,3 @@ def first_batch(config: RunConfig, workload: Workload) -> Batch:
         return next(loader.epoch(0))
     finally:
         loader.close()
-
-
-# --- train.auto_batch of several processes ---
-
-
-def fitting_pieces(config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> int:
-    """How many micro-batches a batch must be cut into; 1 where it fits as it is."""
-    size, pieces = config.train.batch_size, 1
-    while True:
-        smaller = config.changed(train={"batch_size": -(-size // pieces)})
-        try:
-            cost_in(plan.mode or "eager", smaller, workload, plan, rehearse)
-        except DoesNotFit as error:
-            problem = str(error)
-        else:
-            return pieces
-        if pieces >= size:
-            raise MemoryLimitError(
-                f"a step with one sample does not fit: {problem}",
-                why="train.auto_batch has tried micro-batches down to that",
-                fix="train.memory=low, --precision bf16, a smaller model, or a smaller data.image_size",
-            )
-        pieces *= 2

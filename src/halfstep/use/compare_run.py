@@ -33,8 +33,8 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.decide import why_simulated
 from halfstep.report.metrics_file import read
 from halfstep.run.ending import read_summary
+from halfstep.run.memory.out_of_memory import OutOfMemory
 from halfstep.run.train import train
-from halfstep.tune.memory_limit import OutOfMemory
 from halfstep.workloads import load
 
 End = Literal["done", "stopped", "out of memory"]

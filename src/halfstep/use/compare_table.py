@@ -18,7 +18,7 @@ from halfstep.errors import format_bytes, format_count
 from halfstep.report.page.read_run import SAMPLES, per_second, rate_of
 from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
 from halfstep.report.tables import columns_table, print_text
-from halfstep.run.memory.planned_batch import planned_largest_batch
+from halfstep.run.memory.sizing import predict_largest_batch
 from halfstep.use.compare import Comparison, config_of, differing_keys, seconds_to_quality, why_wide
 from halfstep.use.compare_run import OUT_OF_MEMORY, Outcome
 from halfstep.use.equivalence import Verdict
@@ -83,7 +83,7 @@ def _largest_batch(comparison: Comparison, alone: Sequence[Outcome]) -> int | No
     request, run = comparison.request, alone[0]
     row = next(row for row in request.rows if row.name == run.row)
     config = config_of(request, row, run.seed)
-    return planned_largest_batch(config, run.summary["precision"], run.summary["steps_run"], memory)
+    return predict_largest_batch(config, run.summary["precision"], run.summary["steps_run"], memory)
 
 
 def _word(verdict: Verdict | None, *, is_wide: bool) -> str:

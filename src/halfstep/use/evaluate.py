@@ -24,10 +24,10 @@ from halfstep.run.assemble import build_workload
 from halfstep.run.folder import with_absolute_paths, with_data_found
 from halfstep.run.frozen import naming_lost_files
 from halfstep.run.journal import hint_about
+from halfstep.run.memory.out_of_memory import OutOfMemory
 from halfstep.run.stored_state import load_for_use
 from halfstep.run.validate import evaluating, validate
 from halfstep.step.randomness import algorithms
-from halfstep.tune.memory_limit import OutOfMemory
 from halfstep.use.open_run import OpenedRun, as_trained, fresh_folder, in_use, open_run, plan_for_use, with_weights
 from halfstep.workloads import KINDS
 from halfstep.workloads.base.options import with_defaults

@@ -10,15 +10,14 @@ from torch import Tensor
 
 from halfstep.models.recompute import turn_of
 from halfstep.run.memory.compiled import _Cut, compiled_timeline
-from halfstep.run.memory.timeline import eager_timeline
-from halfstep.run.memory.trace import Op, Recorder, Trace, Value
+from halfstep.run.memory.trace import AllocationRecorder, Op, StepTrace, Value, eager_timeline
 
 KILO = 1000
 
 
-def trace_of(forward: list[tuple[str, list[int], int]], needed: list[int]) -> Trace:
+def trace_of(forward: list[tuple[str, list[int], int]], needed: list[int]) -> StepTrace:
     """Value 0 is the input; each operation makes the next value. Backward reads `needed`, one by one, pointwise."""
-    trace = Trace([Value(KILO, -1)])
+    trace = StepTrace([Value(KILO, -1)])
     for number, (name, reads, size) in enumerate(forward):
         trace.values.append(Value(size, number, ended_at=len(forward) + len(needed) - 1))
         trace.ops.append(Op(name, tuple(reads), (number + 1,), is_view=False, in_backward=False))
@@ -79,7 +78,7 @@ def test_values_between_two_operations_that_fuse_take_no_memory() -> None:
     assert compiled_timeline(trace).peak().total() < 512 * 10 < eager_timeline(trace).peak().total()
 
 
-def skip_trace(num_factors: int) -> Trace:
+def skip_trace(num_factors: int) -> StepTrace:
     """A product, scaled by factors that are kept too, is concatenated; backward multiplies by that first, and reads the
     scaled one last."""
     factors = [("mm", [0], 512) for _ in range(num_factors)]
@@ -108,7 +107,7 @@ def left_alone(x: Tensor) -> Tensor:
 
 def test_a_function_that_is_not_compiled_takes_its_eager_memory_forward_and_backward() -> None:
     x, weight = torch.randn(64, 8), torch.randn(8, 8, requires_grad=True)
-    with Recorder([x, weight], [weight]) as recorder:
+    with AllocationRecorder([x, weight], [weight]) as recorder:
         hidden = (x @ weight).tanh()
         loss = left_alone(hidden)
         recorder.in_backward = True

@@ -6,44 +6,50 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.run.memory.convolutions import Shape, by_fft, by_fft_of_tiles, by_winograd, workspace_bytes
-from halfstep.run.memory.trace import Recorder
+from halfstep.run.memory.trace import (
+    AllocationRecorder,
+    Convolution,
+    by_fft,
+    by_fft_of_tiles,
+    by_winograd,
+    workspace_bytes,
+)
 
 
 @pytest.mark.parametrize(
     ("shape", "measured"),
     [
-        (Shape(8, 1024, 1024, 32, 32, 3), 35_748_052_992),
-        (Shape(16, 256, 128, 32, 32, 3), 1_246_887_936),
-        (Shape(64, 128, 128, 28, 28, 3), 214_499_328),
+        (Convolution(8, 1024, 1024, 32, 32, 3), 35_748_052_992),
+        (Convolution(16, 256, 128, 32, 32, 3), 1_246_887_936),
+        (Convolution(64, 128, 128, 28, 28, 3), 214_499_328),
     ],
 )
-def test_whole_images_by_fft(shape: Shape, measured: int) -> None:
+def test_whole_images_by_fft(shape: Convolution, measured: int) -> None:
     assert by_fft(shape) == pytest.approx(measured, rel=0.01)
 
 
 @pytest.mark.parametrize(
     ("shape", "measured"),
-    [(Shape(8, 128, 128, 64, 64, 3), 89_128_960), (Shape(16, 128, 256, 96, 96, 3), 196_083_712)],
+    [(Convolution(8, 128, 128, 64, 64, 3), 89_128_960), (Convolution(16, 128, 256, 96, 96, 3), 196_083_712)],
 )
-def test_tiles_by_fft(shape: Shape, measured: int) -> None:
+def test_tiles_by_fft(shape: Convolution, measured: int) -> None:
     assert by_fft_of_tiles(shape) == measured
 
 
 @pytest.mark.parametrize(
     ("shape", "measured"),
     [
-        (Shape(8, 64, 64, 256, 256, 3), 604_569_600),
-        (Shape(64, 512, 512, 7, 7, 3), 75_497_472),
-        (Shape(2, 128, 3, 256, 256, 3), 154_589_184),
+        (Convolution(8, 64, 64, 256, 256, 3), 604_569_600),
+        (Convolution(64, 512, 512, 7, 7, 3), 75_497_472),
+        (Convolution(2, 128, 3, 256, 256, 3), 154_589_184),
     ],
 )
-def test_tiles_by_winograd(shape: Shape, measured: int) -> None:
+def test_tiles_by_winograd(shape: Convolution, measured: int) -> None:
     assert by_winograd(shape) == pytest.approx(measured, rel=0.001)
 
 
 def test_a_shape_between_two_that_were_asked_for_takes_the_algorithm_of_the_nearest() -> None:
-    near, asked = Shape(8, 64, 64, 250, 260, 3), Shape(8, 64, 64, 256, 256, 3)
+    near, asked = Convolution(8, 64, 64, 250, 260, 3), Convolution(8, 64, 64, 256, 256, 3)
     assert workspace_bytes(asked, "weight gradient") == by_winograd(asked)
     assert workspace_bytes(near, "weight gradient") == by_winograd(near)
     assert workspace_bytes(asked._replace(taps=1), "weight gradient") == 0
@@ -52,10 +58,10 @@ def test_a_shape_between_two_that_were_asked_for_takes_the_algorithm_of_the_near
 @pytest.mark.parametrize(("stride", "is_strict", "is_large"), [(1, True, True), (2, True, False), (1, False, False)])
 def test_only_strict_convolutions_of_stride_one_take_it(stride: int, is_strict: bool, is_large: bool) -> None:
     layer, x = nn.Conv2d(64, 64, 3, stride=stride, padding=1), torch.randn(2, 64, 16, 16)
-    with Recorder([x, *layer.parameters()], layer.parameters(), is_strict=is_strict) as recorder:
+    with AllocationRecorder([x, *layer.parameters()], layer.parameters(), is_strict=is_strict) as recorder:
         loss = layer(x).sum()
         recorder.in_backward = True
         loss.backward()
     [found] = [op.workspace_bytes for op in recorder.trace.ops if op.name == "convolution_backward"]
-    assert (found == by_winograd(Shape(2, 64, 64, 16, 16, 3))) == is_large
+    assert (found == by_winograd(Convolution(2, 64, 64, 16, 16, 3))) == is_large
     assert bool(found) == is_large

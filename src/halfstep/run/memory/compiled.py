@@ -1,16 +1,15 @@
-"""What a compiled step keeps, worked out from the trace of the eager one.
+"""Derive what a compiled step keeps in memory from the trace of the eager step.
 
-torch.compile traces forward and backward together and cuts them in two where the least has to be kept: what is cheap
-is computed again in backward, from what is kept, and what lies between two kernels that it can fuse is never stored.
+torch.compile traces forward and backward together and cuts them in two where the fewest bytes have to be kept: cheap
+values are recomputed in backward from what is kept, and values between two kernels that can be fused are never stored.
 Compiling takes a minute; here the same is decided on the eager trace, by the rules of AOTAutograd's partitioner:
 
-    kept at once     products, convolutions, attention, sums, random numbers, and what an operation of ours makes
-    computed again   everything pointwise, but not what a kernel of backward has to read from memory anyway, nor what
-                     is used again far behind its first use (the stream of residuals)
+    always kept    products, convolutions, attention, sums, random numbers, and results of our own operations
+    recomputed     everything pointwise, except what a backward kernel has to read from memory anyway, and what is used
+                   again long after its first use (the residual stream)
 
-and a minimum cut over what is left. Then each value is stored from its making to its last use if it is kept, is read by
-a kernel that cannot be fused, is computed again for several readers from more than a few values, or is a result; all
-others are not.
+and a minimum cut over the rest. A value is then stored from its creation to its last use if it is kept, read by a
+kernel that cannot be fused, recomputed for several readers from more than a few values, or a result.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from halfstep.run.memory.timeline import Life, Timeline
-from halfstep.run.memory.trace import Op, Trace
+from halfstep.run.memory.trace import Life, Op, StepTrace, Timeline
 
 NORMS = frozenset({"native_layer_norm", "native_batch_norm", "native_group_norm", "_native_batch_norm_legit"})
-"""A sum, which is kept, and a pointwise rest."""
+"""Operations that consist of a sum, whose result is kept, and a pointwise rest."""
 PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "_scaled_mm"})
 APART = frozenset(
     {
@@ -33,18 +31,18 @@ APART = frozenset(
         "upsample_bilinear2d_backward", "upsample_nearest2d_backward", "native_dropout", "bernoulli_",
     }
 )  # fmt: skip
-"""Kernels of their own besides products and attention."""
+"""Operations that inductor does not fuse, in addition to products and attention."""
 SUMS = frozenset({"sum", "mean", "amax", "amin", "var", "var_mean", "linalg_vector_norm", "logsumexp", "argmax", "max"})
 POOL, OFFSET_SHARE = "max_pool2d_with_indices", 8
-"""Compiled pooling keeps where its maximum was as one byte, not as an int64."""
+"""Compiled pooling stores the position of its maximum in one byte, not in an int64."""
 FEW_READS = 4
-"""A value that several kernels read is computed within each of them where it takes no more reads than these."""
+"""A value with several readers is recomputed within each of them if that takes at most this many reads."""
 FAR = 1 << 60
 
 
 @dataclass(slots=True)
 class _Node:
-    """A value of the trace, with who made it and who reads it, forward and backward."""
+    """A value of the trace, with the operation that made it and those that read it in forward and backward."""
 
     num_bytes: int
     made_by: int
@@ -54,14 +52,14 @@ class _Node:
     is_fixed: bool
 
 
-def compiled_timeline(trace: Trace, *, keeps_cheap: bool = True) -> Timeline:
-    """Lives of a compiled step; without `keeps_cheap` everything cheap is computed again, as `recompute: pointwise`
-    asks for."""
+def compiled_timeline(trace: StepTrace, *, keeps_cheap: bool = True) -> Timeline:
+    """Return the allocations of a compiled step; without `keeps_cheap` everything cheap is recomputed, as
+    `recompute: pointwise` does."""
     return _Cut(trace, keeps_cheap=keeps_cheap).timeline()
 
 
 class _Cut:
-    def __init__(self, trace: Trace, *, keeps_cheap: bool) -> None:
+    def __init__(self, trace: StepTrace, *, keeps_cheap: bool) -> None:
         self.trace, self.keeps_cheap = trace, keeps_cheap
         self.nodes = [_node(trace, number) for number in range(len(trace.values))]
         for number, op in enumerate(trace.ops):
@@ -75,11 +73,11 @@ class _Cut:
         self.is_again = {n: self._is_cheap(n) for n in self.forward}
         self._keep_what_is_used_far_apart()
 
-    # --- what may be computed again ---
+    # --- what may be recomputed ---
 
     def _is_cheap(self, number: int) -> bool:
         node = self.nodes[number]
-        # A ReLU in place is none to the compiler: it may compute its result again.
+        # In-place operations are functionalised by the compiler, which may then recompute a ReLU's result.
         is_taken_for_kept = self.trace.values[number].is_written_twice and self.keeps_cheap
         if node.maker is None or _is_apart(node.maker) or is_taken_for_kept:
             return False
@@ -108,7 +106,7 @@ class _Cut:
                         self.is_again[made] = False
 
     def _first_apart(self, readers: Iterable[int]) -> int:
-        """The first kernel of its own that a value reaches through operations that fuse."""
+        """Return the first unfusable operation that a value reaches through operations that fuse."""
         last = max(readers)
         queue, seen = sorted(readers), set(readers)
         while queue:
@@ -126,7 +124,11 @@ class _Cut:
     # --- the cut ---
 
     def kept(self) -> set[int]:
-        """Values of forward that backward finds stored: a minimum cut in bytes."""
+        """Return the forward values that are kept for backward: a minimum cut in bytes.
+
+        Each value is an edge from ("in", n) to ("out", n) whose capacity is its size, so cutting it means keeping it.
+        Values that must not be recomputed hang on the source, those that backward reads on the sink.
+        """
         needed = [n for n in self.forward if self.nodes[n].backward_readers]
         reached, stack = set(needed), list(needed)
         while stack:
@@ -190,7 +192,7 @@ class _Cut:
             yield Life(size, begin, end, value.owner or ("activations" if is_activation else "workspaces"))
 
     def _end_of(self, readers: list[int]) -> int:
-        """The last that reads; what a function that runs as it is written was given is held until it returns."""
+        """Return the last reader; an eager function inside compiled code holds its arguments until it returns."""
         return max(self.left_at.get(reader, reader) for reader in readers)
 
     def _stored_bytes(self, number: int) -> int:
@@ -210,7 +212,7 @@ class _Cut:
         return is_shared or self._is_stored(number, self.nodes[number].backward_readers, is_again=True)
 
     def _takes_many_reads(self, number: int, kept: set[int]) -> bool:
-        """Whether computing a value again reads more than a few others from memory."""
+        """Return whether recomputing a value reads more than FEW_READS others from memory."""
         found, seen, stack = set[int](), {number}, [number]
         while stack and len(found) <= FEW_READS:
             value = stack.pop()
@@ -224,7 +226,7 @@ class _Cut:
         return len(found) > FEW_READS
 
     def _uses_again(self, kept: set[int]) -> dict[int, list[int]]:
-        """When each value that is computed again is read: by backward, and by others that are computed again then."""
+        """Return when each recomputed value is read: by backward, and by other values recomputed from it."""
         uses: dict[int, list[int]] = {}
         for number in reversed(self.forward):
             node = self.nodes[number]
@@ -236,7 +238,7 @@ class _Cut:
         return uses
 
     def _last_uses_in_backward(self, kept: set[int]) -> dict[int, int]:
-        """With those of what is computed again from a value."""
+        """Return each value's last use in backward, including uses by values that are recomputed from it."""
         last = {n: max(node.backward_readers) for n, node in enumerate(self.nodes) if node.backward_readers}
         for number in reversed(self.forward):
             if number in kept or number not in last or not self.is_again.get(number):
@@ -246,14 +248,14 @@ class _Cut:
         return last
 
 
-def _node(trace: Trace, number: int) -> _Node:
+def _node(trace: StepTrace, number: int) -> _Node:
     value = trace.values[number]
     maker = trace.ops[value.made_by] if value.made_by >= 0 else None
     return _Node(value.num_bytes, value.made_by, maker, [], [], is_fixed=value.made_by < 0)
 
 
-def _ends_as_written(trace: Trace) -> dict[int, int]:
-    """For each operation outside of compiled code the last of those that follow it directly."""
+def _ends_as_written(trace: StepTrace) -> dict[int, int]:
+    """Map each operation outside of compiled code to the last one of its uninterrupted sequence."""
     ends: dict[int, int] = {}
     for number in range(len(trace.ops) - 1, -1, -1):
         if trace.ops[number].as_written:
@@ -262,13 +264,13 @@ def _ends_as_written(trace: Trace) -> dict[int, int]:
 
 
 def _is_apart(op: Op) -> bool:
-    """Whether an operation is a kernel of its own, which reads and writes memory."""
+    """Return whether an operation is a separate kernel that reads and writes memory."""
     return op.as_written or op.name in PRODUCTS or op.name in APART or "attention" in op.name
 
 
 def _source_side(edges: Iterable[tuple[object, object, int]]) -> set[object]:
-    """What the source still reaches once no more flows: the minimum cut lies at its border."""
-    import networkx as nx  # torch needs it too, for the same cut; it takes a moment to load
+    """Return the nodes that the source still reaches at maximum flow: the minimum cut is their border."""
+    import networkx as nx  # slow to import; torch uses it for the same cut
     from networkx.algorithms.flow import boykov_kolmogorov
 
     graph = nx.DiGraph()

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from halfstep.data.files import PICTURES, held_out, natural_key, refuse_missing, some_of
-from halfstep.data.image_folder import FolderLayout, ImageFolder, Listing, find_images, pictures_below, split_folders
+from halfstep.data.files import PICTURES, held_out, list_pictures, natural_key, require_folder, some_of
+from halfstep.data.image_folder import FolderLayout, ImageFolder, Listing, find_images, split_folders
 from halfstep.data.metadata_file import CLASS_COLUMNS, captions_in
 from halfstep.errors import DataError, format_count
 
@@ -32,17 +32,17 @@ class CaptionedFolder:
 
 def find_pictures(root: Path, layout: FolderLayout) -> CaptionedFolder:
     """Every picture of a data folder, whatever folders they lie in."""
-    refuse_missing(root)
+    require_folder(root)
     train_folders, val_folders = split_folders(root, layout)
     train, val = (
-        [path for folder in folders for path in pictures_below(folder)] for folders in (train_folders, val_folders)
+        [path for folder in folders for path in list_pictures(folder)] for folders in (train_folders, val_folders)
     )
     return CaptionedFolder(images=_divided(root, train, val, layout, divided=bool(val_folders)))
 
 
 def find_captioned(root: Path, layout: FolderLayout, column: str) -> CaptionedFolder:
     """The pictures that a table has captions for."""
-    refuse_missing(root)
+    require_folder(root)
     train_folders, val_folders = split_folders(root, layout)
     train, val = (
         {path: text for folder in folders for path, text in captions_in(folder, root, column).items()}
@@ -51,7 +51,7 @@ def find_captioned(root: Path, layout: FolderLayout, column: str) -> CaptionedFo
     _refuse_few(root, len(train) + len(val), "with a caption", "add captions to the table, a line for each picture")
     in_order = [sorted(found, key=lambda path: natural_key(str(path))) for found in (train, val)]
     images = _divided(root, in_order[0], in_order[1], layout, divided=bool(val_folders))
-    bare = sum(len(pictures_below(folder)) for folder in {*train_folders, *val_folders}) - len(train | val)
+    bare = sum(len(list_pictures(folder)) for folder in {*train_folders, *val_folders}) - len(train | val)
     notes = (f"left out: {format_count(bare, 'picture')} without a caption",) if bare > 0 else ()
     return CaptionedFolder(images=images, captions=train | val, notes=notes)
 

@@ -1,7 +1,13 @@
-"""A run's step traced without running it: its model, phases, optimizers and average, on tensors without content."""
+"""Trace a run's step without computing it: its model, phases, optimizers and weight average on tensors without content.
+
+The tensors are torch's fake tensors on the CPU, because autograd on fake CUDA tensors aborts the process if torch was
+built without CUDA. What a GPU does differently is switched on by `Pretence`: CUDA's autocast lists, attention that
+never stores its scores, and our own kernels, which allocate their outputs and are not launched.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -10,24 +16,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.seeds import Key
 from halfstep.errors import HalfstepError, ModelError, summarise_error
 from halfstep.hardware.gpus import known_gpu
+from halfstep.kernels.fast_forms import forced, pretended
 from halfstep.models.first_values import unfilled
 from halfstep.models.recompute import Recompute, Recomputing
+from halfstep.precision.apply import apply_frozen_
 from halfstep.precision.decide import decide
-from halfstep.precision.frozen import apply_frozen_
+from halfstep.precision.op_lists import cuda_op_lists
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import build_workload
 from halfstep.run.frozen import modules_of
-from halfstep.run.memory.pretence import Pretence, run_backward
-from halfstep.run.memory.trace import Recorder, Trace
+from halfstep.run.memory.trace import AllocationRecorder, StepTrace
 from halfstep.run.optimizing import Length, optimizing
 from halfstep.run.phases import phase_config, trains
 from halfstep.step.batches import batch_length
@@ -45,18 +54,18 @@ from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.workload import Batch, Forward, Loss, Workload
 
 SEEN = 2
-"""Samples that are really made; all others have their shapes."""
+"""Samples that are really made; larger batches repeat their shapes."""
 HAS_ALL_FORMATS = "H200"
-"""Its plan is traced: formats that a GPU lacks are refused before."""
+"""The GPU whose plan is traced; formats that the real GPU lacks are refused earlier."""
 BATCHES_AHEAD = 3
-"""As loaded: the one that is trained on, and two that are copied ahead (data/prefetch.py)."""
+"""Loaded batches on the device: the one in use, and two that are copied ahead (data/prefetch.py)."""
 EMA_PIECES = 3
-"""As large as the largest of the average's, on the way to it."""
+"""Temporaries of an EMA update, each as large as the largest averaged tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """What is there whatever runs, in bytes; `update` only while the optimizer updates."""
+    """Bytes that do not depend on batch and mode; `update` only while the optimizer updates."""
 
     weights: int
     frozen: int
@@ -67,7 +76,7 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """One phase, or the only one."""
+    """What one phase trains and how; a workload without phases has one turn."""
 
     config: RunConfig
     forward: Forward
@@ -78,13 +87,14 @@ class _Turn:
     compiles: bool = True
 
 
-class PlannedStep:
-    """A workload to be traced, and its config; nothing of it is ever computed."""
+class TraceableStep:
+    """A workload and its config, ready to be traced; nothing is ever computed."""
 
     def __init__(self, config: RunConfig, workload: Workload, raw: Batch) -> None:
         self.config, self.workload, self.raw = config, workload, raw
         self.pretence = Pretence(workload.modules())
-        # A run that begins knows which of them pass the check; those with forms of their own are not captured so.
+        # All candidates; a run that starts replaces them by those that pass tune/recompute_check.py. Workloads that
+        # name their blocks recompute them by themselves.
         self.blocks: Collection[str] = () if workload.blocks else found_blocks(workload.model)
         self.recomputes = bool(self.blocks) or any(isinstance(m, Recomputing) for m in workload.model.modules())
         self.has_batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in workload.model.modules())
@@ -93,8 +103,8 @@ class PlannedStep:
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.workload.model.parameters())
 
-    def traces(self, precision: str, recompute: Recompute, batch_size: int, *, chains: bool) -> list[Trace]:
-        """One of each phase: forward and backward of one micro-batch."""
+    def traces(self, precision: str, recompute: Recompute, batch_size: int, *, chains: bool) -> list[StepTrace]:
+        """Trace forward and backward of one micro-batch, once per phase."""
         with self.pretence.entered(chains=chains) as kernels, _explained(self.config.workload):
             plan = self._placed(precision, recompute)
             for value in self.workload.values.values():
@@ -108,8 +118,8 @@ class PlannedStep:
             return found
 
     def fixed(self, precision: str, setting: MemorySetting) -> Fixed:
-        """Weights, optimizer state and average, as the run would have them."""
-        signed_table(), unsigned_table()  # made of real numbers, once
+        """Return the bytes of weights, optimizer state and average as the run would build them."""
+        signed_table(), unsigned_table()  # cached tables of real numbers: build them outside of the fake tensors
         with self.pretence.entered(), _explained(self.config.workload):
             self._placed(precision, "none")
             model = self.workload.model
@@ -127,16 +137,16 @@ class PlannedStep:
             )
 
     def sample_flops(self) -> int:
-        """Of forward and backward, nothing recomputed; a multiplication and an addition are two."""
+        """Return the FLOPs of forward and backward per sample, without recomputing; a multiply-add counts as two."""
         with self.pretence.entered(), _explained(self.config.workload), torch.no_grad():
-            # Attention in parts: of the CPU's fused kernel the counter knows nothing.
+            # The FLOP counter does not know the CPU's fused attention: use the unfused one.
             with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
                 self.workload.forward(self.workload.model.eval(), self._batch(SEEN))
             # Backward: one product for the input's gradient, one for the weight's.
             return 3 * int(counter.get_total_flops()) // SEEN
 
     def input_bytes(self, *batch_sizes: int) -> dict[int, tuple[int, int]]:
-        """By size: of batches as they are loaded, and of one that is ready for the model."""
+        """Return, by batch size, the bytes of loaded batches and of one prepared batch."""
         with self.pretence.entered(), _explained(self.config.workload):
             return {size: (self._raw_bytes(size), _bytes(self._batch(size).values())) for size in batch_sizes}
 
@@ -148,7 +158,7 @@ class PlannedStep:
     def _placed(self, precision: str, recompute: Recompute) -> Plan:
         model, frozen = self.workload.model, modules_of(self.workload.frozen)
         parts = self.config.precision.modules
-        if precision == "tf32":  # parts in fp32 take the same memory; that both cannot hold together is a run's concern
+        if precision == "tf32":  # modules in fp32 take the same memory, and a plan refuses to mix the two
             parts = {name: "tf32" if asked == "fp32" else asked for name, asked in parts.items()}
         wish = self.config.precision.model_copy(
             update={"default": precision, "simulate": False, "strict": False, "modules": parts}
@@ -169,7 +179,7 @@ class PlannedStep:
         key = Key.of_training(self.config.train.seed, 0, 0, 0, 0, batch_size)
         try:
             prepared = self.workload.prepared(_of_size(self.raw, batch_size), key=key, training=True)
-        except Exception:  # numpy, a generator: prepared for real, and only the shapes are taken
+        except Exception:  # it uses numpy or a generator: prepare a real batch and take its shapes
             prepared = _of_size(self._really_prepared(), batch_size)
         return in_layout_of(self.workload.model, prepared)
 
@@ -192,7 +202,7 @@ class PlannedStep:
             trained = tuple(name for name in names if trains(phase, name))
             yield _Turn(own, forward, phase.loss, trained, phase.parameters, phase.groups, phase.compiles)
 
-    def _traced(self, turn: _Turn, plan: Plan, batch: Batch) -> Trace:
+    def _traced(self, turn: _Turn, plan: Plan, batch: Batch) -> StepTrace:
         model = self.workload.model.train()
         named = dict(model.named_parameters())
         wanted = {name: p.requires_grad for name, p in named.items()}
@@ -200,7 +210,9 @@ class PlannedStep:
             parameter.requires_grad_(wanted[name] and name in turn.trained)
         known = [t for m in self.workload.modules() for t in (*m.parameters(), *m.buffers())]
         try:
-            with Recorder((*known, *batch.values()), named.values(), is_strict=plan.granted == "fp32") as recorder:
+            with AllocationRecorder(
+                (*known, *batch.values()), named.values(), is_strict=plan.granted == "fp32"
+            ) as recorder:
                 with plan.forward():
                     outputs = turn.forward(model, batch)
                     found: Any = turn.loss(outputs, batch)
@@ -209,7 +221,7 @@ class PlannedStep:
                 with plan.backend():
                     run_backward(loss)
             gradients = [p.grad for p in named.values() if p.grad is not None]
-            trace: Trace = recorder.settle(gradients)
+            trace: StepTrace = recorder.settle(gradients)
             del outputs, found, loss
             return trace
         finally:
@@ -224,7 +236,7 @@ class PlannedStep:
         return optimizing(turn.config, model, setting, length, parts=turn.parts, groups=turn.groups)[0]
 
     def _update_bytes(self, optimizer: Optimizer, state_bytes: int) -> int:
-        """What an update takes besides the state: fp32 copies of bf16 weights, or a copy to take back a bad step."""
+        """Return the temporary bytes of an update: fp32 copies of bf16 weights, or copies to undo a bad step."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if isinstance(optimizer, AdamWBf16):
             return max(8 * sum(p.numel() for p in some) for some in at_once(parameters))
@@ -233,7 +245,7 @@ class PlannedStep:
 
 
 def _state_bytes(optimizer: Optimizer) -> int:
-    """Of the state once it is built; parameters of one shape have the same."""
+    """Return the bytes of an optimizer's state, built for one parameter of each shape and multiplied."""
     alike: dict[tuple[Any, ...], list[Tensor]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -257,7 +269,7 @@ def _built_states(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[tu
     except Exception:
         if not optimizer.state:
             raise
-        # Some read numbers to update; by then their state is there, and that is all we want.
+        # Some optimizers read values to update; by then their state exists, which is all that is needed here.
     for group, all_of_them in zip(optimizer.param_groups, held, strict=True):
         group["params"] = all_of_them
     for parameter in parameters:
@@ -266,39 +278,40 @@ def _built_states(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[tu
 
 
 class NoSamples:
-    """A data set that nobody reads."""
+    """A data set whose samples are never read."""
 
     def __len__(self) -> int:
         return 64
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        raise AssertionError("counting reads no data")
+        raise AssertionError("tracing reads no data")
 
 
-def planned_step(config: RunConfig, store: Store | None = None) -> PlannedStep:
-    """The step of a config: of its data where a folder is given, else of made-up data of the usual shape.
+def build_traceable_step(config: RunConfig, store: Store | None = None) -> TraceableStep:
+    """Build the step of a config from its data if a folder is given, else from made-up data of the usual shape.
 
-    `store` is what is known of the data, where somebody has looked at them before."""
+    `store` describes the data if they have been read before.
+    """
     kind = KINDS.of(config.workload)
     small = config.changed(train={"batch_size": SEEN})
     if config.data.dir is not None and store is None or kind.over is None or kind.random_batch is None:
-        with unfilled():  # nobody reads the weights
+        with unfilled():  # the weights are never read
             workload = build_workload(config)
-        return PlannedStep(config, workload, first_batch(small, workload))
+        return TraceableStep(config, workload, first_batch(small, workload))
     if store is None:
-        assert kind.random_store is not None, "a family that makes batches says what they are of"
+        assert kind.random_store is not None, "a family with random_batch has random_store"
         store = kind.part("random_store")(config)
     over = kind.part("over")
     try:
-        with torch.device("meta"):  # no time or memory for weights that nobody reads
+        with torch.device("meta"):  # no time or memory for weights that are never read
             workload = over(config, store, NoSamples())
     except (NotImplementedError, RuntimeError):
         workload = over(config, store, NoSamples())
-    return PlannedStep(config, workload, kind.make_batch(small, store))
+    return TraceableStep(config, workload, kind.make_batch(small, store))
 
 
 def _of_size(batch: Batch, num_samples: int) -> Batch:
-    """The same batch with so many samples, without content."""
+    """Return an empty batch of the same shapes with `num_samples` samples."""
     seen = batch_length(batch)
     return {
         name: torch.empty((num_samples, *value.shape[1:]), dtype=value.dtype)
@@ -330,17 +343,96 @@ def _explained(workload: str) -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ModelError(
             _cannot_be_traced(workload, error),
-            why="its memory is counted on tensors without content, and something in forward or loss asks for values "
+            why="its memory is predicted on tensors without content, and forward or loss reads values "
             "(.item(), an `if` on a tensor, numpy)",
             fix="keep that out of forward and loss, or let the run find its batch: train.auto_batch=true",
         ) from error
     except Exception as error:
         raise ModelError(
             _cannot_be_traced(workload, error),
-            why="its memory is counted in a step of forward, loss and backward on tensors without content, which ended",
+            why="its memory is predicted by a step on tensors without content, which failed",
             fix="see whether the same step trains: halfstep train ... train.max_steps=1",
         ) from error
 
 
 def _cannot_be_traced(workload: str, error: Exception) -> str:
     return f"a step of {workload} cannot be traced: {type(error).__name__}: {summarise_error(error)}"
+
+
+# --- tensors without content, treated as on a GPU ---
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """The position of a tensor in a module, and the original tensor."""
+
+    slots: dict[str, Tensor | None]
+    name: str
+    tensor: Tensor
+
+
+class Pretence:
+    """Replace the tensors of modules by tensors without content inside `entered`, and put the originals back."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._slots = [slot for module in modules for slot in _find_slots(module)]
+
+    @contextlib.contextmanager
+    def entered(self, *, chains: bool = False) -> Iterator[list[str]]:
+        """Enter the pretence; `chains` runs models as in a captured step. Yields the list of our own kernels that a
+        GPU would have launched."""
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            pretended() as kernels,
+            _AttentionWithoutScores(),
+            forced(chains, "chain"),
+            cuda_op_lists("cpu"),
+        ):
+            self._put()
+            try:
+                yield kernels
+            finally:
+                self._put_back()
+
+    def _put(self) -> None:
+        made: dict[int, Tensor] = {}
+        for slot in self._slots:
+            own = slot.tensor
+            if id(own) not in made:
+                made[id(own)] = _without_content(own)
+            slot.slots[slot.name] = made[id(own)]
+
+    def _put_back(self) -> None:
+        for slot in self._slots:
+            slot.slots[slot.name] = slot.tensor
+
+
+def _find_slots(module: nn.Module) -> Iterator[_Slot]:
+    for part in module.modules():
+        for slots in (part._parameters, part._buffers):
+            for name, tensor in slots.items():
+                if tensor is not None:
+                    yield _Slot(slots, name, tensor)  # type: ignore[arg-type]
+
+
+def _without_content(tensor: Tensor) -> Tensor:
+    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+class _AttentionWithoutScores(TorchFunctionMode):
+    """Drop attention's dropout: a GPU's kernels draw it themselves, the CPU's would store all scores for it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            kwargs.pop("dropout_p", None)
+            args = args[:4] + ((0.0,) + args[5:] if len(args) > 4 else ())
+        return func(*args, **kwargs)
+
+
+def run_backward(loss: Tensor) -> None:
+    """Run `loss.backward()` so that function modes stay active: recomputed attention stores no scores either."""
+    seed = (torch.ones_like(loss),)
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward((loss,), seed, False, False, (), allow_unreachable=True, accumulate_grad=True)

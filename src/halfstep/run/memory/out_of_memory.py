@@ -1,4 +1,4 @@
-"""Out of memory: halve the micro-batch and keep the effective batch, or say what happened and what to do."""
+"""Cut batches into micro-batches after an out-of-memory error, or explain the error and suggest settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OutOfMemory = torch.OutOfMemoryError
 
 
 def split_window(window: list[dict[str, Tensor]], pieces: int) -> list[dict[str, Tensor]]:
-    """Every batch cut into `pieces` micro-batches; the step weighs them by their samples, so nothing else changes."""
+    """Cut every batch into `pieces` micro-batches; the step weighs them by their samples, so the loss is the same."""
     if pieces == 1:
         return window
     return [part for batch in window for part in _split(batch, pieces)]
@@ -29,7 +29,7 @@ def _split(batch: dict[str, Tensor], pieces: int) -> list[dict[str, Tensor]]:
     return [type(batch)({name: parts[k] for name, parts in chunks.items()}) for k in range(num)]
 
 
-def memory_error(
+def explain_out_of_memory(
     error: OutOfMemory,
     config: RunConfig,
     pieces: int,
@@ -37,12 +37,12 @@ def memory_error(
     num_ranks: int = 1,
     planned: Iterable[str] = (),
 ) -> MemoryLimitError:
-    """What to do, first what is `planned` to fit."""
+    """Return the error of a step that did not fit, with suggestions: first those that are `planned` to fit."""
     size, accumulate = config.train.batch_size, config.train.accumulate * pieces
     smaller = max(size // (2 * pieces), num_ranks)
     ways = list(planned)
     if size > num_ranks:
-        by_itself = "does this by itself" if num_ranks == 1 else "tries before the run what fits in all processes"
+        by_itself = "does this automatically" if num_ranks == 1 else "finds what fits on all ranks before the run"
         ways.append(
             f"train.batch_size={smaller} train.accumulate={accumulate * -(-size // (pieces * smaller))}"
             f" (same effective batch; train.auto_batch=true {by_itself})"
@@ -53,19 +53,19 @@ def memory_error(
     ways.append("train.activation_checkpointing=true (one more forward pass in each step)")
     each = KINDS.of(config.workload).size_of_sample(config)
     what = f"out of memory on {device} with batch size {size}{f' at {each}' if each else ''}"
-    what += f", {-(-size // num_ranks)} in a process" if num_ranks > 1 else ""
+    what += f", {-(-size // num_ranks)} per rank" if num_ranks > 1 else ""
     return _with_ways(what, error, device, ways)
 
 
-def model_memory_error(
+def explain_model_too_large(
     error: OutOfMemory, config: RunConfig, model: nn.Module, device: torch.device
 ) -> MemoryLimitError:
-    """No batch, however small, helps a model that does not fit by itself."""
+    """Return the error of a model that does not fit even without a batch."""
     num_parameters = sum(p.numel() for p in model.parameters())
     ways = ["a smaller model", "--precision bf16-true (weights in half of the bytes)"]
     if config.ema.enabled:
         ways.append("ema.enabled=false (the average is a second copy of the weights)")
-    ways.append("a device with more memory, or one that nobody else uses (--device)")
+    ways.append("a device with more memory, or one that is not in use (--device)")
     what = f"{type(model).__name__} with its {num_parameters:,} parameters does not fit on {device}, before any batch"
     return _with_ways(what, error, device, ways)
 
@@ -75,11 +75,12 @@ def _with_ways(what: str, error: OutOfMemory, device: torch.device, ways: Iterab
     return MemoryLimitError(what, why=why, fix="one of:\n       " + "\n       ".join(ways))
 
 
-def announce(pieces: int, config: RunConfig, model: Any) -> str:
+def describe_halving(pieces: int, config: RunConfig, model: Any) -> str:
+    """Return the line that announces a smaller micro-batch."""
     micro = -(-config.train.batch_size // pieces)
     has_batch_norm = any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules())
     note = "; BatchNorm now sees smaller batches" if has_batch_norm else ""
     return (
-        f"out of memory: going on with micro-batches of {micro} instead of {config.train.batch_size}, "
+        f"out of memory: continuing with micro-batches of {micro} instead of {config.train.batch_size}, "
         f"{pieces} times as many of them (same effective batch){note}"
     )

@@ -1,0 +1,234 @@
+"""Size a run by its predicted memory: its micro-batch, the order of memory levers, and settings that would fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfstep.config.schema import RunConfig
+from halfstep.errors import HalfstepError, MemoryLimitError, format_bytes
+from halfstep.hardware.facts import Hardware
+from halfstep.precision.advice import USABLE_MEMORY
+from halfstep.precision.plan import Plan
+from halfstep.run.assemble import Assembly
+from halfstep.run.checkpoint import read_document
+from halfstep.run.folder import RunFolder, load_stored
+from halfstep.run.memory.predict import USABLE, Cell, MemoryPlanner, compute_usable_bytes, find_fits, find_largest_batch
+from halfstep.run.memory.traceable_step import build_traceable_step
+from halfstep.tune.memory_low import DoesNotFit, MemorySetting
+from halfstep.tune.modes import Mode
+from halfstep.tune.trials import Rehearse, cost_in
+from halfstep.workloads.base.kind import Store
+from halfstep.workloads.base.workload import Workload
+
+SUGGESTIONS = 3
+"""Settings that an out-of-memory message suggests at most."""
+BY_BATCH = ("activations", "workspaces", "inputs", "graph pool")
+"""Components that grow with the batch. Some workspaces do not, so large batches are slightly overestimated."""
+
+
+def choose_pieces(
+    config: RunConfig,
+    workload: Workload,
+    plan: Plan,
+    say: Callable[[str], None],
+    rehearse: Rehearse,
+    *,
+    by_trial: bool,
+) -> int:
+    """Return how many micro-batches `train.auto_batch` cuts each batch into before the first step: 1, 2, 4 ...
+
+    One rank takes the prediction, and halves again during training where it was too optimistic. Several ranks try
+    steps instead, because no rank can cut its batch while the others are in the middle of a step.
+    """
+    return _try_pieces(config, workload, plan, rehearse) if by_trial else _predict_pieces(config, workload, plan, say)
+
+
+def _try_pieces(config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> int:
+    size, pieces = config.train.batch_size, 1
+    while True:
+        smaller = config.changed(train={"batch_size": -(-size // pieces)})
+        try:
+            cost_in(plan.mode or "eager", smaller, workload, plan, rehearse)
+        except DoesNotFit as error:
+            problem = str(error)
+        else:
+            return pieces
+        if pieces >= size:
+            raise MemoryLimitError(
+                f"a step with one sample does not fit: {problem}",
+                why="train.auto_batch has tried micro-batches down to one sample",
+                fix="train.memory=low, --precision bf16, a smaller model, or a smaller data.image_size",
+            )
+        pieces *= 2
+
+
+def _predict_pieces(config: RunConfig, workload: Workload, plan: Plan, say: Callable[[str], None]) -> int:
+    if not plan.on_cuda:
+        return 1
+    limit = measure_free_bytes(torch.device(plan.device))
+    try:
+        pieces = find_fitting_pieces(config, workload, plan, limit)
+    except HalfstepError as error:
+        say(f"the batch is not planned: {error.what}; it is halved if memory runs out")
+        return 1
+    if pieces > 1:
+        micro = -(-config.train.batch_size // pieces)
+        say(
+            f"memory plan: micro-batches of {micro} instead of {config.train.batch_size}, {pieces} times as many "
+            f"of them (same effective batch), to fit {format_bytes(limit)}"
+        )
+    return pieces
+
+
+def find_fitting_pieces(config: RunConfig, workload: Workload, plan: Plan, limit_bytes: int) -> int:
+    """Return into how many micro-batches each batch must be cut to fit, by prediction: 1, 2, 4 ..."""
+    planner = MemoryPlanner(build_traceable_step(config, workload.store))
+    cell = Cell.of_plan(config, plan)
+    if planner.predict(cell).total <= limit_bytes:
+        return 1
+    # With several micro-batches gradients accumulate, so all of them exist during every forward pass but the first.
+    largest = find_largest_batch(planner, dataclasses.replace(cell, accumulate=2), limit_bytes)
+    pieces = 1
+    while -(-cell.batch_size // pieces) > max(largest, 1):
+        pieces *= 2
+    return pieces
+
+
+def measure_free_bytes(device: torch.device) -> int:
+    """Return the bytes that the tensors of a run may take at their peak: free memory and what torch has reserved."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(USABLE * (free + torch.cuda.memory_reserved(device)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCost:
+    """What a step needs: bytes independent of the batch, and bytes and operations per sample."""
+
+    num_parameters: int
+    fixed_bytes: int
+    sample_bytes: int
+    sample_flops: Callable[[], int]
+    """Computed on demand: it takes another pass."""
+    usable: float = USABLE_MEMORY
+    """The share of the device's memory that a step may use: less where workspaces are not predicted."""
+
+    def bytes_at(self, batch_size: int) -> int:
+        return self.fixed_bytes + batch_size * self.sample_bytes
+
+    def largest_batch(self, memory_bytes: int) -> int:
+        """Return how many samples fit a device; 0 if not even one does."""
+        return max(0, int((memory_bytes * self.usable - self.fixed_bytes) / self.sample_bytes))
+
+
+Planners = dict[str, MemoryPlanner]
+NOT_OF_THE_STEP: Any = {
+    **dict.fromkeys(("preset", "device", "schedule", "guard", "log"), True),
+    "precision": {"default"},
+    "train": {"fast", "memory", "epochs", "batch_size", "accumulate"},
+}
+"""Settings that are given with each cell, or that do not change what a step allocates."""
+
+
+def predict_step_cost(
+    config: RunConfig, store: Store, hardware: Hardware, precision: str, known: Planners | None = None
+) -> StepCost:
+    """Return the cost of a step in the config's mode and memory level; `store` describes the data.
+
+    Calls with the same store, hardware and `known` share their traces.
+    """
+    is_gpu = hardware.kind in ("cuda", "rocm")
+    # TF32 has the same tensors as strict fp32 but no cuDNN workspaces, which a CPU does not have either.
+    traced = "tf32" if precision == "fp32" and not is_gpu else precision
+    mode: Mode = "compile" if config.train.fast in ("compile", "graph") else "eager"
+    size = max(config.train.batch_size, 2)
+    cell = dataclasses.replace(Cell.of(config, traced, mode), batch_size=size, accumulate=1)
+    known, key = {} if known is None else known, config.model_dump_json(exclude=NOT_OF_THE_STEP)
+    if key not in known:
+        made, plain = build_traceable_step(config, store), _but_for_recomputing(config)
+        like = next((one for one in known.values() if _but_for_recomputing(one.step.config) == plain), None)
+        known[key] = like.share_fixed(made) if like else MemoryPlanner(made, hardware)
+    step, found = known[key].step, known[key].predict(cell)
+    by_batch = sum(found.components[name] for name in BY_BATCH)
+    return StepCost(
+        num_parameters=step.num_parameters,
+        fixed_bytes=found.total - by_batch,
+        sample_bytes=max(1, by_batch // size),
+        sample_flops=step.sample_flops,
+        usable=USABLE if is_gpu else USABLE_MEMORY,
+    )
+
+
+def _but_for_recomputing(config: RunConfig) -> str:
+    switched_off = config.changed(train={"activation_checkpointing": False})
+    return switched_off.model_dump_json(exclude=NOT_OF_THE_STEP)
+
+
+def predict_largest_batch(config: RunConfig, precision: str, mode: Mode, memory_bytes: int) -> int | None:
+    """Return the largest micro-batch that fits a device of this memory; None if the step cannot be traced."""
+    try:
+        planner = MemoryPlanner(build_traceable_step(config))
+        return find_largest_batch(planner, Cell.of(config, precision, mode), compute_usable_bytes(memory_bytes))
+    except HalfstepError:
+        return None
+
+
+def predict_stored_run(path: Path) -> dict[str, int]:
+    """Return the predicted peak bytes by component of a stored run's micro-batch.
+
+    Nothing runs, and custom code is not imported: `halfstep report` must be safe on a run from someone else.
+    """
+    folder = RunFolder.open(str(path))
+    config, plan = load_stored(folder.config, {}, trust=False).config, folder.stored_plan()
+    newest = folder.checkpoints().all()[-1:]  # it describes the data, which may be gone
+    store = read_document(newest[0])["state"]["store"] if newest else None
+    whole = Cell.of_plan(config, plan)
+    size, accumulate = math.ceil(whole.batch_size / plan.pieces), whole.accumulate * plan.pieces
+    cell = dataclasses.replace(whole, batch_size=size, accumulate=accumulate)
+    return dict(MemoryPlanner(build_traceable_step(config, store)).predict(cell).components)
+
+
+def suggest_fitting_settings(config: RunConfig, plan: Plan, store: Store, limit_bytes: int) -> list[str]:
+    """Return overrides that are predicted to fit, fastest first; none if the step cannot be traced."""
+    half = () if plan.compute in ("bf16", "fp16", "fp8") else ("bf16",)
+    try:
+        planner = MemoryPlanner(build_traceable_step(config, store))
+        fits = find_fits(planner, config, limit_bytes, plan.mode or "eager", (plan.granted, *half), most=SUGGESTIONS)
+    except HalfstepError:
+        return []
+    return [f"{' '.join(fit.words)} (predicted {format_bytes(fit.prediction.total)})" for fit in fits]
+
+
+def suggest_for_run(parts: Assembly) -> Iterable[str]:
+    """Return overrides with which a run that ran out of GPU memory is predicted to fit."""
+    if parts.device.type != "cuda":
+        return ()
+    limit = measure_free_bytes(parts.device)
+    return suggest_fitting_settings(parts.config, parts.plan, parts.workload.store, limit)
+
+
+def make_peak_predictor(config: RunConfig, workload: Workload) -> Callable[[Plan, MemorySetting], int | None]:
+    """Return a function that predicts the peak bytes of a memory setting, or None.
+
+    `train.memory=low` tries its levers in the order of these peaks.
+    """
+    planners: list[MemoryPlanner] = []
+
+    def peak(plan: Plan, setting: MemorySetting) -> int | None:
+        if setting.activation_budget < 1:
+            return None  # only a trial shows what the compiler does with a budget
+        try:
+            if not planners:
+                planners.append(MemoryPlanner(build_traceable_step(config, workload.store)))
+                planners[0].step.blocks = plan.blocks
+            return planners[0].predict(Cell.of(config, plan.granted, plan.mode or "eager", setting)).total
+        except HalfstepError:
+            return None
+
+    return peak
