@@ -53,7 +53,7 @@ from torch.nn import functional as F
 from halfstep.bench.bench import Ours, Request, runners
 from halfstep.bench.problem import bench_config, problem_for, random_workload
 from halfstep.config.schema import RunConfig
-from halfstep.errors import first_line
+from halfstep.errors import summarise_error
 from halfstep.hardware.measure import measure
 from halfstep.hardware.probe import probe
 from halfstep.kernels import chain, normalise, resnet_chain, stem, transformer_chain, unet_chain
@@ -656,7 +656,7 @@ def try_on_cpu(cases: dict[str, Case]) -> int:
             # Any error of one variant is reported, and the others go on.
             except Exception as error:
                 failed += 1
-                state = f"FAILED: {type(error).__name__}: {first_line(error)}"
+                state = f"FAILED: {type(error).__name__}: {summarise_error(error)}"
             print(f"{name:13s} {part:11s} {state}; replaced {len(calls)}", flush=True)
     return failed
 
