@@ -28,7 +28,7 @@ from halfstep.run.memory.sizing import predict_step_cost
 from halfstep.run.plan import data_at_hand
 from halfstep.step.batches import batch_length
 from halfstep.step.randomness import seed_everything
-from halfstep.step.tabulated import set_to_
+from halfstep.step.tables import set_to_
 from halfstep.tune.trials import first_batch
 from halfstep.workloads import KINDS, load
 from halfstep.workloads.base.kind import Kind, Unit, load_part

@@ -19,7 +19,7 @@ from halfstep.step.ema import Ema
 from halfstep.step.optim.by_name import is_within
 from halfstep.step.phases import PhasedStep, PhaseStep, SharedScaler
 from halfstep.step.scaler import ScalerOptions
-from halfstep.step.tabulated import Values
+from halfstep.step.tables import Values
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import Region
 from halfstep.workloads.base.workload import Phase, Workload
