@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
     from _typeshed import ReadableBuffer
 
-    from halfstep.workloads.base.kind import Kind
-    from halfstep.workloads.base.options import Option
+    from halfstep.workloads.base.kind import Kind, Option
 
 
 class PatientFile(io.FileIO):
@@ -341,17 +340,18 @@ class RunCommand(OnceCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         from halfstep.workloads import KINDS
 
-        field = f"{self.name}_options"
+        command = str(self.name)  # evaluate or predict
         workload = workload_of(args, trust="--trust" in args)
-        own: tuple[Option, ...] = getattr(KINDS.of(workload), field) if workload else ()
+        own = options_of(KINDS.of(workload), command) if workload else ()
         families = list(KINDS.translators())
         # Those of other families are taken as well: they are refused by name, with what this workload takes.
-        known = {option.flag: option for kind in families for option in getattr(kind, field)}
+        known = {option.flag: option for kind in families for option in options_of(kind, command)}
         known |= {option.flag: option for option in own}
         if workload or not {"-h", "--help"} & set(args):
             self.help = f"{self.help}\n\n{text_of(own, f'Options of {workload}')}" if own else self.help
         else:
-            self.help = "\n\n".join(filter(None, [self.help, *(of_family(kind, field) for kind in families)]))
+            texts = [text_of(options_of(kind, command), f"Options of {kind.task}") for kind in families]
+            self.help = "\n\n".join(filter(None, [self.help, *texts]))
         rest, given = taken(args, known)
         ctx.obj = given
         try:
@@ -406,8 +406,9 @@ def taken(args: Sequence[str], known: dict[str, Option]) -> tuple[list[str], dic
     return rest, given
 
 
-def of_family(kind: Kind, field: str) -> str:
-    return text_of(getattr(kind, field), f"Options of {kind.task}")
+def options_of(kind: Kind, command: str) -> tuple[Option, ...]:
+    declared = kind.evaluate if command == "evaluate" else kind.predict
+    return declared.options if declared else ()
 
 
 def text_of(options: Sequence[Option], title: str) -> str:

@@ -1,4 +1,4 @@
-"""Latents on disk: what a VAE says of every picture, as moments, so that each epoch still draws its own latents.
+"""Latents on disk: what a VAE says of every sample, as moments, so that each epoch still draws its own latents.
 
 One safetensors file, written row by row and mapped when read: `moments` (N, F, 2C, h, w) in fp32, F = 2 where mirror
 images were encoded too. Its metadata hold the fingerprint of what it was made of and the SHA-256 of its numbers. It is
@@ -7,12 +7,13 @@ written under a temporary name: it exists whole or not at all.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,111 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halfstep.config.schema import RunConfig
 from halfstep.data.files import naming_no_room, refuse_no_room
 from halfstep.data.image_samples import first_of, gathered, uniform
 from halfstep.data.loader import FileSamples, NamedSamples, Samples, offers
+from halfstep.data.packed import PackingBar, fingerprint_of
 from halfstep.disk import atomic_file, parse_json, take_turn
-from halfstep.errors import DataError
+from halfstep.errors import ConfigError, DataError
+from halfstep.islands import fp32_island
+from halfstep.models.posterior import Codec, drawn, posterior
+from halfstep.workloads.base.vae_format import computing_in, training_device
+from halfstep.workloads.base.workload import Batch
 
 NAME, CHECKSUM, FINGERPRINT = "moments", "sha256", "fingerprint"
 BYTES = 4
 READ_AT_ONCE = 1 << 24
+ENCODED_AT_ONCE = 8
+
+
+class LatentDraws:
+    """Draws the latents that a diffusion model trains on: shifted and scaled, fp32, without gradients."""
+
+    def __init__(self, vae: Any, codec: Codec, *, scale: float, shift: float = 0.0) -> None:
+        self.vae, self.codec, self.scale, self.shift = vae, codec, scale, shift
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Use the `moments` of the batch where they come from disk, else encode its `image`."""
+        with torch.no_grad(), fp32_island():
+            mean, logvar = posterior(batch[NAME]) if NAME in batch else self.codec.encode(self.vae, batch["image"])
+        return (drawn(mean, logvar, batch["posterior_noise"]) - self.shift) * self.scale
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoding:
+    """The latents of a data folder: what they are made of, and the file that keeps them."""
+
+    config: RunConfig
+    root: Path
+    samples: Sequence[Samples]
+    """Splits, in the order of the file's rows."""
+    files: Sequence[Sequence[Path]]
+    """Of each split: a file that changes makes the latents stale."""
+    column: str
+    to_images: Callable[[Tensor], Tensor]
+    """From that column of a batch as loaded to what the VAE encodes."""
+    vae: Any
+    codec: Codec
+    format: str = "fp32"
+    flips: bool = False
+    """Whether mirror images are encoded as well."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings that the latents depend on."""
+
+    @property
+    def path(self) -> Path:
+        data: Any = self.config.data
+        return Path(data.cache_file or self.root / f".halfstep-latents-{data.image_size}.safetensors")
+
+    def open_or_encode(self) -> tuple[LatentCache, bool]:
+        """Return the opened file, and whether it was written now because none fitted."""
+        data: Any = self.config.data
+        settings = {
+            "size": data.image_size,
+            "flips": self.flips,
+            "vae": checksum_of(self.vae),
+            "format": self.format,
+            **self.settings,
+        }
+        mark, num = fingerprint_of(self.root, self.files, settings), sum(map(len, self.samples))
+        with PackingBar(self.path) as bar:
+            return opened_or_written(self.path, mark, num, lambda: self._encode(bar), format=self.format)
+
+    @torch.no_grad()
+    def _encode(self, progress: Callable[[int, int], None]) -> Iterator[Tensor]:
+        device = training_device(self.config)
+        vae = copy.deepcopy(self.vae).to(device).eval()
+        total, done = sum(map(len, self.samples)), 0
+        for samples in self.samples:
+            for start in range(0, len(samples), ENCODED_AT_ONCE):
+                indices = range(start, min(start + ENCODED_AT_ONCE, len(samples)))
+                loaded = torch.stack([samples.sample(k, key=(0, 0, k))[self.column] for k in indices])
+                images = self.to_images(loaded.to(device))
+                views = [images, images.flip(-1)] if self.flips else [images]
+                with computing_in(self.format, device):
+                    rows = [torch.cat(self.codec.encode(vae, view), dim=1) for view in views]
+                moments = torch.stack(rows, dim=1)
+                if not bool(moments.isfinite().all()):
+                    name = samples.name_of(start) if offers(samples, NamedSamples) else f"sample {start}"
+                    another = "another VAE: model.vae" if self.format == "fp32" else "precision.modules={vae: fp32}"
+                    raise ConfigError(
+                        f"the VAE gives NaN or infinity in {self.format} for {name} or one of the "
+                        f"{len(indices) - 1} after it",
+                        fix=f"{another}, or leave the file out",
+                    )
+                done += len(indices)
+                progress(done, total)
+                yield moments
+
+
+def refuse_uncached(config: RunConfig) -> None:
+    """`halfstep pack` of a config that trains without latents on disk."""
+    data: Any = config.data
+    if data.cache != "latents":
+        raise ConfigError(
+            "data.cache is off in this config", why="there are no latents to pack", fix="data.cache=latents"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from halfstep.data.latent_cache import CachedLatents, open_latents, opened_or_written, write_latents
 from halfstep.errors import DataError
+from halfstep.workloads.base.latent_store import CachedLatents, open_latents, opened_or_written, write_latents
 from whole_runs import small_disk
 
 MOMENTS = torch.arange(6 * 2 * 4 * 2 * 2, dtype=torch.float32).view(6, 2, 4, 2, 2)
