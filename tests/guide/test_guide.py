@@ -560,7 +560,7 @@ def test_a_choice_is_understood_by_name_number_and_beginning() -> None:
 def test_every_task_is_chosen_by_its_own_name_and_has_a_model() -> None:
     assert [TASK.chosen(name) for name in TASK.choices] == list(TASK.choices)
     assert TASK.chosen("Radio Maps") == "radio maps"
-    assert all(kind.models for kind in FAMILIES.values())
+    assert all(entry.models for entry, _ in FAMILIES.values())
 
 
 @pytest.mark.parametrize("workload", ["radiodiff_vae", "radiodiff"])

@@ -19,11 +19,10 @@ from halfstep.step.ema import Ema
 from halfstep.step.optim.by_name import is_within
 from halfstep.step.phases import PhasedStep, PhaseStep, SharedScaler
 from halfstep.step.scaler import ScalerOptions
-from halfstep.step.tabulated import Values
+from halfstep.step.tables import Values
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import Region
-from halfstep.workloads.base.phase import Phase
-from halfstep.workloads.base.workload import Workload
+from halfstep.workloads.base.workload import Phase, Workload
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
