@@ -46,16 +46,14 @@ if "--dry" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined
 
 import torch
-from halfstep.bench.ours import Ours
-from halfstep.bench.settings import bench_config
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from halfstep.bench.bench import Request, runners
-from halfstep.bench.problem import problem_for, random_workload
+from halfstep.bench.bench import Ours, Request, runners
+from halfstep.bench.problem import bench_config, problem_for, random_workload
 from halfstep.config.schema import RunConfig
-from halfstep.errors import first_line
+from halfstep.errors import summarise_error
 from halfstep.hardware.measure import measure
 from halfstep.hardware.probe import probe
 from halfstep.kernels import chain, normalise, resnet_chain, stem, transformer_chain, unet_chain
@@ -658,7 +656,7 @@ def try_on_cpu(cases: dict[str, Case]) -> int:
             # Any error of one variant is reported, and the others go on.
             except Exception as error:
                 failed += 1
-                state = f"FAILED: {type(error).__name__}: {first_line(error)}"
+                state = f"FAILED: {type(error).__name__}: {summarise_error(error)}"
             print(f"{name:13s} {part:11s} {state}; replaced {len(calls)}", flush=True)
     return failed
 

@@ -131,7 +131,7 @@ def measured(row: Row) -> dict[str, Any]:
     reset_peak(device)
     left_over = torch.cuda.memory_allocated()
     workload = random_workload(config)
-    made = KINDS.of(config.workload).make_batch(config, workload.store)
+    made = KINDS.of(config.workload).synthetic.make_batch(config, workload.store)
     plan = plan_for(config, workload, probe("cuda"))
     plan = dataclasses.replace(plan, mode=row.mode, memory=dataclasses.asdict(row.setting))
     parts = assemble(config, workload, plan)

@@ -88,8 +88,8 @@ def by_torch(row: str, precision: str, config: RunConfig, arguments: argparse.Na
     device, is_tuned = torch.device("cuda" if torch.cuda.is_available() else "cpu"), row == "tuned"
     torch.backends.cudnn.benchmark = True
     kind = KINDS[config.workload]
-    made: Any = kind.part("random_store")(config)
-    workload: Workload = kind.part("over")(config, made, [])
+    made: Any = kind.synthetic.make_store(config)
+    workload: Workload = kind.synthetic.build(config, made, [])
     for part in workload.frozen.values():
         part.module.to(device).eval().requires_grad_(False)
     model = workload.model.to(device).train()

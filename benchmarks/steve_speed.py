@@ -160,8 +160,8 @@ def by_torch(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = config_of(row, arguments)
     kind = KINDS[config.workload]
-    made: Any = kind.part("random_store")(config)
-    workload: Workload = kind.part("over")(config, made, [])
+    made: Any = kind.synthetic.make_store(config)
+    workload: Workload = kind.synthetic.build(config, made, [])
     for part in workload.frozen.values():
         part.module.to(device).eval()
     model = workload.model.to(device).train()

@@ -39,7 +39,7 @@ def measured(config: RunConfig, device: torch.device) -> dict[str, Any]:
     assert isinstance(config, UNetConfig)
     torch.manual_seed(0)
     workload = random_workload(config)
-    batch = KINDS.of(config.workload).make_batch(config, workload.store)
+    batch = KINDS.of(config.workload).synthetic.make_batch(config, workload.store)
     parts = assemble(config, workload, plan_for(config, workload, probe(str(device))))
     engine = Engine(parts, parts.mode or "eager", lambda text, level: print(text))
     window = [{name: value.to(device) for name, value in batch.items()}] * config.train.accumulate

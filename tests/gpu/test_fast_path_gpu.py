@@ -22,7 +22,7 @@ from halfstep.report.metrics_file import read
 from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.engine import Engine, rehearsal
 from halfstep.run.train import train
-from halfstep.step import tabulated
+from halfstep.step import tables as tabulated
 from halfstep.step.clip import Clip
 from halfstep.step.facts import Facts, Reading
 from halfstep.step.graph import CaptureFailed, GraphedStep

@@ -45,7 +45,7 @@ from halfstep.guide.suggest import (
 from halfstep.guide.trial import Trial, Trials, measured_trial
 from halfstep.hardware.facts import Hardware, Measurement
 from halfstep.hardware.gpus import known_gpu
-from halfstep.hardware.live_bytes import LiveBytes
+from halfstep.hardware.memory import LiveBytes
 from halfstep.precision.advice import EXAMPLE_SAMPLE_BYTES
 from halfstep.run.memory.sizing import StepCost, predict_step_cost
 from halfstep.workloads import from_dict, load
@@ -558,7 +558,7 @@ def test_a_choice_is_understood_by_name_number_and_beginning() -> None:
 def test_every_task_is_chosen_by_its_own_name_and_has_a_model() -> None:
     assert [TASK.chosen(name) for name in TASK.choices] == list(TASK.choices)
     assert TASK.chosen("Radio Maps") == "radio maps"
-    assert all(kind.models for kind in FAMILIES.values())
+    assert all(entry.models for entry, _ in FAMILIES.values())
 
 
 @pytest.mark.parametrize("workload", ["radiodiff_vae", "radiodiff"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError, HardwareError, MemoryLimitError, ModelError
 from halfstep.hardware.gpus import known_gpu
-from halfstep.hardware.live_bytes import LiveBytes
+from halfstep.hardware.memory import LiveBytes
 from halfstep.precision.decide import decide
 from halfstep.run.assemble import build_workload
 from halfstep.run.memory.out_of_memory import explain_out_of_memory

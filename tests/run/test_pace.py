@@ -12,8 +12,8 @@ import pytest
 
 import tiny_workload
 from data.picture_folders import write_split
+from halfstep.config.schema import WITHOUT_END
 from halfstep.config.section import num_cores
-from halfstep.config.training import WITHOUT_END
 from halfstep.data.image_folder import FolderLayout, find_images
 from halfstep.data.image_samples import TrainingFiles
 from halfstep.hardware.gpus import known_gpu

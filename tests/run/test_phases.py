@@ -18,8 +18,7 @@ from halfstep.run.engine import PhasedEngine, engine_for, rehearsal
 from halfstep.step.facts import PhasedReading
 from halfstep.step.phases import PhasedStep
 from halfstep.workloads import load
-from halfstep.workloads.base.parts import Group
-from halfstep.workloads.base.phase import Phase
+from halfstep.workloads.base.workload import Group, Phase
 from tiny_training import assert_same_bits
 from whole_runs import TINY, assert_same_run, events, newest, records, resume, run
 

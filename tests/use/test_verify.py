@@ -55,6 +55,16 @@ def test_the_five_lines_hold_for_a_clean_run(clean: Path, capsys: pytest.Capture
     assert before == {file: file.read_bytes() for file in clean.rglob("*") if file.is_file()}
 
 
+def test_a_configuration_is_not_checked_without_the_package_and_the_exit_code_stays(
+    clean: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("halfstep.cli.check.IS_INSTALLED", False)
+    code, lines = verified(capsys, str(clean))
+    assert code == 0
+    assert lines[FIVE[0]]["verdict"] == "not measurable"
+    assert "not checked: install halfstep-check: pip install" in lines[FIVE[0]]["observed"]
+
+
 def test_a_rate_that_left_its_schedule_is_found(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = clean / "metrics.jsonl"
     records = [json.loads(line) for line in file.read_text().splitlines()]

@@ -89,7 +89,7 @@ def test_means_are_over_samples_whatever_the_batches() -> None:
 
 
 def test_a_part_it_does_not_have_is_refused_by_name() -> None:
-    assert KINDS.of("tiny_workload:build").predictor is None
+    assert KINDS.of("tiny_workload:build").predict is None
     assert KINDS.of(EXAMPLE).guide is None
 
 

@@ -10,15 +10,14 @@ import copy
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from halfstep.config.load import Loaded
-from halfstep.config.schema import RunConfig
-from halfstep.config.training import ScalerConfig
+from halfstep.config.schema import RunConfig, ScalerConfig
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, MemoryLimitError, format_bytes
 from halfstep.hardware.facts import Hardware
@@ -28,10 +27,10 @@ from halfstep.run.assemble import build_workload, data_at_hand
 from halfstep.run.memory.sizing import predict_step_cost
 from halfstep.step.batches import batch_length
 from halfstep.step.randomness import seed_everything
-from halfstep.step.tabulated import set_to_
+from halfstep.step.tables import set_to_
 from halfstep.tune.trials import first_batch
 from halfstep.workloads import KINDS, load
-from halfstep.workloads.base.kind import Kind, Unit
+from halfstep.workloads.base.kind import Kind, Unit, load_part
 from halfstep.workloads.base.workload import Workload
 
 Batch = dict[str, Tensor]
@@ -107,7 +106,7 @@ def problem_for(config: RunConfig, device: torch.device) -> Problem:
     for part in workload.frozen.values():  # peers autocast them; ours are built again and placed by the plan
         part.module.to(device).eval().requires_grad_(False)
     set_to_(workload.values, 0, device)
-    batch = kind.make_batch(config, workload.store) if kind.makes_data else first_batch(config, workload)
+    batch = kind.synthetic.make_batch(config, workload.store) if kind.synthetic else first_batch(config, workload)
     if device.type == "cuda":
         batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
     samples = config.train.batch_size
@@ -132,20 +131,20 @@ def random_workload(config: RunConfig) -> Workload:
     """The workload as a run would build it, with its seeded weights, but for augmentation.
 
     One that makes no data up learns from the first batch of its own, prepared as in training."""
-    kind = KINDS.of(config.workload)
-    if not kind.makes_data:
+    synthetic = KINDS.of(config.workload).synthetic
+    if synthetic is None:
         with data_at_hand(config) as with_data:
             workload = build_workload(with_data)
             samples = RandomSamples(first_batch(with_data, workload))
         return replace(workload, train_samples=samples, val_samples=samples)
     seed_everything(config.train.seed)
-    store = kind.part("random_store")(config)
-    return cast(Workload, kind.part("over")(config, store, RandomSamples(kind.make_batch(config, store))))
+    store = synthetic.make_store(config)
+    return synthetic.build(config, store, RandomSamples(synthetic.make_batch(config, store)))
 
 
 def _preparation(kind: Kind, workload: Workload, device: torch.device) -> Callable[[Batch], Batch]:
-    if kind.peer_prepare is not None:
-        prepare: Callable[[Batch], Batch] = kind.part("peer_prepare")(device)
+    if kind.synthetic is not None and kind.synthetic.peer_prepare is not None:
+        prepare: Callable[[Batch], Batch] = load_part(kind.synthetic.peer_prepare)(device)
         return prepare
     return lambda batch: workload.prepared(batch, key=Key.of_training(0, 0), training=True)
 
@@ -176,11 +175,11 @@ def floor_ms(flops: int, hardware: Hardware, precision: str) -> float | None:
 
 def refuse_too_large(config: RunConfig, precisions: Sequence[str], modes: Sequence[str], hardware: Hardware) -> None:
     """Raise MemoryLimitError where the most demanding row would need more of a CPU's memory than is free."""
-    free_bytes, kind = hardware.memory_free_bytes, KINDS.of(config.workload)
-    if hardware.kind != "cpu" or free_bytes is None or not kind.makes_data:
+    free_bytes, synthetic = hardware.memory_free_bytes, KINDS.of(config.workload).synthetic
+    if hardware.kind != "cpu" or free_bytes is None or synthetic is None:
         return
     precision = next((name for name in precisions if name in ("fp32", "tf32")), precisions[0])
-    cost = predict_step_cost(config, kind.part("random_store")(config), hardware, precision)
+    cost = predict_step_cost(config, synthetic.make_store(config), hardware, precision)
     batch_size = config.train.batch_size
     # What is compiled or recomputed may keep fewer activations than are counted.
     keeps_activations = "eager" in modes and config.train.memory != "low"
@@ -246,7 +245,7 @@ def bench_config(
 ) -> RunConfig:
     """The config of a workload's name or file; `small` takes the size of the workload's demo, for a CPU."""
     said, given = load(target, flags=flags, overrides=overrides), dict(flags)
-    makes_data = KINDS.of(said.config.workload).makes_data
+    makes_data = KINDS.of(said.config.workload).synthetic is not None
     if makes_data and not small:
         given = {"data_dir": NO_FOLDER, **flags}
         said = load(target, flags=given, overrides=overrides)

@@ -12,6 +12,8 @@ FACTS = (
     *("bits", "storage_bits", "exponent_bits", "mantissa_bits", "has_infinity", "largest", "smallest_normal"),
     *("smallest_subnormal", "spacing_at_1", "decimal_digits"),
 )
+CONTEXT = {"ignore_unknown_options": True}
+"""`formats -3.5`: a number may look like an option."""
 
 
 def command(

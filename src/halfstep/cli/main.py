@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
     from _typeshed import ReadableBuffer
 
-    from halfstep.workloads.base.kind import Kind
-    from halfstep.workloads.base.options import Option
+    from halfstep.workloads.base.kind import Kind, Option
 
 
 class PatientFile(io.FileIO):
@@ -71,10 +70,7 @@ COMMANDS = (
     *("bench", "check", "compare", "detect", "dry-run", "evaluate", "exercise", "formats", "guide", "ledger"),
     *("pack", "plan", "predict", "replay", "report", "top", "train", "verify"),
 )
-"""Each is the function `command` of the module of its name."""
-
-SETTINGS = {"formats": {"ignore_unknown_options": True}}
-"""`formats -3.5`: a number may look like an option."""
+"""Each is the function `command` of the module of its name, parsed with the settings in the module's `CONTEXT`."""
 
 COMMANDS_ON_RUNS = ("evaluate", "predict")
 """Commands whose options depend on the workload of the run they are given."""
@@ -94,7 +90,7 @@ def app_with(names: Iterable[str] = COMMANDS) -> typer.Typer:
         module = importlib.import_module(f"halfstep.cli.{name.replace('-', '_')}")
         text = unwrapped(module.command.__doc__)
         kind = RunCommand if name in COMMANDS_ON_RUNS else OnceCommand
-        app.command(name, help=text, cls=kind, context_settings=SETTINGS.get(name))(module.command)
+        app.command(name, help=text, cls=kind, context_settings=getattr(module, "CONTEXT", None))(module.command)
     return app
 
 
@@ -344,17 +340,18 @@ class RunCommand(OnceCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         from halfstep.workloads import KINDS
 
-        field = f"{self.name}_options"
+        command = str(self.name)  # evaluate or predict
         workload = workload_of(args, trust="--trust" in args)
-        own: tuple[Option, ...] = getattr(KINDS.of(workload), field) if workload else ()
+        own = options_of(KINDS.of(workload), command) if workload else ()
         families = list(KINDS.translators())
         # Those of other families are taken as well: they are refused by name, with what this workload takes.
-        known = {option.flag: option for kind in families for option in getattr(kind, field)}
+        known = {option.flag: option for kind in families for option in options_of(kind, command)}
         known |= {option.flag: option for option in own}
         if workload or not {"-h", "--help"} & set(args):
             self.help = f"{self.help}\n\n{text_of(own, f'Options of {workload}')}" if own else self.help
         else:
-            self.help = "\n\n".join(filter(None, [self.help, *(of_family(kind, field) for kind in families)]))
+            texts = [text_of(options_of(kind, command), f"Options of {kind.task}") for kind in families]
+            self.help = "\n\n".join(filter(None, [self.help, *texts]))
         rest, given = taken(args, known)
         ctx.obj = given
         try:
@@ -409,8 +406,9 @@ def taken(args: Sequence[str], known: dict[str, Option]) -> tuple[list[str], dic
     return rest, given
 
 
-def of_family(kind: Kind, field: str) -> str:
-    return text_of(getattr(kind, field), f"Options of {kind.task}")
+def options_of(kind: Kind, command: str) -> tuple[Option, ...]:
+    declared = kind.evaluate if command == "evaluate" else kind.predict
+    return declared.options if declared else ()
 
 
 def text_of(options: Sequence[Option], title: str) -> str:

@@ -96,6 +96,7 @@ def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
     from halfstep.report.results import json_text
     from halfstep.run.interrupts import raised_at_once
     from halfstep.workloads import KINDS, load
+    from halfstep.workloads.base.kind import load_part
 
     flags = flags_of(context)
     for name in said(context).keys() & flags.keys() - {"as_json"}:
@@ -109,7 +110,7 @@ def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
             fix=suggested("pack", config.data.dir or "DIR", "--size", "256") + ", if it holds class folders",
         )
     with raised_at_once("while packing"):
-        summary = kind.part("pack")(config)
+        summary = load_part(kind.pack)(config)
     if as_json:
         typer.echo(json_text(summary))
         return

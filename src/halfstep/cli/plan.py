@@ -220,7 +220,7 @@ def _config(words: Sequence[str], flags: Flags) -> tuple[RunConfig, bool]:
 
     loaded = load(words[0], flags=flags, overrides=words[1:])
     kind = KINDS.of(loaded.config.workload)
-    if loaded.config.data.dir is not None or not kind.makes_data:
+    if loaded.config.data.dir is not None or kind.synthetic is None:
         return loaded.config, False
     config = load(words[0], flags={**flags, "data_dir": NO_FOLDER}, overrides=words[1:]).config
     return config.changed(data={"dir": None}), True

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from halfstep.data.image_samples import Array, StoredImages
+from halfstep.data.files import Array
+from halfstep.data.image_samples import StoredImages
 from halfstep.errors import DataError
 
 SIDE = 32

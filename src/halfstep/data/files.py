@@ -21,6 +21,8 @@ from PIL import Image
 from halfstep.disk import atomic_folder, get_free_bytes
 from halfstep.errors import DataError, Interrupted, explain_refused_pickle, format_bytes, summarise_error
 
+Array = np.ndarray[Any, Any]
+
 PICTURES = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
 ARRAYS = (".npy", ".pt", ".pth")
 READABLE = PICTURES + ARRAYS
@@ -71,13 +73,17 @@ class BadFiles:
             )
 
 
-def refuse_missing(root: Path) -> None:
-    """A data folder that is not there."""
+def require_folder(folder: str | Path | None) -> Path:
+    """Return a data folder, such as `data.dir`, that must be given and exist."""
+    if folder is None:
+        raise DataError("no data folder", why="data.dir is not set", fix="--data-dir DIR")
+    root = Path(folder)
     if not root.is_dir():
         kind = "is a file" if root.exists() else "does not exist"
         raise DataError(
             f"data folder {root} {kind}", fix="check --data-dir (data.dir); leave it out to train on demo data"
         )
+    return root
 
 
 ELSEWHERE = "name a file elsewhere: data.cache_file=FILE (pack: --out FILE)"
@@ -121,23 +127,58 @@ def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Re
         return list(threads.map(attempt, items))
 
 
+def num_held_out(num_items: int, fraction: float) -> int:
+    """Return how many items a fraction holds out for validation: at least one, and never all."""
+    return min(num_items - 1, max(1, round(num_items * fraction))) if fraction > 0 else 0
+
+
 def held_out(items: Sequence[Item], fraction: float, seed: int | str) -> tuple[list[Item], list[Item]]:
     """Training and validation parts: the same for the same items and seed, at least one in each where it can be."""
-    num = min(len(items) - 1, max(1, round(len(items) * fraction))) if fraction > 0 else 0
+    num = num_held_out(len(items), fraction)
     chosen = set(random.Random(seed).sample(range(len(items)), num))
     train = [item for place, item in enumerate(items) if place not in chosen]
     return train, [items[place] for place in sorted(chosen)]
 
 
-def readable_files(folder: Path) -> list[Path]:
-    """The files of `folder` with a known ending, dotfiles aside, in natural order (2 before 10)."""
-    refuse_missing(folder)
-    visible = [path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")]
-    found = [path for path in visible if path.suffix.lower() in READABLE]
-    if not found:
-        seen = ", ".join(sorted({path.suffix or path.name for path in visible})[:8]) or "nothing"
-        raise DataError(f"no images in {folder}", why=f"it holds {seen}", fix="readable are " + " ".join(READABLE))
+def list_files(folder: Path, endings: Sequence[str], *, recursive: bool = False) -> list[Path]:
+    """Return the files with one of the endings, without hidden ones, in natural order (2 before 10).
+
+    A broken link is included: reading it raises an error that names it, while leaving it out would silently shrink the
+    data set.
+    """
+    found = []
+    for path in folder.rglob("*") if recursive else folder.iterdir():
+        if path.suffix.lower() in endings and (path.is_file() or not path.exists()):
+            inside = path.relative_to(folder)
+            if not any(part.startswith(".") for part in inside.parts):
+                found.append((natural_key(inside.as_posix()), path))
+    return [path for _, path in sorted(found)]
+
+
+def list_folders(folder: Path) -> list[Path]:
+    """Return the folders inside a folder in natural order, without hidden ones and macOS's `__MACOSX`."""
+    found = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "__"))]
     return sorted(found, key=lambda path: natural_key(path.name))
+
+
+def list_images(folder: Path) -> list[Path]:
+    """Return the image and array files of a folder, which must hold at least one."""
+    found = list_files(require_folder(folder), READABLE)
+    if not found:
+        why = f"it holds {describe_content(folder)}"
+        raise DataError(f"no images in {folder}", why=why, fix="readable are " + " ".join(READABLE))
+    return found
+
+
+def list_pictures(folder: Path) -> list[Path]:
+    """Return the picture files of a folder and its subfolders in natural order."""
+    return list_files(folder, PICTURES, recursive=True)
+
+
+def describe_content(folder: Path) -> str:
+    """Return a few names of what a folder holds, for an error message."""
+    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    return some_of(names) or "nothing"
 
 
 def natural_key(name: str) -> list[tuple[int, str]]:
@@ -145,7 +186,7 @@ def natural_key(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def load_array(path: Path) -> np.ndarray[Any, Any]:
+def load_array(path: Path) -> Array:
     """The values of an array file as they are, without unpickling code; a corrupt file is named."""
     try:
         if path.suffix.lower() == ".npy":

@@ -22,10 +22,12 @@ from halfstep.data.files import (
     TRAIN_NAMES,
     VALIDATION_NAMES,
     BadFiles,
+    describe_content,
     held_out,
     in_threads,
-    natural_key,
-    refuse_missing,
+    list_folders,
+    list_pictures,
+    require_folder,
     some_of,
 )
 from halfstep.data.images import check_picture, open_picture
@@ -93,7 +95,7 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
 
     `known` are the classes of a model that is only evaluated: the folder may hold some of them.
     """
-    refuse_missing(root)
+    require_folder(root)
     train_folders, val_folders = split_folders(root, layout)
     labelled = labels_in(train_folders[0], root, layout.label_column, usual=layout.label_columns)
     if labelled is None and not layout.train:
@@ -165,7 +167,7 @@ def split_folders(root: Path, layout: FolderLayout) -> tuple[list[Path], list[Pa
 def _named(root: Path, named: str, usual: Sequence[str]) -> Path | None:
     if named:
         if not (root / named).is_dir():
-            raise DataError(f"no folder {named} in {root}", why=f"it holds {_content(root)}")
+            raise DataError(f"no folder {named} in {root}", why=f"it holds {describe_content(root)}")
         return root / named
     return next((root / name for name in usual if (root / name).is_dir()), None)
 
@@ -173,13 +175,12 @@ def _named(root: Path, named: str, usual: Sequence[str]) -> Path | None:
 def _by_class(folders: Sequence[Path]) -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     for parent in folders:
-        for folder in parent.iterdir():
-            if folder.is_dir() and not folder.name.startswith((".", "__")):
-                found.setdefault(make_printable(folder.name), []).extend(pictures_below(folder))
+        for folder in list_folders(parent):
+            found.setdefault(make_printable(folder.name), []).extend(list_pictures(folder))
     if not found:
         raise DataError(
             f"no class folders in {some_of(folders)}",
-            why=f"it holds {_content(folders[0])}",
+            why=f"it holds {describe_content(folders[0])}",
             fix="one folder per class: train/<class>/*.jpg and val/<class>/*.jpg",
         )
     empty = sorted(name for name, paths in found.items() if not paths)
@@ -190,14 +191,6 @@ def _by_class(folders: Sequence[Path]) -> dict[str, list[Path]]:
             fix="add pictures (" + " ".join(PICTURES) + ") or remove the folder",
         )
     return found
-
-
-def pictures_below(folder: Path) -> list[Path]:
-    """Every picture of a folder and its subfolders, dotfiles aside, in natural order."""
-    visible = (path for path in folder.rglob("*") if not path.name.startswith("."))
-    # A link that leads nowhere counts too: reading it names it, while a set that shrinks by itself says nothing.
-    pictures = (path for path in visible if path.suffix.lower() in PICTURES and (path.is_file() or not path.exists()))
-    return sorted(pictures, key=lambda path: natural_key(str(path.relative_to(folder))))
 
 
 def _split(
@@ -242,10 +235,6 @@ def _titles(root: Path) -> dict[str, str]:
         raise DataError(f"cannot read {path}", why=str(error), fix='it holds {"class": "name"}') from error
 
 
-def _content(folder: Path) -> str:
-    return some_of(sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))) or "nothing"
-
-
 END_BYTES = 4096
 """Cameras and editors append up to this much after the picture's end marker."""
 
@@ -265,11 +254,17 @@ def check_images(folder: ImageFolder, *, bad_files: BadFiles) -> ImageFolder:
         return folder
     bad = set(found)
     kept = dataclasses.replace(folder, train=folder.train.without(bad), val=folder.val.without(bad))
-    lost = [name for number, name in enumerate(folder.classes) if number not in set(kept.train.labels)]
-    if lost:
-        raise DataError(f"no readable training picture in class {', '.join(lost)}", why=next(iter(found.values())).what)
+    refuse_lost_classes(folder.classes, kept.train.labels, why=next(iter(found.values())).what)
     bad_files.refuse_empty_validation(len(folder.val), len(kept.val))
     return kept
+
+
+def refuse_lost_classes(classes: Sequence[str], labels: Sequence[int], *, why: str) -> None:
+    """Raise if bad files were all the training images of a class."""
+    left = set(labels)
+    lost = [name for number, name in enumerate(classes) if number not in left]
+    if lost:
+        raise DataError(f"no readable training picture in class {', '.join(lost)}", why=why)
 
 
 def check_header_and_end(path: Path) -> None:

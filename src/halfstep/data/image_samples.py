@@ -22,19 +22,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
+from halfstep.data.files import Array
 from halfstep.data.image_folder import Listing
 from halfstep.data.images import Picture, open_picture
 from halfstep.data.loader import shared_bytes
 from halfstep.errors import make_printable
-
-Array = np.ndarray[Any, Any]
 
 ATTEMPTS = 10
 """Boxes tried before the largest one of an allowed ratio, which panoramas get; as torchvision does."""

@@ -17,15 +17,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_high
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from PIL import Image, ImageOps
 
-from halfstep.data.files import ARRAYS, UNREADABLE, load_array, some_of, unreadable
+from halfstep.data.files import ARRAYS, UNREADABLE, Array, load_array, some_of, unreadable
 from halfstep.errors import DataError, format_count
 
-Array = np.ndarray[Any, Any]
 Kind = Literal["uint8", "uint16", "raw"]
 """raw: floats and wide integers, whose scale the data set as a whole decides."""
 
@@ -51,11 +50,17 @@ def image_facts(path: Path) -> ImageFacts:
         array = channels_last(load_array(path), path)
         channels = 3 if array.shape[2] == 4 else array.shape[2]
         return ImageFacts(size=(array.shape[0], array.shape[1]), channels=channels, kind=_kind_of_array(array))
+    with open_image(path) as image:
+        channels = 1 if image.mode[0] in "1LIF" and image.mode != "LAB" else 3
+        return ImageFacts(size=(image.height, image.width), channels=channels, kind=_kind_of_picture(image))
+
+
+@contextmanager
+def open_image(path: Path) -> Iterator[Image.Image]:
+    """Open an image file with Pillow; an error while opening or decoding it becomes one that names the file."""
     try:
-        with Image.open(path) as picture:
-            channels = 1 if picture.mode[0] in "1LIF" and picture.mode != "LAB" else 3
-            size = picture.height, picture.width
-            return ImageFacts(size=size, channels=channels, kind=_kind_of_picture(picture))
+        with Image.open(path) as image:
+            yield image
     except UNREADABLE as error:
         raise unreadable(path, error) from error
 
@@ -75,6 +80,11 @@ def read_image(path: Path, *, channels: int, raw_scale: float | None = None) -> 
             )
         array = values / np.float32(raw_scale)
     return _with_channels(array, channels, path)
+
+
+def to_bytes(pixels: Array) -> Array:
+    """Convert floats in 0..1 to uint8 in 0..255; uint8 stays as it is."""
+    return pixels if pixels.dtype == np.uint8 else (pixels * 255).round().clip(0, 255).astype(np.uint8)
 
 
 # --- the scale of raw images ---
@@ -196,13 +206,10 @@ def _decode(path: Path) -> tuple[Array, Kind]:
         array = channels_last(load_array(path), path)
         kind = _kind_of_array(array)
         return (array * np.uint8(255) if array.dtype == np.bool_ else array), kind
-    try:
-        with Image.open(path) as picture:
-            kind = _kind_of_picture(picture)
-            is_plain = kind != "uint8" or picture.mode in ("L", "RGB", "RGBA")
-            array = np.asarray(picture if is_plain else picture.convert(_plain_mode(picture)))
-    except UNREADABLE as error:
-        raise unreadable(path, error) from error
+    with open_image(path) as image:
+        kind = _kind_of_picture(image)
+        is_plain = kind != "uint8" or image.mode in ("L", "RGB", "RGBA")
+        array = np.asarray(image if is_plain else image.convert(_plain_mode(image)))
     return (array[..., None] if array.ndim == 2 else array), kind
 
 

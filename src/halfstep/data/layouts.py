@@ -18,7 +18,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from halfstep.data.files import READABLE, TRAIN_NAMES, VALIDATION_NAMES, natural_key, some_of
+from halfstep.data.files import (
+    READABLE,
+    TRAIN_NAMES,
+    VALIDATION_NAMES,
+    describe_content,
+    list_folders,
+    natural_key,
+    some_of,
+)
 from halfstep.errors import DataError
 
 ID, ANY_FOLDERS = "{id}", "**"
@@ -392,17 +400,13 @@ def _levels(root: Path) -> Iterator[list[Path]]:
         if len(folders) > MANY_FOLDERS:  # class folders, or somebody's home: no archive's
             return
         yield folders
-        folders = [path for folder in folders for path in sorted(folder.iterdir()) if _is_visible_folder(path)]
-
-
-def _is_visible_folder(path: Path) -> bool:
-    return path.is_dir() and not path.name.startswith((".", "__"))
+        folders = [path for folder in folders for path in list_folders(folder)]
 
 
 def _nothing_found(root: Path, asked: PairLayout) -> DataError:
     images, masks = (name if ID in name else f"{name}/" for name in (asked.images or "imgs", asked.masks or "masks"))
     return DataError(
         f"no {images} and {masks} in {root}",
-        why=f"it holds {some_of(sorted(p.name for p in root.iterdir())) or 'nothing'}",
+        why=f"it holds {describe_content(root)}",
         fix="imgs/<id>.png with masks/<id>_mask.png, or name the folders: data.images and data.masks",
     )

@@ -31,9 +31,9 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from halfstep.data.files import BadFiles, OnBadFile, naming_no_room, refuse_no_room
-from halfstep.data.image_folder import ImageFolder
-from halfstep.data.image_samples import REDUCING_GAP, Array, StoredImages, centre_square
+from halfstep.data.files import Array, BadFiles, OnBadFile, naming_no_room, refuse_no_room
+from halfstep.data.image_folder import ImageFolder, refuse_lost_classes
+from halfstep.data.image_samples import REDUCING_GAP, StoredImages, centre_square
 from halfstep.data.images import open_picture
 from halfstep.data.loader import read_ahead
 from halfstep.disk import parse_json, take_turn
@@ -324,7 +324,7 @@ def pack(folder: ImageFolder, path: Path, settings: PackSettings, *, progress: T
             checksums=tuple(crc for _, _, crc in rows),
             left_out=tuple(f"{error.what}: {error.why}" for error in bad_files.skipped),
         )
-        check_classes_left(index)
+        refuse_lost_classes(index.classes, index.labels[:num_train], why="all of them were left out")
         bad_files.refuse_empty_validation(len(folder.val), len(rows) - num_train)
         finish(partial, path, pixels, index)
     return open_pack(path, verify_bytes=1)
@@ -371,14 +371,6 @@ def check_room(path: Path, num_images: int, settings: PackSettings) -> None:
             fix="delete it, or name another file: data.cache_file=FILE (--out FILE)",
         )
     refuse_no_room(path, needed, what)
-
-
-def check_classes_left(index: PackIndex) -> None:
-    """Refuse a cache in which bad files were all of a class."""
-    seen = set(index.labels[: index.num_train])
-    lost = [name for number, name in enumerate(index.classes) if number not in seen]
-    if lost:
-        raise DataError(f"no readable training picture in class {', '.join(lost)}", why="all of them were left out")
 
 
 def whole_stretched(path: Path, size: int) -> tuple[Array, tuple[int, int]]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from halfstep.data.files import Array
+
 CACHE_BYTES = 2 << 30
 
 

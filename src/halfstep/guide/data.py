@@ -101,7 +101,7 @@ def _look(workload: str, folder: Path, source: DataOrigin, on_bad_file: OnBadFil
     # Without a folder the config has the demo's image size.
     config = from_dict(workload, {"data": {"dir": str(folder)}} if source == "folder" else {}).config
     config = any_folder(config, folder, on_bad_file=on_bad_file)
-    family: Guiding = KINDS.of(workload).part("guide")()
+    family: Guiding = KINDS.of(workload).make_guide()
     opened = family.open(config)
     return DataLook(
         source=source,

@@ -198,21 +198,24 @@ def show_refusal(console: Console, error: HalfstepError) -> None:
             console.print(Text(f"  {label}: {text}"))
 
 
-FAMILIES = {kind.task: kind for name in KINDS if (kind := KINDS[name]).guide is not None}
+FAMILIES = {kind.task: (kind.guide, kind.usual) for name in KINDS if (kind := KINDS[name]).guide is not None}
+"""What the guide says of a family, and the workload most people want on a GPU."""
 TASK = Question(
     key="task",
     text="What do you want to train?",
     choices={
-        **{task: kind.about for task, kind in FAMILIES.items()},
+        **{task: entry.about for task, (entry, _) in FAMILIES.items()},
         "own": "a workload of your own, by import path pkg.module:KIND or pkg.module:build",
     },
-    aliases={next(iter(kind.models)): task for task, kind in FAMILIES.items() if len(kind.models) == 1},
+    aliases={next(iter(entry.models)): task for task, (entry, _) in FAMILIES.items() if len(entry.models) == 1},
     default=next(iter(FAMILIES)),
 )
 MODEL = Question(
     key="model",
     text="Which model? Larger ones want more data and time.",
-    choices={name: text for kind in FAMILIES.values() if len(kind.models) > 1 for name, text in kind.models.items()},
+    choices={
+        name: text for entry, _ in FAMILIES.values() if len(entry.models) > 1 for name, text in entry.models.items()
+    },
 )
 WORKLOAD = Question(key="workload", text="Import path of your workload (pkg.module:build)?")
 DATA = Question(key="data", text="Where are your data?", empty_means="demo data, generated")
@@ -242,7 +245,7 @@ QUESTIONS = (TASK, MODEL, WORKLOAD, DATA, GOAL, PICK, FILE, START)
 
 def with_task(answers: Mapping[str, str]) -> Mapping[str, str]:
     """Answers that name a model and no task, with the task that the model is for."""
-    task = next((task for task, kind in FAMILIES.items() if answers.get(MODEL.key) in kind.models), "")
+    task = next((task for task, (entry, _) in FAMILIES.items() if answers.get(MODEL.key) in entry.models), "")
     return {TASK.key: task, **answers} if task else answers
 
 
@@ -300,11 +303,11 @@ def _workload(asker: Asker, machine: Machine) -> str:
     task = asker.ask(TASK, str)
     if task == "own":
         return asker.ask(WORKLOAD, own_workload)
-    kind = FAMILIES[task]
-    if len(kind.models) == 1:
-        return next(iter(kind.models))
-    default = kind.usual_on_cpu if machine.hardware.kind == "cpu" else kind.usual
-    return asker.ask(dataclasses.replace(MODEL, choices=kind.models, default=default), str)
+    entry, usual = FAMILIES[task]
+    if len(entry.models) == 1:
+        return next(iter(entry.models))
+    default = entry.usual_on_cpu if machine.hardware.kind == "cpu" else usual
+    return asker.ask(dataclasses.replace(MODEL, choices=entry.models, default=default), str)
 
 
 def own_workload(answer: str) -> str:

@@ -10,8 +10,7 @@ from typing import Any
 import yaml
 
 from halfstep.config.dump import Dumper
-from halfstep.config.schema import RunConfig
-from halfstep.config.training import ADAM_LIKE
+from halfstep.config.schema import ADAM_LIKE, RunConfig
 from halfstep.errors import format_bytes, format_count, suggested
 from halfstep.guide.data import DataLook
 from halfstep.guide.trial import Trial
@@ -111,7 +110,7 @@ def _suggestion(situation: Situation, preset: str, planners: Planners) -> Sugges
 
 def _tried(situation: Situation, preset: str, paths: Mapping[str, Any], batch_size: int) -> tuple[Trial | None, str]:
     """The trial of a config, where trials are made, and what it says of the speed against fp32."""
-    if situation.try_out is None or situation.look is None or not KINDS.of(situation.workload).makes_data:
+    if situation.try_out is None or situation.look is None or KINDS.of(situation.workload).synthetic is None:
         return None, ""
     store, precision = situation.look.store, paths["precision"]
     found = situation.try_out(_config(situation, preset, paths), store, batch_size)
@@ -147,7 +146,7 @@ def _fit_to_pictures(situation: Situation, preset: str, paths: dict[str, Any]) -
     side = max(LEAST_SIDE, -(-max(look.sides) // SIDE_STEP) * SIDE_STEP)
     if side >= config.data.image_size:
         return []
-    paths |= KINDS.of(situation.workload).part("guide")().for_side(config, side)
+    paths |= KINDS.of(situation.workload).make_guide().for_side(config, side)
     width, height = look.sides
     return [("image size", f"{side} pixels: the pictures have {width}×{height}, and more would be blown up")]
 
@@ -155,7 +154,7 @@ def _fit_to_pictures(situation: Situation, preset: str, paths: dict[str, Any]) -
 def _smaller(situation: Situation) -> dict[str, Any]:
     if situation.hardware.kind != "cpu" or situation.look is None or situation.is_demo:
         return {}
-    return dict(KINDS.of(situation.workload).part("guide")().small_on_cpu)
+    return dict(KINDS.of(situation.workload).make_guide().small_on_cpu)
 
 
 def _may_compile(hardware: Hardware) -> bool:

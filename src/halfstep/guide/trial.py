@@ -20,7 +20,7 @@ from halfstep.run.engine import engine_for
 from halfstep.run.memory.out_of_memory import OutOfMemory
 from halfstep.run.memory.traceable_step import NoSamples
 from halfstep.workloads import KINDS
-from halfstep.workloads.base.workload import Batch, Workload
+from halfstep.workloads.base.workload import Batch
 
 TRIAL_S = 3.0
 """No step is begun that would end later."""
@@ -77,15 +77,16 @@ def measured_trial(step: Callable[[int], float], batch_size: int) -> Trial | Non
 
 def _step(config: RunConfig, store: Mapping[str, Any], hardware: Hardware) -> Callable[[int], float]:
     """A step of the run itself, eager: it takes a number of samples and gives its seconds."""
-    kind = KINDS.of(config.workload)
-    workload: Workload = kind.part("over")(config, store, NoSamples())
+    synthetic = KINDS.of(config.workload).synthetic
+    assert synthetic is not None, "only workloads with synthetic data are tried"
+    workload = synthetic.build(config, store, NoSamples())
     parts = assemble(config, workload, plan_for(config, workload, hardware))
     engine = engine_for(parts, "eager", lambda text, level: None)
 
     @functools.lru_cache(maxsize=1)
     def window(num_samples: int) -> list[Batch]:
         sized = config.changed(train={"batch_size": num_samples})
-        return [{name: value.to(parts.device) for name, value in kind.make_batch(sized, store).items()}]
+        return [{name: value.to(parts.device) for name, value in synthetic.make_batch(sized, store).items()}]
 
     def step(num_samples: int) -> float:
         batches = window(num_samples)

@@ -21,7 +21,6 @@ from torch import nn
 
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
-from halfstep.data.prefetch import RecentWindows
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError
 from halfstep.evidence.recorder import Recorder
@@ -43,10 +42,10 @@ from halfstep.step.phases import PhasedGuard, PhasedStep, PhaseStep, SharedScale
 from halfstep.step.randomness import seed_everything
 from halfstep.step.ranks import Ranks
 from halfstep.step.scaler import ScalerOptions
-from halfstep.step.schedule import Plateau
+from halfstep.step.schedule import PlateauFactor
 from halfstep.step.snapshots import Snapshots
 from halfstep.step.step import Step
-from halfstep.step.tabulated import Values
+from halfstep.step.tables import Values
 from halfstep.tune.channels_last import to_channels_last_, wants_channels_last
 from halfstep.tune.choose import asked_mode, fp8_gains
 from halfstep.tune.memory_low import MemorySetting
@@ -55,8 +54,7 @@ from halfstep.tune.own_blocks import recompute_blocks_
 from halfstep.tune.trials import total_steps_of
 from halfstep.workloads import KINDS, build
 from halfstep.workloads.base.kind import Unit
-from halfstep.workloads.base.phase import Phase
-from halfstep.workloads.base.workload import Workload
+from halfstep.workloads.base.workload import Phase, Workload
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,14 +72,12 @@ class Assembly:
     phases: tuple[AssembledPhase, ...] = ()  # in their order; none: `step`, `region` and `eager` are the one there is
     guard: Guard
     snapshots: Snapshots | None
-    plateau: Plateau | None
+    plateau: PlateauFactor | None
     stopping: EarlyStopping
     train_loader: Loader
     val_loader: Loader
     total_steps: int
     unit: Unit  # what throughput counts
-    recent: RecentWindows | None = None
-    """Set before the run begins by whoever wants to see the windows of steps that the guard looks at."""
     recorder: Recorder | None = None  # keeps the step of a fault; set before the run begins
     world: World | None = None  # the processes that train this model together; None where there is one
 
@@ -231,11 +227,11 @@ def _snapshots(config: RunConfig, workload: Workload) -> Snapshots | None:
     return Snapshots(every=guard.snapshot_every, margin=guard.margin, lag=LAG + longest)
 
 
-def _plateau(config: RunConfig, workload: Workload) -> Plateau | None:
+def _plateau(config: RunConfig, workload: Workload) -> PlateauFactor | None:
     s = config.schedule
     if s.name != "plateau":
         return None
-    return Plateau(mode=workload.mode, cut=s.factor, patience=s.patience, floor=max(s.min_factor, 1e-6))
+    return PlateauFactor(mode=workload.mode, cut=s.factor, patience=s.patience, floor=max(s.min_factor, 1e-6))
 
 
 # --- phases: each with its optimizer, step and region; one loss scaler for all ---

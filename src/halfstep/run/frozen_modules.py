@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from halfstep.config.schema import RunConfig
 from halfstep.disk import atomic_file
 from halfstep.errors import CheckpointError, HalfstepError
-from halfstep.precision.frozen import apply_frozen_
+from halfstep.precision.apply import apply_frozen_
 from halfstep.precision.parts import original_class
 from halfstep.precision.plan import Plan
 from halfstep.tune.channels_last import to_channels_last_, wants_channels_last
-from halfstep.workloads.base.parts import FrozenPart
-from halfstep.workloads.base.workload import Workload
+from halfstep.workloads.base.workload import FrozenPart, Workload
 
 Parts = Mapping[str, FrozenPart]
 Stored = Mapping[str, Mapping[str, str]]  # checksum and source by name, as a checkpoint holds them

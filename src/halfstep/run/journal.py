@@ -28,7 +28,7 @@ from halfstep.step.facts import Facts, PhasedFacts, Reading, parts_of, reading_f
 from halfstep.step.guard import Guard, Verdict
 from halfstep.tune.modes import UNCAPTURED, Mode
 from halfstep.workloads import KINDS
-from halfstep.workloads.base.kind import Unit
+from halfstep.workloads.base.kind import Unit, load_part
 
 METRIC_EVERY_S = 2.0
 """The training metric on the bar waits for the device, so it is refreshed by the clock, not by the step."""
@@ -341,7 +341,7 @@ def hint_about(workload: str, scores: Mapping[str, float]) -> str:
     if not math.isfinite(scores.get("loss", 0.0)):
         return ""  # what such a model predicts says nothing about its classes
     kind = KINDS.of(workload)
-    return str(kind.part("hint")(scores)) if kind.hint is not None else ""
+    return str(load_part(kind.hint)(scores)) if kind.hint is not None else ""
 
 
 # --- how fast a run goes, and what it waits for: data, the slowest rank, the host ---

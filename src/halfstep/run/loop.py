@@ -175,8 +175,6 @@ class Loop:
 
     def _one_step(self, window: list[dict[str, Tensor]]) -> Facts | PhasedFacts:
         parts, position = self.parts, self.position
-        if parts.recent is not None:
-            parts.recent.keep(parts.step.attempted, window)
         if parts.world is not None and self.interrupts:
             parts.ask_to_stop()
         with self.ledger.around(self.engine) if self.ledger is not None else nullcontext():
@@ -190,12 +188,8 @@ class Loop:
         parts = self.parts
         if self.held is not None:
             self.held.keep(parts.step.attempted, window, position, self.train_metrics)
-        try:
+        with parts.recorder.watch(window) if parts.recorder is not None else nullcontext():
             facts = self.engine(window, parts.train_loader.sizes(position.batch, len(window)))
-        except Exception as error:
-            if parts.recorder is not None:
-                parts.recorder.failed(error, window)
-            raise
         facts.epoch, facts.window = position.epoch, position.batch // parts.step.accumulate
         return facts
 

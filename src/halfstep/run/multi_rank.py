@@ -20,9 +20,8 @@ from halfstep.run.frozen_modules import checksum
 from halfstep.run.memory.out_of_memory import OutOfMemory
 from halfstep.run.resume import flattened
 from halfstep.step.facts import PhasedReading, Reading
-from halfstep.step.own_ranks import refuse_other_settings
 from halfstep.step.phases import without_gradients_of_others
-from halfstep.step.ranks import Ranks, wrapped_regions
+from halfstep.step.ranks import Ranks, refuse_other_settings, wrapped_regions
 from halfstep.tune.modes import Batch, Region
 from halfstep.workloads.base.workload import Workload
 

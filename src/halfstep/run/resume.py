@@ -11,8 +11,7 @@ from pydantic import BaseModel
 
 from halfstep.config.dump import plain
 from halfstep.config.load import Loaded
-from halfstep.config.schema import RunConfig
-from halfstep.config.training import WITHOUT_END
+from halfstep.config.schema import WITHOUT_END, RunConfig
 from halfstep.errors import CheckpointError, HardwareError, format_count
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan

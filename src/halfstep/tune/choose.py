@@ -21,7 +21,7 @@ from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.driver import Driver
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, gains_once
-from halfstep.precision.fp8_pays import after_whole_steps, measured_gains, without_fp8
+from halfstep.precision.fp8 import after_whole_steps, measured_gains, without_fp8
 from halfstep.precision.ladder import lacks
 from halfstep.precision.plan import Plan
 from halfstep.tune.memory_low import (

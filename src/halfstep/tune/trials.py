@@ -17,8 +17,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
 from halfstep.errors import summarise_error
 from halfstep.hardware.clock import Clock, Stopwatch
-from halfstep.hardware.live_bytes import LiveBytes
-from halfstep.hardware.memory import peak_memory_bytes, reset_peak
+from halfstep.hardware.memory import LiveBytes, peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
 from halfstep.tune.channels_last import is_only_tried
 from halfstep.tune.fresh_thread import in_fresh_thread

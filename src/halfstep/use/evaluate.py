@@ -30,7 +30,7 @@ from halfstep.run.validate import evaluating, validate
 from halfstep.step.randomness import algorithms
 from halfstep.use.open_run import OpenedRun, as_trained, fresh_folder, in_use, open_run, plan_for_use, with_weights
 from halfstep.workloads import KINDS
-from halfstep.workloads.base.options import with_defaults
+from halfstep.workloads.base.kind import load_part, with_defaults
 from halfstep.workloads.base.other_data import any_folder
 from halfstep.workloads.base.using import Evaluation as Evaluating
 from halfstep.workloads.base.using import PlainEvaluation
@@ -54,8 +54,8 @@ def evaluate(
     clock = Stopwatch()
     run = open_run(path, checkpoint=checkpoint, trust=trust)
     kind = KINDS.of(run.config.workload)
-    evaluating_as: Any = PlainEvaluation if kind.evaluation is None else kind.part("evaluation")
-    wanted = with_defaults(kind.evaluate_options, options or {}, run.config.workload)
+    evaluating_as: Any = load_part(kind.evaluate.evaluation) if kind.evaluate else PlainEvaluation
+    wanted = with_defaults(kind.evaluate.options if kind.evaluate else (), options or {}, run.config.workload)
     with naming_lost_files(run.frozen):
         config, workload = _with_data(run, evaluating_as, data, report)
     workload = replace(workload, frozen=as_trained(run, workload.frozen))

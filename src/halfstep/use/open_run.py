@@ -25,9 +25,9 @@ from halfstep.run.folder import RunFolder, load_stored
 from halfstep.run.frozen_modules import as_stored, modules_of, place_frozen_
 from halfstep.run.stored_state import load_for_use
 from halfstep.run.validate import evaluating
-from halfstep.step.tabulated import Value, set_to_
-from halfstep.workloads.base.parts import FrozenPart
+from halfstep.step.tables import Value, set_to_
 from halfstep.workloads.base.using import Trained
+from halfstep.workloads.base.workload import FrozenPart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,8 +22,7 @@ from halfstep.run.interrupts import Interrupts, interrupts
 from halfstep.step.randomness import algorithms
 from halfstep.use.open_run import as_trained, fresh_folder, in_use, open_run, plan_for_use, with_weights
 from halfstep.workloads import KINDS
-from halfstep.workloads.base.kind import Kind
-from halfstep.workloads.base.options import with_defaults
+from halfstep.workloads.base.kind import PredictCommand, load_part, with_defaults
 from halfstep.workloads.base.using import Input, Predictor, Trained, Wishes, frozen_of
 
 UNFINISHED = "unfinished.json"
@@ -73,21 +72,21 @@ def predict(
     """What the model says about every file; those that cannot be used are named, and fail only where all do."""
     clock = Stopwatch()
     run = open_run(path, checkpoint=checkpoint, trust=trust)
-    kind = _kind_of(run.config.workload)
-    wishes = replace(wishes, options=with_defaults(kind.predict_options, wishes.options, run.config.workload))
-    _refuse_wrong_inputs(kind, asked, run.config.workload)
+    command = _command_of(run.config.workload)
+    wishes = replace(wishes, options=with_defaults(command.options, wishes.options, run.config.workload))
+    _refuse_wrong_inputs(command, asked, run.config.workload)
     with naming_lost_files(run.frozen), unfilled():
-        predictor: Predictor = kind.part("predictor")(run.config, run.store)
+        predictor: Predictor = load_part(command.predictor)(run.config, run.store)
     frozen = as_trained(run, frozen_of(predictor))
     inputs, failed = find_inputs(asked, predictor.endings)
     for failure in failed:
         _tell(failure, report)
-    if kind.needs_input:
+    if command.needs_input:
         _some_must_be_left(inputs, failed)
     plan = plan_for_use(run, predictor.model, device=device, precision=precision, frozen=frozen)
     for note in (*run.notes, *plan.warnings):
         report.notice(note, "warning")
-    has_folder = wishes.out is not None or kind.writes_files
+    has_folder = wishes.out is not None or command.writes_files
     request = {**run.facts(plan), "options": wishes.options, "inputs": [str(path.absolute()) for path in asked]}
     left = _read_unfinished(wishes.out, request)
     place: AbstractContextManager[Path | None] = nullcontext(wishes.out)
@@ -108,7 +107,7 @@ def predict(
         except KeyboardInterrupt:
             raise _stopped_at_once(folder, answers) from None
         if num_left:
-            raise _stopped(folder, request, kind, answers, num_left, asked_to_stop)
+            raise _stopped(folder, request, command, answers, num_left, asked_to_stop)
         if failed:
             _some_must_be_left(answers, failed)
         made = Predictions(
@@ -123,16 +122,16 @@ def predict(
     return made
 
 
-def _kind_of(workload: str) -> Kind:
-    kind = KINDS.of(workload)
-    if kind.predictor is None:
-        able = ", ".join(name for name in KINDS if KINDS[name].predictor is not None)
+def _command_of(workload: str) -> PredictCommand:
+    command = KINDS.of(workload).predict
+    if command is None:
+        able = ", ".join(name for name in KINDS if KINDS[name].predict is not None)
         raise ConfigError(
             f"halfstep predict does not know {workload}",
             why="its Kind has no predictor",
             fix=f"give it one (examples/own_workload.py); it knows {able}",
         )
-    return kind
+    return command
 
 
 def _answer_all(
@@ -200,7 +199,7 @@ def _continue(
 def _stopped(
     folder: Path | None,
     request: Mapping[str, Any],
-    kind: Kind,
+    command: PredictCommand,
     answers: list[Answer],
     num_left: int,
     asked_to_stop: Interrupts,
@@ -212,13 +211,13 @@ def _stopped(
     if not folder or not answers:
         return Interrupted(f"stopped by {by} after {num}; nothing was written", exit_code=asked_to_stop.exit_code)
     left: dict[str, Any] = {"halfstep predict": request, "answers": [], "drawn again": []}
-    if kind.needs_input:
+    if command.needs_input:
         left["answers"] = [asdict(one) for one in answers]
     else:  # no input tells which samples are there, and the same seed draws them again
         named = {value for answer in answers for value in answer.found.values() if isinstance(value, str)}
         left["drawn again"] = [str(path.relative_to(folder)) for path in folder.rglob("*") if str(path) in named]
     write_atomically(folder / UNFINISHED, json_text(left) + "\n")
-    again = "continues" if kind.needs_input else "draws all of them again"
+    again = "continues" if command.needs_input else "draws all of them again"
     return Interrupted(
         f"stopped by {by}: {num} are written to {folder}",
         fix=f"the same command with --out {folder} {again} there",
@@ -238,12 +237,12 @@ def _stopped_at_once(folder: Path | None, answers: list[Answer]) -> Interrupted:
 # --- inputs ---
 
 
-def _refuse_wrong_inputs(kind: Kind, asked: Sequence[Path], workload: str) -> None:
-    if kind.needs_input and not asked:
+def _refuse_wrong_inputs(command: PredictCommand, asked: Sequence[Path], workload: str) -> None:
+    if command.needs_input and not asked:
         raise ConfigError(
             "no input to predict", why=f"{workload} answers for files", fix="name files, or folders of them, after RUN"
         )
-    if asked and not kind.needs_input:
+    if asked and not command.needs_input:
         raise ConfigError(f"{asked[0]} means nothing for {workload}", why="it needs no input", fix="leave it out")
 
 

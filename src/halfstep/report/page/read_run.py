@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from halfstep.config.foreign import flat
+from halfstep.config.yaml_source import read_yaml
 from halfstep.disk import parse_json, read_sealed
 from halfstep.errors import CheckpointError
 from halfstep.report.metrics_file import read
@@ -117,11 +116,7 @@ def _settings(path: Path) -> dict[str, tuple[str, str]]:
     stored = _json(path / "report" / "config.json").get("settings", {})
     if stored:
         return {key: (shown(one["value"]), _source(one["source"])) for key, one in stored.items()}
-    try:
-        values = yaml.safe_load((path / "config.yaml").read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{path / 'config.yaml'} cannot be read: {error}") from error
-    return {key: (shown(value), "") for key, value in flat(values or {}).items()}
+    return {key: (shown(value), "") for key, value in flat(read_yaml(path / "config.yaml").values).items()}
 
 
 def _source(source: dict[str, Any]) -> str:

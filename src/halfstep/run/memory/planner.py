@@ -18,8 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from halfstep.config.schema import RunConfig
-from halfstep.config.training import ADAM_LIKE
+from halfstep.config.schema import ADAM_LIKE, RunConfig
 from halfstep.errors import ConfigError, MemoryLimitError, format_bytes
 from halfstep.hardware.facts import Hardware
 from halfstep.kernels.fast_forms import has_triton

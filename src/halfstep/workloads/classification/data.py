@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.data.binary_sets import cifar_folder, idx_folder, idx_titles, read_cifar, read_idx
-from halfstep.data.files import BadFiles, some_of
+from halfstep.data.files import BadFiles, require_folder, some_of
 from halfstep.data.image_folder import FolderLayout, ImageFolder, check_images, find_images
 from halfstep.data.image_samples import (
     CropRange,
@@ -21,7 +21,6 @@ from halfstep.data.image_samples import (
 )
 from halfstep.data.loader import Samples
 from halfstep.data.packed import PackingBar, PackSettings, default_pack_path, open_or_pack
-from halfstep.errors import DataError
 from halfstep.workloads.classification.config import ImageDataConfig
 
 PICTURE_SHARE, WHOLE = 0.875, 1.0
@@ -70,11 +69,7 @@ def open_image_data(
 
     `store` of an earlier run says how its validation saw images; unless `quiet`, packing shows its progress.
     """
-    if config.dir is None:
-        raise DataError(
-            "no data folder", why="a classifier learns from pictures in class folders", fix="--data-dir DIR"
-        )
-    root = Path(config.dir)
+    root = require_folder(config.dir)
     for kind in STORED:
         if (place := kind.folder(root)) is not None:
             return _stored(kind, place, config, evaluation_share(config, store, usual=WHOLE))

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from halfstep.data.files import new_folder
-
-Array = np.ndarray[Any, Any]
+from halfstep.data.files import Array, new_folder
 
 SIDE = 64
 NUM_TRAIN, NUM_VAL = 100, 20  # images of each class

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from halfstep.data.files import TRAIN_NAMES, VALIDATION_NAMES, BadFiles, natural_key, some_of
+from halfstep.data.files import TRAIN_NAMES, VALIDATION_NAMES, BadFiles, list_files, some_of
 from halfstep.errors import DataError, format_count
 
 PROSE = (".txt", ".text", ".md", ".rst", ".tex")
@@ -54,7 +54,7 @@ def find_texts(root: Path, *, val_fraction: float, bad_files: BadFiles) -> TextF
         return _one(root, root, val_fraction)
     if not root.is_dir():
         raise DataError(f"no text at {root}", why="it does not exist", fix="--data-dir: a text file or a folder")
-    prose, code = _below(root, PROSE), _below(root, CODE)
+    prose, code = (list_files(root, endings, recursive=True) for endings in (PROSE, CODE))
     endings = PROSE if prose else CODE
     train, val = _named_part(root, TRAIN_NAMES, endings), _named_part(root, VALIDATION_NAMES, endings)
     if not train and not val:
@@ -134,7 +134,7 @@ def _place(root: Path, files: list[Path]) -> str:
 def _named_part(root: Path, names: tuple[str, ...], endings: tuple[str, ...]) -> list[Path]:
     for name in names:
         if (root / name).is_dir():
-            return _below(root / name, endings)
+            return list_files(root / name, endings, recursive=True)
         if files := [root / f"{name}{ending}" for ending in endings if (root / f"{name}{ending}").is_file()]:
             return files
     return []
@@ -144,12 +144,6 @@ def _with_word(files: list[Path], names: tuple[str, ...]) -> list[Path]:
     """Of `ptb.train.txt`, `ptb.valid.txt` and `ptb.test.txt` those with a word that names a part."""
     found = ([path for path in files if name in NO_WORD.split(path.stem.lower())] for name in names)
     return next(filter(None, found), [])
-
-
-def _below(folder: Path, endings: tuple[str, ...]) -> list[Path]:
-    found = [path for path in folder.rglob("*") if path.suffix.lower() in endings and path.is_file()]
-    visible = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    return sorted(visible, key=lambda path: natural_key(path.relative_to(folder).as_posix()))
 
 
 def _check(files: list[Path], bad_files: BadFiles) -> list[Path]:

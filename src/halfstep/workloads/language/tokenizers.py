@@ -14,10 +14,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from halfstep.data.files import Array
 from halfstep.disk import parse_json
 from halfstep.errors import DataError, nearest, suggest_install, summarise_error
-
-Array = np.ndarray[Any, Any]
 
 END_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "[SEP]")
 """What tokenizers call the end of a document."""

@@ -36,14 +36,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.data.files import naming_no_room, natural_key, refuse_no_room
+from halfstep.data.files import Array, naming_no_room, natural_key, refuse_no_room
 from halfstep.data.seeds import generator_for
 from halfstep.disk import atomic_file, parse_json, take_turn
 from halfstep.errors import DataError
 from halfstep.workloads.language.text_files import PROSE, TextFiles
 from halfstep.workloads.language.tokenizers import Characters, Tokenizer, identity
-
-Array = np.ndarray[Any, Any]
 
 UNCOUNTED = -1
 PRINTABLE = np.frombuffer(string.printable.encode(), dtype=np.uint8)

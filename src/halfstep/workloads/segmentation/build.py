@@ -280,8 +280,6 @@ MANY_VALUES = 64
 def find_data(config: UNetConfig, bad_files: BadFiles) -> FoundPairs:
     """The pairs at `data.dir`."""
     data = config.data
-    if data.dir is None:
-        raise DataError("no data folder", why="building U-Net's data needs data.dir", fix="--data-dir DIR")
     layout = of_settings(PairLayout, data)
     split = Split(
         val_fraction=data.val_fraction,
@@ -289,7 +287,7 @@ def find_data(config: UNetConfig, bad_files: BadFiles) -> FoundPairs:
         train_list=Path(data.train_list) if data.train_list else None,
         val_list=Path(data.val_list) if data.val_list else None,
     )
-    return find_split(Path(data.dir), layout=layout, split=split, bad_files=bad_files)
+    return find_split(data.dir, layout=layout, split=split, bad_files=bad_files)
 
 
 def ignored_value(config: UNetConfig, found: FoundPairs, seen: Collection[MaskValue]) -> tuple[MaskValue | None, str]:

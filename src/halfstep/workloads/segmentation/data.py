@@ -20,12 +20,12 @@ from halfstep.data.files import (
     Result,
     held_out,
     in_threads,
+    list_images,
     natural_key,
-    readable_files,
-    refuse_missing,
+    require_folder,
     some_of,
 )
-from halfstep.data.images import ImageFacts, RawRange, image_facts, raw_range, read_image, resize_image
+from halfstep.data.images import ImageFacts, RawRange, image_facts, raw_range, read_image, resize_image, to_bytes
 from halfstep.data.layouts import ID, Layout, NamePattern, Names, PairLayout, find_layout
 from halfstep.data.sample_cache import CACHE_BYTES, SampleCache
 from halfstep.errors import DataError, make_printable, nearest
@@ -73,9 +73,9 @@ class FoundPairs:
     has_background: bool = True
 
 
-def find_split(root: Path, *, layout: PairLayout, split: Split, bad_files: BadFiles) -> FoundPairs:
+def find_split(root: str | Path | None, *, layout: PairLayout, split: Split, bad_files: BadFiles) -> FoundPairs:
     """The training and validation pairs of a data folder."""
-    refuse_missing(root)
+    root = require_folder(root)
     folder, found = find_layout(root, layout)
     parts = [names for names in (found.train, found.val) if names]
     pairs = [_paired(folder, names, layout, bad_files, some_without_masks=found.some_without_masks) for names in parts]
@@ -209,7 +209,7 @@ def _one_each(root: Path, names: NamePattern, key: str) -> dict[str, Path]:
 
 def _none_called(root: Path, names: NamePattern) -> DataError:
     folder = root / names.base
-    files = readable_files(folder)  # raises where there is none at all
+    files = list_images(folder)  # raises where there is none at all
     return DataError(
         f"no file in {folder} is called {names.text}{names.ending}",
         why=f"it holds {some_of(path.name for path in files)}",
@@ -278,10 +278,10 @@ class SegmentationData:
 def read_planes(path: Path, image: ImageFormat) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     """One image file as (C, H, W) in the format of the training data."""
     array = read_image(path, channels=image.channels, raw_scale=image.raw_scale)
-    if image.is_float and array.dtype == np.uint8:
+    if not image.is_float:
+        array = to_bytes(array)
+    elif array.dtype == np.uint8:
         array = array.astype(np.float32) / 255
-    elif not image.is_float and array.dtype != np.uint8:
-        array = (array * 255).round().clip(0, 255).astype(np.uint8)
     return np.array(np.moveaxis(resize_image(array, image.size), -1, 0), order="C")  # a copy: Pillow's is read-only
 
 

@@ -7,14 +7,11 @@ stripes of their own, thin lines and noise distract: no colour tells shape from 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from halfstep.data.files import new_folder
-
-Array = np.ndarray[Any, Any]
+from halfstep.data.files import Array, new_folder
 
 NUM_IMAGES = 100
 SIDE = 64

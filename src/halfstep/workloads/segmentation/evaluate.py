@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from halfstep.data.files import BadFiles, some_of
+from halfstep.data.files import Array, BadFiles, some_of
 from halfstep.data.images import read_image
 from halfstep.data.layouts import PairLayout, holds_folders
 from halfstep.errors import ConfigError, DataError
@@ -20,7 +20,7 @@ from halfstep.workloads.base.using import Look, Phase, PlainEvaluation, Trained
 from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.data import SegmentationData, discover_values
-from halfstep.workloads.segmentation.masks import Array, as_colour, read_mask, table_of
+from halfstep.workloads.segmentation.masks import as_colour, read_mask, table_of
 from halfstep.workloads.segmentation.pictures import SheetRow, contact_sheet
 from halfstep.workloads.segmentation.predict import WholeImages
 from halfstep.workloads.segmentation.scores import SegmentationDetails, SegmentationMetrics, predicted_classes

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
-from halfstep.data.files import ARRAYS, UNREADABLE, load_array, readable_files, some_of, unreadable
-from halfstep.data.images import ImageFacts, channels_last, image_facts
+from halfstep.data.files import ARRAYS, Array, list_images, load_array, some_of
+from halfstep.data.images import ImageFacts, channels_last, image_facts, open_image
 from halfstep.errors import DataError
 
-Array = np.ndarray[Any, Any]
 MaskValue = int | tuple[int, int, int]
 
 IGNORED = 255
@@ -80,7 +78,7 @@ def table_from(values: Sequence[Any], *, ignored: Any = None) -> MaskTable:
 
 def mask_files(path: Path) -> list[Path]:
     """The files of a mask: itself, or all of a folder in which each file shows one thing."""
-    return readable_files(path) if path.is_dir() else [path]
+    return list_images(path) if path.is_dir() else [path]
 
 
 def mask_facts(path: Path) -> ImageFacts:
@@ -108,12 +106,9 @@ def read_mask(path: Path) -> Array:
     if path.suffix.lower() in ARRAYS:
         array = channels_last(load_array(path), path)
     else:
-        try:
-            with Image.open(path) as picture:
-                direct = picture.mode in ("1", "L", "P", "LA", "PA", "RGB", "RGBA", "F") or picture.mode[0] == "I"
-                array = np.asarray(picture if direct else picture.convert("RGB"))
-        except UNREADABLE as error:
-            raise unreadable(path, error) from error
+        with open_image(path) as image:
+            direct = image.mode in ("1", "L", "P", "LA", "PA", "RGB", "RGBA", "F") or image.mode[0] == "I"
+            array = np.asarray(image if direct else image.convert("RGB"))
         array = array[..., None] if array.ndim == 2 else array
     if array.shape[2] in (3, 4):
         colour = np.asarray(array[..., :3])

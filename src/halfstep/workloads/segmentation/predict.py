@@ -16,12 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from halfstep.data.files import READABLE
+from halfstep.data.files import READABLE, Array
 from halfstep.data.images import image_facts, read_image
 from halfstep.errors import ConfigError, DataError
 from halfstep.report.progress import Bar
@@ -82,7 +81,6 @@ class MaskPredictor:
 
 Forward = Callable[[Tensor], Tensor]
 """Images (N, C, H, W) to logits (N, K, H, W), with the model in evaluation mode and its precision applied."""
-Array = np.ndarray[Any, Any]
 Span = tuple[int, int]
 Tell = Callable[[int, int], None]  # hears before each tile how many are done, of how many
 

@@ -13,11 +13,10 @@ from halfstep.config.section import of_settings
 from halfstep.data import noise
 from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import generator_for
-from halfstep.errors import ConfigError, DataError, format_count
+from halfstep.errors import ConfigError, format_count
 from halfstep.models.weights import load_file_
 from halfstep.workloads.base.kind import Store
-from halfstep.workloads.base.parts import FrozenPart, Group
-from halfstep.workloads.base.workload import Forward, Loss, Prepare, Workload
+from halfstep.workloads.base.workload import Forward, FrozenPart, Group, Loss, Prepare, Workload
 from halfstep.workloads.slots.backbones import FilterBank, dinov2, load_backbone_
 from halfstep.workloads.slots.config import DINO_PATCH, SlotContrastConfig
 from halfstep.workloads.slots.data import normalised, notes_on, open_clips, prepared_masks, unit_pixels
@@ -35,8 +34,6 @@ RANDOM = "random"
 
 def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """The workload for `config.data.dir`."""
-    if config.data.dir is None:
-        raise DataError("no data folder", why="videos are read from data.dir", fix="--data-dir DIR")
     clips = open_clips(config.data)
     found = {"background_is_labelled": clips.val.videos.labels_background, "has_masks": clips.has_masks}
     backbone = build_backbone(config)

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.data.files import BadFiles
+from halfstep.data.files import Array, BadFiles
 from halfstep.data.loader import Batch
 from halfstep.data.seeds import generator_for
 from halfstep.errors import DataError, format_count, make_printable
 from halfstep.workloads.slots.config import SlotVideoConfig, VideoDataConfig
 from halfstep.workloads.slots.video_layouts import VideoPart, find_videos
-from halfstep.workloads.slots.videos import Array, Videos, what_was_left_out
+from halfstep.workloads.slots.videos import Videos, what_was_left_out
 
 Crop = Literal["none", "central", "random"]
 
@@ -192,7 +192,7 @@ def open_clips(config: VideoDataConfig) -> ClipData:
     """The clips of `config.dir`."""
     bad_files = BadFiles(config.on_bad_file)
     found = find_videos(
-        Path(config.dir or "."),
+        config.dir,
         train_shards=config.train_shards,
         val_shards=config.val_shards,
         val_videos=config.val_videos,
@@ -206,7 +206,7 @@ def open_clips(config: VideoDataConfig) -> ClipData:
         raise DataError(
             "no video is left to train on",
             why=what_was_left_out(bad_files),
-            fix="mend what was left out, or cut shorter clips: data.chunk_size",
+            fix="fix what was left out, or cut shorter clips: data.chunk_size",
         )
     train_form = ClipForm(
         frames=config.chunk_size, size=_own_size(config, found.train), crop=config.crop, flip=config.flip

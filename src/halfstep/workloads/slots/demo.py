@@ -12,13 +12,10 @@ import io
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from halfstep.data.files import new_folder
-
-Array = np.ndarray[Any, Any]
+from halfstep.data.files import Array, new_folder
 
 NUM_TRAIN, NUM_VAL, PER_SHARD = 96, 16, 16
 FRAMES, SIDE = 12, 64

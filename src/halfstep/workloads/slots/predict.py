@@ -15,16 +15,14 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from halfstep.data.files import PICTURES, BadFiles, load_array
-from halfstep.data.images import read_image
+from halfstep.data.files import Array, BadFiles, load_array
 from halfstep.data.loader import Batch
 from halfstep.errors import CheckpointError, DataError, format_count
 from halfstep.report.progress import Bar
 from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
-from halfstep.workloads.base.parts import FrozenPart
 from halfstep.workloads.base.using import Input, Trained, Wishes, failure_of
-from halfstep.workloads.base.workload import Forward, Prepare
+from halfstep.workloads.base.workload import Forward, FrozenPart, Prepare
 from halfstep.workloads.slots.build import build_backbone, build_model, forward_of, prepare_of
 from halfstep.workloads.slots.config import SlotContrastConfig, SteveConfig, WordsConfig
 from halfstep.workloads.slots.data import crop_box, steady
@@ -32,10 +30,16 @@ from halfstep.workloads.slots.pictures import sheet, write_gif
 from halfstep.workloads.slots.scores import slot_labels
 from halfstep.workloads.slots.steve import Steve
 from halfstep.workloads.slots.steve_build import Prepared, model_of, words_model
-from halfstep.workloads.slots.video_layouts import FRAME_FOLDERS, VIDEO_ENDINGS, is_mask, read_frames, video_facts
-from halfstep.workloads.slots.videos import Array, ShardVideos
-
-FRAME_ENDINGS = tuple(ending for ending in PICTURES if ending != ".gif")
+from halfstep.workloads.slots.video_layouts import (
+    FRAME_ENDINGS,
+    FRAME_FOLDERS,
+    VIDEO_ENDINGS,
+    is_mask,
+    read_frame_files,
+    read_frames,
+    video_facts,
+)
+from halfstep.workloads.slots.videos import ShardVideos
 
 
 class SlotPredictor:
@@ -105,7 +109,7 @@ def _videos(items: list[Input]) -> Iterator[tuple[Path, Array]]:
     """Names without endings, and frames (T, H, W, 3) uint8."""
     item = items[0]
     if _is_frame(item):
-        yield _name_of(item), _stacked([_frame(entry.path) for entry in items], item.path.parent)
+        yield _name_of(item), read_frame_files([entry.path for entry in items])
     elif item.path.suffix.lower() == ".tar":
         shard = ShardVideos(item.path.parent, item.path.name, bad_files=BadFiles("error"))
         for index, video in enumerate(shard.videos):
@@ -127,17 +131,6 @@ def _name_of(item: Input) -> Path:
     if inside.name in FRAME_FOLDERS:
         inside, up = inside.parent, 1
     return inside if inside.name else Path(item.path.resolve().parents[up].name)
-
-
-def _frame(path: Path) -> Array:
-    frame = read_image(path, channels=3)
-    return frame if frame.dtype == np.uint8 else (frame * 255).round().clip(0, 255).astype(np.uint8)
-
-
-def _stacked(frames: list[Array], folder: Path) -> Array:
-    if len({frame.shape for frame in frames}) > 1:
-        raise DataError(f"the pictures of {folder} differ in size", why="those of one folder are frames of one video")
-    return np.stack(frames)
 
 
 def _unused(place: Path) -> Path:

@@ -30,15 +30,18 @@ from halfstep.data.files import (
     PICTURES,
     UNREADABLE,
     VALIDATION_NAMES,
+    Array,
     BadFiles,
-    natural_key,
-    refuse_missing,
+    list_files,
+    list_folders,
+    num_held_out,
+    require_folder,
     some_of,
     unreadable,
 )
-from halfstep.data.images import image_facts, read_image
+from halfstep.data.images import image_facts, open_image, read_image, to_bytes
 from halfstep.errors import DataError, format_count
-from halfstep.workloads.slots.videos import Array, ShardVideos, Video, Videos, small_labels, what_was_left_out
+from halfstep.workloads.slots.videos import ShardVideos, Video, Videos, small_labels, what_was_left_out
 
 DECODED = (".mp4", ".mov", ".avi", ".webm", ".mkv", ".m4v")
 VIDEO_ENDINGS = (".gif", *DECODED)
@@ -56,7 +59,7 @@ class VideoFiles:
     def __init__(self, paths: Sequence[Path], *, bad_files: BadFiles) -> None:
         self._paths: list[Path] = []
         self._videos: list[Video] = []
-        for path in sorted(paths, key=lambda path: natural_key(path.name)):
+        for path in paths:
             try:
                 count, size = video_facts(path)
             except DataError as error:
@@ -79,13 +82,8 @@ class VideoFiles:
         return self._paths
 
 
-def video_files(folder: Path) -> list[Path]:
-    """The videos that lie in a folder as files."""
-    return [path for path in folder.iterdir() if path.suffix.lower() in VIDEO_ENDINGS and not path.name.startswith(".")]
-
-
 def video_facts(path: Path) -> tuple[int, tuple[int, int]]:
-    """Frames, and height and width. A container's own count is often missing or wrong, so frames are format_count."""
+    """Frames, and height and width. A container's own count is often missing or wrong, so frames are counted."""
     if path.suffix.lower() == ".gif":
         try:
             with Image.open(path) as picture:
@@ -173,7 +171,7 @@ class FoundVideos:
 
 
 def find_videos(
-    root: Path,
+    root: str | Path | None,
     *,
     train_shards: str | Sequence[str] = "",
     val_shards: str | Sequence[str] = "",
@@ -182,13 +180,13 @@ def find_videos(
     bad_files: BadFiles,
 ) -> FoundVideos:
     """The videos of a folder."""
+    root = require_folder(root)
     if train_shards:
         train = ShardVideos(root, train_shards, bad_files=bad_files)
         val = ShardVideos(root, val_shards, bad_files=bad_files) if val_shards else None
         if val is None:
             return _split(train, val_videos, val_fraction, "shards", bad_files)
         return _two(train, val, "shards by pattern")
-    refuse_missing(root)
     tars = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*.tar"))]
     if tars:
         return _tars(root, tars, val_videos, val_fraction, bad_files)
@@ -204,7 +202,7 @@ def open_videos(root: Path, *, bad_files: BadFiles) -> Videos:
     tars = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*.tar"))]
     if tars:
         return ShardVideos(root, tars, bad_files=bad_files)
-    if files := video_files(root):
+    if files := list_files(root, VIDEO_ENDINGS):
         return VideoFiles(files, bad_files=bad_files)
     if packed := [path for path in sorted(root.rglob("*.t*")) if path.name.lower().endswith(PACKED)]:
         raise DataError(
@@ -247,7 +245,7 @@ def _split(
             )
         how = "data.val_videos"
     else:
-        count = min(len(names) - 1, max(1, round(val_fraction * len(names)))) if val_fraction else 0
+        count = num_held_out(len(names), val_fraction)
         held, how = list(range(len(names) - count, len(names))), "the last videos in order"
     train = tuple(place for place in range(len(names)) if place not in set(held))
     val = VideoPart(videos=videos, members=tuple(held)) if held else None
@@ -255,6 +253,7 @@ def _split(
     return FoundVideos(train=VideoPart(videos=videos, members=train), val=val, layout=layout + kept)
 
 
+FRAME_ENDINGS = tuple(ending for ending in PICTURES if ending != ".gif")  # a gif is a video
 FRAME_FOLDERS = ("frames", "images", "imgs", "rgb", "JPEGImages")
 MASK_FOLDERS = ("masks", "instances", "segmentations", "labels", "annotations", "Annotations")
 STEVE_FRAME = re.compile(r"(\d+)_image$")
@@ -278,7 +277,7 @@ class FrameFolders:
     def __init__(self, root: Path, *, bad_files: BadFiles) -> None:
         self._folders: list[FrameFolder] = []
         self._videos: list[Video] = []
-        for path in sorted(_subfolders(root), key=lambda path: natural_key(path.name)):
+        for path in list_folders(root):
             try:
                 self._take(path, all_frames=bad_files.mode == "skip")
             except DataError as error:
@@ -310,13 +309,7 @@ class FrameFolders:
 
     def frames(self, index: int, first: int, count: int) -> Array:
         folder, size = self._folders[index], self._videos[index].size
-        read = []
-        for path in folder.frames[first : first + count]:
-            frame = read_image(path, channels=3)
-            if frame.shape[:2] != size:
-                raise _other_size(folder.path, (size, folder.frames[0]), (frame.shape[:2], path))
-            read.append(frame if frame.dtype == np.uint8 else (frame * 255).round().clip(0, 255).astype(np.uint8))
-        return np.stack(read)
+        return read_frame_files(folder.frames[first : first + count], (size, folder.frames[0]))
 
     def masks(self, index: int, first: int, count: int) -> Array:
         folder, size = self._folders[index], self._videos[index].size
@@ -328,6 +321,19 @@ class FrameFolders:
         return [path for folder in self._folders for path in folder.frames]
 
 
+def read_frame_files(paths: Sequence[Path], first: tuple[tuple[int, ...], Path] | None = None) -> Array:
+    """Read frames (T, H, W, 3) uint8 of one video; all must have the size of `first`, by default the first of them."""
+    frames = []
+    for path in paths:
+        frame = to_bytes(read_image(path, channels=3))
+        size = (frame.shape[0], frame.shape[1])
+        first = first or (size, path)
+        if size != first[0]:
+            raise _other_size(path.parent, first, (size, path))
+        frames.append(frame)
+    return np.stack(frames)
+
+
 def is_mask(path: Path) -> bool:
     """Whether a picture is a mask of frames beside it, and no frame."""
     folder = path.parent
@@ -335,22 +341,18 @@ def is_mask(path: Path) -> bool:
     return has_frames or STEVE_MASK.match(path.stem) is not None
 
 
-def _subfolders(root: Path) -> list[Path]:
-    refuse_missing(root)
-    return [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
-
-
 def frames_in(path: Path) -> FrameFolder | None:
     """What a folder holds as a video; None where there are no frames."""
     inner = next((path / name for name in FRAME_FOLDERS if (path / name).is_dir()), None)
-    pictures = _pictures(inner or path)
+    pictures = list_files(inner or path, FRAME_ENDINGS)
     steve = {found[1]: file for file in pictures if (found := STEVE_FRAME.search(file.stem))}
     if steve and inner is None:
         return _steve_folder(path, steve, pictures)
     frames = tuple(pictures)
-    masks = next((_pictures(path / name) for name in MASK_FOLDERS if inner and (path / name).is_dir()), [])
+    mask_folders = [path / name for name in MASK_FOLDERS if (path / name).is_dir()]
+    masks = list_files(mask_folders[0], FRAME_ENDINGS) if inner and mask_folders else []
     if not frames:
-        if inner or any((path / name).is_dir() for name in MASK_FOLDERS):
+        if inner or mask_folders:
             raise DataError(f"{path} holds no frames", why="its pictures are masks alone" if masks else "")
         return None
     if masks and len(masks) != len(frames):
@@ -376,11 +378,6 @@ def _steve_folder(path: Path, frames: dict[str, Path], pictures: list[Path]) -> 
     )
 
 
-def _pictures(path: Path) -> list[Path]:
-    found = [file for file in path.iterdir() if file.suffix.lower() in PICTURES and not file.name.startswith(".")]
-    return sorted((file for file in found if file.suffix.lower() != ".gif"), key=lambda file: natural_key(file.name))
-
-
 def _from_objects(objects: dict[int, Path], size: tuple[int, int]) -> Array:
     labels = np.zeros(size, dtype=np.int64)
     for number, path in objects.items():
@@ -389,11 +386,8 @@ def _from_objects(objects: dict[int, Path], size: tuple[int, int]) -> Array:
 
 
 def _labels(path: Path, size: tuple[int, int]) -> Array:
-    try:
-        with Image.open(path) as picture:
-            values = np.asarray(picture)
-    except UNREADABLE as error:
-        raise unreadable(path, error) from error
+    with open_image(path) as image:
+        values = np.asarray(image)
     if values.ndim == 3:  # colours: one number each, black stays 0
         values = values[..., :3].astype(np.int64) @ np.array([1, 256, 65536])
     if values.shape != size:

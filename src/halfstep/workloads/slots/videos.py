@@ -2,7 +2,7 @@
 
 Clips are cut from a `Videos` (data.py); folders of frames and single video files are in video_layouts.py. Opening a set
 reads every header, so a problem with one video is reported before training, with the video's name; with
-`data.on_bad_file: skip` such videos are left out and format_count.
+`data.on_bad_file: skip` such videos are left out and counted.
 
 A webdataset shard is read once, header by header; from then on a part of a sample is an offset and a size, so any
 sample can be read by its index, in any order and by any process. Reading tars as a stream (webdataset) cannot do that:
@@ -21,10 +21,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from halfstep.data.files import BadFiles, some_of
+from halfstep.data.files import Array, BadFiles, some_of
 from halfstep.errors import DataError, format_count, summarise_error
-
-Array = np.ndarray[Any, Any]
 
 VIDEO_PART, MASK_PARTS = "video.npy", ("segmentations.npy", "segmentation.npy", "masks.npy")
 WRITE_VIDEO = "write NAME.video.npy with uint8 frames (T, H, W, 3)"
@@ -144,7 +142,7 @@ def _check_masks(masks: StoredArray, frames: tuple[int, ...], where: str) -> Non
 
 
 def small_labels(labels: Array, name: str) -> Array:
-    """Labels as bytes; wider numbers are format_count again, 0 stays 0."""
+    """Labels as bytes; wider numbers are counted again, 0 stays 0."""
     if labels.dtype == np.uint8 or (labels.min() >= NO_OBJECT and labels.max() < 256):
         return labels.astype(np.uint8, copy=False)
     values, numbered = np.unique(np.append(NO_OBJECT, labels), return_inverse=True)
