@@ -21,14 +21,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from halfstep.disk import write_atomically
 from halfstep.errors import summarise_error
-from halfstep.evidence.captured import COMPUTING, Modules, Placed, matched, placed
-from halfstep.evidence.captured_ledger import captured_ledger
-from halfstep.evidence.compiled_sites import CompiledCode, NodeRecorder
-from halfstep.evidence.graphs import GraphRecorder, names_in, num_of, seen_in
-from halfstep.evidence.ledger import Ledger, Weights, ledger_of
-from halfstep.evidence.owners import owners_of_nodes
-from halfstep.evidence.side import observe, seen_by, undone
-from halfstep.evidence.trace import Event, Kernel, replays_of
+from halfstep.evidence.captured import COMPUTING, Modules, Placed, captured_ledger, matched, owners_of_nodes, placed
+from halfstep.evidence.compiled_code import CompiledCode, GraphRecorder, NodeRecorder, names_in, num_of, seen_in
+from halfstep.evidence.kernel_events import Event, Kernel, replays_of
+from halfstep.evidence.precision_ledger import Ledger, Weights, ledger_of, observe, seen_by, undone
 from halfstep.kernels.fast_forms import chains
 from halfstep.run.assemble import Assembly
 from halfstep.run.engine import Engine, PhasedEngine, prepared_window

@@ -17,8 +17,8 @@ from halfstep.errors import CheckpointError, ConfigError
 from halfstep.evidence.attempts import Subject
 from halfstep.evidence.capsule import copied_state, state_of
 from halfstep.evidence.dry_run import TARGETS, Judged, judged, lost_updates
-from halfstep.evidence.ledger import Ledger
-from halfstep.evidence.trace import Event
+from halfstep.evidence.kernel_events import Event
+from halfstep.evidence.precision_ledger import Ledger
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
