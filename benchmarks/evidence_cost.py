@@ -24,7 +24,7 @@ from halfstep.evidence.recorder import Recorder
 from halfstep.hardware.monitor import Monitor
 from halfstep.run.assemble import Assembly
 from halfstep.run.capsules import context_of
-from halfstep.run.ledger import AnyEngine
+from halfstep.run.step_ledger import AnyEngine
 from halfstep.use.observe_step import assemble_step
 from recording import finish_device_work, store
 

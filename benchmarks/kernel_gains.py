@@ -59,7 +59,7 @@ from halfstep.hardware.probe import probe
 from halfstep.kernels import chain, normalise, resnet_chain, stem, transformer_chain, unet_chain
 from halfstep.kernels.fast_forms import forced
 from halfstep.kernels.normalise import GradientSums, Norm
-from halfstep.run.phased_engine import engine_for
+from halfstep.run.engine import engine_for
 from halfstep.step import commit, ema
 from recording import store
 from row_turns import TURNS, Turn

@@ -32,10 +32,10 @@ from halfstep.data.prefetch import prefetch
 from halfstep.hardware.memory import give_back, peak_memory_bytes, reset_peak
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import assemble, plan_for
+from halfstep.run.engine import engine_for
 from halfstep.run.memory.out_of_memory import summarise_error
-from halfstep.run.memory.predict import Cell, MemoryPlanner
+from halfstep.run.memory.planner import Cell, MemoryPlanner
 from halfstep.run.memory.traceable_step import build_traceable_step
-from halfstep.run.phased_engine import engine_for
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import UNCAPTURED, Mode
 from halfstep.workloads import KINDS

@@ -31,8 +31,7 @@ from halfstep.data.prefetch import prefetch
 from halfstep.distributed.world import World
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import assemble, plan_for
-from halfstep.run.phased_engine import engine_for
-from halfstep.run.rehearse import rehearsal
+from halfstep.run.engine import engine_for, rehearsal
 from halfstep.step.facts import Facts, PhasedFacts
 from halfstep.step.randomness import seed_everything
 from halfstep.tune.choose import tuned

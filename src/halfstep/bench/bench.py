@@ -32,9 +32,7 @@ from halfstep.precision.decide import why_simulated
 from halfstep.precision.ladder import lacks
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import assemble, plan_for
-from halfstep.run.engine import Engine
-from halfstep.run.phased_engine import PhasedEngine, engine_for
-from halfstep.run.rehearse import rehearsal
+from halfstep.run.engine import Engine, PhasedEngine, engine_for, rehearsal
 from halfstep.step.facts import Facts, PhasedFacts
 from halfstep.step.guard import Action
 from halfstep.step.randomness import algorithms, seed_everything

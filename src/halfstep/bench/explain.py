@@ -31,8 +31,8 @@ from halfstep.errors import ConfigError, HardwareError
 from halfstep.hardware.facts import Hardware
 from halfstep.report.tables import columns_table, pairs_table
 from halfstep.run.assemble import plan_for
+from halfstep.tune.channels_last import wants_channels_last
 from halfstep.tune.fresh_thread import in_fresh_thread
-from halfstep.tune.layout import wants_channels_last
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,9 +23,8 @@ from halfstep.errors import ConfigError, MemoryLimitError, format_bytes
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.ladder import lacks
 from halfstep.report.config_view import format_setting
-from halfstep.run.assemble import build_workload
+from halfstep.run.assemble import build_workload, data_at_hand
 from halfstep.run.memory.sizing import predict_step_cost
-from halfstep.run.plan import data_at_hand
 from halfstep.step.batches import batch_length
 from halfstep.step.randomness import seed_everything
 from halfstep.step.tables import set_to_

@@ -32,7 +32,7 @@ def command(
 
         halfstep ledger runs/unet-20250101-120000 --strict
     """
-    from halfstep.run.ledger import as_document
+    from halfstep.run.step_ledger import as_document
     from halfstep.use.observe_step import record_ledger
 
     flags = {"precision": precision, "data_dir": data_dir, "batch_size": batch_size, "device": device}

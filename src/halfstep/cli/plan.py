@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from halfstep.config.schema import RunConfig
     from halfstep.hardware.facts import Hardware
     from halfstep.report.memory_view import MemoryRow
-    from halfstep.run.memory.predict import Fit, MemoryPlanner
+    from halfstep.run.memory.planner import Fit, MemoryPlanner
     from halfstep.tune.modes import Mode
 
 
@@ -49,7 +49,7 @@ def command(
 
         halfstep plan gpt2 --memory --gpu "RTX 3090"
     """
-    from halfstep.run.plan import plan
+    from halfstep.run.assemble import plan_config
     from halfstep.workloads import load
 
     flags = {"precision": precision, "data_dir": data_dir, "device": device, "strict": strict, "simulate": simulate}
@@ -59,7 +59,7 @@ def command(
         if value is not None:
             raise ConfigError(f"{name} {value} is an option of the memory plan", fix=f"--memory {name} {value}")
     loaded = load(words[0], flags=flags, overrides=words[1:])
-    decided = plan(loaded.config, gpu=gpu)
+    decided = plan_config(loaded.config, gpu=gpu)
     if as_json:
         return typer.echo(decided.to_json())
     return typer.echo(str(decided))  # its warnings are its last lines
@@ -125,7 +125,8 @@ def _plan_memory(
     words: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, mode: str | None
 ) -> MemoryPlan:
     from halfstep.config.precision_names import precision_name
-    from halfstep.run.memory.predict import (
+    from halfstep.run.assemble import data_at_hand
+    from halfstep.run.memory.planner import (
         MODES,
         MemoryPlanner,
         compute_usable_bytes,
@@ -136,7 +137,6 @@ def _plan_memory(
         refuse_nothing_fits,
     )
     from halfstep.run.memory.traceable_step import build_traceable_step
-    from halfstep.run.plan import data_at_hand
     from halfstep.tune.own_blocks import described
 
     hardware, memory, where = _choose_device(gpu, fit, flags)
@@ -177,7 +177,7 @@ def _predict_row(
     planner: MemoryPlanner, config: RunConfig, mode: Mode, modes: Sequence[Mode], precision: str, setting: Any
 ) -> MemoryRow:
     from halfstep.report.memory_view import MemoryRow
-    from halfstep.run.memory.predict import Cell
+    from halfstep.run.memory.planner import Cell
 
     found = {other: planner.predict(Cell.of(config, precision, other, setting)) for other in modes}
     totals: dict[str, int] = {other: prediction.total for other, prediction in found.items()}
@@ -188,7 +188,7 @@ def _choose_device(gpu: str | None, fit: str | None, flags: Flags) -> tuple[Hard
     """Whose formats count, how much memory there is (0: not asked), and how that is called."""
     from halfstep.hardware.gpus import known_gpu
     from halfstep.hardware.probe import probe
-    from halfstep.run.memory.predict import read_size
+    from halfstep.run.memory.planner import read_size
 
     size = read_size(fit) if fit else 0
     if gpu:

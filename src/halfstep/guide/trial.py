@@ -16,9 +16,9 @@ from halfstep.config.schema import RunConfig
 from halfstep.hardware.clock import wait_for
 from halfstep.hardware.facts import Hardware
 from halfstep.run.assemble import assemble, plan_for
+from halfstep.run.engine import engine_for
 from halfstep.run.memory.out_of_memory import OutOfMemory
 from halfstep.run.memory.traceable_step import NoSamples
-from halfstep.run.phased_engine import engine_for
 from halfstep.workloads import KINDS
 from halfstep.workloads.base.workload import Batch
 

@@ -16,9 +16,9 @@ from halfstep.report.config_view import format_header
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import Assembly
 from halfstep.run.folder import RunFolder
-from halfstep.run.frozen import described
+from halfstep.run.frozen_modules import described
+from halfstep.run.journal import way_out
 from halfstep.run.loop import Loop
-from halfstep.run.pace import way_out
 from halfstep.run.stored_state import half_weights, lost_updates, rounding_warnings
 from halfstep.tune.own_blocks import what_recomputes
 

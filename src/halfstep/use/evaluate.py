@@ -22,7 +22,7 @@ from halfstep.report.results import EvaluationResult
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import build_workload
 from halfstep.run.folder import with_absolute_paths, with_data_found
-from halfstep.run.frozen import naming_lost_files
+from halfstep.run.frozen_modules import naming_lost_files
 from halfstep.run.journal import hint_about
 from halfstep.run.memory.out_of_memory import OutOfMemory
 from halfstep.run.stored_state import load_for_use

@@ -22,13 +22,11 @@ from halfstep.evidence.precision_ledger import Ledger
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
-from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for, with_settled
-from halfstep.run.engine import Engine, prepared_window
+from halfstep.run.assemble import Assembly, assemble, build_workload, data_at_hand, plan_for, with_settled
+from halfstep.run.engine import Engine, engine_for, prepared_window
 from halfstep.run.folder import RunFolder, load_stored, with_data_found
-from halfstep.run.frozen import identified, modules_of
-from halfstep.run.ledger import AnyEngine, Recording, engines_of, ledgers_of
-from halfstep.run.phased_engine import engine_for
-from halfstep.run.plan import data_at_hand
+from halfstep.run.frozen_modules import identified, modules_of
+from halfstep.run.step_ledger import AnyEngine, Recording, engines_of, ledgers_of
 from halfstep.step.facts import rng_state
 from halfstep.step.randomness import algorithms
 from halfstep.tune.modes import Batch, Level

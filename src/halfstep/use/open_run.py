@@ -22,7 +22,7 @@ from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import placed
 from halfstep.run.checkpoint import Checkpoint, Checkpoints, load
 from halfstep.run.folder import RunFolder, load_stored
-from halfstep.run.frozen import as_stored, modules_of, place_frozen_
+from halfstep.run.frozen_modules import as_stored, modules_of, place_frozen_
 from halfstep.run.stored_state import load_for_use
 from halfstep.run.validate import evaluating
 from halfstep.step.tables import Value, set_to_

@@ -17,7 +17,7 @@ from halfstep.hardware.clock import Stopwatch
 from halfstep.models.first_values import unfilled
 from halfstep.report.results import Answer, Failure, Predictions, dump_json
 from halfstep.report.run_report import RunReport
-from halfstep.run.frozen import naming_lost_files
+from halfstep.run.frozen_modules import naming_lost_files
 from halfstep.run.interrupts import Interrupts, interrupts
 from halfstep.step.randomness import algorithms
 from halfstep.use.open_run import (

@@ -12,9 +12,9 @@ from halfstep.evidence.proofs import Line, clipping, is_same_rate, nan_is_droppe
 from halfstep.report.page.read_run import RunRecord, read_run
 from halfstep.run.assemble import Assembly
 from halfstep.run.engine import prepared_window
-from halfstep.run.ledger import AnyEngine, engines_of, ledgers_of, loss_alone
+from halfstep.run.journal import SHORTEST_S, Waiting, busy_line
 from halfstep.run.memory.out_of_memory import split_window
-from halfstep.run.pace import SHORTEST_S, Waiting, busy_line
+from halfstep.run.step_ledger import AnyEngine, engines_of, ledgers_of, loss_alone
 from halfstep.step.step import LossFn, Step
 from halfstep.tune.modes import Batch
 from halfstep.use.observe_step import assemble_step, is_run
