@@ -9,7 +9,8 @@ import pytest
 
 from halfstep.bench.bench import add_speedups, check_clocks, check_drift, check_losses, conclude, find_loss_reference
 from halfstep.bench.measure_row import Row
-from halfstep.bench.record import format_command_line, refuse_to_overwrite, summarise_results
+from halfstep.bench.record import format_command_line, summarise_results
+from halfstep.cli.options import refuse_to_overwrite
 from halfstep.errors import ConfigError
 from halfstep.hardware.gpus import known_gpu
 
@@ -77,7 +78,7 @@ def test_files_are_overwritten_only_when_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "why", "fix"),
     [
-        (".", "", "name a file in it: --save {}/bench.json"),
+        (".", "", "name a file in it"),
         ("no where/bench.json", "the folder {}/no where does not exist", "make it first: mkdir -p '{}/no where'"),
         ("file/bench.json", "the folder {}/file is a file, not a folder", "another name"),
     ],

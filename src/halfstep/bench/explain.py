@@ -29,7 +29,7 @@ from halfstep.bench.step_profile import (
 )
 from halfstep.errors import ConfigError, HardwareError
 from halfstep.hardware.facts import Hardware
-from halfstep.report.tables import columns_table, pairs_table
+from halfstep.report.tables import make_columns_table, make_pairs_table
 from halfstep.run.assemble import plan_for
 from halfstep.tune.channels_last import wants_channels_last
 from halfstep.tune.fresh_thread import in_fresh_thread
@@ -279,7 +279,7 @@ def _render_parts(explanation: Explanation) -> Iterator[RenderableType]:
     yield ""
     yield _build_kinds_table(explanation)
     yield ""
-    yield pairs_table(_list_findings(explanation))
+    yield make_pairs_table(_list_findings(explanation))
     yield ""
     yield Text(f"the {len(explanation.top_kernels)} longest", style="bold")
     yield _build_kernels_table(explanation)
@@ -294,7 +294,7 @@ def _build_kinds_table(explanation: Explanation) -> RenderableType:
         "share": [*(f"{row.share:.1%}" for row in rows), "100.0%"],
         "launches": [*(f"{row.launches:.0f}" for row in rows), f"{explanation.launches:.0f}"],
     }
-    return columns_table(columns, left=("kind",))
+    return make_columns_table(columns, left=("kind",))
 
 
 def _list_findings(explanation: Explanation) -> Iterator[tuple[str, str]]:
@@ -316,7 +316,7 @@ def _build_kernels_table(explanation: Explanation) -> RenderableType:
         "kind": [row.kind for row in rows],
         "kernel": [_shorten_kernel(row.name) for row in rows],
     }
-    table = columns_table(columns, left=("kind", "kernel"))
+    table = make_columns_table(columns, left=("kind", "kernel"))
     table.columns[3].no_wrap, table.columns[3].overflow = False, "fold"
     return table
 

@@ -6,9 +6,8 @@ import importlib.metadata
 import json
 import platform
 import shlex
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +23,6 @@ from halfstep.config.foreign import flat
 from halfstep.config.keys import fields_of
 from halfstep.config.schema import RunConfig
 from halfstep.disk import write_atomically
-from halfstep.errors import ConfigError
 from halfstep.hardware.facts import Hardware
 from halfstep.workloads import KINDS
 
@@ -33,7 +31,6 @@ VERSION: Literal[1] = 1
 PACKAGES = {"lightning": ("lightning", "pytorch-lightning"), "accelerate": ("accelerate",)}
 """Names under which a peer may be installed."""
 FILE_FLAGS = ("--save", "--picture")
-DEFAULT_NAMES = {"--picture": "bench.png", "--save": "bench.json"}
 
 Record = dict[str, Any]
 
@@ -141,29 +138,6 @@ def explain_memory(hardware: Hardware) -> str:
     if hardware.kind == "cpu":
         return "not counted on a CPU, where a process keeps what earlier rows took and later ones would look larger"
     return "peak of torch's tensors while training, what captured graphs hold included; reserved: all that torch took"
-
-
-def refuse_to_overwrite(paths: Mapping[str, Path | None], *, force: bool) -> None:
-    """Before minutes of measuring, by option: a file that is there, or a folder that is not."""
-    for option, path in paths.items():
-        if path is None:
-            continue
-        said, folder = f"{option} {path}", path.parent
-        if path.is_dir():
-            raise ConfigError(f"{said} is a folder", fix=f"name a file in it: {option} {path / DEFAULT_NAMES[option]}")
-        if path.exists() and not force:
-            raise ConfigError(f"{said} exists already", fix="another name, or --force to overwrite it")
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"{said} is not an ordinary file", fix="another name")
-        if not folder.is_dir():
-            missing = "is a file, not a folder" if folder.exists() else "does not exist"
-            fix = "another name" if folder.exists() else f"make it first: mkdir -p {shlex.quote(str(folder))}"
-            raise ConfigError(f"{said} cannot be written", why=f"the folder {folder} {missing}", fix=fix)
-        try:
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            why = f"nothing can be written into {folder}: {error.strerror}"
-            raise ConfigError(f"{said} cannot be written", why=why, fix="a name in another folder") from error
 
 
 def save_record(found: Record, path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from halfstep.cli.options import MaybeWords, Strict, option
+from halfstep.cli.options import MaybeWords, Strict, option, refuse_to_overwrite
 from halfstep.errors import ConfigError, nearest, suggested
 from halfstep.workloads import DEMO_WORKLOAD, KINDS
 
@@ -134,8 +134,6 @@ class OutputFiles:
 
 def refuse_files(files: OutputFiles, *, explain: bool) -> None:
     """Files that must not be written."""
-    from halfstep.bench.record import refuse_to_overwrite
-
     refuse_to_overwrite({"--picture": files.picture, "--save": files.save}, force=files.force)
     if files.picture:
         if explain:
@@ -284,7 +282,7 @@ def time_rows(
     from halfstep.bench.bench import bench
     from halfstep.bench.record import summarise_results
     from halfstep.report.bench_view import show_bench
-    from halfstep.report.results import open_result_console
+    from halfstep.report.tables import open_result_console
 
     with _prepare_work(hardware, problem, request, repeats_first=request.repeat_first) as work:
         benched = bench(problem, request, work.hardware, work.flops, work.tell)
@@ -305,7 +303,7 @@ def profile_rows(
     from halfstep.bench.bench import STOPPED
     from halfstep.bench.explain import Explanation, NotExplained, explain_rows, refuse_unexplainable, render_explanation
     from halfstep.report.bench_view import format_title
-    from halfstep.report.results import open_result_console
+    from halfstep.report.tables import open_result_console
 
     steps = EXPLAINED_STEPS.get(problem.device.type, EXPLAINED_STEPS["cpu"]) if steps is None else steps
     refuse_unexplainable(request.modes, steps)

@@ -158,7 +158,7 @@ def _run(folder: Path, comparison: Comparison) -> None:
 
 def _show(folder: Path, comparison: Comparison, *, as_json: bool) -> None:
     """The table, and beside the runs its curves and numbers."""
-    from halfstep.report.results import open_result_console
+    from halfstep.report.tables import open_result_console
     from halfstep.use.compare_table import build_lines, collect_notes, draw_comparison, show_comparison
     from halfstep.use.compare_table import convert_comparison as comparison_json
 

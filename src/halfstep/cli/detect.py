@@ -93,9 +93,9 @@ def print_known(*, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from halfstep.report.tables import pairs_table
+    from halfstep.report.tables import make_pairs_table
 
-    Console().print(pairs_table((family, ", ".join(models)) for family, models in names.items()))
+    Console().print(make_pairs_table((family, ", ".join(models)) for family, models in names.items()))
 
 
 def probe_devices(name: str, *, look_only: bool, fresh: bool) -> tuple[Hardware, ...]:
@@ -143,7 +143,7 @@ def print_device(console: Console, hardware: Hardware, advice: Advice) -> None:
     from rich.text import Text
 
     from halfstep.hardware.describe import format_columns, identity
-    from halfstep.report.tables import columns_table, pairs_table, rows_table
+    from halfstep.report.tables import make_columns_table, make_pairs_table, make_rows_table
 
     title = f"{hardware.device}  {hardware.name}" if hardware.device else hardware.name
     settings = ((s.name, format_advice(s.value), s.reason) for s in advice.settings)
@@ -154,15 +154,15 @@ def print_device(console: Console, hardware: Hardware, advice: Advice) -> None:
     ]
     console.print(
         Rule(Text(title, style="bold"), align="left"),
-        pairs_table(identity(hardware)),
+        make_pairs_table(identity(hardware)),
         "",
-        columns_table(format_columns(hardware), left=("format", "support")),
+        make_columns_table(format_columns(hardware), left=("format", "support")),
         "",
         Text(advice.headline, style="bold green"),
         "",
-        rows_table(("setting", "use", "why"), settings),
+        make_rows_table(("setting", "use", "why"), settings),
         "",
-        pairs_table(remarks),
+        make_pairs_table(remarks),
         "",
         sep="\n",
     )

@@ -68,8 +68,7 @@ def _convert_row(row: Judged) -> dict[str, object]:
 
 
 def _show(rows: list[Judged], target: str, *, every: bool) -> None:
-    from halfstep.report.results import open_result_console
-    from halfstep.report.tables import rows_table
+    from halfstep.report.tables import make_rows_table, open_result_console
 
     console = open_result_console()
     shown = [row for row in rows if every or row.is_bad]
@@ -78,7 +77,7 @@ def _show(rows: list[Judged], target: str, *, every: bool) -> None:
         for row in shown
     ]
     if cells:
-        console.print(rows_table(("module", "kind", "verdict", "headroom (bits)", "lost", "remedy"), cells))
+        console.print(make_rows_table(("module", "kind", "verdict", "headroom (bits)", "lost", "remedy"), cells))
     bad = {row.module for row in rows if row.is_bad and not row.is_saved}
     saved = {row.module for row in rows if row.is_bad} - bad
     more = f"; {len(saved)} would not fit by themselves and are saved" if saved else ""

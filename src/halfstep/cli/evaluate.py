@@ -42,8 +42,9 @@ def command(
     """
     from rich.console import Console
 
-    from halfstep.report.results import open_result_console, show_evaluation
+    from halfstep.report.results import show_evaluation
     from halfstep.report.run_report import RunReport
+    from halfstep.report.tables import open_result_console
     from halfstep.use.evaluate import evaluate
 
     # Progress and warnings go to stderr: what is printed can be piped.

@@ -75,12 +75,11 @@ def _run_exercise(number: int, data_dir: str | None, out: Path, screen: Console)
 def _show(story: Story) -> None:
     from rich.text import Text
 
-    from halfstep.report.results import open_result_console
-    from halfstep.report.tables import print_text, rows_table
+    from halfstep.report.tables import make_rows_table, open_result_console, print_text
 
     console = open_result_console()
     console.print(Text(story.title, style="bold"))
-    console.print(rows_table(story.titles, story.rows))
+    console.print(make_rows_table(story.titles, story.rows))
     for claim in story.claims:
         seen = Text("  seen  ", style="green") if claim.holds else Text("  NOT seen  ", style="bold red")
         print_text(console, seen + Text(claim.text))

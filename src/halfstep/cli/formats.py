@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.formats import FORMATS, Fate, find_fate
+from halfstep.formats import FORMATS, Fate, Format, find_fate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.table import Table
 
 FACTS = (
     *("bits", "storage_bits", "exponent_bits", "mantissa_bits", "has_infinity", "largest", "smallest_normal"),
@@ -43,16 +48,14 @@ def print_tables(fates: dict[str, list[Fate]]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from halfstep.report.tables import fates_table, formats_table
-
     console = Console()
     if not fates:
-        console.print(formats_table(FORMATS.values()), "")
+        console.print(make_formats_table(FORMATS.values()), "")
         console.print(
             "fp8_e4m3 has no infinity: what is too large becomes nan. tf32 lives in 32-bit words.", style="dim"
         )
     for value, rows in fates.items():
-        console.print(Text(value, style="bold underline"), fates_table(rows), "", sep="\n")
+        console.print(Text(value, style="bold underline"), make_fates_table(rows), "", sep="\n")
 
 
 def print_json(fates: dict[str, list[Fate]]) -> None:
@@ -70,3 +73,44 @@ def describe_fate(fate: Fate) -> dict[str, object]:
     # JSON knows neither inf nor nan.
     result = fate.result if math.isfinite(fate.result) else str(fate.result)
     return {"result": result, "fate": fate.kind, "relative_error": fate.relative_error}
+
+
+def make_formats_table(formats: Iterable[Format]) -> Table:
+    """Build the table of number formats."""
+    from halfstep.report.tables import make_columns_table
+
+    listed = tuple(formats)
+    columns = {
+        "format": [f.name for f in listed],
+        "bits": [str(f.bits) for f in listed],
+        "sign+exp\n+mantissa": [f"1+{f.exponent_bits}+{f.mantissa_bits}" for f in listed],
+        "largest": [format_number(f.largest) for f in listed],
+        "smallest\nnormal": [format_number(f.smallest_normal) for f in listed],
+        "smallest\nsubnormal": [format_number(f.smallest_subnormal) for f in listed],
+        "spacing\nat 1": [format_number(f.spacing_at_1) for f in listed],
+        "decimal\ndigits": [f"{f.decimal_digits:.1f}" for f in listed],
+    }
+    return make_columns_table(columns, left=("format",))
+
+
+def make_fates_table(fates: Iterable[Fate]) -> Table:
+    """Build the table of what one number becomes in each format."""
+    from halfstep.report.tables import make_rows_table
+
+    digits = {"fp64": 17}
+    rows = ((f.format, f"{f.result:.{digits.get(f.format, 9)}g}", f.kind, _format_loss(f)) for f in fates)
+    return make_rows_table(("format", "becomes", "fate", "relative error"), rows)
+
+
+def format_number(value: float) -> str:
+    """Short where that is exact (65504, 448), three digits otherwise."""
+    return f"{value:.0f}" if 1 <= value < 1e6 else f"{value:.2e}"
+
+
+def _format_loss(fate: Fate) -> str:
+    fmt = FORMATS[fate.format]
+    if fate.kind == "overflow":
+        return f"the largest is {format_number(fmt.largest)}"
+    if fate.kind == "flushed to zero":
+        return f"the smallest is {format_number(fmt.smallest_subnormal)}"
+    return f"{fate.relative_error:.1e}" if fate.relative_error else ""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import shlex
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
+
+from halfstep.errors import ConfigError
 
 PRECISION, DATA, RUN, SHOW = "Precision", "Data and training", "Run", "Look without training"
 
@@ -41,6 +45,33 @@ def add_flags(flags: type) -> Callable[[Command], Command]:
         return command
 
     return given
+
+
+def refuse_to_overwrite(paths: Mapping[str, Path | None], *, force: bool | None = None) -> None:
+    """Raise ConfigError, before minutes of work, for an output file that exists or cannot be written; by option.
+
+    `force` is None for a command without --force.
+    """
+    for option, path in paths.items():
+        if path is None:
+            continue
+        given, folder = f"{option} {path}", path.parent
+        if path.is_dir():
+            raise ConfigError(f"{given} is a folder", fix="name a file in it")
+        if path.exists() and not force:
+            fix = "another name" if force is None else "another name, or --force to overwrite it"
+            raise ConfigError(f"{given} exists already", fix=fix)
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{given} is not an ordinary file", fix="another name")
+        if not folder.is_dir():
+            missing = "is a file, not a folder" if folder.exists() else "does not exist"
+            fix = "another name" if folder.exists() else f"make it first: mkdir -p {shlex.quote(str(folder))}"
+            raise ConfigError(f"{given} cannot be written", why=f"the folder {folder} {missing}", fix=fix)
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            why = f"the folder {folder} is not writable: {error.strerror}"
+            raise ConfigError(f"{given} cannot be written", why=why, fix="a name in another folder") from error
 
 
 Words = Annotated[list[str], typer.Argument(metavar="WORKLOAD|CONFIG.yaml KEY=VALUE", help="What, then settings.")]

@@ -261,7 +261,7 @@ def _print_memory(plan: MemoryPlan) -> None:
 
 def _build_fit_table(fits: Sequence[Fit]) -> Table:
     from halfstep.report.memory_view import shorten_level
-    from halfstep.report.tables import columns_table
+    from halfstep.report.tables import make_columns_table
 
     cells = [fit.prediction.cell for fit in fits]
     columns = {
@@ -272,7 +272,7 @@ def _build_fit_table(fits: Sequence[Fit]) -> Table:
         "peak": [format_bytes(fit.prediction.total, digits=3) for fit in fits],
         "predicted\ntime": [f"{fit.relative_time:.2f}x" for fit in fits],
     }
-    return columns_table(columns, left=("precision", "memory"))
+    return make_columns_table(columns, left=("precision", "memory"))
 
 
 def _convert_plan(plan: MemoryPlan) -> dict[str, Any]:

@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli.options import Checkpoint, Json, RunFolder, Trust, UsedDevice, UsedPrecision, option
+from halfstep.cli.options import (
+    Checkpoint,
+    Json,
+    RunFolder,
+    Trust,
+    UsedDevice,
+    UsedPrecision,
+    option,
+    refuse_to_overwrite,
+)
 
 
 def command(
@@ -47,13 +56,13 @@ def command(
     """
     from rich.console import Console
 
-    from halfstep.report.results import open_result_console, refuse_existing, show_predictions, write_csv
+    from halfstep.report.results import show_predictions, write_csv
     from halfstep.report.run_report import RunReport
+    from halfstep.report.tables import open_result_console
     from halfstep.use.predict import predict
     from halfstep.workloads.base.using import Wishes
 
-    if csv:
-        refuse_existing(csv)
+    refuse_to_overwrite({"--csv": csv})
     # Progress and warnings go to stderr: what is printed can be piped.
     report = RunReport(run, console=Console(stderr=True))
     wishes = Wishes(out=out, options=context.obj)

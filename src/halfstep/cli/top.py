@@ -15,7 +15,7 @@ from rich.table import Table
 from halfstep.disk import is_folder_owned
 from halfstep.errors import CheckpointError, format_bytes, suggested
 from halfstep.report.page.read_run import SAMPLES, RunRecord, format_rate_unit
-from halfstep.report.tables import pairs_table
+from halfstep.report.tables import make_pairs_table
 
 
 def command(
@@ -113,7 +113,7 @@ def build_table(run: RunRecord, facts: dict[str, Any]) -> Table:
     lines["GPU"] = ", ".join(f"{facts[key]:.0f} {unit}" for key, unit in GPU.items() if key in facts)
     if fault := facts.get("last_fault"):
         lines["last fault"] = f"step {fault['step']}: {fault['reason']}"
-    return pairs_table(pair for pair in lines.items() if pair[1])
+    return make_pairs_table(pair for pair in lines.items() if pair[1])
 
 
 def _list_loss_keys(run: RunRecord) -> list[str]:

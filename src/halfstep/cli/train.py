@@ -35,6 +35,7 @@ from halfstep.cli.options import (
     Strict,
     add_flags,
     option,
+    refuse_to_overwrite,
 )
 from halfstep.disk import DRY_PREFIX
 from halfstep.errors import ConfigError, RankLost
@@ -193,20 +194,15 @@ def write_schema(workload: str, path: Path) -> None:
     from halfstep.config.dump import json_schema
     from halfstep.workloads import KINDS
 
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(json.dumps(json_schema(KINDS.of(workload).schema(workload)), indent=2) + "\n")
-    except FileExistsError:
-        raise ConfigError(f"{path} exists already", fix="choose another name, or remove it first") from None
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    refuse_to_overwrite({"--schema": path})
+    path.write_text(json.dumps(json_schema(KINDS.of(workload).schema(workload)), indent=2) + "\n", encoding="utf-8")
     typer.echo(f"wrote the schema of {workload} to {path}")
 
 
 def show_without_training(loaded: Loaded, schema: Path | None, *, is_shown: bool, as_json: bool) -> None:
     """What is asked for without training: the schema's file, the config on the screen."""
     from halfstep.report.config_view import dump_config, show_config
-    from halfstep.report.results import open_result_console
+    from halfstep.report.tables import open_result_console
 
     if schema:
         write_schema(loaded.config.workload, schema)

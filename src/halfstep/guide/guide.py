@@ -28,7 +28,7 @@ from halfstep.guide.trial import Trials
 from halfstep.hardware.describe import identity
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.advice import advise
-from halfstep.report.tables import pairs_table
+from halfstep.report.tables import make_pairs_table
 from halfstep.workloads import KINDS
 from halfstep.workloads.base.import_path import imported
 
@@ -337,7 +337,7 @@ def _ask_data(asker: Asker, console: Console, workload: str, scratch: Path) -> t
     found = asker.ask(DATA, look)
     grid = _get_grid_path(scratch)
     save_grid(found, grid)
-    console.print(pairs_table(describe(found)))
+    console.print(make_pairs_table(describe(found)))
     if asker.is_watched:
         console.print(Text(f"A few samples, for you to look at: {grid}"), soft_wrap=True)
         console.print(Text("  (there while you answer, then beside your config)", style="dim"))
@@ -358,7 +358,7 @@ def _ask_choice(asker: Asker, console: Console, situation: Situation) -> Suggest
     for number, one in enumerate(offered.values(), 1):
         console.print()
         console.print(Rule(Text(f"{number} {one.name}", style="bold"), align="left"))
-        console.print(pairs_table(one.facts))
+        console.print(make_pairs_table(one.facts))
     question = dataclasses.replace(PICK, choices={name: _summarise(one) for name, one in offered.items()})
     return asker.ask(question, lambda name: offered[name])
 
@@ -421,7 +421,7 @@ def show_machine(console: Console, machine: Machine) -> None:
         *(("warning", warning) for warning in advice.warnings),
     ]
     console.print(Rule(Text(f"{hardware.device}  {hardware.name}", style="bold"), align="left"))
-    console.print(pairs_table(rows))
+    console.print(make_pairs_table(rows))
 
 
 def _show_outcome(console: Console, files: tuple[Path, ...], command: str) -> None:

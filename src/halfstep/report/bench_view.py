@@ -16,7 +16,7 @@ from halfstep.errors import format_count
 from halfstep.report.config_view import format_setting
 from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
 from halfstep.report.progress import format_time
-from halfstep.report.tables import columns_table, print_text
+from halfstep.report.tables import make_columns_table, print_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +38,7 @@ def show_bench(record: Record, console: Console) -> None:
     measured = [row for row in rows if row["window_ms"]]
     columns = _build_columns(measured, record.get("unit", OLDER_UNIT))
     for table in split_columns(columns, console.width) if measured else ():
-        console.print(columns_table(table, left=WHO))
+        console.print(make_columns_table(table, left=WHO))
     missing = [f"not measured: {_format_label(row)}: {row['reason']}" for row in rows if not row["window_ms"]]
     remarks = [f"{_format_label(row)}: {remark}" for row in measured for remark in row["remarks"]]
     for line in (

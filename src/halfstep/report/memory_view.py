@@ -10,7 +10,7 @@ from rich.table import Table
 
 from halfstep.errors import choose_byte_unit
 from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
-from halfstep.report.tables import columns_table
+from halfstep.report.tables import make_columns_table
 
 COLOURS = {
     "weights": "#0072b2", "gradients": "#56b4e9", "optimizer": "#009e73", "average": "#8fd3c0",
@@ -44,7 +44,7 @@ def build_memory_table(rows: Sequence[MemoryRow], *, with_components: bool) -> T
         name.replace(" ", "\n"): [format_in_unit(row.components.get(name, 0), unit) for row in rows] for name in names
     }
     columns |= {mode: [format_in_unit(row.totals[mode], unit) for row in rows] for mode in rows[0].totals}
-    return columns_table(columns, left=("precision", "memory"))
+    return make_columns_table(columns, left=("precision", "memory"))
 
 
 def choose_memory_unit(rows: Sequence[MemoryRow]) -> tuple[str, float]:

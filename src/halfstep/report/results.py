@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from halfstep.errors import ConfigError, format_count, make_printable
-from halfstep.report.tables import columns_table, pairs_table, print_text
+from halfstep.report.tables import dump_json, make_columns_table, make_pairs_table, print_text
 
 Cell = str | int | float | None
 SHOWN_CLASSES = 40
@@ -54,17 +53,6 @@ class EvaluationResult:
         return dump_json(asdict(self))
 
 
-def open_result_console(pipe_width: int = 1000) -> Console:
-    """Standard output; a file or a pipe has no width, and rich would squeeze everything into 80 columns."""
-    console = Console()
-    return console if console.is_terminal else Console(width=pipe_width)
-
-
-def dump_json(value: Any) -> str:
-    """Valid JSON: a number that is not finite becomes null, a byte of a file name that is not UTF-8 `\\xe9`."""
-    return json.dumps(_make_plain(value), indent=2, ensure_ascii=False, allow_nan=False)
-
-
 def show_evaluation(found: EvaluationResult, console: Console) -> None:
     """Facts, scores, classes, files."""
     facts = {
@@ -75,7 +63,7 @@ def show_evaluation(found: EvaluationResult, console: Console) -> None:
         "scores": found.scoring,
         "scored at": found.scored_at,
     }
-    console.print(pairs_table(pair for pair in facts.items() if pair[1]), soft_wrap=True)
+    console.print(make_pairs_table(pair for pair in facts.items() if pair[1]), soft_wrap=True)
     console.print()
     whole = {name: value for name, value in found.metrics.items() if "/" not in name}
     console.print(Text("   ".join(f"{name} {value:.4f}" for name, value in whole.items()), style="bold"))
@@ -96,7 +84,7 @@ def _show_classes(found: EvaluationResult, console: Console) -> None:
         console.print(Text(f"The {len(rows)} worst of {len(found.classes)} classes by {found.ranking}:"))
     columns = {title: [format_cell(row[title]) for row in rows] for title in rows[0]}
     texts = [title for title in columns if any(isinstance(row[title], str) for row in rows)]
-    console.print(columns_table(columns, left=texts), soft_wrap=True)
+    console.print(make_columns_table(columns, left=texts), soft_wrap=True)
 
 
 def _rank_cell(value: Cell) -> float:
@@ -108,16 +96,6 @@ def format_cell(value: Cell) -> str:
     if value is None:
         return "-"
     return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
-
-
-def _make_plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {make_printable(str(name)): _make_plain(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_make_plain(inner) for inner in value]
-    if isinstance(value, str):
-        return make_printable(value)
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 SHOWN_FILES = 40
@@ -178,7 +156,7 @@ def show_predictions(made: Predictions, console: Console) -> None:
     answers = made.answers[:SHOWN_FILES] if made.out else made.answers
     rows = [_make_printable({"file": answer.file, **answer.brief}) for answer in answers]
     if rows:
-        table = columns_table({title: [row[title] for row in rows] for title in rows[0]}, left=rows[0])
+        table = make_columns_table({title: [row[title] for row in rows] for title in rows[0]}, left=rows[0])
         for column in table.columns:
             column.no_wrap, column.overflow = False, "fold"  # the end of a path is what tells it apart
         console.print(table)
@@ -197,14 +175,6 @@ def _make_printable(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         make_printable(name): make_printable(value) if isinstance(value, str) else value for name, value in row.items()
     }
-
-
-def refuse_existing(path: Path) -> None:
-    """Say so before the work, not after it."""
-    if path.exists():
-        raise ConfigError(f"--csv {path} exists already", why="nothing is overwritten", fix="choose another name")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"no folder {path.parent} for --csv {path}", fix="make it first, or choose another name")
 
 
 def write_csv(made: Predictions, path: Path) -> None:

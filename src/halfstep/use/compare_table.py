@@ -17,7 +17,7 @@ from halfstep.config.precision_names import precision_name
 from halfstep.errors import format_bytes, format_count
 from halfstep.report.page.read_run import SAMPLES, find_rate_key, format_rate_unit
 from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
-from halfstep.report.tables import columns_table, print_text
+from halfstep.report.tables import make_columns_table, print_text
 from halfstep.run.memory.sizing import predict_largest_batch
 from halfstep.use.compare import (
     Comparison,
@@ -248,7 +248,7 @@ def build_columns(lines: Sequence[TableLine], metric: str) -> dict[str, list[str
 
 
 def show_comparison(lines: Sequence[TableLine], metric: str, notes: Sequence[str], console: Console) -> None:
-    console.print(columns_table(build_columns(lines, metric), left=("row", "verdict")))
+    console.print(make_columns_table(build_columns(lines, metric), left=("row", "verdict")))
     for note in notes:
         print_text(console, Text(note, style="dim"))
 

@@ -15,8 +15,9 @@ from halfstep.disk import write_atomically
 from halfstep.errors import ConfigError, DataError, Interrupted, format_count, make_printable
 from halfstep.hardware.clock import Stopwatch
 from halfstep.models.first_values import unfilled
-from halfstep.report.results import Answer, Failure, Predictions, dump_json
+from halfstep.report.results import Answer, Failure, Predictions
 from halfstep.report.run_report import RunReport
+from halfstep.report.tables import dump_json
 from halfstep.run.frozen_modules import naming_lost_files
 from halfstep.run.interrupts import Interrupts, interrupts
 from halfstep.step.randomness import algorithms

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from halfstep.config.foreign import flat
 from halfstep.config.yaml_source import read_yaml
 from halfstep.disk import parse_json, read_sealed
 from halfstep.errors import CheckpointError
+from halfstep.report.config_view import format_setting
 from halfstep.report.metrics_file import read
 
 PICTURES = (".png", ".jpg", ".jpeg", ".gif")
@@ -117,17 +117,13 @@ def _read_settings(path: Path) -> dict[str, tuple[str, str]]:
     """Return value and source of each setting; without report/config.json the values alone."""
     stored = _read_json(path / "report" / "config.json").get("settings", {})
     if stored:
-        return {key: (format_value(one["value"]), _format_source(one["source"])) for key, one in stored.items()}
-    return {key: (format_value(value), "") for key, value in flat(read_yaml(path / "config.yaml").values).items()}
+        return {key: (format_setting(one["value"]), _format_source(one["source"])) for key, one in stored.items()}
+    return {key: (format_setting(value), "") for key, value in flat(read_yaml(path / "config.yaml").values).items()}
 
 
 def _format_source(source: dict[str, Any]) -> str:
     layer, where = str(source.get("layer", "")), str(source.get("where", ""))
     return where if where.startswith(layer) else f"{layer} {where}".strip()
-
-
-def format_value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _find_samples(folder: Path) -> list[Path]:

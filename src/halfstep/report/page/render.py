@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import format_bytes, suggested
+from halfstep.report.config_view import format_setting
 from halfstep.report.memory_view import COLOURS
-from halfstep.report.page.read_run import SAMPLES, RunRecord, find_rate_key, format_rate_unit, format_value
+from halfstep.report.page.read_run import SAMPLES, RunRecord, find_rate_key, format_rate_unit
 
 MOST_ROWS = 200
 """Of modules and events: the rest is a number."""
@@ -76,7 +77,7 @@ def render_comparison(
     body = _render_section("Result", _render_table(list(columns), rows) + f"<ul class=faint>{listed}</ul>")
     body += _render_section("Curves", _render_charts(charts))
     rows_settings = [
-        (row, {key: (format_value(one), "") for key, one in known.items()}) for row, known in settings.items()
+        (row, {key: (format_setting(one), "") for key, one in known.items()}) for row, known in settings.items()
     ]
     body += _render_section("Settings", _render_settings(rows_settings)) if rows_settings else ""
     body += _render_section("Made by", _render_origin(summary)) if summary else ""

@@ -146,17 +146,17 @@ def print_text(console: Console, text: Text) -> None:
     """
     if console.is_terminal:
         text = text.copy()
-        text.plain = "\n".join(_broken(line, console.width) for line in text.plain.split("\n"))
+        text.plain = "\n".join(_break_line(line, console.width) for line in text.plain.split("\n"))
     console.print(text, soft_wrap=True)
 
 
-def _broken(line: str, width: int) -> str:
+def _break_line(line: str, width: int) -> str:
     # Not rich's wrapping, which folds or crops a word longer than the terminal.
     indent = " " * (len(line) - len(line.lstrip()))
     return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def plain_table(*titles: str) -> Table:
+def make_plain_table(*titles: str) -> Table:
     """Our style: no frame but a rule under the titles, readable at 80 columns. The first column stands out."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for index, title in enumerate(titles):
