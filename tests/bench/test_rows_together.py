@@ -62,7 +62,7 @@ def test_drift_beyond_the_spread_is_warned_of() -> None:
 
 def test_clocks_that_were_held_down_are_warned_of_by_row() -> None:
     rows = [row("eager", "fp32", 100.0), row("graph", "bf16", 10.0, clock_limits=("power cap",))]
-    assert check_clocks(rows) == "the device's clocks were held down in halfstep graph bf16 (power cap)"
+    assert check_clocks(rows) == "the device's clocks were throttled in halfstep graph bf16 (power cap)"
     assert check_clocks(rows[:1]) == ""
 
 

@@ -33,7 +33,7 @@ def test_a_run_that_is_under_way_shows_its_newest_step_and_fault(
     code, text = look(capsys, str(tmp_path), "--once")
     assert code == 0
     for part in (
-        "not known whether it runs",
+        "not known whether it is running",
         "20 (epoch 1)",
         "0.5000",
         "tokens/s",

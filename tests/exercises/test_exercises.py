@@ -98,7 +98,7 @@ def test_generated_pictures_are_the_same_for_the_same_seed() -> None:
 def test_a_place_that_is_no_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "taken").write_text("")
     code, text = exercise(capsys, "3", "--out", str(tmp_path / "taken"))
-    assert (code, f"{tmp_path / 'taken'} is in the way" in text) == (2, True)
+    assert (code, f"{tmp_path / 'taken'} exists and is not a folder" in text) == (2, True)
 
 
 @pytest.mark.parametrize(("words", "said"), [(("4",), "no exercise 4"), (("2", "--data-dir", "x"), "needs no data")])

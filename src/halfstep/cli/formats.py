@@ -1,4 +1,4 @@
-"""`halfstep formats`: what happens to these numbers in each format?"""
+"""`halfstep formats`: show number formats, and what a number becomes in each."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ CONTEXT = {"ignore_unknown_options": True}
 
 def command(
     values: Annotated[
-        list[str] | None, typer.Argument(metavar="VALUE", help="Numbers to put into each format.")
+        list[str] | None, typer.Argument(metavar="VALUE", help="Numbers to convert to each format.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What happens to these numbers in each format?
+    """Show what numbers become in each format.
 
-    Without numbers: the range, spacing and digits of every format. With numbers: what each format makes of them.
+    Without numbers: the range, spacing and digits of every format.
 
     Example:
 
@@ -52,7 +52,7 @@ def print_tables(fates: dict[str, list[Fate]]) -> None:
     if not fates:
         console.print(make_formats_table(FORMATS.values()), "")
         console.print(
-            "fp8_e4m3 has no infinity: what is too large becomes nan. tf32 lives in 32-bit words.", style="dim"
+            "fp8_e4m3 has no infinity: values that are too large become nan. tf32 is stored in 32 bits.", style="dim"
         )
     for value, rows in fates.items():
         console.print(Text(value, style="bold underline"), make_fates_table(rows), "", sep="\n")
@@ -70,7 +70,7 @@ def print_json(fates: dict[str, list[Fate]]) -> None:
 def describe_fate(fate: Fate) -> dict[str, object]:
     import math
 
-    # JSON knows neither inf nor nan.
+    # JSON has neither inf nor nan.
     result = fate.result if math.isfinite(fate.result) else str(fate.result)
     return {"result": result, "fate": fate.kind, "relative_error": fate.relative_error}
 
@@ -103,7 +103,7 @@ def make_fates_table(fates: Iterable[Fate]) -> Table:
 
 
 def format_number(value: float) -> str:
-    """Short where that is exact (65504, 448), three digits otherwise."""
+    """Write whole numbers below a million in full (65504, 448), others with three digits."""
     return f"{value:.0f}" if 1 <= value < 1e6 else f"{value:.2e}"
 
 
