@@ -192,7 +192,7 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
         (("",), "the workload is ''"),
         (("warp", "--steps", "10"), "unknown workload 'warp'"),
         (("unet", "--save", "/nowhere/at/all.json"), "the folder /nowhere/at does not exist"),
-        (("unet", "--picture", "speed.xyz"), "speed.xyz has no ending of a picture"),
+        (("unet", "--picture", "speed.xyz"), "speed.xyz is not a picture file name"),
         (("unet", "--picture", "speed"), "fix: speed.png"),
         (("unet", "train.fast=off"), "fix: --modes eager"),
         (("unet", "precision=bf16"), "fix: --precisions bf16"),

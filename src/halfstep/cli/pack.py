@@ -226,7 +226,7 @@ def show_summary(summary: Summary, *, as_json: bool) -> None:
         f"{classes} at {summary['size']} pixels, {format_bytes(int(str(summary['bytes'])))}"
     )
     for why in left_out:
-        typer.echo(f"skipped: {why}")
+        typer.echo(f"left out: {why}")
     if summary.get("stale"):
         typer.echo(f"STALE: {summary['stale']}. Pack it again: {summary['again']}")
         return

@@ -1,4 +1,4 @@
-"""How good a model is: the facts, the scores of the whole, and of every class; on the console and as JSON."""
+"""Results of `evaluate` and `predict`: on the console, as JSON and as CSV."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from halfstep.report.tables import dump_json, make_columns_table, make_pairs_tab
 
 Cell = str | int | float | None
 SHOWN_CLASSES = 40
-"""More rows than this are no longer read; the worst ones are."""
+"""With more classes, show only the worst ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationResult:
-    """The outcome of one evaluation: plain values only."""
+    """The result of one evaluation, as plain values."""
 
     run: str
     workload: str
@@ -36,25 +36,25 @@ class EvaluationResult:
     metrics: Mapping[str, float]
     """As validation computes them in training."""
     scoring: str = ""
-    """What the metrics' names do not say of how they are computed."""
+    """How the metrics are computed, if their names do not say it."""
     scored_at: str = ""
-    """The size at which masks were compared."""
+    """Size at which masks were compared."""
     classes: tuple[Mapping[str, Cell], ...] = ()
     """One row per class; every row has the same columns, the first of which names the class."""
     ranking: str = ""
-    """The column by which classes are good or bad."""
+    """The column that ranks the classes."""
     hint: str = ""
-    """What the scores say beyond their numbers, where they do."""
+    """Advice derived from the scores, if any."""
     files: tuple[str, ...] = ()
     seconds: float = 0.0
 
     def to_json(self) -> str:
-        """Everything."""
+        """Return all fields as JSON."""
         return dump_json(asdict(self))
 
 
 def show_evaluation(found: EvaluationResult, console: Console) -> None:
-    """Facts, scores, classes, files."""
+    """Print facts, scores, classes and written files."""
     facts = {
         "run": found.run,
         "checkpoint": f"{found.checkpoint}, weights {found.weights}",
@@ -92,27 +92,27 @@ def _rank_cell(value: Cell) -> float:
 
 
 def format_cell(value: Cell) -> str:
-    """A cell as text: four digits, thousands apart, a dash for what there is not."""
+    """Format a cell: four decimals, thousands separators, a dash for None."""
     if value is None:
         return "-"
     return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
 
 
 SHOWN_FILES = 40
-"""Of results that lie in a folder anyway."""
+"""Rows printed if the results are also in a folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What was found in one file, in three forms; each has the same columns for every file of a call."""
+    """The result for one file in three forms; each has the same columns for every file of a call."""
 
     file: str
     found: Mapping[str, Any]
     """For JSON."""
     cells: Mapping[str, Cell] = field(default_factory=dict)
-    """For CSV; empty: what was found."""
+    """For CSV; default: `found`."""
     brief: Mapping[str, str] = field(default_factory=dict)
-    """For the console; empty: what was found."""
+    """For the console; default: `found`."""
 
     def __post_init__(self) -> None:
         plain = {name: value if isinstance(value, str | float) else str(value) for name, value in self.found.items()}
@@ -130,7 +130,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predictions:
-    """The outcome of one call: plain values only."""
+    """The result of one call, as plain values."""
 
     run: str
     workload: str
@@ -145,20 +145,20 @@ class Predictions:
     seconds: float = 0.0
 
     def to_json(self) -> str:
-        """Everything, without the cells."""
+        """Return all fields except the cells as JSON."""
         whole = asdict(self)
         whole["predictions"] = [{"file": answer.file, **answer.found} for answer in self.answers]
         return dump_json({name: value for name, value in whole.items() if name != "answers"})
 
 
 def show_predictions(made: Predictions, console: Console) -> None:
-    """A row per file, then where the results are and what was left out."""
+    """Print one row per file, then where the results are and how many files failed."""
     answers = made.answers[:SHOWN_FILES] if made.out else made.answers
     rows = [_make_printable({"file": answer.file, **answer.brief}) for answer in answers]
     if rows:
         table = make_columns_table({title: [row[title] for row in rows] for title in rows[0]}, left=rows[0])
         for column in table.columns:
-            column.no_wrap, column.overflow = False, "fold"  # the end of a path is what tells it apart
+            column.no_wrap, column.overflow = False, "fold"  # paths often differ only at their end
         console.print(table)
     if len(answers) < len(made.answers):
         console.print(Text(f"and {len(made.answers) - len(answers):,} more", style="dim"))
@@ -178,7 +178,7 @@ def _make_printable(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_csv(made: Predictions, path: Path) -> None:
-    """One line per file, with a title line; numbers in full."""
+    """Write one line per file after a title line, with numbers in full precision."""
     rows = [_make_printable({"file": answer.file, **answer.cells}) for answer in made.answers]
     try:
         with path.open("x", newline="", encoding="utf-8") as file:
@@ -186,4 +186,4 @@ def write_csv(made: Predictions, path: Path) -> None:
             table.writeheader()
             table.writerows(rows)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", fix="choose another place with --csv") from error
+        raise ConfigError(f"cannot write {path}: {error.strerror}", fix="choose another path with --csv") from error

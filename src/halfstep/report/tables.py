@@ -1,4 +1,4 @@
-"""Text and tables on the console: paragraphs, number formats, what becomes of a number, plain columns of text."""
+"""Console output that all commands share: paragraphs, tables, the console for results, JSON text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORD_STYLES = {
     "yes": "green",
     "no": "dim",
 }
-"""Words that carry their own colour wherever they stand."""
+"""Colours of words in table cells."""
 
 
 def print_text(console: Console, text: Text) -> None:
@@ -48,7 +48,7 @@ def _break_line(line: str, width: int) -> str:
 
 
 def make_plain_table(*titles: str) -> Table:
-    """Our style: no frame but a rule under the titles, readable at 80 columns. The first column stands out."""
+    """Return an empty table in our style: a rule under the titles, no frame, the first column bold."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for index, title in enumerate(titles):
         table.add_column(title, style="bold" if index == 0 else "", no_wrap=index == 0)
@@ -56,7 +56,7 @@ def make_plain_table(*titles: str) -> Table:
 
 
 def make_columns_table(columns: Mapping[str, Sequence[str]], *, left: Iterable[str] = ()) -> Table:
-    """Cells column by column; numbers stand right, the columns named in `left` do not."""
+    """Make a table from columns of cells, right-aligned except for those in `left`."""
     table = make_plain_table(*columns)
     for column, title in zip(table.columns, columns, strict=True):
         column.justify, column.no_wrap = "left" if title in left else "right", True
@@ -66,7 +66,7 @@ def make_columns_table(columns: Mapping[str, Sequence[str]], *, left: Iterable[s
 
 
 def make_pairs_table(pairs: Iterable[tuple[str, str]]) -> Table:
-    """Names with their values, no titles."""
+    """Make a table of names and values without titles."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -76,7 +76,7 @@ def make_pairs_table(pairs: Iterable[tuple[str, str]]) -> Table:
 
 
 def make_rows_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Rows of text; words with a colour of their own get it."""
+    """Make a table from rows of text; words in WORD_STYLES are coloured."""
     table = make_plain_table(*titles)
     for row in rows:
         table.add_row(*(colour_word(cell) for cell in row))
@@ -88,13 +88,13 @@ def colour_word(word: str) -> Text:
 
 
 def open_result_console(pipe_width: int = 1000) -> Console:
-    """Standard output; a file or a pipe has no width, and rich would squeeze everything into 80 columns."""
+    """Return a console for stdout; give files and pipes a large width, which rich would limit to 80 columns."""
     console = Console()
     return console if console.is_terminal else Console(width=pipe_width)
 
 
 def dump_json(value: Any) -> str:
-    """Valid JSON: a number that is not finite becomes null, a byte of a file name that is not UTF-8 `\\xe9`."""
+    """Return valid JSON: non-finite numbers become null, bytes of a file name that are not UTF-8 become `\\xe9`."""
     return json.dumps(_make_plain(value), indent=2, ensure_ascii=False, allow_nan=False)
 
 

@@ -157,7 +157,7 @@ def _break_line(line: str, width: int) -> str:
 
 
 def make_plain_table(*titles: str) -> Table:
-    """Our style: no frame but a rule under the titles, readable at 80 columns. The first column stands out."""
+    """Return an empty table in our style: a rule under the titles, no frame, the first column bold."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for index, title in enumerate(titles):
         table.add_column(title, style="bold" if index == 0 else "", no_wrap=index == 0)
