@@ -106,5 +106,5 @@ def test_a_narrow_terminal_shows_totals_and_no_number_is_cut(monkeypatch: pytest
     said = printed("unet", *SMALL, "--memory", "--precision", "bf16", "--fit", "1GB")
     assert "…" not in said
     assert "activations" not in said
-    assert "fits 1.0 GB, in order of predicted speed" in said
+    assert "fits 1.0 GB, fastest (predicted) first" in said
     assert "traced for compile" in said
