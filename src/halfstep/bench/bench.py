@@ -73,7 +73,7 @@ class BenchRequest:
 
 LATE = "no time was left to start it"
 STOPPED = "stopped by Ctrl-C"
-EAGER_ONLY = "{} is simulated on this device, and a simulation cannot be compiled (--precisions fp32, or --modes eager)"
+EAGER_ONLY = "{} is simulated here, and a simulation cannot be compiled (--precisions fp32, or --modes eager)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
