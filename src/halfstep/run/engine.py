@@ -34,7 +34,7 @@ from halfstep.step.step import Step
 from halfstep.tune.compiling import CompiledShapes, CompilerWarnings, batch_shape, compile_reason
 from halfstep.tune.layout import in_layout_of
 from halfstep.tune.modes import UNCAPTURED, Batch, Mode, Notice, cudnn_trials
-from halfstep.workloads.base.over_ranks import over_ranks
+from halfstep.workloads.base.over_ranks import gather_over_ranks
 
 MOST_GRAPHS = 2  # each keeps memory of its own. Windows that mix their batches in more ways than that run uncaptured.
 FROM_FASTEST: tuple[Mode, ...] = ("graph", "compile", "eager")
@@ -192,7 +192,7 @@ class Engine:
         def talks() -> None:
             ranks.talks_in_backward = True
 
-        return over_ranks(rows, world.rank, talks)
+        return gather_over_ranks(rows, world.rank, talks)
 
     def _runs_compiled(self, batch: Batch) -> bool:
         if self.mode == "eager" or not self._is_full(batch):

@@ -30,8 +30,8 @@ from halfstep.run.validate import evaluating, validate
 from halfstep.step.randomness import algorithms
 from halfstep.use.open_run import OpenedRun, as_trained, fresh_folder, in_use, open_run, plan_for_use, with_weights
 from halfstep.workloads import KINDS
-from halfstep.workloads.base.kind import load_part, with_defaults
-from halfstep.workloads.base.other_data import any_folder
+from halfstep.workloads.base.kind import load_part, resolve_options
+from halfstep.workloads.base.other_data import use_folder
 from halfstep.workloads.base.using import Evaluation as Evaluating
 from halfstep.workloads.base.using import PlainEvaluation
 from halfstep.workloads.base.workload import Batch, Workload
@@ -55,7 +55,7 @@ def evaluate(
     run = open_run(path, checkpoint=checkpoint, trust=trust)
     kind = KINDS.of(run.config.workload)
     evaluating_as: Any = load_part(kind.evaluate.evaluation) if kind.evaluate else PlainEvaluation
-    wanted = with_defaults(kind.evaluate.options if kind.evaluate else (), options or {}, run.config.workload)
+    wanted = resolve_options(kind.evaluate.options if kind.evaluate else (), options or {}, run.config.workload)
     with naming_lost_files(run.frozen):
         config, workload = _with_data(run, evaluating_as, data, report)
     workload = replace(workload, frozen=as_trained(run, workload.frozen))
@@ -127,7 +127,7 @@ def _with_data(
 
 def _moved(run: OpenedRun, kind: type[Evaluating], data: Path) -> tuple[RunConfig, Workload] | None:
     """The run's own data where they are now; None for others, of which everything can be evaluated."""
-    config = any_folder(run.config, data)
+    config = use_folder(run.config, data)
     try:
         workload = build_workload(kind.to_validate(config), run.store)
     except HalfstepError:  # another layout

@@ -22,8 +22,8 @@ from halfstep.run.interrupts import Interrupts, interrupts
 from halfstep.step.randomness import algorithms
 from halfstep.use.open_run import as_trained, fresh_folder, in_use, open_run, plan_for_use, with_weights
 from halfstep.workloads import KINDS
-from halfstep.workloads.base.kind import PredictCommand, load_part, with_defaults
-from halfstep.workloads.base.using import Input, Predictor, Trained, Wishes, frozen_of
+from halfstep.workloads.base.kind import PredictCommand, load_part, resolve_options
+from halfstep.workloads.base.using import Input, Predictor, Trained, Wishes, get_frozen_parts
 
 UNFINISHED = "unfinished.json"
 """What an interrupted call leaves in its folder, so that the same call can continue there."""
@@ -73,11 +73,11 @@ def predict(
     clock = Stopwatch()
     run = open_run(path, checkpoint=checkpoint, trust=trust)
     command = _command_of(run.config.workload)
-    wishes = replace(wishes, options=with_defaults(command.options, wishes.options, run.config.workload))
+    wishes = replace(wishes, options=resolve_options(command.options, wishes.options, run.config.workload))
     _refuse_wrong_inputs(command, asked, run.config.workload)
     with naming_lost_files(run.frozen), unfilled():
         predictor: Predictor = load_part(command.predictor)(run.config, run.store)
-    frozen = as_trained(run, frozen_of(predictor))
+    frozen = as_trained(run, get_frozen_parts(predictor))
     inputs, failed = find_inputs(asked, predictor.endings)
     for failure in failed:
         _tell(failure, report)

@@ -19,8 +19,8 @@ from halfstep.data.seeds import generator_for
 from halfstep.errors import ConfigError, ModelError, format_count, summarise_error
 from halfstep.models.vit import ViT, checked_grid, resized_positions, vit
 from halfstep.models.weights import in_names_of, load_weights_, read_weights
-from halfstep.workloads import model_of
-from halfstep.workloads.base.import_path import imported
+from halfstep.workloads import get_model_name
+from halfstep.workloads.base.import_path import import_callable
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.workload import Prepare, Workload
 from halfstep.workloads.classification.augment import SCALE, SHIFT, ImageChanges, model_images
@@ -131,7 +131,7 @@ def _own_model(config: ClassifierConfig, num_classes: int) -> Classifier:
     if isinstance(config, ResNetConfig):
         shape = config.model
         return resnet(
-            model_of(config),
+            get_model_name(config),
             blocks=shape.blocks,
             num_classes=num_classes,
             width=shape.width,
@@ -141,7 +141,7 @@ def _own_model(config: ClassifierConfig, num_classes: int) -> Classifier:
     assert isinstance(config, ViTConfig)
     size = config.model
     model = vit(
-        model_of(config),
+        get_model_name(config),
         depth=size.depth,
         heads=size.heads,
         dim=size.dim,
@@ -166,7 +166,7 @@ def _users_model(config: ClassifierConfig, num_classes: int) -> nn.Module:
             why=f"which layer of {wish.path} is the head cannot be known",
             fix="replace the head in your own function",
         )
-    make = imported(wish.path, what="model.path", form="callable(**model.options) -> nn.Module")
+    make = import_callable(wish.path, what="model.path", form="callable(**model.options) -> nn.Module")
     options = {**({"num_classes": num_classes} if _takes(make, "num_classes") else {}), **wish.options}
     try:
         model: nn.Module = make(**options)
@@ -205,11 +205,11 @@ def _check_logits(model: object, path: str, num_classes: int, size: int) -> None
 IMAGENET_CLASSES = 1000
 
 
-def random_store(config: ClassifierConfig) -> dict[str, Any]:
+def make_random_store(config: ClassifierConfig) -> dict[str, Any]:
     return {"classes": [str(k) for k in range(IMAGENET_CLASSES)]}
 
 
-def random_batch(config: ClassifierConfig, store: Store) -> Batch:
+def make_random_batch(config: ClassifierConfig, store: Store) -> Batch:
     """Bytes as a loader delivers them, and labels that no model can guess."""
     generator, size, side = generator_for(config.train.seed), config.train.batch_size, config.data.image_size
     image = torch.randint(256, (size, side, side, 3), dtype=torch.uint8, generator=generator)
@@ -217,7 +217,7 @@ def random_batch(config: ClassifierConfig, store: Store) -> Batch:
     return {"image": image, "label": label, "index": torch.arange(size)}
 
 
-def over(config: ClassifierConfig, store: Store, samples: Samples) -> Workload:
+def build_over(config: ClassifierConfig, store: Store, samples: Samples) -> Workload:
     """Without augmentation: it costs everybody the same and shows nothing."""
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:

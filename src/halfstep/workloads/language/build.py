@@ -13,7 +13,7 @@ from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import Key, generator_for
 from halfstep.errors import ConfigError, DataError, ModelError
 from halfstep.models.first_values import unfilled
-from halfstep.workloads import model_of
+from halfstep.workloads import get_model_name
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.workload import Sample, Workload
 from halfstep.workloads.language.config import LanguageConfig, context_of
@@ -132,7 +132,7 @@ def model_from_store(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2:
 def model_size(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2Size:
     wish = config.model
     return size_of(
-        model_of(config),
+        get_model_name(config),
         depth=wish.depth,
         heads=wish.heads,
         dim=wish.dim,
@@ -173,18 +173,18 @@ def _check_length(train: Tokens, context: int) -> None:
         )
 
 
-def random_store(config: LanguageConfig) -> dict[str, Any]:
-    return {"vocab": config.model.vocab or GPT2S[model_of(config)].vocab, "tokenizer": None}
+def make_random_store(config: LanguageConfig) -> dict[str, Any]:
+    return {"vocab": config.model.vocab or GPT2S[get_model_name(config)].vocab, "tokenizer": None}
 
 
-def random_batch(config: LanguageConfig, store: Store) -> Batch:
+def make_random_batch(config: LanguageConfig, store: Store) -> Batch:
     """Ids as a loader delivers them."""
     generator, size = generator_for(config.train.seed), config.train.batch_size
     ids = torch.randint(store["vocab"], (size, context_of(config) + 1), generator=generator)
     return {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous(), "index": torch.arange(size)}
 
 
-def over(config: LanguageConfig, store: Store, samples: Samples) -> Workload:
+def build_over(config: LanguageConfig, store: Store, samples: Samples) -> Workload:
     return over_samples(config, store, model_from_store(config, store), train=samples, val=samples)
 
 

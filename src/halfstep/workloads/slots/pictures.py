@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from halfstep.data.seeds import Key
 from halfstep.islands import to_fp32
-from halfstep.workloads.base.sheets import Array, grid
+from halfstep.workloads.base.sheets import Array, arrange_grid
 from halfstep.workloads.base.workload import Forward, Prepare, Sample
 from halfstep.workloads.segmentation.pictures import CLASS_COLOURS
 from halfstep.workloads.slots.data import ClipSamples
@@ -55,7 +55,7 @@ def sheet(frames: Array, slots: Array, truth: Array | None) -> Array:
     colours = slot_colours(slots[picked])
     rows = [frames[picked], tinted(frames[picked], colours), colours]
     rows += [object_colours(truth[picked])] if truth is not None else []
-    return grid(np.concatenate(rows), columns=len(picked), gap=4)
+    return arrange_grid(np.concatenate(rows), columns=len(picked), gap=4)
 
 
 def write_gif(path: Path, frames: Array, slots: Array) -> None:

@@ -51,7 +51,7 @@ def _without_masks(weights: Weights) -> Weights:
     return {name: value for name, value in weights.items() if not name.endswith(THEIR_MASKS)}
 
 
-def over(config: SteveConfig, store: Store, samples: Samples) -> Workload:
+def build_over(config: SteveConfig, store: Store, samples: Samples) -> Workload:
     """On samples that are there already."""
     return _workload(config, samples, samples)
 
@@ -131,8 +131,8 @@ def build_with_words(config: WordsConfig, store: Mapping[str, Any] | None = None
     return workload
 
 
-def over_with_words(config: WordsConfig, store: Store, samples: Samples) -> Workload:
-    return with_words(slots.over(config, store, samples), config)
+def build_over_with_words(config: WordsConfig, store: Store, samples: Samples) -> Workload:
+    return with_words(slots.build_over(config, store, samples), config)
 
 
 def with_words(plain: Workload, config: WordsConfig) -> Workload:
