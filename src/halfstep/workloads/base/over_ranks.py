@@ -1,7 +1,7 @@
 """Samples of all processes inside a loss, with gradients: what compares samples with each other needs the others' too.
 
-    with over_ranks(rows, rank):        the run, around forward and loss of a step that several processes make
-        everyone, begin = all_rows(own)
+    with gather_over_ranks(rows, rank):     the run, around forward and loss of a step that several processes make
+        everyone, begin = gather_rows(own)
 
 Outside of it, in one process, in trials and in validation, everyone is the process itself.
 """
