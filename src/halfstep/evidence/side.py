@@ -10,14 +10,14 @@ from torch import nn
 from halfstep.evidence.ledger import Weights
 from halfstep.evidence.observer import Observer
 from halfstep.step.batches import Window
-from halfstep.step.randomness import generator_states, restore_generators
+from halfstep.step.randomness import read_generators, restore_generators
 from halfstep.step.step import LossFn, Step
 
 
 @contextmanager
 def undone(step: Step) -> Iterator[None]:
     """What a compute() inside changed is put back."""
-    generators = generator_states()
+    generators = read_generators()
     try:
         yield
     finally:

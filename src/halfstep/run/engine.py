@@ -27,9 +27,9 @@ from halfstep.errors import ConfigError, HalfstepError
 from halfstep.kernels.fast_forms import chains
 from halfstep.run.assemble import Assembly
 from halfstep.run.memory.out_of_memory import OutOfMemory, describe_halving, split_window
-from halfstep.step.batches import batch_length
+from halfstep.step.batches import count_samples
 from halfstep.step.facts import Facts, Reading
-from halfstep.step.graph import CaptureFailed, GraphedStep, Pool, Shape, shape_of
+from halfstep.step.graph import CaptureFailed, GraphedStep, Pool, Shape, describe_shape
 from halfstep.step.step import Step
 from halfstep.tune.compiling import CompiledShapes, CompilerWarnings, batch_shape, compile_reason
 from halfstep.tune.layout import in_layout_of
@@ -203,7 +203,7 @@ class Engine:
         return has_code
 
     def _is_full(self, batch: Batch) -> bool:
-        return batch_length(batch) == -(-self.parts.full_batch // self.pieces)
+        return count_samples(batch) == -(-self.parts.full_batch // self.pieces)
 
     def _tries_algorithms(self, pieces: list[Batch]) -> bool:
         """For full batches only: for an epoch's last one the trials would cost more than they gain."""
@@ -215,7 +215,7 @@ class Engine:
     def _captured(self, window: list[Batch]) -> Captured | None:
         if self.mode != "graph" or any(isinstance(batch, Idle) for batch in window):
             return None
-        shape = (id(self), self._sizes, *shape_of(window))
+        shape = (id(self), self._sizes, *describe_shape(window))
         self._in_a_row = self._in_a_row + 1 if shape == self._shape else 1
         self._shape = shape
         self.guarded.look_ahead()
@@ -314,7 +314,7 @@ def prepared_window(
     parts: Assembly, window: list[Batch], sizes: Sequence[int] = (), share: Share | None = None
 ) -> list[Batch]:
     """A window as it was loaded, ready for the model; with `share` that of another process."""
-    sizes = sizes or [batch_length(batch) for batch in window]
+    sizes = sizes or [count_samples(batch) for batch in window]
     return list(_prepared(parts, window, sizes, share or parts.world))
 
 

@@ -13,7 +13,7 @@ from halfstep.errors import ConfigError
 from halfstep.run.assemble import Assembly
 from halfstep.step.facts import Hold
 from halfstep.step.guard import LAG
-from halfstep.step.randomness import generator_states
+from halfstep.step.randomness import read_generators
 from halfstep.step.step import Step
 
 
@@ -52,7 +52,7 @@ class HeldWindows:
         self._windows: deque[HeldWindow] = deque(maxlen=LAG + 1)
 
     def keep(self, attempted: int, window: list[dict[str, Tensor]], position: Position, metrics: Any) -> None:
-        kept = HeldWindow(attempted, window, replace(position), generator_states(), copy.deepcopy(metrics))
+        kept = HeldWindow(attempted, window, replace(position), read_generators(), copy.deepcopy(metrics))
         self._windows.append(kept)
 
     def of(self, attempted: int) -> HeldWindow:

@@ -13,7 +13,7 @@ from typing import Any
 from halfstep.run.assemble import Assembly
 from halfstep.run.engine import FROM_FASTEST, Count, Engine, Graphs, prepared_window
 from halfstep.run.phases import AssembledPhase
-from halfstep.step.facts import PhasedFacts, Reading, parts_of
+from halfstep.step.facts import PhasedFacts, Reading, split_phases
 from halfstep.step.phases import PhasedStep
 from halfstep.tune.modes import Batch, Level, Mode, Notice
 
@@ -76,7 +76,7 @@ class PhasedEngine:
 
     def follow(self, reading: Reading) -> None:
         """Each phase what one process could not compile or capture of it."""
-        for name, own in parts_of(reading).items():
+        for name, own in split_phases(reading).items():
             self.engines[name].follow(own)
 
     def forget_graphs(self) -> None:

@@ -19,7 +19,7 @@ from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly, assemble
 from halfstep.run.phased_engine import engine_for
 from halfstep.run.phases import all_due
-from halfstep.step.randomness import algorithms, generator_states, restore_generators
+from halfstep.step.randomness import choose_algorithms, read_generators, restore_generators
 from halfstep.tune.fresh_thread import forget_compiled
 from halfstep.tune.memory_low import CannotRun, DoesNotFit
 from halfstep.tune.trials import Trial, first_batch
@@ -30,10 +30,10 @@ from halfstep.workloads.base.workload import Workload
 def rehearsal(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Trial]:
     """A trial of the run that is not yet begun; nothing of it is left afterwards."""
     give_back(torch.device(plan.device))  # of a trial that failed: its error held it
-    generators = generator_states()
+    generators = read_generators()
     copied = dataclasses.replace(workload, model=_copied(workload.model), phases=all_due(workload.phases))
     try:
-        with algorithms(deterministic=config.train.deterministic):
+        with choose_algorithms(deterministic=config.train.deterministic):
             yield Trial(_assembled(config, copied, plan), engine_for, first_batch(config, copied))
     finally:
         restore_generators(generators)

@@ -29,8 +29,8 @@ from halfstep.run.frozen import identified, modules_of
 from halfstep.run.ledger import AnyEngine, Recording, engines_of, ledgers_of
 from halfstep.run.phased_engine import engine_for
 from halfstep.run.plan import data_at_hand
-from halfstep.step.facts import rng_state
-from halfstep.step.randomness import algorithms
+from halfstep.step.facts import read_rng_state
+from halfstep.step.randomness import choose_algorithms
 from halfstep.tune.modes import Batch, Level
 from halfstep.use.open_run import as_trained, open_run, plan_for_use, with_weights
 from halfstep.workloads import load
@@ -71,7 +71,7 @@ def at_hand(
     with data_at_hand(loaded.config) as config:
         parts = _of_run(Path(word), config, trust=trust) if is_run(word) else _of_config(config)
         try:
-            with algorithms(deterministic=config.train.deterministic):
+            with choose_algorithms(deterministic=config.train.deterministic):
                 engine = engine_for(parts, parts.mode or "eager", _unsaid)
                 window = _first_window(parts)
                 engine(window)
@@ -167,7 +167,7 @@ def subject_of(engine: Engine, window: list[Batch]) -> Subject:
         loss=parts.eager,
         window=window,
         state={name: value.detach().clone() for name, value in state_of(parts.model).items()},
-        rng=rng_state(parts.device),
+        rng=read_rng_state(parts.device),
         plan=parts.plan,
         plan_for=lambda precision, modules: _plan(parts.config, parts, precision),
         frozen=modules_of(parts.workload.frozen),

@@ -19,7 +19,7 @@ from halfstep.report.results import Answer, Failure, Predictions, json_text
 from halfstep.report.run_report import RunReport
 from halfstep.run.frozen import naming_lost_files
 from halfstep.run.interrupts import Interrupts, interrupts
-from halfstep.step.randomness import algorithms
+from halfstep.step.randomness import choose_algorithms
 from halfstep.use.open_run import as_trained, fresh_folder, in_use, open_run, plan_for_use, with_weights
 from halfstep.workloads import KINDS
 from halfstep.workloads.base.kind import Kind
@@ -93,7 +93,7 @@ def predict(
     place: AbstractContextManager[Path | None] = nullcontext(wishes.out)
     if has_folder and not left:
         place = fresh_folder(wishes.out, run.folder.path / "predictions")
-    with place as folder, algorithms(deterministic=run.config.train.deterministic):
+    with place as folder, choose_algorithms(deterministic=run.config.train.deterministic):
         model = with_weights(run, predictor.model, plan, frozen, getattr(predictor, "values", {}))
         trained = in_use(model, plan, report)
         answers: list[Answer] = []
