@@ -18,8 +18,8 @@ from halfstep.step import tables as tabulated
 from halfstep.step.ema import Ema
 from halfstep.step.tables import Values, write_values_
 from halfstep.workloads import from_dict
-from halfstep.workloads.base.parts import Group
 from halfstep.workloads.base.scheduled import Scheduled
+from halfstep.workloads.base.workload import Group
 
 CPU = torch.device("cpu")
 

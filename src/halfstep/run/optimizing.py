@@ -26,7 +26,7 @@ from halfstep.step.schedule import Schedule, ScheduleOptions, build_schedule
 from halfstep.step.step import Step
 from halfstep.step.tables import Values
 from halfstep.tune.memory_low import MemorySetting, optimizer_for
-from halfstep.workloads.base.parts import Group
+from halfstep.workloads.base.workload import Group
 
 AnyStep = TypeVar("AnyStep", bound=Step)
 
