@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.data.files import naming_no_room, refuse_no_room
-from halfstep.data.image_samples import first_of, gathered, uniform
-from halfstep.data.loader import FileSamples, NamedSamples, Samples, offers
+from halfstep.data.files import check_free_space, explain_full_disk
+from halfstep.data.image_samples import draw_uniform, gather_images, take_first
+from halfstep.data.loader import FileSamples, NamedSamples, Samples, implements
 from halfstep.disk import atomic_file, parse_json, take_turn
 from halfstep.errors import DataError
 
@@ -48,10 +48,10 @@ class LatentCache:
 def write_latents(path: Path, num: int, shape: tuple[int, ...], rows: Iterable[Tensor], meta: Mapping[str, str]) -> str:
     """Write `num` rows of this shape, given as batches of them; returns their checksum."""
     num_bytes = num * math.prod(shape) * BYTES
-    refuse_no_room(path, num_bytes, "the latents")
+    check_free_space(path, num_bytes, "the latents")
     digest, written = hashlib.sha256(), 0
     with (
-        naming_no_room(path, "the latents"),
+        explain_full_disk(path, "the latents"),
         atomic_file(path, follows_links=True) as hidden,
         hidden.open("wb") as file,
     ):
@@ -171,14 +171,14 @@ class CachedLatents:
         return len(self.moments)
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        return first_of(self.batch(torch.tensor([index]), seed=key[0], epoch=key[1]))
+        return take_first(self.batch(torch.tensor([index]), seed=key[0], epoch=key[1]))
 
     def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
         """Many samples at once, each the same as alone."""
         num, views = self.moments.shape[:2]
-        is_mirrored = uniform(seed, epoch, indices.numpy(), count=1)[:, 0] < self.flip
+        is_mirrored = draw_uniform(seed, epoch, indices.numpy(), count=1)[:, 0] < self.flip
         places = indices * views + torch.from_numpy(is_mirrored).long()
-        rows = gathered(self.moments.view(num * views, *self.moments.shape[2:]), places)
+        rows = gather_images(self.moments.view(num * views, *self.moments.shape[2:]), places)
         return {NAME: rows} | {name: values[indices] for name, values in self.extra.items()}
 
 
@@ -195,10 +195,10 @@ class WithColumn:
         return self.samples.sample(index, key=key) | {self.name: self.values[index].clone()}
 
     def name_of(self, index: int) -> str:
-        return self.samples.name_of(index) if offers(self.samples, NamedSamples) else ""
+        return self.samples.name_of(index) if implements(self.samples, NamedSamples) else ""
 
     def files(self) -> Iterable[Path]:
-        return self.samples.files() if offers(self.samples, FileSamples) else ()
+        return self.samples.files() if implements(self.samples, FileSamples) else ()
 
 
 def told_of_pack(cache: LatentCache, text: str, *, is_new: bool, **more: object) -> dict[str, object]:

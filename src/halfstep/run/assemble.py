@@ -20,7 +20,7 @@ from halfstep.data.prefetch import RecentWindows
 from halfstep.distributed.world import World
 from halfstep.evidence.recorder import Recorder
 from halfstep.hardware.facts import Hardware
-from halfstep.models.first_values import unfilled
+from halfstep.models.first_values import skip_first_values
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 from halfstep.run.frozen import modules_of, place_frozen_
@@ -165,7 +165,7 @@ def build_workload(config: RunConfig, store: dict[str, Any] | None = None) -> Wo
 
     A stored run's weights are in its checkpoint as well: whoever gives its store loads all of them."""
     seed_everything(config.train.seed)
-    with nullcontext() if store is None else unfilled():
+    with nullcontext() if store is None else skip_first_values():
         return build(config, store)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from halfstep.data.loader import NamedSamples, Samples, offers
+from halfstep.data.loader import NamedSamples, Samples, implements
 from halfstep.errors import format_bytes
 from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.memory import peak_memory_bytes
@@ -62,7 +62,7 @@ class Journal:
     ) -> None:
         self.report, self.plan, self.epochs, self.report_every, self.metric = report, plan, epochs, report_every, metric
         self._hint, self.unit, self._peak_flops, self._low_scale = hint, unit, peak_flops(plan), low_scale
-        self._named = samples if offers(samples, NamedSamples) else None
+        self._named = samples if implements(samples, NamedSamples) else None
         self.device = torch.device(plan.device)
         self.attempted = 0
         self.num_records = self.records_crc32 = 0

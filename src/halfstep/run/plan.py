@@ -12,7 +12,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.gpus import known_gpu
 from halfstep.hardware.probe import probe
-from halfstep.models.first_values import unfilled
+from halfstep.models.first_values import skip_first_values
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import build_workload, plan_for
 from halfstep.run.folder import with_absolute_paths
@@ -31,7 +31,7 @@ def plan(config: RunConfig, *, gpu: str | None = None) -> Plan:
 
 
 def _plan(config: RunConfig, hardware: Hardware) -> Plan:
-    with data_at_hand(config) as with_data, unfilled():
+    with data_at_hand(config) as with_data, skip_first_values():
         decided = plan_for(with_data, build_workload(with_data), hardware)
         return _with_warning(decided, DEMO_NOTE) if is_demo(config) else decided
 

@@ -22,7 +22,7 @@ from halfstep.data.latent_cache import (
     told_of_resume,
 )
 from halfstep.data.loader import Samples
-from halfstep.data.packed import PackingBar, fingerprint_of
+from halfstep.data.packed import PackingBar, compute_fingerprint
 from halfstep.errors import ConfigError, ModelError, format_count
 from halfstep.islands import fp32_island
 from halfstep.models.posterior import drawn, posterior
@@ -99,7 +99,7 @@ def fingerprint(config: DiffusionConfig, data: PictureData, vae: Any, format_nam
         "vae": checksum_of(vae),
         "format": format_name,
     }
-    return fingerprint_of(data.root, (data.train.paths, data.val.paths), settings)
+    return compute_fingerprint(data.root, (data.train.paths, data.val.paths), settings)
 
 
 @torch.no_grad()

@@ -26,12 +26,12 @@ from halfstep.data.latent_cache import (
     told_of_pack,
     told_of_resume,
 )
-from halfstep.data.packed import PackingBar, fingerprint_of
+from halfstep.data.packed import PackingBar, compute_fingerprint
 from halfstep.disk import parse_json, write_atomically
 from halfstep.errors import ConfigError, ModelError, format_count
 from halfstep.islands import fp32_island
 from halfstep.models.posterior import latent_scale
-from halfstep.models.weights import load_file_
+from halfstep.models.weights import load_weights_file_
 from halfstep.workloads.base.vae_format import training_device
 from halfstep.workloads.radio.config import FirstStageConfig, RadioDiffConfig, RadioVaeConfig
 from halfstep.workloads.radio.data import RadioData, find_data, signed, tree_of, unit_gain
@@ -82,7 +82,7 @@ def weights_to_start_from(config: RadioVaeConfig | RadioDiffConfig) -> str:
 
 def load_vae_(vae: RadioVAE, path: str) -> None:
     """Weights of ours, or of a public checkpoint."""
-    load_file_(vae, path, partial(in_our_names, vae_name))
+    load_weights_file_(vae, path, partial(in_our_names, vae_name))
 
 
 def first_stage(config: RadioDiffConfig) -> FirstStage:
@@ -174,7 +174,7 @@ def opened_or_made(config: RadioDiffConfig, maps: RadioMaps, vae: RadioVAE) -> t
     root = tree_of(config.data).root
     path = Path(config.data.cache_file or root / f".halfstep-latents-{config.data.image_size}.safetensors")
     settings = {"size": config.data.image_size, "threshold": config.data.threshold, "vae": checksum_of(vae)}
-    mark = fingerprint_of(root, [[item.gain for item in maps.items if item.gain is not None]], settings)
+    mark = compute_fingerprint(root, [[item.gain for item in maps.items if item.gain is not None]], settings)
     with PackingBar(path) as bar:
         return opened_or_written(path, mark, len(maps), partial(_encoded, config, maps, vae, bar))
 

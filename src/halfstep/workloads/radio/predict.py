@@ -61,7 +61,7 @@ class MapPredictor:
     def _answer(self, item: Input, trained: Trained, denoising: Denoising, seed: int, out: Path) -> Answer:
         size = (self.store["image_size"], self.store["image_size"])
         files = self._files(item.path)
-        key = Key.of_sampling(seed, files.number * MOST_TRANSMITTERS + files.transmitter)
+        key = Key.for_sampling(seed, files.number * MOST_TRANSMITTERS + files.transmitter)
         condition = read_condition(files, size)
         batch = {"condition": signed(torch.from_numpy(condition)[None].to(trained.device).float() / 255)}
         batch |= denoising.draws(key, 1, trained.device)
