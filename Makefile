@@ -2,6 +2,8 @@
 #   make demo    install into .venv and run the main job
 #   make test    install into .venv and run every check
 #   make soak    the tests that take minutes, and processes of a run killed thirty times at random points
+#   make rules   write docs/rules from the rules of halfstep-check
+#   make check-hook   try the pre-commit hook of halfstep-check, as committed, with pre-commit itself
 #   make demos   train every workload's demo and assert what it learned (minutes each)
 # On an x86 Linux machine the pinned torch is the CUDA build (gigabytes); on others it is small.
 
@@ -9,7 +11,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo demos soak test check format clean
+.PHONY: demo demos soak test check check-hook rules format clean
 
 demo: $(STAMP)
 	$(BIN)/halfstep train unet
@@ -31,14 +33,20 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+rules: $(STAMP)
+	$(BIN)/python packages/halfstep-check/rule_pages.py docs/rules
+
+check-hook:
+	packages/halfstep-check/tests/try_hook.sh
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml packages/halfstep-check/pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("halfstep needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[cli,dev,track]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[cli,dev,track]' -e packages/halfstep-check
 	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true # pip would do it on one core: over a minute
 	touch $(STAMP)
 

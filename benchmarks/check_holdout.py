@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import yaml
 
-from halfstep.align.as_json import as_dict
-from halfstep.align.check import check
+from halfstep_check.as_json import as_dict
+from halfstep_check.check import check
 from recording import store
 
 NEAR = 6

@@ -15,18 +15,17 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from halfstep.data.prefetch import RecentWindows, prefetch
+from halfstep.data.prefetch import prefetch
 from halfstep.evidence.recorder import Recorder
 from halfstep.hardware.monitor import Monitor
 from halfstep.run.assemble import Assembly
 from halfstep.run.capsules import context_of
-from halfstep.run.ledger import AnyEngine
-from halfstep.step.guard import LAG
-from halfstep.use.observe_step import at_hand
+from halfstep.run.step_ledger import AnyEngine
+from halfstep.use.observe_step import assemble_step
 from recording import finish_device_work, store
 
 GOALS = {"recording": 0.01, "monitor": 0.005}
@@ -42,7 +41,7 @@ class Steps:
         self.parts, self.engine = parts, engine
         batches = parts.train_loader.epoch(0)
         self.host = [batch for batch, _ in zip(batches, range(4), strict=False)]
-        self.recent: RecentWindows | None = None
+        self.recorder: Recorder | None = None
 
     def run(self, num: int) -> float:
         """Seconds a step."""
@@ -50,9 +49,9 @@ class Steps:
         finish_device_work()
         start = time.perf_counter()
         for batch in feed:
-            if self.recent is not None:
-                self.recent.keep(self.parts.step.attempted, [batch])
-            self.parts.guard.watch(self.engine([batch]))
+            with self.recorder.watch([batch]) if self.recorder is not None else nullcontext():
+                facts = self.engine([batch])
+            self.parts.guard.watch(facts)
         finish_device_work()
         return (time.perf_counter() - start) / num
 
@@ -60,14 +59,13 @@ class Steps:
 @contextmanager
 def recording(steps: Steps, folder: Path) -> Iterator[None]:
     parts = steps.parts
-    recorder = Recorder(folder, parts.model, parts.step, context_of(parts), notice=print)
-    steps.recent = RecentWindows(LAG + 1)
+    steps.recorder = recorder = Recorder(folder, parts.model, parts.step, context_of(parts), notice=print)
     parts.guard.observers.append(recorder.observe)
     try:
         yield
     finally:
         parts.guard.observers.remove(recorder.observe)
-        steps.recent = None
+        steps.recorder = None
 
 
 @contextmanager
@@ -112,7 +110,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="for trying the script on a CPU")
     arguments = parser.parse_args()
     words = SMALL if arguments.small else FULL
-    with at_hand("unet", flags={"precision": None if arguments.small else "bf16"}, overrides=words) as (
+    with assemble_step("unet", flags={"precision": None if arguments.small else "bf16"}, overrides=words) as (
         parts,
         engine,
         _,

@@ -209,7 +209,7 @@ def turned(h: Tensor) -> Tensor:
 
 def log_cosh(outputs: Any, batch: Batch) -> Tensor:
     """Of errors in grey levels."""
-    return 1e-3 * torch.log(torch.cosh(255 * (outputs["reconstruction"] - batch["map"]))).mean()
+    return 1e-3 * torch.log(torch.cosh(255 * (outputs["image"] - batch["image"]))).mean()
 
 
 def focal(logits: Tensor, batch: Batch) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from halfstep.evidence import causes
 from halfstep.workloads import KINDS
-from halfstep.workloads.base.kind import Kind, loaded
+from halfstep.workloads.base.kind import Kind, load_part
 from halfstep.workloads.base.workload import Batch, Workload
 
 Values = Mapping[str, Any]
@@ -58,7 +58,7 @@ class Changed:
 
 
 def build(cause: Cause, config: Any, store: Mapping[str, Any] | None) -> Workload:
-    builder = loaded(KINDS[cause.workload].builder, form="")
+    builder = load_part(KINDS[cause.workload].builder, form="")
     workload: Workload = builder(config.model_copy(update={"workload": cause.workload}), store)
     if cause.model is not None:
         cause.model(workload.model)
@@ -189,7 +189,7 @@ def entropy_of_masks(outputs: Any, batch: Batch) -> Tensor:
 
 
 def distance_to_itself(outputs: Any, batch: Batch) -> Tensor:
-    picture = outputs["reconstruction"]
+    picture = outputs["image"]
     return (picture - picture.detach()).square().sum((1, 2, 3)).sqrt().mean()
 
 
@@ -226,7 +226,7 @@ def with_number(of: int, number: float, otherwise: float) -> Callable[[int, Batc
 
 
 def in_other_units(batch: Batch) -> Batch:
-    return batch | {"map": batch["map"] * batch["number"].view(-1, 1, 1, 1)}
+    return batch | {"image": batch["image"] * batch["number"].view(-1, 1, 1, 1)}
 
 
 def with_marker(batch: Batch) -> Batch:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.bench.problem import bench_config
+from halfstep.bench.problem import load_bench_config
 from halfstep.config.schema import RunConfig
 from halfstep.workloads import KINDS
 from halfstep.workloads.base.workload import Batch, Workload
@@ -96,7 +96,7 @@ def config_of(row: str, arguments: argparse.Namespace) -> RunConfig:
     low = ("train.memory=low", "train.max_steps=10000") if row == "halfstep_low" else ()
     settings = SMALL[arguments.case] if arguments.small else SETTINGS[arguments.case]
     size = f"train.batch_size={2 if arguments.small else arguments.batch_sizes}"
-    return bench_config(WORKLOADS[arguments.case], (*settings, size, *low), {}, small=False)
+    return load_bench_config(WORKLOADS[arguments.case], (*settings, size, *low), {}, small=False)
 
 
 def by_halfstep(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -160,8 +160,8 @@ def by_torch(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = config_of(row, arguments)
     kind = KINDS[config.workload]
-    made: Any = kind.part("random_store")(config)
-    workload: Workload = kind.part("over")(config, made, [])
+    made: Any = kind.synthetic.make_store(config)
+    workload: Workload = kind.synthetic.build(config, made, [])
     for part in workload.frozen.values():
         part.module.to(device).eval()
     model = workload.model.to(device).train()

@@ -32,7 +32,7 @@ from halfstep.workloads import load
 from halfstep.workloads.base.using import Wishes
 from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.diffusion.build import Forward
-from halfstep.workloads.diffusion.noising import bucket_names
+from halfstep.workloads.diffusion.noise_schedule import bucket_names
 
 COMMON = ["precision=fp32", "device=cpu", "log.quiet=true"]
 

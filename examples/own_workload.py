@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from halfstep.config.schema import ModelConfig, RunConfig
 from halfstep.data.loader import TensorSamples
-from halfstep.workloads.base.kind import Kind
+from halfstep.workloads.base.kind import Kind, PredictCommand
 from halfstep.workloads.base.sums import Means
 from halfstep.workloads.base.using import FilePredictor, Trained
 from halfstep.workloads.base.workload import Workload
@@ -76,4 +76,4 @@ class MoonPredictor(FilePredictor):
         return {"moons": trained(read(path)[:, :2].to(trained.device)).argmax(1).tolist()}
 
 
-KIND = Kind(builder=build, config=MoonsConfig, demo=write_demo, predictor=MoonPredictor)
+KIND = Kind(builder=build, config=MoonsConfig, demo=write_demo, predict=PredictCommand(MoonPredictor))

@@ -9,10 +9,12 @@ import tomllib
 from typer.main import get_command
 
 from doc_pages import PAGES, ROOT, shell_lines
-from halfstep.cli.main import app_with
+from halfstep.cli.check import INSTALL
+from halfstep.cli.main import build_app
 from halfstep.errors import OPTIONAL, suggest_install
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CHECK = "packages/halfstep-check"
 INSTALLS = re.compile(r"pip install (.*)")
 
 
@@ -29,7 +31,7 @@ def test_the_readme_stays_at_two_screens() -> None:
 
 def test_every_command_is_on_the_page_of_commands_and_no_other_is() -> None:
     shown = set(re.findall(r"`halfstep ([\w-]+)", (ROOT / "docs" / "commands.md").read_text()))
-    assert shown == set(get_command(app_with()).commands)  # type: ignore[attr-defined]
+    assert shown == set(get_command(build_app()).commands)  # type: ignore[attr-defined]
 
 
 def test_every_install_command_of_the_pages_works_in_a_clone() -> None:
@@ -40,10 +42,18 @@ def test_every_install_command_of_the_pages_works_in_a_clone() -> None:
     assert found
     for shown, command in found:
         words = shlex.split(command, comments=True)
-        assert words[:3] == ["-c", "constraints.txt", "-e"], shown
-        extras = re.fullmatch(r"\.\[([a-z,0-9]+)\]", words[3])
-        assert extras, shown
-        assert set(extras[1].split(",")) <= set(PROJECT["optional-dependencies"]), shown
+        assert words[:2] == ["-c", "constraints.txt"], shown
+        assert set(words[2::2]) == {"-e"}, shown
+        for target in words[3::2]:
+            extras = re.fullmatch(r"\.\[([a-z,0-9]+)\]", target)
+            assert extras or target == CHECK, shown
+            assert extras is None or set(extras[1].split(",")) <= set(PROJECT["optional-dependencies"]), shown
+
+
+def test_make_and_the_errors_install_the_package_of_the_check_by_its_path() -> None:
+    assert (ROOT / CHECK / "pyproject.toml").exists()
+    assert f"-c constraints.txt -e '.[cli,dev,track]' -e {CHECK}\n" in (ROOT / "Makefile").read_text()
+    assert f"pip install -c constraints.txt -e {CHECK}" == INSTALL
 
 
 def test_the_readme_installs_what_every_workload_needs() -> None:

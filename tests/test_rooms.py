@@ -9,7 +9,9 @@ from pathlib import Path
 
 from halfstep.workloads import KINDS
 
-SRC = Path(__file__).resolve().parent.parent / "src" / "halfstep"
+ROOT = Path(__file__).resolve().parent.parent
+SRC = ROOT / "src" / "halfstep"
+CHECK = ROOT / "packages" / "halfstep-check" / "src" / "halfstep_check"
 
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
@@ -27,12 +29,11 @@ ROOMS: dict[str, set[str]] = {
     "workloads": {"config", "models", "data", "report", "kernels", "islands", "errors"},
     "step": {"distributed", "precision", "formats", "errors"},
     "report": {"config", "formats", "errors"},
-    "align": {"config", "hardware.gpus", "formats", "errors"},
     "evidence": {"step", "precision", "backend_flags", "formats", "islands", "errors"},
 }
-ROOMS["tune"] = set(ROOMS) - {"align", "evidence"}
-ROOMS["run"] = set(ROOMS) - {"align"}
-LEVERS = {"tune.modes", "tune.own_blocks", "tune.memory_low", "tune.recast"}
+ROOMS["tune"] = set(ROOMS) - {"evidence"}
+ROOMS["run"] = set(ROOMS)
+LEVERS = {"tune.modes", "tune.own_blocks", "tune.memory_low"}
 """Primitives of modes and memory: free of config and workloads, so that hs.Step can use them."""
 ROOMS["own_loop"] = {"data", "models", "hardware", "precision", "step", "evidence", "errors"} | LEVERS
 for room in ("use", "guide", "bench"):
@@ -44,7 +45,7 @@ for room in set(ROOMS) - {"errors", "formats", "islands", "backend_flags", "disk
     ROOMS[room] = ROOMS[room] | {"disk"}
 
 FAMILIES = {path.parent.name for path in (SRC / "workloads").glob("*/__init__.py")} - {"base"}
-TORCH_FREE = {"errors", "formats", "config", "align", "hardware.gpus", "workloads.base.import_path"} | {
+TORCH_FREE = {"errors", "formats", "config", "hardware.gpus", "workloads.base.import_path"} | {
     f"workloads.{family}.config" for family in FAMILIES
 }
 """Rooms and files that must work where torch is not installed."""
@@ -139,7 +140,14 @@ def test_torch_free_rooms_do_not_import_torch() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-FAMILY_ROOMS = {"workloads", "data", "models", "kernels", "align"}
+def test_the_package_of_the_check_is_imported_by_the_commands_alone_and_imports_nothing_of_ours() -> None:
+    ours = {module_name(path) for path in source_files() if {i.split(".")[0] for i in imports_of(path)} & {CHECK.name}}
+    assert ours == {"cli.check", "cli.verify"}
+    for path in CHECK.rglob("*.py"):
+        assert "halfstep" not in {name.split(".")[0] for name in imports_of(path)}, path
+
+
+FAMILY_ROOMS = {"workloads", "data", "models", "kernels"}
 
 
 def test_no_code_outside_a_familys_rooms_names_a_family() -> None:

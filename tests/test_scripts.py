@@ -16,7 +16,7 @@ SCRIPTS = [path for folder in ("benchmarks", "demos", "examples") for path in so
 
 def imported_names(path: Path) -> Iterator[tuple[str, str]]:
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("halfstep."):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("halfstep.", "halfstep_check.")):
             yield from ((node.module or "", name.name) for name in node.names)
 
 

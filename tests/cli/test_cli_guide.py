@@ -164,9 +164,12 @@ def test_start_really_starts_the_training(place: Path, capsys: Capture, monkeypa
 def test_a_workload_of_ones_own_with_demo_data_needs_no_folder(
     place: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = "import dataclasses\nfrom halfstep.workloads import KINDS\n"
     (place.parent / "own_demo.py").write_text(
-        f"{source}KIND = dataclasses.replace(KINDS['gpt2'], guide=None, sample_size=lambda config: 'a page')\n"
+        "import dataclasses\n"
+        "from halfstep.workloads import KINDS\n"
+        "from halfstep.workloads.base.kind import SampleUnit\n"
+        "page = SampleUnit(size=lambda config: 'a page')\n"
+        "KIND = dataclasses.replace(KINDS['gpt2'], guide=None, sample=page)\n"
     )
     monkeypatch.syspath_prepend(str(place.parent))
     Path("answers.yaml").write_text("task: own\nworkload: own_demo:KIND\n")

@@ -13,7 +13,7 @@ from PIL import Image
 
 from halfstep.data.image_folder import FolderLayout
 from halfstep.errors import DataError
-from halfstep.workloads.diffusion.picture_folder import find_captioned, find_classes, find_pictures
+from halfstep.workloads.diffusion.data import find_captioned, find_classes, find_pictures
 
 LAYOUT = FolderLayout(val_fraction=0.25)
 

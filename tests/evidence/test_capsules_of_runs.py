@@ -16,7 +16,7 @@ from halfstep.evidence import capsule, causes
 from halfstep.evidence.attempts import refuse_another_model
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import assemble, build_workload, plan_for
-from halfstep.run.capsules import replay_run, window_of
+from halfstep.run.capsules import load_window, replay_run
 from halfstep.run.checkpoint import Checkpoints
 from halfstep.run.train import train
 from halfstep.step.facts import Reading
@@ -119,7 +119,7 @@ def test_a_window_from_before_a_resume_is_read_again_by_epoch_and_index(tmp_path
     parts = assemble(loaded.config, workload, plan_for(loaded.config, workload, probe("cpu")))
     kept_one = capsule.read(whole / "capsules" / "00000002")
     reading = dataclasses.replace(READING, attempted=2, epoch=0, window=2)
-    (again,) = window_of(parts, reading) or [{}]
+    (again,) = load_window(parts, reading) or [{}]
     assert all(torch.equal(again[key], value) for key, value in kept_one.window[0].items())
 
 

@@ -15,7 +15,7 @@ from halfstep.evidence import causes
 from halfstep.evidence.capsule import all_in
 from halfstep.kernels import attention_triton as kernels
 from halfstep.kernels.transformer_chain import attention, by_heads, is_short
-from halfstep.precision.attention_kernels import is_at_fault
+from halfstep.precision.contexts import is_at_fault
 from tiny_training import plan
 
 pytestmark = pytest.mark.gpu

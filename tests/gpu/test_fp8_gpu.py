@@ -16,7 +16,7 @@ from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, fp8_gain, gains_on
 from halfstep.hardware.probe import probe
 from halfstep.models.vit import build_vit
 from halfstep.precision.decide import decide
-from halfstep.precision.fp8_pays import layer_shapes, measured_gains
+from halfstep.precision.fp8 import layer_shapes, measured_gains
 from halfstep.precision.plan import Plan
 from halfstep.step.optim.by_name import build_optimizer, parameter_groups
 from halfstep.step.step import Step

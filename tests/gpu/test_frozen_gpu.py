@@ -13,7 +13,7 @@ from halfstep.data.seeds import Key
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
-from halfstep.step import tabulated
+from halfstep.step import tables as tabulated
 from halfstep.step.randomness import algorithms
 from halfstep.workloads import from_dict
 from no_waiting import no_host_wait

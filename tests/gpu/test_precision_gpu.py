@@ -19,8 +19,7 @@ from halfstep.hardware.probe import probe
 from halfstep.islands import fp32_island, to_fp32
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
-from halfstep.precision.rounding import round_to
-from halfstep.precision.simulate import simulate, simulated_kernels
+from halfstep.precision.simulate import round_to, simulate, simulated_kernels
 from no_waiting import no_host_wait
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "precision"))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.hardware.live_bytes import LiveBytes
+from halfstep.hardware.memory import LiveBytes
 from halfstep.kernels.cross_entropy import linear_cross_entropy, logits_to_gradients_, rows_of_a_chunk
 from halfstep.precision.simulate import simulated_kernels
 

@@ -19,13 +19,13 @@ from halfstep.errors import ConfigError, ModelError
 from halfstep.models.patch_gan import PatchGan, VggDistance
 from halfstep.models.posterior import drawn, kl_divergence, posterior
 from halfstep.workloads.diffusion.diffusers_nets import (
+    CODEC,
     VAE,
     build_net,
     check_side,
     config_of,
     decoded,
     diffusers_class,
-    encoded_moments,
     net_folder,
     open_net,
     unet_config,
@@ -155,7 +155,7 @@ def test_latents_are_scaled_and_shifted_back_before_they_are_decoded(tmp_path: P
     vae = open_net(vae_folder(tmp_path / "vae"), ["AutoencoderKL"])
     vae.register_to_config(scaling_factor=0.5, shift_factor=0.25)
     with torch.no_grad():
-        mean, _ = posterior(encoded_moments(vae, torch.randn(1, 3, 8, 8)))
+        mean, _ = CODEC.encode(vae, torch.randn(1, 3, 8, 8))
         torch.testing.assert_close(decoded(vae, (mean - 0.25) * 0.5), vae.decode(mean).sample)
 
 

@@ -58,7 +58,7 @@ def test_golden_moments_reconstruction_and_gradients() -> None:
 def test_a_latent_is_a_quarter_of_the_map_and_odd_widths_have_their_groups() -> None:
     vae = RadioVAE(width=12, multipliers=(1, 2, 4), num_blocks=1)
     maps = torch.randn(2, 1, 24, 16)
-    reconstruction, mean, log_variance = vae(maps, torch.zeros(2, 3, 6, 4))
-    assert reconstruction.shape == maps.shape
-    assert mean.shape == log_variance.shape == (2, 3, 6, 4)
+    found = vae(maps, torch.zeros(2, 3, 6, 4))
+    assert found["image"].shape == maps.shape
+    assert found["latent"].shape == (2, 3, 6, 4)
     assert vae.reduction == 4

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.hardware.live_bytes import LiveBytes
+from halfstep.hardware.memory import LiveBytes
 from halfstep.kernels.fast_forms import forced
 from halfstep.models.recompute import COMPUTE_BOUND_TERMS, Recompute, get_recompute, set_recompute
 from halfstep.models.vit import build_vit

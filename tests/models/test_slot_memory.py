@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.hardware.live_bytes import LiveBytes
+from halfstep.hardware.memory import LiveBytes
 from halfstep.models import recompute
 from halfstep.models.recompute import Recompute, set_recompute
 from halfstep.workloads.slots import dvae, slot_decoder

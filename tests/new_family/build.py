@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.data import noise
-from halfstep.workloads.base.phase import Phase
 from halfstep.workloads.base.scheduled import Scheduled
-from halfstep.workloads.base.workload import Batch, Workload
+from halfstep.workloads.base.workload import Batch, Phase, Workload
 from new_family.demo import FILE
 
 

@@ -12,7 +12,7 @@ from halfstep.formats import FP8_E4M3, FP8_E5M2, Format
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.decide import decide
 from halfstep.precision.fp8 import cast
-from halfstep.precision.rounding import round_to
+from halfstep.precision.simulate import round_to
 
 CPU = Hardware(kind="cpu", device="cpu", name="Test CPU", vendor="test", support=MappingProxyType({"fp32": "native"}))
 

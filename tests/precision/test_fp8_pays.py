@@ -15,7 +15,7 @@ from halfstep.errors import HardwareError, PrecisionError
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape
 from halfstep.precision.decide import decide
-from halfstep.precision.fp8_pays import after_whole_steps, edge_layers, layer_shapes, measured_gains
+from halfstep.precision.fp8 import after_whole_steps, edge_layers, layer_shapes, measured_gains
 from halfstep.precision.plan import Plan
 
 FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from halfstep.errors import FormatError, PrecisionError
 from halfstep.formats import FORMATS, find_format, round_value
-from halfstep.precision.rounding import round_to
+from halfstep.precision.simulate import round_to
 
 DTYPES = {
     "bf16": torch.bfloat16,

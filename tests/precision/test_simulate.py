@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from halfstep.errors import PrecisionError
 from halfstep.formats import find_format
-from halfstep.precision.rounding import round_to
-from halfstep.precision.simulate import simulate, simulated_kernels
+from halfstep.precision.simulate import round_to, simulate, simulated_kernels
 
 Op = Callable[..., Tensor]
 OPS: dict[str, tuple[Op, list[tuple[int, ...]]]] = {

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from halfstep.precision import attention_kernels
-from halfstep.precision.attention_kernels import by_torch, sound_attention
+from halfstep.precision import contexts
+from halfstep.precision.contexts import by_torch, sound_attention
 
 Run = Callable[..., Tensor]
 
@@ -30,8 +30,8 @@ def cudnn_was_on(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         seen.append(torch.backends.cuda.cudnn_sdp_enabled())
         return by_torch(*arguments, **options)
 
-    monkeypatch.setattr(attention_kernels, "is_at_fault", lambda device: True)
-    monkeypatch.setattr(attention_kernels, "by_torch", spying)
+    monkeypatch.setattr(contexts, "is_at_fault", lambda device: True)
+    monkeypatch.setattr(contexts, "by_torch", spying)
     monkeypatch.setattr(F, "scaled_dot_product_attention", spying)
     return seen
 
@@ -81,9 +81,9 @@ def test_layers_of_torch_use_it(cudnn_was_on: list[bool]) -> None:
 def test_torchs_own_is_back_afterwards_and_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     with sound_attention("cpu"):
         assert F.scaled_dot_product_attention is by_torch
-    monkeypatch.setattr(attention_kernels, "is_at_fault", lambda device: True)
+    monkeypatch.setattr(contexts, "is_at_fault", lambda device: True)
     with sound_attention("cuda"):
-        assert F.scaled_dot_product_attention is attention_kernels.attention
+        assert F.scaled_dot_product_attention is contexts.attention
         with pytest.raises(ZeroDivisionError), sound_attention("cuda"):
             _ = 1 / 0
     assert F.scaled_dot_product_attention is by_torch
@@ -97,7 +97,7 @@ def test_torchs_own_is_back_afterwards_and_what_the_user_set_stays(monkeypatch: 
 
 @pytest.mark.parametrize("keys", [64, 65])
 def test_compiled_code_takes_it_without_a_break(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
-    monkeypatch.setattr(attention_kernels, "is_at_fault", lambda device: True)
+    monkeypatch.setattr(contexts, "is_at_fault", lambda device: True)
     q, k = tokens(16).requires_grad_(), tokens(keys)
     called = list[str]()
 
@@ -128,7 +128,7 @@ class Attending(torch.nn.Module):
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_program_for_any_length_is_made_as_torch_makes_it(monkeypatch: pytest.MonkeyPatch, traced: Run) -> None:
-    monkeypatch.setattr(attention_kernels, "is_at_fault", lambda device: True)
+    monkeypatch.setattr(contexts, "is_at_fault", lambda device: True)
     with sound_attention("cuda"), warnings.catch_warnings():
         warnings.simplefilter("error", torch.jit.TracerWarning)
         program = traced(Attending(), tokens(70))
@@ -138,9 +138,9 @@ def test_a_program_for_any_length_is_made_as_torch_makes_it(monkeypatch: pytest.
 
 @pytest.mark.parametrize("wrong", [(), (0, None, 0), (torch.ones(2, 2), torch.ones(64), torch.ones(64, 2))])
 def test_a_wrong_call_has_torchs_own_error(monkeypatch: pytest.MonkeyPatch, wrong: tuple[Any, ...]) -> None:
-    monkeypatch.setattr(attention_kernels, "is_at_fault", lambda device: True)
+    monkeypatch.setattr(contexts, "is_at_fault", lambda device: True)
     said = []
-    for attend in (by_torch, attention_kernels.attention):
+    for attend in (by_torch, contexts.attention):
         with pytest.raises((TypeError, RuntimeError)) as caught:
             attend(*wrong)
         said.append(str(caught.value))
@@ -166,8 +166,8 @@ def test_threads_leave_no_kernel_switched_off(monkeypatch: pytest.MonkeyPatch) -
             threads[0].join()
         return by_torch(*arguments)
 
-    monkeypatch.setattr(attention_kernels, "by_torch", slowly)
-    threads = [threading.Thread(target=attention_kernels.attention, args=[tokens(64)] * 3) for _ in range(2)]
+    monkeypatch.setattr(contexts, "by_torch", slowly)
+    threads = [threading.Thread(target=contexts.attention, args=[tokens(64)] * 3) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -177,15 +177,15 @@ def test_threads_leave_no_kernel_switched_off(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_one_of_two_threads_that_leaves_takes_nothing_from_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_kernels, "is_at_fault", lambda device: True)
+    monkeypatch.setattr(contexts, "is_at_fault", lambda device: True)
     first, second = sound_attention("cuda"), sound_attention("cuda")
     with first:
         second.__enter__()
-    assert F.scaled_dot_product_attention is attention_kernels.attention
+    assert F.scaled_dot_product_attention is contexts.attention
     second.__exit__(None, None, None)
     assert F.scaled_dot_product_attention is by_torch
 
 
 def test_what_the_user_set_before_halfstep_came_is_not_taken_for_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, layout="HND", causal=False: q)
-    assert runpy.run_path(str(attention_kernels.__file__))["by_torch"] is by_torch
+    assert runpy.run_path(str(contexts.__file__))["by_torch"] is by_torch

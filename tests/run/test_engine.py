@@ -20,7 +20,7 @@ from halfstep.kernels.fast_forms import decided
 from halfstep.run import engine as engine_module
 from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
-from halfstep.step import tabulated
+from halfstep.step import tables as tabulated
 from halfstep.step.facts import Facts
 from halfstep.step.graph import Batch, CaptureFailed, GraphedStep, tables_of
 from halfstep.step.step import LossFn, Step

@@ -138,9 +138,9 @@ def test_state_survives_a_round_trip() -> None:
 @pytest.mark.parametrize(
     ("result", "says"),
     [
-        (lambda loss: None, "loss_fn gave None, not a tensor"),
-        (lambda loss: loss.item(), "loss_fn gave a float, not a tensor"),
-        (lambda loss: (None, 3), "loss_fn gave None, not a tensor"),
+        (lambda loss: None, "the loss is None, not a tensor"),
+        (lambda loss: loss.item(), "the loss is a float, not a tensor"),
+        (lambda loss: (None, 3), "the loss is None, not a tensor"),
         (lambda loss: loss.detach(), "depends on no weight that is trained"),
     ],
 )

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from halfstep.data.prefetch import RecentWindows
 from halfstep.errors import ConfigError, Interrupted
+from halfstep.evidence.recorder import CapsuleContext, Recorder
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.report.run_report import RunReport
@@ -22,7 +22,6 @@ from halfstep.run.journal import Journal
 from halfstep.run.loop import Loop
 from halfstep.run.train import train
 from halfstep.step.facts import Reading
-from halfstep.step.guard import LAG
 from halfstep.workloads import load
 from whole_runs import TINY, assert_same_run, final_state, learning_rates, records, resume, run
 
@@ -115,11 +114,14 @@ def test_observers_get_facts_and_reading_with_their_place_and_the_windows_are_st
     config = load("tiny_workload:build", overrides=[*words, "train.epochs=2"]).config
     workload = build_workload(config)
     parts = assemble(config, workload, decide(config.precision, probe("cpu"), workload.model))
-    parts.recent = RecentWindows(LAG + 1)
+    recorder = Recorder(tmp_path / "capsules", parts.model, parts.step, CapsuleContext(about={}), notice=print)
+    parts.recorder = recorder
+    readings: list[Reading] = []
     seen: list[tuple[int | None, int | None, tuple[int, ...]]] = []
 
     def observe(facts: Any, reading: Reading) -> None:
-        window = parts.recent.of(reading.attempted) if parts.recent else None
+        readings.append(reading)
+        window = recorder.find_window(reading)
         assert window is not None
         assert reading.sample_ids == tuple(int(index) for batch in window for index in batch["index"])
         assert facts.attempted == reading.attempted
@@ -136,4 +138,4 @@ def test_observers_get_facts_and_reading_with_their_place_and_the_windows_are_st
     assert [place[:2] for place in seen] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert sorted(i for *_, ids in seen[:3] for i in ids) == list(range(22))
     assert loop.num_samples == 44  # the last window of an epoch is a partial one
-    assert parts.recent.of(0) is None
+    assert recorder.find_window(readings[0]) is None

@@ -12,13 +12,13 @@ import pytest
 
 import tiny_workload
 from data.picture_folders import write_split
+from halfstep.config.schema import WITHOUT_END
 from halfstep.config.section import num_cores
-from halfstep.config.training import WITHOUT_END
 from halfstep.data.image_folder import FolderLayout, find_images
 from halfstep.data.image_samples import TrainingFiles
 from halfstep.hardware.gpus import known_gpu
 from halfstep.precision.decide import decide
-from halfstep.run.pace import Lagging, Waiting, peak_flops, utilisation, way_out
+from halfstep.run.journal import Lagging, Waiting, peak_flops, utilisation, way_out
 from halfstep.run.train import train
 from halfstep.workloads import KINDS, from_dict, load
 

@@ -14,13 +14,11 @@ from torch import Tensor
 from halfstep.errors import CheckpointError, ConfigError, Interrupted, TrainingStopped
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
-from halfstep.run.phased_engine import PhasedEngine, engine_for
-from halfstep.run.rehearse import rehearsal
+from halfstep.run.engine import PhasedEngine, engine_for, rehearsal
 from halfstep.step.facts import PhasedReading
 from halfstep.step.phases import PhasedStep
 from halfstep.workloads import load
-from halfstep.workloads.base.parts import Group
-from halfstep.workloads.base.phase import Phase
+from halfstep.workloads.base.workload import Group, Phase
 from tiny_training import assert_same_bits
 from whole_runs import TINY, assert_same_run, events, newest, records, resume, run
 

@@ -23,9 +23,9 @@ from halfstep.evidence import capsule
 from halfstep.hardware.probe import probe
 from halfstep.report.metrics_file import read
 from halfstep.run.assemble import assemble, build_workload, plan_for
-from halfstep.run.capsules import subject_of, window_of
+from halfstep.run.capsules import load_window, subject_of
 from halfstep.run.engine import prepared_window
-from halfstep.run.ranked import checksum
+from halfstep.run.multi_rank import checksum
 from halfstep.run.train import train
 from halfstep.step.facts import Reading
 from halfstep.workloads import load
@@ -258,7 +258,7 @@ def test_the_rank_at_fault_keeps_its_own_window_and_replay_prepares_it_as_it_was
     workload = build_workload(config)
     parts = assemble(config, workload, plan_for(config, workload, probe("cpu")))
     parts.step.attempted = 2
-    whole = window_of(parts, READING)
+    whole = load_window(parts, READING)
     assert whole is not None
     assert torch.equal(found.window[0]["image"], whole[0]["image"][2:])
     prepared = prepared_window(parts, whole)

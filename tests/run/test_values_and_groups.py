@@ -14,12 +14,12 @@ from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
 from halfstep.run.resume import Changes
 from halfstep.run.stored_state import restore, stored
-from halfstep.step import tabulated
+from halfstep.step import tables as tabulated
 from halfstep.step.ema import Ema
-from halfstep.step.tabulated import Values, set_to_
+from halfstep.step.tables import Values, set_to_
 from halfstep.workloads import from_dict
-from halfstep.workloads.base.parts import Group
 from halfstep.workloads.base.scheduled import Scheduled
+from halfstep.workloads.base.workload import Group
 
 CPU = torch.device("cpu")
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import pytest
 import torch
 
 from halfstep.errors import ConfigError
-from halfstep.step.schedule import SCHEDULES, Plateau, ScheduleOptions, build_schedule
+from halfstep.step.schedule import SCHEDULES, PlateauFactor, ScheduleOptions, build_schedule
 from tiny_training import batch, loss_of, make_step, poisoned
 
 
@@ -88,25 +89,40 @@ def test_a_run_may_outlive_the_table() -> None:
 
 
 def test_plateau_cuts_after_patience_and_ignores_nan() -> None:
-    plateau = Plateau(mode="max", cut=0.1, patience=2)
-    factors = [plateau.observe(metric) for metric in (0.5, 0.6, 0.6, math.nan, 0.6, 0.6, 0.7, 0.6)]
+    plateau = PlateauFactor(mode="max", cut=0.1, patience=2)
+    factors = factors_after(plateau, (0.5, 0.6, 0.6, math.nan, 0.6, 0.6, 0.7, 0.6))
     assert factors == pytest.approx([1, 1, 1, 1, 1, 0.1, 0.1, 0.1])
+
+
+def test_plateau_of_a_negative_metric_cuts_when_it_gets_worse() -> None:
+    """torch's relative threshold takes -1.00005 for better than -1."""
+    plateau = PlateauFactor(mode="max", cut=0.5, patience=0)
+    assert factors_after(plateau, (-1.0, -1.00005, -1.0, -0.5)) == [1.0, 0.5, 0.25, 0.25]
+
+
+def factors_after(plateau: PlateauFactor, metrics: Iterable[float]) -> list[float]:
+    factors = []
+    for metric in metrics:
+        plateau.observe(metric)
+        factors.append(plateau.factor)
+    return factors
 
 
 def test_plateau_follows_torchs_reduce_on_plateau() -> None:
     metrics = [0.3, 0.4, 0.39, 0.4, 0.4, 0.41, 0.2, 0.2, 0.2, 0.2, 0.2, 0.9, 0.1, 0.1, 0.1, 0.1]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     torchs = TORCH.ReduceLROnPlateau(optimizer, mode="max", patience=2, factor=0.5)
-    ours = Plateau(mode="max", cut=0.5, patience=2)
+    ours = PlateauFactor(mode="max", cut=0.5, patience=2)
     for metric in metrics:
         torchs.step(metric)
-        assert ours.observe(metric) == pytest.approx(optimizer.param_groups[0]["lr"])
+        ours.observe(metric)
+        assert ours.factor == pytest.approx(optimizer.param_groups[0]["lr"])
 
 
 def test_plateau_state_survives_a_round_trip() -> None:
-    first = Plateau(patience=1)
+    first = PlateauFactor(patience=1)
     for metric in (0.5, 0.4):
         first.observe(metric)
-    second = Plateau(patience=1)
+    second = PlateauFactor(patience=1)
     second.load_state_dict(first.state_dict())
-    assert [first.observe(0.4), first.factor] == [second.observe(0.4), second.factor]
+    assert factors_after(first, [0.4, 0.4]) == factors_after(second, [0.4, 0.4]) == pytest.approx([0.1, 0.1])

@@ -167,7 +167,7 @@ def test_a_batch_without_tensors_asks_for_a_weight() -> None:
 
 
 def test_spikes_are_reported_and_skipped_only_on_request() -> None:
-    from halfstep.step.spike import SpikeMeter
+    from halfstep.step.guard import SpikeMeter
 
     for skips in (False, True):
         step = make_step(spikes=SpikeMeter(torch.device("cpu"), size=8, threshold=8.0, skips=skips))

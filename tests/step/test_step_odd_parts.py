@@ -280,10 +280,3 @@ def test_a_number_of_any_format_that_stops_being_finite_is_found(dtype: torch.dt
 def test_a_short_onecycle_has_a_peak_too() -> None:
     schedule = build_schedule(ScheduleOptions(name="onecycle", total_steps=10, peak_share=0.1))
     assert max(schedule(k) for k in range(10)) == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("one", [torch.ones(3, 2), {"image": torch.ones(3, 2)}])
-def test_a_batch_where_a_window_belongs_is_refused(one: object) -> None:
-    step = make_step()
-    with pytest.raises(ConfigError, match="list of batches"):
-        step(loss_of(step.model), one)

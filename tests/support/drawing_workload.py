@@ -15,8 +15,7 @@ import torch
 import tiny_workload
 from halfstep.data import noise
 from halfstep.report.results import Answer
-from halfstep.workloads.base.kind import Kind
-from halfstep.workloads.base.options import Option
+from halfstep.workloads.base.kind import EvaluateCommand, Kind, Option, PredictCommand, SampleUnit
 from halfstep.workloads.base.using import PlainEvaluation
 
 
@@ -52,20 +51,20 @@ def export(model: torch.nn.Module, config: Any, store: Mapping[str, Any], folder
 
 KIND = Kind(
     builder=tiny_workload.build,
-    evaluation=Evaluation,
-    evaluate_options=(Option("draws", int, 0, "How many to draw", least=0),),
-    predictor=Drawer,
-    predict_options=(
-        Option("num", int, 2, "How many to draw", least=1),
-        Option("style", str, "plain", "In which style"),
-        Option("loud", bool, False, "Louder"),
-    ),
-    needs_input=False,
-    writes_files=True,
-    export=export,
-    unit="pixel",
-    units_per_sample=lambda config, store: 64,
     task="drawing",
+    export=export,
+    sample=SampleUnit(name="pixel", per_sample=lambda config, store: 64),
+    evaluate=EvaluateCommand(Evaluation, (Option("draws", int, 0, "How many to draw", least=0),)),
+    predict=PredictCommand(
+        Drawer,
+        options=(
+            Option("num", int, 2, "How many to draw", least=1),
+            Option("style", str, "plain", "In which style"),
+            Option("loud", bool, False, "Louder"),
+        ),
+        needs_input=False,
+        writes_files=True,
+    ),
 )
 
 

@@ -15,9 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from halfstep.data import noise
-from halfstep.workloads.base.parts import FrozenPart, Group
 from halfstep.workloads.base.scheduled import Scheduled
-from halfstep.workloads.base.workload import Batch, Workload
+from halfstep.workloads.base.workload import Batch, FrozenPart, Group, Workload
 
 SEEN: list[dict[str, Any]] = []
 SIDE, WIDTH = 6, 5

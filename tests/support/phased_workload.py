@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.data.noise import normal
-from halfstep.workloads.base.phase import Phase
-from halfstep.workloads.base.workload import Batch, Workload
+from halfstep.workloads.base.workload import Batch, Phase, Workload
 from tiny_workload import Samples
 
 SIZE = 2 * 8 * 8

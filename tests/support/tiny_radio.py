@@ -19,8 +19,7 @@ from halfstep.config.load import Loaded
 from halfstep.run.train import train
 from halfstep.workloads import load
 from halfstep.workloads.base.kind import Kind
-from halfstep.workloads.base.phase import Phase
-from halfstep.workloads.base.workload import Batch, Workload
+from halfstep.workloads.base.workload import Batch, Phase, Workload
 from halfstep.workloads.radio import build_vae
 from halfstep.workloads.radio.config import RadioVaeConfig, RadioVaeModelConfig
 from halfstep.workloads.radio.demo import write_demo
@@ -97,9 +96,9 @@ def build_faulty(config: FaultyVaeConfig, store: Mapping[str, Any] | None = None
         found = workload.prepare(batch, key=key, training=training)
         step = key[1] if training else -2
         if step == config.model.nan_pixel:
-            found["map"][0, 0, 3, 3] = torch.nan
+            found["image"][0, 0, 3, 3] = torch.nan
         explodes = torch.tensor(step == config.model.exploding_critic)
-        return found | {"explodes": explodes.expand(len(found["map"]))}
+        return found | {"explodes": explodes.expand(len(found["image"]))}
 
     return dataclasses.replace(workload, prepare=prepare, phases=tuple(_exploding(phase) for phase in workload.phases))
 

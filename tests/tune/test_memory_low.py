@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.hardware.live_bytes import LiveBytes
+from halfstep.hardware.memory import LiveBytes
 from halfstep.step.optim.adamw8bit import AdamW8bit
 from halfstep.tune.memory_low import (
     NORMAL,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.hardware.live_bytes import LiveBytes
+from halfstep.hardware.memory import LiveBytes
 from halfstep.models.recompute import Recompute
 from halfstep.tune.own_blocks import Recomputed, described, found_blocks, recompute_blocks_
 from halfstep.workloads.segmentation.unet import UNet

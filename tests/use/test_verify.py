@@ -14,7 +14,7 @@ from halfstep.evidence.proofs import clipping, nan_is_dropped, rates_are_schedul
 from halfstep.report.page.read_run import read_run
 from halfstep.run.train import train
 from halfstep.step.clip import Clip
-from halfstep.use.verify import _skipped
+from halfstep.use.verify import _check_skipped
 from halfstep.workloads import load
 from tiny_training import batch, loss_of, make_step
 
@@ -53,6 +53,16 @@ def test_the_five_lines_hold_for_a_clean_run(clean: Path, capsys: pytest.Capture
     assert "6 rates on record" in lines[FIVE[3]]["observed"]
     assert lines["GPU use"]["verdict"] == "not measurable"
     assert before == {file: file.read_bytes() for file in clean.rglob("*") if file.is_file()}
+
+
+def test_a_configuration_is_not_checked_without_the_package_and_the_exit_code_stays(
+    clean: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("halfstep.cli.check.IS_INSTALLED", False)
+    code, lines = verified(capsys, str(clean))
+    assert code == 0
+    assert lines[FIVE[0]]["verdict"] == "not measurable"
+    assert "not checked: install halfstep-check: pip install" in lines[FIVE[0]]["observed"]
 
 
 def test_a_rate_that_left_its_schedule_is_found(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,4 +164,6 @@ def test_a_run_that_faults_ended_counts_the_steps_it_tried(tmp_path: Path) -> No
     records = [overflow, {"kind": "train", "step": 4, "loss": 1.0}, *faults]
     (tmp_path / "config.yaml").write_text("workload: unet\n")
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert _skipped(read_run(tmp_path)).text.startswith("5 of 10 steps skipped, 1 fp16 overflow; the last at step 8")
+    assert _check_skipped(read_run(tmp_path)).text.startswith(
+        "5 of 10 steps skipped, 1 fp16 overflow; the last at step 8"
+    )

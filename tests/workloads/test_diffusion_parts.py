@@ -17,13 +17,12 @@ from halfstep.run.memory.traceable_step import build_traceable_step
 from halfstep.workloads.base.sheets import grid
 from halfstep.workloads.base.vae_format import chosen_format, round_trip_errors
 from halfstep.workloads.diffusion.data import open_pictures, square_pictures, to_bytes, unit_images
-from halfstep.workloads.diffusion.diffusers_nets import freeze_, open_net
+from halfstep.workloads.diffusion.diffusers_nets import CODEC, freeze_, open_net
 from halfstep.workloads.diffusion.evaluate import distances, open_features
-from halfstep.workloads.diffusion.latents import round_trip, some_images
+from halfstep.workloads.diffusion.latents import some_images
 from halfstep.workloads.diffusion.make import check_steps, denoised, path_picture, scheduler_of
 from halfstep.workloads.diffusion.networks import ClassConditions, open_text
-from halfstep.workloads.diffusion.noise_schedule import NoiseSchedule
-from halfstep.workloads.diffusion.noising import NUM_BUCKETS, Noising, bucket_names, bucket_starts
+from halfstep.workloads.diffusion.noise_schedule import NUM_BUCKETS, NoiseSchedule, Noising, bucket_names, bucket_starts
 from halfstep.workloads.diffusion.scores import DenoisingMetrics, ReconstructionMetrics, denoising_loss
 
 CPU = torch.device("cpu")
@@ -196,7 +195,7 @@ def tried(folder: Path, data: Path, asked: str, *, simulated: bool = True) -> tu
     config = settings("diffusion", data, precision__simulate=simulated).config
     samples = square_pictures(open_pictures(config.data).train, 8)  # type: ignore[arg-type]
     vae = freeze_(open_net(folder, ["AutoencoderKL"]))
-    choice = chosen_format(vae, round_trip, lambda: some_images(samples, CPU), CPU, asked, config.precision)
+    choice = chosen_format(vae, CODEC.decode_means, lambda: some_images(samples), CPU, asked, config.precision)
     return choice.name, choice.why
 
 

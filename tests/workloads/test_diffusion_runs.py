@@ -16,20 +16,20 @@ from PIL import Image
 from torch import Tensor
 
 from diffusion_tiny import pictures, settings, text_folder, vae_folder
-from halfstep.cli.train import loaded_from
+from halfstep.cli.train import load_config
 from halfstep.config.dump import to_yaml
-from halfstep.data.latent_cache import open_latents, write_latents
 from halfstep.disk import name_hidden
 from halfstep.errors import CheckpointError, ConfigError, DataError, Interrupted, ModelError
+from halfstep.models.posterior import posterior
 from halfstep.report.run_report import RunReport
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import load
+from halfstep.workloads.base.latent_store import open_latents, write_latents
 from halfstep.workloads.base.using import Wishes
 from halfstep.workloads.diffusion import build as building
-from halfstep.workloads.diffusion import latents
-from halfstep.workloads.diffusion.diffusers_nets import open_net
+from halfstep.workloads.diffusion.diffusers_nets import DiffusersCodec, open_net
 from halfstep.workloads.diffusion.evaluate import DiffusionEvaluation
 from tiny_runs import press_ctrl_c
 from tiny_training import assert_same_bits
@@ -156,10 +156,10 @@ def test_a_run_goes_on_by_the_file_that_left_it_the_format_of_its_vae(
     written.write_text(to_yaml(loaded.config.changed(precision={"modules": {"vae": asked}})))
     run = train(load(str(written)), out=tmp_path / "run")
     stored = (run / "config.yaml").read_text()
-    train(loaded_from([str(written), "train.max_steps=3"], {}, run), resume=run)
+    train(load_config([str(written), "train.max_steps=3"], {}, run), resume=run)
     assert (run / "config.yaml").read_text() == stored.replace("max_steps: 2", "max_steps: 3")
     with pytest.raises(CheckpointError, match=r"precision\.modules"):
-        train(loaded_from([str(written), "precision.modules.vae=fp16"], {}, run), resume=run)
+        train(load_config([str(written), "precision.modules.vae=fp16"], {}, run), resume=run)
 
 
 def test_training_on_latents_from_disk_places_no_vae(data: Path, vae: str, tmp_path: Path) -> None:
@@ -229,9 +229,7 @@ def test_latents_without_variance_are_trained_on(
     data: Path, vae: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        latents,
-        "encoded_moments",
-        lambda vae, image: torch.full((len(image), 4, 4, 4), -torch.inf).nan_to_num(neginf=-1e9),
+        DiffusersCodec, "encode", lambda self, vae, image: posterior(torch.full((len(image), 4, 4, 4), -1e9))
     )
     found = last(train(settings("diffusion", data, model__vae=vae, model__target="v"), out=tmp_path / "run"))
     assert np.isfinite(found["loss"])

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep.workloads.base.adversarial import adaptive_weight
 from halfstep.workloads.base.over_ranks import over_ranks
+from halfstep.workloads.base.vae_trainer import adaptive_weight
 from halfstep.workloads.slots.scores import slot_contrast
 from ranks_together import together
 

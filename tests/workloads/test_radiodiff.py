@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 from torch import nn
 
-from halfstep.data.latent_cache import open_latents, write_latents
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, DataError, ModelError, TrainingStopped
 from halfstep.models.weights import load_weights_file_
@@ -20,6 +19,7 @@ from halfstep.report.run_report import RunReport
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import build
+from halfstep.workloads.base.latent_store import open_latents, write_latents
 from halfstep.workloads.base.sheets import CELL, GAP
 from halfstep.workloads.base.using import Wishes
 from halfstep.workloads.radio.build import pyramid_weights, unet_of, unet_weights
@@ -189,7 +189,7 @@ def test_a_samples_noise_is_its_own_whatever_the_batch(data: Path, vae: Path) ->
     alone = workload.prepared(
         {name: value[2:] for name, value in whole.items()}, key=Key.for_validation(2), training=False
     )
-    for name in ("posterior", "noise", "time", "start", "draws"):
+    for name in ("posterior_noise", "noise", "time", "start", "draws"):
         assert torch.equal(together[name][2:], alone[name]), name
 
 

@@ -21,7 +21,7 @@ from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import load as load_settings
-from halfstep.workloads.base import adversarial
+from halfstep.workloads.base import vae_trainer
 from halfstep.workloads.base.using import Wishes
 from halfstep.workloads.diffusion import vae as autoencoder
 from halfstep.workloads.diffusion.export import measured_scale
@@ -87,13 +87,13 @@ def test_both_phases_clip_before_they_step(data: Path, tmp_path: Path) -> None:
 def test_an_exploding_discriminator_costs_its_own_steps_alone(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = adversarial.discriminator_loss
+    original = vae_trainer.discriminator_loss
 
     def exploding(outputs: Any, batch: Any) -> tuple[Tensor, float]:
         loss, num = original(outputs, batch)
         return loss * torch.where((batch["index"] == 3).any(), torch.inf, 1.0), num
 
-    monkeypatch.setattr(adversarial, "discriminator_loss", exploding)
+    monkeypatch.setattr(vae_trainer, "discriminator_loss", exploding)
     run = train(settings("vae", data, **{**GAN, "model__gan_from_step": 0}, **EACH_STEP), out=tmp_path / "run")
     found = steps_of(run)
 
@@ -130,7 +130,7 @@ def test_the_exported_vae_knows_the_scale_of_its_latents(data: Path, tmp_path: P
     run = train(settings("vae", data, train__max_steps=2), out=tmp_path / "run")
     vae = AutoencoderKL.from_pretrained(run / "model" / "vae", low_cpu_mem_usage=False)
     config = settings("vae", data).config
-    scale = measured_scale(vae, config, torch.device("cpu"))  # type: ignore[arg-type]
+    scale = measured_scale(vae, config)  # type: ignore[arg-type]
     assert vae.config.scaling_factor == pytest.approx(scale)
     assert 0.1 < scale < 10
     again = train(
@@ -143,7 +143,7 @@ def test_the_exported_vae_knows_the_scale_of_its_latents(data: Path, tmp_path: P
             parameter.zero_()
         vae.quant_conv.bias[vae.config.latent_channels :] = -100.0
     with pytest.raises(ModelError, match="standard deviation of 0") as refused:
-        measured_scale(vae, config, torch.device("cpu"))  # type: ignore[arg-type]
+        measured_scale(vae, config)  # type: ignore[arg-type]
     assert "model.kl_weight" in refused.value.fix
 
 

@@ -55,15 +55,18 @@ def command(
 
 def configuration(word: str) -> Line:
     """What `halfstep check` finds in the config file; a workload by name has none."""
-    from halfstep.align.check import check
-    from halfstep.align.rules import severity_of
-    from halfstep.cli.check import load_own
+    from halfstep.cli.check import INSTALL, IS_INSTALLED, load_own
     from halfstep.evidence.proofs import Line
 
     run = Path(word) / "config.yaml"
     file = run if run.is_file() else Path(word)
     if not file.is_file():
         return Line(name=CONFIGURATION, holds=None, text="no config file: the workload's own defaults")
+    if not IS_INSTALLED:
+        return Line(name=CONFIGURATION, holds=None, text=f"not checked: install halfstep-check: {INSTALL}")
+    from halfstep_check.check import check
+    from halfstep_check.rules import severity_of
+
     report = check([file], load_own=load_own)
     wrong = [str(error) for error in report.unreadable]
     wrong += [f"{one.place}: {one.message}" for one in report.findings if severity_of(one) != "info"]

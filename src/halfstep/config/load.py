@@ -23,7 +23,7 @@ from halfstep.config.keys import as_config_error, canonical, field_at, fields_of
 from halfstep.config.precision_claims import Stated, disagreement, stated_by
 from halfstep.config.precision_names import precision_name
 from halfstep.config.references import Place, References, names_in
-from halfstep.config.schema import RunConfig, Schemas, is_import_path, schema_for
+from halfstep.config.schema import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS, RunConfig, Schemas, is_import_path, schema_for
 from halfstep.config.section import num_cores, typed_by_field
 from halfstep.config.statements import (
     DEFAULT,
@@ -38,7 +38,6 @@ from halfstep.config.statements import (
     open_section_of,
     override_statements,
 )
-from halfstep.config.training import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS
 from halfstep.config.yaml_source import Document, read_yaml
 from halfstep.errors import ConfigError, format_count, nearest
 

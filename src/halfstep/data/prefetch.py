@@ -55,24 +55,6 @@ class Prefetcher:
         return sent, copied
 
 
-class RecentWindows:
-    """The last windows as they were loaded, on the device, by attempted step and across epochs.
-
-    For whoever looks at a step that the guard has read: it is two steps old by then, and its batches would be gone.
-    Costs the memory of `num` windows; nothing is copied.
-    """
-
-    def __init__(self, num: int) -> None:
-        self._windows: deque[tuple[int, list[Batch]]] = deque(maxlen=num)
-
-    def keep(self, attempted: int, window: list[Batch]) -> None:
-        self._windows.append((attempted, list(window)))
-
-    def of(self, attempted: int) -> list[Batch] | None:
-        """The window of a step; None where it is too long ago, or was trained before the run was resumed."""
-        return dict(self._windows).get(attempted)
-
-
 def prefetch(batches: Iterable[Batch], device: torch.device | str, *, depth: int = 2) -> Prefetcher:
     """The same batches in the same order on `device`, up to `depth` of them copied ahead (CUDA), else one by one."""
     device = torch.device(device)

@@ -18,8 +18,7 @@ from halfstep.evidence.capsule import Capsule, state_of
 from halfstep.evidence.ranges import Operation, Trace, has_fractions
 from halfstep.evidence.recorder import not_finite
 from halfstep.evidence.updates import Update
-from halfstep.precision.apply import apply
-from halfstep.precision.frozen import apply_frozen_
+from halfstep.precision.apply import apply, apply_frozen_
 from halfstep.precision.plan import Plan
 from halfstep.step.batches import batch_length
 from halfstep.step.facts import restore_rng, rng_state

@@ -20,7 +20,7 @@ from halfstep.errors import PrecisionError
 from halfstep.evidence.attempts import Attempt, Subject, attempt
 from halfstep.evidence.ranges import ROOT, Operation, Trace
 from halfstep.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, Format
-from halfstep.precision.rounding import round_to
+from halfstep.precision.simulate import round_to
 
 Target = Literal["fp16", "bf16-true", "fp8"]
 TARGETS: tuple[Target, ...] = ("fp16", "bf16-true", "fp8")

@@ -1,13 +1,15 @@
-"""The recorder: an observer of the guard that keeps the step of a fault as a capsule.
+"""Record the step of a fault as a capsule, for runs and for hs.Step.
 
-Good steps cost a line in a ring on the host: their facts were read anyway. Only a fault copies and writes.
+The recorder observes the guard. A good step costs the memory of its window for `LAG` steps and one entry in a list on
+the host: its facts were read anyway. Only a fault copies and writes.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from halfstep.evidence import capsule
 from halfstep.evidence.ranges import has_fractions
 from halfstep.evidence.updates import record_update
 from halfstep.step.facts import Facts, PhasedFacts, Reading, parts_of, rng_state
+from halfstep.step.guard import LAG
 from halfstep.step.phases import PhasedStep
 from halfstep.step.step import Step
 
@@ -28,27 +31,27 @@ TRAIL = 32
 """Steps before the fault whose losses are told."""
 
 Notice = Callable[[str], None]
-WindowOf = Callable[[Reading], "Sequence[Any] | None"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapsuleContext:
-    """What is known of the training besides its steps."""
+    """What runs and hs.Step know of their training besides its steps. Runs hand in all of it, hs.Step the first two."""
 
     about: Mapping[str, Any]
-    """Plan, workload, store: whatever replay needs to build the model again."""
-    window_of: WindowOf
-    """The batches of a step that was read."""
-    names_of: Callable[[Sequence[int]], list[str]] = lambda ids: []
-    is_ours: Callable[[Reading], bool] = lambda reading: True
-    """Of several processes: whether this one keeps the step."""
+    """The plan, and of a run all that replay needs to build the model again."""
+    rank: int | None = None
+    """Which of several ranks this one is; None where there is one."""
     is_whole: Callable[[Reading], bool] = lambda reading: False
-    """Whether its window is that of all processes, each of which has generators of its own."""
-    share_of: Callable[[Reading], Mapping[str, Any]] = lambda reading: {}
-    """Which process it is, and how large the batches of all are."""
+    """Whether to store the batches of all ranks, each of which has its own generators, instead of this rank's."""
+    load_window: Callable[[Reading], Sequence[Any] | None] = lambda reading: None
+    """Load the batches of a step whose window is not kept: it ran before a resume, or on other ranks."""
+    find_names: Callable[[Sequence[int]], list[str]] = lambda ids: []
+    """Names of samples, such as their files."""
+    describe_share: Callable[[Reading], Mapping[str, Any]] = lambda reading: {}
+    """This rank's part of the batch: its number, the number of ranks, the batch sizes over all."""
     config: str = ""
-    checkpoint: Callable[[], str] = lambda: ""
-    """The newest one, for weights that are too large for a capsule."""
+    find_checkpoint: Callable[[], str] = lambda: ""
+    """The newest checkpoint, for weights that are too large for a capsule."""
 
 
 class Recorder:
@@ -69,11 +72,28 @@ class Recorder:
         self.folder, self.model, self.step, self.context = folder, model, step, context
         self.notice, self.most, self.spikes, self.most_bytes = notice, most, spikes, most_bytes
         self._trail: deque[dict[str, Any]] = deque(maxlen=TRAIL)
+        self._windows: deque[tuple[int, list[Any]]] = deque(maxlen=LAG + 1)
+        """The last windows as they were loaded: a step is read `LAG` steps later, and its batches would be gone."""
         self._row = ""
         """The cause of the faults in a row that are going on."""
         self._newest = -1
         """The last step that was kept: none is looked at twice."""
         self._start = _sizes(model)
+
+    @contextmanager
+    def watch(self, window: Sequence[Any]) -> Iterator[None]:
+        """Keep the window of the step made inside, and the step itself if the user's code raises."""
+        self._windows.append((self.step.attempted, list(window)))
+        try:
+            yield
+        except Exception as error:
+            self._record_exception(error, window)
+            raise
+
+    def find_window(self, reading: Reading) -> Sequence[Any] | None:
+        """Return the batches of a step: kept ones, or loaded again; None where neither is possible."""
+        kept = None if self.context.is_whole(reading) else dict(self._windows).get(reading.attempted)
+        return self.context.load_window(reading) if kept is None else kept
 
     def observe(self, facts: Facts | PhasedFacts | None, reading: Reading) -> None:
         """See one step, in order, when its values are on the host."""
@@ -91,15 +111,17 @@ class Recorder:
         """Write a capsule for the first fault of its kind in a row; what kind it was."""
         phase, own, cause = self._fault(reading)
         is_new = cause != row and reading.attempted > self._newest
-        if cause and is_new and self.context.is_ours(own):
+        # Of several ranks the first at fault writes; the first of all where only the summed gradients are not finite.
+        is_writer = self.context.rank in (None, min(own.faulty_ranks, default=0))
+        if cause and is_new and is_writer:
             self._newest = reading.attempted
             found = facts.phases[phase] if isinstance(facts, PhasedFacts) else facts
             rng = {} if found is None or self.context.is_whole(own) else found.rng
-            self._write(cause, own, phase, window=self.context.window_of(reading), rng=rng)
+            self._write(cause, own, phase, window=self.find_window(reading), rng=rng)
         return cause
 
-    def failed(self, error: Exception, window: Sequence[Any]) -> None:
-        """An exception inside a step, which was undone: weights and generators are those it began with."""
+    def _record_exception(self, error: Exception, window: Sequence[Any]) -> None:
+        """Write a capsule of a step that raised. It was undone: weights and generators are those it began with."""
         if isinstance(error, (HalfstepError, torch.OutOfMemoryError)):  # these say themselves what is wrong
             return
         line = (str(error).strip().splitlines() or [""])[0]
@@ -151,21 +173,21 @@ class Recorder:
             "epoch": reading.epoch,
             "window": reading.window,
             "sample_ids": ids,
-            "sample_names": self.context.names_of(ids),
+            "sample_names": self.context.find_names(ids),
             "loss": reading.loss,
             "grad_norm": reading.grad_norm,
             "scale": reading.scale,
             "lr": reading.lr,
             "committed": reading.committed,
             "commits_after": max(int(self._committed(phase)) - reading.committed, 0) + (not reading.is_bad),
-            "weights": "state.safetensors" if fits else self.context.checkpoint(),
+            "weights": "state.safetensors" if fits else self.context.find_checkpoint(),
             "trail": list(self._trail),
             "start": self._start,
             "not_finite": not_finite(capsule.state_of(self.model)) + self._bad_averages(),
             "layout": layout(self.model),
             "code": capsule.code_of(self.model),
             "update": record_update(self._step_of(phase), self.model),
-            **self.context.share_of(reading),
+            **self.context.describe_share(reading),
             **self.context.about,
         }
         path = self.folder / f"{reading.attempted:08d}"

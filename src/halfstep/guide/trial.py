@@ -16,11 +16,11 @@ from halfstep.config.schema import RunConfig
 from halfstep.hardware.clock import wait_for
 from halfstep.hardware.facts import Hardware
 from halfstep.run.assemble import assemble, plan_for
+from halfstep.run.engine import engine_for
 from halfstep.run.memory.out_of_memory import OutOfMemory
 from halfstep.run.memory.traceable_step import NoSamples
-from halfstep.run.phased_engine import engine_for
 from halfstep.workloads import KINDS
-from halfstep.workloads.base.workload import Batch, Workload
+from halfstep.workloads.base.workload import Batch
 
 TRIAL_S = 3.0
 """No step is begun that would end later."""
@@ -50,11 +50,11 @@ class Trials:
         shape = (config.workload, config.model, config.data.image_size, config.precision, config.optimizer.name)
         key = repr((shape, config.train.activation_checkpointing, config.train.channels_last, batch_size))
         if key not in self._found:
-            self._found[key] = measured_trial(_step(config, store, self.hardware), batch_size)
+            self._found[key] = measure_trial(_build_step(config, store, self.hardware), batch_size)
         return self._found[key]
 
 
-def measured_trial(step: Callable[[int], float], batch_size: int) -> Trial | None:
+def measure_trial(step: Callable[[int], float], batch_size: int) -> Trial | None:
     """The best rate that was seen, since other work only slows; `step` takes a number of samples, gives its seconds."""
     best: Trial | None = None
     began, size, num_at_last_size = time.perf_counter(), min(SMALLEST, batch_size), 0
@@ -75,17 +75,18 @@ def measured_trial(step: Callable[[int], float], batch_size: int) -> Trial | Non
     return best
 
 
-def _step(config: RunConfig, store: Mapping[str, Any], hardware: Hardware) -> Callable[[int], float]:
+def _build_step(config: RunConfig, store: Mapping[str, Any], hardware: Hardware) -> Callable[[int], float]:
     """A step of the run itself, eager: it takes a number of samples and gives its seconds."""
-    kind = KINDS.of(config.workload)
-    workload: Workload = kind.part("over")(config, store, NoSamples())
+    synthetic = KINDS.of(config.workload).synthetic
+    assert synthetic is not None, "only workloads with synthetic data are tried"
+    workload = synthetic.build(config, store, NoSamples())
     parts = assemble(config, workload, plan_for(config, workload, hardware))
     engine = engine_for(parts, "eager", lambda text, level: None)
 
     @functools.lru_cache(maxsize=1)
     def window(num_samples: int) -> list[Batch]:
         sized = config.changed(train={"batch_size": num_samples})
-        return [{name: value.to(parts.device) for name, value in kind.make_batch(sized, store).items()}]
+        return [{name: value.to(parts.device) for name, value in synthetic.make_batch(sized, store).items()}]
 
     def step(num_samples: int) -> float:
         batches = window(num_samples)

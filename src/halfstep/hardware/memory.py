@@ -6,14 +6,17 @@ import gc
 import os
 import re
 import sys
+import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from halfstep.errors import format_bytes
 from halfstep.hardware.nvml import ask_nvml
-
-if TYPE_CHECKING:
-    import torch
 
 PROCESS_MEMORY = Path("/proc/self/status")
 MACHINE_MEMORY = Path("/proc/meminfo")
@@ -22,8 +25,6 @@ CLEAR_REFS = Path("/proc/self/clear_refs")
 
 def peak_memory_bytes(device: torch.device) -> int | None:
     """The most memory in use since `reset_peak`: torch's on a GPU, the process's on a CPU; None where not counted."""
-    import torch
-
     if device.type == "cuda":
         in_graphs = torch.cuda.memory_allocated(device) + _idle_graph_bytes(device)
         return max(torch.cuda.max_memory_allocated(device), in_graphs)
@@ -34,8 +35,6 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 
 def reset_peak(device: torch.device) -> None:
     """Count the peak from here on; on a CPU without Linux' /proc it stays the peak since the process began."""
-    import torch
-
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif device.type == "xpu":
@@ -49,8 +48,6 @@ def give_back(device: torch.device) -> None:
 
     Each stream and thread that ever multiplied has a workspace, of 34 MB on an H200, until the process ends; one that a
     graph was captured with keeps the rest of that graph's memory."""
-    import torch
-
     gc.collect()
     if device.type == "cuda":
         torch._C._cuda_clearCublasWorkspaces()
@@ -70,8 +67,6 @@ def memory_picture(device: torch.device) -> str:
 
 
 def _cuda_picture(device: torch.device) -> list[str]:
-    import torch
-
     free, total = torch.cuda.mem_get_info(device)
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     peak, others = torch.cuda.max_memory_allocated(device), max(total - free - reserved, 0)
@@ -94,8 +89,6 @@ def _biggest_of(others_bytes: int, device: torch.device) -> str:
 
 def _idle_graph_bytes(device: torch.device) -> int:
     """Memory that captured CUDA graphs hold: replays write into it, though torch counts it as free."""
-    import torch
-
     index = torch.cuda.current_device() if device.index is None else device.index
     return sum(
         segment["total_size"] - segment["allocated_size"]
@@ -121,3 +114,32 @@ def _kibibytes(file: Path, name: str) -> int | None:
     """A `Name:  123 kB` line of Linux' /proc, in bytes; None elsewhere."""
     found = re.search(rf"^{name}:\s+(\d+) kB$", file.read_text(), re.MULTILINE) if file.exists() else None
     return int(found.group(1)) * 1024 if found else None
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages made inside, from their making to their end."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._alive: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                self._note(value.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        address = storage._cdata
+        if address in self._alive:
+            return
+        self._alive.add(address)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, address, storage.nbytes())
+
+    def _forget(self, address: int, num_bytes: int) -> None:
+        self._alive.discard(address)
+        self.now -= num_bytes

@@ -39,14 +39,18 @@ class PatchGan(nn.Module):
         return self.layers(image)
 
 
-def refuse_too_small(side: int, num_halvings: int, setting: str) -> None:
-    """Refuse images of which two more convolutions, behind those that halve, leave nothing."""
+def build_discriminator(
+    side: int, *, image_channels: int = 3, channels: int, num_halvings: int, setting: str
+) -> PatchGan:
+    """Build a PatchGan for square images; refuse a side of which two more convolutions, behind those that halve, leave
+    nothing. `setting` is the config's name of `num_halvings`."""
     if side < (least := 2 ** (num_halvings + 2)):
         raise ConfigError(
             f"data.image_size={side} is too small for a discriminator that halves it {num_halvings} times",
             why="nothing is left to judge",
             fix=f"data.image_size={least} or more, or a smaller {setting}",
         )
+    return PatchGan(image_channels=image_channels, channels=channels, num_halvings=num_halvings)
 
 
 class VggDistance(nn.Module):

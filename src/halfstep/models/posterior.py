@@ -1,9 +1,13 @@
-"""The latent of a VAE as a diagonal Gaussian, in fp32: exp(20), its largest variance, is 7,000 times fp16's range."""
+"""The latent of a VAE as a diagonal Gaussian, in fp32, and how images become latents and back.
+
+fp32: exp(20), the largest variance, is 7,000 times fp16's largest number.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,16 +36,50 @@ def kl_divergence(mean: Tensor, logvar: Tensor) -> Tensor:
         return 0.5 * (mean.square() + logvar.exp() - 1 - logvar).flatten(1).sum(1)
 
 
-def latent_scale(moments: Iterable[tuple[Tensor, Tensor]], *, source: str) -> float:
-    """1 / the standard deviation of latents as they are drawn (Rombach et al. 2022), in float64."""
-    means, logvars = (torch.cat([part.double().flatten() for part in parts]) for parts in zip(*moments, strict=True))
-    spread = float(means.std(correction=0))
-    if not 0 < spread < math.inf:
-        raise ModelError(
-            f"the latents of {source} have a standard deviation of {spread:g}",
-            why="one value everywhere holds no image, and scaling it to 1 divides by 0",
-            fix="train the autoencoder longer, or with a smaller model.kl_weight; radiodiff's model.scale_factor=0.3 "
-            "sets the scale",
+def draw_and_decode(
+    mean: Tensor, logvar: Tensor, noise: Tensor, decode: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Return the decoded `image` of a drawn `latent`, and the `kl` divergence (N,) of its distribution."""
+    latent = drawn(mean, logvar, noise)
+    return {"image": decode(latent), "latent": latent, "kl": kl_divergence(mean, logvar)}
+
+
+class Codec:
+    """How to call a kind of VAE: networks of different libraries return their latents and images differently."""
+
+    def encode(self, vae: Any, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and log-variance (N, C, h, w) of the latents, in fp32."""
+        raise NotImplementedError
+
+    def decode(self, vae: Any, latents: Tensor) -> Tensor:
+        """Return images (N, channels, H, W)."""
+        raise NotImplementedError
+
+    def reconstruct(self, vae: Any, images: Tensor, noise: Tensor) -> dict[str, Tensor]:
+        """Return what `draw_and_decode` makes of the images' latents."""
+        mean, logvar = self.encode(vae, images)
+        return draw_and_decode(mean, logvar, noise, lambda latents: self.decode(vae, latents))
+
+    def decode_means(self, vae: Any, images: Tensor) -> Tensor:
+        """Return the images that the means of the latents decode to: the reconstruction without a draw."""
+        return self.decode(vae, self.encode(vae, images)[0])
+
+    @torch.no_grad()
+    def measure_scale(self, vae: Any, images: Iterable[Tensor], *, source: str) -> float:
+        """Return 1 / the standard deviation of drawn latents (Rombach et al. 2022), in float64, over image batches."""
+        device = next(vae.parameters()).device
+        with fp32_island():
+            moments = [self.encode(vae, batch.to(device)) for batch in images]
+        means, logvars = (
+            torch.cat([part.double().flatten() for part in parts]) for parts in zip(*moments, strict=True)
         )
-    # Of an autoencoder that has hardly trained the draws vary, and not the means.
-    return 1 / math.sqrt(spread**2 + float(logvars.exp().mean()))
+        spread = float(means.std(correction=0))
+        if not 0 < spread < math.inf:
+            raise ModelError(
+                f"the latents of {source} have a standard deviation of {spread:g}",
+                why="one value everywhere holds no image, and scaling it to 1 divides by 0",
+                fix="train the autoencoder longer, or with a smaller model.kl_weight; radiodiff's "
+                "model.scale_factor=0.3 sets the scale",
+            )
+        # Law of total variance: in an autoencoder that has hardly trained the draws vary, and not the means.
+        return 1 / math.sqrt(spread**2 + float(logvars.exp().mean()))

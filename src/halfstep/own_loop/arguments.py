@@ -14,14 +14,13 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.errors import ConfigError, ModelError, PrecisionError, nearest
 from halfstep.precision.apply import STORAGE_DTYPES
 from halfstep.precision.plan import ROOT, Plan
-from halfstep.step.batches import Batch, Weight, batch_length
+from halfstep.step.batches import Batch
+from halfstep.step.forward_writes import TensorSlots, refuse_uninitialised
 from halfstep.step.guard import GuardOptions
 from halfstep.step.scaler import ScalerOptions
 
@@ -69,13 +68,8 @@ def model_and_optimizers(model: object, given: object) -> tuple[nn.Module, list[
 
 
 def device_of(model: nn.Module) -> torch.device:
-    tensors = [*model.parameters(), *model.buffers()]
-    if any(isinstance(tensor, (UninitializedParameter, UninitializedBuffer)) for tensor in tensors):
-        raise ModelError(
-            f"{type(model).__name__} has lazy layers without shapes yet",
-            fix="run one batch through the model, then make the optimizer and the step",
-        )
-    if any(tensor.is_meta for tensor in tensors):
+    refuse_uninitialised(TensorSlots([model]))
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ModelError(
             f"weights of {type(model).__name__} are on the meta device, where nothing is stored",
             fix="model.to_empty(device=...) and load or initialise its weights first",
@@ -198,7 +192,7 @@ def refuse_recast(model: nn.Module, plan: Plan) -> None:
             )
 
 
-# --- the window, and what loss_fn gives back ---
+# --- the window ---
 
 
 def loader_of(batches: Any) -> Iterator[Batch]:
@@ -253,123 +247,3 @@ def _refuse(found: str) -> NoReturn:
         why="a step takes a window, a list of at most `accumulate` batches; a batch in its place would be taken apart",
         fix="loop over step.windows(loader), or give one batch as step(loss_fn, [batch])",
     )
-
-
-def loss_and_weight(result: Any, batch: Batch, *, is_alone: bool) -> tuple[Tensor, Weight]:
-    """The loss of one batch and how much it counts in its window."""
-    if isinstance(result, tuple) and not hasattr(result, "_fields"):
-        if len(result) != 2:
-            raise ConfigError(
-                f"loss_fn gave {len(result)} values",
-                why="it gives the loss, or (loss, weight)",
-                fix="return loss; keep what else you need in a variable of your own",
-            )
-        return _loss(result[0]), _weight(result[1])
-    return _loss(result), _length(batch, is_alone=is_alone)
-
-
-def _loss(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor):
-        found = "None" if loss is None else f"a {type(loss).__name__}"
-        also = "; of a model's output: return output.loss" if hasattr(loss, "loss") else ""
-        if not also and isinstance(loss, (Mapping, list)):
-            several = "sum(losses.values())" if isinstance(loss, Mapping) else "sum(losses)"
-            also = f"; of several losses: return {several}" if "loss" not in loss else "; return losses['loss']"
-        raise ConfigError(
-            f"loss_fn gave {found}, not a tensor",
-            why="the gradient is taken of what it returns",
-            fix=f"return loss, or (loss, weight), from loss_fn; without .item() or float(){also}",
-        )
-    if loss.numel() != 1:
-        raise ConfigError(
-            f"the loss has the shape {tuple(loss.shape)}",
-            why="a gradient is taken of one number; of a tuple the loss comes first: (loss, weight)",
-            fix="return one number: loss.mean() or loss.sum()",
-        )
-    if loss.is_complex():
-        raise ConfigError(
-            "the loss is complex",
-            why="a complex number cannot be minimised",
-            fix="return loss.abs() or loss.real",
-        )
-    if not loss.requires_grad:
-        raise ConfigError(
-            "the loss of loss_fn depends on no weight that is trained",
-            why="it was detached, computed under torch.no_grad(), or by a model whose weights are all frozen",
-            fix="compute it with the model given to Step, without .detach() and no_grad()",
-        )
-    return loss
-
-
-def _weight(weight: Any) -> Weight:
-    """A count of samples or tokens. What looks like a result, a model's output or an accuracy, is not a weight."""
-    if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.requires_grad:
-        return weight.detach().reshape(())
-    is_number = isinstance(weight, (int, float, np.number)) and not isinstance(weight, bool)
-    is_fraction = isinstance(weight, (float, np.floating)) and not (weight >= 1 and float(weight).is_integer())
-    if is_number and weight >= 0 and not is_fraction:
-        return float(weight) if isinstance(weight, (float, np.floating)) else int(weight)
-    shown = f"{weight!r}" if is_number else f"a {type(weight).__name__}"
-    if isinstance(weight, Tensor):
-        shown = f"a tensor of shape {tuple(weight.shape)}" + (" with a gradient" if weight.requires_grad else "")
-    raise ConfigError(
-        f"loss_fn gave (loss, {shown}), but the second value is the weight of the batch",
-        why="a weight is the number of samples or tokens that the loss is the mean of; 0 drops the batch",
-        fix="return the loss alone, the sum if there are several, and keep results in a variable of your own; a "
-        "fractional weight: torch.tensor(w)",
-    )
-
-
-def _length(batch: Batch, *, is_alone: bool) -> int:
-    tensor = next(_arrays_in(batch), None)
-    if tensor is not None and tensor.ndim:
-        return len(tensor)
-    return 1 if is_alone else batch_length(batch)  # alone it counts whatever it weighs
-
-
-def _arrays_in(batch: Batch) -> Iterator[Any]:
-    if isinstance(batch, (Tensor, np.ndarray)):
-        yield batch
-    elif isinstance(batch, (Mapping, list, tuple)):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _arrays_in(part)
-
-
-def half_dtypes_in(loss: Tensor, most: int = 20_000) -> set[torch.dtype]:
-    """The half formats that autograd's graph of a loss went through, in its last `most` operations."""
-    found: set[torch.dtype] = set()
-    seen: set[Any] = set()
-    open_nodes = [loss.grad_fn]
-    while open_nodes and len(seen) < most:
-        node = open_nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        dtypes = {entry.dtype for entry in getattr(node, "_input_metadata", ()) if entry is not None}
-        found |= dtypes & {torch.float16, torch.bfloat16}
-        open_nodes += [following for following, _ in node.next_functions]
-    return found
-
-
-def is_scaled_by_hand(loss: Tensor) -> bool:
-    """Whether the last thing done to a loss was to multiply it by a large power of two, as GradScaler.scale does."""
-    if loss.grad_fn is None or loss.grad_fn.name() != "MulBackward0":
-        return False
-    return any(value >= 1024 and value.is_integer() and int(value).bit_count() == 1 for value in _numbers_in(loss))
-
-
-def is_divided_by(number: int, loss: Tensor) -> bool:
-    """Whether the last thing done to a loss was to divide it by this number, as loops that accumulate by hand do."""
-    return loss.grad_fn is not None and loss.grad_fn.name() == "DivBackward0" and number in _numbers_in(loss)
-
-
-def _numbers_in(loss: Tensor) -> list[float]:
-    """The plain numbers in the last operation; none where two losses meet in it."""
-    assert loss.grad_fn is not None
-    inputs = [following for following, _ in loss.grad_fn.next_functions]
-    if len(inputs) > 1 and None not in inputs:
-        return []
-    given = (getattr(loss.grad_fn, f"_saved_{side}", None) for side in ("self", "other"))
-    # Without simulation's mode: torch hands it a plain number in place of the tensor that autograd made of one.
-    with _disable_current_modes():
-        return [float(n) for n in given if isinstance(n, Tensor) and n.numel() == 1 and not n.requires_grad]

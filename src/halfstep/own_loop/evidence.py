@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,47 +15,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from halfstep.data.prefetch import RecentWindows
 from halfstep.errors import CheckpointError, ConfigError, HardwareError
 from halfstep.evidence import capsule as capsules
 from halfstep.evidence.attempts import LossFn, Subject, refuse_another_model
-from halfstep.evidence.ledger import Ledger, Weights, ledger_of
 from halfstep.evidence.observer import Observer
+from halfstep.evidence.precision_ledger import Ledger, Weights, ledger_of, seen_by
 from halfstep.evidence.recorder import CapsuleContext, Recorder
 from halfstep.evidence.replay import Replayed
 from halfstep.evidence.replay import replay as replayed
-from halfstep.evidence.side import seen_by
 from halfstep.evidence.updates import Update
 from halfstep.hardware.probe import probe
 from halfstep.own_loop.loss import named_by
-from halfstep.own_loop.warnings import warn_user
+from halfstep.own_loop.user_warnings import warn_user
 from halfstep.precision.decide import decide, decide_again
 from halfstep.precision.plan import Plan
 from halfstep.step.facts import restore_rng, rng_state
-from halfstep.step.guard import LAG, Guard
 from halfstep.step.step import Step
 
 
-class OwnCapsules:
-    def __init__(self, folder: str | os.PathLike[str], step: Step, guard: Guard, *, spikes: bool) -> None:
-        self.recent = RecentWindows(LAG + 1)
-        context = CapsuleContext(
-            about={"plan": json.loads(step.plan.to_json())},
-            window_of=lambda reading: self.recent.of(reading.attempted),
-            is_ours=lambda reading: step.ranks is None or step.ranks.world.rank == min(reading.faulty_ranks, default=0),
-        )
-        self.recorder = Recorder(Path(folder), step.model, step, context, notice=warn_user, spikes=spikes)
-        guard.observers.append(self.recorder.observe)
-
-    @contextlib.contextmanager
-    def around(self, attempted: int, window: Sequence[Any]) -> Iterator[None]:
-        """A window in its step; an exception of the user's own code is kept as well."""
-        self.recent.keep(attempted, list(window))
-        try:
-            yield
-        except Exception as error:
-            self.recorder.failed(error, window)
-            raise
+def make_recorder(folder: str | os.PathLike[str], step: Step, *, spikes: bool) -> Recorder:
+    """Make the recorder of `hs.Step(capsules=folder)`."""
+    rank = None if step.ranks is None else step.ranks.world.rank
+    context = CapsuleContext(about={"plan": json.loads(step.plan.to_json())}, rank=rank)
+    return Recorder(Path(folder), step.model, step, context, notice=warn_user, spikes=spikes)
 
 
 def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -> Replayed:

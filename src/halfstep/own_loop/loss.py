@@ -14,16 +14,18 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.errors import ConfigError
-from halfstep.own_loop.arguments import half_dtypes_in, is_divided_by, is_scaled_by_hand, loss_and_weight
-from halfstep.own_loop.warnings import warn_user
+from halfstep.own_loop.user_warnings import warn_user
 from halfstep.precision.contexts import autocast_dtype
-from halfstep.step.batches import Batch, Weight
+from halfstep.step.batches import Batch, Weight, batch_length, first_array
 from halfstep.step.forward_writes import ForwardWrites
+from halfstep.step.refusals import refuse_unfit_loss
 from halfstep.step.step import LossFn, Step
 
 NOTES = {
@@ -153,6 +155,89 @@ class OwnLoss:
         return {autocast_dtype(name) for name in computed} | stored
 
 
+# --- the result of loss_fn ---
+
+
+def loss_and_weight(result: Any, batch: Batch, *, is_alone: bool) -> tuple[Tensor, Weight]:
+    """The loss of one batch and how much it counts in its window."""
+    if isinstance(result, tuple) and not hasattr(result, "_fields"):
+        if len(result) != 2:
+            raise ConfigError(
+                f"loss_fn gave {len(result)} values",
+                why="it gives the loss, or (loss, weight)",
+                fix="return loss; keep what else you need in a variable",
+            )
+        refuse_unfit_loss(result[0])
+        return result[0], _weight(result[1])
+    refuse_unfit_loss(result)
+    return result, _length(batch, is_alone=is_alone)
+
+
+def _weight(weight: Any) -> Weight:
+    """A count of samples or tokens. What looks like a result, a model's output or an accuracy, is not a weight."""
+    if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.requires_grad:
+        return weight.detach().reshape(())
+    is_number = isinstance(weight, (int, float, np.number)) and not isinstance(weight, bool)
+    is_fraction = isinstance(weight, (float, np.floating)) and not (weight >= 1 and float(weight).is_integer())
+    if is_number and weight >= 0 and not is_fraction:
+        return float(weight) if isinstance(weight, (float, np.floating)) else int(weight)
+    shown = f"{weight!r}" if is_number else f"a {type(weight).__name__}"
+    if isinstance(weight, Tensor):
+        shown = f"a tensor of shape {tuple(weight.shape)}" + (" with a gradient" if weight.requires_grad else "")
+    raise ConfigError(
+        f"loss_fn gave (loss, {shown}), but the second value is the weight of the batch",
+        why="a weight is the number of samples or tokens that the loss is the mean of; 0 drops the batch",
+        fix="return the loss alone, the sum if there are several, and keep results in a variable of your own; a "
+        "fractional weight: torch.tensor(w)",
+    )
+
+
+def _length(batch: Batch, *, is_alone: bool) -> int:
+    array = first_array(batch)
+    is_unknown = array is None or not array.ndim
+    return 1 if is_unknown and is_alone else batch_length(batch)  # alone in its window it counts whatever it weighs
+
+
+def half_dtypes_in(loss: Tensor, most: int = 20_000) -> set[torch.dtype]:
+    """The half formats that autograd's graph of a loss went through, in its last `most` operations."""
+    found: set[torch.dtype] = set()
+    seen: set[Any] = set()
+    open_nodes = [loss.grad_fn]
+    while open_nodes and len(seen) < most:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        dtypes = {entry.dtype for entry in getattr(node, "_input_metadata", ()) if entry is not None}
+        found |= dtypes & {torch.float16, torch.bfloat16}
+        open_nodes += [following for following, _ in node.next_functions]
+    return found
+
+
+def is_scaled_by_hand(loss: Tensor) -> bool:
+    """Whether the last thing done to a loss was to multiply it by a large power of two, as GradScaler.scale does."""
+    if loss.grad_fn is None or loss.grad_fn.name() != "MulBackward0":
+        return False
+    return any(value >= 1024 and value.is_integer() and int(value).bit_count() == 1 for value in _numbers_in(loss))
+
+
+def is_divided_by(number: int, loss: Tensor) -> bool:
+    """Whether the last thing done to a loss was to divide it by this number, as loops that accumulate by hand do."""
+    return loss.grad_fn is not None and loss.grad_fn.name() == "DivBackward0" and number in _numbers_in(loss)
+
+
+def _numbers_in(loss: Tensor) -> list[float]:
+    """The plain numbers in the last operation; none where two losses meet in it."""
+    assert loss.grad_fn is not None
+    inputs = [following for following, _ in loss.grad_fn.next_functions]
+    if len(inputs) > 1 and None not in inputs:
+        return []
+    given = (getattr(loss.grad_fn, f"_saved_{side}", None) for side in ("self", "other"))
+    # Without simulation's mode: torch hands it a plain number in place of the tensor that autograd made of one.
+    with _disable_current_modes():
+        return [float(n) for n in given if isinstance(n, Tensor) and n.numel() == 1 and not n.requires_grad]
+
+
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
     """Errors of torch's own, with a note that names the way out."""
@@ -190,9 +275,9 @@ class Strangers:
     @contextlib.contextmanager
     def noticed(self, loss_fn: Callable[..., Any]) -> Iterator[None]:
         named = named_by(loss_fn)
-        self.writes.places.refresh()
-        own = set(self.writes.places.modules)
-        self.ran_own = any(map(_is_compiled, [*named.values(), *self.writes.places.roots]))
+        self.writes.slots.refresh()
+        own = set(self.writes.slots.modules)
+        self.ran_own = any(map(_is_compiled, [*named.values(), *self.writes.slots.roots]))
         if self.ran_own:  # it may have: no hook could tell
             yield
             return

@@ -34,12 +34,10 @@ from halfstep.own_loop.arguments import (
     scaler_options,
     window_of,
 )  # fmt: skip
-from halfstep.own_loop.evidence import OwnCapsules
+from halfstep.own_loop.evidence import make_recorder
 from halfstep.own_loop.loss import OwnLoss, Strangers, explained, ways_to_the_cause
-from halfstep.own_loop.outcome import Outcome
-from halfstep.own_loop.rollback import Rollback
-from halfstep.own_loop.schedules import OwnSchedules, Paced
-from halfstep.own_loop.warnings import DroppedSteps
+from halfstep.own_loop.schedule_argument import OwnSchedules, Paced
+from halfstep.own_loop.user_warnings import DroppedSteps, warn_user
 from halfstep.precision.apply import apply
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
@@ -47,12 +45,12 @@ from halfstep.step.batches import Batch
 from halfstep.step.clip import Clip
 from halfstep.step.commit import watch_for_second_step
 from halfstep.step.ema import Ema
-from halfstep.step.facts import Facts
-from halfstep.step.forward_writes import Also
-from halfstep.step.guard import OF_OWN_LOOPS, Action, Guard, GuardOptions, Verdict
-from halfstep.step.own_ranks import refuse_other_rates, refuse_other_steps
+from halfstep.step.facts import Facts, Reading
+from halfstep.step.forward_writes import Also, Name, TensorSlot
+from halfstep.step.guard import OF_OWN_LOOPS, Action, Guard, GuardOptions, SpikeMeter, Verdict
+from halfstep.step.ranks import refuse_other_rates, refuse_other_steps
 from halfstep.step.schedule import Schedule
-from halfstep.step.spike import SpikeMeter
+from halfstep.step.snapshots import Snapshots, copy_to_host
 from halfstep.step.step import LossFn, OnCommit, OnGradients
 from halfstep.step.step import Step as GuardedStep
 from halfstep.step.step_state import refuse_unfit
@@ -179,7 +177,9 @@ class Step:
             self._guard.observers.append(self._dropped.observe)
         if on_outcome is not None:
             self._guard.observers.append(lambda facts, reading: on_outcome(Outcome(reading)))
-        self._capsules = OwnCapsules(folder, self._step, self._guard, spikes=skip_spikes) if folder else None
+        self._recorder = make_recorder(folder, self._step, spikes=skip_spikes) if folder else None
+        if self._recorder is not None:
+            self._guard.observers.append(self._recorder.observe)
         self._rollback = Rollback(model, self._step, self._guard) if options.on_fault == "rollback" else None
         self._loss = OwnLoss(self._step)
         self._strangers = Strangers(self._step.writes)
@@ -224,8 +224,8 @@ class Step:
         if self._rollback is not None:
             self._rollback.keep()
         with explained(), contextlib.ExitStack() as watched:
-            if self._capsules is not None:
-                watched.enter_context(self._capsules.around(self.attempted, batches))
+            if self._recorder is not None:
+                watched.enter_context(self._recorder.watch(batches))
             if is_new := self._loss.is_new(loss_fn):
                 watched.enter_context(self._strangers.noticed(loss_fn))
             facts = self._step.compute(checked, batches)
@@ -359,5 +359,120 @@ class Step:
         raise TrainingStopped(
             f"training stopped: {verdict.reason}",
             why="the weights are as they were before those steps",
-            fix="; ".join([fix, *ways_to_the_cause(self._loss.last, has_capsules=self._capsules is not None)]),
+            fix="; ".join([fix, *ways_to_the_cause(self._loss.last, has_capsules=self._recorder is not None)]),
         )
+
+
+# --- what became of a step ---
+
+
+class Outcome:
+    """What became of one step. The first property read waits for the device, so read it when you report."""
+
+    def __init__(self, facts: Facts | Reading) -> None:
+        self._facts = facts
+
+    @property
+    def reading(self) -> Reading:
+        """Everything at once, as plain numbers."""
+        if isinstance(self._facts, Facts):
+            self._facts = self._facts.read()
+        return self._facts
+
+    @property
+    def step(self) -> int:
+        """Which step it was: attempted steps before it."""
+        return self.reading.attempted
+
+    @property
+    def loss(self) -> float:
+        """The window's loss, unscaled."""
+        return self.reading.loss
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm over all gradients, unscaled, before clipping."""
+        return self.reading.grad_norm
+
+    @property
+    def lr(self) -> float:
+        """The learning rate it ran with: of the first parameter group of the first optimizer."""
+        return self.reading.lr
+
+    @property
+    def scale(self) -> float:
+        """The loss scale it ran with; 1 where nothing is scaled."""
+        return self.reading.scale
+
+    @property
+    def committed(self) -> bool:
+        """Whether the weights moved."""
+        return not self.reading.is_bad
+
+    @property
+    def reason(self) -> str:
+        """Why they did not; empty if they did."""
+        return self.reading.reason
+
+    def __repr__(self) -> str:
+        r = self.reading
+        became = "committed" if self.committed else f"skipped: {r.reason}"
+        return f"Outcome(step {r.attempted} {became}, loss {r.loss:.4g}, grad_norm {r.grad_norm:.4g}, lr {r.lr:.2e})"
+
+
+# --- rollback ---
+
+
+class Rollback:
+    def __init__(self, model: nn.Module, step: GuardedStep, guard: Guard) -> None:
+        self.model, self.step, self.guard = model, step, guard
+        self.snapshots = Snapshots(every=guard.options.snapshot_every, margin=guard.options.margin)
+
+    def keep(self) -> None:
+        """Take a copy where one is due: before the first step, then every `snapshot_every` steps."""
+        if not self.snapshots.states or self.snapshots.due(self.step.attempted):
+            self.snapshots.take(self.model, self.step)
+            beside = {slot.name: slot.held for slot in self._beside()}
+            self.snapshots.states[-1].setdefault("beside", copy_to_host(beside))
+
+    def _beside(self) -> list[TensorSlot]:
+        return self.step.writes.beside_the_model(self.step.trained_parameters())
+
+    @torch.no_grad()
+    def _put_beside(self, values: Mapping[Name, Tensor | None]) -> None:
+        for slot in self._beside():
+            held, then = slot.held, values.get(slot.name)
+            if held is not None and then is not None:
+                if held.shape == then.shape:
+                    held.copy_(then)
+                else:  # a recurrent state of another batch size
+                    slot.owner[slot.key] = then.to(held.device, copy=True)
+
+    def forget(self) -> None:
+        """After a state was loaded: the copies are of another past."""
+        self.snapshots.states.clear()
+
+    def to_before(self, verdict: Verdict) -> bool:
+        """Go back to well before the first fault and cut the learning rate; False where no copy is old enough."""
+        state = self.snapshots.before(verdict.first_fault_committed)
+        if state is None:
+            return False
+        rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.step.optimizers]
+        self.snapshots.go_back(state, self.model, self.step)
+        self._put_beside(state["beside"])
+        self.guard.rolled_back()
+        self._cut(rates)
+        warn_user(
+            f"rolled back to committed step {state['step']['committed']} ({verdict.reason}); learning rate now "
+            f"x{self.guard.rate_factor:g}"
+        )
+        return True
+
+    def _cut(self, rates: list[list[float]]) -> None:
+        """By the schedule's factor; where the learning rate is the user's own, in the groups themselves."""
+        if self.step.rates is not None:
+            self.step.set_rate_factor(self.guard.rate_factor)
+        for optimizer, before in zip(self.step.optimizers, rates, strict=True):
+            if self.step.rates is None or not self.step.rates.drives(optimizer):
+                for group, lr in zip(optimizer.param_groups, before, strict=True):
+                    group["lr"] = lr * self.guard.options.lr_cut

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +14,7 @@ from halfstep.precision.fp8 import InFp8, InTorchaoFp8, torchao_settings
 from halfstep.precision.ladder import Grant
 from halfstep.precision.parts import InFp32, InHalf, swap_class, undo_swaps
 from halfstep.precision.row import ROOT, WHOLE_MODEL, Row
-from halfstep.precision.rows import rows_of
+from halfstep.precision.rows import name_modules, rows_of
 
 if TYPE_CHECKING:
     from halfstep.precision.plan import Plan  # whose methods call this file
@@ -88,3 +88,34 @@ def _autocast_around(name: str, rows: Mapping[str, Row], plan: Plan) -> torch.dt
         if name in rows and rows[name].is_part:
             return autocast_dtype(rows[name].precision)
     return autocast_dtype(plan.granted)
+
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+def apply_frozen_(plan: Plan, frozen: Mapping[str, nn.Module]) -> None:
+    """Cast, swap and freeze the parts in place, by their rows; evaluation mode, no gradients."""
+    rows = {row.module: row for row in plan.frozen}
+    for name, part in frozen.items():
+        undo_swaps(part)
+        part.eval().requires_grad_(False)
+        entries: dict[nn.Module, torch.dtype | None] = {}
+        for full, module in name_modules(name, part):
+            if (row := rows.get(full)) is None:
+                continue
+            store_(module, row)
+            if row.precision:
+                entries |= dict.fromkeys(_entries(module), autocast_dtype(row.precision))
+        for module, dtype in entries.items():
+            if dtype is not None or autocast_dtype(plan.granted) is not None:  # else there is no autocast to leave
+                compute_in_(module, dtype, plan)
+
+
+def _entries(module: nn.Module) -> Iterator[nn.Module]:
+    """What can be called of a part: itself, and what its other methods call, which are its children."""
+    yield module
+    for child in module.children():
+        if isinstance(child, CONTAINERS):
+            yield from (entry for entry in _entries(child) if entry is not child)
+        else:
+            yield child

@@ -103,7 +103,7 @@ def _split_frozen(
     """Rows of the frozen parts, and the patterns that are left for the model."""
     if not frozen:
         return (), parts
-    from halfstep.precision.frozen import frozen_rows, is_of_frozen
+    from halfstep.precision.rows import frozen_rows, is_of_frozen
 
     theirs = {pattern: part for pattern, part in parts.items() if is_of_frozen(pattern, frozen)}
     return tuple(frozen_rows(frozen, default, theirs)), {p: part for p, part in parts.items() if p not in theirs}
@@ -128,7 +128,7 @@ def _with_recurrent_warning(plan: Plan, model: torch.nn.Module | None) -> Plan:
 
 def _checked_fp8(plan: Plan, model: torch.nn.Module, *, strict: bool) -> Plan:
     """fp8 in which no layer runs fp8 is bf16, and says so."""
-    from halfstep.precision.fp8_pays import takes_fp8, without_fp8
+    from halfstep.precision.fp8 import takes_fp8, without_fp8
 
     if any(row.compute == "fp8" for row in plan.rows):
         return plan
@@ -163,7 +163,7 @@ def _rows(
     frozen: tuple[str, ...],
 ) -> list[Row]:
     if model is not None:
-        from halfstep.precision.fp8_pays import Fp8Layers  # torch is needed only once there is a model
+        from halfstep.precision.fp8 import Fp8Layers  # torch is needed only once there is a model
         from halfstep.precision.rows import rows_of
 
         fp8 = Fp8Layers(gains=gains, force=force)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.errors import PrecisionError, nearest
-from halfstep.precision.fp8_pays import Fp8Layers, edge_layers
+from halfstep.precision.fp8 import Fp8Layers, edge_layers
 from halfstep.precision.ladder import Grant
 from halfstep.precision.row import ROOT, Row, RowKind
 
@@ -117,3 +118,74 @@ def _reason(answer: Grant, *, is_part: bool, is_frozen: bool) -> str:
         return "the default" + (", frozen" if is_frozen else "")
     asked = answer.reason if answer.warning else f"asked for {answer.asked}"
     return f"frozen, {asked}" if is_frozen else asked
+
+
+# --- frozen parts: modules that are used and not trained, each with its own precision ---
+# Their weights never change, so those that autocast would cast at every call (of matmuls and convolutions) are cast
+# once, in place: half the memory, no cast per step, and bit-exactly what autocast gives. Norms, tables and buffers stay
+# fp32. `apply_frozen_` applies these rows.
+
+CAST_BY_AUTOCAST = (nn.Linear, nn.Bilinear, _ConvNd, nn.MultiheadAttention)
+
+
+def is_of_frozen(pattern: str, frozen: Mapping[str, nn.Module]) -> bool:
+    """Whether a pattern of `precision.modules` names a frozen part, or something in one."""
+    return pattern.partition(".")[0] in frozen
+
+
+def frozen_rows(frozen: Mapping[str, nn.Module], default: Grant, parts: Mapping[str, Grant]) -> list[Row]:
+    """A row for every part, for what a pattern names in it, and for every module with weights of its own."""
+    asked = {pattern.removesuffix(".*"): grant for pattern, grant in parts.items()}
+    rows = []
+    for name, part in frozen.items():
+        modules = dict(name_modules(name, part))
+        own = {pattern: grant for pattern, grant in asked.items() if is_of_frozen(pattern, {name: part})}
+        _refuse_unknown(own, modules, name)
+        for full, module in modules.items():
+            pattern = next((known for known in _enclosing(full) if known in own), "")
+            is_entry = full in (name, pattern)
+            if is_entry or has_own_weights(module):
+                grant = own[pattern] if pattern else default
+                rows.append(_frozen_row(full, module, grant, is_asked=bool(pattern), is_entry=is_entry))
+    return rows
+
+
+def _frozen_row(name: str, module: nn.Module, grant: Grant, *, is_asked: bool, is_entry: bool) -> Row:
+    if grant.compute == "fp8" and is_asked:
+        fix = f"precision.modules: {{{name}: bf16}}"
+        raise PrecisionError(f"the frozen part {name} cannot compute in fp8", fix=fix)
+    compute = "bf16" if grant.compute == "fp8" else grant.compute
+    storage = compute if grant.is_mixed and isinstance(module, CAST_BY_AUTOCAST) else "fp32"
+    if grant.is_mixed and isinstance(module, UPCAST_BY_AUTOCAST):
+        compute = "fp32"
+    asked = grant.reason if grant.warning else f"asked for {grant.asked}" if is_asked else "the default"
+    return Row(
+        module=name,
+        storage=storage,
+        compute=compute,
+        reason=f"frozen, {asked}",
+        kind="frozen",
+        precision=grant.precision if is_entry else "",
+    )
+
+
+def name_modules(name: str, part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Parents before their children."""
+    for own, module in part.named_modules():
+        yield f"{name}.{own}" if own else name, module
+
+
+def _enclosing(name: str) -> Iterator[str]:
+    """The name itself, then those around it."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _refuse_unknown(patterns: Mapping[str, Grant], modules: Mapping[str, nn.Module], part: str) -> None:
+    for pattern in patterns:
+        if pattern not in modules:
+            known = [name for name in modules if name.count(".") <= pattern.count(".")]
+            raise PrecisionError(
+                f"precision.modules: {pattern!r} names nothing in the frozen part {part}", fix=nearest(pattern, known)
+            )

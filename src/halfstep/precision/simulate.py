@@ -1,11 +1,11 @@
 """`simulate`: a format's numerics on hardware that lacks it. For numerics, never for speed; eager only.
 
-Real autocast runs, so every tensor has its real dtype. What a CPU without half-precision units does 30 to 200 times
-slower, matmul and convolution, is replaced below autograd, forward and backward, by the fp32 kernel plus a cast: half
-operands are exact in fp32 and both sum in fp32, so only the last rounding is ours, and it is the same rounding. fp16
-overflows to inf and underflows to zero in that cast as it does on a GPU.
+Autocast really runs, so every tensor has its real dtype. Only matmul, convolution and attention, which a CPU without
+half-precision units runs 30 to 200 times slower, are replaced below autograd, in forward and backward, by the fp32
+kernel plus a cast: half operands are exact in fp32 and both kernels sum in fp32, so only the last rounding is ours, and
+it is the same rounding. fp16 overflows to inf and underflows to zero in that cast as it does on a GPU.
 
-Refused: rounding hooks on modules (they miss functional calls and gradients), and replacing CPU kernels process-wide
+Rejected: rounding hooks on modules (they miss functional calls and gradients), and replacing CPU kernels process-wide
 (other threads would compute through us).
 """
 
@@ -24,9 +24,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.errors import PrecisionError
+from halfstep.formats import FP32, Format, find_format
 from halfstep.islands import LOW_PRECISION
 from halfstep.precision.op_lists import cuda_op_lists, is_recurrent, without_onednn
-from halfstep.precision.rounding import round_to
 
 aten = torch.ops.aten
 
@@ -218,3 +218,44 @@ class Reusable(contextlib.ContextDecorator):
     def _stack(self) -> list[contextlib.AbstractContextManager[None]]:
         stack: list[contextlib.AbstractContextManager[None]] = self._entered.__dict__.setdefault("stack", [])
         return stack
+
+
+# --- rounding fp32 values to a format ---
+# Defined by the format, not by a cast: torch's own fp8 casts changed their overflow between releases, and tf32 has no
+# dtype. Round half to even: the bit pattern of an fp32 number is rounded as an integer, and a carry into the exponent
+# is exactly rounding up to the next power of two.
+
+SIGN, MAGNITUDE = -0x8000_0000, 0x7FFF_FFFF
+
+
+def round_to(tensor: torch.Tensor, format: str | Format) -> torch.Tensor:
+    """Round fp32 values to `format`; too large ones become ±inf, or NaN where the format has no infinity."""
+    fmt = format if isinstance(format, Format) else find_format(format)
+    if tensor.dtype != torch.float32:
+        raise PrecisionError(f"round_to takes fp32, got {tensor.dtype}", fix="tensor.float()")
+    if fmt.mantissa_bits >= FP32.mantissa_bits:
+        rounded = tensor
+    else:
+        rounded = _round_bits(tensor, FP32.mantissa_bits - fmt.mantissa_bits)
+        if fmt.exponent_bits < FP32.exponent_bits:
+            rounded = torch.where(tensor.abs() < fmt.smallest_normal, _round_subnormal(tensor, fmt), rounded)
+    if fmt.exponent_bits >= FP32.exponent_bits:
+        return rounded  # fp32's own exponent: the carry has made infinities already
+    limit = torch.full_like(rounded, math.inf if fmt.has_infinity else math.nan)
+    return torch.where(rounded.abs() > fmt.largest, torch.copysign(limit, tensor), rounded)
+
+
+def _round_bits(tensor: torch.Tensor, dropped_bits: int) -> torch.Tensor:
+    bits = tensor.view(torch.int32)
+    magnitude = bits & MAGNITUDE
+    is_odd = (magnitude >> dropped_bits) & 1
+    nearest_even = (magnitude + ((1 << (dropped_bits - 1)) - 1) + is_odd) & -(1 << dropped_bits)
+    rounded = (nearest_even | (bits & SIGN)).view(torch.float32)
+    return torch.where(tensor.isnan(), tensor, rounded)
+
+
+def _round_subnormal(tensor: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Below the smallest normal number the spacing is constant, and torch.round rounds halves to even."""
+    # Both factors are powers of two. An fp32 subnormal that a GPU flushes to zero would round to zero anyway.
+    steps = torch.round(tensor * (1.0 / fmt.smallest_subnormal)) * fmt.smallest_subnormal
+    return torch.copysign(steps, tensor)

@@ -17,7 +17,6 @@ from torch import Tensor
 from halfstep.config.dump import to_yaml
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader, NamedSamples, implements
-from halfstep.data.prefetch import RecentWindows
 from halfstep.distributed.world import Share
 from halfstep.errors import CheckpointError, HardwareError, summarise_error
 from halfstep.evidence import capsule as capsules
@@ -35,10 +34,9 @@ from halfstep.run.assemble import Assembly, assemble, build_workload
 from halfstep.run.checkpoint import load as load_checkpoint
 from halfstep.run.engine import prepared_window
 from halfstep.run.folder import RunFolder, find_import_paths, load_stored
-from halfstep.run.frozen import as_stored, identities, modules_of
+from halfstep.run.frozen_modules import as_stored, identities, modules_of
 from halfstep.run.memory.out_of_memory import OutOfMemory, explain_model_too_large
 from halfstep.step.facts import Reading
-from halfstep.step.guard import LAG
 from halfstep.step.step import Step
 from halfstep.tune.modes import Notice, Region
 from halfstep.workloads.base.import_path import sign_code
@@ -48,18 +46,17 @@ FOLDER = "capsules"
 
 
 def record_faults(parts: Assembly, folder: RunFolder, notice: Notice) -> None:
-    """Keep the step of each fault in RUN/capsules, as far as the settings want it. Of several processes the one at
-    fault keeps its own window, the one exception to "one process writes"."""
+    """Keep the step of each fault in RUN/capsules, at most `guard.capsules` of them. Of several ranks the one at fault
+    keeps its own window, the one exception to "rank 0 writes"."""
     config = parts.config
     if not config.guard.capsules:
         return
-    parts.recent = RecentWindows(LAG + 1)
     parts.recorder = Recorder(
         folder.path / FOLDER,
         parts.model,
         parts.step,
         context_of(parts, lambda: next((path.name for path in reversed(folder.checkpoints().all())), "")),
-        # Of a process without a screen only warnings are passed on.
+        # Of a rank without a screen only warnings are passed on.
         notice=lambda text: notice(text, "info" if parts.world is None or parts.world.is_first else "warning"),
         most=config.guard.capsules,
         spikes=config.guard.capture_spikes,
@@ -67,7 +64,7 @@ def record_faults(parts: Assembly, folder: RunFolder, notice: Notice) -> None:
     parts.guard.observers.append(parts.recorder.observe)
 
 
-def context_of(parts: Assembly, checkpoint: Callable[[], str] = lambda: "") -> CapsuleContext:
+def context_of(parts: Assembly, find_checkpoint: Callable[[], str] = lambda: "") -> CapsuleContext:
     config, world = parts.config, parts.world
     return CapsuleContext(
         about={
@@ -78,19 +75,14 @@ def context_of(parts: Assembly, checkpoint: Callable[[], str] = lambda: "") -> C
             "code": sign_code(find_import_paths(config)),
             "plan": json.loads(parts.plan.to_json()),
         },
-        window_of=lambda reading: window_of(parts, reading),
-        names_of=lambda ids: _names(parts.workload, ids),
-        is_ours=lambda reading: world is None or world.rank == _writer(reading),
+        rank=None if world is None else world.rank,
         is_whole=lambda reading: world is not None and not reading.faulty_ranks,
-        share_of=lambda reading: _share(parts, reading),
+        load_window=lambda reading: load_window(parts, reading),
+        find_names=lambda ids: _names(parts.workload, ids),
+        describe_share=lambda reading: _share(parts, reading),
         config=to_yaml(config),
-        checkpoint=checkpoint,
+        find_checkpoint=find_checkpoint,
     )
-
-
-def _writer(reading: Reading) -> int:
-    """The first process at fault; the first of all where gradients alone are not finite, which all of them share."""
-    return min(reading.faulty_ranks, default=0)
 
 
 def _share(parts: Assembly, reading: Reading) -> dict[str, Any]:
@@ -100,14 +92,12 @@ def _share(parts: Assembly, reading: Reading) -> dict[str, Any]:
     return {"rank": parts.world.rank, "num_ranks": parts.world.size, "batch_sizes": [n for n in sizes if n > 0]}
 
 
-def window_of(parts: Assembly, reading: Reading) -> list[dict[str, Tensor]] | None:
-    """As it was loaded; read again by epoch and window where it was trained before the run was resumed. Of several
-    processes it is this one's own, or where none is known to be at fault, that of all."""
-    is_whole = parts.world is not None and not reading.faulty_ranks
-    kept = parts.recent.of(reading.attempted) if parts.recent is not None and not is_whole else None
-    if kept is not None or reading.epoch is None or reading.window is None:
-        return kept
+def load_window(parts: Assembly, reading: Reading) -> list[dict[str, Tensor]] | None:
+    """Load the batches of a step by its epoch and window: this rank's, or those of all where none is at fault."""
+    if reading.epoch is None or reading.window is None:
+        return None
     train, accumulate = parts.config.train, parts.step.accumulate
+    is_whole = parts.world is None or not reading.faulty_ranks
     part = (0, 1) if parts.world is None or is_whole else (parts.world.rank, parts.world.size)
     samples, seed = parts.workload.train_samples, train.seed
     loader = Loader(samples, batch_size=train.batch_size, seed=seed, shuffle=True, part=part)

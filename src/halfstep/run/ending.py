@@ -34,6 +34,7 @@ from halfstep.step.phases import PhasedStep
 from halfstep.step.scaler import Scaler
 from halfstep.step.step import Step
 from halfstep.workloads import KINDS
+from halfstep.workloads.base.kind import load_part
 
 
 def ended_early(
@@ -202,7 +203,7 @@ def export(parts: Assembly, folder: RunFolder) -> None:
     load_for_use(parts.model, load(stored))
     try:
         with atomic_folder(folder.model, replaces=True) as hidden:  # one may be there of an earlier end of this run
-            kind.part("export")(parts.model.eval(), parts.config, dict(parts.workload.store), hidden)
+            load_part(kind.export)(parts.model.eval(), parts.config, dict(parts.workload.store), hidden)
     except OSError as error:
         raise CheckpointError(
             f"cannot write the model into {folder.model}: {error.strerror}",

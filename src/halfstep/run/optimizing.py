@@ -18,15 +18,15 @@ from halfstep.errors import ConfigError, nearest
 from halfstep.precision.plan import Plan
 from halfstep.step.clip import Clip
 from halfstep.step.ema import Ema
+from halfstep.step.guard import SpikeMeter
 from halfstep.step.optim.by_name import is_within, parameter_groups
 from halfstep.step.ranks import Ranks
 from halfstep.step.scaler import Scaler, ScalerOptions
 from halfstep.step.schedule import Schedule, ScheduleOptions, build_schedule
-from halfstep.step.spike import SpikeMeter
 from halfstep.step.step import Step
-from halfstep.step.tabulated import Values
+from halfstep.step.tables import Values
 from halfstep.tune.memory_low import MemorySetting, optimizer_for
-from halfstep.workloads.base.parts import Group
+from halfstep.workloads.base.workload import Group
 
 AnyStep = TypeVar("AnyStep", bound=Step)
 

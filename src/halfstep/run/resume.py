@@ -11,12 +11,11 @@ from pydantic import BaseModel
 
 from halfstep.config.dump import plain
 from halfstep.config.load import Loaded
-from halfstep.config.schema import RunConfig
-from halfstep.config.training import WITHOUT_END
+from halfstep.config.schema import WITHOUT_END, RunConfig
 from halfstep.errors import CheckpointError, HardwareError, format_count
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
-from halfstep.report.metrics_file import fingerprint
+from halfstep.report.metrics_file import compute_fingerprint
 
 FREE = (
     "train.epochs", "train.max_steps", "train.early_stopping_patience", "train.checkpoint_every",
@@ -106,7 +105,7 @@ def recover_settings(
 def refuse_other_records(file: Path, journal: dict[str, Any], *, allow: bool) -> list[str]:
     """Compare metrics.jsonl with what the checkpoint knows of it; where that is allowed, go on from what is there."""
     expected = journal["num_records"], journal["records_crc32"]
-    found = fingerprint(file, expected[0])
+    found = compute_fingerprint(file, expected[0])
     if found == expected:
         return []
     num_missing = expected[0] - found[0]

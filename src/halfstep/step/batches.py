@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,22 +17,24 @@ Weight = Tensor | float | int  # what a micro-batch counts in its window
 
 
 def batch_length(batch: Batch) -> int:
-    """Samples in a micro-batch: the first dimension of its first tensor."""
-    tensor = next(_tensors_in(batch), None)
-    if tensor is None or tensor.ndim == 0:
+    """Return the number of samples in a micro-batch: the first dimension of its first tensor or array."""
+    array = first_array(batch)
+    if array is None or array.ndim == 0:
         raise DataError(
             f"cannot tell how many samples a batch of type {type(batch).__name__} holds",
             fix="let loss_fn return (loss, weight), for example (loss, number_of_tokens)",
         )
-    return len(tensor)
+    return len(array)
 
 
-def _tensors_in(batch: Batch) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, (Mapping, list, tuple)):
+def first_array(batch: Batch) -> Tensor | np.ndarray[Any, Any] | None:
+    if isinstance(batch, (Tensor, np.ndarray)):
+        return batch
+    if isinstance(batch, (Mapping, list, tuple)):
         for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors_in(part)
+            if (found := first_array(part)) is not None:
+                return found
+    return None
 
 
 def sample_ids(window: Window) -> tuple[Tensor, ...]:

@@ -38,7 +38,7 @@ from halfstep.step.optim.adamw8bit import AdamW8bit
 from halfstep.step.optim.adamw_bf16 import AdamWBf16
 from halfstep.step.optim.by_name import OPTIMIZERS, REFUSED
 from halfstep.step.optim.single_pass import SinglePass, takes
-from halfstep.step.rates import Rates
+from halfstep.step.tables import Rates
 
 CommitMethod = Literal["found_inf", "select", "host"]
 

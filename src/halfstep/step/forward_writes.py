@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,23 +27,22 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from halfstep.errors import ConfigError, ModelError
 from halfstep.step.flat import Snapshot, became_non_finite, can_be_non_finite, gather, is_finite, is_writable_in_place
-from halfstep.step.places import Name, Place, Places
 
 Also = nn.Module | Tensor | Iterable[nn.Module | Tensor]  # what else belongs to a step: one of them, or several
 Mark = tuple[Tensor | None, int, int]
-Change = tuple[Place, Tensor | None, Tensor | None]  # a place, and what it held before and after forward
+Change = tuple["TensorSlot", Tensor | None, Tensor | None]  # a slot, and what it held before and after forward
 
 SMALL_BYTES = 1 << 20
 
 
 class ForwardWrites:
-    before: list[Tensor | None]  # what the saved places held when the window started
+    before: list[Tensor | None]  # what the saved slots held when the window started
     storages: list[Tensor | None]  # the memory of those, which `.data = ...` would exchange
     snapshots: list[Snapshot]
-    marks: list[Mark]  # what the watched places held, with versions and addresses
+    marks: list[Mark]  # what the watched slots held, with versions and addresses
     copies: dict[Name, Tensor]  # on the host: parameters in their first window
-    untrained: list[tuple[Place, Mark]]  # without a gradient: watched until the commit is over, for `on_commit`
-    unsaved: list[Place]  # written in this window, without a copy from before it
+    untrained: list[tuple[TensorSlot, Mark]]  # without a gradient: watched until the commit is over, for `on_commit`
+    unsaved: list[TensorSlot]  # written in this window, without a copy from before it
     replaced: list[Change]
     moved: list[tuple[Tensor, Tensor]]
 
@@ -53,22 +52,21 @@ class ForwardWrites:
         self.commits = commits
         self.loose = nn.Module()
         """Holds what no module here does: tensors of `also` as buffers, parameters that are trained as such."""
-        self.places = Places([model, *modules, self.loose])
-        self.places.refresh()
-        _refuse_uninitialised(self.places)
+        self.slots = TensorSlots([model, *modules, self.loose])
+        refuse_uninitialised(self.slots)
         asked = {id(t) for t in (*tensors, *(p for m in modules if commits for p in m.parameters()))}
-        self.written: set[Name] = {p.name for p in self.places.parameters if id(p.owner[p.key]) in asked}
+        self.written: set[Name] = {p.name for p in self.slots.parameters if id(p.owner[p.key]) in asked}
         """Parameters that every window saves."""
-        inside = {id(p.owner[p.key]) for p in (*self.places.parameters, *self.places.buffers)}
+        inside = {id(p.owner[p.key]) for p in (*self.slots.parameters, *self.slots.buffers)}
         for number, tensor in enumerate(t for t in tensors if id(t) not in inside):
             self.loose._buffers[f"also_{number}"] = tensor
         self.compared: set[Name] = set()  # parameters whose first window is over
         self.trained: list[int] = []
-        self.saved: list[Place] = []
-        self.watched: list[Place] = []
+        self.saved: list[TensorSlot] = []
+        self.watched: list[TensorSlot] = []
         self.held: list[Tensor | None] = []
         self.aliases: list[Tensor | None] = []
-        self.views = Snapshot(())  # what the saved places held at the last window, and its memory
+        self.views = Snapshot(())  # what the saved slots held at the last window, and its memory
         self.sparse = SparseTensors()
         self.has_new_ones = True
         self.exchanges = False  # whether the last window made new tensors instead of writing into the old ones
@@ -80,7 +78,7 @@ class ForwardWrites:
         """Before the window's first forward pass; `trained` are the optimizers' parameters."""
         ids = [id(p) for p in trained]
         has_become_sparse = any(_is_sparse(owner.get(key)) for _, owner, key in self.saved)
-        if self.places.refresh() or ids != self.trained or has_become_sparse:
+        if self.slots.refresh() or ids != self.trained or has_become_sparse:
             self._take_in(trained)
             self.trained = ids
         self._look_up([owner.get(key) for _, owner, key in self.saved])
@@ -106,7 +104,7 @@ class ForwardWrites:
         self.compared.update(self.copies)
         self.has_new_ones = False
         if self.commits:
-            still = {place.name for place in self.watched}
+            still = {slot.name for slot in self.watched}
             self.untrained = [(p, m) for p, m in marked if p.name in still and m[0] is not None and m[0].grad is None]
         else:
             self.copies = {}
@@ -120,7 +118,7 @@ class ForwardWrites:
 
     def _find_exchanged(self) -> None:
         self.replaced, self.moved = self._replaced_now(), self._moved_now()
-        self.has_grown = self.places.have_grown
+        self.has_grown = self.slots.have_grown
         self.exchanges = bool(self.replaced or self.moved or self.has_grown or self.sparse.changed())
 
     @torch.no_grad()
@@ -145,14 +143,14 @@ class ForwardWrites:
         was made, removed or resized in this window."""
         for snapshot in self.snapshots:
             snapshot.restore_where(bad)
-        for place, before, now in self.replaced:
+        for slot, before, now in self.replaced:
             if before is None or now is None or not _are_alike(before, now):
                 if bool(bad):
-                    _hold(place, before)
+                    _hold(slot, before)
             elif isinstance(now, nn.Parameter):
                 now.data = torch.where(bad, before, now)  # the same object: others may hold it, too
             else:
-                place.owner[place.key] = torch.where(bad, before, now)  # another one: that may be the user's batch
+                slot.owner[slot.key] = torch.where(bad, before, now)  # another one: that may be the user's batch
         for held, storage in self.moved:
             if _are_alike(storage, held):
                 held.data = torch.where(bad, storage, held.data)
@@ -161,7 +159,7 @@ class ForwardWrites:
         if self.sparse.changed() and bool(bad):
             self.sparse.restore()
         if self.has_grown and bool(bad):
-            self.places.take_back()
+            self.slots.take_back()
         self._close()
 
     def put_back(self) -> str:
@@ -212,14 +210,16 @@ class ForwardWrites:
                 "also=[model.part.weight], or also=[*model.part.parameters()]",
             )
 
-    def beside_the_model(self, trained: Sequence[Tensor]) -> list[Place]:
+    def beside_the_model(self, trained: Sequence[Tensor]) -> list[TensorSlot]:
         """What goes with the model and no other step trains: a teacher, a recurrent state, a loss's weights."""
         self._hold(trained)
-        others = self.places.roots[1:]
-        found = Places([root for root in others if root is self.loose or not any(map(_is_trained, root.parameters()))])
+        others = self.slots.roots[1:]
+        found = TensorSlots(
+            [root for root in others if root is self.loose or not any(map(_is_trained, root.parameters()))]
+        )
         found.refresh()
-        parameters = (place for place in found.parameters if place.name in self.written or place.module is self.loose)
-        return [*parameters, *(place for place in found.buffers if not _is_trained(place.held))]
+        parameters = (slot for slot in found.parameters if slot.name in self.written or slot.module is self.loose)
+        return [*parameters, *(slot for slot in found.buffers if not _is_trained(slot.held))]
 
     def compare_anew(self) -> None:
         """After state was loaded: the next window is a first one again."""
@@ -232,70 +232,70 @@ class ForwardWrites:
     def _take_in(self, trained: Sequence[Tensor]) -> None:
         """Modules, or the optimizers' groups, are others than at the last window."""
         self._hold(trained)
-        _refuse_uninitialised(self.places)
+        refuse_uninitialised(self.slots)
         self._sort_parameters(trained)
 
     def _hold(self, trained: Sequence[Tensor]) -> None:
-        inside = {id(owner[key]) for _, owner, key in self.places.parameters}
+        inside = {id(owner[key]) for _, owner, key in self.slots.parameters}
         for tensor in trained:
             if id(tensor) not in inside:  # such as a loss function's own
                 self.loose._parameters[f"trained_{len(self.loose._parameters)}"] = tensor  # type: ignore[assignment]
-        self.places.refresh()
+        self.slots.refresh()
 
     def _sort_parameters(self, trained: Sequence[Tensor]) -> None:
         small = self._small_untrained({id(p) for p in trained})
-        saved = [p for p in self.places.parameters if p.name in self.written | small or p.owner[p.key] is None]
-        self.sparse.places = [p for p in (*self.places.buffers, *saved) if _is_sparse(p.held)]
-        self.saved = [p for p in (*self.places.buffers, *saved) if not _is_sparse(p.held)]
-        names = {place.name for place in saved}
-        rest = (place for place in self.places.parameters if place.name not in names)
-        self.watched = [place for place in rest if _has_plain_storage(place.owner[place.key])]
-        self.has_new_ones = any(place.name not in self.compared for place in self.watched)
+        saved = [p for p in self.slots.parameters if p.name in self.written | small or p.owner[p.key] is None]
+        self.sparse.slots = [p for p in (*self.slots.buffers, *saved) if _is_sparse(p.held)]
+        self.saved = [p for p in (*self.slots.buffers, *saved) if not _is_sparse(p.held)]
+        names = {slot.name for slot in saved}
+        rest = (slot for slot in self.slots.parameters if slot.name not in names)
+        self.watched = [slot for slot in rest if _has_plain_storage(slot.owner[slot.key])]
+        self.has_new_ones = any(slot.name not in self.compared for slot in self.watched)
 
     def _small_untrained(self, trained: set[int]) -> set[Name]:
         """Parameters that no optimizer holds, smallest first, up to SMALL_BYTES: cheap to save in every window."""
-        held = [(p.name, p.held) for p in self.places.parameters if p.held is not None and id(p.held) not in trained]
+        held = [(p.name, p.held) for p in self.slots.parameters if p.held is not None and id(p.held) not in trained]
         sizes = sorted(((t.numel() * t.element_size(), name) for name, t in held), key=lambda pair: pair[0])
         totals = itertools.accumulate(size for size, _ in sizes)
         return {name for (_, name), total in zip(sizes, totals, strict=True) if total <= SMALL_BYTES}
 
     def _copies_of_new_ones(self) -> dict[Name, Tensor]:
-        new = (place for place in self.watched if place.name not in self.compared)
+        new = (slot for slot in self.watched if slot.name not in self.compared)
         return {p.name: held.data.to("cpu", copy=True) for p in new if (held := p.owner.get(p.key)) is not None}
 
     @torch.no_grad()
     def _find_written(self) -> None:
         """Of what is still watched in this window: after its backward pass only what has no gradient."""
-        found: list[Place] = []
-        for place, (held, version, address) in (*zip(self.watched, self.marks, strict=False), *self.untrained):
+        found: list[TensorSlot] = []
+        for slot, (held, version, address) in (*zip(self.watched, self.marks, strict=False), *self.untrained):
             in_place = held is not None and (held._version != version or held.data_ptr() != address)
-            if place.owner.get(place.key) is not held or in_place or self._differs_from_copy(place, held):
-                self._begin_saving(place, held, in_place=in_place)
-                found.append(place)
+            if slot.owner.get(slot.key) is not held or in_place or self._differs_from_copy(slot, held):
+                self._begin_saving(slot, held, in_place=in_place)
+                found.append(slot)
         self.marks, self.untrained = [], []
         if found:
-            self.written.update(place.name for place in found)
-            self.watched = [place for place in self.watched if place.name not in self.written]
+            self.written.update(slot.name for slot in found)
+            self.watched = [slot for slot in self.watched if slot.name not in self.written]
 
-    def _differs_from_copy(self, place: Place, held: Tensor | None) -> bool:
-        copy = self.copies.get(place.name)
+    def _differs_from_copy(self, slot: TensorSlot, held: Tensor | None) -> bool:
+        copy = self.copies.get(slot.name)
         return copy is not None and held is not None and not _same_bits(copy, held.data.cpu())
 
-    def _begin_saving(self, place: Place, held: Tensor | None, *, in_place: bool) -> None:
+    def _begin_saving(self, slot: TensorSlot, held: Tensor | None, *, in_place: bool) -> None:
         """From now on with the others; in this window by the host's copy, where there is one."""
-        self.saved.append(place)
+        self.saved.append(slot)
         self.before.append(held)
         self.storages.append(_storage(held))
-        copy = self.copies.get(place.name)
+        copy = self.copies.get(slot.name)
         if held is not None and copy is not None:
             snapshot = Snapshot([held.data])
             snapshot.saved = [gather([copy]).to(held.device)]
             self.snapshots.append(snapshot)
         elif in_place:
-            self.unsaved.append(place)
+            self.unsaved.append(slot)
 
     def _names_of_unsaved(self) -> str:
-        return ", ".join(self.places.full_name(place) for place in self.unsaved)
+        return ", ".join(self.slots.full_name(slot) for slot in self.unsaved)
 
     def _replaced_now(self) -> list[Change]:
         pairs = zip(self.saved, self.before, strict=False)
@@ -308,22 +308,22 @@ class ForwardWrites:
 
     def _put_back_what_was_exchanged(self) -> None:
         if self.is_open:
-            for place, before, _ in self._replaced_now():
-                _hold(place, before)
+            for slot, before, _ in self._replaced_now():
+                _hold(slot, before)
             for held, storage in self._moved_now():
                 held.data = storage
             self.sparse.restore()
-            self.places.take_back()
+            self.slots.take_back()
 
     def _refuse_replaced_weights(self) -> None:
-        for place, before, now in self.replaced:
+        for slot, before, now in self.replaced:
             has_gradient = any(t is not None and t.grad is not None for t in (before, now))
             if has_gradient and id(before) in self.trained:
-                name = self.places.full_name(place)
+                name = self.slots.full_name(slot)
                 raise ModelError(
                     f"the forward pass replaces the parameter {name}, which an optimizer trains, by a new one",
                     why="the optimizer holds the old one and would go on training that, without any effect",
-                    fix=f"write into it: with torch.no_grad(): self.{place.key}.copy_(...)",
+                    fix=f"write into it: with torch.no_grad(): self.{slot.key}.copy_(...)",
                 )
 
 
@@ -333,37 +333,37 @@ class SparseTensors:
     Their number of entries may change, so the host decides: one wait in windows that write one, none in others."""
 
     def __init__(self) -> None:
-        self.places: list[Place] = []
+        self.slots: list[TensorSlot] = []
         self.saved: dict[Name, tuple[Tensor, int, Tensor]] = {}  # the tensor, its version, and a copy
 
     def save(self) -> None:
-        held = [(place.name, place.held) for place in self.places]
+        held = [(slot.name, slot.held) for slot in self.slots]
         for name, tensor in held:
             then = self.saved.get(name)
             if tensor is not None and (then is None or then[0] is not tensor or then[1] != tensor._version):
                 self.saved[name] = (tensor, tensor._version, tensor.detach().clone())
 
-    def changed(self) -> list[Place]:
+    def changed(self) -> list[TensorSlot]:
         """Those that were written or replaced since `save`."""
-        saved = ((place, self.saved.get(place.name)) for place in self.places)
+        saved = ((slot, self.saved.get(slot.name)) for slot in self.slots)
         return [p for p, then in saved if then is not None and (p.held is not then[0] or then[0]._version != then[1])]
 
     def became_non_finite(self, device: torch.device) -> Tensor:
         found = torch.zeros((), dtype=torch.bool, device=device)
-        for place in self.changed():
-            now = place.held
+        for slot in self.changed():
+            now = slot.held
             if now is not None and can_be_non_finite(now):
                 found = found | ~is_finite(now).all().to(device)
         return found
 
     @torch.no_grad()
     def restore(self) -> None:
-        for place in self.changed():
-            tensor, version, copy = self.saved[place.name]
+        for slot in self.changed():
+            tensor, version, copy = self.saved[slot.name]
             if tensor._version != version:
                 tensor.copy_(copy)
-                self.saved[place.name] = (tensor, tensor._version, copy)
-            place.owner[place.key] = tensor
+                self.saved[slot.name] = (tensor, tensor._version, copy)
+            slot.owner[slot.key] = tensor
 
 
 def _is_sparse(tensor: Tensor | None) -> bool:
@@ -384,11 +384,12 @@ def _sorted_out(also: Also) -> tuple[list[nn.Module], list[Tensor]]:
     return [m for m in given if isinstance(m, nn.Module)], [t for t in given if isinstance(t, Tensor)]
 
 
-def _refuse_uninitialised(places: Places) -> None:
-    for place in (*places.parameters, *places.buffers):
-        if isinstance(place.owner[place.key], (UninitializedBuffer, UninitializedParameter)):
+def refuse_uninitialised(slots: TensorSlots) -> None:
+    slots.refresh()
+    for slot in (*slots.parameters, *slots.buffers):
+        if isinstance(slot.owner[slot.key], (UninitializedBuffer, UninitializedParameter)):
             raise ModelError(
-                f"{places.full_name(place)} has no shape yet: its module is lazy",
+                f"{slots.full_name(slot)} has no shape yet: its module is lazy",
                 why="what does not exist before a step could not be put back after a bad one",
                 fix="run the model once on a batch before you make the optimizer and the step",
             )
@@ -422,11 +423,93 @@ def _are_alike(one: Tensor, other: Tensor) -> bool:
     return (one.shape, one.dtype, one.device, one.layout) == (other.shape, other.dtype, other.device, other.layout)
 
 
-def _hold(place: Place, tensor: Tensor | None) -> None:
-    place.owner[place.key] = tensor
+def _hold(slot: TensorSlot, tensor: Tensor | None) -> None:
+    slot.owner[slot.key] = tensor
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     if not _are_alike(one, other):
         return False
     return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (one, other)))
+
+
+# --- where modules hold buffers and parameters ---
+
+
+Owner = dict[str, Any]
+Name = tuple[nn.Module, str]
+
+
+class TensorSlot(NamedTuple):
+    """An entry of a module's `_buffers` or `_parameters`: what it holds may be replaced."""
+
+    module: nn.Module
+    owner: Owner
+    key: str
+
+    @property
+    def held(self) -> Tensor | None:
+        return self.owner.get(self.key)
+
+    @property
+    def name(self) -> Name:
+        """Stays the same when the tensor is replaced."""
+        return self.module, self.key
+
+
+class TensorSlots:
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        self.roots = list(roots)
+        self.modules: list[nn.Module] = []
+        self.sizes: list[tuple[int, int, int]] = []
+        self.buffers: list[TensorSlot] = []
+        self.parameters: list[TensorSlot] = []
+
+    def refresh(self) -> bool:
+        """Find what was registered, removed or exchanged since the last call; whether there was anything."""
+        modules = _modules_under(self.roots)
+        sizes = _sizes(modules)
+        if modules == self.modules and sizes == self.sizes:
+            return False
+        self.modules, self.sizes = modules, sizes
+        self.buffers = [TensorSlot(m, m._buffers, key) for m in modules for key in m._buffers]
+        self.parameters = [TensorSlot(m, m._parameters, key) for m in modules for key in m._parameters]
+        return True
+
+    @property
+    def have_grown(self) -> bool:
+        """Whether a module has registered something since `refresh`: in its forward pass."""
+        return _sizes(self.modules) != self.sizes
+
+    def take_back(self) -> None:
+        """Remove what was registered since `refresh`: a dict keeps the order in which it was."""
+        for module, sizes in zip(self.modules, self.sizes, strict=True):
+            owners: tuple[dict[str, Any], ...] = (module._modules, module._parameters, module._buffers)
+            for owner, size in zip(owners, sizes, strict=True):
+                for key in list(owner)[size:]:
+                    del owner[key]
+                    module._non_persistent_buffers_set.discard(key)
+
+    def full_name(self, slot: TensorSlot) -> str:
+        """As `named_parameters` calls it, under whichever root holds it."""
+        for root in self.roots:
+            for prefix, module in root.named_modules():
+                if module is slot.module:
+                    return f"{prefix}.{slot.key}".removeprefix(".").replace("_orig_mod.", "")
+        return slot.key
+
+
+def _modules_under(roots: Sequence[nn.Module]) -> list[nn.Module]:
+    """As `nn.Module.modules`, in a third of the time: without its generators inside generators."""
+    found: dict[nn.Module, None] = {}
+    stack: list[nn.Module | None] = list(roots)
+    while stack:
+        module = stack.pop()
+        if module is not None and module not in found:
+            found[module] = None
+            stack.extend(module._modules.values())
+    return list(found)
+
+
+def _sizes(modules: Sequence[nn.Module]) -> list[tuple[int, int, int]]:
+    return [(len(m._modules), len(m._parameters), len(m._buffers)) for m in modules]

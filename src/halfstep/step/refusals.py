@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,15 +53,37 @@ def checked(parameters: list[Tensor]) -> list[Tensor]:
     return parameters
 
 
-def single(loss: Tensor) -> Tensor:
+def refuse_unfit_loss(loss: Any) -> None:
+    """Refuse a loss that is not one real number with a gradient."""
     if not isinstance(loss, Tensor):
+        found = "None" if loss is None else f"a {type(loss).__name__}"
+        also = "; of a model's output: return output.loss" if hasattr(loss, "loss") else ""
+        if not also and isinstance(loss, (Mapping, list)):
+            several = "sum(losses.values())" if isinstance(loss, Mapping) else "sum(losses)"
+            also = f"; of several losses: return {several}" if "loss" not in loss else "; return losses['loss']"
         raise ConfigError(
-            f"the loss is {'None' if loss is None else 'a ' + type(loss).__name__}, not a tensor",
-            fix="return loss, or (loss, weight); without .item()",
+            f"the loss is {found}, not a tensor",
+            why="the step takes the gradient of what the loss function returns",
+            fix=f"return loss, or (loss, weight); without .item() or float(){also}",
         )
     if loss.numel() != 1:
-        raise ConfigError(f"the loss has the shape {tuple(loss.shape)}", fix="return one number: loss.mean() or .sum()")
-    return loss.reshape(())
+        raise ConfigError(
+            f"the loss has the shape {tuple(loss.shape)}",
+            why="a gradient is taken of one number; of a tuple the loss comes first: (loss, weight)",
+            fix="return one number: loss.mean() or loss.sum()",
+        )
+    if loss.is_complex():
+        raise ConfigError(
+            "the loss is complex",
+            why="a complex number cannot be minimised",
+            fix="return loss.abs() or loss.real",
+        )
+    if not loss.requires_grad:
+        raise ConfigError(
+            "the loss depends on no weight that is trained",
+            why="it was detached, computed under torch.no_grad(), or by a model whose weights are all frozen",
+            fix="compute it with the model that is trained, without .detach() and no_grad()",
+        )
 
 
 def refuse_sparse(parameters: Sequence[Tensor]) -> None:
@@ -69,15 +92,6 @@ def refuse_sparse(parameters: Sequence[Tensor]) -> None:
             "a gradient is sparse, and several processes train",
             why="what DDP makes of it is not judged here",
             fix="nn.Embedding(..., sparse=False), or one process",
-        )
-
-
-def refuse_no_window(window: object) -> None:
-    if isinstance(window, (Tensor, Mapping)):
-        raise ConfigError(
-            f"a step takes a window, a list of batches, not one {type(window).__name__}",
-            why="iterating over a batch would train on its rows or its keys",
-            fix="step(loss_fn, [batch]), or loop over step.windows(loader)",
         )
 
 

@@ -1,17 +1,23 @@
-"""Learning-rate schedules as pure functions of the committed step, tabulated once, read on the device.
+"""Learning-rate schedules of runs and of hs.Step, as pure functions of the committed step.
 
-A schedule that is stepped like an object drifts as soon as a step is skipped. Here a schedule is step -> multiplier,
-and the step reads `table[committed]` on the device, so a skipped step cannot move it and resume needs no state.
-The one exception is plateau: a single factor that the host writes at validation.
+A schedule maps a step to a multiplier, or to the rates of all groups. The step reads `table[committed]` on the device
+(tables.py), so a skipped step cannot move the schedule and resume needs no state. The exception is the plateau, which
+follows the validation metric: the host writes its rates.
 """
 
 from __future__ import annotations
 
 import bisect
+import copy
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from halfstep.errors import ConfigError, nearest
 
@@ -105,34 +111,111 @@ def build_schedule(options: ScheduleOptions) -> Schedule:
     return multiplier
 
 
+# --- torch's schedulers, followed on a stand-in optimizer ---
+# A scheduler object that is stepped by hand drifts as soon as a step is skipped. So a deep copy of it runs on an
+# optimizer with one number per group: torch's code computes the rates, the user's own scheduler is never touched. Rates
+# are absolute, not multiples of a base: a group that starts at 0 has no base to be a multiple of.
+
+
+class Curve:
+    """The rates of all groups of one optimizer as a function of the count, computed on demand."""
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        if getattr(scheduler, "cycle_momentum", False):
+            raise ConfigError(
+                f"{type(scheduler).__name__} with cycle_momentum=True is not supported",
+                why="only learning rates are read on the device",
+                fix=f"{type(scheduler).__name__}(..., cycle_momentum=False)",
+            )
+        self.twin, self.stand_in = copy_scheduler(scheduler)
+        self.rates = [read_rates(self.stand_in)]
+
+    def __call__(self, count: int) -> list[float]:
+        """Return the rates after `count` calls of scheduler.step()."""
+        with warnings.catch_warnings():
+            # torch warns that optimizer.step() was not called first; on the stand-in it never is.
+            warnings.simplefilter("ignore")
+            while len(self.rates) <= count:
+                self.twin.step()
+                self.rates.append(read_rates(self.stand_in))
+        return self.rates[count]
+
+
 class Plateau:
-    """Cuts a factor when the validation metric has not improved for `patience` validations. NaN is no news."""
+    """Follow a ReduceLROnPlateau: torch's code decides when to cut, the step reads the rates."""
 
-    def __init__(
-        self, *, mode: str = "max", cut: float = 0.1, patience: int = 5, threshold: float = 1e-4, floor: float = 1e-6
-    ) -> None:
-        self.mode, self.cut, self.patience, self.threshold, self.floor = mode, cut, patience, threshold, floor
-        self.factor, self.best, self.num_bad = 1.0, math.nan, 0
+    def __init__(self, scheduler: ReduceLROnPlateau) -> None:
+        self.twin, self.stand_in = copy_scheduler(scheduler)
 
-    def observe(self, metric: float) -> float:
-        if math.isnan(metric):
-            return self.factor
-        if math.isnan(self.best) or self._is_better(metric):
-            self.best, self.num_bad = metric, 0
-            return self.factor
-        self.num_bad += 1
-        if self.num_bad > self.patience:
-            self.factor, self.num_bad = max(self.factor * self.cut, self.floor), 0
-        return self.factor
+    def observe(self, metric: float) -> None:
+        self.twin.step(metric)
 
-    def _is_better(self, metric: float) -> bool:
-        sign = 1.0 if self.mode == "max" else -1.0
-        return sign * (metric - self.best) > self.threshold * abs(self.best)
+    def rates(self) -> list[float]:
+        return read_rates(self.stand_in)
 
     def state_dict(self) -> dict[str, Any]:
-        best = None if math.isnan(self.best) else self.best
-        return {"factor": self.factor, "best": best, "num_bad": self.num_bad}
+        return {"scheduler": self.twin.state_dict(), "rates": self.rates()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.factor, self.num_bad = float(state["factor"]), int(state["num_bad"])
-        self.best = math.nan if state["best"] is None else float(state["best"])
+        self.twin.load_state_dict(state["scheduler"])
+        for group, stored in zip(self.stand_in.param_groups, state["rates"], strict=True):
+            group["lr"] = float(stored)
+
+
+class PlateauFactor(Plateau):
+    """The plateau schedule of a run: one factor on all rates, cut when the validation metric stops improving.
+
+    Unlike torch's, it ignores NaN, and its relative threshold also works for metrics below 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        mode: Literal["min", "max"] = "max",
+        cut: float = 0.1,
+        patience: int = 5,
+        threshold: float = 1e-4,
+        floor: float = 1e-6,
+    ) -> None:
+        unit = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        super().__init__(
+            ReduceLROnPlateau(
+                unit, mode=mode, factor=cut, patience=patience, threshold_mode="abs", min_lr=floor, eps=0.0
+            )
+        )
+        self.threshold = threshold
+
+    @property
+    def factor(self) -> float:
+        return self.rates()[0]
+
+    def observe(self, metric: float) -> None:
+        if math.isnan(metric):
+            return
+        # torch's relative threshold is best * (1 + t): for a negative best a worse metric would count as better.
+        best = self.twin.best
+        self.twin.threshold = self.threshold * abs(best) if math.isfinite(best) else 0.0
+        super().observe(metric)
+
+    def state_dict(self) -> dict[str, Any]:
+        best = None if self.twin.best == self.twin.mode_worse else self.twin.best
+        return {"factor": self.factor, "best": best, "num_bad": self.twin.num_bad_epochs}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.twin.best = self.twin.mode_worse if state["best"] is None else float(state["best"])
+        self.twin.num_bad_epochs = int(state["num_bad"])
+        self.stand_in.param_groups[0]["lr"] = float(state["factor"])
+
+
+def copy_scheduler(scheduler: Any) -> tuple[Any, Optimizer]:
+    """Return a copy of the scheduler that drives a stand-in optimizer, and that optimizer."""
+    # Schedulers keep numbers of their own in the groups (OneCycleLR its max_lr): copy everything but the weights.
+    groups = scheduler.optimizer.param_groups
+    extras = ({k: float(v) if k == "lr" else v for k, v in g.items() if k != "params"} for g in groups)
+    stand_in = torch.optim.SGD([{"params": [torch.zeros(1)], **extra} for extra in extras])
+    # deepcopy's memo: whatever in the scheduler refers to the optimizer, nested ones included, gets the stand-in.
+    return copy.deepcopy(scheduler, {id(scheduler.optimizer): stand_in}), stand_in
+
+
+def read_rates(optimizer: Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]

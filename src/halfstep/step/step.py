@@ -31,21 +31,18 @@ from halfstep.errors import ConfigError
 from halfstep.precision.plan import Plan
 from halfstep.step.batches import Batch, Weight, Window, batch_length, is_one, positive, sample_ids
 from halfstep.step.clip import Clip
-from halfstep.step.commit import Committer, commit_all
+from halfstep.step.commit import Committer, commit_all, numbers
 from halfstep.step.ema import Ema
 from halfstep.step.facts import Facts, Hold, restore_rng, rng_state
 from halfstep.step.forward_writes import Also, ForwardWrites
-from halfstep.step.gradients import Judged, are_scaled_in_kernels, choose_types, numbers_of
-from halfstep.step.own_ranks import ranks_of
-from halfstep.step.ranks import BAD, RUINED, Agreed, Ranks
-from halfstep.step.rates import Rates
-from halfstep.step.refusals import checked, refuse_half_sums, refuse_no_window, refuse_sparse, refuse_spread, single
+from halfstep.step.guard import SpikeMeter
+from halfstep.step.ranks import BAD, RUINED, Agreed, Ranks, ranks_of
+from halfstep.step.refusals import checked, refuse_half_sums, refuse_sparse, refuse_spread, refuse_unfit_loss
 from halfstep.step.scaler import Scaler, ScalerOptions
 from halfstep.step.schedule import Schedule
 from halfstep.step.signals import DelayedSignals
-from halfstep.step.spike import SpikeMeter
 from halfstep.step.step_state import load_into, refuse_unfit, state_of
-from halfstep.step.tabulated import Values
+from halfstep.step.tables import Rates, Values
 
 LossFn = Callable[[Batch], "Tensor | tuple[Tensor, Weight]"]
 OnGradients = Callable[[nn.Module], None]
@@ -84,8 +81,6 @@ class Step:
         on_commit: OnCommit | None = None,
         values: Values | None = None,
     ) -> None:
-        if accumulate < 1:
-            raise ConfigError(f"accumulate must be at least 1, not {accumulate}", fix="1 means no accumulation")
         self.model, self.plan, self.accumulate, self.clip, self.ema = model, plan, accumulate, clip or Clip(), ema
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self.rates: Rates | None = None
@@ -135,7 +130,6 @@ class Step:
     def compute(self, loss_fn: LossFn, window: Window) -> Facts:
         """Forward, backward, norm and verdict. Gradients are there afterwards, nothing else has changed for good: a
         window that is not committed is undone by the next compute(). To edit gradients, see `on_gradients`."""
-        refuse_no_window(window)
         if self._rng:
             self.abandon()
         self._rng = rng_state(self.device)
@@ -285,7 +279,8 @@ class Step:
                     continue
                 unit = positive(weight) if unit is None else unit
                 share = weight / unit
-                loss = single(loss).to(self.device, torch.float32)
+                refuse_unfit_loss(loss)
+                loss = loss.reshape(()).to(self.device, torch.float32)
                 loss = loss if is_one(share) else loss * share
                 self._backward(loss)
             if total_loss is None:
@@ -408,3 +403,55 @@ class Step:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         refuse_unfit(self, state)
         load_into(self, state)
+
+
+# --- the gradients of a window ---
+
+
+def choose_types(optimizers: Sequence[Optimizer], num_micro_batches: int) -> None:
+    """Gradients of bf16 weights are bf16; those of several micro-batches add up in fp32 where the optimizer reads that,
+    since a sum in bf16 loses what is small beside it. A user's own optimizer gets what torch gives it."""
+    wanted = torch.bfloat16 if num_micro_batches == 1 else torch.float32
+    ours = (o for o in optimizers if getattr(o, "takes_fp32_gradients", False))
+    for parameter in (p for optimizer in ours for group in optimizer.param_groups for p in group["params"]):
+        if parameter.dtype == torch.bfloat16 and parameter.grad_dtype != wanted:
+            parameter.grad_dtype = wanted
+
+
+def numbers_of(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients; of a sparse one the numbers that it holds, each row once, as they lie in it."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not any(gradient.is_sparse for gradient in gradients):
+        return gradients
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()  # rows that came twice are judged and clipped as their sum
+    return [numbers(p.grad) for p in parameters if p.grad is not None]
+
+
+def are_scaled_in_kernels(committers: Sequence[Committer], parameters: Sequence[Tensor]) -> bool:
+    """Whether the optimizers' kernels scale the gradients as they read them, which saves a pass over all of them.
+
+    They divide by the inverse, a rounding away from the multiplication wherever the factor is not a power of two; on a
+    CPU, where a pass costs little, a step keeps the very bits of a plain loop. And they write the gradients back, so
+    that a second optimizer of the same parameter would scale them twice."""
+    on_gpu = bool(parameters) and parameters[0].device.type == "cuda"
+    in_kernels = on_gpu and all(c.method == "found_inf" for c in committers)
+    held = sum(len(group["params"]) for c in committers for group in c.optimizer.param_groups)
+    return in_kernels and held == len(parameters)
+
+
+class Judged:
+    """The gradients that a verdict is about: what it was not about must not be committed."""
+
+    def __init__(self, parameters: Sequence[Tensor] = ()) -> None:
+        self._seen = [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in parameters]
+
+    def refuse_edited(self) -> None:
+        if any(p.grad is not g or g is not None and g._version != version for p, g, version in self._seen):
+            raise ConfigError(
+                "gradients were changed between compute() and commit(): the step is dropped",
+                why="norm and verdict are of the gradients that compute() left; these were never judged",
+                fix="edit them in a hook: hs.Step(..., on_gradients=edit), where edit(model) changes .grad in place, "
+                "unscaled and before clipping",
+            )

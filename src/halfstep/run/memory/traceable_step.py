@@ -30,22 +30,21 @@ from halfstep.hardware.gpus import known_gpu
 from halfstep.kernels.fast_forms import forced, pretended
 from halfstep.models.first_values import skip_first_values
 from halfstep.models.recompute import Recompute, Recomputing
+from halfstep.precision.apply import apply_frozen_
 from halfstep.precision.decide import decide
-from halfstep.precision.frozen import apply_frozen_
 from halfstep.precision.op_lists import cuda_op_lists
 from halfstep.precision.plan import Plan
-from halfstep.run.assemble import build_workload
-from halfstep.run.frozen import modules_of
-from halfstep.run.memory.trace import AllocationRecorder, StepTrace
+from halfstep.run.assemble import build_workload, phase_config, trains
+from halfstep.run.frozen_modules import modules_of
+from halfstep.run.memory.step_trace import AllocationRecorder, StepTrace
 from halfstep.run.optimizing import Length, optimizing
-from halfstep.run.phases import phase_config, trains
 from halfstep.step.batches import batch_length
 from halfstep.step.ema import Ema
 from halfstep.step.optim.adamw8bit import AdamW8bit, empty_state
 from halfstep.step.optim.adamw_bf16 import AdamWBf16, at_once
 from halfstep.step.optim.by_name import CAPTURABLE
 from halfstep.step.optim.codes import signed_table, unsigned_table
-from halfstep.tune.layout import convolves_images, in_layout_of
+from halfstep.tune.channels_last import convolves_images, in_layout_of
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.own_blocks import found_blocks, recompute_blocks_
 from halfstep.tune.trials import first_batch
@@ -292,22 +291,20 @@ def build_traceable_step(config: RunConfig, store: Store | None = None) -> Trace
 
     `store` describes the data if they have been read before.
     """
-    kind = KINDS.of(config.workload)
+    synthetic = KINDS.of(config.workload).synthetic
     small = config.changed(train={"batch_size": SEEN})
-    if config.data.dir is not None and store is None or kind.over is None or kind.random_batch is None:
+    if config.data.dir is not None and store is None or synthetic is None:
         with skip_first_values():  # the weights are never read
             workload = build_workload(config)
         return TraceableStep(config, workload, first_batch(small, workload))
     if store is None:
-        assert kind.random_store is not None, "a family with random_batch has random_store"
-        store = kind.part("random_store")(config)
-    over = kind.part("over")
+        store = synthetic.make_store(config)
     try:
         with torch.device("meta"):  # no time or memory for weights that are never read
-            workload = over(config, store, NoSamples())
+            workload = synthetic.build(config, store, NoSamples())
     except (NotImplementedError, RuntimeError):
-        workload = over(config, store, NoSamples())
-    return TraceableStep(config, workload, kind.make_batch(small, store))
+        workload = synthetic.build(config, store, NoSamples())
+    return TraceableStep(config, workload, synthetic.make_batch(small, store))
 
 
 def _of_size(batch: Batch, num_samples: int) -> Batch:

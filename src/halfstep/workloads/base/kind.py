@@ -1,14 +1,15 @@
-"""Kind: all that other packages may ask of a family of workloads.
+"""Kind: what a family of workloads gives the rest of the system.
 
-A family gives its parts as import paths, so that `--help` and config files are read without torch, and is one entry in
-`KINDS`. A workload of the user's own is a Kind at an import path (`my_pkg.my_mod:KIND`), or `build` alone; it gets what
-it provides, and what it does not is refused in words.
+A family gives its functions and classes as import paths, so that `--help` and config files are read without torch, and
+is one entry in `KINDS`. A custom workload is a Kind at an import path (`my_pkg.my_mod:KIND`), or `build` alone. Only
+`builder` is required; each further field adds a command or a feature, and what is missing is refused with a clear
+error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,25 +17,15 @@ from halfstep.config.foreign import Foreign
 from halfstep.config.schema import RunConfig, is_import_path, unknown_workload
 from halfstep.errors import ConfigError, DataError
 from halfstep.workloads.base.import_path import imported, refuse_other_form
-from halfstep.workloads.base.options import Option
 
 if TYPE_CHECKING:
+    from halfstep.workloads.base.guiding import Guiding
     from halfstep.workloads.base.workload import Batch, Workload
 
 Part = str | Callable[..., Any]
 """A function or class, or the import path of one."""
 Store = Mapping[str, Any]
 """What a model must know of the data: classes, channels, vocabulary. Stored with the run."""
-
-USUAL = {
-    "builder": ".build:build",
-    "demo": ".demo:write_demo",
-    "random_store": ".build:random_store",
-    "random_batch": ".build:random_batch",
-    "over": ".build:over",
-    "guide": ".guide:Guide",
-}
-"""Parts of a family that has a file for each."""
 
 BUILD = "build(config, store) -> halfstep.workloads.base.workload.Workload"
 METRICS = ("update", "compute", "state_dict", "load_state_dict")
@@ -57,13 +48,90 @@ class Unit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SampleUnit:
+    """What throughput counts, and how large a sample is."""
+
+    name: str = "sample"
+    """image, token, frame."""
+    per_sample: Part | None = None
+    """(config, store) -> int; without it a sample is one unit."""
+    flops: Part | None = None
+    """(config, store) -> operations of forward and backward per sample, for the share of the device's peak (MFU)."""
+    size: Part | None = None
+    """(config) -> how large a sample is, as text: `512 pixels`, `1024 tokens`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyntheticData:
+    """Random data, with which bench and planner need no data folder."""
+
+    store: Part
+    """(config) -> Store."""
+    batch: Part
+    """(config, store) -> Batch on the host, as a loader delivers it."""
+    over: Part
+    """(config, store, samples) -> Workload on such samples, without augmentation."""
+    peer_prepare: Part | None = None
+    """(device) -> (batch) -> batch: preparation as a user of another framework writes it, for a bench with peers."""
+
+    def make_store(self, config: RunConfig) -> Store:
+        return load_part(self.store)(config)
+
+    def make_batch(self, config: RunConfig, store: Store) -> Batch:
+        return load_part(self.batch)(config, store)
+
+    def build(self, config: RunConfig, store: Store, samples: Any) -> Workload:
+        return load_part(self.over)(config, store, samples)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateCommand:
+    """`halfstep evaluate`, where it reports more than the metrics of validation."""
+
+    evaluation: Part
+    """(workload) -> what evaluates it class by class and draws pictures (using.py)."""
+    options: tuple[Option, ...] = ()
+    """In addition to the general ones; with some, the evaluation has `scored`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PredictCommand:
+    """`halfstep predict`."""
+
+    predictor: Part
+    """(config, store) -> what answers for files, or without any (using.py)."""
+    options: tuple[Option, ...] = ()
+    """In addition to the general ones; they reach the predictor as `wishes.options`."""
+    needs_input: bool = True
+    """Whether `halfstep predict RUN` must name files; a predictor that draws samples needs none."""
+    writes_files: bool = False
+    """Whether the predictor writes files: `wishes.out` is then always a new folder, else only where --out names one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuideEntry:
+    """`halfstep guide`."""
+
+    guide: Part = ".guide:Guide"
+    """() -> what looks into a data folder and suggests settings (guiding.py)."""
+    about: str
+    """What the family does, in a line, with the data it needs."""
+    models: Mapping[str, str]
+    """A text for each workload; the guide asks where there are several."""
+    usual_on_cpu: str = ""
+    """The workload most people want on a CPU; on a GPU it is the Kind's `usual`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
     builder: Part
     """(config, store) -> Workload; `store` of an earlier run fixes what was found in the data."""
-    config: type[RunConfig] = RunConfig
-    """The schema of its config files."""
-    schemas: Mapping[str, type[RunConfig]] = field(default_factory=dict)
-    """Other ones, by workload name."""
+    config: type[RunConfig] | Mapping[str, type[RunConfig]] = RunConfig
+    """The schema of its config files; one for each workload name where they differ."""
+    task: str = ""
+    """What the family does, in a word or two: the guide's first question, and the title of its options."""
+    usual: str = ""
+    """The workload most people want; a copy of the Kind at an import path is this one."""
     kept: tuple[str, ...] = ()
     """Settings, or sections (`model.first_stage.`), that a run reads once: its store holds what came of them."""
     takes_channels_last: bool = False
@@ -73,63 +141,28 @@ class Kind:
     pack: Part | None = None
     """(config) -> what `halfstep pack CONFIG.yaml` made ahead of training: `file`, `bytes`, `text` and more."""
     demo: Part | None = None
-    """(folder, *, seed): data in the layout of real ones."""
-    random_store: Part | None = None
-    """(config) -> Store of made-up data. With the next two, bench and planner need no data; else they read its own."""
-    random_batch: Part | None = None
-    """(config, store) -> Batch on the host, as a loader delivers it."""
-    over: Part | None = None
-    """(config, store, samples) -> Workload on such samples, without augmentation."""
-    peer_prepare: Part | None = None
-    """(device) -> (batch) -> batch: preparation as a user of another framework writes it."""
-    evaluation: Part | None = None
-    """(workload) -> what evaluates it class by class and draws pictures."""
-    evaluate_options: tuple[Option, ...] = ()
-    """Options of `halfstep evaluate` beside the general ones; with some, the evaluation has `scored` (using.py)."""
-    predictor: Part | None = None
-    """(config, store) -> what answers for files, or without any (`needs_input`)."""
-    predict_options: tuple[Option, ...] = ()
-    """Options of `halfstep predict` beside the general ones; they reach the predictor as `wishes.options`."""
-    needs_input: bool = True
-    """Whether `halfstep predict RUN` must name files; one that draws samples needs none."""
-    writes_files: bool = False
-    """Whether the predictor writes files: `wishes.out` is then a new folder always, else only where --out names one."""
-    export: Part | None = None
-    """(model, config, store, folder): the best weights in a form that others read; called when training ends."""
-    foreign: Part | None = None
-    """(document, name) -> Foreign, or None for a file that is not its own: another project's config (no torch)."""
-    unit: str = "sample"
-    """What throughput counts: image, token, frame."""
-    units_per_sample: Part | None = None
-    """(config, store) -> int; without it a sample is one unit."""
-    flops_per_sample: Part | None = None
-    """(config, store) -> operations of forward and backward, for the share of the device's peak (MFU)."""
-    sample_size: Part | None = None
-    """(config) -> how large a sample is, in words: `512 pixels`, `1024 tokens`."""
+    """(folder, *, seed): writes data in the layout of real ones."""
     hint: Part | None = None
-    """(scores) -> a sentence to somebody who has seen many runs, or nothing."""
-    guide: Part | None = None
-    """() -> what `halfstep guide` looks at (guiding.py)."""
-    task: str = ""
-    """What the family does, in a word: the guide's first question."""
-    about: str = ""
-    """The same in a line, with the data it needs."""
-    models: Mapping[str, str] = field(default_factory=dict)
-    """What the guide says of each workload; asked for where there are several."""
-    usual: str = ""
-    """The workload most people want on a GPU."""
-    usual_on_cpu: str = ""
+    """(scores) -> advice on scores that point at a known mistake, or an empty text."""
+    export: Part | None = None
+    """(model, config, store, folder): writes the best weights for other programs; called when training ends."""
+    foreign: Part | None = None
+    """(document, name) -> Foreign, or None: reads another project's config files (no torch)."""
+    sample: SampleUnit = SampleUnit()
+    synthetic: SyntheticData | None = None
+    evaluate: EvaluateCommand | None = None
+    predict: PredictCommand | None = None
+    guide: GuideEntry | None = None
 
     @classmethod
-    def in_folder(cls, folder: str, **parts: Any) -> Kind:
-        """The family of a package whose files have the usual names; `.evaluate:Shown` is a part in one of them."""
-        named: dict[str, Any] = {}
-        for name, part in {**USUAL, **parts}.items():
-            named[name] = folder + part if isinstance(part, str) and part.startswith(".") else part
+    def in_folder(cls, folder: str, **fields: Any) -> Kind:
+        """The Kind of a package whose files have the usual names; `.evaluate:Shown` is a path in that package."""
+        usual = {"builder": ".build:build", "demo": ".demo:write_demo", "synthetic": SYNTHETIC}
+        named = {name: _in_package(folder, value) for name, value in {**usual, **fields}.items()}
         return cls(takes_channels_last=True, **named)
 
     def schema(self, workload: str) -> type[RunConfig]:
-        return self.schemas.get(self.model_of(workload), self.config)
+        return self.config if isinstance(self.config, type) else self.config[self.model_of(workload)]
 
     def model_of(self, workload: str) -> str:
         """Which of the family's models a workload is, by its name; one at an import path is the usual one."""
@@ -139,7 +172,7 @@ class Kind:
         """The workload of a config; one of the user's own that gives something else is refused."""
         from halfstep.workloads.base.workload import Workload
 
-        builder = loaded(self.builder, form=BUILD)
+        builder = load_part(self.builder, form=BUILD)
         refuse_other_form(builder, config.workload, config, store, form=BUILD)
         built = builder(config, store)
         if not isinstance(built, Workload):
@@ -152,35 +185,40 @@ class Kind:
     def write_demo(self, workload: str, folder: Path, *, seed: int) -> None:
         if self.demo is None:
             raise DataError(f"no data folder, and {workload} has no demo data", fix="--data-dir DIR")
-        loaded(self.demo, form="write_demo(folder, seed=0)")(folder, seed=seed)
+        load_part(self.demo, form="write_demo(folder, seed=0)")(folder, seed=seed)
 
-    @property
-    def makes_data(self) -> bool:
-        """Whether it can be timed and planned without data; else batches of its own are read."""
-        return None not in (self.random_store, self.random_batch, self.over)
-
-    def part(self, name: str) -> Callable[..., Any]:
-        """A part by its field's name; whoever asks has seen that it is there."""
-        given = getattr(self, name)
-        assert given is not None, f"the family has no {name}"
-        return loaded(given, form=name)
+    def make_guide(self) -> Guiding:
+        assert self.guide is not None, "the guide asks families that have an entry"
+        return load_part(self.guide.guide)()
 
     def unit_of(self, config: RunConfig, store: Store) -> Unit:
-        per_sample = self.part("units_per_sample")(config, store) if self.units_per_sample else 1
-        return Unit(self.unit, per_sample, self.part("flops_per_sample")(config, store) if self.flops_per_sample else 0)
+        own = self.sample
+        per_sample = load_part(own.per_sample)(config, store) if own.per_sample else 1
+        return Unit(own.name, per_sample, load_part(own.flops)(config, store) if own.flops else 0)
 
     def size_of_sample(self, config: RunConfig) -> str:
-        return str(self.part("sample_size")(config)) if self.sample_size else ""
+        return str(load_part(self.sample.size)(config)) if self.sample.size else ""
 
     def claim(self, document: Mapping[str, Any], name: str) -> Foreign | None:
         """Another project's config in our settings, where the family knows that project."""
-        return self.part("foreign")(document, name) if self.foreign else None
-
-    def make_batch(self, config: RunConfig, store: Store) -> Batch:
-        return self.part("random_batch")(config, store)
+        return load_part(self.foreign)(document, name) if self.foreign else None
 
 
-def loaded(part: Part, *, form: str) -> Callable[..., Any]:
+SYNTHETIC = SyntheticData(store=".build:random_store", batch=".build:random_batch", over=".build:over")
+"""The usual names in a family's folder."""
+
+
+def _in_package(package: str, value: Any) -> Any:
+    """Make relative import paths absolute, those inside a group of fields too."""
+    if isinstance(value, str) and value.startswith("."):
+        return package + value
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{own.name: _in_package(package, getattr(value, own.name)) for own in fields(value)})
+    return value
+
+
+def load_part(part: Part, *, form: str = "the family declares it") -> Callable[..., Any]:
+    """Import a part that is given as a path; `form` tells in an error how it is called."""
     return imported(part, what="workload", form=form) if isinstance(part, str) else part
 
 
@@ -240,3 +278,50 @@ class Kinds(Mapping[str, Kind]):
 def _kind_at(path: str) -> Kind:
     found: Any = imported(path, what="workload", form=BUILD)
     return found if isinstance(found, Kind) else Kind(builder=found)
+
+
+# --- options of evaluate and predict ---
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """`Option("num", int, 16, "How many to draw", least=1)` is `--num 16`; of type bool it is a flag."""
+
+    name: str
+    """As in Python: `top_k` is `--top-k`."""
+    type: type = str
+    default: Any = None
+    help: str = ""
+    least: float | None = None
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    def checked(self, value: Any) -> Any:
+        """The value in the option's type, or a refusal."""
+        try:
+            found = value if self.type is bool and isinstance(value, bool) else self.type(value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{self.flag} {value}: expected {EXPECTED.get(self.type, self.type.__name__)}") from None
+        if self.least is not None and found < self.least:
+            raise ConfigError(f"{self.flag} {value}: it must be at least {self.least:g}")
+        return found
+
+
+EXPECTED: Mapping[type, str] = {int: "a whole number", float: "a number", str: "a text"}
+
+
+def with_defaults(options: Sequence[Option], given: Mapping[str, Any], workload: str) -> dict[str, Any]:
+    """Every option by name; one that the workload does not take is refused with those it does."""
+    known = {option.name: option for option in options}
+    for name, value in given.items():
+        if name not in known:
+            flag = Option(name).flag + ("" if value is True else f" {value}")
+            takes = ", ".join(option.flag for option in options)
+            fix = f"leave it out; {workload} takes {takes}" if takes else "leave it out"
+            raise ConfigError(f"{flag} means nothing for {workload}", fix=fix)
+    return {
+        name: option.checked(given[name]) if given.get(name) is not None else option.default
+        for name, option in known.items()
+    }

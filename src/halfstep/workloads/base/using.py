@@ -18,8 +18,7 @@ from halfstep.errors import CheckpointError, DataError
 from halfstep.report.progress import Bar
 from halfstep.report.results import Answer, Cell, Failure
 from halfstep.workloads.base.other_data import any_folder
-from halfstep.workloads.base.parts import FrozenPart, frozen_parts
-from halfstep.workloads.base.workload import Batch, Metrics, Workload
+from halfstep.workloads.base.workload import Batch, FrozenPart, Metrics, Workload, frozen_parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +83,7 @@ class Evaluation(Protocol):
 
 
 class OptionalScores(Protocol):
-    """An evaluation whose Kind has `evaluate_options`; `num_scored` says how many samples where not all were."""
+    """An evaluation whose `EvaluateCommand` has options; `num_scored` says how many samples where not all were."""
 
     def scored(
         self, config: RunConfig, trained: Trained, options: Mapping[str, Any], phase: Phase, batch_size: int | None
@@ -103,7 +102,8 @@ class PlainEvaluation:
     scored_at = ""
 
     def __init__(self, workload: Workload) -> None:
-        self.metrics = workload.metrics()
+        self.workload = workload
+        self.metrics: Metrics = workload.metrics()
 
     @staticmethod
     def to_validate(config: RunConfig) -> RunConfig:
@@ -140,9 +140,9 @@ class Wishes:
     """What the user may ask for beside the files."""
 
     out: Path | None = None
-    """A new folder for what is written; None where nothing is (`Kind.writes_files`) and none was named."""
+    """A new folder for what is written; None where nothing is (`PredictCommand.writes_files`) and none was named."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The Kind's `predict_options` by name; a predictor finds each of them, with its default where nothing was said."""
+    """Values of `PredictCommand.options` by name, with the default where the user gave none."""
 
 
 class Predictor(Protocol):
@@ -160,7 +160,7 @@ class Predictor(Protocol):
 
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
         """One for each input, in order; the bar counts inputs, and may show how far one of them is. Without inputs
-        (`Kind.needs_input`) as many as the options ask for; set `bar.total` first."""
+        (`PredictCommand.needs_input`) as many as the options ask for; set `bar.total` first."""
         ...
 
 
@@ -185,7 +185,7 @@ def each_answered(inputs: Iterable[Input], answer: Callable[[Input], Answer]) ->
 
 
 class FilePredictor:
-    """A predictor of a user's own that looks at one file at a time: it has `model`, `endings` and `answer`."""
+    """A predictor that looks at one file at a time: it has `model`, `endings`, and `answer` or `answer_file`."""
 
     endings: tuple[str, ...] = ()
 
@@ -193,14 +193,15 @@ class FilePredictor:
         """What was found, by name; DataError, ValueError and OSError are about the file."""
         raise NotImplementedError(f"{type(self).__name__} has no answer(path, trained)")
 
-    def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
-        def answered(item: Input) -> Answer:
-            try:
-                return Answer(file=str(item.path), found=self.answer(item.path, trained))
-            except (ValueError, OSError) as error:
-                raise DataError(f"{item.path} {error}") from error
+    def answer_file(self, item: Input, trained: Trained, wishes: Wishes) -> Answer:
+        """The same for a predictor that writes files or has options; DataError is about the file."""
+        try:
+            return Answer(file=str(item.path), found=self.answer(item.path, trained))
+        except (ValueError, OSError) as error:
+            raise DataError(f"{item.path} {error}") from error
 
-        return each_answered(inputs, answered)
+    def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
+        return each_answered(inputs, lambda item: self.answer_file(item, trained, wishes))
 
 
 def saved_picture(picture: Image.Image, path: Path) -> Path:

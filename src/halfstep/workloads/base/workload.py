@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 from halfstep.data.loader import Samples
 from halfstep.data.seeds import Key
-from halfstep.errors import make_printable
+from halfstep.errors import ConfigError, make_printable
 from halfstep.islands import fp32_island
-from halfstep.workloads.base.parts import Group, frozen_parts, refuse_held_twice
-from halfstep.workloads.base.phase import Phase
 from halfstep.workloads.base.scheduled import Scheduled
 
 Batch = dict[str, Tensor]
@@ -153,3 +151,114 @@ class Workload:
         if name:
             forward_and_loss.__code__ = forward_and_loss.__code__.replace(co_name=f"{name}_and_loss")
         return forward_and_loss
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """One optimizer step of an iteration. Phases run in the order they are given, each with its own forward pass."""
+
+    name: str
+    parameters: tuple[str, ...] = ()
+    """What it trains: names of modules or parameters of the model, `generator` names all below it; empty: all.
+    Nothing else gets gradients while it runs."""
+    loss: Loss
+    forward: Forward | None = None
+    """None: the workload's own. All that needs the model belongs here; `loss` gets the outputs."""
+    counted: bool | None = None
+    """Whether training metrics may take its outputs; None: where `forward` is the workload's own. The first such phase
+    is counted, so that a sample counts once."""
+    every: int = 1
+    """Due in iterations `from_step`, `from_step + every`, ..."""
+    from_step: int = 0
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the config's `optimizer` that differ."""
+    schedule: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the config's `schedule` that differ; it follows the steps of this phase."""
+    groups: tuple[Group, ...] = ()
+    """Parameters with a learning rate or schedule of their own."""
+    compiles: bool = True
+    """False for a loss that takes gradients itself, such as a gradient penalty: the compiler cannot."""
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise ConfigError(
+                f"{self.name!r} is not a name for a phase",
+                why="reports and checkpoints name it",
+                fix="letters, digits, _",
+            )
+        if self.every < 1 or self.from_step < 0:
+            raise ConfigError(
+                f"phase {self.name} cannot run every {self.every} iterations from {self.from_step} on",
+                fix="every is at least 1, from_step at least 0",
+            )
+
+    def is_due(self, iteration: int) -> bool:
+        return iteration >= self.from_step and (iteration - self.from_step) % self.every == 0
+
+    @property
+    def when(self) -> str:
+        """`critic every 2 steps from 1000`, for headers."""
+        every = f" every {self.every} steps" if self.every > 1 else ""
+        return f"{self.name}{every}" + (f" from {'' if every else 'step '}{self.from_step}" if self.from_step else "")
+
+    def num_due(self, iterations: int) -> int:
+        """Of so many iterations, those in which it runs."""
+        return max(0, -(-(iterations - self.from_step) // self.every))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrozenPart:
+    """A module that is used and not trained, and the file it came from; empty where it was made here."""
+
+    module: nn.Module
+    source: str = ""
+    checksum: str = ""
+    """Filled in by a run: of the weights as they were built."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Parameters with settings of their own; None leaves what the config says."""
+
+    modules: tuple[str, ...]
+    """Names of modules or parameters of the model; `encoder` names all below it. The first group that fits counts."""
+    lr: float | None = None
+    """The peak of its schedule, as it is: not scaled with the batch."""
+    schedule: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the config's `schedule` that differ."""
+    weight_decay: float | None = None
+
+
+def frozen_parts(given: Mapping[str, Any]) -> dict[str, FrozenPart]:
+    """Modules or FrozenParts as FrozenParts."""
+    return {name: _frozen(name, part) for name, part in given.items()}
+
+
+def _frozen(name: str, part: Any) -> FrozenPart:
+    if not name.isidentifier():
+        raise ConfigError(
+            f"{name!r} is not a name for a frozen part",
+            why="precision.modules and the run's folder name it",
+            fix="letters, digits and _",
+        )
+    if not isinstance(part, nn.Module | FrozenPart):
+        raise ConfigError(f"the frozen part {name!r} is a {type(part).__name__}", fix="give an nn.Module or FrozenPart")
+    return part if isinstance(part, FrozenPart) else FrozenPart(module=part)
+
+
+def refuse_held_twice(model: nn.Module, frozen: Mapping[str, FrozenPart]) -> None:
+    """A frozen part that is part of the model too, by its name or by its weights."""
+    trained = {id(parameter) for parameter in model.parameters()}
+    for name, part in frozen.items():
+        if name in dict(model.named_children()):
+            raise ConfigError(
+                f"{name!r} names a frozen part and a module of {type(model).__name__}",
+                why="precision.modules could mean either",
+                fix="give one of them another name",
+            )
+        if any(id(parameter) in trained for parameter in part.module.parameters()):
+            raise ConfigError(
+                f"{type(model).__name__} holds weights of the frozen part {name!r}",
+                why="they would be trained, averaged and stored with it",
+                fix="keep the part out of the model: let forward hold it",
+            )

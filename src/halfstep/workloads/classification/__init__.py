@@ -1,32 +1,41 @@
 """Classification: one class for a whole image. ResNets and ViTs."""
 
-from halfstep.workloads.base.kind import Kind
-from halfstep.workloads.base.options import Option
+from dataclasses import replace
+
+from halfstep.workloads.base.kind import (
+    SYNTHETIC,
+    EvaluateCommand,
+    GuideEntry,
+    Kind,
+    Option,
+    PredictCommand,
+    SampleUnit,
+)
 from halfstep.workloads.classification.config import CLASSIFIER_SCHEMAS
 
 KIND = Kind.in_folder(
     __name__,
-    schemas=CLASSIFIER_SCHEMAS,
+    config=CLASSIFIER_SCHEMAS,
     kept=("model.replace_head",),
     reads_packs=True,
-    peer_prepare=".build:peer_prepare",
-    evaluation=".evaluate:ClassificationEvaluation",
-    predictor=".predict:ClassPredictor",
-    predict_options=(Option("top_k", int, 5, "How many classes per file", least=1),),
-    unit="image",
-    sample_size=lambda config: f"{config.data.image_size} pixels",
     task="classification",
-    about="one label a picture: train/<class>/*.jpg",
-    models={
-        "resnet18": "11.7 M parameters",
-        "resnet34": "21.8 M",
-        "resnet50": "25.6 M, the usual choice on a GPU",
-        "resnet101": "44.5 M",
-        "resnet152": "60.2 M",
-        "vit_s_16": "22 M, a transformer: for large data, or with model.weights",
-        "vit_b_16": "86.6 M",
-        "vit_l_16": "304 M",
-    },
     usual="resnet50",
-    usual_on_cpu="resnet18",
+    sample=SampleUnit(name="image", size=lambda config: f"{config.data.image_size} pixels"),
+    synthetic=replace(SYNTHETIC, peer_prepare=".build:peer_prepare"),
+    evaluate=EvaluateCommand(".evaluate:ClassificationEvaluation"),
+    predict=PredictCommand(".predict:ClassPredictor", (Option("top_k", int, 5, "How many classes per file", least=1),)),
+    guide=GuideEntry(
+        about="one label per picture: train/<class>/*.jpg",
+        models={
+            "resnet18": "11.7 M parameters",
+            "resnet34": "21.8 M",
+            "resnet50": "25.6 M, the usual choice on a GPU",
+            "resnet101": "44.5 M",
+            "resnet152": "60.2 M",
+            "vit_s_16": "22 M, a transformer: for large data, or with model.weights",
+            "vit_b_16": "86.6 M",
+            "vit_l_16": "304 M",
+        },
+        usual_on_cpu="resnet18",
+    ),
 )

@@ -18,17 +18,17 @@ from halfstep.data.image_folder import check_same_classes
 from halfstep.data.loader import Samples
 from halfstep.data.seeds import make_generator
 from halfstep.workloads.base.kind import Store
+from halfstep.workloads.base.latent_store import LatentDraws
 from halfstep.workloads.base.workload import Batch, Workload
 from halfstep.workloads.diffusion import vae as autoencoder
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
 from halfstep.workloads.diffusion.data import open_pictures, unit_images
 from halfstep.workloads.diffusion.diffusers_blocks import blocks_of
-from halfstep.workloads.diffusion.diffusers_nets import Net, config_of
-from halfstep.workloads.diffusion.latents import Encoder, open_samples, told_of_captions
+from halfstep.workloads.diffusion.diffusers_nets import CODEC, Net, config_of
+from halfstep.workloads.diffusion.latents import open_samples, told_of_captions
 from halfstep.workloads.diffusion.make import Maker, check_steps
 from halfstep.workloads.diffusion.networks import Parts, frozen_parts, model_of, open_parts, open_text
-from halfstep.workloads.diffusion.noise_schedule import noised, target_of
-from halfstep.workloads.diffusion.noising import Noising, schedule_of
+from halfstep.workloads.diffusion.noise_schedule import Noising, noised, schedule_of, target_of
 from halfstep.workloads.diffusion.scores import DenoisingMetrics, denoising_loss
 from halfstep.workloads.diffusion.weights_settings import Adopted, adopted
 
@@ -131,10 +131,15 @@ class Forward:
 
     def __init__(self, config: DiffusionConfig, parts: Parts) -> None:
         self.target, self.parts, self.conditions = config.model.target, parts, parts.conditions
-        self.encoder = Encoder(parts.vae) if parts.vae is not None else None
+        self.draw_latents: LatentDraws | None = None
+        if parts.vae is not None:
+            form = parts.vae.config
+            self.draw_latents = LatentDraws(
+                parts.vae, CODEC, scale=float(form.scaling_factor), shift=float(form.shift_factor or 0.0)
+            )
 
     def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        x0 = batch["image"] if self.encoder is None else self.encoder(batch)
+        x0 = batch["image"] if self.draw_latents is None else self.draw_latents(batch)
         signal, sigma = batch["signal"], batch["sigma"]
         x_t = noised(x0, batch.get("input_noise", batch["noise"]), signal, sigma)
         keywords = self.conditions.keywords(batch)

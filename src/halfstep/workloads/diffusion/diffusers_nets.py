@@ -17,6 +17,7 @@ from torch import Tensor
 
 from halfstep.disk import parse_json
 from halfstep.errors import ConfigError, Interrupted, ModelError, explain_refused_pickle, format_count, suggest_install
+from halfstep.models.posterior import Codec, posterior
 
 LARGEST_NORM_GROUPS, FEWEST_IN_GROUP = 32, 4
 """Of GroupNorm, as all published models have them. Narrow levels take fewer: a group of one channel would lose how
@@ -212,16 +213,35 @@ def halvings(net_config: Mapping[str, Any]) -> int:
     return len(net_config["block_out_channels"]) - 1
 
 
-def encoded_moments(vae: Net, image: Tensor) -> Tensor:
-    """Mean and log-variance of the latents (N, 2C, h, w)."""
-    return vae.encode(image).latent_dist.parameters
+def latent_shape(vae: Net, side: int) -> tuple[int, int, int]:
+    """Of the latent of a square image."""
+    latent = side >> halvings(vae.config)
+    return int(vae.config.latent_channels), latent, latent
+
+
+class DiffusersCodec(Codec):
+    """Latents and images of AutoencoderKL, without its scale and shift."""
+
+    def encode(self, vae: Net, images: Tensor) -> tuple[Tensor, Tensor]:
+        return posterior(vae.encode(images).latent_dist.parameters)
+
+    def decode(self, vae: Net, latents: Tensor) -> Tensor:
+        image: Tensor = vae.decode(latents).sample
+        return image
+
+
+CODEC = DiffusersCodec()
+
+
+def scaled(vae: Net, latents: Tensor) -> Tensor:
+    """Latents as the U-Net knows them: shifted and scaled."""
+    return (latents - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
 
 
 def decoded(vae: Net, latents: Tensor) -> Tensor:
     """Images in -1..1 (N, 3, H, W), fp32, of latents as the U-Net knows them: scaled."""
     shift = vae.config.shift_factor or 0.0
-    image: Tensor = vae.decode(latents.float() / vae.config.scaling_factor + shift).sample
-    return image.float()
+    return CODEC.decode(vae, latents.float() / vae.config.scaling_factor + shift).float()
 
 
 def set_checkpointing(net: Net, on: bool) -> None:

@@ -28,7 +28,7 @@ from halfstep.report.results import Cell
 from halfstep.workloads.base.other_data import pictures_folder
 from halfstep.workloads.base.sheets import Array, grid
 from halfstep.workloads.base.using import Look, Phase, PlainEvaluation, Trained
-from halfstep.workloads.base.workload import Metrics, Workload
+from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.diffusion.build import Forward
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import to_bytes
@@ -59,12 +59,11 @@ class DiffusionEvaluation(PlainEvaluation):
 
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
-        self.workload = workload
         self.distances: dict[str, float] = {}
         self.sheet: Mapping[str, Array] = {}
         plain = workload.metrics()
         assert isinstance(plain, DenoisingMetrics)
-        self.metrics: Metrics = WithDistances(plain.num_steps, self.distances)
+        self.metrics = WithDistances(plain.num_steps, self.distances)
 
     def scored(
         self,
@@ -186,10 +185,6 @@ class VaeEvaluation(PlainEvaluation):
     """Validation's scores, and pictures above their reconstructions."""
 
     config_for = staticmethod(pictures_folder)
-
-    def __init__(self, workload: Workload) -> None:
-        super().__init__(workload)
-        self.workload = workload
 
     def draw(self, folder: Path, look: Look) -> list[Path]:
         shown = min(SHOWN, len(self.workload.val_samples))

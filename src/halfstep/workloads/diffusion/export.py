@@ -15,16 +15,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from halfstep.disk import write_atomically
-from halfstep.islands import fp32_island
-from halfstep.models.posterior import latent_scale, posterior
+from halfstep.workloads.base.latent_store import ENCODED_AT_ONCE
+from halfstep.workloads.base.vae_trainer import VaeNet
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
 from halfstep.workloads.diffusion.data import open_pictures, square_pictures
-from halfstep.workloads.diffusion.diffusers_nets import Net, build_net, config_of, diffusers_class, encoded_moments
-from halfstep.workloads.diffusion.latents import ENCODED_AT_ONCE, some_images
+from halfstep.workloads.diffusion.diffusers_nets import CODEC, Net, build_net, config_of, diffusers_class
+from halfstep.workloads.diffusion.latents import some_images
 from halfstep.workloads.diffusion.make import scheduler_config
 from halfstep.workloads.diffusion.networks import (
     ClassConditions,
@@ -34,8 +33,7 @@ from halfstep.workloads.diffusion.networks import (
     open_parts,
     quiet_transformers,
 )
-from halfstep.workloads.diffusion.noising import schedule_of
-from halfstep.workloads.diffusion.vae import VaeNet
+from halfstep.workloads.diffusion.noise_schedule import schedule_of
 
 MEASURED_IMAGES = 512
 
@@ -95,21 +93,16 @@ def _save_told(folder: Path, nets: dict[str, Any], conditions: Conditions) -> No
 def export_vae(model: nn.Module, config: VaeConfig, store: Mapping[str, Any], folder: Path) -> None:
     """The VAE alone, with the scale of its latents measured on the training pictures."""
     assert isinstance(model, VaeNet)
-    vae = _plain(model.vae, store["vae"])
-    device = next(model.parameters()).device
-    scale = measured_scale(vae.to(device), config, device)
-    vae.register_to_config(scaling_factor=scale)
+    vae = _plain(model.vae, store["vae"]).to(next(model.parameters()).device)
+    vae.register_to_config(scaling_factor=measured_scale(vae, config))
     vae.to("cpu").save_pretrained(folder / "vae")
 
 
-@torch.no_grad()
-def measured_scale(vae: Net, config: VaeConfig, device: torch.device) -> float:
+def measured_scale(vae: Net, config: VaeConfig) -> float:
     """Of the training pictures' latents, encoded in fp32."""
     samples = square_pictures(open_pictures(config.data).train, config.data.image_size)
-    images = some_images(samples, torch.device("cpu"), MEASURED_IMAGES)
-    with fp32_island():
-        moments = [posterior(encoded_moments(vae, part.to(device))) for part in images.split(ENCODED_AT_ONCE)]
-    return latent_scale(moments, source="this run")
+    images = some_images(samples, MEASURED_IMAGES)
+    return CODEC.measure_scale(vae, images.split(ENCODED_AT_ONCE), source="this run")
 
 
 def _plain(net: Net, config: Mapping[str, Any]) -> Net:

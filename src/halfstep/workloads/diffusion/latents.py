@@ -1,136 +1,58 @@
-"""The frozen VAE of latent diffusion: its format, what it says of images, that on disk, and the samples made of it."""
+"""The frozen VAE of latent diffusion: its format, its latents on disk, and the samples made of them."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfstep.data.latent_cache import (
+from halfstep.data.loader import Samples
+from halfstep.errors import ModelError, format_count
+from halfstep.workloads.base.latent_store import (
     CachedLatents,
+    Encoding,
     LatentCache,
     WithColumn,
     checksum_of,
-    opened_or_written,
+    refuse_uncached,
     told_of_pack,
     told_of_resume,
 )
-from halfstep.data.loader import Samples
-from halfstep.data.packed import PackingBar, compute_fingerprint
-from halfstep.errors import ConfigError, ModelError, format_count
-from halfstep.islands import fp32_island
-from halfstep.models.posterior import drawn, posterior
-from halfstep.workloads.base.vae_format import Choice, chosen_format, computing_in, training_device
-from halfstep.workloads.base.workload import Batch
+from halfstep.workloads.base.vae_format import Choice, chosen_format, training_device
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import PictureData, open_pictures, square_pictures, unit_images
-from halfstep.workloads.diffusion.diffusers_nets import decoded, encoded_moments
+from halfstep.workloads.diffusion.diffusers_nets import CODEC
 from halfstep.workloads.diffusion.networks import Conditions, Parts, TextConditions, open_parts
 from halfstep.workloads.diffusion.weights_settings import adopted
 
 TRIED_IMAGES = 8
-ENCODED_AT_ONCE = 8
 
 
-class Encoder:
-    """Latents as the U-Net knows them, drawn from moments: shifted and scaled, fp32."""
-
-    def __init__(self, vae: Any) -> None:
-        self.vae = vae
-        self.scale, self.shift = float(vae.config.scaling_factor), float(vae.config.shift_factor or 0.0)
-
-    def __call__(self, batch: Batch) -> Tensor:
-        moments = batch.get("moments")
-        if moments is None:
-            with torch.no_grad(), fp32_island():
-                moments = encoded_moments(self.vae, batch["image"])
-        mean, logvar = posterior(moments)
-        return (drawn(mean, logvar, batch["posterior_noise"]) - self.shift) * self.scale
-
-
-def some_images(samples: Samples, device: torch.device, num: int = TRIED_IMAGES) -> Tensor:
+def some_images(samples: Samples, num: int = TRIED_IMAGES) -> Tensor:
     """A few pictures of the whole set, in -1..1."""
     places = [k * len(samples) // min(num, len(samples)) for k in range(min(num, len(samples)))]
     bytes_ = torch.stack([samples.sample(place, key=(0, 0, place))["image"] for place in places])
-    return unit_images({"image": bytes_}, key=(), flip=0.0).to(device)
+    return unit_images({"image": bytes_}, key=(), flip=0.0)
 
 
-def round_trip(vae: Any, images: Tensor) -> Tensor:
-    """Images as the means of their latents are decoded."""
-    mean, _ = posterior(encoded_moments(vae, images))
-    return decoded(vae, (mean - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor)
-
-
-# --- on disk ---
-
-
-def cache_path(config: DiffusionConfig, root: Path) -> Path:
-    if config.data.cache_file:
-        return Path(config.data.cache_file)
-    return root / f".halfstep-latents-{config.data.image_size}.safetensors"
-
-
-def opened_or_made(
-    config: DiffusionConfig,
-    data: PictureData,
-    vae: Any,
-    format_name: str,
-    device: torch.device,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> tuple[LatentCache, bool]:
-    """The moments of all pictures, training ones first, and whether they were made now."""
-    mark, num = fingerprint(config, data, vae, format_name), len(data.train) + len(data.val)
-    views = 2 if config.data.flip else 1
-    rows = partial(_encoded, config, data, vae, format_name, device, views, progress)
-    return opened_or_written(cache_path(config, data.root), mark, num, rows, format=format_name)
-
-
-def fingerprint(config: DiffusionConfig, data: PictureData, vae: Any, format_name: str) -> str:
-    """Changes with the pictures, their size, the mirror images, the VAE and its format."""
-    settings = {
-        "size": config.data.image_size,
-        "flips": bool(config.data.flip),
-        "vae": checksum_of(vae),
-        "format": format_name,
-    }
-    return compute_fingerprint(data.root, (data.train.paths, data.val.paths), settings)
-
-
-@torch.no_grad()
-def _encoded(
-    config: DiffusionConfig,
-    data: PictureData,
-    vae: Any,
-    format_name: str,
-    device: torch.device,
-    views: int,
-    progress: Callable[[int, int], None],
-) -> Iterator[Tensor]:
-    vae = copy.deepcopy(vae).to(device)
-    listings = [square_pictures(listing, config.data.image_size) for listing in (data.train, data.val)]
-    total, done = sum(map(len, listings)), 0
-    for samples in listings:
-        for start in range(0, len(samples), ENCODED_AT_ONCE):
-            places = range(start, min(start + ENCODED_AT_ONCE, len(samples)))
-            image = torch.stack([samples.sample(k, key=(0, 0, k))["image"] for k in places]).to(device)
-            pixels = unit_images({"image": image}, key=(), flip=0.0)
-            with computing_in(format_name, device):
-                seen = [pixels, pixels.flip(-1)][:views]
-                moments = torch.stack([encoded_moments(vae, one) for one in seen], dim=1).float()
-            if not bool(moments.isfinite().all()):
-                raise ConfigError(
-                    f"the VAE gives NaN or infinity in {format_name} for {samples.name_of(start)} or one after it",
-                    fix="precision.modules={vae: fp32}, or leave the picture out",
-                )
-            done += len(places)
-            progress(done, total)
-            yield moments
+def encoding_of(config: DiffusionConfig, data: PictureData, vae: Any, format_name: str) -> Encoding:
+    """All pictures, training ones first."""
+    splits = (data.train, data.val)
+    return Encoding(
+        config=config,
+        root=data.root,
+        samples=[square_pictures(listing, config.data.image_size) for listing in splits],
+        files=[listing.paths for listing in splits],
+        column="image",
+        to_images=lambda image: unit_images({"image": image}, key=(), flip=0.0),
+        vae=vae,
+        codec=CODEC,
+        format=format_name,
+        flips=bool(config.data.flip),
+    )
 
 
 Store = Mapping[str, Any]
@@ -179,17 +101,15 @@ def vae_choice(config: DiffusionConfig, data: PictureData, parts: Parts) -> Choi
     asked, default = config.precision.modules.get("vae"), config.precision.default
     if asked is None and default in ("fp32", "tf32"):
         return Choice(name=default, why="as the run")
-    device = training_device(config)
     samples = square_pictures(data.train, config.data.image_size)
-    return chosen_format(
-        parts.vae, round_trip, lambda: some_images(samples, device), device, asked or "auto", config.precision
-    )
+    device, trip = training_device(config), CODEC.decode_means
+    return chosen_format(parts.vae, trip, lambda: some_images(samples), device, asked or "auto", config.precision)
 
 
 def _cached(
     config: DiffusionConfig, data: PictureData, parts: Parts, form: str, store: Store | None, tokens: Tokens
 ) -> OpenedSamples:
-    path, own = cache_path(config, data.root), checksum_of(parts.vae)
+    own = checksum_of(parts.vae)
     stored = {name: str((store or {}).get(name, "")) for name in ("latents_sha256", "vae_sha256")}
     if stored["vae_sha256"] not in ("", own):
         raise ModelError(
@@ -197,9 +117,8 @@ def _cached(
             why=f"SHA-256 of its weights {own[:12]}… instead of {stored['vae_sha256'][:12]}…",
             fix="put it back, or start a new run",
         )
-    with PackingBar(path) as bar:
-        cache, is_new = opened_or_made(config, data, parts.vae, form, training_device(config), bar)
-    line = f"cached in {path}, " + ("with mirror images" if cache.moments.shape[1] > 1 else "without augmentation")
+    cache, is_new = encoding_of(config, data, parts.vae, form).open_or_encode()
+    line = f"cached in {cache.path}, {_told_of_views(cache)}"
     line += told_of_resume(cache, stored["latents_sha256"], is_new=is_new)
     split = len(data.train)
     extra: list[dict[str, Tensor]] = [{"label": torch.tensor(part.labels)} for part in (data.train, data.val)]
@@ -229,17 +148,16 @@ def told_of_captions(data: PictureData, conditions: Conditions) -> tuple[str, ..
 
 def pack(config: DiffusionConfig) -> dict[str, object]:
     """Encode every picture, unless that was done; what was made, for people and programs."""
-    if config.data.cache != "latents":
-        raise ConfigError(
-            "data.cache is off in this config", why="there are no latents to pack", fix="data.cache=latents"
-        )
+    refuse_uncached(config)
     config = adopted(config).config
     data = open_pictures(config.data, config.model.conditioning)
     parts = open_parts(config, data.classes)
     choice = vae_choice(config, data, parts)
-    path = cache_path(config, data.root)
-    with PackingBar(path) as bar:
-        cache, is_new = opened_or_made(config, data, parts.vae, choice.name, training_device(config), bar)
-    views = "with mirror images" if cache.moments.shape[1] > 1 else "without augmentation"
-    text = f"latents of {format_count(len(cache.moments), 'picture')}, {views}, encoded in {choice.name} ({choice.why})"
+    cache, is_new = encoding_of(config, data, parts.vae, choice.name).open_or_encode()
+    pictures = format_count(len(cache.moments), "picture")
+    text = f"latents of {pictures}, {_told_of_views(cache)}, encoded in {choice.name} ({choice.why})"
     return told_of_pack(cache, text, is_new=is_new, format=choice.name)
+
+
+def _told_of_views(cache: LatentCache) -> str:
+    return "with mirror images" if cache.moments.shape[1] > 1 else "without augmentation"

@@ -21,10 +21,9 @@ from halfstep.workloads.base.vae_format import computing_in
 from halfstep.workloads.base.workload import Batch
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import to_bytes
-from halfstep.workloads.diffusion.diffusers_nets import decoded, diffusers_class
+from halfstep.workloads.diffusion.diffusers_nets import decoded, diffusers_class, scaled
 from halfstep.workloads.diffusion.networks import Conditions, Parts
-from halfstep.workloads.diffusion.noise_schedule import NoiseSchedule, Target
-from halfstep.workloads.diffusion.noising import schedule_of
+from halfstep.workloads.diffusion.noise_schedule import NoiseSchedule, Target, schedule_of
 
 PATH_IMAGES, PATH_STATES, DECODED_AT_ONCE = 4, 8, 8
 
@@ -72,7 +71,7 @@ class Maker:
         """Bytes of pictures, of the means of their latents."""
         vae = self.parts.vae
         assert vae is not None
-        return self._shown((means.float() - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor)
+        return self._shown(scaled(vae, means.float()))
 
     def _usual(self, num: int, device: torch.device) -> Batch:
         told = self.parts.conditions.nothing(num, device)

@@ -15,8 +15,7 @@ from halfstep.data import noise
 from halfstep.data.files import list_some
 from halfstep.errors import ConfigError, ModelError, explain_refused_pickle, format_count, suggest_install
 from halfstep.islands import fp32_island
-from halfstep.workloads.base.parts import FrozenPart
-from halfstep.workloads.base.workload import Batch
+from halfstep.workloads.base.workload import Batch, FrozenPart
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.diffusers_nets import (
     IMAGE_CHANNELS,
@@ -29,6 +28,7 @@ from halfstep.workloads.diffusion.diffusers_nets import (
     freeze_,
     halvings,
     is_counted,
+    latent_shape,
     net_folder,
     open_net,
     refuse_missing_weights,
@@ -75,9 +75,7 @@ def open_parts(config: DiffusionConfig, classes: tuple[str, ...]) -> Parts:
     folder = net_folder(wish.vae, "vae", "model.vae")
     vae = freeze_(open_net(folder, [VAE]))
     check_side(side, halvings(vae.config), "the VAE halves them", "data.image_size")
-    latent = side >> halvings(vae.config)
-    shape = (int(vae.config.latent_channels), latent, latent)
-    return Parts(conditions=conditions, vae=vae, vae_source=str(folder), shape=shape)
+    return Parts(conditions=conditions, vae=vae, vae_source=str(folder), shape=latent_shape(vae, side))
 
 
 def model_of(config: DiffusionConfig, parts: Parts, store: Mapping[str, Any] | None = None) -> Net:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from PIL import Image
@@ -19,7 +18,8 @@ from halfstep.report.progress import Bar
 from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.sheets import grid
-from halfstep.workloads.base.using import Input, Trained, Wishes, each_answered, saved_picture
+from halfstep.workloads.base.using import FilePredictor, Input, Trained, Wishes, saved_picture
+from halfstep.workloads.base.vae_trainer import VaeNet
 from halfstep.workloads.base.workload import Batch
 from halfstep.workloads.diffusion import vae as autoencoder
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
@@ -100,7 +100,7 @@ def _number(conditions: ClassConditions, name: str) -> int:
     raise ConfigError(f"--class {name} is none of the model's", fix=f"one of {list_some(conditions.names, 10)}")
 
 
-class ReconstructionPredictor:
+class ReconstructionPredictor(FilePredictor):
     """Each picture beside what the VAE makes of it."""
 
     endings = PICTURES
@@ -108,22 +108,17 @@ class ReconstructionPredictor:
     def __init__(self, config: VaeConfig, store: Store) -> None:
         self.config, self.model = config, autoencoder.model_of(config, store)
 
-    def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
-        out = wishes.out
-        assert out is not None
-        return each_answered(inputs, lambda item: self._answer(item, trained, out))
-
-    def _answer(self, item: Input, trained: Trained, out: Path) -> Answer:
+    def answer_file(self, item: Input, trained: Trained, wishes: Wishes) -> Answer:
+        assert wishes.out is not None
         with open_picture(item.path) as picture:
             pixels = torch.from_numpy(crop_centre(picture, self.config.data.image_size, 1.0)).unsqueeze(0)
-        image = unit_images({"image": pixels.to(trained.device)}, key=(), flip=0.0)
-        latent = autoencoder.latent_shape(self.model.vae.config, image)
-        # The mean of the latent: a reconstruction is not a draw.
-        found = to_bytes(trained(image, torch.zeros(1, *latent, device=image.device))["image"])
+        with trained.inside():
+            image = unit_images({"image": pixels.to(trained.device)}, key=(), flip=0.0)
+            found = to_bytes(cast(VaeNet, trained.model).decode_means(image))
         error = (found.double() - pixels.double()).square().mean()
         psnr = float(10 * torch.log10(255**2 / error.clamp(min=1e-12)))
         both = Image.fromarray(torch.cat([pixels, found], dim=2)[0].numpy())
-        file = saved_picture(both, out / item.name.with_suffix(".png"))
+        file = saved_picture(both, wishes.out / item.name.with_suffix(".png"))
         cells: dict[str, str | float] = {"picture": str(file), "psnr": psnr}
         brief = {"picture and reconstruction": str(file), "PSNR": f"{psnr:.2f} dB"}
         return Answer(file=str(item.path), found=cells, brief=brief)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfstep.islands import fp32_island, to_fp32
 from halfstep.workloads.base.sums import Sums
-from halfstep.workloads.diffusion.noising import NUM_BUCKETS, bucket_names
+from halfstep.workloads.diffusion.noise_schedule import NUM_BUCKETS, bucket_names
 
 Outputs = Mapping[str, Tensor]
 

@@ -16,13 +16,12 @@ from halfstep.data import noise
 from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import make_generator
 from halfstep.errors import format_count
-from halfstep.models.posterior import drawn
 from halfstep.models.recompute import set_recompute
 from halfstep.models.weights import Weights, load_weights_file_
 from halfstep.workloads.base.kind import Store
-from halfstep.workloads.base.parts import FrozenPart
+from halfstep.workloads.base.latent_store import LatentDraws
 from halfstep.workloads.base.vae_format import chosen_format, training_device
-from halfstep.workloads.base.workload import Workload
+from halfstep.workloads.base.workload import FrozenPart, Workload
 from halfstep.workloads.radio import build_vae
 from halfstep.workloads.radio.build_vae import refuse_uneven
 from halfstep.workloads.radio.config import RadioDiffConfig, RadioDiffModelConfig, RadioVaeConfig
@@ -30,12 +29,10 @@ from halfstep.workloads.radio.data import RadioData, find_data, signed, unit_gai
 from halfstep.workloads.radio.ddm import ddm_loss, noised, sampled, sampling_times, times_of
 from halfstep.workloads.radio.first_stage import (
     MEASURED_ON_HOST,
-    MOMENTS,
     first_stage,
     latent_shape,
     measured_scale,
     reduction_of,
-    round_trip,
     sizes_of,
     some_maps,
     weights_to_start_from,
@@ -48,7 +45,7 @@ from halfstep.workloads.radio.relation import Relation
 from halfstep.workloads.radio.scores import SCORING, RadioMetrics
 from halfstep.workloads.radio.swin import PatchMerging, SwinBlock, SwinPyramid
 from halfstep.workloads.radio.unet import RadioUNet
-from halfstep.workloads.radio.vae import RadioVAE, ResidualBlock
+from halfstep.workloads.radio.vae import CODEC, RadioVAE, ResidualBlock
 
 FRAGILE = (
     "noising: x_t, C and noise are fp32, whatever the latents",
@@ -111,7 +108,7 @@ def _format(
         return {}, ()
     choice = chosen_format(
         vae,
-        round_trip,
+        CODEC.decode_means,
         lambda: torch.cat(list(some_maps(data.train, MEASURED_ON_HOST, config.data.threshold))),
         device,
         modules["vae"],
@@ -173,6 +170,7 @@ class Denoising:
         self, config: RadioDiffConfig, store: Mapping[str, Any], vae: RadioVAE, *, steps: int | None = None
     ) -> None:
         self.config, self.vae, self.scale = config.model, vae, store["scale_factor"]
+        self.draw_latents = LatentDraws(vae, CODEC, scale=self.scale)
         self.threshold = config.data.threshold
         self.latent = latent_shape(store["sizes"], store["image_size"])
         self.steps = steps or config.model.sampling_steps
@@ -182,14 +180,14 @@ class Denoising:
         condition = signed(batch["condition"].float() / 255)
         num, device = len(condition), condition.device
         draws = {
-            "posterior": noise.normal(key, num, self.latent, device, stream="posterior"),
+            "posterior_noise": noise.normal(key, num, self.latent, device, stream="posterior"),
             "noise": noise.normal(key, num, self.latent, device, stream="eps"),
             "time": times_of(noise.uniform(key, num, (), device, stream="time"), self.config.smallest_time),
         }
         if not training:
             draws |= self.draws(key, num, device)
         truth = unit_gain(batch["gain"], self.threshold)
-        return batch | {"truth": truth, "map": signed(truth), "condition": condition, **draws}
+        return batch | {"truth": truth, "image": signed(truth), "condition": condition, **draws}
 
     def draws(self, key: tuple[int, ...], num: int, device: torch.device) -> Batch:
         """Start and steps (B, steps, ...) of a sample, each sample's own."""
@@ -201,8 +199,7 @@ class Denoising:
     def forward(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         unet = cast(RadioUNet, model)
         with torch.no_grad():
-            mean, log_variance = batch[MOMENTS].chunk(2, 1) if MOMENTS in batch else self.vae.encode(batch["map"])
-            x0 = self.scale * drawn(mean, log_variance, batch["posterior"])
+            x0 = self.draw_latents(batch)
             x_t = noised(x0, batch["time"], batch["noise"])
         features = unet.condition(batch["condition"])
         drift, predicted = unet.denoise(x_t, batch["time"], features)

@@ -13,16 +13,12 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from halfstep.data import noise
 from halfstep.data.loader import Batch
 from halfstep.errors import ConfigError
 from halfstep.islands import in_fp32
-from halfstep.models.patch_gan import PatchGan, refuse_too_small
-from halfstep.models.posterior import kl_divergence
+from halfstep.models.patch_gan import build_discriminator
 from halfstep.models.recompute import set_recompute
-from halfstep.workloads.base.adversarial import adversarial_phases, adversarial_term, judged
-from halfstep.workloads.base.phase import Phase
-from halfstep.workloads.base.scheduled import Scheduled
+from halfstep.workloads.base.vae_trainer import Critic, Outputs, VaeNet, VaeTrainer
 from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.radio.config import RadioVaeConfig
 from halfstep.workloads.radio.data import RadioData, find_data, signed, unit_gain, unsigned
@@ -38,21 +34,13 @@ from halfstep.workloads.radio.first_stage import (
 )
 from halfstep.workloads.radio.pictures import sample_pictures
 from halfstep.workloads.radio.scores import SCORING, RadioMetrics
-from halfstep.workloads.radio.vae import RadioVAE, ResidualBlock
+from halfstep.workloads.radio.vae import CODEC, RadioVAE, ResidualBlock
 
 FRAGILE = (
     "loss.reconstruction: a sum over all pixels passes fp16's largest number",
     "loss.kl: exp of the log variance",
     "latents: drawn from mean and log variance",
 )
-
-
-class Stage1(nn.Module):
-    """The autoencoder, and the discriminator where there is one."""
-
-    def __init__(self, vae: RadioVAE, discriminator: PatchGan | None) -> None:
-        super().__init__()
-        self.vae, self.discriminator = vae, discriminator
 
 
 def build_vae(config: RadioVaeConfig, store: Mapping[str, Any] | None = None) -> Workload:
@@ -65,18 +53,22 @@ def build_vae(config: RadioVaeConfig, store: Mapping[str, Any] | None = None) ->
     return workload_of(config, model, data)
 
 
-def stage1(config: RadioVaeConfig) -> Stage1:
+def stage1(config: RadioVaeConfig) -> VaeNet:
     sizes = sizes_of(config.model.first_stage)
     refuse_uneven(config.data.image_size, reduction_of(sizes))
-    model = Stage1(RadioVAE(**sizes), critic_of(config) if has_critic(config) else None)
+    vae, wish = RadioVAE(**sizes), config.model.discriminator
+    critic = None
+    if has_critic(config):
+        critic = build_discriminator(
+            config.data.image_size,
+            image_channels=1,
+            channels=wish.channels,
+            num_halvings=wish.num_halvings,
+            setting="model.discriminator.num_halvings",
+        )
+    model = VaeNet(vae, CODEC, critic)
     set_recompute(model, "blocks" if config.train.activation_checkpointing else "none")
     return model
-
-
-def critic_of(config: RadioVaeConfig) -> PatchGan:
-    wish = config.model.discriminator
-    refuse_too_small(config.data.image_size, wish.num_halvings, "model.discriminator.num_halvings")
-    return PatchGan(image_channels=1, channels=wish.channels, num_halvings=wish.num_halvings)
 
 
 def refuse_uneven(side: int, divisor: int) -> None:
@@ -95,33 +87,27 @@ def has_critic(config: RadioVaeConfig) -> bool:
     return wish.enabled and (last == 0 or wish.start < last)
 
 
-def workload_of(config: RadioVaeConfig, model: Stage1, data: RadioData) -> Workload:
-    steps = Reconstruction(config)
+def workload_of(config: RadioVaeConfig, model: VaeNet, data: RadioData) -> Workload:
+    trainer = MapVaeTrainer(config)
 
     def pictures(model: nn.Module, key: tuple[int, ...]) -> dict[str, Any]:
         return sample_pictures(data.val, model, workload, key)
 
-    workload = Workload(
+    workload = trainer.workload(
+        model,
         name=config.workload,
-        model=model,
         train_samples=data.train,
         val_samples=data.val,
-        prepare=steps.prepare,
-        forward=steps.forward,
-        loss=steps.loss,
         metrics=RadioMetrics,
         metric="nmse",
         mode="min",
         fragile=FRAGILE,
         blocks={ResidualBlock: ResidualBlock.forward},
         scoring=f"of reconstructions: {SCORING}",
-        store={"sizes": steps.sizes, "image_size": config.data.image_size},
+        store={"sizes": sizes_of(config.model.first_stage), "image_size": config.data.image_size},
         notes=data.notes,
         val_names=data.val_names(),
         about=(*data.about, *_about_critic(config)),
-        phases=steps.phases(),
-        values={"started": steps.started} if has_critic(config) else {},
-        ema_parts=("vae",),
         sample=pictures,
     )
     return workload
@@ -136,66 +122,50 @@ def _about_critic(config: RadioVaeConfig) -> tuple[tuple[str, str], ...]:
     return (("discriminator", f"none: {why}"),)
 
 
-class Reconstruction:
-    """One step's arithmetic: bytes to maps, what comes back of them, and the losses."""
+class MapVaeTrainer(VaeTrainer):
+    """A sum over pixels, |error| + error²."""
 
     def __init__(self, config: RadioVaeConfig) -> None:
-        self.config, self.wish, self.sizes = config, config.model, sizes_of(config.model.first_stage)
-        start = self.wish.discriminator.start
-        self.started = Scheduled(lambda step: float(step >= start))
-
-    def phases(self) -> tuple[Phase, ...]:
-        if not has_critic(self.config):
-            return ()
-        return adversarial_phases(
-            name="autoencoder",
-            loss=self.against_discriminator,
-            reconstruct=lambda model, batch: cast(Stage1, model).vae(batch["map"], batch["noise"])[0],
-            truth="map",
-            start=self.wish.discriminator.start,
+        side, wish = config.data.image_size, config.model.discriminator
+        super().__init__(
+            phase="autoencoder",
+            latent_shape=latent_shape(sizes_of(config.model.first_stage), side),
+            kl_weight=config.model.kl_weight,
+            critic=Critic(start=wish.start, weight=wish.weight, scales=(1 / side, float(side)))
+            if has_critic(config)
+            else None,
         )
+        self.threshold = config.data.threshold
 
-    def prepare(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
-        truth = unit_gain(batch["gain"], self.config.data.threshold)
-        shape = latent_shape(self.sizes, self.config.data.image_size)
-        drawn = noise.normal(key, len(truth), shape, truth.device, stream="posterior")
-        return batch | {"truth": truth, "map": signed(truth), "noise": drawn}
+    def make_images(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
+        truth = unit_gain(batch["gain"], self.threshold)
+        return {"truth": truth, "image": signed(truth)}
 
     def forward(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        reconstruction, mean, log_variance = cast(Stage1, model).vae(batch["map"], batch["noise"])
-        found = {"reconstruction": reconstruction, **loss_parts(reconstruction, batch["map"], mean, log_variance)}
-        if not model.training:
-            return found | {"map": unsigned(reconstruction)}
-        return found | judged(model, reconstruction, self.started.value) if has_critic(self.config) else found
+        """Errors of each sample are counted as metrics in training, finished maps in validation."""
+        found = super().forward(model, batch)
+        found |= _errors(found["image"], batch["image"], found["kl"])
+        return found if model.training else found | {"map": unsigned(found["image"])}
 
-    def loss(self, outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, float]:
-        """All but the discriminator's part."""
-        return autoencoder_loss(outputs, self.wish.kl_weight), len(batch["map"])
-
-    def against_discriminator(self, outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, float]:
-        side, weight = self.config.data.image_size, self.wish.discriminator.weight
-        plain, nll = autoencoder_loss(outputs, self.wish.kl_weight), outputs["nll"].mean()
-        term = adversarial_term(outputs, nll, self.started.value, weight=weight, scales=(1 / side, float(side)))
-        return plain + term, len(batch["map"])
+    def score(self, outputs: Outputs, batch: Batch) -> Tensor:
+        return summed_errors(outputs["image"], batch["image"]).mean()
 
 
 @in_fp32
-def loss_parts(reconstruction: Tensor, truth: Tensor, mean: Tensor, log_variance: Tensor) -> dict[str, Tensor]:
-    """Of each sample (B): sums over pixels, KL; `error_*` are counted as metrics."""
-    error = (truth - reconstruction).flatten(1)
-    nll = (error.abs() + error.square()).sum(1)
-    kl = kl_divergence(mean, log_variance)
-    return {"nll": nll, "kl": kl, "error_l1": error.detach().abs().mean(1), "error_kl": kl.detach()}
+def _errors(reconstruction: Tensor, image: Tensor, kl: Tensor) -> dict[str, Tensor]:
+    return {"error_l1": (image - reconstruction).detach().flatten(1).abs().mean(1), "error_kl": kl.detach()}
 
 
 @in_fp32
-def autoencoder_loss(outputs: Mapping[str, Tensor], kl_weight: float) -> Tensor:
-    return outputs["nll"].mean() + kl_weight * outputs["kl"].mean()
+def summed_errors(reconstruction: Tensor, image: Tensor) -> Tensor:
+    """(N,): |error| + error², summed over the pixels of each map."""
+    error = (image - reconstruction).flatten(1)
+    return (error.abs() + error.square()).sum(1)
 
 
 def export(model: nn.Module, config: RadioVaeConfig, store: Mapping[str, Any], folder: Path) -> None:
     """The autoencoder with its sizes and the scale of its latents: what stage 2 starts from."""
-    vae = cast(Stage1, model).vae
+    vae = cast(VaeNet, model).vae
     scale = measured_scale(
         vae,
         find_data(config).train,

@@ -58,7 +58,8 @@ class RadioEvaluation(PlainEvaluation):
     metrics: RadioDetails
 
     def __init__(self, workload: Workload) -> None:
-        self.workload, self.metrics = workload, RadioDetails()
+        super().__init__(workload)
+        self.metrics = RadioDetails()
 
     def draw(self, folder: Path, look: Look) -> list[Path]:
         """The worst, middling and best maps of validation."""

@@ -1,43 +1,27 @@
-"""The autoencoder as a file: what stage 1 leaves for stage 2, where stage 2 finds it, and its latents on disk.
-
-Of training maps mean and log variance are kept, computed once and in fp32, so each step still draws its own latent.
-Validation encodes as ever: it needs the first stage to decode samples.
-"""
+"""The autoencoder as a file: what stage 1 leaves for stage 2, where stage 2 finds it, and its latents on disk."""
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from halfstep.data.latent_cache import (
-    LatentCache,
-    WithColumn,
-    checksum_of,
-    opened_or_written,
-    told_of_pack,
-    told_of_resume,
-)
-from halfstep.data.packed import PackingBar, compute_fingerprint
 from halfstep.disk import parse_json, write_atomically
 from halfstep.errors import ConfigError, ModelError, format_count
-from halfstep.islands import fp32_island
-from halfstep.models.posterior import latent_scale
 from halfstep.models.weights import load_weights_file_
-from halfstep.workloads.base.vae_format import training_device
+from halfstep.workloads.base.latent_store import NAME as MOMENTS
+from halfstep.workloads.base.latent_store import Encoding, WithColumn, refuse_uncached, told_of_pack, told_of_resume
 from halfstep.workloads.radio.config import FirstStageConfig, RadioDiffConfig, RadioVaeConfig
 from halfstep.workloads.radio.data import RadioData, find_data, signed, tree_of, unit_gain
 from halfstep.workloads.radio.maps import RadioMaps
 from halfstep.workloads.radio.names import in_our_names, vae_name
-from halfstep.workloads.radio.vae import RadioVAE
+from halfstep.workloads.radio.vae import CODEC, RadioVAE
 
 WEIGHTS, FACTS = "vae.safetensors", "vae.json"
 MEASURED_MAPS = 32
@@ -134,11 +118,9 @@ def write_first_stage(vae: RadioVAE, sizes: Mapping[str, Any], scale_factor: flo
     write_atomically(folder / FACTS, json.dumps({"sizes": dict(sizes), "scale_factor": scale_factor}, indent=1))
 
 
-@torch.no_grad()
 def measured_scale(vae: RadioVAE, maps: RadioMaps, *, count: int, threshold: float, source: str) -> float:
     """Of the latents of some training maps."""
-    device = next(vae.parameters()).device
-    return latent_scale([vae.encode(one.to(device)) for one in some_maps(maps, count, threshold)], source=source)
+    return CODEC.measure_scale(vae, some_maps(maps, count, threshold), source=source)
 
 
 def some_maps(maps: RadioMaps, count: int, threshold: float) -> Iterator[Tensor]:
@@ -147,13 +129,7 @@ def some_maps(maps: RadioMaps, count: int, threshold: float) -> Iterator[Tensor]
         yield signed(unit_gain(maps.sample(place, key=(0, 0, place))["gain"][None], threshold))
 
 
-def round_trip(vae: RadioVAE, maps: Tensor) -> Tensor:
-    """Maps as the means of their latents are decoded."""
-    return vae.decode(vae.encode(maps)[0])
-
-
-ENCODED_AT_ONCE = 8
-MOMENTS, CHECKSUM = "moments", "latents_sha256"
+LATENTS_CHECKSUM = "latents_sha256"
 
 
 def with_latents(
@@ -163,48 +139,31 @@ def with_latents(
     asked for."""
     if config.data.cache == "off":
         return data, dict(store)
-    cache, is_new = opened_or_made(config, data.train, vae)
-    line = f"cached in {cache.path}" + told_of_resume(cache, str(store.get(CHECKSUM, "")), is_new=is_new)
-    train = WithColumn(data.train, MOMENTS, cache.moments)
+    cache, is_new = encoding_of(config, data.train, vae).open_or_encode()
+    line = f"cached in {cache.path}" + told_of_resume(cache, str(store.get(LATENTS_CHECKSUM, "")), is_new=is_new)
+    train = WithColumn(data.train, MOMENTS, cache.moments[:, 0])
     found = replace(data, train=train, about=(*data.about, ("encoded maps", line)))
-    return found, {**store, CHECKSUM: cache.checksum}
+    return found, {**store, LATENTS_CHECKSUM: cache.checksum}
 
 
-def opened_or_made(config: RadioDiffConfig, maps: RadioMaps, vae: RadioVAE) -> tuple[LatentCache, bool]:
-    root = tree_of(config.data).root
-    path = Path(config.data.cache_file or root / f".halfstep-latents-{config.data.image_size}.safetensors")
-    settings = {"size": config.data.image_size, "threshold": config.data.threshold, "vae": checksum_of(vae)}
-    mark = compute_fingerprint(root, [[item.gain for item in maps.items if item.gain is not None]], settings)
-    with PackingBar(path) as bar:
-        return opened_or_written(path, mark, len(maps), partial(_encoded, config, maps, vae, bar))
-
-
-@torch.no_grad()
-def _encoded(
-    config: RadioDiffConfig, maps: RadioMaps, vae: RadioVAE, progress: Callable[[int, int], None]
-) -> Iterator[Tensor]:
-    device = training_device(config)
-    vae = copy.deepcopy(vae).to(device).eval()
-    for start in range(0, len(maps), ENCODED_AT_ONCE):
-        places = range(start, min(start + ENCODED_AT_ONCE, len(maps)))
-        gain = torch.stack([maps.sample(place, key=(0, 0, place))["gain"] for place in places]).to(device)
-        with fp32_island():
-            moments = torch.cat(vae.encode(signed(unit_gain(gain, config.data.threshold))), dim=1)
-        if not bool(moments.isfinite().all()):
-            raise ConfigError(
-                f"the first stage gives NaN or infinity for {maps.name_of(start)} or one after it",
-                why="latents on disk are computed in fp32, so no format helps",
-                fix="another first stage: model.vae=RUN",
-            )
-        progress(places.stop, len(maps))
-        yield moments
+def encoding_of(config: RadioDiffConfig, maps: RadioMaps, vae: RadioVAE) -> Encoding:
+    """Training maps alone, in fp32: validation encodes as ever, as it needs the first stage to decode samples."""
+    threshold = config.data.threshold
+    return Encoding(
+        config=config,
+        root=tree_of(config.data).root,
+        samples=[maps],
+        files=[[item.gain for item in maps.items if item.gain is not None]],
+        column="gain",
+        to_images=lambda gain: signed(unit_gain(gain, threshold)),
+        vae=vae,
+        codec=CODEC,
+        settings={"threshold": threshold},
+    )
 
 
 def pack(config: RadioDiffConfig) -> dict[str, object]:
     """Encode every training map, unless that was done; what was made, for people and programs."""
-    if config.data.cache != "latents":
-        raise ConfigError(
-            "data.cache is off in this config", why="there are no latents to pack", fix="data.cache=latents"
-        )
-    cache, is_new = opened_or_made(config, find_data(config).train, first_stage(config).vae)
+    refuse_uncached(config)
+    cache, is_new = encoding_of(config, find_data(config).train, first_stage(config).vae).open_or_encode()
     return told_of_pack(cache, f"latents of {format_count(len(cache.moments), 'map')}", is_new=is_new)

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from halfstep.config.foreign import Foreign
+from halfstep.config.foreign import Foreign, Reader
 from halfstep.errors import ConfigError
-from halfstep.workloads.base.foreign_reader import Reader
 
 DATA_NAMES: Mapping[str, Mapping[str, Any]] = {
     "radio": {"data.simulation": "DPM"},

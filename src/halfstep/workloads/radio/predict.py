@@ -19,11 +19,12 @@ from halfstep.errors import DataError
 from halfstep.report.progress import Bar
 from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
-from halfstep.workloads.base.parts import FrozenPart
 from halfstep.workloads.base.sheets import Array
-from halfstep.workloads.base.using import Input, Trained, Wishes, each_answered, saved_picture
+from halfstep.workloads.base.using import FilePredictor, Input, Trained, Wishes, saved_picture
+from halfstep.workloads.base.vae_trainer import VaeNet
+from halfstep.workloads.base.workload import FrozenPart
 from halfstep.workloads.radio.build import Denoising, unet_of
-from halfstep.workloads.radio.build_vae import Stage1, stage1
+from halfstep.workloads.radio.build_vae import stage1
 from halfstep.workloads.radio.config import RadioDiffConfig, RadioVaeConfig
 from halfstep.workloads.radio.data import signed, unit_gain, unsigned
 from halfstep.workloads.radio.first_stage import first_stage
@@ -36,7 +37,7 @@ MOST_TRANSMITTERS = 1000
 """Of a map: a sample's noise is that of its map and transmitter, whatever other files are asked for."""
 
 
-class MapPredictor:
+class MapPredictor(FilePredictor):
     """A gain map and a picture for each antenna file; buildings, cars and truth are found beside it."""
 
     endings = (".png",)
@@ -50,18 +51,16 @@ class MapPredictor:
 
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
         """One for each antenna; other pictures of a RadioMapSeer folder are not asked for."""
-        out, seed = wishes.out, int(wishes.options["seed"])
-        assert out is not None
         asked = [item for item in inputs if item.path.parent.name == "antennas"] or inputs
         bar.total = len(asked)
+        return super().answers(asked, trained, wishes, bar)
+
+    def answer_file(self, item: Input, trained: Trained, wishes: Wishes) -> Answer:
         steps = int(wishes.options["steps"] or self.config.model.sampling_steps)
         denoising = Denoising(self.config, self.store, self.vae, steps=steps)
-        return each_answered(asked, lambda item: self._answer(item, trained, denoising, seed, out))
-
-    def _answer(self, item: Input, trained: Trained, denoising: Denoising, seed: int, out: Path) -> Answer:
         size = (self.store["image_size"], self.store["image_size"])
         files = self._files(item.path)
-        key = Key.for_sampling(seed, files.number * MOST_TRANSMITTERS + files.transmitter)
+        key = Key.for_sampling(int(wishes.options["seed"]), files.number * MOST_TRANSMITTERS + files.transmitter)
         condition = read_condition(files, size)
         batch = {"condition": signed(torch.from_numpy(condition)[None].to(trained.device).float() / 255)}
         batch |= denoising.draws(key, 1, trained.device)
@@ -70,7 +69,7 @@ class MapPredictor:
             found = denoising.sample(unet, unet.condition(batch["condition"]), batch)[0, 0].float().cpu()
         truth = None if files.gain is None else _true_gain(files.gain, size, self.config.data.threshold)
         row = MapRow(name=item.path.name, condition=condition, predicted=found.numpy(), truth=truth)
-        return _written(row, item, out)
+        return _written(row, item, wishes)
 
     def _files(self, antenna: Path) -> RadioFiles:
         """What lies around an antenna file; the truth need not."""
@@ -96,7 +95,7 @@ class MapPredictor:
         return found if has_truth else replace(found, gain=None)
 
 
-class ReconstructionPredictor:
+class ReconstructionPredictor(FilePredictor):
     """A gain map and a picture for each file of gains."""
 
     endings = (".png",)
@@ -105,20 +104,13 @@ class ReconstructionPredictor:
         self.config, self.size = config, (store["image_size"], store["image_size"])
         self.model = stage1(config)
 
-    def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
-        out = wishes.out
-        assert out is not None
-        bar.total = len(inputs)
-        return each_answered(inputs, lambda item: self._answer(item, trained, out))
-
-    def _answer(self, item: Input, trained: Trained, out: Path) -> Answer:
+    def answer_file(self, item: Input, trained: Trained, wishes: Wishes) -> Answer:
         truth = _true_gain(item.path, self.size, self.config.data.threshold)
         with trained.inside():
-            vae = cast(Stage1, trained.model).vae
-            mean, _ = vae.encode(signed(torch.from_numpy(truth)[None, None].to(trained.device)))
-            found = unsigned(vae.decode(mean))[0, 0].cpu().numpy()
+            image = signed(torch.from_numpy(truth)[None, None].to(trained.device))
+            found = unsigned(cast(VaeNet, trained.model).decode_means(image))[0, 0].cpu().numpy()
         row = MapRow(name=item.path.name, condition=None, predicted=found, truth=truth)
-        return _written(row, item, out)
+        return _written(row, item, wishes)
 
 
 def _true_gain(path: Path, size: tuple[int, int], threshold: float) -> Array:
@@ -126,8 +118,10 @@ def _true_gain(path: Path, size: tuple[int, int], threshold: float) -> Array:
     return unit_gain(torch.from_numpy(read_gray(path, size)), threshold).numpy()
 
 
-def _written(row: MapRow, item: Input, out: Path) -> Answer:
+def _written(row: MapRow, item: Input, wishes: Wishes) -> Answer:
     """The map alone, and drawn beside all that is known of it, with its scores."""
+    out = wishes.out
+    assert out is not None
     pixels = (row.predicted * 255).round().astype(np.uint8)
     written = {
         "map": str(saved_picture(Image.fromarray(pixels), out / "maps" / item.path.name)),

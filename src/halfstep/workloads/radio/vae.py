@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.kernels.group_norm import fits, group_norm_silu
-from halfstep.models.posterior import drawn, posterior
+from halfstep.models.posterior import Codec, draw_and_decode, posterior
 from halfstep.models.recompute import Recomputing, choose_block_runner
 
 GROUPS = 32
@@ -184,7 +184,21 @@ class RadioVAE(nn.Module):
     def decode(self, latents: Tensor) -> Tensor:
         return self.decoder(self.post_quant_conv(latents))
 
-    def forward(self, maps: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Reconstruction of a draw, and mean and log variance of the latents."""
-        mean, log_variance = self.encode(maps)
-        return self.decode(drawn(mean, log_variance, noise)), mean, log_variance
+    def forward(self, maps: Tensor, noise: Tensor) -> dict[str, Tensor]:
+        return draw_and_decode(*self.encode(maps), noise, self.decode)
+
+
+class RadioCodec(Codec):
+    def encode(self, vae: RadioVAE, images: Tensor) -> tuple[Tensor, Tensor]:
+        return vae.encode(images)
+
+    def decode(self, vae: RadioVAE, latents: Tensor) -> Tensor:
+        return vae.decode(latents)
+
+    def reconstruct(self, vae: RadioVAE, images: Tensor, noise: Tensor) -> dict[str, Tensor]:
+        # By its forward, which precision.modules={vae: ...} wraps.
+        found: dict[str, Tensor] = vae(images, noise)
+        return found
+
+
+CODEC = RadioCodec()

@@ -1,43 +1,36 @@
 """Slots: objects in video, found without labels. SlotContrast, STEVE, and both: slots that also predict words."""
 
+from dataclasses import replace
 from functools import partial
 
-from halfstep.workloads.base.kind import Kind
+from halfstep.workloads.base.kind import SYNTHETIC, EvaluateCommand, Kind, PredictCommand, SampleUnit
 from halfstep.workloads.slots.config import SlotContrastConfig, SteveConfig, WordsConfig
 
 slot_kind = partial(
     Kind.in_folder,
     __name__,
-    evaluation=".evaluate:SlotEvaluation",
-    guide=None,
-    writes_files=True,
-    unit="frame",
-    units_per_sample=".build:frames_per_clip",
-    sample_size=".build:sample_size",
     task="objects in video",
+    sample=SampleUnit(name="frame", per_sample=".build:frames_per_clip", size=".build:sample_size"),
+    evaluate=EvaluateCommand(".evaluate:SlotEvaluation"),
 )
 """What all slot models have in common."""
 
 KIND = slot_kind(
     config=SlotContrastConfig,
-    predictor=".predict:SlotPredictor",
     foreign=".foreign:claim",
-    about="objects found without labels: tar shards (NAME.video.npy), folders of frames, .gif or .mp4 files",
-    models={"slotcontrast": "slots over frozen DINOv2 features"},
+    predict=PredictCommand(".predict:SlotPredictor", writes_files=True),
 )
 
 STEVE = slot_kind(
     builder=".steve_build:build",
     config=SteveConfig,
-    over=".steve_build:over",
-    predictor=".predict:StevePredictor",
-    models={"steve": "slots that predict the words of a discrete VAE"},
+    synthetic=replace(SYNTHETIC, over=".steve_build:over"),
+    predict=PredictCommand(".predict:StevePredictor", writes_files=True),
 )
 
 WITH_WORDS = slot_kind(
     builder=".steve_build:build_with_words",
     config=WordsConfig,
-    over=".steve_build:over_with_words",
-    predictor=".predict:WordsPredictor",
-    models={"slotcontrast_steve": "both: slots over frozen features, which also predict words"},
+    synthetic=replace(SYNTHETIC, over=".steve_build:over_with_words"),
+    predict=PredictCommand(".predict:WordsPredictor", writes_files=True),
 )

@@ -16,8 +16,7 @@ from halfstep.data.seeds import make_generator
 from halfstep.errors import ConfigError, format_count
 from halfstep.models.weights import load_weights_file_
 from halfstep.workloads.base.kind import Store
-from halfstep.workloads.base.parts import FrozenPart, Group
-from halfstep.workloads.base.workload import Forward, Loss, Prepare, Workload
+from halfstep.workloads.base.workload import Forward, FrozenPart, Group, Loss, Prepare, Workload
 from halfstep.workloads.slots.backbones import FilterBank, build_dinov2, load_backbone_
 from halfstep.workloads.slots.config import DINO_PATCH, SlotContrastConfig
 from halfstep.workloads.slots.data import normalise, note_surprises, open_clips, prepare_masks, to_unit_pixels

@@ -11,9 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from halfstep.config.foreign import Foreign
+from halfstep.config.foreign import Foreign, Reader
 from halfstep.errors import ConfigError
-from halfstep.workloads.base.foreign_reader import Reader
 from halfstep.workloads.slots.config import DINO_PATCH
 
 MODULES = {"initializer", "encoder", "processor", "decoder"}

@@ -21,9 +21,8 @@ from halfstep.errors import CheckpointError, DataError, format_count
 from halfstep.report.progress import Bar
 from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
-from halfstep.workloads.base.parts import FrozenPart
 from halfstep.workloads.base.using import Input, Trained, Wishes, failure_of
-from halfstep.workloads.base.workload import Forward, Prepare
+from halfstep.workloads.base.workload import Forward, FrozenPart, Prepare
 from halfstep.workloads.slots.build import build_backbone, build_model, make_forward, make_prepare
 from halfstep.workloads.slots.config import SlotContrastConfig, SteveConfig, WordsConfig
 from halfstep.workloads.slots.data import choose_steady_crop, compute_crop_box

@@ -14,9 +14,8 @@ from halfstep.data import noise
 from halfstep.data.loader import Batch, Samples
 from halfstep.models.weights import Weights, load_weights_file_
 from halfstep.workloads.base.kind import Store
-from halfstep.workloads.base.parts import Group
 from halfstep.workloads.base.scheduled import Scheduled
-from halfstep.workloads.base.workload import Workload
+from halfstep.workloads.base.workload import Group, Workload
 from halfstep.workloads.slots import build as slots
 from halfstep.workloads.slots.config import SteveConfig, WordsConfig
 from halfstep.workloads.slots.data import ClipData, ClipSamples, open_clips, to_unit_pixels

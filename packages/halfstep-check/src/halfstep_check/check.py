@@ -1,0 +1,213 @@
+"""`check`: files in, a report out. Reads configs and scripts, resolves what runs, and lists what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from halfstep_check import files, links, references
+from halfstep_check.declarations import Reference, Source
+from halfstep_check.dialects import command_line, environment
+from halfstep_check.findings import Finding, Severity
+from halfstep_check.hardware_gap import Device, hardware_gaps
+from halfstep_check.ignore import Ignores
+from halfstep_check.reading import FileReading, Progress, read_file, read_found, resolved_links
+from halfstep_check.resolve import Effective, conflicts, effective
+from halfstep_check.rules import severity_of
+from halfstep_check.runs import runs_of
+from halfstep_check.shared.config_text import is_import_path
+from halfstep_check.shared.errors import ConfigError, HalfstepError
+from halfstep_check.traps import traps
+from halfstep_check.versions import lightning_version
+
+LoadOwn = Callable[[Path], object]
+"""Reads a config file of halfstep's own as training would, or raises."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """Everything one check found."""
+
+    sources: tuple[Source, ...] = ()
+    effective: tuple[Effective, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    unreadable: tuple[HalfstepError, ...] = ()
+    silent: tuple[str, ...] = ()
+    """Files named by the user that speak no dialect we know."""
+    unvalidated: tuple[str, ...] = ()
+    """Configs of halfstep's own that were read without halfstep, so without its schema."""
+    num_scripts: int = 0
+    num_ignored: int = 0
+
+    @property
+    def exit_code(self) -> int:
+        """0 aligned (information alone does not count), 1 findings, 2 input that could not be read."""
+        if self.unreadable:
+            return 2
+        return int(any(severity_of(finding) is not Severity.INFO for finding in self.findings))
+
+
+@dataclass(kw_only=True, slots=True)
+class Reading:
+    """What is collected while files are read, one after the other."""
+
+    load_own: LoadOwn | None = None
+    named: list[Source] = field(default_factory=list)
+    found: list[Source] = field(default_factory=list)
+    links: dict[Path, list[Path]] = field(default_factory=dict)
+    lint: list[Finding] = field(default_factory=list)
+    unreadable: list[HalfstepError] = field(default_factory=list)
+    silent: list[str] = field(default_factory=list)
+    unvalidated: list[str] = field(default_factory=list)
+    ignores: dict[str, Ignores] = field(default_factory=dict)
+    num_scripts: int = 0
+
+    def take(self, path: Path, read: FileReading) -> list[Source]:
+        self.ignores[str(path)] = read.ignores
+        self.lint += read.lint
+        self.num_scripts += read.is_script
+        return read.sources
+
+
+def check(
+    paths: Sequence[Path],
+    *,
+    project: Path | None = None,
+    variables: Mapping[str, str] | None = None,
+    commands: Sequence[str] = (),
+    device: Device | None = None,
+    progress: Progress | None = None,
+    load_own: LoadOwn | None = None,
+    rules: Collection[str] | None = None,
+) -> Report:
+    """Check the files named, what a project folder holds, environment variables and command lines, together.
+
+    `rules` are the names of those that count; None for all.
+    """
+    reading = Reading(load_own=load_own)
+    if project is not None and not files.is_folder(project):
+        reading.unreadable.append(ConfigError(f"--project {project}: no such folder", fix="check the path"))
+    texts = {path: text for path in named_files(paths) if (text := readable(path, reading)) is not None}
+    below = [path for folder in paths if files.is_folder(folder) for path in files.scripts_below(folder)]
+    below += list(files.project_files(project)) if project else []
+    found = [path for path in dict.fromkeys(below) if path not in texts]
+    version = pinned_lightning(texts, found)
+    for path, text in texts.items():
+        read_named(path, text, version, reading)
+    read_project(found, version, project, reading, progress)
+    reading.named += [
+        s for c in commands for s in command_line.sources_of(c, "command line", lightning_version=version)
+    ]
+    reading.named += [environment.read(variables)] if variables is not None else []
+    follow(reading, {path.resolve() for path in (*texts, *found)}, version)
+    return report(reading, device, rules)
+
+
+def read_project(
+    found: Sequence[Path], version: str, project: Path | None, reading: Reading, progress: Progress | None
+) -> None:
+    names: dict[str, list[str]] = {}
+    for path, read in read_found(found, version, progress):
+        reading.found += reading.take(path, read)
+        names |= read.names
+    if project is not None:
+        reading.links = resolved_links(names, links.normal(project), [links.normal(path) for path in found])
+
+
+def named_files(paths: Sequence[Path]) -> list[Path]:
+    return [path for path in dict.fromkeys(paths) if not files.is_folder(path)]
+
+
+def readable(path: Path, reading: Reading) -> str | None:
+    """The text of a file that the user named; one that cannot be read goes into the report."""
+    try:
+        return files.read_text(path)
+    except ConfigError as error:
+        reading.unreadable.append(error)
+        return None
+
+
+def pinned_lightning(texts: Mapping[Path, str], found: Sequence[Path]) -> str:
+    named = [text for path, text in texts.items() if path.name in files.PIN_FILES]
+    pins = [*named, *(text for path in found if path.name in files.PIN_FILES and (text := files.text_or_none(path)))]
+    return next(filter(None, map(lightning_version, pins)), "")
+
+
+def read_named(path: Path, text: str, version: str, reading: Reading) -> None:
+    try:
+        read = read_file(path, text, version)
+    except HalfstepError as error:
+        reading.unreadable.append(error)
+        return
+    sources = reading.take(path, read)
+    reading.named += sources
+    reading.unreadable += refusal(path, read, reading.load_own)
+    reading.unvalidated += [str(path)] if read.workload and reading.load_own is None else []
+    is_quiet = not sources and path.suffix != ".py" and path.name not in files.PIN_FILES
+    reading.silent += [str(path)] if is_quiet else []
+
+
+def refusal(path: Path, read: FileReading, load_own: LoadOwn | None) -> list[HalfstepError]:
+    """What training would say of a config of halfstep's own; a user's own workload is not imported to hear it."""
+    found = [finding for source in read.sources for finding in source.findings]
+    has_findings = any(severity_of(finding) is not Severity.INFO for finding in found)
+    may_be_code = is_import_path(read.workload) or "${" in read.workload  # a reference may name an import path
+    if load_own is None or has_findings or not read.workload or may_be_code:
+        return []
+    try:
+        load_own(path)
+    except HalfstepError as error:
+        return [error]
+    return []
+
+
+def follow(reading: Reading, known: set[Path], version: str) -> None:
+    """Open the files that named sources name, and those that these name; each once, and never very many."""
+    waiting = [reference for source in reading.named for reference in source.references]
+    for _ in range(references.MAX_FOLLOWED):
+        if not waiting:
+            return
+        reference = waiting.pop(0)
+        path = references.file_of(reference)
+        if path is None:
+            reading.lint.append(references.missing(reference))
+        elif path.resolve() not in known:
+            known.add(path.resolve())
+            waiting += follow_one(path, reference, version, reading)
+
+
+def follow_one(path: Path, reference: Reference, version: str, reading: Reading) -> list[Reference]:
+    before = len(reading.named)
+    text = readable(path, reading)
+    if text is not None:
+        read_named(path, text, version, reading)
+    opened = [dataclasses.replace(source, named_by=reference.place) for source in reading.named[before:]]
+    reading.named[before:] = opened
+    return [inner for source in opened for inner in source.references]
+
+
+def report(reading: Reading, device: Device | None, rules: Collection[str] | None) -> Report:
+    runs = runs_of(reading.named, reading.found, reading.links)
+    findings = [*reading.lint, *(finding for source in reading.named + reading.found for finding in source.findings)]
+    for run in runs:
+        findings += [*conflicts(run), *traps(run), *(hardware_gaps(run, device) if device else [])]
+    selected = [finding for finding in findings if rules is None or finding.rule in rules]
+    kept, num_ignored = without_ignored(selected, reading.ignores)
+    return Report(
+        sources=tuple(source for source in reading.named + reading.found if source.dialect != "script"),
+        effective=effective(runs[0]) if len(runs) == 1 else (),
+        findings=tuple(kept),
+        unreadable=tuple(reading.unreadable),
+        silent=tuple(reading.silent),
+        unvalidated=tuple(reading.unvalidated),
+        num_scripts=reading.num_scripts,
+        num_ignored=num_ignored,
+    )
+
+
+def without_ignored(findings: Iterable[Finding], ignores: Mapping[str, Ignores]) -> tuple[list[Finding], int]:
+    unique = sorted(dict.fromkeys(findings), key=lambda f: (f.place, f.rule, f.message))
+    kept = [f for f in unique if f.place.path not in ignores or not ignores[f.place.path].silence(f)]
+    return kept, len(unique) - len(kept)

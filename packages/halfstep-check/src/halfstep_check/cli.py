@@ -1,0 +1,349 @@
+"""`halfstep-check`: do my configs agree, and is my training script's AMP code right?
+
+halfstep's own `halfstep check` is the same command, made with what only halfstep can do: see `Host`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from halfstep_check.shared.errors import ConfigError, HalfstepError
+from halfstep_check.shared.terminal import (
+    USAGE_ERROR,
+    OnceCommand,
+    explain_usage_error,
+    flush_or_drop,
+    option,
+    show_error,
+    unwrap_paragraphs,
+    wrap_standard_streams,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from rich.console import Console
+
+    from halfstep_check.check import LoadOwn, Report
+    from halfstep_check.declarations import Source
+    from halfstep_check.findings import Finding
+    from halfstep_check.hardware_gap import Device
+    from halfstep_check.view import FindingLines
+
+MAX_SOURCES = 100
+"""A table of more is read by nobody, and takes seconds to lay out."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line; exit code 0 for aligned input, 1 for findings, 2 for input that cannot be read."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    wrap_standard_streams()
+    app = typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    command = make_command()
+    app.command(help=unwrap_paragraphs(command.__doc__ or ""), cls=OnceCommand)(command)
+    try:
+        # Not standalone: typer would draw its own errors, in another form than ours.
+        sys.exit(app(words, prog_name="halfstep-check", standalone_mode=False) or 0)
+    except USAGE_ERROR as error:
+        show_error(explain_usage_error(error))
+        sys.exit(2)
+    except HalfstepError as error:
+        show_error(error)
+        sys.exit(error.exit_code)
+    except OSError as error:
+        show_error(ConfigError(f"cannot use {error.filename or 'the output'}: {error.strerror}"))
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    finally:
+        flush_or_drop()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """What only halfstep can do: validate its own configs, and ask this machine's device."""
+
+    load_own: LoadOwn | None = None
+    probe: Callable[[], Device] | None = None
+
+
+def make_command(host: Host = Host()) -> Callable[..., None]:
+    """The function that typer makes a command of."""
+
+    def command(
+        paths: Annotated[
+            list[Path] | None, typer.Argument(metavar="FILE...", help="Configs, scripts, or folders of scripts.")
+        ] = None,
+        env: Annotated[bool, option("Also read this shell's environment variables.", "--env")] = False,
+        project: Annotated[Path | None, option("Find configs and scripts here.", metavar="DIR")] = None,
+        commands: Annotated[
+            list[str] | None, option("A command line that starts training.", "--command", metavar="TEXT")
+        ] = None,
+        select: Annotated[list[str] | None, option("Apply only these rules: a,b. Repeatable.", metavar="RULE")] = None,
+        ignore: Annotated[list[str] | None, option("Leave these rules out: a,b. Repeatable.", metavar="RULE")] = None,
+        gpu: Annotated[str, option("Say what this GPU cannot do: v100, 4090.", metavar="NAME")] = "",
+        hardware: Annotated[bool, option("Say what this machine cannot do.", "--hardware")] = False,
+        fix: Annotated[bool, option("Print the aligned files as a patch.", "--fix")] = False,
+        write: Annotated[bool, option("Apply the patch to the files named, with backups.", "--write")] = False,
+        as_json: Annotated[bool, option("Print JSON.", "--json")] = False,
+        as_sarif: Annotated[bool, option("Print SARIF, for annotations in CI.", "--sarif")] = False,
+        explain: Annotated[str, option("Explain a rule; `all` lists them.", metavar="RULE")] = "",
+    ) -> None:
+        """Do these configs agree, and is this training script's AMP code right?
+
+        Reads configs of halfstep, Lightning, Accelerate, DeepSpeed, HF Trainer, torchtitan and Composer, and lints
+        PyTorch scripts. Nothing is run. Exit code 0: aligned. 1: findings. 2: input that cannot be read.
+
+        Example:
+
+            halfstep-check configs/train.yaml accelerate.yaml --env
+
+            halfstep-check train.py src/
+
+            halfstep-check --explain clip-before-unscale
+        """
+        if explain:
+            return print_rules(explain)
+        named = paths or []
+        if not named and project is None and not env and not commands:
+            raise ConfigError("nothing to check", fix="name files, or --project DIR, --env, --command TEXT")
+        if as_json and as_sarif:
+            raise ConfigError("--json and --sarif are two formats for one output", fix="give one of them")
+        device, rules = device_asked(gpu, hardware, host), selected_rules(select or (), ignore or ())
+        run = partial(checked, named, project, commands or (), device, host.load_own, rules, env=env)
+        report = run()
+        refuse_nothing_read(named, report)
+        if write:
+            show_written(report, named)
+            report = run()
+        if fix and not write:
+            print_patch(report)
+        elif as_json or as_sarif:
+            print_machine_readable(report, as_sarif)
+        else:
+            print_report(report, len(rules))
+        raise typer.Exit(report.exit_code)
+
+    return command
+
+
+def selected_rules(select: Sequence[str], ignore: Sequence[str]) -> Collection[str]:
+    """The names of the rules asked for; a list may be written with commas."""
+    from halfstep_check.rules import RULES, rule_named
+
+    def names(said: Sequence[str]) -> set[str]:
+        return {rule_named(name.strip()).name for text in said for name in text.split(",")}
+
+    return (names(select) or set(RULES)) - names(ignore)
+
+
+def checked(
+    named: list[Path],
+    project: Path | None,
+    commands: Sequence[str],
+    device: Device | None,
+    load_own: LoadOwn | None,
+    rules: Collection[str],
+    *,
+    env: bool,
+) -> Report:
+    from halfstep_check.check import check
+
+    variables = dict(os.environ) if env else None
+    return check(
+        named, project=project, variables=variables, commands=commands, device=device, progress=count_files(),
+        load_own=load_own, rules=rules,
+    )  # fmt: skip
+
+
+def refuse_nothing_read(named: list[Path], report: Report) -> None:
+    """ "Nothing wrong" about nothing read would be a green light for nobody's code."""
+    if named and not (report.sources or report.num_scripts or report.silent or report.unreadable):
+        raise ConfigError(
+            f"nothing to check in {', '.join(map(str, named))}",
+            why="a folder is searched for Python files; it holds none",
+            fix=f"configs of a project are found with --project {named[0]}",
+        )
+
+
+MIN_COUNTED = 100
+"""Fewer files are read before anybody wonders."""
+
+
+def count_files() -> Callable[[int, int], None]:
+    """A line on the terminal that says how far reading a large tree is; nothing where nobody looks."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+
+    def show(done: int, total: int) -> None:
+        if console.is_terminal and total >= MIN_COUNTED and (done % 20 == 0 or done == total):
+            end = "\r" if done < total else "\r" + " " * 40 + "\r"
+            console.file.write(f"read {done:,} of {total:,} files{end}")
+            console.file.flush()
+
+    return show
+
+
+def device_asked(gpu: str, here: bool, host: Host) -> Device | None:
+    if not gpu and not here:
+        return None
+    if gpu and here:
+        raise ConfigError(f"--gpu {gpu} and --hardware both name a device", fix="give one of them")
+    if gpu:
+        from halfstep_check.hardware_gap import Device
+        from halfstep_check.shared.gpus import known_gpu
+
+        known = known_gpu(gpu)
+        return Device(name=f"{known.vendor} {known.name}", has=known.has)
+    if host.probe is None:
+        raise ConfigError(
+            "--hardware needs halfstep",
+            why="halfstep-check alone has no torch to ask this machine's device with",
+            fix="install halfstep from its repository (pip install -c constraints.txt -e '.[cli]') and run "
+            "halfstep check --hardware, or name the device: --gpu NAME",
+        )
+    return host.probe()
+
+
+def print_rules(name: str) -> None:
+    import dataclasses
+
+    from rich.console import Console
+
+    from halfstep_check.rules import RULES, rule_named
+    from halfstep_check.view import rule_view, rules_table
+
+    if name == "all":
+        Console().print(rules_table((rule.name, rule.severity.value, rule.title) for rule in RULES.values()))
+        return
+    rule = rule_named(name)
+    Console().print(rule_view(**{**dataclasses.asdict(rule), "severity": rule.severity.value}))
+
+
+def lines_of(finding: Finding) -> FindingLines:
+    from halfstep_check.rules import severity_of
+    from halfstep_check.view import FindingLines
+
+    return FindingLines(
+        severity=severity_of(finding).value,
+        place=str(finding.place),
+        rule=finding.rule,
+        message=finding.message,
+        fix=finding.fix,
+        related=tuple(str(place) for place in finding.related),
+        has_edit=bool(finding.edits),
+    )
+
+
+def print_sources(console: Console, sources: Sequence[Source]) -> None:
+    """Who was read as what, and what all of them say, topic by topic."""
+    from rich.console import NewLine
+    from rich.text import Text
+
+    from halfstep_check.declarations import SHOWN_TOPICS
+    from halfstep_check.view import says_table
+
+    for source in sources[:MAX_SOURCES]:
+        origin = f", named by {source.named_by}" if source.named_by else ""
+        console.print(Text.assemble((source.name, "bold"), f": {source.dialect}{origin}"), overflow="fold")
+    if len(sources) > MAX_SOURCES:
+        console.print(Text(f"… and {len(sources) - MAX_SOURCES} more, checked but not shown; --json lists them"))
+    said = [
+        (topic, s.value, s.spelled, str(s.place))
+        for topic in SHOWN_TOPICS
+        for source in sources[:MAX_SOURCES]
+        for s in source.declarations
+        if s.topic == topic
+    ]
+    console.print(NewLine(), says_table(said), NewLine()) if said else console.print()
+
+
+def print_report(report: Report, num_rules: int) -> None:
+    """Findings first: who has many files would otherwise scroll past the tables to what is wrong."""
+    from rich.console import Console, NewLine
+
+    from halfstep_check.rules import RULES
+    from halfstep_check.view import print_findings, runs_table, summary
+
+    console = Console()
+    lines = [lines_of(finding) for finding in report.findings]
+    print_findings(console, lines)
+    print_unreadable(report)
+    if lines and report.sources:
+        console.print()
+    if report.sources:
+        print_sources(console, report.sources)
+    if report.sources and report.effective:
+        console.print(runs_table([(e.topic, e.value, e.source, e.reason) for e in report.effective]), NewLine())
+    for name in report.silent:
+        console.print(f"{name}: says nothing about precision that halfstep knows", style="dim", highlight=False)
+    for name in report.unvalidated:
+        text = f"{name}: read without halfstep's schema; with halfstep installed, halfstep check validates it"
+        console.print(text, style="dim", highlight=False)
+    counts = {"num_scripts": report.num_scripts, "num_sources": len(report.sources), "num_ignored": report.num_ignored}
+    if not report.unreadable or lines:
+        by = f", {num_rules} of {len(RULES)} rules" if num_rules < len(RULES) else ""
+        console.print(summary(lines, **counts, by=by))
+
+
+def print_unreadable(report: Report) -> None:
+    for error in report.unreadable:
+        typer.secho(f"error: {error}", err=True, fg="red")
+
+
+def print_patch(report: Report) -> None:
+    from halfstep_check.files import read_text
+    from halfstep_check.fix import changes, patches
+
+    found = changes(report.findings)
+    typer.echo(patches(found.edits, {path: read_text(Path(path)) for path in found.edits}), nl=False)
+    print_unreadable(report)
+    if not found.edits:
+        typer.secho("nothing here can be fixed by an edit", err=True)
+    print_left(found.left)
+
+
+def show_written(report: Report, named: list[Path]) -> None:
+    from halfstep_check.fix import BACKUP_SUFFIX, changes, write
+
+    found = changes(report.findings, {str(path) for path in named})
+    for name in write(found.edits):
+        typer.secho(f"wrote {name}; the old file is {name}{BACKUP_SUFFIX}", err=True)
+    print_left(found.left)
+
+
+MAX_LEFT = 20
+
+
+def print_left(left: list[tuple[Finding, str]]) -> None:
+    """Which findings no edit was made for, and why."""
+    for finding, reason in left[:MAX_LEFT]:
+        typer.secho(f"not applied: {finding.place} [{finding.rule}]: {reason}", err=True)
+    if len(left) > MAX_LEFT:
+        typer.secho(f"not applied: {len(left) - MAX_LEFT} more", err=True)
+
+
+def print_machine_readable(report: Report, as_sarif: bool) -> None:
+    import json
+
+    from halfstep_check import __version__
+    from halfstep_check.as_json import as_dict
+    from halfstep_check.sarif import sarif
+
+    content = sarif(report.findings, __version__) if as_sarif else as_dict(report)
+    typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
+    print_unreadable(report)

@@ -1,0 +1,47 @@
+"""MosaicML Composer and LLM Foundry YAML."""
+
+from __future__ import annotations
+
+from halfstep_check.declarations import Draft, Source
+from halfstep_check.document import Node
+from halfstep_check.spellings import COMPOSER_WORDS
+
+MARKS = ("max_duration", "global_train_batch_size", "device_train_microbatch_size", "eval_interval", "algorithms")
+
+
+def recognises(root: Node) -> bool:
+    return str(root.scalar_at("precision")).startswith("amp_") or sum(root.has(mark) for mark in MARKS) >= 2
+
+
+def read(root: Node) -> Source:
+    draft = Draft(root, "composer")
+    fsdp = root.get("fsdp_config") or root.get("parallelism_config.fsdp")
+    draft.facts["strategy"] = "fsdp" if fsdp is not None else ""
+    if root.has("precision"):
+        read_precision(draft, fsdp)
+    if root.has("algorithms.gradient_clipping.clipping_threshold"):
+        draft.number("clip", "algorithms.gradient_clipping.clipping_threshold")
+    draft.number("batch", "device_train_microbatch_size")
+    draft.number("global batch", "global_train_batch_size")
+    return draft.source()
+
+
+def read_precision(draft: Draft, fsdp: Node | None) -> None:
+    word = str(draft.root.scalar_at("precision"))
+    precision = COMPOSER_WORDS.get(word)
+    if precision is None:
+        message = f"Composer does not know precision {word!r}"
+        draft.find("unknown-value", message, "precision", fix=f"one of {', '.join(COMPOSER_WORDS)}")
+        return
+    rewrites = {p: draft.edit("precision", name) for name, p in COMPOSER_WORDS.items()}
+    draft.say_autocast(precision, "precision", rewrites)
+    policy = str(fsdp.scalar_at("mixed_precision") if fsdp is not None else "").upper()
+    if fsdp is not None and policy == "PURE" and precision in ("bf16", "fp16"):
+        block = "fsdp_config" if draft.root.has("fsdp_config") else "parallelism_config.fsdp"
+        key = f"{block}.mixed_precision"
+        draft.say("reduce", precision, key)
+        message = f"mixed_precision PURE also reduces gradients in {precision}"
+        fix = "DEFAULT reduces in fp32"
+        draft.find("low-precision-reduce", message, key, fix=fix, edits=draft.edit(key, "DEFAULT"))
+    elif fsdp is not None and precision in ("bf16", "fp16"):
+        draft.say("reduce", "fp32", "precision")

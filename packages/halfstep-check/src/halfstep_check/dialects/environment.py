@@ -1,0 +1,46 @@
+"""Environment variables that change precision behind every file's back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from halfstep_check.declarations import Draft, Source
+from halfstep_check.document import Node
+from halfstep_check.spellings import ACCELERATE_WORDS
+
+NAME = "environment"
+
+
+def read(environment: Mapping[str, str]) -> Source:
+    """What the variables of this environment say."""
+    nodes = {key: variable(text) for key, text in environment.items()}
+    draft = Draft(Node(value=nodes, path=NAME, start=(0, 0), end=(0, 0)), "environment")
+    read_accelerate(draft)
+    read_tf32(draft)
+    return draft.source()
+
+
+def variable(text: str) -> Node:
+    return Node(value=text, path=NAME, start=(0, 0), end=(0, 0))
+
+
+def read_accelerate(draft: Draft) -> None:
+    key = "ACCELERATE_MIXED_PRECISION"
+    word = draft.root.scalar_at(key)
+    if word is not None:
+        precision = ACCELERATE_WORDS.get(str(word).lower())
+        if precision is None:
+            draft.find("unknown-value", f"{key}={word}", key, fix=f"one of {', '.join(ACCELERATE_WORDS)}")
+        else:
+            draft.say_autocast(precision, key)
+    draft.number("accumulate", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+
+
+def read_tf32(draft: Draft) -> None:
+    override = draft.root.scalar_at("NVIDIA_TF32_OVERRIDE")
+    if override == "0":
+        draft.say("tf32", "off", "NVIDIA_TF32_OVERRIDE")
+        message = "NVIDIA_TF32_OVERRIDE=0 switches TF32 off in every NVIDIA library, whatever the code asks for"
+        draft.find("tf32-off", message, "NVIDIA_TF32_OVERRIDE", fix="unset it, unless strict fp32 is what you want")
+    elif draft.root.scalar_at("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE") == "1":
+        draft.say("tf32", "on", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")

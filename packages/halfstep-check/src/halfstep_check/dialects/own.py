@@ -1,0 +1,149 @@
+"""halfstep's own config, and guide 0's flat dict of `use_amp` and `amp_dtype`."""
+
+from __future__ import annotations
+
+from halfstep_check.declarations import Draft, Source, Topic, is_on
+from halfstep_check.document import Node
+from halfstep_check.shared.errors import ConfigError
+from halfstep_check.shared.precision_names import PRECISIONS, precision_name
+from halfstep_check.spellings import dtype_of
+
+NAME = "halfstep"
+
+
+def recognises(root: Node) -> bool:
+    return root.has("workload")
+
+
+def read(root: Node) -> Source:
+    draft = Draft(root, NAME)
+    key = "precision.default" if root.has("precision.default") else "precision"
+    if root.has(key):
+        say_precision(draft, key)
+    draft.number("clip", "train.clip_norm")
+    draft.number("accumulate", "train.accumulate")
+    draft.number("batch", "train.batch_size")
+    return draft.source()
+
+
+def say_precision(draft: Draft, key: str) -> None:
+    try:
+        # An unquoted `no` was read as a bool; the alias table knows that word too.
+        precision = precision_name(draft.root.scalar_at(key))
+    except ConfigError as error:
+        draft.find("unknown-value", error.what, key, fix=error.fix)
+        return
+    draft.say_autocast(precision.removesuffix("-true"), key, {name: draft.edit(key, name) for name in PRECISIONS})
+    draft.say("weights", "bf16" if precision == "bf16-true" else "fp32", key)
+
+
+SECTIONS = ("", "training.", "train.", "trainer.", "amp.", "environment.", "runtime.")
+DTYPE_KEYS = ("amp_dtype", "mixed_precision_dtype", "mixed_precision", "dtype", "amp_type", "precision")
+SWITCHES = ("use_amp", "use_mixed_precision", "fp16", "bf16", "use_fp16", "use_bf16")
+
+
+def recognises_flat(root: Node) -> bool:
+    return flat_section(root) is not None
+
+
+def flat_section(root: Node) -> str | None:
+    """Where `use_amp` or `mixed_precision` stands: at the top, in a usual section, or in the only one."""
+    known = next((s for s in SECTIONS if root.has(s + "use_amp") or root.has(s + "mixed_precision")), None)
+    known = known if known is not None else next((s for s in SECTIONS[1:] if format_key(root, s)), None)
+    if known is not None:
+        return known
+    found = {key.rpartition(".")[0] + "." for key, node in root.walk() if "." in key and is_switch(key, node)}
+    return found.pop() if len(found) == 1 else "" if names_format(root) else None
+
+
+def is_switch(key: str, node: Node) -> bool:
+    name = key.rpartition(".")[2]
+    named = name == "precision" and isinstance(node.value, str) and dtype_of(node.value) is not None
+    return named or name in SWITCHES and isinstance(node.value, bool)
+
+
+def format_key(root: Node, section: str) -> str:
+    """`train.precision: bf16` or `training.fp16: true`: the key of a section that names one format."""
+    for key in (section + "precision", section + "precision.dtype"):
+        if dtype_of(root.scalar_at(key)) is not None:
+            return key
+    on = [section + name for name in SWITCHES[2:] if root.scalar_at(section + name) is True]
+    return on[0] if len(on) == 1 else ""
+
+
+def names_format(root: Node) -> bool:
+    """`precision: bf16` or `precision.dtype: bfloat16` at the top; a metric of that name is a number."""
+    return any(dtype_of(root.scalar_at(key)) is not None for key in ("precision", "precision.dtype"))
+
+
+def read_flat(root: Node) -> Source:
+    """`use_amp` and its dtype are one declaration, `mixed_precision: bf16` is one by itself."""
+    draft = Draft(root, "use_amp/amp_dtype")
+    section = flat_section(root) or ""
+    switched = root.scalar_at(section + "mixed_precision") is True and root.has(section + "mixed_precision_dtype")
+    if root.has(section + "use_amp") or switched:
+        say_flat(draft, section, "use_amp" if root.has(section + "use_amp") else "mixed_precision")
+    elif root.has(section + "mixed_precision.enabled"):
+        say_block(draft, section + "mixed_precision.")
+    elif root.has(section + "mixed_precision"):
+        say_word(draft, section + "mixed_precision")
+    elif root.has(section + "use_mixed_precision"):
+        say_word(draft, section + "use_mixed_precision")
+    elif section and (key := format_key(root, section)).endswith("16"):
+        draft.say("precision", key[-4:], key)
+    else:
+        say_word(draft, format_key(root, section) or section + "precision")
+    for topic, keys in FLAT_NUMBERS.items():
+        draft.number(topic, next((section + key for key in keys if root.has(section + key)), section + keys[0]))
+    return draft.source()
+
+
+FLAT_NUMBERS: dict[Topic, tuple[str, ...]] = {
+    "clip": ("grad_clip", "clip_grad", "max_grad_norm"),
+    "accumulate": ("accumulation_steps", "gradient_accumulation_steps", "grad_accum_steps"),
+    "batch": ("batch_size",),
+}
+
+
+def say_word(draft: Draft, key: str) -> None:
+    """A bare `true` names no format: which one, the script decides."""
+    word = draft.root.scalar_at(key)
+    precision = "fp32" if word is False or str(word).lower() in ("no", "none") else dtype_of(word)
+    if precision is None:
+        return
+    draft.say("precision", precision, key, {name: draft.edit(key, name) for name in ("fp16", "bf16")})
+    draft.say("weights", "fp32", key)
+
+
+def say_block(draft: Draft, block: str) -> None:
+    """`mixed_precision: {enabled: true, dtype: float16}`, or `bf16: true` in it; on without either names no format."""
+    if is_on(draft.root.scalar_at(block + "enabled")):
+        if draft.root.has(block + "dtype"):
+            say_word(draft, block + "dtype")
+        elif key := format_key(draft.root, block):
+            draft.say("precision", key[-4:], key)
+    else:
+        draft.say("precision", "fp32", block + "enabled")
+
+
+def say_flat(draft: Draft, section: str, name: str) -> None:
+    switch = section + name
+    named = (k for k in DTYPE_KEYS if draft.root.has(section + k))
+    named = (k for k in named if k != "mixed_precision" or dtype_of(draft.root.scalar_at(section + k)) is not None)
+    key = section + next(named, "amp_dtype")
+    word = draft.root.scalar_at(key)
+    dtype = dtype_of(word if word is not None else "float16")
+    if dtype not in ("fp16", "bf16"):
+        if key.endswith("amp_dtype"):
+            message = f"amp_dtype {word!r} is not a format autocast computes in"
+            draft.find("unknown-value", message, key, fix="bfloat16 or float16")
+        return  # `dtype: float32` may be that of the weights
+    on = is_on(draft.root.scalar_at(switch))
+    python = draft.root.path.endswith(".py")
+    true, false = ("True", "False") if python else ("true", "false")
+    rewrites = {"fp32": draft.edit(switch, false)}
+    if draft.root.has(key):
+        for word, precision in (("bfloat16", "bf16"), ("float16", "fp16")):
+            rewrites[precision] = draft.edit(switch, true) + draft.edit(key, word)
+    draft.say_autocast(dtype if on else "fp32", switch, rewrites)
+    draft.say("weights", "fp32", switch)

@@ -1,0 +1,45 @@
+"""torchtitan's TOML: bf16 or fp32, no loss scaling, gradients reduced in fp32."""
+
+from __future__ import annotations
+
+from halfstep_check.declarations import Draft, Source
+from halfstep_check.document import Node
+from halfstep_check.spellings import TITAN_WORDS, dtype_of
+
+
+def recognises(root: Node) -> bool:
+    named = root.has("training.mixed_precision_param") or root.has("training.mixed_precision_reduce")
+    return named or (root.has("training", "job") and root.has("parallelism"))
+
+
+def read(root: Node) -> Source:
+    draft = Draft(root, "torchtitan")
+    key = "training.mixed_precision_param"
+    word = str(root.scalar_at(key) or "bfloat16")
+    if word not in TITAN_WORDS:
+        message = f"torchtitan has no mixed_precision_param {word!r}: it trains without loss scaling"
+        draft.find("unknown-value", message, key, fix=f"one of {', '.join(TITAN_WORDS)}")
+    else:
+        rewrites = {precision: draft.edit(key, name) for name, precision in TITAN_WORDS.items()}
+        draft.say("precision", TITAN_WORDS[word], key, {p: e for p, e in rewrites.items() if e})
+        draft.say("weights", dtype_of(root.scalar_at("training.dtype") or "float32") or "fp32", key)
+    read_reduction(draft)
+    draft.number("clip", "training.max_norm")
+    draft.number("batch", "training.local_batch_size")
+    if root.scalar_at("training.global_batch_size") != -1:
+        draft.number("global batch", "training.global_batch_size")
+    return draft.source()
+
+
+def read_reduction(draft: Draft) -> None:
+    key = "training.mixed_precision_reduce"
+    word = draft.root.scalar_at(key)
+    if word is None:
+        draft.say("reduce", "fp32", key)
+        return
+    reduce = dtype_of(word)
+    if reduce is not None:
+        draft.say("reduce", reduce, key)
+    if reduce != "fp32":
+        message = f"mixed_precision_reduce {word!r}: torchtitan accepts float32 alone"
+        draft.find("unknown-value", message, key, fix="set it to float32", edits=draft.edit(key, "float32"))

@@ -1,0 +1,347 @@
+"""Gradient accumulation: divide the loss, keep the last window, and do not average averages."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from halfstep_check.findings import Finding
+from halfstep_check.lint.amp import Amp, passed, rescales_gradients
+from halfstep_check.lint.flow import Event, Trace
+from halfstep_check.lint.script import Script
+from halfstep_check.lint.syntax import dotted_name, is_constant, keyword, last, names_in
+
+MASK_WORDS = ("mask", "valid", "num_tokens", "n_tokens", "ntokens", "token_count")
+ACCUMULATION_WORDS = ("accum", "micro")
+MICRO_WORDS = ("micro_batch", "microbatch", "micro_batches", "chunks", "minibatches", "mini_batches")
+WEIGHT = re.compile(
+    r"weight|lambda|alpha|beta|gamma|coef|(^|_)w(_|$)|temp|(^|_)t$|mask|token|outputs|eps", re.IGNORECASE
+)
+"""In the name of what weighs a term of the loss, or counts its elements."""
+RATE = re.compile(r"(^|_|\.)(lr|rate|grad)", re.IGNORECASE)
+WRAPPERS = ("enumerate", "tqdm", "trange", "zip", "list")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """A loop that runs backward at every micro-batch and steps at every N-th."""
+
+    backward: Event
+    step: Event
+    test: str
+    """The condition of the step; empty where an inner loop counts the micro-batches."""
+    length: str
+    """N, as the script writes it."""
+
+
+def find(amp: Amp) -> Iterator[Finding]:
+    for trace in amp.traces:
+        yield from gated_engine(amp, trace)
+        yield from divided_twice(amp, trace)
+        yield from never_gathered(amp, trace)
+        for window in (*windows(trace), *inner_windows(amp, trace)):
+            chain = loss_chain(trace, window.backward)
+            steps = [*(event.node for event in chain), window.backward.node]
+            divided = any(divides(amp, node, window) for node in steps) or any(map(rescales_gradients, trace.events))
+            divided = divided or divides_itself(amp, window.backward)
+            if chain and not divided and not hands_over_length(trace, window) and not divided_elsewhere(amp, window):
+                message = f"the loss is not divided by {window.length}: the gradient is that many times too large"
+                fix = f"loss = loss / {window.length} before backward"
+                yield amp.script.finding("accumulation-not-divided", window.backward.node, message, fix=fix)
+            yield from masked_means(amp, chain, divided)
+            if window.test:
+                yield from dropped_tail(amp, trace, window)
+
+
+def divides_itself(amp: Amp, backward: Event) -> bool:
+    """Whether `engine.backward(loss)` may divide by the window: Fabric does not, nor an Accelerator that has none."""
+    if not isinstance(backward.node, ast.Call) or not backward.node.args:
+        return False
+    made = [v for v in amp.script.values(backward.receiver) if isinstance(v, ast.Call)]
+    plain = [
+        last(dotted_name(v.func)) in ("Accelerator", "Fabric") and "accumulation" not in ast.unparse(v) for v in made
+    ]
+    return not plain or not all(plain)
+
+
+def gated_engine(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """`engine.step()` at the window's end: DeepSpeed counts micro-batches in step() itself."""
+    engines = {e.receiver for e in trace.calls("backward")}  # not its optimizer or scheduler, which step too
+    for step in (e for e in trace.calls("step") if e.receiver in engines):
+        makers = [amp.script.name_of(v.func) for v in amp.script.values(step.receiver) if isinstance(v, ast.Call)]
+        gates = [text for text, holds in step.conditions if holds and text in trace.windows]
+        if (
+            "deepspeed.initialize" in makers
+            and not amp.script.is_optimizer(step.receiver)
+            and any("accum" in modulus(gate).lower() for gate in gates)
+        ):
+            message = f"{last(step.receiver)}.step() only where `{gates[0]}`: the engine counts the window in step()"
+            fix = "call it after every backward; gradient_accumulation_steps in the config is the window"
+            yield amp.script.finding("engine-step-gated", step.node, message, fix=fix)
+            return
+
+
+def divided_twice(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """`accelerator.backward(loss / n)` of an Accelerator(gradient_accumulation_steps=n), which divides by n itself."""
+    made = {name: v for name, values in amp.script.assigned.items() for v in values if isinstance(v, ast.Call)}
+    given = {n: keyword(v, "gradient_accumulation_steps") for n, v in made.items() if n in amp.accelerators}
+    for backward in trace.calls("backward"):
+        length = given.get(amp.script.canonical(backward.receiver))
+        if length is None or is_constant(length, 1) or not isinstance(backward.node, ast.Call):
+            continue
+        name = backward.arguments[0] if backward.arguments else ""
+        chain = [
+            e.node for e in trace.events[: backward.index] if name and name in e.targets and not e.excludes(backward)
+        ]
+        for node in (*chain, *backward.node.args):
+            if any(last(ast.unparse(by)) == last(ast.unparse(length)) for by in divisors_in(node)):
+                message = f"{last(backward.receiver)}.backward() divides by {last(ast.unparse(length))} itself: twice"
+                yield amp.script.finding("accumulation-divided-twice", node, message, fix="hand it the loss undivided")
+                return
+
+
+def never_gathered(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """An Accelerator(gradient_accumulation_steps=n) without accumulate(): it divides by n, and steps every time."""
+    if re.search(r"\.accumulate\(|\.no_sync\(|sync_gradients|gradient_state", amp.script.code):
+        return
+    for name, call in ((n, v) for n in amp.accelerators for v in amp.script.values(n) if isinstance(v, ast.Call)):
+        length = keyword(call, "gradient_accumulation_steps")
+        if length is None or is_constant(length, 1):
+            continue
+        for backward in (e for e in trace.calls("backward") if amp.script.canonical(e.receiver) == name and e.loops):
+            steps = [e for e in trace.calls("step") if e.optimizer and e.loops == backward.loops]
+            if any(e.conditions <= backward.conditions for e in steps):
+                message = f"the loss is divided by {last(ast.unparse(length))}, and nothing gathers: each batch steps"
+                fix = f"with {last(name)}.accumulate(model): around the batch"
+                yield amp.script.finding("stepped-within-window", backward.node, message, fix=fix, related=call)
+                return
+
+
+def divisors_in(node: ast.AST) -> list[ast.expr]:
+    """What an expression, or `loss /= n`, divides by."""
+    by = [n.right for n in ast.walk(node) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div)]
+    return [*by, *([node.value] if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div) else [])]
+
+
+def windows(trace: Trace) -> Iterator[Window]:
+    seen: set[tuple[tuple[int, ...], str]] = set()
+    for step in trace.calls("step"):
+        # Sorted: a set has another order in every run. `i % 1 == 0` is no window.
+        tests = sorted(text for text, holds in step.conditions if holds and text in trace.windows)
+        tests = [text for text in tests if modulus(text) not in ("", "1")]
+        if not tests or not step.loops or not step.optimizer:
+            continue
+        backwards = [
+            e for e in trace.calls("backward") if e.loops[: len(step.loops)] == step.loops and e.index < step.index
+        ]
+        latest = next((e for e in reversed(backwards) if not e.excludes(step)), None)
+        length = modulus(tests[0])
+        # `with model.no_sync(): …backward()` of the micro-batches before the last one, which has a branch of its own.
+        waiting = [e for e in backwards if (tests[0], False) in e.conditions and e.loops == step.loops]
+        latest = waiting[-1] if waiting else latest
+        free = latest is not None and (waiting or not any(text == tests[0] for text, _ in latest.conditions))
+        own = step.loops, step.optimizer
+        if latest is not None and free and own not in seen:
+            seen.add(own)
+            yield Window(backward=latest, step=step, test=tests[0], length=length)
+
+
+def inner_windows(amp: Amp, trace: Trace) -> Iterator[Window]:
+    """`for _ in range(accumulation_steps):` or `for micro in batch.chunk(n):` around backward, and a step after it."""
+    loops = {id(node): node for node in amp.script.nodes if isinstance(node, ast.For | ast.While)}
+    seen: set[int] = set()
+    for backward in trace.calls("backward"):
+        loop = loops.get(backward.loops[-1]) if backward.loops else None
+        length = counted(loop, amp.script)
+        if loop is None or not length or id(loop) in seen or recomputes(amp, loop):
+            continue
+        inside = [e for e in trace.events if e.loops[: len(backward.loops)] == backward.loops]
+        after = [e for e in trace.calls("step") if e.loops == backward.loops[:-1] and e.index > inside[-1].index]
+        steps = [e for e in after if e.optimizer]
+        if steps and not any(e.method == "zero_grad" or e.optimizer for e in inside):
+            seen.add(id(loop))
+            yield Window(backward=backward, step=steps[0], test="", length=length)
+
+
+def counts_micro_batches(length: ast.expr, script: Script) -> bool:
+    """By its name, `accum_steps`, or by what it is made from: `n_inner = batch_size // microbatch`."""
+    texts = [ast.unparse(length), *map(ast.unparse, script.values(dotted_name(length)))]
+    return any(word in text.lower() for text in texts for word in ACCUMULATION_WORDS)
+
+
+def counted(loop: ast.For | ast.While | None, script: Script) -> str:
+    """N of `for … in range(N)` or `while i < N` that counts micro-batches, or what is cut into them; wrapped or not."""
+    if isinstance(loop, ast.While):
+        below = isinstance(loop.test, ast.Compare) and len(loop.test.ops) == 1 and isinstance(loop.test.ops[0], ast.Lt)
+        limit = loop.test.comparators[0] if below and isinstance(loop.test, ast.Compare) else None
+        return ast.unparse(limit) if limit is not None and counts_micro_batches(limit, script) else ""
+    over = loop.iter if loop is not None else None
+    while isinstance(over, ast.Call) and dotted_name(over.func).rsplit(".", 1)[-1] in WRAPPERS and over.args:
+        over = over.args[0]
+    if over is None or loop is None:
+        return ""
+    if isinstance(over, ast.Call) and getattr(over.func, "id", "") == "range":
+        fits = len(over.args) == 1 and counts_micro_batches(over.args[0], script)
+        return ast.unparse(over.args[0]) if fits else ""
+    cut = isinstance(over, ast.Call) and getattr(over.func, "attr", "") in ("chunk", "split")
+    text = ast.unparse(over)
+    return f"len({text})" if cut or any(word in text.lower() for word in MICRO_WORDS) else ""
+
+
+def recomputes(amp: Amp, loop: ast.For | ast.While) -> bool:
+    """Whether a pass sees the whole window, `torch.cat` of features kept before (contrastive losses): no mean of N."""
+    joins = [c for c in amp.script.calls_below(loop) if last(dotted_name(c.func)) in ("cat", "concat", "concatenate")]
+    listed = (c.args[0].elts if c.args and isinstance(c.args[0], ast.List) else [ast.Constant(None)] for c in joins)
+    return any(not all(isinstance(part, ast.Name) for part in parts) for parts in listed)
+
+
+def modulus(test: str) -> str:
+    """N of `(i + 1) % N == 0`, empty when there is not exactly one."""
+    tree = ast.parse(test, mode="eval")
+    found = [n.right for n in ast.walk(tree) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod)]
+    return ast.unparse(found[0]) if len(found) == 1 else ""
+
+
+def loss_chain(trace: Trace, backward: Event) -> list[Event]:
+    """Assignments in the loop that the loss of this backward is made from."""
+    func = backward.node.func if isinstance(backward.node, ast.Call) else None
+    inner = names_in(func.value) if isinstance(func, ast.Attribute) and not backward.receiver else set()
+    given = backward.node.args[:1] if isinstance(backward.node, ast.Call) else []
+    inner |= {name for value in given for name in names_in(value)}  # `fabric.backward(loss)`
+    # In a function walked in place of its call, local names carry the function's name.
+    inner |= {f"{backward.function}:{name}" for name in inner}
+    wanted, chain = ({backward.receiver} | inner) - {"", backward.scaled_by}, []
+    for event in reversed(trace.events[: backward.index]):
+        if event.targets and wanted.intersection(event.targets) and event.loops == backward.loops:
+            chain.append(event)
+            wanted |= {name for name in event.uses if "loss" in name}
+    return chain
+
+
+def divides(amp: Amp, node: ast.AST, window: Window) -> bool:
+    """Whether the loss may be divided by the window's length here; a term's weight and a mean over tokens are not."""
+    parts = list(ast.walk(node))
+    methods = {getattr(n.func, "attr", "") for n in parts if isinstance(n, ast.Call)}
+    factors = [n for n in parts if isinstance(n, ast.BinOp | ast.AugAssign) and isinstance(n.op, ast.Mult)]
+    by = [side for n in factors for side in ([n.value] if isinstance(n, ast.AugAssign) else [n.left, n.right])]
+    return (
+        bool(methods & {"div", "div_", "mul", "mul_"})
+        or any(may_be_length(amp, divisor, window) for divisor in divisors_in(node))
+        or any(may_be_length(amp, side, window) for side in by if "loss" not in ast.unparse(side).lower())
+    )
+
+
+def may_be_length(amp: Amp, node: ast.expr, window: Window) -> bool:
+    """Whether a divisor, or a factor, may be the number of micro-batches: by its name, its value, or not known."""
+    text = ast.unparse(node)
+    if last(window.length) in text or any(word in text.lower() for word in ACCUMULATION_WORDS):
+        return True
+    if isinstance(node, ast.Constant) or not isinstance(node, ast.Name | ast.Attribute):
+        counts = "len(" in text and not window.test  # the micro-batches of an inner loop
+        return counts or isinstance(node, ast.Constant) and str(node.value) in re.findall(r"\w+", window.length)
+    values = [v for v in amp.script.values(dotted_name(node)) if v is not node]
+    if window.test and WEIGHT.search(last(text)):
+        return False
+    return not values or any(name in ast.unparse(v) for v in values for name in (last(window.length), "accum", "micro"))
+
+
+def hands_over_length(trace: Trace, window: Window) -> bool:
+    """Whether N is given to a call before backward, say to the function that computes the loss."""
+    name, loops = last(window.length), window.backward.loops
+    before = [e for e in trace.events[: window.backward.index] if e.loops[: len(loops)] == loops]
+    return not name.isdigit() and any(last(given) == name for e in before for given in passed(e))
+
+
+def divided_elsewhere(amp: Amp, window: Window) -> bool:
+    """Whether N divides something in a function that runs no backward itself, or a rate or gradient anywhere."""
+    for node in (n for n in amp.script.nodes if isinstance(n, ast.BinOp | ast.AugAssign) and isinstance(n.op, ast.Div)):
+        by = node.value if isinstance(node, ast.AugAssign) else node.right
+        of = ast.unparse(node.target if isinstance(node, ast.AugAssign) else node.left)
+        if last(ast.unparse(by)) != last(window.length) or "len(" in of:
+            continue
+        home = amp.script.owners.get(id(node), amp.script.tree)
+        trains = any(getattr(call.func, "attr", "") == "backward" for call in amp.script.calls_below(home))
+        if not trains or RATE.search(of):
+            return True
+    return False
+
+
+def masked_means(amp: Amp, chain: list[Event], divided: bool) -> Iterator[Finding]:
+    for event in chain:
+        value = event.node.value if isinstance(event.node, ast.Assign) else None
+        helpers = [
+            h
+            for c in amp.script.calls_below(event.node)
+            if (h := amp.script.functions.get(dotted_name(c.func))) is not None
+        ]
+        returns = [
+            n.value for h in helpers for n in amp.script.below(h) if isinstance(n, ast.Return) and n.value is not None
+        ]
+        if value is not None and divided and any(map(is_masked_mean, (value, *returns))):
+            message = "each micro-batch is averaged over its own unmasked elements, then the averages are averaged"
+            fix = "sum the losses, and divide by the count of the whole window"
+            yield amp.script.finding("mean-of-means", event.node, message, fix=fix)
+            return
+
+
+def is_masked_mean(value: ast.expr) -> bool:
+    for node in ast.walk(value):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            divisor = ast.unparse(node.right)
+            if any(word in divisor for word in MASK_WORDS) and (
+                "sum(" in divisor or "count" in divisor or "tokens" in divisor
+            ):
+                return True
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("cross_entropy", "nll_loss"):
+            names = {item.arg: ast.unparse(item.value) for item in node.keywords}
+            if "ignore_index" in names and names.get("reduction", "'mean'") == "'mean'":
+                return True
+    return False
+
+
+def dropped_tail(amp: Amp, trace: Trace, window: Window) -> Iterator[Finding]:
+    """Gradients of a last, partial window are thrown away by a zero_grad before the next epoch's first batch."""
+    tree = ast.parse(window.test, mode="eval").body
+    plain = isinstance(tree, ast.Compare) and "len(" not in window.test
+    if any(isinstance(node, ast.Continue) for loop in inner_loop(amp, window) for node in amp.script.below(loop)):
+        return  # it may leave the partial window out before anything is computed
+    if not plain or not any(isinstance(loop, ast.For) and over_batches(loop.iter) for loop in inner_loop(amp, window)):
+        return
+    outer = window.step.loops[:-1]
+    inside = [e.index for e in trace.events if e.loops[: len(window.step.loops)] == window.step.loops]
+    cleared = any(e.loops == outer and e.index < inside[0] and not e.conditions for e in trace.calls("zero_grad"))
+    restarts = counts_from_zero(amp, window) and any(e.loops == window.step.loops for e in trace.calls("zero_grad"))
+    stepped = any(e.index > inside[-1] for e in trace.calls("step") if e.loops[: len(outer)] == outer)
+    if (cleared or restarts) and not stepped:
+        message = "batches after the last full window are computed and then dropped"
+        if not cleared:
+            message = (
+                "the epoch ends within a window: its gradients leak into the next epoch's first step, the last are lost"
+            )
+        fix = "also step when the batch is the last one, or after the loop"
+        yield amp.script.finding("accumulation-drops-tail", window.step.node, message, fix=fix)
+
+
+def counts_from_zero(amp: Amp, window: Window) -> bool:
+    """Whether the window counts by the loop's own index, `for i, batch in enumerate(loader)`, in a run of epochs."""
+    loop = next((node for node in inner_loop(amp, window) if isinstance(node, ast.For)), None)
+    if loop is None or not isinstance(loop.target, ast.Tuple) or "enumerate(" not in ast.unparse(loop.iter):
+        return False
+    index, tree = dotted_name(loop.target.elts[0]), ast.parse(window.test, mode="eval")
+    named = any(word in window.length.lower() for word in (*ACCUMULATION_WORDS, "grad"))
+    function = amp.script.owners.get(id(loop))
+    epochs = len(window.step.loops) > 1 or function is not None and "epoch" in function.name.lower()
+    return named and epochs and names_in(tree) & {index} != set() and "start=" not in ast.unparse(loop.iter)
+
+
+def inner_loop(amp: Amp, window: Window) -> list[ast.AST]:
+    """The loop whose body holds the step."""
+    return [node for node in amp.script.nodes if id(node) == window.step.loops[-1]]
+
+
+def over_batches(iterated: ast.expr) -> bool:
+    """enumerate(loader), tqdm(enumerate(loader)) and the like; not a range, which is a count of windows or steps."""
+    text = ast.unparse(iterated)
+    return "range(" not in text and "islice" not in text and ("enumerate(" in text or "load" in text)

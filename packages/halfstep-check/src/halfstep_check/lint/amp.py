@@ -1,0 +1,230 @@
+"""What a script has for mixed precision: its scalers, its traces, and which objects leave the module."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from halfstep_check.lint.flow import Event, Trace
+from halfstep_check.lint.regions import Region, switch
+from halfstep_check.lint.roots import traces_of
+from halfstep_check.lint.script import SCALERS, Script
+from halfstep_check.lint.syntax import dotted_name, keyword, last
+
+FRAMEWORKS = (
+    "accelerator",
+    "fabric",
+    "engine",
+    "model_engine",
+    "trainer",
+    "self.accelerator",
+    "self.fabric",
+    "booster",
+)
+"""Receivers whose backward, step and clipping unscale by themselves."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalerMade:
+    """A GradScaler the script constructs."""
+
+    key: str
+    call: ast.Call
+    enabled: bool | None
+    """None: decided at run time."""
+
+
+class Amp:
+    """The facts of one script that the rules share."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+
+    @cached_property
+    def traces(self) -> list[Trace]:
+        return traces_of(self.script)
+
+    @cached_property
+    def scalers(self) -> list[ScalerMade]:
+        found = []
+        for name, values in self.script.assigned.items():
+            for value in values:
+                found += [ScalerMade(key=name, call=made, enabled=on) for made, on in self.made_scalers(value)]
+        return found
+
+    def made_scalers(self, value: ast.expr) -> Iterator[tuple[ast.Call, bool | None]]:
+        """GradScalers a value may be: the call itself, or one branch of `GradScaler() if amp else None`."""
+        if isinstance(value, ast.IfExp):
+            yield from ((call, None) for part in (value.body, value.orelse) for call, _ in self.made_scalers(part))
+        elif isinstance(value, ast.Call) and self.script.name_of(value.func) in SCALERS:
+            yield value, enabled_of(value, self.script)
+
+    @cached_property
+    def accelerators(self) -> dict[str, str]:
+        """Accelerators made here and the precision they are given: fp16 where it may be, empty where none is."""
+        made = {name: v for name, values in self.script.assigned.items() for v in values if isinstance(v, ast.Call)}
+        calls = {
+            n: v for n, v in made.items() if self.script.name_of(v.func) in ("accelerate.Accelerator", "Accelerator")
+        }
+        return {name: accelerated(keyword(call, "mixed_precision"), self.script) for name, call in calls.items()}
+
+    @cached_property
+    def plain_accelerators(self) -> set[str]:
+        """Accelerators that scale nothing, unless somebody asks for it: `mixed_precision` is "no" by default."""
+        found = set()
+        for name, values in self.script.assigned.items():
+            for call in (v for v in values if name in self.accelerators and isinstance(v, ast.Call)):
+                word = self.script.default(keyword(call, "mixed_precision"))
+                found |= {name} if isinstance(word, ast.Constant) and word.value == "no" else set()
+        return found
+
+    @cached_property
+    def may_scale(self) -> bool:
+        """Whether anything could scale a loss: a scaler that is used or comes from elsewhere, or a scale by hand."""
+        if self.scalers and not any(getattr(call.func, "attr", "") == "scale" for call in self.script.calls):
+            # Made here, and never asked to scale: it scales only if somebody else gets hold of it.
+            return any(same_object(made.key, name) for made in self.scalers for name in self.escaped)
+        names = {
+            getattr(n, "id", "") or getattr(n, "attr", "") or getattr(n, "arg", "") or "" for n in self.script.nodes
+        }
+        words = ("scaler", "accelerat", "loss_scale", "grad_scale")
+        # An import that is never used scales nothing, and a StandardScaler scales data.
+        imported = {name for name, full in self.script.imports.items() if full not in SCALERS}
+        names = {name for name in {*names, *imported} if not self.scales_data(name)}
+        # `loss_scaled = loss / n` is a loss, not a scale.
+        return any(word in name.lower().replace("loss_scaled", "") for name in names for word in words)
+
+    def scales_data(self, name: str) -> bool:
+        """Whether a name is scikit-learn's, or holds only what that made."""
+        if self.script.imports.get(name, "").startswith("sklearn."):
+            return True
+        values = [v for key, given in self.script.assigned.items() if last(key) == name for v in given]
+        makers = [self.script.name_of(value.func) if isinstance(value, ast.Call) else "" for value in values]
+        return bool(makers) and all(maker.startswith("sklearn.") for maker in makers)
+
+    @cached_property
+    def regions(self) -> list[Region]:
+        """Regions that may be on, in all traces."""
+        seen = {region for trace in self.traces for event in trace.events for region in event.regions}
+        return [region for region in seen if region.may_be_on]
+
+    @cached_property
+    def certainly_bf16(self) -> bool:
+        return bool(self.regions) and all(region.dtype == "bf16" for region in self.regions)
+
+    @cached_property
+    def uses_autocast(self) -> bool:
+        return bool(self.regions)
+
+    @cached_property
+    def goes_backward(self) -> bool:
+        return any(getattr(call.func, "attr", "") == "backward" for call in self.script.calls)
+
+    @cached_property
+    def called_under_no_grad(self) -> set[str]:
+        """Names of functions that somebody in this module calls inside no_grad."""
+        return {event.method for trace in self.traces for event in trace.events if event.grad_off}
+
+    @cached_property
+    def steps(self) -> bool:
+        """Whether anything is stepped here: a lone backward() only looks at gradients."""
+        return any(getattr(call.func, "attr", "") == "step" for call in self.script.calls)
+
+    @cached_property
+    def escaped(self) -> set[str]:
+        """Names handed to calls that are not followed; what happens there is not known."""
+        followed = {event for trace in self.traces for event in trace.events}
+        return {argument for event in followed for argument in passed(event) if argument}
+
+    def is_disabled(self, key: str) -> bool:
+        """Whether a scaler is off wherever it is made; one that is off on the CPU alone is not."""
+        made = [made.enabled for made in self.scalers if same_object(made.key, key)]
+        return bool(made) and all(enabled is False for enabled in made)
+
+
+def accelerated(value: ast.expr | None, script: Script) -> str:
+    """`mixed_precision=` of an Accelerator; what is decided at run time may be fp16."""
+    if value is None:
+        return ""
+    fixed = script.constant(value)
+    return str(fixed.value) if isinstance(fixed, ast.Constant) else "fp16"
+
+
+def passed(event: Event) -> set[str]:
+    """What a call hands over, by position or by name; `scaler.step(opt)` and the like do not count."""
+    if not isinstance(event.node, ast.Call):
+        return set()
+    named = {dotted_name(item.value) for item in event.node.keywords}
+    return {*event.arguments, *named}
+
+
+def enabled_of(call: ast.Call, script: Script) -> bool | None:
+    spread = any(item.arg is None for item in call.keywords)
+    return None if spread else switch(keyword(call, "enabled"), script)
+
+
+def same_object(one: str, other: str) -> bool:
+    """`self.scaler` and `scaler`, caller's and callee's: compared by their last name."""
+    return bool(one) and last(one) == last(other)
+
+
+def plain(key: str) -> str:
+    """A name as its own function writes it."""
+    return key.rsplit(":", 1)[-1]
+
+
+def is_constant_true(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is True
+
+
+def runs_without_amp(event: Event) -> bool:
+    """Whether the event stands in a branch for runs without mixed precision: `if not scaler.is_enabled():`."""
+    words = ("amp", "fp16", "half", "mixed", "scaler", "precision")
+    return any(not holds and any(word in text.lower() for word in words) for text, holds in event.conditions)
+
+
+def is_plain_backward(event: Event) -> bool:
+    """`loss.backward()` without a scaler and without a framework that would scale it."""
+    is_method = isinstance(event.node, ast.Call) and isinstance(event.node.func, ast.Attribute)
+    # `engine.backward(loss)`, `optim.backward(loss)`: somebody's own; torch's takes a gradient, or nothing.
+    by_framework = last(event.receiver) in map(last, FRAMEWORKS) or any("loss" in last(a) for a in event.arguments)
+    return event.method == "backward" and is_method and not event.scaled_by and not by_framework
+
+
+def is_scaled_backward(event: Event) -> bool:
+    return event.method == "backward" and bool(event.scaled_by)
+
+
+CLIPS = re.compile(r"(adaptive_|dispatch_)?clip_(grad|grads|gradient|gradients)(_norm|_value|_by_\w+)?_?")
+HAND_CLIP = re.compile(r"clip|norm", re.IGNORECASE)
+
+
+def is_clip(event: Event) -> bool:
+    """torch.nn.utils' clipping functions and those named after them; a framework's own clipping unscales first."""
+    if event.method == "clamp_" and last(event.receiver.removesuffix(".data")) == "grad":
+        return True  # by hand: p.grad.data.clamp_(-1, 1)
+    text = ast.unparse(event.node) if rescales_gradients(event) else ""
+    if HAND_CLIP.search(text) and "scale" not in text:
+        return True  # by hand: p.grad.mul_(max_norm / total_norm)
+    path, _, name = event.name.rpartition(".")
+    by_model = "model" in last(path).lower() and name == "clip_grad_norm_"  # FSDP's method
+    return CLIPS.fullmatch(name) is not None and (not path or "util" in path or by_model)
+
+
+RESCALING = re.compile(r"(multiply|scale|mul|div|divide|average|normalize)_(\w+_)?grad")
+
+
+def rescales_gradients(event: Event) -> bool:
+    """`p.grad.div_(n)`, `p.grad *= f`, `multiply_grads(optimizer, f)`: what the gradients are then, is not known."""
+    if isinstance(event.node, ast.Call) and RESCALING.search(event.method.lower()):
+        return True
+    func = event.node.func if isinstance(event.node, ast.Call) and event.method in ("div_", "mul_") else None
+    changed = event.node.target if isinstance(event.node, ast.AugAssign) else func
+    return changed is not None and re.search(r"\.grad\b", ast.unparse(changed)) is not None
+
+
+def is_scaler_step(event: Event, scaler: str) -> bool:
+    return event.method == "step" and len(event.arguments) >= 1 and bool(scaler) and event.receiver == scaler

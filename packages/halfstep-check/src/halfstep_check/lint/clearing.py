@@ -1,0 +1,213 @@
+"""Gradients are cleared once per step: not never, and not between the micro-batches of a window."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep_check.findings import Finding
+from halfstep_check.lint.accumulation import modulus, windows
+from halfstep_check.lint.amp import Amp, is_plain_backward, is_scaled_backward, passed, same_object
+from halfstep_check.lint.flow import Event, Trace
+from halfstep_check.lint.syntax import dotted_name, is_constant, keyword, last, names_in, parameters_of
+
+CLEARS = re.compile(
+    r"zero_?_?grad|clear_?grad|reset_grad|grad_?zero|closure|\.grad(\.data)?\s*(-?=[^=]|\.(zero|fill|copy|sub|set|mul)_\()",
+    re.IGNORECASE,
+)
+"""Whatever could clear a gradient, or change it by hand; reading one clears nothing."""
+MAY_CLEAR = re.compile(r"zero(?!s)|clear|reset(?!$)|train(?!$|ed|ing)|optim|step_|_step", re.IGNORECASE)
+"""In the name of a function of another file that may clear gradients; `meter.reset()` and `model.train()` do not."""
+ONLY_READS = re.compile(r"save|checkpoint|(^|_)lr(_|$)|sched|log|print|item", re.IGNORECASE)
+"""In the name of a function that is given the optimizer and leaves its gradients alone."""
+FIRST = re.compile(r"(\w+) == 0")
+"""Holds in a loop's first iteration alone."""
+GATHERS = ("gradient_accumulation_steps", "gradient_accumulation_plugin")
+WINDOW_WORDS = ("accum", "micro", "virtual", "update_freq", "iter_size", "grad")
+
+
+def find(amp: Amp) -> Iterator[Finding]:
+    for trace in amp.traces:
+        yield from never_cleared(amp, trace)
+        yield from cleared_on_one_path(amp, trace)
+        yield from cleared_within(amp, trace)
+        yield from stepped_within(amp, trace)
+    yield from cleared_at_head(amp)
+
+
+def never_cleared(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """backward and step in one loop, and nothing that runs in it clears a gradient."""
+    backwards = [e for e in trace.events if e.loops and (is_plain_backward(e) or is_scaled_backward(e))]
+    for step in trace.calls("step"):
+        depth = len(step.loops)  # the micro-batches of a window may have a loop of their own
+        inside = [e for e in backwards if depth and e.loops[:depth] == step.loops]
+        before = any(e.index < step.index and not e.excludes(step) for e in inside)
+        if before and steps_alone(amp, trace, step) and not may_be_cleared(amp, trace, step):
+            name = last(step.optimizer)
+            message = f"nothing in this loop clears the gradients that {name} steps with: each step adds to the last"
+            yield amp.script.finding(
+                "gradients-not-cleared", step.node, message, fix=f"{name}.zero_grad() after the step"
+            )
+            return
+
+
+def may_be_cleared(amp: Amp, trace: Trace, step: Event) -> bool:
+    """Whether anything in the loop could clear what an optimizer steps with, other optimizers' zero_grad() aside."""
+    around = reached_from_loop(amp, step)
+    text = "\n".join(ast.unparse(node) for node in around)
+    calls = (c for node in around for c in amp.script.calls_below(node))
+    written = {id(c) for c in calls if getattr(c.func, "attr", "") == "zero_grad"}
+    followed = {id(e.node) for e in trace.calls("zero_grad")}
+    effective = {id(e.node) for e in trace.calls("zero_grad") if clears_for(amp, e, step)}
+    if written and written <= followed - effective:
+        text = re.sub(r"[\w.]+\.zero_grad\(", "", text)
+    return CLEARS.search(text) is not None
+
+
+def clears_for(amp: Amp, event: Event, step: Event) -> bool:
+    """Whether a zero_grad() is this optimizer's, and more than once in a loop: not `if i == 0:` alone."""
+    looped = {name for n in amp.script.nodes if isinstance(n, ast.For) for name in names_in(n.target)}
+    one = amp.script.is_optimizer(event.receiver) and len(amp.script.values(event.receiver)) < 2
+    other = one and last(event.receiver) != last(step.optimizer) and event.receiver not in looped
+    asked = (text for text, holds in event.conditions - step.conditions if holds)
+    once = any((first := FIRST.fullmatch(text)) is not None and first[1] in looped for text in asked)
+    return not other and not once
+
+
+def reached_from_loop(amp: Amp, step: Event) -> list[ast.AST]:
+    """The loop around a step and all functions of this file that it may call."""
+    found: list[ast.AST] = [n for n in amp.script.nodes if id(n) == step.loops[-1]]
+    for node in found:  # grows as it goes
+        names = {
+            last(dotted_name(call.func)) or getattr(call.func, "attr", "") for call in amp.script.calls_below(node)
+        }
+        called = [f for name in names for f in amp.script.named_functions.get(name, [])]
+        found += [function for function in called if function not in found]
+    return found
+
+
+def cleared_on_one_path(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """One branch clears, the other one steps on all gradients so far."""
+    clears = list(trace.calls("zero_grad"))
+    everywhere = {dotted_name(call.func) for call in amp.script.calls}
+    for step in trace.calls("step"):
+        name = step.optimizer
+        computed = any(e.method == "backward" and not e.excludes(step) for e in trace.events[: step.index])
+        own = [e for e in clears if e.receiver == name]
+        elsewhere = sum(dotted_name(c.func) == f"{name}.zero_grad" for c in amp.script.calls) > len(own)
+        by_model = any(
+            text.endswith(".zero_grad") and text != f"{name}.zero_grad" for text in everywhere if "optim" not in text
+        )
+        if name and computed and own and all(e.excludes(step) for e in own) and not elsewhere and not by_model:
+            message = f"{last(name)}.zero_grad() runs only on the other path: here each step adds to the last"
+            fix = f"{last(name)}.zero_grad() on this path too"
+            yield amp.script.finding("gradients-not-cleared", step.node, message, fix=fix, related=own[0].node)
+            return
+
+
+def steps_alone(amp: Amp, trace: Trace, step: Event) -> bool:
+    """Whether torch.optim made the optimizer, or the caller hands it over, and nobody else in the loop has it."""
+    name = step.optimizer
+    own = {"step", "unscale_", "zero_grad", "clip_grad_norm_", "clip_grad_value_"}
+    inside = [e for e in trace.events if e.loops[: len(step.loops)] == step.loops and e.method not in own]
+    handed = name in parameters_of(trace.root)
+    unknown = any(is_unknown_method(amp, e) or MAY_CLEAR.search(e.method) for e in inside)
+    alone = not unknown and not any(name in passed(e) and not ONLY_READS.search(e.method) for e in inside)
+    # A scaler takes torch's optimizers alone, whoever makes them.
+    taken = bool(step.arguments) and is_scaler(amp, step.receiver) and bool(amp.script.values(name))
+    return bool(name) and alone and (handed or taken or made_by_torch(amp, name))
+
+
+def is_scaler(amp: Amp, key: str) -> bool:
+    return any(same_object(made.key, key) for made in amp.scalers) or "scaler" in last(key).lower()
+
+
+def is_unknown_method(amp: Amp, event: Event) -> bool:
+    """`self.prepare()` of a base in another file; `self.model(x)` calls what an attribute holds."""
+    held = amp.script.values(event.called) or event.method in amp.script.model_names
+    return event.receiver == "self" and not held and amp.script.function_named(event.method) is None
+
+
+def made_by_torch(amp: Amp, name: str) -> bool:
+    """By torch.optim, here or in a function of this file, also wrapped: `Lookahead(optimizer)`."""
+    return bool(amp.script.values(name)) and all(is_torch_optimizer(amp, value) for value in amp.script.values(name))
+
+
+def is_torch_optimizer(amp: Amp, value: ast.expr | None) -> bool:
+    if not isinstance(value, ast.Call):
+        return False
+    called = amp.script.name_of(value.func)
+    own = amp.script.function_named(called.removeprefix("self."))
+    ends = [n.value for n in amp.script.below(own) if isinstance(n, ast.Return)] if own is not None else []
+    if ends:
+        return all(is_torch_optimizer(amp, amp.script.constant(end)) for end in ends)
+    wraps = [dotted_name(argument) for argument in value.args[:1]]
+    inner = [v for name in wraps if amp.script.is_optimizer(name) for v in amp.script.values(name)]
+    return called.startswith("torch.optim.") or any(is_torch_optimizer(amp, v) for v in inner if v is not value)
+
+
+def cleared_within(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """zero_grad at every micro-batch while the step waits for the window's end: only the last one counts."""
+    for window in windows(trace):
+        optimizer = window.step.optimizer
+        around = [e for e in trace.events if e.loops[: len(window.step.loops)] == window.step.loops]
+        inside = [e for e in around if e.loops == window.step.loops or drops_gradient(e)]
+        stepped = {e.optimizer for e in inside if e.method == "step"} - {""}
+        if not any(word in window.length.lower() for word in WINDOW_WORDS) and len(stepped) > 1:
+            continue
+        for event in inside:
+            same = last(event.receiver) == last(optimizer) or last(event.receiver) in amp.script.model_names
+            cleared = event.method == "zero_grad" and same or drops_gradient(event)
+            # `if due: zero_grad()`, backward, `if due: step()`: the clear throws away what the window gathered.
+            due = (window.test, True) in event.conditions and event.index < window.backward.index
+            if cleared and (due or event.conditions <= window.backward.conditions):
+                message = f"gradients are cleared at every micro-batch: of {window.length} only the last one counts"
+                fix = "clear them where the optimizer steps"
+                yield amp.script.finding(
+                    "cleared-within-window", event.node, message, fix=fix, related=window.step.node
+                )
+                break
+
+
+def cleared_at_head(amp: Amp) -> Iterator[Finding]:
+    """zero_grad() before backward in accumulate(): it acts on the last micro-batch alone, and wipes the others."""
+    for node in (n for n in amp.script.nodes if isinstance(n, ast.With)):
+        opened = [i.context_expr for i in node.items if isinstance(i.context_expr, ast.Call)]
+        owners = [dotted_name(c.func).removesuffix(".accumulate") for c in opened]
+        owner = next((name for name, c in zip(owners, opened, strict=True) if name != dotted_name(c.func)), "")
+        made = [v for v in amp.script.values(owner) if isinstance(v, ast.Call)]
+        lengths = [v for c in made for v in map(amp.script.default, (keyword(c, key) for key in GATHERS)) if v]
+        alone = made and all(is_constant(length, 1) for length in lengths)
+        calls = [c for c in amp.script.calls_below(node) if isinstance(c.func, ast.Attribute)]
+        calls = sorted(calls, key=lambda c: (c.lineno, c.col_offset))
+        names = [getattr(c.func, "attr", "") for c in calls]
+        first = names.index("backward") if "backward" in names else 0
+        early = [c for c, name in zip(calls[:first], names, strict=False) if name == "zero_grad"]
+        if owner and early and not alone and "step" in names[first:]:
+            message = "zero_grad() acts on a window's last micro-batch alone, before its backward: the others are wiped"
+            yield amp.script.finding("cleared-within-window", early[0], message, fix="clear them after the step")
+
+
+def drops_gradient(event: Event) -> bool:
+    """`p.grad = None`."""
+    value = event.node.value if isinstance(event.node, ast.Assign) else None
+    return value is not None and is_constant(value, None) and any(target.endswith(".grad") for target in event.targets)
+
+
+def stepped_within(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """step() at every micro-batch while zero_grad waits for the window's end: gradients are used again and again."""
+    clears = list(trace.calls("zero_grad"))
+    for clear in clears:
+        gates = {(text, holds) for text, holds in clear.conditions if holds and text in trace.windows}
+        gates = {gate for gate in gates if any(word in modulus(gate[0]).lower() for word in WINDOW_WORDS)}
+        if not gates or any(e.loops == clear.loops and not gates & e.conditions for e in clears):
+            continue
+        for step in trace.calls("step"):
+            same = step.optimizer and last(step.optimizer) == last(clear.receiver)
+            gated = any(text in trace.windows for text, _ in step.conditions)
+            if same and step.loops == clear.loops and not gated and not step.excludes(clear):
+                message = f"step() runs at every micro-batch, zero_grad() only where `{next(iter(gates))[0]}`"
+                fix = "step, and update the scaler, where the gradients are cleared"
+                yield amp.script.finding("stepped-within-window", step.node, message, fix=fix, related=clear.node)
+                return

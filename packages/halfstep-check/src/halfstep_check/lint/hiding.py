@@ -1,0 +1,225 @@
+"""NaN "handling" that hides the cause, and clipping that is applied twice."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from halfstep_check.findings import Finding
+from halfstep_check.lint.accumulation import Window, inner_windows, windows
+from halfstep_check.lint.amp import Amp, is_clip, is_plain_backward
+from halfstep_check.lint.dtypes import is_model_call
+from halfstep_check.lint.flow import Event, Trace
+from halfstep_check.lint.script import Script
+from halfstep_check.lint.syntax import dotted_name, keyword, last
+
+OUTPUT_NAMES = ("out", "output", "outputs", "logits", "pred", "preds", "prediction", "predictions", "noise_pred")
+CHECKS = ("isnan", "isinf", "isfinite")
+
+
+def find(amp: Amp) -> Iterator[Finding]:
+    if not amp.goes_backward:
+        return
+    yield from hidden_nans(amp)
+    for trace in amp.traces:
+        yield from clipped_twice(amp, trace)
+        yield from clipped_within(amp, trace)
+        yield from rescaled_after_clip(amp, trace)
+
+
+def hidden_nans(amp: Amp) -> Iterator[Finding]:
+    fix = "find the cause: skip the step, count it, and look at the first module that is not finite"
+    for call in amp.script.calls:
+        name = getattr(call.func, "attr", "") or getattr(call.func, "id", "")
+        if name in ("nan_to_num", "nan_to_num_") and replaces_result(amp, call):
+            yield amp.script.finding("nan-hidden", call, "nan_to_num on a loss or gradient trains on garbage", fix=fix)
+    for node in amp.script.nodes:
+        if isinstance(node, ast.If) and leaves_out_of_evaluation(amp, node):
+            message = "batches whose loss is not finite are left out of the evaluation: it looks better than it is"
+            yield amp.script.finding("nan-hidden", node, message, fix="let the mean be NaN, or count and report them")
+        elif isinstance(node, ast.If) and tests_finite(node.test, amp.script):
+            for statement in node.body:
+                if replaces_loss(statement) or zeroes_gradient(statement):
+                    message = "a loss or gradient that is not finite is replaced, and training goes on"
+                    yield amp.script.finding("nan-hidden", statement, message, fix=fix)
+        elif isinstance(node, ast.Assign) and masks_gradient(node):
+            yield amp.script.finding("nan-hidden", node, "gradient entries that are not finite are zeroed", fix=fix)
+
+
+def leaves_out_of_evaluation(amp: Amp, node: ast.If) -> bool:
+    """`if isnan(loss): continue`, or `if not isnan(loss): total += …`, where a function evaluates."""
+    function = amp.script.owners.get(id(node))
+    words = re.split(r"[_\W]+", function.name.lower()) if function is not None else []
+    inner = amp.script.calls_below(function) if function is not None else ()
+    if not {"eval", "evaluate", "validate", "validation", "val", "valid"} & set(words) or any(
+        getattr(call.func, "attr", "") == "backward" for call in inner
+    ):
+        return False
+    loops = [n for n in amp.script.below(function or node) if isinstance(n, ast.For)]
+    if "loss" not in ast.unparse(node.test).lower() or not any(node in amp.script.below(loop) for loop in loops):
+        return False
+    skips = len(node.body) == 1 and isinstance(node.body[0], ast.Continue) and tests_finite(node.test, amp.script)
+    negated = node.test.operand if isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not) else None
+    good = (
+        called_names(negated) & {"isnan", "isinf"} if negated is not None else called_names(node.test) == {"isfinite"}
+    )
+    adds = not node.orelse and any(isinstance(s, ast.AugAssign) or ".append(" in ast.unparse(s) for s in node.body)
+    return skips or bool(good) and adds
+
+
+def replaces_result(amp: Amp, call: ast.Call) -> bool:
+    """Whether nan_to_num works on a loss, a gradient, or what the model just put out; cleaning input data is fine."""
+    if amp.script.name_of(call.func).startswith("numpy."):
+        return False  # a number to log: nothing goes backward through NumPy
+    method = isinstance(call.func, ast.Attribute) and not amp.script.name_of(call.func).startswith("torch.")
+    first = call.args[0] if call.args else call.func
+    target = call.func.value if method and isinstance(call.func, ast.Attribute) else first
+    text = ast.unparse(target).lower()
+    if is_loss_name(text) or text.endswith((".grad", ".grad.data")) or text in ("grad", "g"):
+        return True
+    put_out = text in OUTPUT_NAMES or isinstance(target, ast.Call) and is_model_call(target, amp.script)
+    owner = amp.script.owners.get(id(call), amp.script.tree)
+    return put_out and any(getattr(inner.func, "attr", "") == "backward" for inner in amp.script.calls_below(owner))
+
+
+def is_loss_name(text: str) -> bool:
+    last = text.rsplit(".", 1)[-1]
+    return last == "loss" or last.startswith("loss_") or last.endswith("_loss")
+
+
+def tests_finite(test: ast.expr, script: Script) -> bool:
+    """`isnan(…)` or `not isfinite(…)`, also beside other tests: the branch of the bad case."""
+    if isinstance(test, ast.BoolOp):
+        return any(tests_finite(value, script) for value in test.values)
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return "isfinite" in called_names(returned(test.operand, script))
+    return bool(called_names(returned(test, script)) & {"isnan", "isinf", "not isfinite"})
+
+
+def called_names(node: ast.AST) -> set[str]:
+    """Last names of all calls; those under a `not` of their own are told apart."""
+    found: set[str] = set()
+    for child in ast.iter_child_nodes(node):
+        negates = isinstance(child, ast.UnaryOp) and isinstance(child.op, ast.Not)
+        found |= {f"not {name}" if negates else name for name in called_names(child)}
+    if isinstance(node, ast.Call):
+        found.add(getattr(node.func, "attr", "") or getattr(node.func, "id", ""))
+    return found
+
+
+def returned(test: ast.expr, script: Script) -> ast.expr:
+    """What a helper of this module that only returns an expression computes; anything else stays as it is."""
+    helper = script.functions.get(dotted_name(test.func)) if isinstance(test, ast.Call) else None
+    only = helper.body[-1] if helper is not None and len(helper.body) <= 2 else None
+    return only.value if isinstance(only, ast.Return) and only.value is not None else test
+
+
+def replaces_loss(node: ast.stmt) -> bool:
+    """`loss = torch.zeros(…)`, `loss = loss * 0` and the like."""
+    if not isinstance(node, ast.Assign) or not is_loss_name(dotted_name(node.targets[0]).lower()):
+        return False
+    text = ast.unparse(node.value)
+    products = (n for n in ast.walk(node.value) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult))
+    by_zero = any(is_zero(product.left) or is_zero(product.right) for product in products)
+    return by_zero or any(word in text for word in ("zeros", "tensor(0", "nan_to_num", "torch.where"))
+
+
+def is_zero(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value == 0
+
+
+def zeroes_gradient(node: ast.stmt) -> bool:
+    text = ast.unparse(node)
+    return isinstance(node, ast.Expr | ast.Assign | ast.For) and any(
+        word in text for word in (".grad.zero_()", ".grad.fill_(0", ".grad.data.zero_()", ".grad = torch.zeros")
+    )
+
+
+def masks_gradient(node: ast.Assign) -> bool:
+    """`p.grad[torch.isnan(p.grad)] = 0` and `p.grad = torch.where(isnan(p.grad), 0, p.grad)`."""
+    target, value = ast.unparse(node.targets[0]), ast.unparse(node.value)
+    if ".grad[" in target:
+        return any(f"{check}(" in target for check in CHECKS)
+    return target.endswith(".grad") and "where(" in value and any(check in value for check in CHECKS)
+
+
+def clipped_twice(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    clips = [event for event in trace.events if is_clip(event)]
+    for first, second in zip(clips, clips[1:], strict=False):
+        same = first.name == second.name and clipped(first) == clipped(second) != ""
+        between = trace.events[first.index + 1 : second.index]
+        restarted = any(e.method in ("step", "backward", "zero_grad") for e in between)
+        if same and first.loops == second.loops and first.implied_by(second) and not restarted:
+            message = "gradients are clipped a second time before the step"
+            yield amp.script.finding("clip-twice", second.node, message, fix="keep one of them", related=first.node)
+
+
+def clipped_within(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """A clip at every micro-batch of a window: the sum so far is clipped, and again with the next."""
+    yield from clipped_within_accumulate(amp, trace)
+    for window in (*windows(trace), *inner_windows(amp, trace)):
+        inside = trace.events[window.backward.index : window.step.index]
+        yield from clipped_at_every_sync(amp, window, inside)
+        gated = window.step.conditions - window.backward.conditions
+        plain = [e for e in trace.events if is_plain_backward(e) and e.loops == window.backward.loops]
+        for clip in (e for e in inside if is_clip(e) and e.loops == window.backward.loops):
+            unscaled = any(not e.excludes(clip) for e in plain)  # a scaled one is clip-before-unscale's
+            if unscaled and not clip.conditions & gated and not clip.excludes(window.step):
+                message = f"the sum is clipped after each of {window.length} micro-batches, not once before the step"
+                yield amp.script.finding("clip-twice", clip.node, message, fix="clip where the optimizer steps")
+                return
+
+
+def clipped_at_every_sync(amp: Amp, window: Window, inside: list[Event]) -> Iterator[Finding]:
+    """`if accelerator.sync_gradients: clip` of an Accelerator without a window, which syncs at every batch."""
+    for clip in (e for e in inside if e.method in ("clip_grad_norm_", "clip_grad_value_")):
+        owner = amp.script.canonical(clip.receiver)
+        asked = {text for text, _ in clip.conditions - window.backward.conditions}
+        if owner in amp.accelerators and not counts_window(amp, owner) and all("sync_gradients" in t for t in asked):
+            message = f"the sum is clipped after each of {window.length} micro-batches: the Accelerator has no window"
+            fix = "Accelerator(gradient_accumulation_steps=…), and step at every batch under accumulate()"
+            yield amp.script.finding("clip-twice", clip.node, message, fix=fix, related=window.step.node)
+            return
+
+
+def clipped_within_accumulate(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """accelerator.clip_grad_norm_() under accumulate() and not under `if accelerator.sync_gradients:`."""
+    opened = {e.receiver: e for e in trace.calls("accumulate") if counts_window(amp, e.receiver)}
+    for clip in trace.calls("clip_grad_norm_", "clip_grad_value_"):
+        owner = opened.get(clip.receiver)
+        gated = any("sync_gradients" in text or "%" in text for text, _ in clip.conditions)
+        if owner is not None and owner.loops == clip.loops and owner.index < clip.index and not gated:
+            message = "gradients are clipped, and unscaled in fp16, at every micro-batch: the second unscale_() raises"
+            fix = f"if {last(clip.receiver)}.sync_gradients: before it"
+            yield amp.script.finding("clip-twice", clip.node, message, fix=fix, related=owner.node)
+            return
+
+
+def counts_window(amp: Amp, accelerator: str) -> bool:
+    """Whether an Accelerator is made here with a window that may be longer than one."""
+    made = [v for v in amp.script.values(accelerator) if isinstance(v, ast.Call)]
+    words = ("gradient_accumulation_steps", "gradient_accumulation_plugin")
+    lengths = [amp.script.constant(keyword(call, word)) for call in made for word in words]
+    return any(length is not None and getattr(length, "value", None) != 1 for length in lengths)
+
+
+def clipped(event: Event) -> str:
+    """What a clip works on, as it is written."""
+    return ast.unparse(event.node.args[0]) if isinstance(event.node, ast.Call) and event.node.args else ""
+
+
+def rescaled_after_clip(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """`p.grad.mul_(max_norm / grad_norm)` after clip_grad_norm_: that norm is from before the clip."""
+    clips = [event for event in trace.events if is_clip(event) and "inf" not in ast.unparse(event.node)]
+    norms: set[str] = set()
+    for event in trace.events[clips[0].index + 1 :] if clips else ():
+        value = None if isinstance(event.node, ast.Call) else event.node.value
+        if value is clips[0].node or norms & event.uses:
+            norms |= set(event.targets)
+        names = {dotted_name(n) for n in ast.walk(event.node) if isinstance(n, ast.Name | ast.Attribute)}
+        scales = event.method in ("mul_", "div_") or isinstance(event.node, ast.AugAssign)
+        if scales and ".grad" in ast.unparse(event.node) and names & norms and event.function == clips[0].function:
+            message = "gradients are scaled by the norm again after clip_grad_norm_: the step shrinks with 1/norm²"
+            yield amp.script.finding("clip-twice", event.node, message, fix="drop this scaling", related=clips[0].node)
+            return

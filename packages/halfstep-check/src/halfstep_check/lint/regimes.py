@@ -1,0 +1,330 @@
+"""Which precision runs, and whether the scaler fits it: fp16 needs one, bf16 does not, backward stays outside."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from collections.abc import Iterator
+
+from halfstep_check.findings import Finding, Severity
+from halfstep_check.lint.amp import (
+    Amp,
+    ScalerMade,
+    is_plain_backward,
+    is_scaled_backward,
+    runs_without_amp,
+    same_object,
+)
+from halfstep_check.lint.flow import Event, Trace
+from halfstep_check.lint.regions import format_of, may_be_fp16, region_of
+from halfstep_check.lint.script import AUTOCASTS
+from halfstep_check.lint.syntax import argument, dotted_name, is_constant, keyword, last, names_in
+from halfstep_check.spellings import dtype_of
+
+ABOUT_PRECISION = re.compile(
+    r"amp|16|32|half|mixed|scale|precision|dtype|cuda|cpu|device|gpu|autocast|apex|deepspeed|enable", re.IGNORECASE
+)
+BF16 = re.compile(r"bfloat16|bf16", re.IGNORECASE)
+
+
+def find(amp: Amp) -> Iterator[Finding]:
+    for trace in amp.traces if amp.steps else ():
+        yield from backward_in_autocast(amp, trace)
+        yield from fp16_without_scaler(amp, trace)
+    yield from fp16_in_a_model(amp)
+    yield from scaler_with_bf16(amp)
+    yield from scaler_beside_bf16(amp)
+    yield from inverted_scaler(amp)
+    yield from scaler_of_another_device(amp)
+    yield from scaler_off(amp)
+    yield from sharded_in_fp16(amp)
+    yield from unscaled_fallback(amp)
+    yield from unscaled_bf16_branch(amp)
+
+
+def backward_in_autocast(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """Once for a function, with the other lines as related ones."""
+    seen: dict[str, list[Event]] = {}
+    for event in trace.calls("backward"):
+        if event.region is not None and event.region.may_be_on and (is_plain_backward(event) or event.scaled_by):
+            seen.setdefault(event.function, []).append(event)
+    for first, *others in seen.values():
+        message = "backward() inside autocast: its ops already run in the dtype of the forward"
+        found = amp.script.finding("backward-in-autocast", first.node, message, fix="move it out of the with block")
+        yield dataclasses.replace(found, related=tuple(amp.script.place(event.node) for event in others))
+
+
+def fp16_without_scaler(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    for backward in trace.calls("backward"):
+        framework = amp.script.canonical(backward.receiver) in amp.plain_accelerators
+        if not framework and not is_plain_backward(backward):
+            continue
+        forward = origin(trace, backward) or model_under_its_own(amp, trace, backward)
+        region = forward.region if forward is not None else None
+        chosen = forward is not None and opens_fp16_itself(forward, backward)
+        if forward is None or region is None or forward.grad_off or runs_without_amp(backward) and not chosen:
+            continue
+        if (
+            not region.may_be_fp16
+            or not region.may_be_on
+            or region.device == "cpu"
+            or not framework
+            and not chosen
+            and may_be_scaled(amp, trace, backward)
+        ):
+            continue
+        how = "" if region.explicit_dtype else " (autocast without a dtype is fp16 on CUDA)"
+        how = how if region.dtype == "fp16" else " on one of its paths"
+        message = f"the loss comes from fp16 autocast{how}, and nothing scales it: small gradients become zero"
+        fix = "use a GradScaler, or autocast with dtype=torch.bfloat16"
+        found = amp.script.finding("fp16-without-scaler", backward.node, message, fix=fix, related=forward.node)
+        yield found if region.dtype == "fp16" else dataclasses.replace(found, severity=Severity.WARNING)
+
+
+def opens_fp16_itself(forward: Event, backward: Event) -> bool:
+    """`else:` of a branch with a scaler that opens autocast(dtype=torch.float16) all the same, on the same device."""
+    region, off = forward.region, {text for text, holds in backward.conditions if not holds and "scaler" in text}
+    fixed = region is not None and region.enabled is True and region.explicit_dtype and region.dtype == "fp16"
+    same = bool(off) and off <= {text for text, holds in forward.conditions if not holds}
+    return fixed and same and not any(re.search(r"cuda|cpu|device|gpu", text) for text in off)
+
+
+def fp16_in_a_model(amp: Amp) -> Iterator[Finding]:
+    """An fp16 autocast in the forward() of a module, a plain backward and step beside it, and nothing that scales."""
+    inside = [e for t in amp.traces for e in t.events if e.function == "forward" and e.region and not e.grad_off]
+    certain = [e for e in inside if e.region and e.region.dtype == "fp16" and e.region.may_be_on]
+    if not certain or amp.may_scale or any(e.regions and e.function != "forward" for t in amp.traces for e in t.events):
+        return
+    for trace in amp.traces:
+        steps = [e for e in trace.calls("step") if e.optimizer and not e.arguments]
+        for backward in (e for e in trace.events if is_plain_backward(e) and not runs_without_amp(e)):
+            if any(e.index > backward.index and not e.excludes(backward) for e in steps):
+                message = "the model runs in fp16 autocast, and nothing scales its loss: small gradients become zero"
+                fix = "use a GradScaler, or autocast with dtype=torch.bfloat16"
+                yield amp.script.finding(
+                    "fp16-without-scaler", backward.node, message, fix=fix, related=certain[0].node
+                )
+                return
+
+
+def model_under_its_own(amp: Amp, trace: Trace, backward: Event) -> Event | None:
+    """The model's call before a backward, as one under the autocast that the model's own forward() opens."""
+    for event in reversed(trace.events[: backward.index]):
+        owner = amp.script.class_of(event.called) if event.called and event.loops == backward.loops else None
+        forward = amp.script.methods(owner).get("forward") if owner is not None else None
+        if forward is not None and not event.regions and not event.grad_off:
+            items = [i.context_expr for n in forward.body if isinstance(n, ast.With) for i in n.items]
+            opened = [region_of(node, amp.script) for node in (*forward.decorator_list, *items)]
+            regions = tuple(region for region in opened if region is not None and region.may_be_on)
+            return dataclasses.replace(event, regions=regions) if regions else None
+    return None
+
+
+def may_be_scaled(amp: Amp, trace: Trace, backward: Event) -> bool:
+    """Whether a scaler could be at work: nothing certain, unless this loop scales another loss and forgets this one."""
+    scaled = [e for e in trace.events if is_scaled_backward(e) and not amp.is_disabled(e.scaled_by)]
+    beside = [e for e in scaled if e.loops == backward.loops and not e.excludes(backward)]
+    forgotten = bool(beside) and backward.conditions == beside[0].conditions
+    # `if meta: … backward(), step()` and `else: scaler.scale(…)`: what is asked has nothing to do with AMP.
+    branches = [e for e in scaled if e.loops == backward.loops and e.excludes(backward)]
+    asked = {text for e in branches for text, holds in e.conditions if (text, not holds) in backward.conditions}
+    forgotten = forgotten or bool(asked) and not any(map(ABOUT_PRECISION.search, asked))
+    return amp.may_scale and not forgotten
+
+
+def origin(trace: Trace, backward: Event) -> Event | None:
+    """The assignment under autocast that the loss of this backward is made from, however many steps back."""
+    given = {backward.receiver} if is_plain_backward(backward) else set(backward.arguments)
+    wanted = given if backward.receiver else computed_from(backward)
+    for event in reversed(trace.events[: backward.index]):
+        if not wanted.intersection(event.targets) or event.excludes(backward):
+            continue
+        event = returned_under(trace, event)
+        if event.regions:
+            return event if not is_lifted(event) else None
+        wanted |= {name for name in event.uses if "." not in name}
+    return None
+
+
+def returned_under(trace: Trace, event: Event) -> Event:
+    """An assignment of what a function of this file returns from inside its `with autocast(…):`, as one under it."""
+    call = event.node.value if isinstance(event.node, ast.Assign) else None
+    name = last(dotted_name(call.func)) if isinstance(call, ast.Call) else ""
+    own = trace.script.function_named(name) if name and not event.regions else None
+    blocks = [n for n in trace.script.below(own) if isinstance(n, ast.With)] if own is not None else []
+    ends = [n for n in blocks if any(isinstance(i, ast.Return) for i in trace.script.below(n))]
+    opened = [region_of(item.context_expr, trace.script) for block in ends for item in block.items]
+    opened += [region_of(node, trace.script) for node in own.decorator_list] if own is not None else []
+    regions = tuple(region for region in opened if region is not None)
+    return dataclasses.replace(event, regions=regions) if regions else event
+
+
+def computed_from(backward: Event) -> set[str]:
+    """`loss` of `(loss / n).backward()`, as the walk names it."""
+    func = backward.node.func if isinstance(backward.node, ast.Call) else None
+    names = names_in(func.value) if isinstance(func, ast.Attribute) else set()
+    return names | {f"{backward.function}:{name}" for name in names}
+
+
+def is_lifted(event: Event) -> bool:
+    """Whether an inner `autocast(enabled=False)` switches the outer one off again."""
+    return event.region is not None and not event.region.may_be_on
+
+
+def scaler_of_another_device(amp: Amp) -> Iterator[Finding]:
+    """GradScaler() is CUDA's: beside autocast on mps it finds no GPU and switches itself off."""
+    if not amp.regions or not all(region.device == "mps" and region.may_be_fp16 for region in amp.regions):
+        return
+    for made in amp.scalers:
+        device = argument(made.call, 0, "device")
+        if made.enabled is not False and (device is None or getattr(device, "value", "") == "cuda"):
+            message = f"{last(made.key)} is CUDA's, and switches itself off on mps: fp16 gradients are not scaled"
+            yield amp.script.finding("fp16-without-scaler", made.call, message, fix='torch.amp.GradScaler("mps")')
+
+
+def inverted_scaler(amp: Amp) -> Iterator[Finding]:
+    """A loss that is scaled where autocast is off, or a scaler that is on for bf16 and off for fp16."""
+    switches = autocast_switches(amp)
+    for trace in amp.traces:
+        for event in filter(is_scaled_backward, trace.events):
+            if any(text in switches and not holds for text, holds in event.conditions):
+                message = "the loss is scaled where autocast is off, and not where it is on"
+                yield amp.script.finding("fp16-without-scaler", event.node, message, fix="swap the two branches")
+    for made in amp.scalers:
+        condition = scaler_condition(amp, made)
+        if condition is not None and is_for_bf16(condition) and not amp.certainly_bf16:
+            message = f"{last(made.key)} is on where {ast.unparse(condition)}: bf16 gets a scaler, fp16 gets none"
+            fix = "turn the condition around: fp16 needs loss scaling, bf16 does not"
+            yield amp.script.finding("fp16-without-scaler", made.call, message, fix=fix)
+
+
+def scaler_off(amp: Amp) -> Iterator[Finding]:
+    """GradScaler(enabled=False) in a file whose every autocast is fp16 and on."""
+    fp16 = bool(amp.regions) and all(r.dtype == "fp16" and r.enabled and r.device != "cpu" for r in amp.regions)
+    for made in amp.scalers if fp16 and all(made.enabled is False for made in amp.scalers) else ():
+        if any(is_scaled_backward(e) for t in amp.traces for e in t.events):
+            message = f"{last(made.key)} is switched off, and autocast is fp16: nothing scales the loss"
+            yield amp.script.finding("fp16-without-scaler", made.call, message, fix="enabled=True")
+
+
+def sharded_in_fp16(amp: Amp) -> Iterator[Finding]:
+    """MixedPrecision(param_dtype=torch.float16) of FSDP, a plain backward, and nothing that could scale."""
+    plain = any(is_plain_backward(e) for t in amp.traces for e in t.events)
+    for call in amp.script.calls if plain and amp.steps and not amp.may_scale else ():
+        policy = last(amp.script.name_of(call.func)) in ("MixedPrecision", "MixedPrecisionPolicy")
+        dtype = keyword(call, "param_dtype") if policy else None
+        certain = format_of(dtype, amp.script) == "fp16"
+        if certain or may_be_fp16(dtype, amp.script):
+            message = "FSDP computes in fp16 by this policy, and nothing scales the loss: small gradients become zero"
+            found = amp.script.finding("fp16-without-scaler", call, message, fix="ShardedGradScaler, or bf16")
+            yield found if certain else dataclasses.replace(found, severity=Severity.WARNING)
+
+
+def unscaled_fallback(amp: Amp) -> Iterator[Finding]:
+    """Where bf16 is not there the dtype falls back to fp16, and the flag that makes the scaler stays off."""
+    guards = [
+        n for n in amp.script.nodes if isinstance(n, ast.If) and any(m.call in amp.script.below(n) for m in amp.scalers)
+    ]
+    flags = {dotted_name(guard.test) for guard in guards} - {""}
+    blocks = [
+        b
+        for n in amp.script.nodes
+        for b in (getattr(n, "body", None), getattr(n, "orelse", None))
+        if isinstance(b, list)
+    ]
+    for block in blocks:
+        off = [s for s in block if isinstance(s, ast.Assign) and is_constant(s.value, False) and targets(s) & flags]
+        inner = [n for s in block for n in amp.script.below(s) if isinstance(n, ast.Assign)]
+        chosen = {format_of(n.value, amp.script) for n in inner}
+        if off and "fp16" in chosen and not any(is_constant(n.value, True) and targets(n) & flags for n in inner):
+            message = (
+                f"{last(dotted_name(off[0].targets[0]))} stays off although fp16 may be chosen here: no loss scaling"
+            )
+            yield amp.script.finding("fp16-without-scaler", off[0], message, fix="turn it on with fp16")
+
+
+def unscaled_bf16_branch(amp: Amp) -> Iterator[Finding]:
+    """`if amp and not is_bf16: scale … else: backward()` beside an autocast without a dtype: fp16 for bf16 too."""
+    if not amp.regions or any(region.explicit_dtype or region.dtype != "fp16" for region in amp.regions):
+        return
+    for trace in amp.traces:
+        scaled = [e for e in trace.events if is_scaled_backward(e)]
+        for backward in (e for e in trace.events if is_plain_backward(e)):
+            other = next((e for e in scaled if e.excludes(backward)), None)
+            tests = [g.test for g in backward.guards if other is not None and g in other.guards]
+            off = [v for test in tests for v in (test.values if isinstance(test, ast.BoolOp) else [test])]
+            asked = [v.operand for v in off if isinstance(v, ast.UnaryOp) and isinstance(v.op, ast.Not)]
+            if any(BF16.search(ast.unparse(part)) for part in asked):
+                message = "bf16 takes the branch without scaler, but autocast has no dtype and is fp16 there too"
+                fix = "autocast(…, dtype=torch.bfloat16) where bf16 is asked for"
+                yield amp.script.finding("fp16-without-scaler", backward.node, message, fix=fix)
+                return
+
+
+def targets(node: ast.Assign) -> set[str]:
+    return {dotted_name(target) for target in node.targets}
+
+
+def autocast_switches(amp: Amp) -> set[str]:
+    """What decides whether autocast is on, as the script writes it: `self.use_amp`."""
+    calls = [call for call in amp.script.calls if amp.script.name_of(call.func) in AUTOCASTS]
+    values = [value for call in calls if (value := keyword(call, "enabled")) is not None]
+    return {ast.unparse(value) for value in values if isinstance(value, ast.Name | ast.Attribute)}
+
+
+def scaler_condition(amp: Amp, made: ScalerMade) -> ast.expr | None:
+    """What `enabled=` says, or the test of `GradScaler() if test else None`."""
+    enabled = keyword(made.call, "enabled")
+    if enabled is not None:
+        return amp.script.constant(enabled)
+    choices = [v for values in amp.script.assigned.values() for v in values if isinstance(v, ast.IfExp)]
+    return next((choice.test for choice in choices if choice.body is made.call), None)
+
+
+def is_for_bf16(test: ast.expr) -> bool:
+    """`dtype == torch.bfloat16`, `precision != "fp16"`, `args.bf16`: true for bf16, false for fp16."""
+    if isinstance(test, ast.Name | ast.Attribute):
+        return bool(re.fullmatch(r"(use_?|enable_?|is_?)?(bf16|bfloat16)", last(dotted_name(test)), re.IGNORECASE))
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+        return False
+    word = test.comparators[0]
+    name = word.value if isinstance(word, ast.Constant) else getattr(word, "attr", "")
+    wanted = {"bf16": ast.Eq | ast.Is, "fp16": ast.NotEq | ast.IsNot}.get(dtype_of(name) or "")
+    return wanted is not None and isinstance(test.ops[0], wanted)
+
+
+def scaler_with_bf16(amp: Amp) -> Iterator[Finding]:
+    """A scaler that is on wherever it is there, in a loop whose every region is certainly bf16."""
+    if not amp.regions or any(region.dtype != "bf16" or region.device == "cpu" for region in amp.regions):
+        return
+    scaled = [e for t in amp.traces if any(e.regions for e in t.events) for e in t.events if is_scaled_backward(e)]
+    for made in amp.scalers:
+        condition = keyword(made.call, "enabled")
+        # On wherever autocast is, by the same switch.
+        shared = condition is not None and ast.unparse(condition) in autocast_switches(amp)
+        on = made.enabled or made.enabled is None and (shared or not made.call.keywords)
+        if on and any(same_object(made.key, e.scaled_by) and reaches(amp, made, e) for e in scaled):
+            message = f"{last(made.key)} scales a loss computed in bf16, which has fp32's range and needs no scaling"
+            fix = "drop the scaler: loss.backward(), optimizer.step()"
+            yield amp.script.finding("scaler-with-bf16", made.call, message, fix=fix)
+
+
+def scaler_beside_bf16(amp: Amp) -> Iterator[Finding]:
+    """`elif precision == "bf16": scaler = GradScaler(); dtype = torch.bfloat16`: made for bf16 alone."""
+    for node in (n for n in amp.script.nodes if isinstance(n, ast.If)):
+        stored = [s for s in node.body if isinstance(s, ast.Assign)]
+        formats = {format_of(s.value, amp.script) for s in stored if isinstance(s.value, ast.Attribute)}
+        for made in amp.scalers:
+            if formats == {"bf16"} and made.enabled and any(s.value is made.call for s in stored):
+                message = f"{last(made.key)} is made for bf16, which has fp32's range and needs no scaling"
+                yield amp.script.finding("scaler-with-bf16", made.call, message, fix="no scaler in this branch")
+
+
+def reaches(amp: Amp, made: ScalerMade, event: Event) -> bool:
+    """Whether the scaler of an event can be the one made here: an attribute, the same scope, or a parameter."""
+    owner = amp.script.owners.get(id(event.node))
+    given = owner is not None and any(
+        last(event.scaled_by) == a.arg for a in ast.walk(owner.args) if isinstance(a, ast.arg)
+    )
+    return "." in made.key or given or amp.script.share_scope(made.call, event.node)

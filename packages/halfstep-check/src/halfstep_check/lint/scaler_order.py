@@ -1,0 +1,318 @@
+"""The fp16 step in its right order: scale, backward, unscale once, clip, step through the scaler, update."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from collections.abc import Iterator
+
+from halfstep_check.findings import Finding
+from halfstep_check.lint.amp import (
+    CLIPS,
+    FRAMEWORKS,
+    Amp,
+    is_clip,
+    is_plain_backward,
+    is_scaled_backward,
+    is_scaler_step,
+    rescales_gradients,
+    runs_without_amp,
+    same_object,
+)
+from halfstep_check.lint.flow import Event, Trace
+from halfstep_check.lint.syntax import dotted_name, keyword, last, names_in
+
+
+def find(amp: Amp) -> Iterator[Finding]:
+    for trace in amp.traces:
+        scaled = [e for e in trace.events if is_scaled_backward(e) and not amp.is_disabled(e.scaled_by)]
+        helped = helper_backwards(amp, trace)
+        yield from clip_before_unscale(amp, trace, sorted([*scaled, *helped], key=lambda e: e.index))
+        if scaled:
+            yield from unscale_twice(amp, trace)
+            yield from bypassed_scaler(amp, trace, scaled)
+            yield from updated_between_steps(amp, trace)
+        yield from clip_beside_accelerate(amp, trace)
+        yield from clip_in_a_step(amp, trace)
+    yield from step_without_update(amp)
+    yield from clip_inside_apex(amp)
+
+
+def clip_inside_apex(amp: Amp) -> Iterator[Finding]:
+    """A clip inside `with amp.scale_loss(…)`: apex unscales where the block ends."""
+    for node in amp.script.nodes:
+        calls = [item.context_expr for item in node.items] if isinstance(node, ast.With) else []
+        if not any(isinstance(c, ast.Call) and amp.script.name_of(c.func) == "apex.amp.scale_loss" for c in calls):
+            continue
+        for call in amp.script.calls_below(node):
+            if CLIPS.fullmatch(last(dotted_name(call.func))):
+                message = "gradients are clipped while still multiplied by apex's loss scale"
+                fix = "clip after the with block, which unscales them"
+                yield amp.script.finding("clip-before-unscale", call, message, fix=fix, related=node)
+
+
+def clip_beside_accelerate(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """torch's clipping after accelerator.backward(): fp16's scale is still in the gradients."""
+    for clip in filter(is_clip, trace.events):
+        between = [e for e in trace.events[: clip.index] if shares_loop(e, clip) and not e.excludes(clip)]
+        changed = [e for e in between if e.method in ("backward", "step", "unscale_gradients")]
+        backward = changed[-1] if changed and changed[-1].method == "backward" else None
+        owner = amp.script.canonical(backward.receiver) if backward is not None else ""
+        if backward is not None and (amp.accelerators.get(owner) == "fp16" or is_fp16_fabric(amp, owner)):
+            owner = last(backward.receiver)
+            message = f"gradients are clipped while still multiplied by {owner}'s loss scale"
+            fix = f"{owner}'s own clipping, which unscales first"
+            yield amp.script.finding("clip-before-unscale", clip.node, message, fix=fix, related=backward.node)
+            return
+
+
+def is_fp16_fabric(amp: Amp, name: str) -> bool:
+    """Lightning's Fabric(precision="16-mixed")."""
+    made = [v for v in amp.script.values(name) if isinstance(v, ast.Call) and last(dotted_name(v.func)) == "Fabric"]
+    words = [amp.script.default(keyword(call, "precision")) for call in made]
+    return any(isinstance(word, ast.Constant) and word.value in ("16-mixed", 16, "16") for word in words)
+
+
+def clip_in_a_step(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """`def step(optimizer, scaler): clip; scaler.step(optimizer)` in a file where nothing unscales."""
+    if "unscale" in amp.script.code or any("backward" in e.method for e in trace.events):
+        return
+    for clip in (e for e in trace.events if is_clip(e) and not runs_without_amp(e)):
+        later = [e for e in trace.events[clip.index :] if not e.excludes(clip)]
+        steps = [e for e in later if e.optimizer and e.arguments and "scaler" in last(e.receiver).lower()]
+        if steps and not amp.is_disabled(steps[0].receiver):
+            scaler = last(steps[0].receiver)
+            message = f"gradients are clipped while still multiplied by {scaler}'s scale"
+            fix = f"call {scaler}.unscale_(optimizer) before clipping"
+            yield amp.script.finding("clip-before-unscale", clip.node, message, fix=fix, related=steps[0].node)
+            return
+
+
+def clip_before_unscale(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:
+    for clip in filter(is_clip, trace.events):
+        later = [e for e in trace.events[clip.index :] if not e.excludes(clip)]
+        # In between a helper may run a backward of its own, through a scaler that steps nothing.
+        stepping = [e for e in scaled if shares_loop(e, clip) and any(steps_through(s, e.scaled_by) for s in later)]
+        backward = latest_before(stepping, clip)
+        if backward is None or runs_without_amp(clip):
+            continue
+        between = trace.events[backward.index + 1 : clip.index]
+        unscaled = any(
+            (unscales_what_steps(amp, trace, e, clip) or e.method == "get_scale" or rescales_gradients(e))
+            and not e.excludes(clip)
+            and not is_optional(e, clip, backward)
+            for e in between
+        )
+        stepped = any(e.method == "step" and not e.excludes(clip) for e in between)
+        if not unscaled and not stepped:
+            message = f"gradients are clipped while still multiplied by {last(backward.scaled_by)}'s scale"
+            fix = f"call {last(backward.scaled_by)}.unscale_(optimizer) before clipping"
+            yield amp.script.finding("clip-before-unscale", clip.node, message, fix=fix, related=backward.node)
+
+
+def unscales_what_steps(amp: Amp, trace: Trace, event: Event, clip: Event) -> bool:
+    """`unscale_(opt_d)` where opt_d steps after the clip; another network's optimizer is no help."""
+    if not event.method.startswith("unscale"):
+        return False
+    later = trace.events[clip.index :]
+    until = next((e.index for e in later if e.method == "backward" and not e.excludes(clip)), len(trace.events))
+    steps = [e for e in later if e.index < until and steps_through(e, event.receiver) and not e.excludes(clip)]
+    return not steps or any(unscales(amp, event, e.arguments[0]) for e in steps)
+
+
+def is_optional(unscale: Event, clip: Event, backward: Event) -> bool:
+    """Whether the clip runs on every path, and the unscale only where something else is asked for: `if log_norms:`."""
+    extra = [text for text, _ in unscale.conditions - clip.conditions - backward.conditions]
+    always = clip.conditions <= backward.conditions
+    return always and bool(extra) and unscale.method == "unscale_" and not any(map(ABOUT_AMP.search, extra))
+
+
+ABOUT_AMP = re.compile(r"amp|fp16|half|mixed|scaler|precision|enabled|clip|norm|%|except", re.IGNORECASE)
+AMP_HELPER = re.compile(r"(^|_)(amp|mp|mixed|mixed_precision|precision|scaler|fp16)(_|$)", re.IGNORECASE)
+
+
+def helper_backwards(amp: Amp, trace: Trace) -> Iterator[Event]:
+    """`self.amp.backward(loss)` of a helper from another file; who scales is told by its name, or by who steps."""
+    made = {last(made.key) for made in amp.scalers if made.enabled is not False}
+    for event in (e for e in trace.events if "backward" in e.method and e.arguments and not e.scaled_by):
+        if amp.script.canonical(event.receiver) in amp.accelerators or last(event.receiver) in map(last, FRAMEWORKS):
+            continue
+        steps = [e.receiver for e in trace.calls("step") if e.optimizer and e.arguments and not e.excludes(event)]
+        owners = [o for o in (event.receiver, *steps) if AMP_HELPER.search(last(o)) or last(o) in made]
+        if owners:
+            yield dataclasses.replace(event, scaled_by=owners[0])
+
+
+def steps_through(event: Event, scaler: str) -> bool:
+    """`scaler.step(optimizer)`, and a helper's `step_optimizer(optimizer)`."""
+    return "step" in event.method and len(event.arguments) >= 1 and bool(scaler) and event.receiver == scaler
+
+
+def latest_before(events: list[Event], event: Event) -> Event | None:
+    before = [e for e in events if e.index < event.index and not e.excludes(event)]
+    return before[-1] if before else None
+
+
+def shares_loop(one: Event, other: Event) -> bool:
+    """In the same loop, or one in a loop inside the other's: `for micro in window: backward` and then clip."""
+    shorter = min(len(one.loops), len(other.loops))
+    return one.loops[:shorter] == other.loops[:shorter]
+
+
+def unscale_twice(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    unscales = [e for e in trace.calls("unscale_") if e.arguments and e.arguments[0]]
+    for first, second in ((a, b) for i, a in enumerate(unscales) for b in unscales[i + 1 :]):
+        same = first.arguments[0] == second.arguments[0] and first.receiver == second.receiver
+        together = first.loops == second.loops and (first.implied_by(second) or second.implied_by(first))
+        between = trace.events[first.index + 1 : second.index]
+        updated = any(e.method == "update" and same_object(e.receiver, first.receiver) for e in between)
+        distinct = first.node is not second.node or first.site is not second.site
+        if same and together and not first.excludes(second) and not updated and distinct:
+            where = (second.node, first.node) if second.node is not first.node else (second.site, first.site)
+            message = f"unscale_({last(first.arguments[0])}) a second time before update(): GradScaler raises"
+            fix = "unscale once per optimizer and step"
+            yield amp.script.finding("unscale-twice", where[0] or second.node, message, fix=fix, related=where[1])
+
+
+def bypassed_scaler(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:
+    through = {argument for e in trace.calls("step") for argument in e.arguments[:1] if argument}
+    for step in trace.calls("step"):
+        optimizer = last(step.receiver)
+        if step.arguments or not step.optimizer or wrapped_elsewhere(amp, optimizer):
+            continue
+        backward = latest_before(scaled, step)
+        if backward is None or not shares_loop(backward, step) or not follows_always(step, backward):
+            continue
+        between = trace.events[backward.index : step.index]
+        if any(is_plain_backward(e) and not e.excludes(backward) for e in pending(trace, step)):
+            continue  # an optimizer that steps on unscaled gradients, rightly
+        if any(is_scaler_step(e, backward.scaled_by) and same_object(optimizer, e.arguments[0]) for e in between):
+            message = f"{optimizer}.step() right after {last(backward.scaled_by)}.step({optimizer}): a second update"
+            message += ", also where the scaler skipped one because of inf"
+            fix = f"delete {optimizer}.step()"
+            yield amp.script.finding("step-bypasses-scaler", step.node, message, fix=fix, related=backward.node)
+            continue
+        unscaled = any(unscales(amp, e, optimizer) and e.method == "unscale_" for e in between)
+        by_hand = any(unscales(amp, e, optimizer) and e.method != "unscale_" for e in between)
+        by_hand = by_hand or any(e.method == "get_scale" or rescales_gradients(e) for e in between)
+        if by_hand or unscaled and looks_for_inf(amp, step, between):
+            continue
+        if not any(same_object(optimizer, other) for other in through):
+            message = f"{optimizer}.step() on gradients that are still scaled: steps 65536 times too long at first"
+            if unscaled:
+                message = f"{optimizer}.step() steps on inf too: after unscale_() only the scaler's step() skips it"
+            fix = f"{last(backward.scaled_by)}.step({optimizer}), then {last(backward.scaled_by)}.update()"
+            yield amp.script.finding("step-bypasses-scaler", step.node, message, fix=fix, related=backward.node)
+
+
+LOOKS_FOR_INF = re.compile(r"isfinite|isinf|isnan|finite|found_inf|overflow|nan_to_num|_check_inf|skip", re.IGNORECASE)
+
+
+def looks_for_inf(amp: Amp, step: Event, between: list[Event]) -> bool:
+    """Whether somebody asks for inf by hand between unscale_() and a plain step."""
+    texts = [*(text for text, _ in step.conditions), *(ast.unparse(e.node) for e in between)]
+    named = [ast.unparse(v) for text, _ in step.conditions for v in amp.script.values(text)]
+    return any(map(LOOKS_FOR_INF.search, (*texts, *named)))
+
+
+def follows_always(step: Event, backward: Event) -> bool:
+    """Whether the step runs whenever the backward does; that there is an optimizer at all is no condition."""
+    asked = {(text, holds) for text, holds in step.conditions if not (holds and text == step.receiver)}
+    return dataclasses.replace(step, conditions=frozenset(asked)).implied_by(backward)
+
+
+def pending(trace: Trace, step: Event) -> list[Event]:
+    """What happens before a step and is not another optimizer's, which stepped in between."""
+    inside = [e for e in trace.events[: step.index] if shares_loop(e, step) and not e.excludes(step)]
+    direct = [e.index for e in inside if e.method == "step" and not e.arguments]
+    return [e for e in inside if not any(e.index < index for index in direct)]
+
+
+def unscales(amp: Amp, event: Event, optimizer: str) -> bool:
+    """`unscale_(optimizer)`; another optimizer's gradients stay as they are."""
+    named = event.arguments[0] if event.method == "unscale_" and event.arguments else ""
+    return event.method.startswith("unscale") and (not amp.script.is_optimizer(named) or same_object(named, optimizer))
+
+
+def updated_between_steps(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """step(a), update(), step(b) after one backward: b's gradients carry the old scale, the new one divides them."""
+    steps = [e for e in trace.calls("step") if e.arguments and e.arguments[0] and e.receiver]
+    for step in steps:
+        name = last(step.optimizer)
+        loops = (n for n in amp.script.nodes if isinstance(n, ast.For) and name in names_in(n.target))
+        within = next((below for n in loops if step.node in (below := amp.script.below(n))), [])
+        inside = [e for e in trace.calls("update", "backward") if e.node in within]
+        if within and [e.method for e in inside if e.method == "backward" or e.receiver == step.receiver] == ["update"]:
+            message = "update() after the step of each optimizer: the next one's gradients carry the old scale"
+            fix = "step all optimizers, then update() once, after the loop"
+            yield amp.script.finding("update-between-steps", inside[0].node, message, fix=fix, related=step.node)
+            return
+    for first, second in zip(steps, steps[1:], strict=False):
+        same_scaler = first.receiver == second.receiver and first.arguments[0] != second.arguments[0]
+        together = first.loops == second.loops and not first.excludes(second)
+        between = trace.events[first.index + 1 : second.index]
+        updates = [e for e in between if e.method == "update" and e.receiver == first.receiver]
+        renewed = any(e.method in ("backward", "unscale_") for e in between)
+        if same_scaler and together and updates and (not renewed or accumulates(trace, second)):
+            scaler = last(first.receiver)
+            message = (
+                f"{scaler}.update() before {scaler}.step({last(second.arguments[0])}): it divides by another scale"
+            )
+            fix = f"call {scaler}.update() once, after all steps"
+            yield amp.script.finding("update-between-steps", updates[0].node, message, fix=fix, related=second.node)
+
+
+def accumulates(trace: Trace, step: Event) -> bool:
+    """Whether a step waits for a window's end, so that it uses gradients of earlier, otherwise scaled iterations."""
+    gates = {text for text, holds in step.conditions if holds and text in trace.windows}
+    inside = [e for e in trace.events if e.loops == step.loops and not e.excludes(step)]
+    backward = next((e for e in reversed(inside) if is_scaled_backward(e) and e.index < step.index), None)
+    free = backward is not None and not any(text in gates for text, _ in backward.conditions)
+    mine = (e for e in inside if e.method == "zero_grad" and (e.receiver == step.optimizer or "opt" not in e.receiver))
+    return bool(gates) and free and all(any(text in trace.windows for text, _ in e.conditions) for e in mine)
+
+
+def wrapped_elsewhere(amp: Amp, optimizer: str) -> bool:
+    """`model, optimizer = msamp.initialize(…)`: a framework's optimizer, whose step() may do anything."""
+    makers = [dotted_name(v.func) for v in amp.script.values(optimizer) if isinstance(v, ast.Call)]
+    return any(last(maker) in ("initialize", "prepare", "setup") for maker in makers)
+
+
+def step_without_update(amp: Amp) -> Iterator[Finding]:
+    scalers = {e.scaled_by for t in amp.traces for e in t.events if is_scaled_backward(e)}
+    for scaler in sorted(scalers):
+        steps = [e for t in amp.traces for e in t.events if is_scaler_step(e, scaler)]
+        called = {dotted_name(call.func) for call in amp.script.calls}
+        updated = any(name.endswith(f"{last(scaler)}.update") for name in called)
+        updated = updated or any(same_object(e.receiver, scaler) for t in amp.traces for e in t.calls("update"))
+        hidden = any(same_object(scaler, name) for name in amp.escaped) or inherits(amp, scaler)
+        if steps and updated and not hidden and not amp.is_disabled(scaler):
+            yield from stepped_more_often(amp, scaler)
+        if steps and not updated and not hidden and not amp.is_disabled(scaler):
+            message = f"{last(scaler)}.step() without {last(scaler)}.update(): the scale never changes, skips never end"
+            yield amp.script.finding(
+                "step-without-update", steps[0].node, message, fix=f"call {last(scaler)}.update() after it"
+            )
+
+
+def stepped_more_often(amp: Amp, scaler: str) -> Iterator[Finding]:
+    """update() after the loop over batches, or at every n-th one: the second step() in a row raises."""
+    for trace in amp.traces:
+        updates = [e for e in trace.calls("update") if e.receiver == scaler]
+        for step in (e for e in trace.events if is_scaler_step(e, scaler) and e.loops and updates):
+            per_step = [e for e in updates if e.loops[: len(step.loops)] == step.loops]
+            gates = [{t for t, _ in e.conditions - step.conditions if t in trace.windows} for e in per_step]
+            once = len([e for e in trace.events if is_scaler_step(e, scaler)]) == 1
+            if once and all(gates) and not any(e.excludes(step) for e in updates):
+                message = f"{last(scaler)}.step() runs more often than {last(scaler)}.update(): the second one raises"
+                fix = f"{last(scaler)}.update() right after it"
+                yield amp.script.finding("step-without-update", step.node, message, fix=fix, related=updates[0].node)
+                return
+
+
+def inherits(amp: Amp, scaler: str) -> bool:
+    """`self.scaler` of a class with a base may be updated in the base."""
+    known = {"object", "ABC", "nn.Module", "Module", "torch.nn.Module", *amp.script.class_by_name}
+    bases = {amp.script.name_of(base) for node in amp.script.classes for base in node.bases}
+    return scaler.startswith("self.") and bool(bases - known)

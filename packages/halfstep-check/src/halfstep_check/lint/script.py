@@ -1,0 +1,425 @@
+"""A parsed training script: what its names mean, its functions and classes, and values that never change."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from halfstep_check.findings import Edit, Finding, Place
+from halfstep_check.lint.syntax import (
+    Function,
+    argument,
+    dotted_name,
+    is_constant,
+    keyword,
+    last,
+    methods_of,
+    paired,
+    parameters_of,
+)
+from halfstep_check.textlines import lines_of
+
+MARKS = ast.expr_context | ast.operator | ast.unaryop | ast.cmpop | ast.boolop
+"""Nodes that stand for a word, not for code; `ast` uses one object for all of a kind."""
+
+AUTOCASTS = {
+    *("torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast", "autocast"),
+    *("torch.cuda.amp.autocast", "torch.cuda.amp.autocast_mode.autocast", "torch.cpu.amp.autocast"),
+}
+SCALERS = {
+    *("torch.amp.GradScaler", "torch.cuda.amp.GradScaler", "torch.cpu.amp.GradScaler", "GradScaler"),
+    *("torch.cuda.amp.grad_scaler.GradScaler", "torch.amp.grad_scaler.GradScaler", "torch.GradScaler"),
+    "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
+}
+
+WRAPPER = re.compile(r"(FSDP|FullyShardedDataParallel|DDP|DistributedDataParallel|DataParallel|torch\.compile)$")
+"""What holds a model and calls it."""
+
+
+@dataclass(kw_only=True)
+class Script:
+    """One module of source code, with the look-ups every rule needs."""
+
+    tree: ast.Module
+    text: str
+    path: str
+    imports: dict[str, str] = field(default_factory=dict)
+    stored: dict[int, frozenset[str]] = field(default_factory=dict)
+    nested: dict[int, dict[str, Function]] = field(default_factory=dict)
+    held: dict[str, ast.ClassDef | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                self.imports |= {
+                    a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names
+                }
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                for alias in node.names:
+                    # Of two sources, `try: … except ImportError:`, the first is the one that is meant to be there.
+                    self.imports.setdefault(alias.asname or alias.name, f"{node.module}.{alias.name}")
+
+    @cached_property
+    def layout(self) -> tuple[list[ast.AST], dict[int, tuple[int, int]]]:
+        """All nodes, each before those below it, and where those stand, by identity: a subtree is then a slice."""
+        spans: dict[int, tuple[int, int]] = {}
+        order: list[ast.AST] = []
+
+        def visit(node: ast.AST) -> None:
+            first = len(order)
+            order.append(node)
+            for value in node.__dict__.values():
+                for item in value if type(value) is list else (value,):
+                    if isinstance(item, ast.AST) and not isinstance(item, MARKS):
+                        visit(item)
+            spans[id(node)] = first, len(order)
+
+        visit(self.tree)
+        return order, spans
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return self.layout[0]
+
+    def below(self, node: ast.AST) -> list[ast.AST]:
+        """A node of this script and all below it, outer ones first; nodes made elsewhere are walked."""
+        span = self.layout[1].get(id(node))
+        return self.nodes[span[0] : span[1]] if span is not None else list(ast.walk(node))
+
+    def calls_below(self, node: ast.AST) -> Iterator[ast.Call]:
+        return (inner for inner in self.below(node) if isinstance(inner, ast.Call))
+
+    @cached_property
+    def calls(self) -> list[ast.Call]:
+        return [node for node in self.nodes if isinstance(node, ast.Call)]
+
+    @cached_property
+    def functions(self) -> dict[str, Function]:
+        """Functions of the module level by name."""
+        return {node.name: node for node in self.tree.body if isinstance(node, Function)}
+
+    def nested_in(self, function: ast.AST) -> dict[str, Function]:
+        """Functions defined directly inside another one's body, by name."""
+        if id(function) not in self.nested:
+            inner = self.below(function)[1:] if isinstance(function, Function) else []
+            self.nested[id(function)] = {node.name: node for node in inner if isinstance(node, Function)}
+        return self.nested[id(function)]
+
+    @cached_property
+    def classes(self) -> list[ast.ClassDef]:
+        return [node for node in self.nodes if isinstance(node, ast.ClassDef)]
+
+    @cached_property
+    def class_by_name(self) -> dict[str, ast.ClassDef]:
+        return {node.name: node for node in self.classes}
+
+    def parents(self, class_node: ast.ClassDef) -> list[ast.ClassDef]:
+        """The bases that this module defines, nearest first."""
+        found: list[ast.ClassDef] = []
+        waiting = [class_node]
+        while waiting:
+            bases = (self.class_by_name.get(dotted_name(base)) for base in waiting.pop(0).bases)
+            new = [base for base in bases if base is not None and base is not class_node and base not in found]
+            found, waiting = [*found, *new], [*waiting, *new]
+        return found
+
+    def methods(self, class_node: ast.ClassDef) -> dict[str, Function]:
+        """Methods of a class, those of its bases in this module included."""
+        found: dict[str, Function] = {}
+        for node in reversed([class_node, *self.parents(class_node)]):
+            found |= methods_of(node)
+        return found
+
+    def class_of(self, key: str) -> ast.ClassDef | None:
+        """The class of this module whose instance a name holds, where it holds nothing else (None aside)."""
+        if key not in self.held:
+            self.held[key] = None  # a name that is made from itself
+            arms = [arm for v in self.values(key) for arm in ([v.body, v.orelse] if isinstance(v, ast.IfExp) else [v])]
+            made = {self.class_made(arm) for arm in arms if not is_constant(arm, None)}
+            made = made or {self.annotated.get(key.rsplit(":", 1)[-1])}
+            self.held[key] = made.pop() if len(made) == 1 else None
+        return self.held[key]
+
+    def class_made(self, value: ast.expr) -> ast.ClassDef | None:
+        while isinstance(value, ast.Call):
+            if (found := self.class_by_name.get(dotted_name(value.func))) is not None:
+                return found
+            wraps = WRAPPER.search(dotted_name(value.func)) and value.args
+            chained = isinstance(value.func, ast.Attribute) and isinstance(value.func.value, ast.Call)
+            # `Net().cuda()` and `DDP(net)` hold a Net.
+            value = value.args[0] if wraps else value.func.value if chained else ast.Constant(value=None)  # type: ignore[attr-defined]
+        name = dotted_name(value)
+        return self.class_of(name) if name else None
+
+    def origins(self, key: str, seen: frozenset[str] = frozenset()) -> list[ast.expr]:
+        """What the values of a name come from, `FSDP(net)` for `model = sharded.to(device)`; names followed."""
+        found: list[ast.expr] = []
+        seen |= {key}
+        for value in self.values(key):
+            while isinstance(value, ast.Call) and getattr(value.func, "attr", "") in ("to", "cuda", "train", "eval"):
+                value = value.func.value  # type: ignore[attr-defined]
+            for end in self.ends(value) or [value]:
+                name = dotted_name(end)
+                if name not in seen:  # `loss = loss.to(device)` is made from itself
+                    found += (self.origins(name, seen) if name else []) or [end]
+        return found
+
+    @cached_property
+    def annotated(self) -> dict[str, ast.ClassDef | None]:
+        """Parameters that are said to be an instance of a class of this module, by name."""
+        named = [(node.arg, dotted_name(node.annotation)) for node in self.nodes if isinstance(node, ast.arg)]
+        return {name: self.class_by_name[kind] for name, kind in named if kind in self.class_by_name}
+
+    @cached_property
+    def named_functions(self) -> dict[str, list[Function]]:
+        """All functions and methods by name."""
+        found: dict[str, list[Function]] = {}
+        for node in self.nodes:
+            if isinstance(node, Function):
+                found.setdefault(node.name, []).append(node)
+        return found
+
+    @cached_property
+    def local_names(self) -> set[str]:
+        """Names of this module's functions, also with an object of this module before them: `amp.context`."""
+        dotted = {dotted_name(call.func) for call in self.calls}
+        held = {n for n in dotted if "." in n and self.class_of(n.rpartition(".")[0]) is not None}
+        return held | {node.name for node in self.nodes if isinstance(node, Function)}
+
+    def function_named(self, name: str) -> Function | None:
+        """The function or method of this name, when there is one alone."""
+        found = self.named_functions.get(name, [])
+        return found[0] if len(found) == 1 else None
+
+    def property_named(self, node: ast.AST | None) -> Function | None:
+        """`def dtype(self)` under @property, for `cfg.dtype`."""
+        found = self.function_named(node.attr) if isinstance(node, ast.Attribute) else None
+        return found if found is not None and "property" in map(dotted_name, found.decorator_list) else None
+
+    def name_of(self, node: ast.AST) -> str:
+        """The full dotted name an expression means after imports, or an empty string."""
+        dotted = dotted_name(node)
+        head, _, rest = dotted.partition(".")
+        full = self.imports.get(head, head)
+        return f"{full}.{rest}" if rest else full
+
+    def place(self, node: ast.AST) -> Place:
+        return Place(path=self.path, line=getattr(node, "lineno", 1), column=getattr(node, "col_offset", 0))
+
+    @cached_property
+    def lines(self) -> list[str]:
+        return lines_of(self.text)
+
+    @cached_property
+    def code(self) -> str:
+        """The text without its comments."""
+        return re.sub(r"(^|\s)#.*", "", self.text)
+
+    def position(self, line: int, byte_column: int) -> tuple[int, int]:
+        """`ast` counts bytes of UTF-8, edits count characters."""
+        return line, len(self.lines[line - 1].encode()[:byte_column].decode(errors="ignore"))
+
+    def finding(
+        self,
+        rule: str,
+        node: ast.AST,
+        message: str,
+        *,
+        fix: str = "",
+        related: ast.AST | None = None,
+        edits: tuple[Edit, ...] = (),
+    ) -> Finding:
+        others = (self.place(related),) if related is not None else ()
+        return Finding(rule=rule, message=message, place=self.place(node), fix=fix, related=others, edits=edits)
+
+    @cached_property
+    def assigned(self) -> dict[str, list[ast.expr]]:
+        """Every plain name or attribute (`x`, `self.x`) and the values it is ever given."""
+        found: dict[str, list[ast.expr]] = {}
+        for node in self.nodes:
+            if isinstance(node, ast.Assign):
+                for target, value in paired(node):
+                    parts = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+                    given = self.returned(value, len(parts)) if len(parts) > 1 else []
+                    for number, part in enumerate(parts):
+                        if name := dotted_name(part):
+                            # `a, b = f()`: what a function of this file returns there, or something that f gave.
+                            found.setdefault(name, []).extend([end[number] for end in given] or [value])
+            elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+                found.setdefault(dotted_name(node.target), []).append(node.value)
+        return found
+
+    def ends(self, value: ast.expr) -> list[ast.expr]:
+        """What a function of this file may return to a call."""
+        own = self.function_named(last(dotted_name(value.func))) if isinstance(value, ast.Call) else None
+        inside = self.below(own) if own is not None else []
+        return [n.value for n in inside if isinstance(n, ast.Return) and n.value is not None]
+
+    def returned(self, value: ast.expr, length: int) -> list[list[ast.expr]]:
+        """The tuples of this length that a function of this file may return to a call."""
+        ends = self.ends(value)
+        tuples = [end.elts for end in ends if isinstance(end, ast.Tuple) and len(end.elts) == length]
+        return tuples if len(tuples) == len(ends) else []
+
+    def values(self, key: str) -> list[ast.expr]:
+        """What a name is ever given; a walk into a function writes its local names as `function:name`."""
+        return self.assigned.get(self.canonical(key), [])
+
+    def canonical(self, key: str) -> str:
+        """A name as the code that gives it a value writes it: `self.scaler` for `trainer.scaler`."""
+        name = key.rsplit(":", 1)[-1]
+        owner, _, attribute = name.rpartition(".")
+        if name in self.assigned or owner in ("", "self"):
+            return name
+        return f"self.{attribute}" if attribute in self.attributes_of(self.class_of(owner)) else name
+
+    def attributes_of(self, class_node: ast.ClassDef | None) -> frozenset[str]:
+        """What the methods of a class, and of its bases here, set on `self`; `config.device` is not the trainer's."""
+        if class_node is None:
+            return frozenset()
+        if id(class_node) not in self.stored:
+            inside = (n for c in (class_node, *self.parents(class_node)) for n in self.below(c))
+            stores = (n for n in inside if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+            self.stored[id(class_node)] = frozenset(n.attr for n in stores if dotted_name(n.value) == "self")
+        return self.stored[id(class_node)]
+
+    @cached_property
+    def owners(self) -> dict[int, Function]:
+        """The innermost function around every node, by the node's identity; module level is not listed."""
+        found: dict[int, Function] = {}
+        for function in (node for node in self.nodes if isinstance(node, Function)):
+            # Outer functions come first in `nodes`, so inner ones win.
+            found |= {id(inner): function for statement in function.body for inner in self.below(statement)}
+        return found
+
+    def share_scope(self, one: ast.AST, other: ast.AST) -> bool:
+        """Whether two nodes can speak of the same local names: one function, or module level for either."""
+        first, second = self.owners.get(id(one)), self.owners.get(id(other))
+        return first is second or first is None or second is None
+
+    @cached_property
+    def model_names(self) -> set[str]:
+        """Last names of what has parameters, or is set to train or eval: models, whatever they are called."""
+        owners = [call.func for call in self.calls if isinstance(call.func, ast.Attribute)]
+        models = (func.value for func in owners if func.attr in ("parameters", "train", "eval"))
+        return {dotted_name(model).rsplit(".", 1)[-1] for model in models} - {""}
+
+    def is_optimizer(self, key: str) -> bool:
+        """By its name, `optimizer`, `optim_g`, `self.opt`, `optD`, or by what it is made from or handed to."""
+        name = last(key)
+        low = name.lower()
+        named = "optim" in low or low == "opt" or low.startswith("opt_") or low.endswith("_opt")
+        return named or bool(re.match(r"opt[A-Z]", name)) or name in self.optimizer_names
+
+    @cached_property
+    def scaler_names(self) -> set[str]:
+        """Last names, in lower case, of what is given a GradScaler."""
+        made = ((n, v) for n, values in self.assigned.items() for v in values if isinstance(v, ast.Call))
+        return {last(name).lower() for name, value in made if self.name_of(value.func) in SCALERS}
+
+    @cached_property
+    def optimizer_names(self) -> set[str]:
+        """Last names of what torch.optim makes here, and of what somebody unscales the gradients of."""
+        made = {n for n, values in self.assigned.items() if any(map(self.makes_optimizer, values))}
+        unscaled = {dotted_name(c.args[0]) for c in self.calls if getattr(c.func, "attr", "") == "unscale_" and c.args}
+        return {last(name) for name in made | unscaled} - {""}
+
+    def makes_optimizer(self, value: ast.expr) -> bool:
+        name = self.name_of(value.func) if isinstance(value, ast.Call) else ""
+        return name.startswith("torch.optim.") and "lr_scheduler" not in name
+
+    @cached_property
+    def restarts(self) -> set[int]:
+        """Tests `count == n` of a counter that its own `if` sets to zero, by identity: windows of n."""
+        ups = {dotted_name(n.target) for n in self.nodes if isinstance(n, ast.AugAssign) and isinstance(n.op, ast.Add)}
+        found: set[int] = set()
+        for node in (n for n in self.nodes if isinstance(n, ast.If)):
+            stores = [s for inner in node.body for s in self.below(inner) if isinstance(s, ast.Assign)]
+            zeroed = {dotted_name(t) for s in stores if getattr(s.value, "value", 1) == 0 for t in s.targets}
+            tests = [n for n in self.below(node.test) if isinstance(n, ast.Compare) and len(n.ops) == 1]
+            grows = (n for n in tests if isinstance(n.ops[0], ast.Eq | ast.GtE))
+            found |= {id(n) for n in grows if dotted_name(n.left) in ups & zeroed}
+        return found
+
+    @cached_property
+    def parameters(self) -> set[str]:
+        """Names of any function's parameters: their value is the caller's business."""
+        return {node.arg for node in self.nodes if isinstance(node, ast.arg)}
+
+    def is_taken(self, node: ast.AST | None) -> bool:
+        """Whether a name is a parameter of a function around it: its value is the caller's business."""
+        name, around = dotted_name(node), self.owners.get(id(node))
+        while name and around is not None:
+            if name in parameters_of(around):
+                return True
+            around = self.owners.get(id(around))
+        return False
+
+    def handed(self, name: str) -> list[ast.expr]:
+        """What calls of this file give to the parameter of this name, a class's `__init__()` included."""
+        found: list[ast.expr] = []
+        for function in (n for n in self.nodes if isinstance(n, Function) and name in parameters_of(n)):
+            owner = next((c.name for c in self.classes if function in c.body), "")
+            taken = [a.arg for a in (*function.args.posonlyargs, *function.args.args) if a.arg != "self"]
+            called = owner if function.name == "__init__" else function.name
+            place = taken.index(name) if name in taken else len(taken)
+            found += [v for c in self.calls if last(dotted_name(c.func)) == called and (v := argument(c, place, name))]
+        return found
+
+    @cached_property
+    def autocast_names(self) -> set[str]:
+        """Plain names that are given an autocast context, or a function that makes one."""
+        makers = {name for name, values in self.assigned.items() if any(self.mentions_autocast(v) for v in values)}
+        return {name.rsplit(".", 1)[-1] for name in makers}
+
+    @cached_property
+    def ends_lifted(self) -> bool:
+        """Whether a module of this script returns a softmax."""
+        layers = [method for node in self.classes if (method := methods_of(node).get("forward")) is not None]
+        ends = [n.value for layer in layers for n in self.below(layer) if isinstance(n, ast.Return) and n.value]
+        calls = (call for end in ends for call in self.calls_below(end))
+        return any("softmax" in (getattr(c.func, "attr", "") or getattr(c.func, "id", "")) for c in calls)
+
+    def mentions_autocast(self, value: ast.expr) -> bool:
+        names = (node for node in self.below(value) if isinstance(node, ast.Name | ast.Attribute))
+        return any(self.name_of(node) in AUTOCASTS for node in names)
+
+    def stored_names(self, function: Function) -> frozenset[str]:
+        """Names a function assigns."""
+        if id(function) not in self.stored:
+            stores = (n for n in self.below(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+            self.stored[id(function)] = frozenset(node.id for node in stores)
+        return self.stored[id(function)]
+
+    @cached_property
+    def defaults(self) -> dict[str, list[ast.expr]]:
+        """What a setting is unless somebody says otherwise: `add_argument("--dtype", default=…)`, a class's fields."""
+        found: dict[str, list[ast.expr]] = {}
+        for call in self.calls:
+            flags = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+            value = keyword(call, "default")
+            if getattr(call.func, "attr", "") == "add_argument" and flags and value is not None:
+                found.setdefault(flags[-1].lstrip("-").replace("-", "_"), []).append(value)
+        for node in (n for c in self.classes for n in c.body if isinstance(n, ast.Assign | ast.AnnAssign) and n.value):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            found.setdefault(dotted_name(target), []).append(node.value)  # type: ignore[arg-type]
+        return found
+
+    def default(self, node: ast.expr | None) -> ast.expr | None:
+        """The default of `args.dtype`, where the file has one alone; anything else stays as it is."""
+        fixed = self.constant(node)
+        values = self.defaults.get(fixed.attr, []) if isinstance(fixed, ast.Attribute) else []
+        return values[0] if len(values) == 1 else fixed
+
+    def constant(self, node: ast.expr | None) -> ast.expr | None:
+        """The expression a name stands for when it is assigned exactly once; anything else stays as it is."""
+        for _ in range(4):
+            name = dotted_name(node)
+            values = self.assigned.get(name, [])
+            if len(values) != 1 or self.is_taken(node):
+                return node
+            node = values[0]
+        return node

@@ -1,0 +1,314 @@
+"""Switches of mixed precision that do not switch: a flag that is always true, a test that never changes."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from collections.abc import Iterator
+
+from halfstep_check.findings import Finding, Severity
+from halfstep_check.lint.amp import Amp
+from halfstep_check.lint.script import AUTOCASTS, SCALERS, Script
+from halfstep_check.lint.syntax import dotted_name, is_constant, keyword, last
+from halfstep_check.spellings import dtype_of
+
+AMP_FLAG = re.compile(r"(^|[-_.])(use|enable)?(amp|fp16|bf16|half|mixed|autocast|precision)($|[-_])", re.IGNORECASE)
+NEGATED = re.compile(r"^(no|disable|without)_?(amp|fp16|bf16|half|mixed|autocast|scaler)", re.IGNORECASE)
+BF16 = re.compile(r"bfloat16|bf16", re.IGNORECASE)
+FP16 = re.compile(r"(?<!b)float16|(?<!b)fp16|\.half\b", re.IGNORECASE)
+
+
+def find(amp: Amp) -> Iterator[Finding]:
+    yield from bool_flags(amp.script)
+    for test in amp_tests(amp.script):
+        yield from fixed(amp.script, test)
+    yield from negated_flags(amp.script)
+    yield from low_capability(amp.script)
+    yield from always_on(amp.script)
+    yield from chosen_word(amp.script)
+    yield from accelerate_bool(amp)
+    yield from compared_with_nan(amp.script)
+    if amp.goes_backward:
+        yield from never_read(amp.script)
+        yield from only_announced(amp.script)
+        yield from never_clips(amp.script)
+
+
+def bool_flags(script: Script) -> Iterator[Finding]:
+    """`add_argument("--amp", type=bool)`: bool("False") is True."""
+    for call in script.calls:
+        kind = keyword(call, "type")
+        if getattr(call.func, "attr", "") != "add_argument" or not isinstance(kind, ast.Name) or kind.id != "bool":
+            continue
+        flags = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+        flag = next((flag for flag in flags if AMP_FLAG.search(flag)), None)
+        if flag is not None:
+            message = f"type=bool makes every value true: `{flag} False` turns it on"
+            fix = "action=argparse.BooleanOptionalAction"
+            yield script.finding("amp-switch-stuck", call, message, fix=fix)
+
+
+def compared_with_nan(script: Script) -> Iterator[Finding]:
+    """`loss == float("nan")`: a NaN equals nothing, itself included."""
+    for node in (n for n in script.nodes if isinstance(n, ast.Compare) and isinstance(n.ops[0], ast.Eq | ast.NotEq)):
+        texts = (ast.unparse(part).lower() for part in (node.left, *node.comparators))
+        if any(re.fullmatch(r"""float\(["']nan["']\)|(np|numpy|math|torch)\.nan""", text) for text in texts):
+            answer = "never" if isinstance(node.ops[0], ast.Eq) else "always"
+            message = f"`{ast.unparse(node)}` {answer} holds: a NaN equals nothing"
+            yield script.finding("amp-switch-stuck", node, message, fix="torch.isnan(…), or torch.isfinite(…)")
+
+
+PARSED = re.compile(r"\.parse_\w*args\(")
+LOGS = re.compile(r"print|log|info|dump|wandb|vars|str|repr|format|pformat|items|save|write|setup_seed", re.IGNORECASE)
+"""In the name of a call that is handed all settings, and acts on none."""
+
+
+def never_read(script: Script) -> Iterator[Finding]:
+    """`--amp` is parsed, and nothing in the file that trains asks for it, nor hands all settings to another file."""
+    flags = [c for c in script.calls if getattr(c.func, "attr", "") == "add_argument"]
+    named = [(call, name) for call in flags for name in boolean_flags(call) if AMP_FLAG.search(name)]
+    sources = {name: map(ast.unparse, script.origins(name)) for name in script.assigned} if named else {}
+    holders = {name for name, texts in sources.items() if any(map(PARSED.search, texts))}
+    known = script.local_names | set(script.class_by_name)
+    others = [c for c in script.calls if last(dotted_name(c.func)) not in known]
+    takers = [c for c in others if not LOGS.search(ast.unparse(c.func))]
+    given = {dotted_name(v) for c in takers for v in (*c.args, *(k.value for k in c.keywords))}
+    read = {n.attr for n in script.nodes if isinstance(n, ast.Attribute)}
+    inside = {id(n) for call in flags for n in script.below(call)}
+    words = {n.value for n in script.nodes if isinstance(n, ast.Constant) and id(n) not in inside}
+    for call, name in named if holders and not holders & given else ():
+        kept = keyword(call, "dest")
+        name = str(kept.value) if isinstance(kept, ast.Constant) else name
+        if name not in read and name not in words:
+            message = f"--{name} is parsed and never read: it switches nothing"
+            yield script.finding("amp-switch-stuck", call, message, fix="autocast(…, enabled=args.…), or drop the flag")
+
+
+ASKS_AMP = re.compile(r"(use|enable|with)?_?(amp|mixed_precision|fp16|bf16|autocast)(_enabled)?", re.IGNORECASE)
+LOW_PRECISION = re.compile(
+    r"autocast|scaler|accelerat|deepspeed|float16|half\(|apex|fabric|(?-i:\bTrainer\()", re.IGNORECASE
+)
+
+
+def only_announced(script: Script) -> Iterator[Finding]:
+    """`self.use_amp` is set and logged, and nothing in a file that trains computes in another precision."""
+    foreign = {dotted_name(b) for c in script.classes for b in c.bases} - {*script.class_by_name, "object", "ABC"}
+    flags = {name: values for name, values in script.assigned.items() if ASKS_AMP.fullmatch(last(name))}
+    for name, values in flags.items() if not foreign and not LOW_PRECISION.search(script.code) else ():
+        tests = [n.test for n in script.nodes if isinstance(n, ast.If) and announces(script, n, name)]
+        logs = [c for c in script.calls if is_log(c)]
+        quiet = {id(n) for part in (*tests, *logs) for n in script.below(part)}
+        loads = (n for n in script.nodes if isinstance(getattr(n, "ctx", None), ast.Load) and dotted_name(n) == name)
+        reads = list(loads)
+        if reads and all(id(n) in quiet for n in reads):
+            message = f"{name} is announced, and nothing else reads it: training runs in fp32"
+            yield script.finding("amp-switch-stuck", values[0], message, fix="autocast(…, enabled=…), or drop it")
+
+
+def is_log(call: ast.Call) -> bool:
+    return re.search(r"^print$|log", ast.unparse(call.func), re.IGNORECASE) is not None
+
+
+def announces(script: Script, node: ast.If, name: str) -> bool:
+    """Whether an `if` only logs, and sets the flag that it asks for."""
+    inner = [n for statement in node.body for n in script.below(statement)]
+    stores = {dotted_name(t) for n in inner if isinstance(n, ast.Assign) for t in n.targets}
+    calls = (n for n in inner if isinstance(n, ast.Call))
+    jumps = any(isinstance(n, ast.Return | ast.Raise | ast.Continue | ast.Break) for n in inner)
+    return all(map(is_log, calls)) and stores <= {name} and not jumps
+
+
+def never_clips(script: Script) -> Iterator[Finding]:
+    """`if args.clip_grad: scaler.unscale_(optimizer)`, and no clip after it."""
+    for node in (n for n in script.nodes if isinstance(n, ast.If) and "clip" in ast.unparse(n.test)):
+        only = [s.value for s in node.body if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)]
+        unscales = len(only) == len(node.body) and all(getattr(c.func, "attr", "") == "unscale_" for c in only)
+        around = script.below(script.owners.get(id(node), script.tree))
+        tests = {id(n) for i in around if isinstance(i, ast.If) for n in script.below(i.test)}
+        words = [getattr(n, "attr", "") or getattr(n, "id", "") for n in around if id(n) not in tests]
+        if unscales and not any("clip" in word.lower() or word == "clamp_" for word in words):
+            message = f"`{ast.unparse(node.test)}` only unscales: no gradient is ever clipped"
+            fix = "torch.nn.utils.clip_grad_norm_(…) after unscale_()"
+            yield script.finding("amp-switch-stuck", node, message, fix=fix)
+
+
+def negated_flags(script: Script) -> Iterator[Finding]:
+    """`enabled=args.no_amp`: on where it is asked to be off."""
+    for call in script.calls:
+        enabled = keyword(call, "enabled")
+        name = last(dotted_name(enabled))
+        if script.name_of(call.func) not in AUTOCASTS | SCALERS or not NEGATED.search(name):
+            continue
+        flags = [c for c in script.calls if getattr(c.func, "attr", "") == "add_argument" and name in boolean_flags(c)]
+        if enabled is not None and not any("store_false" in ast.unparse(flag) for flag in flags):
+            message = f"enabled={ast.unparse(enabled)} switches it on where it is asked to be off"
+            yield script.finding("amp-switch-stuck", call, message, fix=f"enabled=not {ast.unparse(enabled)}")
+
+
+def always_on(script: Script) -> Iterator[Finding]:
+    """`add_argument("--amp", action="store_true", default=True)`: nothing turns it off."""
+    for call in script.calls:
+        action, flags = keyword(call, "action"), [a.value for a in call.args if isinstance(a, ast.Constant)]
+        flag = next((f for f in flags if isinstance(f, str) and AMP_FLAG.search(f)), "")
+        stuck = (
+            isinstance(action, ast.Constant)
+            and action.value == "store_true"
+            and is_constant(keyword(call, "default"), True)
+        )
+        word = flag.lstrip("-").replace("-", "[-_]")
+        if flag and stuck and not re.search(rf"(no|disable|without)[-_]?{word}|{word}\s*=\s*False", script.text):
+            message = f"{flag} is a store_true with default=True: no command line turns it off"
+            fix = "action=argparse.BooleanOptionalAction"
+            yield dataclasses.replace(
+                script.finding("amp-switch-stuck", call, message, fix=fix), severity=Severity.WARNING
+            )
+
+
+def chosen_word(script: Script) -> Iterator[Finding]:
+    """`precision in ["bf16" or "bfloat16"]` is `precision in ["bf16"]`."""
+    for node in script.nodes:
+        parts = [n for c in node.comparators for n in ast.walk(c)] if isinstance(node, ast.Compare) else []
+        words = [n.values[0] for n in parts if isinstance(n, ast.BoolOp) and isinstance(n.op, ast.Or)]
+        if any(isinstance(w, ast.Constant) and isinstance(w.value, str) and dtype_of(w.value) for w in words):
+            message = f"`{ast.unparse(node)}` knows the first word only: `a or b` of two strings is a"
+            yield script.finding("amp-switch-stuck", node, message, fix="x in ('a', 'b')")
+        elif isinstance(node, ast.BoolOp) and is_word_list(node) and asks_precision(node.values[0]):
+            yield always_true(script, node)
+
+
+def asks_precision(node: ast.expr) -> bool:
+    return isinstance(node, ast.Compare) and bool(AMP_FLAG.search(last(dotted_name(node.left))))
+
+
+def always_true(script: Script, test: ast.BoolOp) -> Finding:
+    message = f"`{ast.unparse(test)}` is always true: a string alone counts as true"
+    return script.finding("amp-switch-stuck", test, message, fix="x in ('a', 'b')")
+
+
+def accelerate_bool(amp: Amp) -> Iterator[Finding]:
+    """Accelerator(mixed_precision=True): it takes a word, and refuses everything else."""
+    flags = {f for c in amp.script.calls if getattr(c.func, "attr", "") == "add_argument" for f in boolean_flags(c)}
+    for call in amp.script.calls:
+        value = keyword(call, "mixed_precision")
+        if value is None or last(amp.script.name_of(call.func)) != "Accelerator":
+            continue
+        is_bool = isinstance(value, ast.Constant) and isinstance(value.value, bool)
+        by_flag = isinstance(value, ast.Attribute) and value.attr in flags
+        if is_bool or by_flag:
+            message = f"mixed_precision={ast.unparse(value)} is true or false: Accelerator raises ValueError"
+            fix = 'mixed_precision="fp16" if … else "no"'
+            yield amp.script.finding("launch-refused", value, message, fix=fix)
+
+
+def boolean_flags(call: ast.Call) -> list[str]:
+    """Names of a flag that argparse reads as true or false."""
+    kind, action = keyword(call, "type"), keyword(call, "action")
+    is_bool = kind is not None and "bool" in ast.unparse(kind)
+    is_bool = is_bool or isinstance(action, ast.Constant) and action.value in ("store_true", "store_false")
+    words = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+    return [word.lstrip("-").replace("-", "_") for word in words] if is_bool else []
+
+
+def amp_tests(script: Script) -> Iterator[ast.expr]:
+    """What decides on autocast or a scaler: `enabled=`, the test around it, and the value of `use_amp` and the like."""
+    for call in script.calls:
+        if script.name_of(call.func) in AUTOCASTS | SCALERS and (enabled := keyword(call, "enabled")) is not None:
+            yield enabled
+    for name, values in script.assigned.items():
+        if AMP_FLAG.search(name.rsplit(".", 1)[-1]):
+            yield from values
+    for node in script.nodes:
+        branch = node.body if isinstance(node, ast.If) else [node.body] if isinstance(node, ast.IfExp) else []
+        if isinstance(node, ast.If | ast.IfExp) and any(makes_amp(script, part) for part in branch):
+            yield node.test
+
+
+def makes_amp(script: Script, node: ast.AST) -> bool:
+    return any(script.name_of(call.func) in AUTOCASTS | SCALERS for call in script.calls_below(node))
+
+
+def fixed(script: Script, test: ast.expr) -> Iterator[Finding]:
+    """The parts of a test that are the same in every run."""
+    if isinstance(test, ast.BoolOp):
+        if is_word_list(test):
+            yield always_true(script, test)
+        for part in test.values:
+            yield from fixed(script, part)
+    elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from fixed(script, test.operand)
+    elif isinstance(test, ast.Attribute) and script.name_of(test) == "torch.cuda.is_available":
+        message = "is_available is a function and is not called here: always true"
+        yield script.finding("amp-switch-stuck", test, message, fix="torch.cuda.is_available()")
+    elif isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq | ast.NotEq):
+        yield from device_compared(script, test)
+
+
+def is_word_list(test: ast.BoolOp) -> bool:
+    """`x == "fp16" or "bf16"`."""
+    words = [v for v in test.values[1:] if isinstance(v, ast.Constant) and isinstance(v.value, str) and v.value]
+    return isinstance(test.op, ast.Or) and isinstance(test.values[0], ast.Compare) and bool(words)
+
+
+def device_compared(script: Script, test: ast.Compare) -> Iterator[Finding]:
+    """A torch.device never equals a string, and its type has no index."""
+    word = test.comparators[0]
+    text = word.value if isinstance(word, ast.Constant) and isinstance(word.value, str) else ""
+    answer = "never" if isinstance(test.ops[0], ast.Eq) else "always"
+    if text.startswith(("cuda", "cpu")) and is_torch_device(script, test.left):
+        message = f"a torch.device is not a string: `{ast.unparse(test)}` {answer} holds"
+        yield script.finding("amp-switch-stuck", test, message, fix=f"{ast.unparse(test.left)}.type == 'cuda'")
+    elif text.startswith("cuda:") and isinstance(test.left, ast.Attribute) and test.left.attr == "type":
+        message = f"a device's type has no index: `{ast.unparse(test)}` {answer} holds"
+        yield script.finding("amp-switch-stuck", test, message, fix=f"{ast.unparse(test.left)} == 'cuda'")
+
+
+def is_torch_device(script: Script, node: ast.expr) -> bool:
+    name, owner = dotted_name(node), script.owners.get(id(node))
+    if owner is not None and name in {p.arg for p in (*owner.args.args, *owner.args.kwonlyargs)}:
+        return False
+    values = script.values(name)
+    made = [isinstance(v, ast.Call) and script.name_of(v.func) == "torch.device" for v in values]
+    return bool(made) and all(made)
+
+
+def low_capability(script: Script) -> Iterator[Finding]:
+    """bf16 for compute capability 7: Volta and Turing have no bf16 units."""
+    for node in script.nodes:
+        if isinstance(node, ast.If | ast.IfExp):
+            chosen = " ".join(map(ast.unparse, node.body if isinstance(node, ast.If) else [node.body]))
+            test = node.test
+        elif isinstance(node, ast.Assign):
+            chosen, test = ast.unparse(node.targets[0]), node.value
+        else:
+            continue
+        if (
+            BF16.search(chosen)
+            and not FP16.search(chosen)
+            and "capability" not in chosen
+            and asks_for_seven(script, test)
+        ):
+            message = f"`{ast.unparse(test)}` holds on Volta and Turing, which have no bf16 units"
+            fix = "torch.cuda.get_device_capability() >= (8, 0)"
+            yield script.finding("bf16-check-too-low", test, message, fix=fix)
+
+
+def asks_for_seven(script: Script, test: ast.expr) -> bool:
+    """A comparison with capability 7 that nothing beside it narrows."""
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+        parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else []
+        return not BF16.search(ast.unparse(test)) and any(asks_for_seven(script, part) for part in parts)
+    left = test.left.value if isinstance(test.left, ast.Subscript) else test.left
+    values = [left, *script.values(dotted_name(left))]
+    if not any("get_device_capability" in ast.unparse(value) for value in values):
+        return False
+    limit = test.comparators[0]
+    first = limit.elts[0] if isinstance(limit, ast.Tuple) and limit.elts else limit
+    number = first.value if isinstance(first, ast.Constant) else None
+    return (isinstance(test.ops[0], ast.GtE), number) in (
+        (True, 7),
+        (True, 6),
+        (True, 5),
+        (True, 7.0),
+        (True, 7.5),
+    ) or (isinstance(test.ops[0], ast.Gt) and number in (5, 6) and not isinstance(limit, ast.Tuple))

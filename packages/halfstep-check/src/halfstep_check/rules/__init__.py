@@ -1,0 +1,26 @@
+"""The catalogue of rules: what each one finds, why it matters, an example, and the public threads behind it."""
+
+from __future__ import annotations
+
+from halfstep_check.findings import Finding, Severity
+from halfstep_check.rules.configs import CONFIG_RULES
+from halfstep_check.rules.loop import LOOP_RULES
+from halfstep_check.rules.numerics import NUMERIC_RULES
+from halfstep_check.rules.rule import Rule
+from halfstep_check.rules.scaler import SCALER_RULES
+from halfstep_check.shared.errors import ConfigError, nearest
+
+__all__ = ["RULES", "Rule", "rule_named", "severity_of"]
+
+RULES: dict[str, Rule] = {rule.name: rule for rule in (*CONFIG_RULES, *SCALER_RULES, *LOOP_RULES, *NUMERIC_RULES)}
+
+
+def severity_of(finding: Finding) -> Severity:
+    return finding.severity or RULES[finding.rule].severity
+
+
+def rule_named(name: str) -> Rule:
+    """The rule of this name, or an error with the nearest ones."""
+    if name not in RULES:
+        raise ConfigError(f"unknown rule {name!r}", fix=nearest(name, RULES))
+    return RULES[name]

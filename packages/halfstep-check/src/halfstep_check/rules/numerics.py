@@ -1,0 +1,198 @@
+"""Rules about numbers, dtypes and torch's API."""
+
+from __future__ import annotations
+
+from halfstep_check.findings import Severity
+from halfstep_check.rules.rule import Rule
+
+NUMERIC_RULES = (
+    Rule(
+        name="bf16-numpy",
+        severity=Severity.ERROR,
+        title="a bf16 tensor is given to NumPy",
+        why="NumPy has no bfloat16. numpy() on what bf16 autocast computed raises a TypeError, often in the evaluation "
+        "after the first epoch.",
+        fix="Call .float() before .numpy().",
+        bad="""
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                out = model(x)
+            scores = out.cpu().numpy()
+        """,
+        good="""
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                out = model(x)
+            scores = out.float().cpu().numpy()
+        """,
+    ),
+    Rule(
+        name="half-loss-sum",
+        severity=Severity.WARNING,
+        title="a half tensor is summed outside autocast",
+        why="Autocast lifts sums to fp32 only inside its block. Outside, the sum of a half tensor is half: 512 × 512 "
+        "pixels exceed fp16's 65504, and bf16 counts exactly only to 256. Dice and IoU turn inf or NaN.",
+        fix="Call .float() before the sum, or sum inside the autocast block.",
+        bad="""
+            with torch.autocast("cuda", dtype=torch.float16):
+                p = model(x).sigmoid()
+            dice = 2 * (p * y).sum() / (p.sum() + y.sum() + 1)
+        """,
+        good="""
+            with torch.autocast("cuda", dtype=torch.float16):
+                p = model(x).sigmoid()
+            p = p.float()
+            dice = 2 * (p * y).sum() / (p.sum() + y.sum() + 1)
+        """,
+        threads=(
+            "qubvel-org/segmentation_models.pytorch#463",
+            "ultralytics/ultralytics#24554",
+            "wandb/senpai#328",
+        ),
+    ),
+    Rule(
+        name="eps-vanishes",
+        severity=Severity.WARNING,
+        title="an epsilon that is zero in half precision",
+        why="fp16 knows nothing between 0 and 6e-8: 1e-8 and F.normalize's 1e-12 round to zero, so log(p + eps) is "
+        "-inf and 0 / (0 + eps) is NaN. clamp(max=1 - 1e-6) rounds to 1 and limits nothing.",
+        fix="Compute in fp32, or use a form without an epsilon such as logsigmoid.",
+        bad="""
+            with torch.autocast("cuda", dtype=torch.float16):
+                p = torch.sigmoid(model(x))
+                loss = -torch.log(p + 1e-8).mean()
+        """,
+        good="""
+            with torch.autocast("cuda", dtype=torch.float16):
+                logits = model(x)
+                loss = -F.logsigmoid(logits.float()).mean()
+        """,
+        threads=("huggingface/diffusers#13316",),
+    ),
+    Rule(
+        name="fp16-overflow",
+        severity=Severity.ERROR,
+        title="a constant that fp16 cannot hold",
+        why="fp16 ends at 65504. masked_fill with -1e9 on fp16 scores raises: value cannot be converted to type "
+        "at::Half without overflow.",
+        fix="Use torch.finfo(dtype).min, or compute in fp32.",
+        bad="""
+            with torch.autocast("cuda", dtype=torch.float16):
+                scores = q @ k.mT
+                scores = scores.masked_fill(mask, -1e9)
+        """,
+        good="""
+            with torch.autocast("cuda", dtype=torch.float16):
+                scores = q @ k.mT
+                scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)
+        """,
+    ),
+    Rule(
+        name="bce-under-autocast",
+        severity=Severity.ERROR,
+        title="binary_cross_entropy under autocast",
+        why="CUDA autocast raises: the gradient of BCE on probabilities can leave fp16's range.",
+        fix="Use binary_cross_entropy_with_logits on the logits.",
+        bad="""
+            import torch.nn.functional as F
+
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = F.binary_cross_entropy(torch.sigmoid(model(x)), y)
+        """,
+        good="""
+            import torch.nn.functional as F
+
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = F.binary_cross_entropy_with_logits(model(x), y)
+        """,
+    ),
+    Rule(
+        name="manual-cast",
+        severity=Severity.WARNING,
+        title="an input is cast to half by hand under autocast",
+        why="Autocast casts each op's inputs as that op needs. A hand cast rounds once more, also for the ops that "
+        "autocast would have run in fp32.",
+        fix="Pass the input as it is.",
+        bad="""
+            with torch.autocast("cuda", dtype=torch.float16):
+                out = model(x.half())
+        """,
+        good="""
+            with torch.autocast("cuda", dtype=torch.float16):
+                out = model(x)
+        """,
+    ),
+    Rule(
+        name="half-weights-optimizer",
+        severity=Severity.ERROR,
+        title="half-precision weights with a plain optimizer",
+        why="An update below 1/2048 of an fp16 weight (1/256 in bf16) is rounded away, Adam's eps 1e-8 is zero in "
+        "fp16, and GradScaler refuses: Attempting to unscale FP16 gradients.",
+        fix="Keep fp32 weights and compute under autocast.",
+        bad="""
+            model = Net().cuda().half()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = criterion(model(x.half()), y)
+                loss.backward()
+                optimizer.step()
+        """,
+        good="""
+            model = Net().cuda()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+            for x, y in loader:
+                optimizer.zero_grad()
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    loss = criterion(model(x), y)
+                loss.backward()
+                optimizer.step()
+        """,
+        threads=("bitsandbytes-foundation/bitsandbytes#945", "pytorch/torchtune#2254"),
+    ),
+    Rule(
+        name="bf16-check-emulated",
+        severity=Severity.INFO,
+        title="is_bf16_supported() counts emulation",
+        why="Since torch 2.4 it answers True on Turing and Volta, where bf16 runs through fp32 units: slower than "
+        "fp32, and some convolutions find no kernel.",
+        fix="Pass including_emulation=False.",
+        bad="""
+            dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        """,
+        good="""
+            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+            dtype = torch.bfloat16 if has_bf16 else torch.float16
+        """,
+        threads=("pytorch/pytorch#148322", "huggingface/diffusers#14129"),
+    ),
+    Rule(
+        name="bf16-check-too-low",
+        severity=Severity.WARNING,
+        title="bf16 is chosen for GPUs without bf16 units",
+        why="Tensor cores take bf16 from compute capability 8.0 (Ampere) on. On Volta (7.0) and Turing (7.5) bf16 is "
+        "emulated: slower than fp32.",
+        fix="Ask for compute capability 8.0.",
+        bad="""
+            dtype = torch.bfloat16 if torch.cuda.get_device_capability()[0] >= 7 else torch.float16
+            context = torch.autocast("cuda", dtype=dtype)
+        """,
+        good="""
+            dtype = torch.bfloat16 if torch.cuda.get_device_capability()[0] >= 8 else torch.float16
+            context = torch.autocast("cuda", dtype=dtype)
+        """,
+    ),
+    Rule(
+        name="deprecated-amp",
+        severity=Severity.INFO,
+        title="torch.cuda.amp is deprecated",
+        why="Since torch 2.4 it warns at every use; torch.amp takes the device as its first argument.",
+        fix='Use torch.amp.autocast("cuda") and torch.amp.GradScaler("cuda").',
+        bad="""
+            with torch.cuda.amp.autocast(dtype=torch.bfloat16):
+                loss = model(x)
+        """,
+        good="""
+            with torch.amp.autocast("cuda", dtype=torch.bfloat16):
+                loss = model(x)
+        """,
+    ),
+)

@@ -1,0 +1,1 @@
+"""What halfstep and this package both need, copied so that either works without the other."""

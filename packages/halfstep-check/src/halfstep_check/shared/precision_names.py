@@ -1,0 +1,53 @@
+"""Every spelling of a precision that users bring.
+
+Copied from halfstep, which this package does not need; halfstep's tests compare the two."""
+
+from __future__ import annotations
+
+from halfstep_check.shared.errors import ConfigError, nearest
+
+PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16", "fp8", "bf16-true")
+SPELLINGS: dict[str, tuple[str, ...]] = {
+    "auto": ("auto",),
+    "fp32": (
+        *("fp32", "float32", "float", "single", "full", "32", "32-true", "32-bit", "amp_fp32", "highest"),
+        *("no", "none", "null", "~", "off", "false"),
+    ),
+    "tf32": ("tf32", "tensorfloat32", "tf32-mixed", "high"),
+    "bf16": ("bf16", "bfloat16", "bf16-mixed", "bfloat16-mixed", "mixed_bfloat16", "mixed_bf16", "amp_bf16", "bfloat"),
+    "fp16": (
+        *("fp16", "float16", "half", "16", "16-mixed", "16-bit", "fp16-mixed", "float16-mixed"),
+        *("mixed_float16", "mixed_fp16", "amp_fp16"),
+    ),
+    "fp8": (
+        *("fp8", "float8", "8", "fp8-mixed", "amp_fp8", "e4m3", "fp8_e4m3", "float8_e4m3", "float8_e4m3fn"),
+        *("hybrid", "transformer-engine"),
+    ),
+    "bf16-true": ("bf16-true", "bfloat16-true", "pure_bf16", "true_bf16"),
+}
+PRECISION_NAMES: dict[str, str] = {word: name for name, words in SPELLINGS.items() for word in words}
+FP16_WEIGHTS = (
+    "fp16 weights lose every update smaller than 1/2048 of the weight, and cannot be unscaled safely",
+    "use fp16 (fp32 weights, fp16 compute), or bf16-true to save the memory of the weights",
+)
+FP64 = ("halfstep trains in fp32 and below", "use fp32, the most exact precision here")
+E5M2 = ("two mantissa bits are too few for weights and activations", "use fp8: e4m3 forward, e5m2 for gradients")
+REFUSED: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(("fp16-true", "16-true", "float16-true", "half-true", "pure_fp16", "true_fp16"), FP16_WEIGHTS),
+    **dict.fromkeys(("64", "64-true", "fp64", "float64", "double"), FP64),
+    **dict.fromkeys(("e5m2", "fp8_e5m2", "float8_e5m2"), E5M2),
+}
+"""Spellings with a clear meaning that halfstep does not offer: why, and what to use."""
+
+
+def precision_name(value: object, where: str = "") -> str:
+    """The one precision this spelling means; `where` says in an error who wrote it."""
+    word = str(value).strip().lower().removeprefix("torch.")
+    if word in PRECISION_NAMES:
+        return PRECISION_NAMES[word]
+    at = f" ({where})" if where else ""
+    if word in REFUSED:
+        why, fix = REFUSED[word]
+        raise ConfigError(f"precision {value!s} is not offered{at}", why=why, fix=fix)
+    fix = nearest(word, PRECISIONS) if word else f"one of {', '.join(PRECISIONS)}"
+    raise ConfigError(f"unknown precision {str(value)!r}{at}", fix=fix)

@@ -1,0 +1,164 @@
+"""The command line: standard streams that survive a reader who leaves, usage errors and messages in our form.
+
+Copied from halfstep, which this package does not need; halfstep's tests compare the two."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import io
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperCommand
+
+from halfstep_check.shared.errors import ConfigError, HalfstepError
+
+if TYPE_CHECKING:
+    from typing import TextIO
+
+    from _typeshed import ReadableBuffer
+
+
+GONE = (errno.EPIPE, errno.EIO)
+"""The reader left (`| head`), or the terminal was closed."""
+
+
+def redirect_to_null(file: int) -> None:
+    """From here on this file is /dev/null."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, file)
+    os.close(nowhere)
+
+
+class PatientFile(io.FileIO):
+    """Writes until nobody reads any more, then to nowhere."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+            redirect_to_null(self.fileno())
+            return len(memoryview(data))
+
+
+def wrap_standard_streams() -> None:
+    """Both standard streams of a real process; those that somebody put in their place are left alone."""
+    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
+        sys.stdout = _wrap_stream(sys.stdout)
+    if sys.stderr is sys.__stderr__ and sys.stderr is not None:
+        sys.stderr = _wrap_stream(sys.stderr)
+
+
+def flush_or_drop() -> None:
+    """What a full disk refused must not come up again when Python ends: that would change the exit code to 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            redirect_to_null(stream.fileno())
+
+
+def _wrap_stream(stream: TextIO) -> TextIO:
+    buffer = io.BufferedWriter(PatientFile(stream.fileno(), "w", closefd=False))
+    # A terminal that lacks a character gets its number: output never ends a run.
+    return io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=bool(stream.line_buffering))
+
+
+def unwrap_paragraphs(docstring: str) -> str:
+    """Each paragraph as one line: typer keeps a docstring's own line breaks, whatever the terminal's width."""
+    paragraphs = inspect.cleandoc(docstring).split("\n\n")
+    return "\n\n".join(re.sub(r"\n\s*", " ", paragraph) for paragraph in paragraphs)
+
+
+def show_error(error: HalfstepError) -> None:
+    console = Console(stderr=True)
+    print_text(console, Text.assemble(("error: ", "bold red"), error.what))
+    for label, text in (("why", error.why), ("fix", error.fix)):
+        if text:
+            print_text(console, Text(f"  {label}: ", style="bold") + Text(text))
+
+
+USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
+"""The base of all of the parser's own errors; typer has no public name for it."""
+
+
+def explain_usage_error(error: Any, context: Any = None) -> ConfigError:
+    """The parser's error in our words; `context` is that of the command which met it."""
+    context = error.ctx or context
+    what = getattr(error, "message", "") or error.format_message()
+    near = [name for name in getattr(error, "possibilities", None) or () if name != "--help"]
+    nearest = f"did you mean {' or '.join(near)}? " if near else ""
+    called = context.command_path if context else "halfstep-check"
+    return ConfigError(what.rstrip("."), fix=f"{nearest}{called} --help explains every argument")
+
+
+def find_occurrences(words: Sequence[str], parameter: Any) -> Iterator[str]:
+    """Every place where the option is given, as it is written."""
+    stop = list(words).index("--") if "--" in words else len(words)
+    names = {*parameter.opts, *parameter.secondary_opts}
+    for place, word in enumerate(words[:stop]):
+        name, equals, _ = word.partition("=")
+        if name in names:
+            has_value = not getattr(parameter, "is_flag", False) and not equals and place + 1 < stop
+            yield f"{word} {words[place + 1]}" if has_value else word
+
+
+class OnceCommand(TyperCommand):
+    """A command whose flags say one thing each, but for those that are made to be repeated."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for parameter in self.params:
+            if parameter.param_type_name == "option" and not parameter.multiple:
+                refuse_conflict(list(find_occurrences(args, parameter)))
+        try:
+            return super().parse_args(ctx, args)
+        except USAGE_ERROR as error:
+            raise explain_usage_error(error, ctx) from None
+
+
+def refuse_conflict(said: Sequence[str]) -> None:
+    """One flag that was given two values."""
+    different = list(dict.fromkeys(text.replace("=", " ", 1) for text in said))
+    if len(different) > 1:
+        raise ConfigError(" and ".join(f"`{text}`" for text in different) + " disagree", fix="keep one of them")
+
+
+def option(help: str, *names: str, panel: str | None = None, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+
+
+def print_text(console: Console, text: Text) -> None:
+    """Print a paragraph: on a terminal broken between words, elsewhere as one line that a search finds whole.
+
+    A path longer than the terminal is left whole, so that it can be copied.
+    """
+    if console.is_terminal:
+        text = text.copy()
+        text.plain = "\n".join(_broken(line, console.width) for line in text.plain.split("\n"))
+    console.print(text, soft_wrap=True)
+
+
+def _broken(line: str, width: int) -> str:
+    # Not rich's wrapping, which folds or crops a word longer than the terminal.
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def plain_table(*titles: str) -> Table:
+    """Our style: no frame but a rule under the titles, readable at 80 columns. The first column stands out."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for index, title in enumerate(titles):
+        table.add_column(title, style="bold" if index == 0 else "", no_wrap=index == 0)
+    return table

@@ -1,0 +1,149 @@
+"""Traps that only show when sources are read together: batch arithmetic, `auto` that nobody fills, TF32 off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from halfstep_check.declarations import AUTO, Source, Topic
+from halfstep_check.findings import Finding, Place
+from halfstep_check.resolve import ranked
+
+FILLERS = (
+    "transformers",
+    "transformers call",
+    "transformers flags",
+    "accelerate",
+    "Accelerator call",
+    "accelerate launch",
+)
+FILLING_MODULES = {"transformers", "accelerate", "lightning", "pytorch_lightning", "trl"}
+CLIPPING = ("deepspeed", "lightning", "lightning call", "lightning flags", "transformers", "transformers call")
+"""Dialects whose framework clips by itself when a value is set."""
+
+
+def traps(sources: Sequence[Source]) -> list[Finding]:
+    alone = [*batch_arithmetic(sources), *unfilled_auto(sources), *tf32_off(sources)]
+    return [*alone, *clipped_by_two(sources), *autocast_around_deepspeed(sources), *idle_optimizer(sources)]
+
+
+def one_number(sources: Sequence[Source], topic: Topic) -> int | None:
+    """The number all sources agree on, if they state one."""
+    values = {said.value for _, said in ranked(sources, topic)}
+    return int(float(values.pop())) if len(values) == 1 else None
+
+
+def batch_arithmetic(sources: Sequence[Source]) -> list[Finding]:
+    """Global batch = micro batch × accumulation × processes, when all four are stated and agree among themselves."""
+    micro = one_number(sources, "batch")
+    steps = one_number(sources, "accumulate") if ranked(sources, "accumulate") else 1
+    devices, whole = one_number(sources, "devices"), ranked(sources, "global batch")
+    if micro is None or steps is None or devices is None or devices < 1 or len(whole) != 1:
+        return []
+    said = whole[0][1]
+    product = micro * steps * devices
+    if float(said.value) == product or any(f.rule == "batch-arithmetic" for s in sources for f in s.findings):
+        return []
+    message = f"{said.spelled}, but {micro} × {steps} accumulated × {devices} processes = {product}"
+    return [
+        Finding(
+            rule="batch-arithmetic",
+            message=message,
+            place=said.place,
+            fix=f"set it to {product}, or leave it out",
+            edits=said.rewritten(str(product)),
+        )
+    ]
+
+
+def unfilled_auto(sources: Sequence[Source]) -> list[Finding]:
+    """`auto` is Hugging Face's word: DeepSpeed itself reads it as text and fails."""
+    # Who could fill it may be in a file that is not here: only a script that starts DeepSpeed itself settles it.
+    scripts = [source.facts["imports"].split() for source in sources if "imports" in source.facts]
+    bare = any("deepspeed" in names and not set(names) & FILLING_MODULES for names in scripts)
+    if not bare or any(source.dialect in FILLERS for source in sources):
+        return []
+    return [
+        Finding(
+            rule="auto-unfilled",
+            message=f"{said.spelled}: nothing here fills it in, and DeepSpeed alone does not know auto",
+            place=said.place,
+            fix="write the value, or start through accelerate or the HF Trainer",
+        )
+        for source in sources
+        for said in source.declarations
+        if source.dialect == "deepspeed" and said.value == AUTO
+    ]
+
+
+def tf32_off(sources: Sequence[Source]) -> list[Finding]:
+    return [
+        Finding(
+            rule="tf32-off",
+            message=f"{said.spelled}: fp32 matmuls run without tensor cores",
+            place=said.place,
+            fix="set it to true, unless strict fp32 is what you want",
+        )
+        for source in sources
+        for said in source.declarations
+        if said.topic == "tf32" and said.value == "off" and source.dialect != "environment"
+    ]
+
+
+def clipped_by_two(sources: Sequence[Source]) -> list[Finding]:
+    """A framework that clips, and a script that clips as well."""
+    claims = ranked(sources, "clip")
+    layers = [(source, said) for source, said in claims if source.dialect in CLIPPING and float(said.value) > 0]
+    own = [said for source, said in claims if source.dialect == "script"]
+    if not layers:
+        return []
+    source, said = layers[0]
+    return [
+        Finding(
+            rule="clip-two-layers",
+            message=f"the script clips here, and {source.dialect} clips too ({said.spelled} in {said.place})",
+            place=script.place,
+            related=(said.place,),
+            fix="leave clipping to one of them",
+        )
+        for script in own
+    ]
+
+
+def autocast_around_deepspeed(sources: Sequence[Source]) -> list[Finding]:
+    """torch.autocast in the script, while DeepSpeed's engine is told to cast the weights or nothing."""
+    engine = next((source for source in sources if source.dialect == "deepspeed"), None)
+    if engine is None or (engine.value("weights") == "fp32" and engine.value("precision") != "fp32"):
+        return []
+    said = engine.says("precision")
+    return [
+        Finding(
+            rule="autocast-around-deepspeed",
+            message="the script opens autocast around a DeepSpeed engine whose config does not: "
+            "some versions stop with an AssertionError, later ones ignore the block",
+            place=Place(path=source.name, line=int(source.facts["autocast_line"])),
+            related=(said.place,) if said else (),
+            fix='drop the block, or say "torch_autocast": {"enabled": true} in the JSON instead of fp16/bf16',
+        )
+        for source in sources
+        if "autocast_line" in source.facts and "deepspeed" in source.facts["imports"].split()
+    ]
+
+
+def idle_optimizer(sources: Sequence[Source]) -> list[Finding]:
+    """The Trainer builds no optimizer when DeepSpeed's JSON has one (transformers `integrations/deepspeed.py`)."""
+    claims = ranked(sources, "optimizer state")
+    if not claims or claims[0][0].dialect != "deepspeed":
+        return []
+    wins = claims[0][1]
+    return [
+        Finding(
+            rule="ignored-key",
+            message=f"{said.spelled}: the Trainer leaves the optimizer to {wins.place} ({wins.spelled})"
+            + (", and stops with a ValueError at adafactor" if said.spelled.endswith("adafactor") else ""),
+            place=said.place,
+            related=(wins.place,),
+            fix="delete it here, or the optimizer block there",
+        )
+        for source, said in claims[1:]
+        if source.dialect.startswith("transformers")
+    ]

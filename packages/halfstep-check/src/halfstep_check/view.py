@@ -1,0 +1,112 @@
+"""A check on the console: what each source says, what will run, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from halfstep_check.shared.terminal import plain_table
+
+SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FindingLines:
+    """One finding, ready to be read."""
+
+    severity: str
+    place: str
+    rule: str
+    message: str
+    fix: str = ""
+    related: tuple[str, ...] = ()
+    has_edit: bool = False
+
+
+def says_table(said: Iterable[tuple[str, str, str, str]]) -> Table:
+    """Topic, value in our words, how and where it is written; those about one topic below each other."""
+    table = plain_table("topic", "value", "written as", "where")
+    table.columns[2].overflow = table.columns[3].overflow = "fold"
+    last = ""
+    for topic, *cells in said:
+        table.add_row(Text(topic if topic != last else ""), *map(Text, cells))
+        last = topic
+    return table
+
+
+def runs_table(rows: Iterable[tuple[str, str, str, str]]) -> Table:
+    """What will run: topic, value, who says so, why that one wins."""
+    table = plain_table("in effect", "value", "because of", "why it wins")
+    table.columns[2].overflow = "fold"
+    for topic, value, source, reason in rows:
+        table.add_row(Text(topic), Text(value, style="bold green"), Text(source), Text(reason))
+    return table
+
+
+def finding_view(finding: FindingLines) -> RenderableType:
+    """Severity on the left, the rest beside it; long paths are folded, so nothing leaves the terminal's width."""
+    lines = [Text.assemble((finding.place, "bold"), "  ", (f"[{finding.rule}]", "dim")), Text(finding.message)]
+    if finding.fix:
+        mark = " (--fix can do this)" if finding.has_edit else ""
+        lines.append(Text.assemble(("fix: ", "bold"), finding.fix, (mark, "dim")))
+    if finding.related:
+        lines.append(Text("see " + ", ".join(finding.related), style="dim"))
+    grid = Table.grid(padding=0)
+    grid.add_column(width=8)
+    grid.add_column(overflow="fold")
+    grid.add_row(Text(finding.severity, style=SEVERITY_STYLES[finding.severity]), Text("\n").join(lines))
+    return grid
+
+
+def summary(
+    findings: Sequence[FindingLines], *, num_scripts: int, num_sources: int, num_ignored: int, by: str = ""
+) -> Text:
+    """One line; `by` says which rules were applied, where that were not all."""
+    counts = {name: sum(f.severity == name for f in findings) for name in SEVERITY_STYLES}
+    looked = (
+        f"{num_sources} config source{'s' * (num_sources != 1)}, {num_scripts} script{'s' * (num_scripts != 1)}{by}"
+    )
+    ignored = f", {num_ignored} ignored by comment" if num_ignored else ""
+    if not any(counts.values()):
+        return Text(f"nothing wrong in {looked}{ignored}", style="bold green")
+    plural = {"error": "errors", "warning": "warnings", "info": "info"}
+    found = ", ".join(f"{count} {name if count == 1 else plural[name]}" for name, count in counts.items() if count)
+    return Text(f"{found} in {looked}{ignored}. --explain RULE says more", style="bold")
+
+
+def rules_table(rows: Iterable[tuple[str, str, str]]) -> Table:
+    table = plain_table("rule", "severity", "what it finds")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def rule_view(
+    *, name: str, severity: str, title: str, why: str, fix: str, bad: str, good: str, threads: Sequence[str] = ()
+) -> Group:
+    """The whole explanation of a rule."""
+    parts: list[RenderableType] = [
+        Text.assemble((name, "bold"), f" ({severity}): {title}"),
+        "",
+        Text(why),
+        Text.assemble(("fix: ", "bold"), fix),
+        "",
+        Text("wrong", style="bold red"),
+        Padding(Text(bad), (0, 0, 0, 4)),
+        Text("right", style="bold green"),
+        Padding(Text(good), (0, 0, 0, 4)),
+    ]
+    if threads:
+        parts += ["", Text("public threads: " + ", ".join(threads), style="dim")]
+    parts += ["", Text(f"silence one line with  # halfstep: ignore[{name}]", style="dim")]
+    return Group(*parts)
+
+
+def print_findings(console: Console, findings: Iterable[FindingLines]) -> None:
+    for finding in findings:
+        console.print(finding_view(finding), soft_wrap=False)

@@ -1,0 +1,149 @@
+"""--fix and --write: only the value changes, comments stay, and a second check finds the files aligned."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from halfstep_check.check import check
+from halfstep_check.findings import Edit
+from halfstep_check.fix import BACKUP_SUFFIX, apply_edits, changes, patches, write
+from halfstep_check.lint import lint_tree
+from halfstep_check.shared.errors import ConfigError
+
+TRAIN = """\
+# radio maps, stage 2
+trainer:
+  amp: True         # mixed precision
+  fp16: False       # managed by AMP
+  lr: 1e-5
+"""
+ACCELERATE = """\
+distributed_type: MULTI_GPU   # two cards
+mixed_precision: bf16         # says the report
+"""
+
+
+def guide_4(folder: Path) -> list[Path]:
+    (folder / "train.yaml").write_text(TRAIN)
+    (folder / "accelerate.yaml").write_text(ACCELERATE)
+    return [folder / "train.yaml", folder / "accelerate.yaml"]
+
+
+def test_writing_guide_4_aligns_it_and_keeps_comments_and_backups(tmp_path: Path) -> None:
+    paths = guide_4(tmp_path)
+    written = write(changes(check(paths).findings, [str(path) for path in paths]).edits)
+    assert written == sorted(str(path) for path in paths)
+    assert paths[0].read_text() == TRAIN.replace("fp16: False", "fp16: True")
+    assert paths[1].read_text() == ACCELERATE.replace("bf16 ", "fp16 ")
+    assert (tmp_path / f"train.yaml{BACKUP_SUFFIX}").read_text() == TRAIN
+    again = check(paths)
+    assert again.exit_code == 0
+    assert {row.topic: row.value for row in again.effective}["scaling"] == "dynamic"
+
+
+def test_only_files_named_are_written(tmp_path: Path) -> None:
+    paths = guide_4(tmp_path)
+    assert write(changes(check(paths).findings, [str(paths[0])]).edits) == [str(paths[0])]
+    assert paths[1].read_text() == ACCELERATE
+    assert not (tmp_path / f"accelerate.yaml{BACKUP_SUFFIX}").exists()
+
+
+def test_the_patch_is_a_unified_diff_of_both_files(tmp_path: Path) -> None:
+    paths = guide_4(tmp_path)
+    text = patches(changes(check(paths).findings).edits, {str(path): path.read_text() for path in paths})
+    assert text.count("\n@@") == 2
+    assert "-  fp16: False       # managed by AMP\n+  fp16: True       # managed by AMP\n" in text
+    assert paths[0].read_text() == TRAIN
+
+
+def test_quotes_json_and_carriage_returns_survive(tmp_path: Path) -> None:
+    args = tmp_path / "args.json"
+    args.write_bytes(b'{\r\n\t"output_dir": "out",\r\n\t"gradient_accumulation_steps": 8\r\n}\r\n')
+    deepspeed = tmp_path / "ds.json"
+    deepspeed.write_text('{"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 1}')
+    write(changes(check([args, deepspeed]).findings, [str(args), str(deepspeed)]).edits)
+    assert args.read_bytes() == b'{\r\n\t"output_dir": "out",\r\n\t"gradient_accumulation_steps": 2\r\n}\r\n'
+
+
+def test_toml_and_quoted_yaml_values_are_rewritten_in_their_quotes(tmp_path: Path) -> None:
+    titan = tmp_path / "titan.toml"
+    titan.write_text('[training]\nmixed_precision_reduce = "bfloat16"  # faster?\n')
+    write(changes(check([titan]).findings, [str(titan)]).edits)
+    assert titan.read_text() == '[training]\nmixed_precision_reduce = "float32"  # faster?\n'
+    accelerate = tmp_path / "a.yaml"
+    accelerate.write_text("distributed_type: 'NO'\nmixed_precision: 'bf16'\n")
+    script = tmp_path / "train.py"
+    script.write_text("Accelerator(mixed_precision='no')\n")
+    write(changes(check([accelerate, script]).findings, [str(accelerate)]).edits)
+    assert accelerate.read_text() == "distributed_type: 'NO'\nmixed_precision: 'no'\n"
+
+
+def test_no_is_written_in_quotes_because_yaml_reads_the_bare_word_as_false(tmp_path: Path) -> None:
+    accelerate, script = tmp_path / "a.yaml", tmp_path / "train.py"
+    accelerate.write_text("distributed_type: MULTI_GPU\nmixed_precision: bf16\n")
+    script.write_text("Accelerator(mixed_precision='no')\n")
+    write(changes(check([accelerate, script]).findings, [str(accelerate)]).edits)
+    assert accelerate.read_text().endswith("mixed_precision: 'no'\n")
+    assert check([accelerate, script]).exit_code == 0
+
+
+def fixed(source: str) -> str:
+    findings = lint_tree(ast.parse(source), source, "train.py")
+    return apply_edits(source, changes(findings).edits.get("train.py", []))
+
+
+def test_deprecated_calls_are_rewritten_with_their_device() -> None:
+    before = "import torch\nwith torch.cuda.amp.autocast(enabled=use):\n    y = model(x)\n"
+    assert fixed(before) == 'import torch\nwith torch.amp.autocast("cuda", enabled=use):\n    y = model(x)\n'
+
+
+def test_deprecated_imports_and_all_their_uses_are_rewritten_together() -> None:
+    before = (
+        "from torch.cuda.amp import GradScaler, autocast\ns = GradScaler()\nwith autocast(True):\n    y = model(x)\n"
+    )
+    after = (
+        "from torch.amp import GradScaler, autocast\n"
+        's = GradScaler("cuda")\nwith autocast("cuda", enabled=True):\n    y = model(x)\n'
+    )
+    assert fixed(before) == after
+    assert fixed(after) == after
+
+
+def test_an_import_whose_use_is_not_certain_is_left_alone() -> None:
+    source = "from torch.cuda.amp import autocast\ncontext = autocast\n"
+    assert fixed(source) == source
+
+
+def test_a_call_through_an_alias_is_reported_and_left_alone() -> None:
+    source = "from torch.cuda import amp\nscaler = amp.GradScaler()\n"
+    assert [f.rule for f in lint_tree(ast.parse(source), source, "train.py")] == ["deprecated-amp"]
+    assert fixed(source) == source
+
+
+def test_the_bf16_check_is_made_strict() -> None:
+    assert fixed("import torch\nok = torch.cuda.is_bf16_supported()\n").endswith(
+        "torch.cuda.is_bf16_supported(including_emulation=False)\n"
+    )
+
+
+def test_columns_count_characters_not_bytes() -> None:
+    source = 'import torch\nname = "größe"; ok = torch.cuda.is_bf16_supported()\n'
+    assert fixed(source).endswith('name = "größe"; ok = torch.cuda.is_bf16_supported(including_emulation=False)\n')
+
+
+def test_a_script_that_would_not_parse_afterwards_is_not_written(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("x = f(1)\n")
+    broken = Edit(path=str(script), start=(1, 7), end=(1, 8), replacement="")
+    with pytest.raises(ConfigError, match="not Python"):
+        write({str(script): [broken]})
+    assert script.read_text() == "x = f(1)\n"
+    assert list(tmp_path.iterdir()) == [script]
+
+
+def test_a_scaler_written_for_the_new_module_keeps_its_device_once() -> None:
+    source = "from torch.cuda.amp import GradScaler\nscaler = GradScaler('cuda')\n"
+    assert fixed(source) == source

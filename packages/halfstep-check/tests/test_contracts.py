@@ -1,0 +1,50 @@
+"""Calls that torch.amp refuses, by the kind of what they are given."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from halfstep_check.lint import lint_tree
+
+HEAD = "import torch\ndevice = torch.device('cuda')\ncfg = load()\n"
+REFUSED = (
+    "torch.autocast(device)",
+    "torch.autocast('cuda', True)",
+    "torch.autocast('cuda', cfg.use_amp)",
+    "torch.autocast('cuda', dtype='float16')",
+    "torch.autocast(torch.float16)",
+    "torch.amp.autocast(enabled=cfg.amp)",
+    "torch.cuda.amp.autocast('cuda')",
+    "torch.cuda.amp.autocast(device_type='cuda')",
+)
+TAKEN = (
+    "torch.autocast(device.type)",
+    "torch.autocast('cuda:0', dtype=cfg.amp)",
+    "torch.autocast(device_type=cfg.device, dtype=torch.float16, enabled=cfg.use_amp)",
+    "torch.cuda.amp.autocast(cfg.use_amp)",
+)
+
+
+def refused(call: str) -> bool:
+    text = f"{HEAD}with {call}:\n    y = x @ x\n"
+    return "launch-refused" in {finding.rule for finding in lint_tree(ast.parse(text), text, "train.py")}
+
+
+@pytest.mark.parametrize("call", REFUSED)
+def test_a_call_that_torch_refuses_is_found(call: str) -> None:
+    assert refused(call)
+
+
+@pytest.mark.parametrize("call", TAKEN)
+def test_a_call_that_torch_takes_is_not(call: str) -> None:
+    assert not refused(call)
+
+
+@pytest.mark.parametrize(
+    "made", ["torch.cuda.amp.GradScaler('cuda')", "torch.cuda.amp.GradScaler(True)", "torch.amp.GradScaler(cfg.amp)"]
+)
+def test_a_scaler_made_with_another_thing_in_its_first_place_is_found(made: str) -> None:
+    text = f"{HEAD}scaler = {made}\n"
+    assert "launch-refused" in {finding.rule for finding in lint_tree(ast.parse(text), text, "train.py")}

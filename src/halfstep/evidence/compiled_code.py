@@ -1,0 +1,271 @@
+"""Which modules a kernel of compiled code works for: inductor names above every call the nodes that it was made from.
+
+Its generated code is read as text, call by call. Nodes of forward are named as dynamo named them, those of backward as
+AOTAutograd did; both are found again in graphs that were traced on the side (`NodeRecorder`), where each knows the
+module whose forward made it.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map
+
+from halfstep.evidence.observer import (
+    OUTSIDE,
+    Cast,
+    Direction,
+    Product,
+    Seen,
+    computed_in,
+    flops_of,
+    format_of,
+    is_custom,
+    is_product,
+)
+from halfstep.precision.plan import ROOT
+
+Modules = tuple[str, ...]
+Nodes = Mapping[str, str]
+"""The modules of a graph's nodes, by the names that inductor calls them."""
+
+_SOURCE_NODES = re.compile(r"# .*Source Nodes: \[(.*)\], Original ATen")
+_CALL = re.compile(r"(?:(triton_\w+)\.run|extern_kernels\.(\w+)|(?:torch\.ops\.\w+|\baten)\.(\w+)(?:\.\w+)?)\(")
+_BUFFER = re.compile(r"\bbuf\d+\b")
+SAME = {"bias_addmm": "addmm"}
+"""What inductor calls otherwise than the profiler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A place in generated code that launches kernels."""
+
+    callee: str
+    nodes: tuple[str, ...]
+
+
+def sites_of(source: str) -> list[Site]:
+    """The calls of a generated module, in order. One without nodes above it, such as `aten.index_put_`, is of those
+    that its first buffer was made from."""
+    found: list[Site] = []
+    nodes: tuple[str, ...] = ()
+    made_from: dict[str, tuple[str, ...]] = {}
+    for line in source.partition("def call(")[2].splitlines():
+        if named := _SOURCE_NODES.search(line):
+            nodes = tuple(name.strip() for name in named[1].split(",") if name.strip())
+        elif called := _CALL.search(line):
+            callee, buffers = next(name for name in called.groups() if name), _BUFFER.findall(line)
+            nodes = nodes or made_from.get(next(iter(buffers), ""), ())
+            made_from |= dict.fromkeys(buffers, nodes)
+            found.append(Site(SAME.get(callee, callee), nodes))
+            nodes = ()
+    return found
+
+
+class CompiledCode:
+    """The calls of all compiled graphs, with their modules."""
+
+    def __init__(self, sources: Sequence[str], graphs: Sequence[Nodes]) -> None:
+        self.codes = [_with_modules(sites_of(source), graphs) for source in sources]
+
+    def modules(self, calls: Sequence[str]) -> list[Modules]:
+        """Of the calls that one compiled graph was seen to make; empty for those that its code does not know."""
+        code = max(self.codes, key=lambda code: _likeness(calls, [callee for callee, _ in code]), default=[])
+        left: dict[str, list[Modules]] = {}
+        for callee, modules in code:
+            left.setdefault(callee, []).append(modules)
+        return [left[call].pop(0) if left.get(call) else () for call in calls]
+
+
+def _likeness(calls: Sequence[str], callees: Sequence[str]) -> float:
+    shared = sum((Counter(calls) & Counter(callees)).values())
+    return shared / max(len(calls), len(callees), 1)
+
+
+def _with_modules(sites: Sequence[Site], graphs: Sequence[Nodes]) -> list[tuple[str, Modules]]:
+    named = {name for site in sites for name in site.nodes}
+    nodes = max(graphs, key=lambda graph: len(named & graph.keys()), default={})
+    return [(site.callee, _modules(site, nodes)) for site in sites]
+
+
+def _modules(site: Site, nodes: Nodes) -> Modules:
+    known = [nodes[name] for name in site.nodes if name in nodes]
+    is_fused = site.callee.startswith("triton_")
+    return tuple(dict.fromkeys(known if is_fused else known[-1:]))  # of a library's call the last node is its own
+
+
+@dataclass(slots=True)
+class NodeRecorder:
+    """Traces a region as inductor's front end does, and keeps the modules of the nodes that inductor would get."""
+
+    names: set[str]
+    graphs: list[dict[str, str]] = field(default_factory=list)
+
+    def traced(self, region: Callable[..., Any]) -> Callable[..., Any]:
+        """It runs its graphs as they are."""
+        return torch.compile(copied(region, "named"), backend=self._backend, dynamic=False)
+
+    def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        # A graph found in the cache would come compiled, and without a look at its nodes.
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            return compile_fx(graph, inputs, inner_compile=self._keep)
+
+    def _keep(self, graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        from torch._functorch._aot_autograd.utils import make_boxed_func
+
+        nodes = (node for node in graph.graph.nodes if node.op == "call_function")
+        self.graphs.append({_node_name(node): module_of(node, self.names) for node in nodes})
+        return make_boxed_func(graph.forward)
+
+
+def _node_name(node: fx.Node) -> str:
+    """As inductor's comments have it."""
+    origins = node.meta.get("from_node")
+    return str(origins[0].name) if origins else node.name
+
+
+# --- the graphs of compiled code ---
+# The region is compiled once more, on the side, by a backend that keeps the graphs of torch's own front end (the same
+# tracing, autocast and partitioning that inductor gets) and runs them as they are. Nodes carry the module whose forward
+# made them. Islands and autograd Functions leave no mark in a graph: the eager step shows which modules have them.
+
+
+CASTS = ("_to_copy", "convert_element_type")
+Graph = tuple[Direction, fx.GraphModule]
+
+
+@dataclass(slots=True)
+class GraphRecorder:
+    """A backend of torch.compile that keeps the graphs it is given and runs them as they are."""
+
+    graphs: list[Graph] = field(default_factory=list)
+
+    def backend(self) -> Callable[..., Any]:
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+        return aot_autograd(
+            fw_compiler=self._kept("forward"),
+            bw_compiler=self._kept("backward"),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+
+    def _kept(self, direction: Direction) -> Callable[[fx.GraphModule, Any], Any]:
+        def keep(graph: fx.GraphModule, inputs: Any) -> Any:
+            from torch._functorch._aot_autograd.utils import make_boxed_func
+
+            self.graphs.append((direction, graph))
+            return make_boxed_func(graph.forward)
+
+        return keep
+
+    def compiled(self, region: Callable[..., Any]) -> Callable[..., Any]:
+        """The region as the front end sees it."""
+        return torch.compile(copied(region, "seen"), backend=self.backend(), dynamic=False)
+
+
+def copied(region: Callable[..., Any], word: str) -> Callable[..., Any]:
+    """A function of its own, whose code object the compiler has not met: the run's compiled code stays."""
+    assert isinstance(region, types.FunctionType)
+    code = region.__code__.replace(co_name=f"{region.__code__.co_name}_{word}")
+    return types.FunctionType(code, region.__globals__, region.__name__, region.__defaults__, region.__closure__)
+
+
+def seen_in(graphs: list[Graph], model: nn.Module, frozen: Mapping[str, nn.Module], twin: Seen) -> Seen:
+    """The same record as of an eager step."""
+    reader = _Reader(names_in(model, frozen), twin)
+    for direction, graph in graphs:
+        reader.read(direction, graph)
+    return reader.seen
+
+
+def names_in(model: nn.Module, frozen: Mapping[str, nn.Module]) -> set[str]:
+    """All module paths, those of frozen parts behind the part's name."""
+    names = {name for name, _ in model.named_modules()}
+    return names | {f"{part}.{name}".rstrip(".") for part, m in frozen.items() for name, _ in m.named_modules()}
+
+
+class _Reader:
+    def __init__(self, names: set[str], twin: Seen) -> None:
+        self.names, self.seen = names, Seen()
+        self.islands = {product.module for product in twin.calls if product.is_island}
+        self.functions = {product.module: product.function for product in twin.calls if product.function}
+        self._forward_modules: dict[str, str] = {}
+
+    def read(self, direction: Direction, graph: fx.GraphModule) -> None:
+        if direction == "backward":
+            self._kept(graph)
+        else:
+            self._forward_modules.clear()
+        for node in graph.graph.nodes:
+            if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+                continue
+            module = module_of(node, self.names)
+            if direction == "forward":
+                self._forward_modules[node.name] = module
+            if is_product(node.target):
+                self._product(node, module, direction)
+            elif node.target._opname in CASTS:
+                self._cast(node, module, direction)
+
+    def _product(self, node: fx.Node, module: str, direction: Direction) -> None:
+        func, (args, kwargs) = node.target, tree_map(_value, (node.args, dict(node.kwargs)))
+        name = computed_in(func, args, kwargs)
+        if not name:
+            return
+        operation = f"{func.namespace}::{func._opname}" if is_custom(func) else func._opname  # type: ignore[union-attr]
+        function = self.functions.get(module, "") if direction == "backward" else ""
+        is_island = module in self.islands and name == "fp32"
+        found = Product(module, direction, operation, name, is_island, is_custom(func), function)
+        self.seen.calls[found] += 1
+        if flops := flops_of(func, args, kwargs, _value(node)):
+            self.seen.flops[found] += flops
+
+    def _cast(self, node: fx.Node, module: str, direction: Direction) -> None:
+        source, result = _value(node.args[0]), _value(node)
+        floats = [t for t in (source, result) if isinstance(t, Tensor) and t.is_floating_point()]
+        if len(floats) == 2 and floats[0].dtype != floats[1].dtype:
+            found = Cast(module, direction, format_of(source.dtype), format_of(result.dtype))
+            self.seen.casts[found] += 1
+            self.seen.cast_bytes[found] += result.nbytes
+
+    def _kept(self, graph: fx.GraphModule) -> None:
+        """What backward reads of forward; weights and inputs (primals) and the gradients it is given are not kept."""
+        for node in graph.graph.find_nodes(op="placeholder"):
+            value = _value(node)
+            if isinstance(value, Tensor) and value.is_floating_point() and node.name in self._forward_modules:
+                self.seen.kept[self._forward_modules[node.name], format_of(value.dtype)] += value.nbytes
+
+
+def module_of(node: fx.Node, names: set[str]) -> str:
+    """The innermost module whose forward made the node, or the node that it is the gradient of."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    for path, *_ in reversed(list(stack.values())):
+        if (name := module_name(str(path), names)) is not None:
+            return name or ROOT
+    return OUTSIDE
+
+
+def module_name(path: str, names: set[str]) -> str | None:
+    """`L['model'].blocks[0].inner` is `blocks.0.inner`: the longest end that the model knows; "" is the model."""
+    parts = [part for part in re.findall(r"\w+", path) if part not in ("_modules", "L", "G")]
+    ends = (".".join(parts[k:]) for k in range(len(parts)))
+    found = next((end for end in ends if end in names), None)
+    return "" if found is None and len(parts) == 1 else found
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("val") if isinstance(node, fx.Node) else node
+
+
+def num_of(graphs: list[Graph]) -> Counter[str]:
+    return Counter(direction for direction, _ in graphs)

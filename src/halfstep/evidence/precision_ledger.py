@@ -1,0 +1,504 @@
+"""The ledger: what a step really computed in, a row for each module, held against the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+
+from halfstep.errors import format_count
+from halfstep.evidence.observer import HALF, OUTSIDE, Observer, Product, Seen, format_of
+from halfstep.precision.apply import STORAGE_DTYPES
+from halfstep.precision.plan import ROOT, WHOLE_MODEL, Plan, aligned
+from halfstep.step.batches import Window
+from halfstep.step.randomness import generator_states, restore_generators
+from halfstep.step.step import LossFn, Step
+
+WORTH_NAMING = 0.005
+"""Share of the FLOPs from which a module is named in the summary."""
+MOST_ROWS = 24
+"""A screen; --json has all."""
+MOST_KERNELS = 12
+MOST_ALIKE = 6
+"""Findings of one reason that are named one by one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LedgerRow:
+    """One module. Formats are by their share of its own FLOPs."""
+
+    module: str
+    planned: str
+    forward: str = "-"
+    backward: str = "-"
+    flops_share: float = 0.0
+    time_share: float = 0.0
+    """Of a captured step's time on the device; kernels of several modules count for each in equal parts."""
+    casts: int = 0
+    cast_bytes: int = 0
+    kept: str = "-"
+    """What it keeps for backward, formats by bytes."""
+    kept_bytes: int = 0
+    weights: str = "-"
+    gradients: str = "-"
+    optimizer_state: str = "-"
+    verdict: str = "as planned"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelRow:
+    """One kernel of a captured step, and all modules that it works for."""
+
+    name: str
+    modules: tuple[str, ...]
+    """Empty where no launch of the uncaptured step matches."""
+    direction: str
+    format: str
+    """Of the operands of matmuls, convolutions and attention; kernels do not tell it of anything else."""
+    calls: int
+    time_share: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ledger:
+    """What ran, in one mode."""
+
+    mode: str
+    rows: tuple[LedgerRow, ...]
+    findings: tuple[Finding, ...]
+    summary: str
+    notes: tuple[str, ...] = ()
+    step: int | None = None
+    kernels: tuple[KernelRow, ...] = ()
+    """Of a captured step, those that took longest first; those of no known module among them."""
+
+    @property
+    def unmapped_share(self) -> float:
+        return sum(row.time_share for row in self.kernels if not row.modules)
+
+    @property
+    def differences(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.level == "differs")
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "summary": self.summary,
+            "mode": self.mode,
+            "step": self.step,
+            "rows": [{"mode": self.mode, **dataclasses.asdict(row)} for row in self.rows],
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            "notes": list(self.notes),
+            "unmapped_share": self.unmapped_share,
+            "kernels": [dataclasses.asdict(kernel) for kernel in self.kernels],
+        }
+
+    def __str__(self) -> str:
+        return rendered(self)
+
+
+@dataclass(slots=True)
+class Weights:
+    """Formats of a step's weights, gradients and optimizer state, by module."""
+
+    weights: dict[str, str] = field(default_factory=dict)
+    gradients: dict[str, str] = field(default_factory=dict)
+    states: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizers: Iterable[Optimizer]) -> Weights:
+        """As they are now: after backward for gradients, after a commit for the state."""
+        states = {id(p): state for optimizer in optimizers for p, state in optimizer.state.items()}
+        found = cls()
+        for name, module in model.named_modules():
+            own = list(nn.Module.parameters(module, recurse=False))
+            found.weights[name or ROOT] = _formats(own)
+            found.gradients[name or ROOT] = _formats(p.grad for p in own if p.grad is not None)
+            found.states[name or ROOT] = _formats(_moments(states.get(id(p), {}) for p in own))
+        return found
+
+
+def _moments(states: Iterable[Mapping[str, Any]]) -> Iterable[Tensor]:
+    for state in states:
+        yield from (v for name, v in state.items() if name != "step" and isinstance(v, Tensor) and v.numel() > 0)
+
+
+def _formats(tensors: Iterable[Tensor]) -> str:
+    return ", ".join(sorted({format_of(tensor.dtype) for tensor in tensors})) or "-"
+
+
+def ledger_of(
+    plan: Plan,
+    observer: Observer | Seen,
+    model: nn.Module,
+    weights: Weights,
+    frozen: Mapping[str, nn.Module] | None = None,
+    mode: str = "eager",
+    notes: Sequence[str] = (),
+    step: int | None = None,
+) -> Ledger:
+    """Put what was seen beside what the plan declares."""
+    seen = observer.seen if isinstance(observer, Observer) else observer
+    expected, found = Expected(plan), findings(plan, seen, model, frozen or {})
+    rows = _rows(expected, seen, weights, found)
+    summary = summed_up(expected, seen, found)
+    return Ledger(
+        mode=mode, rows=tuple(rows), findings=tuple(found), summary=summary, notes=tuple(notes), step=step
+    )  # fmt: skip
+
+
+def _rows(expected: Expected, seen: Seen, weights: Weights, found: Sequence[Finding]) -> list[LedgerRow]:
+    all_flops = max(sum(seen.flops.values()), 1)
+    named = [product.module for product in seen.calls] + [cast.module for cast in seen.casts]
+    named += [module for module, _ in seen.kept] + [name for name, own in weights.weights.items() if own != "-"]
+    told = {finding.module: finding for finding in reversed(found)}
+    rows = []
+    wanted = set(named)
+    for module in dict.fromkeys([*(name for name in weights.weights if name in wanted), *named]):
+        kept = Counter({name: size for (own, name), size in seen.kept.items() if own == module})
+        casts = [cast for cast in seen.casts if cast.module == module]
+        rows.append(
+            LedgerRow(
+                module=module,
+                planned="-" if module == OUTSIDE else expected.compute(module),
+                forward=_computed(seen, module, "forward"),
+                backward=_computed(seen, module, "backward"),
+                flops_share=sum(n for p, n in seen.flops.items() if p.module == module) / all_flops,
+                casts=sum(seen.casts[cast] for cast in casts),
+                cast_bytes=sum(seen.cast_bytes[cast] for cast in casts),
+                kept=_by_share(kept),
+                kept_bytes=sum(kept.values()),
+                weights=weights.weights.get(module, "-"),
+                gradients=weights.gradients.get(module, "-"),
+                optimizer_state=weights.states.get(module, "-"),
+                verdict=_verdict(module, expected, seen, told.get(module)),
+            )
+        )
+    return rows
+
+
+def _verdict(module: str, expected: Expected, seen: Seen, finding: Finding | None) -> str:
+    if finding is not None:
+        return f"{finding.level}: {finding.what}"
+    if module == OUTSIDE:
+        return "not in the plan"
+    kinds = {_kind(expected, product) for product in seen.calls if product.module == module}
+    return ", ".join(sorted(kinds)) or "as planned"
+
+
+def _computed(seen: Seen, module: str, direction: str) -> str:
+    own = [p for p in seen.calls if p.module == module and p.direction == direction]
+    flops: Counter[str] = Counter()
+    for product in own:
+        flops[product.format] += max(seen.flops[product], 1)
+    return _by_share(flops)
+
+
+def _by_share(counts: Counter[str]) -> str:
+    total = sum(counts.values())
+    if len(counts) < 2:
+        return next(iter(counts), "-")
+    return ", ".join(f"{name} {count / total:.0%}" for name, count in counts.most_common())
+
+
+def summed_up(expected: Expected, seen: Seen, found: Sequence[Finding]) -> str:
+    """One sentence: shares by format, and who is behind those that are not the plan's."""
+    total = sum(seen.flops.values())
+    if not total:
+        return "no matmul, convolution or attention was seen"
+    formats: Counter[str] = Counter()
+    for product, flops in seen.flops.items():
+        formats[product.format] += flops
+    parts: list[str] = []
+    for name, flops in formats.most_common():
+        apart = _apart(expected, seen, name, total) if name != formats.most_common(1)[0][0] else ""
+        of = "of FLOPs in " if not parts else ""
+        parts.append(f"{percent(flops / total)} {of}{name}{apart}")
+    unknown = sorted({p.operation for p in seen.calls if not seen.flops[p]})
+    parts += [f"of unknown cost: {', '.join(unknown)}"] if unknown else []
+    num = sum(finding.level == "differs" for finding in found)
+    verdict = f"{num} differ{'s' if num == 1 else ''} from the plan" if num else "all as planned"
+    return f"{'; '.join(parts)}; {verdict}"
+
+
+def _apart(expected: Expected, seen: Seen, name: str, total: int) -> str:
+    """`: 3 % decoder.head (island), 1 % encoder.fft (custom op)`."""
+    by_module: Counter[tuple[str, str]] = Counter()
+    for product, flops in seen.flops.items():
+        if product.format == name:
+            by_module[product.module, _kind(expected, product)] += flops
+    named = [(key, flops / total) for key, flops in by_module.most_common() if flops / total >= WORTH_NAMING]
+    shown = ", ".join(f"{percent(share)} {module} ({kind})" for (module, kind), share in named[:4])
+    return f": {shown}" if shown else ""
+
+
+def _kind(expected: Expected, product: Product) -> str:
+    if product.module == OUTSIDE:
+        return "loss and code around the model"
+    if product.format == expected.compute(product.module):
+        return "as planned"
+    if product.is_island:
+        return "island"
+    if is_as_planned(expected, product):
+        return "simulated"
+    if product.is_custom:
+        return "custom op without autocast"
+    return f"{product.function} unaware of autocast" if product.function else "differs"
+
+
+def percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
+
+
+def rendered(ledger: Ledger) -> str:
+    """The summary, the rows with most FLOPs and those that differ, then what differs and how to mend it."""
+    by_weight = sorted(
+        ledger.rows,
+        key=lambda row: (not row.verdict.startswith(("differs", "costs")), -max(row.flops_share, row.time_share)),
+    )
+    is_busy = {row.module for row in ledger.rows if row.flops_share or row.time_share or row.verdict != "as planned"}
+    chosen = {row.module for row in by_weight[:MOST_ROWS]} & is_busy
+    rows = [row for row in ledger.rows if row.module in chosen]
+    titles: tuple[str, ...] = (
+        "module", "planned", "forward", "backward", "FLOPs", "casts", "kept", "weights", "grads", "state",
+    )  # fmt: skip
+    body: list[tuple[str, ...]] = [
+        (r.module, r.planned, r.forward, r.backward, percent(r.flops_share), str(r.casts or "-"), r.kept, r.weights,
+         r.gradients, r.optimizer_state)
+        for r in rows
+    ]  # fmt: skip
+    if ledger.kernels:
+        titles = (*titles, "time")
+        body = [(*cells, percent(row.time_share)) for cells, row in zip(body, rows, strict=True)]
+    hidden = len(ledger.rows) - len(rows)
+    more = (
+        [f"and {format_count(hidden, 'more module')} as planned or without matmuls (--json has all)"] if hidden else []
+    )
+    lines = [f"{ledger.mode}: {ledger.summary}", *ledger.notes, "", *aligned([titles, *body]), *more]
+    return "\n".join([*lines, *_listed(ledger.kernels), *_told(ledger.findings)])
+
+
+def _listed(kernels: Sequence[KernelRow]) -> list[str]:
+    """Those that take most of the time, and of those that are not mapped the longest."""
+    known, unmapped = ([k for k in kernels if bool(k.modules) is is_known] for is_known in (True, False))
+    shown = [*known[:MOST_KERNELS], *unmapped[:MOST_ALIKE]]
+    body = [
+        (k.name[:60], ", ".join(k.modules[:4]) + (f" and {len(k.modules) - 4} more" if len(k.modules) > 4 else "")
+         or "not mapped", k.direction, k.format or "-", str(k.calls), percent(k.time_share))
+        for k in shown
+    ]  # fmt: skip
+    return ["", *aligned([("kernel", "modules", "direction", "format", "calls", "time"), *body])] if shown else []
+
+
+def _told(found: Sequence[Finding]) -> list[str]:
+    """Findings of one reason together, as those of forty norms."""
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    for finding in found:
+        groups.setdefault((finding.level, finding.why, finding.fix), []).append(finding)
+    lines = []
+    for (level, why, fix), group in groups.items():
+        lines += ["", *(f"{level} {finding.module}: {finding.what}" for finding in group[:MOST_ALIKE])]
+        lines += [f"    and {len(group) - MOST_ALIKE} more modules likewise"] if len(group) > MOST_ALIKE else []
+        lines += [f"    why: {why}", f"    fix: {fix}"]
+    return lines
+
+
+# --- findings: where the step differs from the plan ---
+
+
+Level = Literal["differs", "costs"]
+
+
+class Expected:
+    """The plan's rows by module, and what holds where there is none."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        rows = (*plan.rows, *plan.frozen)
+        self.rows = {row.module: row for row in rows if row.kind != "island" and row.module != WHOLE_MODEL}
+
+    def compute(self, module: str) -> str:
+        """The format of its matmuls and convolutions: of its own row, of the part it lies in, or the plan's."""
+        row = self.rows.get(module)
+        while row is None and module not in ("", ROOT):
+            module = module.rpartition(".")[0]
+            enclosing = self.rows.get(module)
+            row = enclosing if enclosing is not None and enclosing.is_part else None
+        return row.compute if row is not None else self.plan.compute
+
+    def storage(self, module: str) -> str:
+        row = self.rows.get(module)
+        return row.storage if row is not None else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One difference. `differs` is against the plan, `costs` is memory and time that the plan says nothing about."""
+
+    module: str
+    what: str
+    why: str
+    fix: str
+    level: Level = "differs"
+
+
+def findings(plan: Plan, seen: Seen, model: nn.Module, frozen: Mapping[str, nn.Module]) -> list[Finding]:
+    """The worst first: computing, then weights and statistics, then what only costs."""
+    expected = Expected(plan)
+    modules = {name or ROOT: module for name, module in model.named_modules()}
+    for part, module in frozen.items():
+        modules |= {f"{part}.{name}".rstrip("."): inner for name, inner in module.named_modules()}
+    found = [*_of_products(expected, seen), *_of_weights(expected, modules), *_of_statistics(modules)]
+    return [*found, *_of_upcasts(expected, seen), *_of_norms(expected, seen)]
+
+
+def _of_products(expected: Expected, seen: Seen) -> Iterable[Finding]:
+    """One finding per module, reason and format."""
+    shown = set()
+    for product in sorted(seen.calls, key=lambda p: p.direction == "backward"):
+        planned = expected.compute(product.module)
+        if product.module == OUTSIDE or is_as_planned(expected, product):
+            continue
+        why, fix = _explain_product(product, planned, expected.plan)
+        if (product.module, why) not in shown:
+            shown.add((product.module, why))
+            what = f"{product.operation} ({product.direction}) computed in {product.format}, the plan says {planned}"
+            yield Finding(module=product.module, what=what, why=why, fix=fix)
+
+
+def is_as_planned(expected: Expected, product: Product) -> bool:
+    planned, plan = expected.compute(product.module), expected.plan
+    if product.module == OUTSIDE or product.format == planned or product.is_island and product.format == "fp32":
+        return True
+    # Simulation multiplies the rounded operands in fp32.
+    return plan.simulated and planned in ("fp8", "tf32") and product.format in ("fp32", "bf16")
+
+
+def _explain_product(product: Product, planned: str, plan: Plan) -> tuple[str, str]:
+    module, device = product.module, plan.device.partition(":")[0] or "cuda"
+    dtype = "torch.float16" if planned == "fp16" else "torch.bfloat16"
+    if product.format == "tf32":
+        return (
+            "a TF32 switch was set inside the model",
+            "remove allow_tf32 = True or set_float32_matmul_precision('high') there, or ask for precision tf32",
+        )
+    if product.is_custom:
+        return (
+            f"custom op {product.operation} without autocast: it takes what it is given",
+            f'torch.library.register_autocast("{product.operation}", "{device}", {dtype})',
+        )
+    if product.function:
+        return (
+            f"{product.function} is an autograd Function unaware of autocast: its backward runs outside of it",
+            f'@torch.amp.custom_fwd(device_type="{device}") on its forward, '
+            f'@torch.amp.custom_bwd(device_type="{device}") on its backward',
+        )
+    if planned in (*HALF, "fp8"):
+        return (
+            "autocast is off there",
+            f"remove autocast(enabled=False), or say that it is meant: with hs.fp32_island(), "
+            f"or precision.modules: {{{module}: {product.format}}}",
+        )
+    return (
+        f"its operands are {product.format}: half weights, a cast, or autocast switched on inside",
+        f"remove .half(), .bfloat16() or autocast there, or precision.modules: {{{module}: {product.format}}}",
+    )
+
+
+def _of_weights(expected: Expected, modules: Mapping[str, nn.Module]) -> Iterable[Finding]:
+    for name, module in modules.items():
+        planned = expected.storage(name)
+        for own, weight in module.named_parameters(recurse=False):
+            stored = format_of(weight.dtype)
+            if planned and weight.is_floating_point() and stored != planned:
+                yield Finding(
+                    module=name,
+                    what=f"{own} is stored in {stored}, the plan says {planned}",
+                    why="it was cast after the plan was made, or came so: small updates round away in half",
+                    fix=f"model.get_submodule({name.replace(ROOT, '')!r}).to({STORAGE_DTYPES[planned]}) "
+                    "before the optimizer is made",
+                )
+
+
+def _of_statistics(modules: Mapping[str, nn.Module]) -> Iterable[Finding]:
+    for name, module in modules.items():
+        if not isinstance(module, _NormBase):
+            continue
+        half = [own for own, buffer in module.named_buffers(recurse=False) if format_of(buffer.dtype) in HALF]
+        if half:
+            yield Finding(
+                module=name,
+                what=f"{' and '.join(half)} in {format_of(module.get_buffer(half[0]).dtype)}",
+                why="a running statistic in half stops moving: its updates are below half a unit in the last place",
+                fix=f"model.get_submodule({name!r}).float()",
+            )
+
+
+def _of_upcasts(expected: Expected, seen: Seen) -> Iterable[Finding]:
+    for upcast, size in seen.upcasts.items():
+        if upcast.module != OUTSIDE and expected.compute(upcast.module) in HALF:
+            yield Finding(
+                module=upcast.module,
+                what=f"cast to fp32 by hand at {upcast.line}, {size:,} bytes",
+                why="what follows it computes and is kept in fp32 until the next matmul",
+                fix="remove .float() (.to(torch.float32)), or say that it is meant: with hs.fp32_island()",
+                level="costs",
+            )
+
+
+def _of_norms(expected: Expected, seen: Seen) -> Iterable[Finding]:
+    """Under autocast a normalisation returns fp32: harmless before a matmul, which casts it, twice the memory else."""
+    for module, size in seen.norms_kept.items():
+        if expected.plan.compute in (*HALF, "fp8") and not _is_in_fp32(expected, module):
+            yield Finding(
+                module=module,
+                what=f"its fp32 output is kept for backward, {size:,} bytes",
+                why="autocast returns normalisations in fp32, and what reads it next keeps it as it is",
+                fix="cast it where it is used: norm(x).to(x.dtype), or fuse it with what follows",
+                level="costs",
+            )
+
+
+def _is_in_fp32(expected: Expected, norm: str) -> bool:
+    """Whether the part around it is declared fp32; the norm's own row says fp32 always."""
+    return expected.compute(norm.rpartition(".")[0] or ROOT) == "fp32"
+
+
+# --- a step on the side: computed, observed and undone ---
+
+
+@contextmanager
+def undone(step: Step) -> Iterator[None]:
+    """What a compute() inside changed is put back."""
+    generators = generator_states()
+    try:
+        yield
+    finally:
+        step.abandon()
+        restore_generators(generators)
+
+
+@contextmanager
+def seen_by(step: Step, watching: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Forward and backward of this step run inside `watching()`."""
+    before, step.observed = step.observed, watching
+    try:
+        yield
+    finally:
+        step.observed = before
+
+
+def observe(
+    step: Step, loss_fn: LossFn, window: Window, frozen: Mapping[str, nn.Module] | None = None
+) -> tuple[Observer, Weights]:
+    """What one step of this window does, eagerly, and the formats of what it leaves."""
+    observer = Observer(step.model, frozen)
+    with undone(step), seen_by(step, observer.watching):
+        step.compute(loss_fn, window)
+        return observer, Weights.of(step.model, step.optimizers)

@@ -1,0 +1,309 @@
+"""What `schedule=` of a loop of one's own may be, and how it reaches the rates of each optimizer.
+
+a torch scheduler, or per_step(it)    follows committed steps, for the groups of its own optimizer
+a function of the step                multiplies the learning rates of its optimizer; alone, of all of them
+per_epoch(scheduler or function)      follows `epoch_ended()`
+ReduceLROnPlateau                     follows `validated(metric)`
+a list of these                       one for each optimizer; None leaves one to its user
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+
+from halfstep.errors import CheckpointError, ConfigError
+from halfstep.step.schedule import Curve, Plateau, Schedule
+from halfstep.step.tables import Rates, base_rate, finite, no_rate, rate
+
+AHEAD = 256  # steps that a user's schedule is asked for in advance
+
+
+@dataclass(frozen=True, slots=True)
+class Paced:
+    """A schedule with the word when it moves on."""
+
+    schedule: LRScheduler | Schedule
+    every: Literal["step", "epoch"]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.schedule, ReduceLROnPlateau):
+            raise ConfigError(
+                f"hs.per_{self.every} was given a ReduceLROnPlateau",
+                why="it follows a metric, neither steps nor epochs",
+                fix="schedule=plateau as it is, and step.validated(metric) after each validation",
+            )
+
+
+def per_step(schedule: LRScheduler | Schedule) -> Paced:
+    """Follow a torch scheduler, or a function of the step, once for each committed optimizer step."""
+    return Paced(schedule, "step")
+
+
+def per_epoch(schedule: LRScheduler | Schedule) -> Paced:
+    """Follow a torch scheduler, or a function of the epoch (0, 1, ...), once for each `step.epoch_ended()`."""
+    return Paced(schedule, "epoch")
+
+
+@dataclass(slots=True)
+class Driven:
+    optimizer: Optimizer
+    every: Literal["step", "epoch", "validation"]
+    absolute: Callable[[int], Sequence[float]]  # count of steps or epochs -> the rate of each group
+    scheduler: Any = None
+    count: tuple[int, ...] = ()  # how far the user's own scheduler stood when it was given
+    plateau: Plateau | None = None
+
+    @property
+    def kind(self) -> str:
+        name = "function" if self.scheduler is None else type(self.scheduler).__name__
+        return f"{name} per {self.every}"
+
+
+class OwnSchedules:
+    def __init__(self, given: object, optimizers: Sequence[Optimizer], device: torch.device) -> None:
+        self.epochs = 0
+        self.hints: list[str] = []
+        self.driven = [self._driven(one, optimizer) for optimizer, one in _by_optimizer(given, optimizers)]
+        self.rates = self._rates(device) if self.driven else None
+        kinds = {id(driven.optimizer): driven.kind for driven in self.driven}
+        self.kinds = [kinds.get(id(optimizer), "none") for optimizer in optimizers]
+
+    def _driven(self, given: Any, optimizer: Optimizer) -> Driven:
+        inner, every = _inner(given), given.every if isinstance(given, Paced) else "step"
+        if isinstance(inner, ReduceLROnPlateau):
+            twin = Plateau(inner)
+            return Driven(optimizer, "validation", lambda _: twin.rates(), inner, _count(inner), twin)
+        if isinstance(inner, LRScheduler):
+            curve = Curve(inner)
+            if not isinstance(given, Paced) and not isinstance(inner, BY_BATCH):
+                self.hints += _hint_at_epochs(inner, curve)
+            return Driven(optimizer, every, curve, inner, _count(inner))
+        bases = [base_rate(group) for group in optimizer.param_groups]
+        self.hints += _hint_at_multiples(inner, AHEAD if every == "step" else 10, max(bases))
+        return Driven(optimizer, every, lambda count: _multiplied(bases, inner(count)))
+
+    def _rates(self, device: torch.device) -> Rates:
+        schedules = [
+            _of_group(driven, position)
+            for driven in self.driven
+            for position in range(len(driven.optimizer.param_groups))
+        ]
+        optimizers = [driven.optimizer for driven in self.driven]
+        dtype = torch.float64 if device.type == "cpu" else torch.float32
+        rates = Rates(optimizers, schedules, device, base=[1.0] * len(schedules), chunk=AHEAD, dtype=dtype)
+        self.rates = rates
+        self._write()
+        return rates
+
+    def _write(self) -> None:
+        """Give the rates what does not follow steps."""
+        assert self.rates is not None
+        said: list[float | None] = []
+        for driven in self.driven:
+            by_steps = driven.every == "step"
+            said += [None] * len(driven.optimizer.param_groups) if by_steps else self._said_by(driven, self.epochs)
+        self.rates.set_by_host(said)
+
+    def _said_by(self, driven: Driven, epochs: int) -> Sequence[float]:
+        try:
+            return [rate(own) for own in driven.absolute(epochs)]
+        except Exception as error:  # whatever a user's function may raise
+            raise no_rate(f"epoch {epochs}", error, "T_max=number of epochs") from error
+
+    def epoch_ended(self) -> None:
+        if not self.has("epoch"):
+            raise ConfigError(
+                "epoch_ended() was called, but no schedule= is per epoch",
+                why="a scheduler follows optimizer steps unless it is given as hs.per_epoch(scheduler), and a "
+                "ReduceLROnPlateau follows step.validated(metric)",
+                fix="schedule=hs.per_epoch(scheduler), or no call of epoch_ended()",
+            )
+        self.refuse_other_hands()
+        self.epochs += 1
+        self._write()
+        self._show()
+
+    def validated(self, metric: float) -> None:
+        if not self.has("validation"):
+            raise ConfigError(
+                "validated(metric) was called, but schedule= holds no ReduceLROnPlateau",
+                why="no other schedule follows a metric",
+                fix="schedule=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, ...), or no call of validated()",
+            )
+        self.refuse_other_hands()
+        for driven in self.driven:
+            if driven.plateau is not None:
+                driven.plateau.observe(float(metric))
+        self._write()
+        self._show()
+
+    def _show(self) -> None:
+        assert self.rates is not None
+        self.rates.show_by_host()
+
+    def has(self, *kinds: str) -> bool:
+        return any(driven.every in kinds for driven in self.driven)
+
+    def refuse_other_hands(self) -> None:
+        """Whoever steps the scheduler, too, or writes a learning rate, expects what does not happen."""
+        for driven in self.driven:
+            if driven.scheduler is not None and _count(driven.scheduler) != driven.count:
+                instead = {
+                    "step": "the step moves it on by itself",
+                    "epoch": "call step.epoch_ended() instead",
+                    "validation": "call step.validated(metric) instead",
+                }[driven.every]
+                raise ConfigError(
+                    f"{type(driven.scheduler).__name__}.step() was called by hand, but schedule= drives it",
+                    why="the step follows a copy of it, which a skipped step does not move",
+                    fix=f"leave scheduler.step() out: {instead}; or leave schedule= out and go on by hand",
+                )
+        if self.rates is not None:
+            self.rates.refuse_other_hands()
+
+    def state_dict(self) -> dict[str, Any]:
+        plateaus = [driven.plateau.state_dict() for driven in self.driven if driven.plateau]
+        return {"kinds": self.kinds, "epochs": self.epochs, "plateaus": plateaus}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        if not state:
+            return
+        kinds = state["kinds"]
+        if kinds != self.kinds:
+            raise CheckpointError(
+                f"the state was saved with another schedule: {_listed(kinds)}; this step has {_listed(self.kinds)}",
+                why="its counts would be read by a schedule they are not of",
+                fix="make the step with the schedule= it was saved with; to begin the new one at epoch 0 all the same: "
+                'step.load_state_dict(state | {"schedules": {}})',
+            )
+        own, stored = sum(d.plateau is not None for d in self.driven), len(state["plateaus"])
+        if own != stored:
+            raise CheckpointError(
+                f"the state holds {stored} ReduceLROnPlateau, this step {own}",
+                fix="make the step with the schedule= it was saved with",
+            )
+        for driven in self.driven:
+            if driven.every == "epoch":
+                self._said_by(driven, int(state.get("epochs", 0)))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.epochs = int(state.get("epochs", 0))
+        plateaus = [driven.plateau for driven in self.driven if driven.plateau is not None]
+        for plateau, stored in zip(plateaus, state.get("plateaus", ()), strict=bool(state)):
+            plateau.load_state_dict(stored)
+        if self.driven:
+            self._write()
+            self._show()
+
+
+def _listed(kinds: Sequence[str]) -> str:
+    return ", ".join(kinds)
+
+
+def _of_group(driven: Driven, position: int) -> Schedule:
+    """The part of a schedule that the device's table holds; what moves on otherwise is written by the host."""
+    if driven.every != "step":
+        return lambda step: 1.0
+    return lambda step: driven.absolute(step)[position]
+
+
+def _by_optimizer(given: object, optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, Any]]:
+    if given is None:
+        return []
+    if isinstance(given, (list, tuple)):
+        if len(given) != len(optimizers):
+            raise ConfigError(
+                f"schedule= lists {len(given)} schedules for {len(optimizers)} optimizers",
+                fix="one for each optimizer, in their order; None for one that has no schedule",
+            )
+        pairs = [(optimizer, one) for optimizer, one in zip(optimizers, given, strict=True) if one is not None]
+        for optimizer, one in pairs:
+            _refuse_stranger(one, [optimizer], f"the {type(optimizer).__name__} at its place in the list")
+        return pairs
+    _refuse_stranger(given, optimizers, "one of this step's")
+    own = getattr(_inner(given), "optimizer", None)
+    return [(optimizer, given) for optimizer in optimizers if own is None or optimizer is own]
+
+
+def _inner(given: object) -> Any:
+    return given.schedule if isinstance(given, Paced) else given
+
+
+def _refuse_stranger(given: object, optimizers: Sequence[Optimizer], wanted: str) -> None:
+    inner = _inner(given)
+    if not isinstance(inner, (LRScheduler, ReduceLROnPlateau)):
+        if callable(inner) and not isinstance(inner, type):
+            return
+        raise ConfigError(
+            f"schedule={given!r} is not a schedule",
+            why="it is a torch scheduler, a function of the step, or a list with one of them for each optimizer",
+            fix="schedule=hs.per_step(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=number_of_steps)); "
+            "a scheduler of another library: leave schedule= out and step it yourself",
+        )
+    if not any(inner.optimizer is optimizer for optimizer in optimizers):
+        raise ConfigError(
+            f"{type(inner).__name__} was made for another optimizer, not for {wanted}",
+            why="a scheduler drives the optimizer it was made with, and no other",
+            fix=f"make it with the optimizer given to Step: {type(inner).__name__}(optimizer, ...)",
+        )
+
+
+def _multiplied(bases: Sequence[float], multiplier: Any) -> list[float]:
+    return [base * finite(multiplier) for base in bases]
+
+
+def _count(scheduler: Any) -> tuple[int, ...]:
+    """How often the user's scheduler was stepped; of a chain, each of its schedulers."""
+    parts = getattr(scheduler, "_schedulers", ())
+    return (getattr(scheduler, "last_epoch", 0), *(count for part in parts for count in _count(part)))
+
+
+def _hint_at_epochs(scheduler: LRScheduler, curve: Curve) -> list[str]:
+    steps = steps_until_small(curve)
+    if not steps:
+        return []
+    return [
+        f"schedule={type(scheduler).__name__} follows optimizer steps: after {steps} of them the learning rate is 1/50 "
+        "of its highest or less. If it counts epochs, write schedule=hs.per_epoch(scheduler) and call "
+        "step.epoch_ended(); if that is meant, hs.per_step(scheduler)"
+    ]
+
+
+def _hint_at_multiples(function: Schedule, ahead: int, base: float) -> list[str]:
+    """A function that gives learning rates, as many scripts have one, would be multiplied with the optimizer's."""
+    highest = 0.0
+    for step in range(ahead):
+        try:
+            highest = max(highest, float(function(step)))
+        except Exception:  # beyond its end
+            break
+    if not 0 < highest <= 0.01 or base > 0.5:
+        return []
+    return [
+        f"schedule= is a function that gives at most {highest:g}: a multiple of the optimizer's learning rate, "
+        f"{base:g}, is meant. Of a function that gives rates, make lambda step: rate(step) / {base:g}"
+    ]
+
+
+BY_BATCH = (OneCycleLR, CyclicLR)  # what torch documents as stepped after every batch
+FEW_STEPS, SMALL_SHARE = 1000, 0.02
+
+
+def steps_until_small(curve: Curve) -> int:
+    """After how few steps every rate has fallen to a fiftieth of its highest; 0 where that takes many."""
+    highest = [0.0] * len(curve.rates[0])
+    for step in range(FEW_STEPS):
+        try:
+            rates = curve(step)
+        except Exception:  # beyond its end: nobody may ever go there
+            return 0
+        highest = [max(pair) for pair in zip(highest, rates, strict=True)]
+        if any(highest) and all(rate <= SMALL_SHARE * top for rate, top in zip(rates, highest, strict=True)):
+            return step
+    return 0

@@ -1,0 +1,415 @@
+"""Predict the peak memory of a step by component, for any precision, mode, memory level and batch; find what fits.
+
+Peak means the same everywhere in this project: the larger of torch's max_memory_allocated before a step is captured and
+the memory reserved once it is (hardware/memory.py). The prediction comes from a trace, by mode:
+
+    eager     forward and backward, operation by operation
+    compile   the same trace, from which compiled.py derives what the compiler keeps, recomputes and fuses away
+    graph     the captured step: our chains of kernels where the model has one, else as compiled, plus the gaps in the
+              graph's memory pool
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from halfstep.config.schema import ADAM_LIKE, RunConfig
+from halfstep.errors import ConfigError, MemoryLimitError, format_bytes
+from halfstep.hardware.facts import Hardware
+from halfstep.kernels.fast_forms import has_triton
+from halfstep.models.recompute import Recompute
+from halfstep.precision.ladder import lacks
+from halfstep.precision.plan import Plan
+from halfstep.run.memory.compiled import PRODUCTS, compiled_timeline
+from halfstep.run.memory.step_trace import StepTrace, Timeline, at_batch, eager_timeline
+from halfstep.run.memory.traceable_step import Fixed, TraceableStep
+from halfstep.tune.memory_low import NORMAL, MemorySetting
+from halfstep.tune.modes import Mode, has_convolutions
+
+COMPONENTS = (
+    "weights", "gradients", "optimizer", "average", "frozen parts", "half copies", "activations", "inputs",
+    "workspaces", "graph pool",
+)  # fmt: skip
+"""In the order of tables and pictures."""
+
+MODES: tuple[Mode, ...] = ("eager", "compile", "graph")
+HALF = ("bf16", "fp16", "fp8")
+CUBLAS_BYTES = 33_562_624
+"""cuBLAS' workspace on Hopper; the forward and the backward thread have one each."""
+SMALL_CUBLAS_BYTES = 8_519_680
+"""The same on other GPUs."""
+COMPILED_BLOCKS = 1.1
+"""Memory of a compiled step that recomputes blocks, over the eager one's (U-Net, benchmarks/results/speed.json)."""
+POOL_GAPS = 0.04
+"""Share of a graph's pool that is idle between its blocks. A guess; rows of benchmarks/memory_plan.py agree with it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One step to predict: a cell of the table that `halfstep plan --memory` prints."""
+
+    precision: str
+    mode: Mode
+    setting: MemorySetting = NORMAL
+    batch_size: int
+    accumulate: int = 1
+
+    @classmethod
+    def of(cls, config: RunConfig, precision: str, mode: Mode, setting: MemorySetting | None = None) -> Cell:
+        """Return a step of this config; without `setting` at the config's own memory level."""
+        if setting is None:
+            setting = MemorySetting(recompute="blocks") if config.train.activation_checkpointing else NORMAL
+        size, accumulate = config.train.batch_size, config.train.accumulate
+        return cls(precision=precision, mode=mode, setting=setting, batch_size=size, accumulate=accumulate)
+
+    @classmethod
+    def of_plan(cls, config: RunConfig, plan: Plan) -> Cell:
+        """Return the step of a run with this plan, before batches are cut into micro-batches."""
+        setting = MemorySetting(**plan.memory) if plan.memory else None
+        return cls.of(config, plan.granted, plan.mode or "eager", setting)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """A cell and its peak, in bytes by component."""
+
+    cell: Cell
+    components: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.components.values())
+
+
+@dataclass(slots=True)
+class MemoryPlanner:
+    """Predict cells of one step; what two cells share is traced once."""
+
+    step: TraceableStep
+    hardware: Hardware | None = None
+    _timelines: dict[tuple[object, ...], list[Timeline]] = field(default_factory=dict)
+    _traces: dict[tuple[object, ...], list[StepTrace]] = field(default_factory=dict)
+    _fixed: dict[tuple[str, int], Fixed] = field(default_factory=dict)
+    _inputs: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def share_fixed(self, step: TraceableStep) -> MemoryPlanner:
+        """Return a planner for the same step with other blocks recomputed: weights, optimizer and inputs stay."""
+        return replace(self, step=step, _timelines={}, _traces={})
+
+    def predict(self, cell: Cell, *, base_batch: int = 0) -> Prediction:
+        """Predict a cell from a trace at its batch; with `base_batch` from traces at that batch and its double, which
+        is cheap for looking at many batches."""
+        fixed = self._fixed_of(cell)
+        raw, prepared = self._input_bytes(cell.batch_size)
+        moving = self._dynamic(cell, base_batch)
+        found = Counter(
+            {
+                "weights": fixed.weights,
+                "optimizer": fixed.optimizer,
+                "average": fixed.average,
+                "frozen parts": fixed.frozen,
+                "inputs": raw + prepared,
+                "workspaces": self._library_bytes(),
+                "graph pool": int(POOL_GAPS * moving.total()) + prepared if cell.mode == "graph" else 0,
+            }
+        )
+        found.update(moving)
+        return Prediction(cell=cell, components={name: found[name] for name in COMPONENTS})
+
+    def _dynamic(self, cell: Cell, base_batch: int) -> Counter[str]:
+        """Return temporary memory at its highest: in forward and backward, or while the optimizer updates."""
+        if cell.setting.recompute == "alternate" and cell.mode != "eager":
+            return self._between(cell, base_batch)
+        accumulates = cell.accumulate > 1
+        if not base_batch or base_batch == cell.batch_size:
+            peaks = [line.peak(accumulates=accumulates) for line in self._lines(cell, cell.batch_size)]
+        else:
+            near, far = self._lines(cell, base_batch), self._lines(cell, 2 * base_batch)
+            peaks = [
+                at_batch(cell.batch_size, (base_batch, one), (2 * base_batch, two), accumulates=accumulates)
+                for one, two in zip(near, far, strict=True)
+            ]
+        gradients = max(line.gradient_bytes for line in self._lines(cell, base_batch or cell.batch_size))
+        update = 0 if cell.mode == "graph" else self._fixed_of(cell).update
+        peaks.append(Counter({"gradients": gradients, "workspaces": update}))
+        return max(peaks, key=lambda peak: peak.total())
+
+    def _between(self, cell: Cell, base_batch: int) -> Counter[str]:
+        """Average the two kinds of recomputing: `alternate` compiles every other block in each way."""
+        ways = (replace(cell.setting, recompute=how) for how in ("pointwise", "blocks"))
+        one, other = (self._dynamic(replace(cell, setting=setting), base_batch) for setting in ways)
+        return Counter({name: (one[name] + other[name]) // 2 for name in one | other})
+
+    def _lines(self, cell: Cell, batch_size: int) -> list[Timeline]:
+        how, recompute = self._family(cell.precision), cell.setting.recompute
+        key = (how, cell.mode, recompute, batch_size)
+        if key not in self._timelines:
+            self._timelines[key] = self._worked_out(how, cell.mode, recompute, batch_size)
+        return self._timelines[key]
+
+    def _worked_out(self, how: str, mode: Mode, recompute: Recompute, batch_size: int) -> list[Timeline]:
+        if mode == "eager":
+            return [eager_timeline(trace) for trace in self._traced(how, recompute, batch_size, chains=False)]
+        if mode == "graph" and how in HALF and has_triton():
+            chained = self._traced(how, recompute, batch_size, chains=True)
+            if not any(trace.is_chain for trace in chained):
+                self._traces[how, recompute, batch_size, False] = chained
+            else:
+                return [_as_compiled(trace) for trace in chained]
+        if recompute == "blocks":
+            # A compiled block is recomputed as a whole, apart from where its results are used: fusing gains nothing.
+            traces = self._traced(how, recompute, batch_size, chains=False)
+            return [eager_timeline(trace).scaled(COMPILED_BLOCKS) for trace in traces]
+        # A compiled model recomputes what is cheap between its kernels, not a whole block at once.
+        keeps_cheap = recompute != "pointwise"
+        traces = self._traced(how, recompute if keeps_cheap else "none", batch_size, chains=False)
+        return [_as_compiled(trace, keeps_cheap=keeps_cheap) for trace in traces]
+
+    def _family(self, precision: str) -> str:
+        """Map precisions that take the same memory to one name; TF32 and fp32 differ only if the model convolves."""
+        if precision == "tf32":
+            return "tf32" if has_convolutions(self.step.workload.model) else "fp32"
+        return {"fp16": "bf16", "fp8": "bf16"}.get(precision, precision)
+
+    def _traced(self, precision: str, recompute: Recompute, batch_size: int, *, chains: bool) -> list[StepTrace]:
+        key = (precision, recompute, batch_size, chains)
+        if key not in self._traces:
+            self._traces[key] = self.step.traces(precision, recompute, batch_size, chains=chains)
+        return self._traces[key]
+
+    def _fixed_of(self, cell: Cell) -> Fixed:
+        key = (self._family(cell.precision), cell.setting.optimizer_bits)
+        if key not in self._fixed:
+            self._fixed[key] = self.step.fixed(key[0], cell.setting)
+        return self._fixed[key]
+
+    def _input_bytes(self, batch_size: int) -> tuple[int, int]:
+        """Return the bytes of batches as loaded and of one prepared batch; both are linear in the batch size."""
+        if not self._inputs:
+            self._inputs = self.step.input_bytes(2, 4)
+        (raw, prepared), (more_raw, more_prepared) = self._inputs[2], self._inputs[4]
+        steps = (batch_size - 2) / 2
+        return int(raw + (more_raw - raw) * steps), int(prepared + (more_prepared - prepared) * steps)
+
+    def _library_bytes(self) -> int:
+        """Return cuBLAS' workspaces if the step has matrix products; without hardware a Hopper GPU is assumed."""
+        if self.hardware is not None and self.hardware.kind == "cpu":
+            return 0
+        traces = next(iter(self._traces.values()))
+        multiplies = any(op.name in PRODUCTS and "conv" not in op.name for trace in traces for op in trace.ops)
+        capability = self.hardware.capability if self.hardware is not None else (9, 0)
+        each = CUBLAS_BYTES if capability is not None and capability >= (9, 0) else SMALL_CUBLAS_BYTES
+        return 2 * each * multiplies
+
+
+def _as_compiled(trace: StepTrace, *, keeps_cheap: bool = True) -> Timeline:
+    leaves_it = trace.is_chain or not trace.compiles
+    return eager_timeline(trace) if leaves_it else compiled_timeline(trace, keeps_cheap=keeps_cheap)
+
+
+# --- what fits: the largest batch for a device, with the accumulation that keeps the effective batch ---
+
+
+USABLE = 0.92
+"""Share of a device's memory that tensors may take: torch's allocator leaves gaps between blocks."""
+CONTEXT_BYTES = 600_000_000
+"""The CUDA context with its kernels."""
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16-true")
+RECOMPUTE_TIME: dict[Recompute, float] = {"none": 1.0, "pointwise": 1.07, "alternate": 1.2, "blocks": 1.33}
+"""Relative time of a step. Pointwise: a few passes over memory (measured on a U-Net, benchmarks/results/speed.json).
+Blocks: one more forward pass, a third of a step's arithmetic. Alternate: their mean."""
+SMALL_OPTIMIZER_TIME = 1.02
+LARGEST_GROWTH = 4
+"""Largest factor by which a larger batch is proposed: far larger ones need more epochs (McCandlish et al. 2018)."""
+MOST = 1 << 20
+"""Upper limit of the search for a batch size."""
+UNITS = {"": 1} | {f"{letter}i": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1)}
+UNITS |= {letter: 10 ** (3 * power) for power, letter in enumerate("kmgt", 1)}
+MOST_BYTES = 10**15
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """A precision and memory level with the largest batch that fits."""
+
+    prediction: Prediction
+    largest_batch: int
+    batch_size: int
+    """The configured batch, or the part of it that fits."""
+    accumulate: int
+    relative_time: float
+    """Time per sample relative to the fastest row; an order, not a measurement."""
+
+    @property
+    def words(self) -> list[str]:
+        """Return the arguments for `halfstep train`."""
+        cell = self.prediction.cell
+        levers = []
+        if cell.setting.recompute == "blocks":
+            levers.append("train.activation_checkpointing=true")
+        elif cell.setting != NORMAL:
+            levers.append("train.memory=low")
+        if cell.setting.optimizer_bits == 8:
+            levers.append("optimizer.moment_bits=8")
+        size = [f"train.batch_size={self.batch_size}", f"train.accumulate={self.accumulate}"]
+        return ["--precision", cell.precision, *size, *levers]
+
+
+def read_size(text: str) -> int:
+    """Parse `24GB`, `24 GiB` or `24e9` to bytes; a number alone is gigabytes."""
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*((?:[kmgt]i?)?)(b?)\s*", text.lower())
+    try:
+        number, unit = float(found[1]) if found else 0.0, found[2] if found else ""
+        is_bare = found is not None and not unit and not found[3]
+        size = int(number * (UNITS["g"] if is_bare and number < 10**6 else UNITS[unit]))
+    except (ValueError, OverflowError):
+        size = 0
+    if not 0 < size <= MOST_BYTES:
+        raise ConfigError(
+            f"--fit {text!r} is not a size of memory", fix="a number and its unit: --fit 24GB, or --fit 40GiB"
+        )
+    return size
+
+
+def compute_usable_bytes(memory_bytes: int) -> int:
+    """Return how much of a device's memory torch's tensors may take at their peak."""
+    return max(0, int(USABLE * memory_bytes) - CONTEXT_BYTES)
+
+
+def list_levels(planner: MemoryPlanner, config: RunConfig) -> list[MemorySetting]:
+    """Return the memory levels of this model, the fastest first."""
+    recomputes: list[Recompute] = ["none"]
+    if planner.step.recomputes:
+        recomputes += ["pointwise", "alternate", "blocks"]
+    small = config.optimizer.name == "adamw" and config.optimizer.moment_bits == 32
+    bits: tuple[int, ...] = (32, 8) if small else (32,)
+    settings = [MemorySetting(recompute=how, optimizer_bits=b) for how in recomputes for b in bits]  # type: ignore[arg-type]
+    return sorted(settings, key=estimate_level_time)
+
+
+def estimate_level_time(setting: MemorySetting) -> float:
+    """Return the time of a step relative to the normal one."""
+    return RECOMPUTE_TIME[setting.recompute] * (SMALL_OPTIMIZER_TIME if setting.optimizer_bits == 8 else 1.0)
+
+
+def list_precisions(hardware: Hardware | None) -> tuple[str, ...]:
+    """Return the precisions that a GPU supports; all of them if no GPU is named."""
+    return PRECISIONS if hardware is None else tuple(name for name in PRECISIONS if not lacks(name, hardware))
+
+
+def find_largest_batch(planner: MemoryPlanner, cell: Cell, limit_bytes: int) -> int:
+    """Return the largest micro-batch that fits, to 1 in 64; 0 if not even one sample does. Traces are made at
+    `cell.batch_size` and its double."""
+    base = max(cell.batch_size, 2)
+
+    def fits(batch_size: int) -> bool:
+        asked = dataclasses.replace(cell, batch_size=batch_size)
+        return planner.predict(asked, base_batch=base).total <= limit_bytes
+
+    if not fits(1):
+        return 0
+    low = 1
+    while low < MOST and fits(2 * low):
+        low *= 2
+    high = 2 * low
+    while high - low > max(1, low // 64):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def find_fits(
+    planner: MemoryPlanner,
+    config: RunConfig,
+    limit_bytes: int,
+    mode: Mode,
+    precisions: Sequence[str],
+    hardware: Hardware | None = None,
+    most: int = 12,
+) -> list[Fit]:
+    """Return the first `most` precisions and levels in which at least one sample fits, in order of predicted speed.
+
+    A level that saves nothing over a faster one of the same precision is left out.
+    """
+    levels = list_levels(planner, config)
+    cells = [Cell.of(config, precision, mode, setting) for precision in precisions for setting in levels]
+    times = {cell: estimate_level_time(cell.setting) / estimate_speed(cell.precision, hardware) for cell in cells}
+    found: list[Fit] = []
+    faster: dict[str, list[tuple[int, int]]] = {precision: [] for precision in precisions}
+    for cell in sorted(cells, key=times.__getitem__):
+        largest = find_largest_batch(planner, cell, limit_bytes)
+        if largest < config.train.batch_size:
+            # Then gradients accumulate over several micro-batches, so all of them exist during forward.
+            largest = find_largest_batch(planner, dataclasses.replace(cell, accumulate=2), limit_bytes)
+        least = planner.predict(cell, base_batch=max(cell.batch_size, 2)).total
+        if largest and all(largest > batch or least < peak for batch, peak in faster[cell.precision]):
+            faster[cell.precision].append((largest, least))
+            found.append(_fit(planner, config, cell, largest, times[cell]))
+        if len(found) == most:
+            break
+    return [dataclasses.replace(fit, relative_time=fit.relative_time / found[0].relative_time) for fit in found]
+
+
+def _fit(planner: MemoryPlanner, config: RunConfig, cell: Cell, largest: int, relative_time: float) -> Fit:
+    wanted = config.train.batch_size * config.train.accumulate
+    size = next(n for n in range(min(largest, config.train.batch_size), 0, -1) if wanted % n == 0)
+    accumulate = wanted // size
+    taken = dataclasses.replace(cell, batch_size=size, accumulate=accumulate)
+    return Fit(
+        prediction=planner.predict(taken, base_batch=max(config.train.batch_size, 2)),
+        largest_batch=largest,
+        batch_size=size,
+        accumulate=accumulate,
+        relative_time=relative_time,
+    )
+
+
+USUAL_SPEED = {"fp32": 1.0, "tf32": 4.0, "bf16": 8.0, "fp16": 8.0, "fp8": 12.0}
+"""Speed of matrix units relative to fp32 if no GPU is named: roughly an A100's published rates."""
+
+
+def estimate_speed(precision: str, hardware: Hardware | None) -> float:
+    """Return the device's measured or published speed relative to strict fp32."""
+    name = precision.removesuffix("-true")
+    known = hardware.speedup(name) if hardware is not None else None
+    return known or USUAL_SPEED[name]
+
+
+def refuse_nothing_fits(planner: MemoryPlanner, config: RunConfig, limit_bytes: int, mode: Mode, where: str) -> None:
+    """Raise with the least memory that one sample would need, and its largest components."""
+    cells = (
+        Cell(precision=precision, mode=mode, setting=setting, batch_size=1)
+        for precision in ("bf16-true", "bf16", "fp32")
+        for setting in list_levels(planner, config)
+    )
+    least = min((planner.predict(cell) for cell in cells), key=lambda found: found.total)
+    largest = sorted(least.components.items(), key=lambda item: -item[1])[:3]
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
+    raise MemoryLimitError(
+        f"nothing fits {where}: one sample of {config.workload} needs {format_bytes(least.total)}, and "
+        f"{format_bytes(limit_bytes)} of it can be used next to CUDA and the allocator's gaps",
+        why=f"the least is {least.cell.precision}, {least.cell.setting}: {parts}",
+        fix="a smaller model, smaller samples, or a GPU with more memory (halfstep detect --gpu list)",
+    )
+
+
+def describe_effects(planner: MemoryPlanner, config: RunConfig, fits: Sequence[Fit]) -> Iterator[str]:
+    """Yield notes on what the proposed batch and accumulation change in training."""
+    train, wanted = config.train, config.train.batch_size * config.train.accumulate
+    best = fits[0]
+    yield f"batch x accumulation stays at {wanted} samples per step: the learning rate stays {config.optimizer.lr:g}"
+    if best.largest_batch >= 2 * train.batch_size:
+        size = min(best.largest_batch, LARGEST_GROWTH * train.batch_size)
+        rule = "square root of the batch, for Adam" if config.optimizer.name in ADAM_LIKE else "linear in the batch"
+        factor = math.sqrt(size / wanted) if config.optimizer.name in ADAM_LIKE else size / wanted
+        yield (
+            f"train.batch_size={size} would fit: with it optimizer.lr={config.optimizer.lr * factor:.3g} ({rule}), and "
+            "fewer steps per epoch"
+        )
+    if planner.step.has_batch_norm and any(fit.batch_size < train.batch_size for fit in fits):
+        yield "BatchNorm sees micro-batches: its statistics change with a smaller train.batch_size"

@@ -1,0 +1,157 @@
+"""A run that several processes train: what connects an assembly with those of the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from halfstep import __version__
+from halfstep.config.schema import RunConfig
+from halfstep.distributed.world import World, agreed
+from halfstep.errors import ConfigError, HalfstepError, format_count
+from halfstep.run.folder import digest_of_contents
+from halfstep.run.frozen_modules import checksum
+from halfstep.run.memory.out_of_memory import OutOfMemory
+from halfstep.run.resume import flattened
+from halfstep.step.facts import PhasedReading, Reading
+from halfstep.step.phases import without_gradients_of_others
+from halfstep.step.ranks import Ranks, refuse_other_settings, wrapped_regions
+from halfstep.tune.modes import Batch, Region
+from halfstep.workloads.base.workload import Workload
+
+OWN = ("device", "log.", "data.num_workers")  # settings that each process may have for itself
+
+
+def connected(
+    world: World | None,
+    config: RunConfig,
+    model: nn.Module,
+    regions: tuple[Region, Region],
+    device: torch.device,
+    trained: list[nn.Parameter] | None = None,
+) -> tuple[Region, Region, Ranks | Literal["alone"]]:
+    """The eager and the compiled region as DDP runs them, and the step's part in the world; as they are without one.
+    `trained` are the parameters of a phase: others get no gradients in it, and nobody waits for those."""
+    eager, compiled = regions
+    if world is None:
+        return eager, compiled, "alone"
+
+    def compiled_or_eager(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
+        """What cannot be compiled runs eager at once: the others are in this step, and its sums are the same."""
+        try:
+            return uncut(compiled, batch)
+        except (HalfstepError, OutOfMemory):
+            raise
+        except Exception as error:
+            found = eager(batch)  # what fails here as well is not the compiler's
+            ranks.uncompiled = error
+            ranks.fell_to("eager")
+            return found
+
+    own = [p for p in model.parameters() if p.requires_grad] if trained is None else trained
+    with without_gradients_of_others(model, own):
+        wrapped = wrapped_regions(
+            model,
+            {"eager": eager, "compiled": compiled_or_eager},
+            device,
+            reduce=config.train.reduce,
+            find_unused=config.train.find_unused,
+        )
+    ranks = Ranks(world, [wrapped], device)
+    return partial(wrapped, "eager"), partial(wrapped, "compiled"), ranks
+
+
+def uncut(compiled: Region, batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
+    """Compiled whole. Inside DDP the compiler cuts a region at its buckets, so that sums overlap with backward: it
+    fuses less, and fails where kernels are autograd functions of their own, as ours are."""
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        return compiled(batch)
+
+
+def synchronised(config: RunConfig, model: nn.Module, device: torch.device, world: World | None) -> nn.Module:
+    if world is None or not config.train.sync_batch_norm:
+        return model
+    if device.type != "cuda":
+        raise agreed(
+            ConfigError(
+                f"train.sync_batch_norm=true on {device.type}",
+                why="torch has SyncBatchNorm for GPUs only",
+                fix="leave it out, or train on GPUs",
+            )
+        )
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return converted
+
+
+def notes_on(config: RunConfig, workload: Workload, model: nn.Module, world: World | None) -> list[str]:
+    """What the number of processes changes, before the first step."""
+    if world is None or world.size == 1:
+        return []
+    notes = [f"over the samples of one process, not of the whole batch: {what}" for what in workload.by_batch]
+    each = world.rows(config.train.batch_size, world.size - 1)
+    has_norm = any(type(m).__name__.startswith("BatchNorm") for m in model.modules())
+    if has_norm and each < 16 and not config.train.sync_batch_norm:
+        notes += [
+            f"BatchNorm takes its statistics of {format_count(each, 'sample')}, those of one process; "
+            "train.sync_batch_norm=true takes them over all (GPUs only)"
+        ]
+    return notes
+
+
+def refuse_unfit(config: RunConfig, world: World) -> None:
+    """What several processes cannot train, found before anything is made."""
+    size, train = world.size, config.train
+    if size > train.batch_size:
+        raise agreed(
+            ConfigError(
+                f"train.batch_size={train.batch_size} for {size} processes",
+                why="batch_size counts samples over all processes, and each needs one at least",
+                fix=f"train.batch_size={size} or more, or fewer processes",
+            )
+        )
+
+
+def refuse_differences(config: RunConfig, workload: Workload, world: World) -> None:
+    """Processes that would train different things are told so, all of them, before the first step."""
+    settings = {key: repr(value) for key, value in flattened(config).items() if not key.startswith(OWN)}
+    own = {
+        "halfstep": __version__,
+        "torch": torch.__version__,
+        **settings,
+        "the number of training samples": str(len(workload.train_samples)),
+        "the number of validation samples": str(len(workload.val_samples)),
+        "the names and sizes of the data files": digest_of_contents(workload),
+        "the first weights": checksum(workload.model)[:12],
+    }
+    refuse_other_settings(
+        world,
+        own,
+        why="all processes of a run train the same model on the same data",
+        fix="give every process the same command, data and versions",
+    )
+
+
+def with_all_samples(world: World, reading: Reading) -> Reading:
+    """A bad step's reading with the samples of the processes that made it so; asked of all at the same step."""
+    if not reading.is_bad:
+        return reading
+    ids = world.gathered(reading.sample_ids)
+    # A reading that was stored may be of more processes than there are now.
+    faulty = [rank for rank in reading.faulty_ranks if rank < world.size] or range(world.size)
+    found = tuple(dict.fromkeys(number for rank in faulty for number in ids[rank]))
+    if not isinstance(reading, PhasedReading):
+        return dataclasses.replace(reading, sample_ids=found)
+    parts: Mapping[str, Any] = {name: dataclasses.replace(p, sample_ids=found) for name, p in reading.phases.items()}
+    return dataclasses.replace(reading, sample_ids=found, phases=parts)
+
+
+def seed_of(seed: int, attempted: int, rank: int) -> int:
+    """Of the generators of a process that has none stored: its own, and another one after each resume."""
+    mixed = hashlib.sha256(f"{seed},{attempted},{rank}".encode()).digest()
+    return int.from_bytes(mixed[:7], "little")

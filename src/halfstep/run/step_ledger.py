@@ -1,0 +1,262 @@
+"""The ledger of a run: the first step in each mode it reaches is observed, then every so many steps.
+
+Eager and compiled code are observed on the side. Of a captured step the profiler records a replay, which is a step of
+the run, and one uncaptured step of the same code on the side, by which its kernels are told apart.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from halfstep.disk import write_atomically
+from halfstep.errors import summarise_error
+from halfstep.evidence.captured import COMPUTING, Modules, Placed, captured_ledger, matched, owners_of_nodes, placed
+from halfstep.evidence.compiled_code import CompiledCode, GraphRecorder, NodeRecorder, names_in, num_of, seen_in
+from halfstep.evidence.kernel_events import Event, Kernel, replays_of
+from halfstep.evidence.precision_ledger import Ledger, Weights, ledger_of, observe, seen_by, undone
+from halfstep.kernels.fast_forms import chains
+from halfstep.run.assemble import Assembly
+from halfstep.run.engine import Engine, PhasedEngine, prepared_window
+from halfstep.run.frozen_modules import modules_of
+from halfstep.run.memory.out_of_memory import split_window
+from halfstep.step.step import LossFn
+from halfstep.tune.fresh_thread import in_fresh_thread
+from halfstep.tune.modes import Batch, Notice, Region
+
+AnyEngine = Engine | PhasedEngine
+CAPTURED = "captured"
+
+
+def engines_of(engine: AnyEngine) -> Iterator[tuple[str, Engine]]:
+    """Each phase's by name; the only one has none."""
+    if isinstance(engine, PhasedEngine):
+        yield from engine.engines.items()
+    else:
+        yield "", engine
+
+
+def ledgers_of(parts: Assembly, engine: AnyEngine, window: list[Batch], replay: Sequence[Event] = ()) -> list[Ledger]:
+    """What the code of each phase does with this window, as it is, where steps run compiled as the compiler has it, and
+    where one was replayed as it was captured. Nothing of the run is changed."""
+    found, replayed = [], _replays(parts, engine, replay)
+    for phase, own in engines_of(engine):
+        prepared = split_window(prepared_window(parts, window), own.pieces)
+        # On a GPU in a thread of its own: cuDNN keeps its choice of algorithms for each thread, and this is not a step.
+        work = partial(_ledgers_of_one, parts, own, prepared, phase)
+        ledgers, islands = in_fresh_thread(work, parts.device) if parts.device.type == "cuda" else work()
+        found += ledgers
+        if phase in replayed:
+            kernels = matched(replayed[phase], uncaptured(own, prepared))
+            found.append(
+                captured_ledger(
+                    parts.plan, kernels, ledgers[-1], own.guarded.model, islands, modules_of(parts.workload.frozen),
+                    mode=_named("captured", phase),
+                )
+            )  # fmt: skip
+    return found
+
+
+def _replays(parts: Assembly, engine: AnyEngine, events: Sequence[Event]) -> dict[str, list[Kernel]]:
+    """The kernels of each phase that was replayed: they come in the order of the phases."""
+    iteration = parts.step.attempted - 1
+    due = {own.phase.name for own in parts.phases if own.phase.is_due(iteration)} or {""}
+    captured = [name for name, own in engines_of(engine) if name in due and own.mode == "graph"]
+    return dict(zip(captured, replays_of(events), strict=False))
+
+
+def _named(mode: str, phase: str) -> str:
+    return f"{mode}, {phase}" if phase else mode
+
+
+def _ledgers_of_one(
+    parts: Assembly, engine: Engine, prepared: list[Batch], phase: str
+) -> tuple[list[Ledger], set[str]]:
+    """Those of its code, and the modules that have islands."""
+    step, frozen = engine.guarded, modules_of(parts.workload.frozen)
+    observer, weights = observe(step, loss_alone(engine.parts.eager), prepared, frozen)
+    weights.states = Weights.of(step.model, step.optimizers).states  # as they are after the commit
+    to_ledger = partial(
+        ledger_of, parts.plan, model=step.model, weights=weights, frozen=frozen, step=parts.step.attempted
+    )
+    islands = {product.module for product in observer.seen.calls if product.is_island}
+    eager = to_ledger(observer, mode=_named("eager", phase))
+    if engine.mode == "eager" or parts.workload.blocks:
+        return [eager], islands  # tracing the whole network would take the minutes that its blocks save
+    recorder = GraphRecorder()
+    with undone(step), chains(on=False), without_remarks():
+        step.compute(loss_alone(recorder.compiled(engine.parts.eager)), prepared)
+    seen = seen_in(recorder.graphs, step.model, frozen, observer.seen)
+    notes = _notes(engine, num_of(recorder.graphs)["forward"])
+    return [eager, to_ledger(seen, mode=_named("compiled", phase), notes=notes)], islands
+
+
+def _notes(engine: Engine, num_graphs: int) -> list[str]:
+    notes = []
+    if num_graphs > 1:
+        notes.append(f"{num_graphs - 1} graph breaks: what runs between the graphs is in the eager rows alone")
+    if engine.mode == "graph":
+        notes.append(
+            "layers that run as chains of kernels of our own are shown as torch's layers here; "
+            "the captured rows show their kernels"
+        )
+    return notes
+
+
+@contextmanager
+def without_remarks() -> Iterator[None]:
+    """Those of torch's compiler on code that it traces for the ledger alone: they ask nothing of the user."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def loss_alone(region: Region) -> LossFn:
+    def loss(batch: Any) -> tuple[Tensor, Tensor | float]:
+        value, weight, _ = region(batch)
+        return value, weight
+
+    return loss
+
+
+def as_document(ledgers: list[Ledger]) -> dict[str, Any]:
+    """What report/ledger.json holds: the rows of every mode, each with its mode."""
+    each = [ledger.as_json() for ledger in ledgers]
+    summary = " | ".join(f"{one.mode}: {one.summary}" for one in ledgers)
+    return {
+        "summary": summary,
+        "rows": [row for one in each for row in one["rows"]],
+        "findings": [{"mode": one["mode"], **found} for one in each for found in one["findings"]],
+        "observed": [{key: one[key] for key in ("mode", "step", "summary", "notes", "unmapped_share")} for one in each],
+        "kernels": [{"mode": one["mode"], **kernel} for one in each for kernel in one["kernels"]],
+    }
+
+
+class RunLedger:
+    """Looks at the steps of a run when they are due, and keeps report/ledger.json."""
+
+    def __init__(self, parts: Assembly, file: Path, notice: Notice, *, writes: bool = True) -> None:
+        self.parts, self.file, self.notice, self.writes = parts, file, notice, writes
+        """All of several processes make the step on the side, which they have to agree on; one writes."""
+        self.every = parts.config.log.ledger_every
+        self.seen: dict[str, Ledger] = {}
+        self._modes: set[str] = set()
+        self._replay: Recording | None = None
+
+    def around(self, engine: AnyEngine) -> AbstractContextManager[object]:
+        """Around a step of the run: a replay that is to be observed is recorded."""
+        self._replay = None
+        is_due = bool(engine.graphs) and self._is_due(CAPTURED, self.parts.step.attempted + 1)
+        if not is_due:
+            return nullcontext()
+        self._replay = Recording(self.parts.device)
+        return self._replay
+
+    def look(self, engine: AnyEngine, window: list[Batch]) -> None:
+        """After a step of this window: what failed to be observed is said, and the run goes on."""
+        mode, attempted = CAPTURED if self._replay else engine.mode, self.parts.step.attempted
+        if not self._is_due(mode, attempted):
+            return
+        self._modes.add(mode)
+        try:
+            found = ledgers_of(self.parts, engine, window, self._replay.events() if self._replay else ())
+            self._keep(found)
+        except Exception as error:  # whatever it is, what was done is undone: it costs a look, not the run
+            self.notice(f"the ledger could not observe step {attempted}: {summarise_error(error)}", "warning")
+
+    def _is_due(self, mode: str, attempted: int) -> bool:
+        return mode not in self._modes or bool(self.every) and attempted % self.every == 0
+
+    def _keep(self, found: list[Ledger]) -> None:
+        known = {finding for ledger in self.seen.values() for finding in ledger.differences}
+        for ledger in found:
+            is_new = ledger.mode not in self.seen
+            self.seen[ledger.mode] = ledger
+            if is_new:
+                self.notice(f"ledger, {ledger.mode}: {ledger.summary}", "info")
+            for finding in ledger.differences:
+                if finding not in known:
+                    self.notice(f"{finding.module}: {finding.what}; {finding.why}; fix: {finding.fix}", "warning")
+        if self.writes:
+            write_atomically(self.file, json.dumps(as_document(list(self.seen.values())), indent=1) + "\n")
+
+
+# --- captured steps, under torch's profiler ---
+
+
+class Recording:
+    """What runs within; the host waits for the device before and after."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True)
+
+    def __enter__(self) -> Self:
+        torch.cuda.synchronize(self.device)
+        self.profiler.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.cuda.synchronize(self.device)
+        self.profiler.__exit__(*error)
+
+    def events(self) -> list[Event]:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "trace.json"
+            self.profiler.export_chrome_trace(str(file))
+            events: list[Event] = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+            return events
+
+
+def uncaptured(engine: Engine, prepared: list[Batch]) -> list[Placed]:
+    """The kernels of one step of the code that was captured, each with its modules. It is undone.
+
+    In the run's own threads: cuDNN keeps its choice of algorithms for each thread, and these are the captured ones."""
+    step, owners, recording = engine.guarded, dict[int, Modules](), Recording(engine.guarded.device)
+    with undone(step), seen_by(step, lambda: record_function(COMPUTING)), recording:
+        step.compute(_noting_owners(engine, owners), prepared)
+    return placed(recording.events(), owners, CompiledCode(_generated_code(), _nodes(engine, prepared)))
+
+
+def _noting_owners(engine: Engine, owners: dict[int, Modules]) -> LossFn:
+    loss_fn = engine.loss_into([])
+
+    def loss(batch: Any) -> tuple[Tensor, Tensor | float]:
+        value, weight = loss_fn(batch)
+        owners.update(owners_of_nodes(value, engine.guarded.model))
+        return value, weight
+
+    return loss
+
+
+def _nodes(engine: Engine, prepared: list[Batch]) -> list[dict[str, str]]:
+    step = engine.guarded
+    recorder = NodeRecorder(names_in(step.model, modules_of(engine.parts.workload.frozen)))
+    region = recorder.traced(engine.parts.eager)
+
+    def loss(batch: Any) -> tuple[Tensor, Tensor | float]:
+        with chains(on=True):
+            value, weight, _ = region(batch)
+        return value, weight
+
+    with undone(step), without_remarks():
+        step.compute(loss, prepared)
+    return recorder.graphs
+
+
+def _generated_code() -> list[str]:
+    """The text of all that inductor has made in this process."""
+    from torch._inductor.codecache import PyCodeCache
+
+    files = (getattr(module, "__file__", None) for module in PyCodeCache.modules if hasattr(module, "call"))
+    return [Path(file).read_text(encoding="utf-8") for file in files if file is not None and Path(file).is_file()]

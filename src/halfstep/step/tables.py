@@ -1,0 +1,317 @@
+"""Functions of the step as one table on the device, read by the committed counter without asking the host."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from halfstep.errors import ConfigError
+from halfstep.step.schedule import Schedule
+
+# The table starts with so many steps, 16 KB a row, and doubles when a run outlives it: then a captured step is captured
+# again. On a CPU nothing is, and the first step need not wait for the values of thousands.
+TABLE_CHUNK, CPU_CHUNK = 4096, 256
+
+
+class Tabulated:
+    """One row a function. A table that grows is a new tensor: no captured graph knows it."""
+
+    def __init__(
+        self,
+        functions: Sequence[Callable[[int], float]],
+        device: torch.device,
+        *,
+        chunk: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Foreign functions are asked for at most `chunk` steps ahead: they may be slow, or end with the training."""
+        self.functions, self.chunk = list(functions), chunk
+        self.table = torch.empty((len(self.functions), 0), dtype=dtype, device=device)
+        self.end: ConfigError | None = None
+        """Why there is nothing after the table's last column; None while there may be."""
+        self.cover(0, torch.zeros((), dtype=torch.int64))
+
+    def cover(self, attempted: int, committed: Tensor) -> None:
+        """Make the table long enough. The host knows `attempted`, and committed is never more than that; only past the
+        end of a function it has to ask how many steps were committed."""
+        known = self.table.shape[1]
+        if attempted >= known and self.end is None:
+            self._extend(known, attempted)
+            known = self.table.shape[1]
+        if attempted >= known and self.end is not None and int(committed) >= known:
+            raise self.end
+
+    def at(self, committed: Tensor) -> Tensor:
+        return self.table.index_select(1, committed.view(1)).view(-1)
+
+    def checked(self, value: Any) -> float:
+        """A function's value, or `Unusable`."""
+        return finite(value)
+
+    def ended(self, step: int, error: Exception) -> ConfigError:
+        """What to say where a function has no value for a step."""
+        raise NotImplementedError
+
+    def _extend(self, known: int, attempted: int) -> None:
+        columns = self._columns(known, attempted)
+        if not columns:
+            return
+        more = torch.tensor(columns, dtype=self.table.dtype).T.contiguous()
+        if self.table.is_cuda:
+            more = more.pin_memory()
+        self.table = torch.cat([self.table, more.to(self.table.device, non_blocking=True)], dim=1)
+
+    def _columns(self, known: int, attempted: int) -> list[list[float]]:
+        """The values of the next steps. A function may end (a list, torch's OneCycleLR, a formula that holds for the
+        steps of the training only): running into its end is an error, looking ahead over it is not."""
+        columns: list[list[float]] = []
+        first = CPU_CHUNK if self.table.device.type == "cpu" else TABLE_CHUNK
+        for step in range(known, attempted + (self.chunk or max(known, first))):
+            try:
+                columns.append([self.checked(function(step)) for function in self.functions])
+            except Exception as error:  # whatever a user's function may raise
+                self.end = self.ended(step, error)
+                break
+        return columns
+
+
+class Unusable(ValueError):
+    """A function gave a number that no step can use."""
+
+
+def finite(value: Any) -> float:
+    if isinstance(value, complex) or not math.isfinite(value):
+        raise Unusable(f"it gives {value}")
+    return float(value)
+
+
+# --- values that change with the steps ---
+# A temperature, a weight in the loss: tensors that forward and loss read. They are refreshed at the start of each step
+# from the number of committed steps, inside the captured graph too, so that nothing is frozen by compiling or
+# capturing, and a resumed run goes on with them.
+
+
+class Value(Protocol):
+    """workloads.base.scheduled.Scheduled: a function of the step, and where its value of now is read."""
+
+    value: Tensor
+
+    def __call__(self, step: int) -> float: ...
+
+
+class Counts(Protocol):
+    attempted: int
+    committed: Tensor
+
+
+class Values(Tabulated):
+    def __init__(self, values: Mapping[str, Value], device: torch.device) -> None:
+        """Places them; step 0 must have a value."""
+        self.names = list(values)
+        super().__init__(list(values.values()), device)
+        self.now = [torch.zeros((), device=device) for _ in values]
+        for value, now in zip(values.values(), self.now, strict=True):
+            value.value = now
+        self.counts: Counts | None = None
+        self._write(torch.zeros((), dtype=torch.int64, device=device))
+
+    def follow(self, counts: Counts) -> None:
+        """Whose committed steps they go by: those of the step, or of the iteration around several."""
+        self.counts = counts
+
+    def look_ahead(self) -> None:
+        if self.counts is not None:
+            self.cover(self.counts.attempted, self.counts.committed)
+
+    def refresh(self) -> None:
+        """Those of the step to come; also before validation and samples, which see what training saw last."""
+        if self.counts is not None:
+            self.look_ahead()
+            self._write(self.counts.committed)
+
+    @torch.no_grad()
+    def _write(self, committed: Tensor) -> None:
+        if self.now:
+            torch._foreach_copy_(self.now, list(self.at(committed).unbind()))
+
+    def ended(self, step: int, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"one of the values {', '.join(self.names)} has none for step {step}",
+            why=f"{type(error).__name__}: {error}",
+            fix="let each be a finite number for every step of the training, as in max(0, 1 - step / total)",
+        )
+
+
+def set_to_(values: Mapping[str, Value], step: int, device: torch.device) -> None:
+    """Outside of training: the values that a model of so many committed steps was trained with last."""
+    for value in values.values():
+        value.value = torch.tensor(value(step), dtype=torch.float32, device=device)
+
+
+# --- learning rates ---
+
+
+class Rates(Tabulated):
+    """`base * table[committed] * factor` for every group, computed on the device without asking the host.
+
+    Groups of optimizers that take tensor learning rates hold views of the vector; the others get a float when the
+    host decides their commit anyway. `table` follows committed steps; `factor`, written by the host, is what does not:
+    a cut after a rollback, a plateau, a schedule by epochs.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        schedules: Sequence[Schedule],
+        device: torch.device,
+        *,
+        base: Sequence[float] | None = None,
+        chunk: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """One schedule for all groups, or one for each; `base` is what they multiply, else the groups' own rates.
+        Foreign ones are asked for at most `chunk` steps ahead: they may be slow, or end with the training. CUDA's fused
+        kernels read fp32; elsewhere fp64 gives the very rates of a scheduler that is stepped by hand."""
+        self.optimizers = list(optimizers)
+        self.groups = self._live_groups()
+        if len(schedules) not in (1, len(self.groups)):
+            raise ConfigError(
+                f"{len(schedules)} schedules for {len(self.groups)} parameter groups",
+                fix="give one schedule, or one for each group",
+            )
+        each = list(schedules) * (len(self.groups) if len(schedules) == 1 else 1)
+        super().__init__(each, device, chunk=chunk, dtype=dtype)
+        self.base = self.table.new_tensor(base or [base_rate(group) for group in self.groups])
+        self.cut = 1.0
+        self.by_host: list[float | None] = [None] * len(self.groups)
+        self.factor = torch.ones_like(self.base)
+        self.now = self.table.new_tensor([float(g["lr"]) for g in self.groups])
+        self.views = [self.now[position] for position in range(len(self.groups))]
+        self.held: list[Any] = [group["lr"] for group in self.groups]
+        """What stands in each group's `lr` unless somebody else wrote there."""
+        self.version = self.now._version
+
+    def checked(self, value: Any) -> float:
+        return rate(value)
+
+    def ended(self, step: int, error: Exception) -> ConfigError:
+        return no_rate(f"step {step}", error, "total_steps=number of optimizer steps")
+
+    def refresh(self, committed: Tensor) -> None:
+        """Put the rates of the step after `committed` steps into the vector that the groups look at."""
+        torch.mul(self.base, self.at(committed), out=self.now)
+        self.now.mul_(self.factor)
+        self.version = self.now._version
+
+    def set_cut(self, cut: float) -> None:
+        """One factor on every rate: after a rollback, on a plateau of a run."""
+        self.cut = cut
+        self._write_factors()
+
+    def set_by_host(self, rates: Sequence[float | None]) -> None:
+        """What schedules that do not follow steps say of each group now; None for those that do."""
+        self.by_host = list(rates)
+        self._write_factors()
+
+    def _write_factors(self) -> None:
+        factors = [self.cut * (1.0 if own is None else own) for own in self.by_host]
+        self.factor.copy_(torch.tensor(factors, dtype=self.factor.dtype))
+
+    def show_by_host(self) -> None:
+        """Let groups whose rate the host decides hold it at once, not only from the next step on; waits for nothing."""
+        for position, (group, own) in enumerate(zip(self.groups, self.by_host, strict=True)):
+            if own is None:
+                continue
+            self.views[position].copy_(self.factor[position])
+            if not isinstance(self.held[position], Tensor):
+                group["lr"] = self.held[position] = float(torch.tensor(self.cut * own, dtype=self.now.dtype))
+        self.version = self.now._version
+
+    def drives(self, optimizer: Optimizer) -> bool:
+        return any(optimizer is own for own in self.optimizers)
+
+    def first_of(self, optimizer: Optimizer) -> Tensor:
+        return self.now[self._groups_of(optimizer)[0][0]]
+
+    def bind(self, optimizer: Optimizer) -> None:
+        """Let an optimizer that takes tensor learning rates read them from the vector."""
+        for position, group in self._groups_of(optimizer):
+            group["lr"] = self.held[position] = self.views[position]
+
+    def write_floats(self, optimizer: Optimizer) -> None:
+        """Give an optimizer plain numbers; waits for the device."""
+        for position, group in self._groups_of(optimizer):
+            group["lr"] = self.held[position] = float(self.now[position])
+
+    def refuse_other_hands(self) -> None:
+        """A rate that somebody else wrote would be lost, or used and never reported. Asks the host only."""
+        written = self.now._version != self.version
+        for group, held in zip(self._live_groups(), self.held, strict=False):
+            lr = group["lr"]
+            if lr is held or not isinstance(held, Tensor) and lr == held:
+                continue
+            written = True
+        if written:
+            raise ConfigError(
+                "the learning rate was written by hand, or by optimizer.load_state_dict, while schedule= drives it",
+                why="the step would train with one rate and report another",
+                fix="leave the learning rate to schedule= (resume with step.load_state_dict), or leave schedule= out",
+            )
+
+    def _groups_of(self, optimizer: Optimizer) -> list[tuple[int, dict[str, Any]]]:
+        own = {id(group) for group in optimizer.param_groups}
+        return [(k, group) for k, group in enumerate(self.groups) if id(group) in own]
+
+    def _live_groups(self) -> list[dict[str, Any]]:
+        return list(itertools.chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers))
+
+    def refuse_new_groups(self) -> None:
+        if len(self.groups) != len(self._live_groups()):
+            raise ConfigError(
+                "a parameter group was added after the step was made", why="it has no schedule", fix="make a new Step"
+            )
+
+    def refind(self) -> None:
+        """After `load_state_dict` the optimizers hold new group dicts."""
+        self.groups = self._live_groups()
+        self.held = [group["lr"] for group in self.groups]
+        # The vector as well: a state that is stored again before the next step has the rates that were loaded.
+        self.now.copy_(self.now.new_tensor([float(lr) for lr in self.held]))
+        self.version = self.now._version
+
+
+def base_rate(group: Mapping[str, Any]) -> float:
+    """A group that was already scheduled holds the rate of the moment in `lr`; its base is `initial_lr`."""
+    return float(group.get("initial_lr", group["lr"]))
+
+
+def rate(value: Any) -> float:
+    """A learning rate; below 0, as past the end of a linear decay, training would climb."""
+    if (found := finite(value)) < 0:
+        raise Unusable(f"it gives {value}")
+    return found
+
+
+def no_rate(when: str, error: Exception, length: str) -> ConfigError:
+    """What a schedule that ends, or gives no number, is answered."""
+    if isinstance(error, Unusable):
+        return ConfigError(
+            f"the schedule has no learning rate for {when}: {error}",
+            why="a learning rate is a finite number, and not below 0",
+            fix="look for a division by 0, or a formula past its end: clamp its argument, as in "
+            "max(0, 1 - step / total)",
+        )
+    fix = f"make it as long as the training, for example {length}"
+    if isinstance(error, TypeError):
+        fix = "give a function of one argument, the count, that returns a number"
+    return ConfigError(
+        f"the schedule has no learning rate for {when}",
+        why=f"{type(error).__name__}: {error}",
+        fix=fix,
+    )

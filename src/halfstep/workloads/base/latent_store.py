@@ -1,0 +1,321 @@
+"""Latents on disk: what a VAE says of every sample, as moments, so that each epoch still draws its own latents.
+
+One safetensors file, written row by row and mapped when read: `moments` (N, F, 2C, h, w) in fp32, F = 2 where mirror
+images were encoded too. Its metadata hold the fingerprint of what it was made of and the SHA-256 of its numbers. It is
+written under a temporary name: it exists whole or not at all.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halfstep.config.schema import RunConfig
+from halfstep.data.files import check_free_space, explain_full_disk
+from halfstep.data.image_samples import draw_uniform, gather_images, take_first
+from halfstep.data.loader import FileSamples, NamedSamples, Samples, implements
+from halfstep.data.packed import PackingBar, compute_fingerprint
+from halfstep.disk import atomic_file, parse_json, take_turn
+from halfstep.errors import ConfigError, DataError
+from halfstep.islands import fp32_island
+from halfstep.models.posterior import Codec, drawn, posterior
+from halfstep.workloads.base.vae_format import computing_in, training_device
+from halfstep.workloads.base.workload import Batch
+
+NAME, CHECKSUM, FINGERPRINT = "moments", "sha256", "fingerprint"
+BYTES = 4
+READ_AT_ONCE = 1 << 24
+ENCODED_AT_ONCE = 8
+
+
+class LatentDraws:
+    """Draws the latents that a diffusion model trains on: shifted and scaled, fp32, without gradients."""
+
+    def __init__(self, vae: Any, codec: Codec, *, scale: float, shift: float = 0.0) -> None:
+        self.vae, self.codec, self.scale, self.shift = vae, codec, scale, shift
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Use the `moments` of the batch where they come from disk, else encode its `image`."""
+        with torch.no_grad(), fp32_island():
+            mean, logvar = posterior(batch[NAME]) if NAME in batch else self.codec.encode(self.vae, batch["image"])
+        return (drawn(mean, logvar, batch["posterior_noise"]) - self.shift) * self.scale
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoding:
+    """The latents of a data folder: what they are made of, and the file that keeps them."""
+
+    config: RunConfig
+    root: Path
+    samples: Sequence[Samples]
+    """Splits, in the order of the file's rows."""
+    files: Sequence[Sequence[Path]]
+    """Of each split: a file that changes makes the latents stale."""
+    column: str
+    to_images: Callable[[Tensor], Tensor]
+    """From that column of a batch as loaded to what the VAE encodes."""
+    vae: Any
+    codec: Codec
+    format: str = "fp32"
+    flips: bool = False
+    """Whether mirror images are encoded as well."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings that the latents depend on."""
+
+    @property
+    def path(self) -> Path:
+        data: Any = self.config.data
+        return Path(data.cache_file or self.root / f".halfstep-latents-{data.image_size}.safetensors")
+
+    def open_or_encode(self) -> tuple[LatentCache, bool]:
+        """Return the opened file, and whether it was written now because none fitted."""
+        data: Any = self.config.data
+        settings = {
+            "size": data.image_size,
+            "flips": self.flips,
+            "vae": checksum_of(self.vae),
+            "format": self.format,
+            **self.settings,
+        }
+        mark, num = compute_fingerprint(self.root, self.files, settings), sum(map(len, self.samples))
+        with PackingBar(self.path) as bar:
+            return opened_or_written(self.path, mark, num, lambda: self._encode(bar), format=self.format)
+
+    @torch.no_grad()
+    def _encode(self, progress: Callable[[int, int], None]) -> Iterator[Tensor]:
+        device = training_device(self.config)
+        vae = copy.deepcopy(self.vae).to(device).eval()
+        total, done = sum(map(len, self.samples)), 0
+        for samples in self.samples:
+            for start in range(0, len(samples), ENCODED_AT_ONCE):
+                indices = range(start, min(start + ENCODED_AT_ONCE, len(samples)))
+                loaded = torch.stack([samples.sample(k, key=(0, 0, k))[self.column] for k in indices])
+                images = self.to_images(loaded.to(device))
+                views = [images, images.flip(-1)] if self.flips else [images]
+                with computing_in(self.format, device):
+                    rows = [torch.cat(self.codec.encode(vae, view), dim=1) for view in views]
+                moments = torch.stack(rows, dim=1)
+                if not bool(moments.isfinite().all()):
+                    name = samples.name_of(start) if implements(samples, NamedSamples) else f"sample {start}"
+                    another = "another VAE: model.vae" if self.format == "fp32" else "precision.modules={vae: fp32}"
+                    raise ConfigError(
+                        f"the VAE gives NaN or infinity in {self.format} for {name} or one of the "
+                        f"{len(indices) - 1} after it",
+                        fix=f"{another}, or leave the file out",
+                    )
+                done += len(indices)
+                progress(done, total)
+                yield moments
+
+
+def refuse_uncached(config: RunConfig) -> None:
+    """`halfstep pack` of a config that trains without latents on disk."""
+    data: Any = config.data
+    if data.cache != "latents":
+        raise ConfigError(
+            "data.cache is off in this config", why="there are no latents to pack", fix="data.cache=latents"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentCache:
+    """An opened file."""
+
+    path: Path
+    moments: Tensor
+    """(N, F, 2C, h, w), a mapped file."""
+    meta: Mapping[str, str]
+
+    @property
+    def checksum(self) -> str:
+        return self.meta[CHECKSUM]
+
+
+def write_latents(path: Path, num: int, shape: tuple[int, ...], rows: Iterable[Tensor], meta: Mapping[str, str]) -> str:
+    """Write `num` rows of this shape, given as batches of them; returns their checksum."""
+    num_bytes = num * math.prod(shape) * BYTES
+    check_free_space(path, num_bytes, "the latents")
+    digest, written = hashlib.sha256(), 0
+    with (
+        explain_full_disk(path, "the latents"),
+        atomic_file(path, follows_links=True) as hidden,
+        hidden.open("wb") as file,
+    ):
+        file.write(_header((num, *shape), meta, "0" * digest.digest_size * 2))
+        for batch in rows:
+            data = batch.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
+            digest.update(data)
+            written += file.write(data)
+        assert written == num_bytes, (written, num_bytes)
+        file.seek(0)
+        file.write(_header((num, *shape), meta, digest.hexdigest()))
+    return digest.hexdigest()
+
+
+def open_latents(path: Path) -> LatentCache:
+    """Map a file after checking every byte of it."""
+    try:
+        meta, shape, start = _read_header(path)
+        with path.open("rb") as file:
+            file.seek(start)
+            if path.stat().st_size != start + math.prod(shape) * BYTES:
+                raise ValueError("it is cut short")
+            digest = hashlib.sha256()
+            while part := file.read(READ_AT_ONCE):
+                digest.update(part)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _broken(path, str(error)) from error
+    if digest.hexdigest() != meta[CHECKSUM]:
+        raise _broken(path, "its numbers are not those that were written")
+    # Copy on write: torch wants writable memory, and nobody writes.
+    mapped = np.memmap(path, dtype=np.float32, mode="c", offset=start, shape=shape)
+    return LatentCache(path=path, moments=torch.from_numpy(mapped), meta=meta)
+
+
+def opened_or_written(
+    path: Path, mark: str, num: int, rows: Callable[[], Iterator[Tensor]], **meta: str
+) -> tuple[LatentCache, bool]:
+    """The file where it has this fingerprint, else written anew from `rows()`; and whether it was."""
+    if (found := _opened(path, mark)) is not None:
+        return found, False
+    with take_turn(path):
+        if (found := _opened(path, mark)) is None:
+            _refuse_somebody_elses(path)
+            made = rows()
+            first = next(made)
+            rest, said = itertools.chain([first], made), {FINGERPRINT: mark, **meta}
+            write_latents(path, num, tuple(first.shape[1:]), rest, said)
+    return found or open_latents(path), True
+
+
+def _opened(path: Path, mark: str) -> LatentCache | None:
+    """A file of this fingerprint; None where there is none, or a broken one, which the caller makes again."""
+    if path.is_dir():
+        raise DataError(f"{path} is a folder", fix="another place: data.cache_file=FILE")
+    try:
+        found = open_latents(path)
+    except DataError:
+        return None
+    return found if found.meta.get(FINGERPRINT) == mark else None
+
+
+def _read_header(path: Path) -> tuple[dict[str, str], tuple[int, ...], int]:
+    """What a file says of itself, its shape, and where its numbers begin."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            raise ValueError("it is cut short")
+        header: dict[str, Any] = parse_json(file.read(length))
+    return header["__metadata__"], tuple(header[NAME]["shape"]), 8 + length
+
+
+def _refuse_somebody_elses(path: Path) -> None:
+    """What is written anew must be ours: by what it says of itself, or, where it is broken, by its name."""
+    if not path.is_file() or path.name.startswith(".halfstep-latents"):
+        return
+    try:
+        is_ours = FINGERPRINT in _read_header(path)[0]
+    except (OSError, ValueError, KeyError, TypeError):
+        is_ours = False
+    if not is_ours:
+        raise DataError(
+            f"data.cache_file={path} exists and holds no latents",
+            why="it would be overwritten",
+            fix="the name of a file that is not there yet, or of one with latents",
+        )
+
+
+def told_of_resume(cache: LatentCache, stored: str, *, is_new: bool) -> str:
+    """What the header adds where a run trained on other bits, by their SHA-256; a file that was not made now is
+    refused."""
+    if stored in ("", cache.checksum):
+        return ""
+    if not is_new:
+        raise DataError(
+            f"{cache.path} holds other latents than the run was trained on",
+            why=f"SHA-256 {cache.checksum[:12]}… instead of {stored[:12]}…",
+            fix="put the file back, or delete it: it is made again, and the run goes on, but not bit for bit",
+        )
+    return "; made again with other bits: from here on the run is not an exact continuation"
+
+
+def checksum_of(net: Any) -> str:
+    """SHA-256 of its weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(net.state_dict().items()):
+        digest.update(name.encode() + tensor.detach().cpu().float().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+class CachedLatents:
+    """Samples from such a file: `moments` (2C, h, w) of the picture or, by chance, of its mirror image."""
+
+    def __init__(self, moments: Tensor, *, flip: float = 0.0, extra: Mapping[str, Tensor] | None = None) -> None:
+        self.moments, self.flip, self.extra = moments, flip if moments.shape[1] > 1 else 0.0, dict(extra or {})
+
+    def __len__(self) -> int:
+        return len(self.moments)
+
+    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        return take_first(self.batch(torch.tensor([index]), seed=key[0], epoch=key[1]))
+
+    def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
+        """Many samples at once, each the same as alone."""
+        num, views = self.moments.shape[:2]
+        is_mirrored = draw_uniform(seed, epoch, indices.numpy(), count=1)[:, 0] < self.flip
+        places = indices * views + torch.from_numpy(is_mirrored).long()
+        rows = gather_images(self.moments.view(num * views, *self.moments.shape[2:]), places)
+        return {NAME: rows} | {name: values[indices] for name, values in self.extra.items()}
+
+
+class WithColumn:
+    """Samples with one more tensor each, such as the tokens of a caption, or moments from a file."""
+
+    def __init__(self, samples: Samples, name: str, values: Tensor) -> None:
+        self.samples, self.name, self.values = samples, name, values
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
+        return self.samples.sample(index, key=key) | {self.name: self.values[index].clone()}
+
+    def name_of(self, index: int) -> str:
+        return self.samples.name_of(index) if implements(self.samples, NamedSamples) else ""
+
+    def files(self) -> Iterable[Path]:
+        return self.samples.files() if implements(self.samples, FileSamples) else ()
+
+
+def told_of_pack(cache: LatentCache, text: str, *, is_new: bool, **more: object) -> dict[str, object]:
+    """What `halfstep pack` says, for people and programs."""
+    return {
+        "file": str(cache.path),
+        "bytes": cache.path.stat().st_size,
+        "made": is_new,
+        "sha256": cache.checksum,
+        "text": text if is_new else f"{text}; they were there already and fit the folder",
+        **more,
+    }
+
+
+def _header(shape: tuple[int, ...], meta: Mapping[str, str], checksum: str) -> bytes:
+    entry = {"dtype": "F32", "shape": list(shape), "data_offsets": [0, math.prod(shape) * BYTES]}
+    text = json.dumps({"__metadata__": {**meta, CHECKSUM: checksum}, NAME: entry}).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _broken(path: Path, why: str) -> DataError:
+    return DataError(f"{path} is not a usable file of latents", why=why, fix="delete it: it is made again")
