@@ -9,7 +9,7 @@ import pytest
 from halfstep.bench.problem import bench_config, default_precisions, in_precision, run_by, stated_rows
 from halfstep.bench.record import reduced_model
 from halfstep.errors import ConfigError
-from halfstep.hardware.gpus import known_gpu
+from halfstep.hardware.gpus import look_up_gpu
 from halfstep.workloads import load
 from halfstep.workloads.classification.config import ResNetConfig
 from halfstep.workloads.segmentation.config import UNetConfig
@@ -105,5 +105,5 @@ def test_a_network_is_reduced_on_a_cpu_unless_it_is_given_a_folder_or_its_full_s
 
 
 def test_the_default_precisions_are_those_the_device_has() -> None:
-    assert default_precisions(known_gpu("h200")) == ("fp32", "tf32", "bf16", "fp16")
-    assert default_precisions(known_gpu("v100")) == ("fp32", "fp16")
+    assert default_precisions(look_up_gpu("h200")) == ("fp32", "tf32", "bf16", "fp16")
+    assert default_precisions(look_up_gpu("v100")) == ("fp32", "fp16")

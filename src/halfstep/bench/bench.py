@@ -28,8 +28,8 @@ from halfstep.data.prefetch import prefetch
 from halfstep.errors import HardwareError, PrecisionError, TrainingStopped
 from halfstep.hardware.facts import Hardware
 from halfstep.models.first_values import unfilled
-from halfstep.precision.decide import why_simulated
-from halfstep.precision.ladder import lacks
+from halfstep.precision.decide import explain_simulation
+from halfstep.precision.ladder import explain_lack
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import assemble, plan_for
 from halfstep.run.engine import Engine
@@ -153,7 +153,7 @@ def runners(problem: Problem, request: Request, hardware: Hardware) -> Iterator[
     unmeasured = dataclasses.replace(hardware, measurements=())  # a format that is slow here is timed as well
     for precision in request.precisions:
         asked = problem.config.precision.model_copy(update={"default": precision})
-        simulate = bool(why_simulated(asked, hardware)) or asked.simulate and precision != "fp32"
+        simulate = bool(explain_simulation(asked, hardware)) or asked.simulate and precision != "fp32"
         for mode in request.modes:
             if mode == "graph" and problem.device.type != "cuda":
                 yield not_measured("halfstep", mode, precision, "needs CUDA")
@@ -162,7 +162,7 @@ def runners(problem: Problem, request: Request, hardware: Hardware) -> Iterator[
             else:
                 yield Ours(problem, precision, mode, unmeasured, simulate=simulate)
         for word in request.against:
-            yield from _peers(word, problem, precision, lacks(precision, unmeasured))
+            yield from _peers(word, problem, precision, explain_lack(precision, unmeasured))
 
 
 def _peers(word: str, problem: Problem, precision: str, missing: str) -> Iterator[Runner | Row]:
@@ -179,7 +179,7 @@ def measured(runner: Runner, problem: Problem, request: Request, pause: Pause | 
     row = measured_row(runner, problem, request.schedule, pause=pause)
     if not isinstance(runner, Ours) or not row.is_measured:
         return row
-    missing = why_simulated(runner.config.precision, runner.hardware)
+    missing = explain_simulation(runner.config.precision, runner.hardware)
     said = (f"simulated: no speed{f' ({missing})' if missing else ''}",) if runner.simulated else ()
     return dataclasses.replace(row, simulated=runner.simulated, remarks=(*said, *runner.remarks, *row.remarks))
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from halfstep.cli.options import MaybeWords, Strict, option
-from halfstep.errors import ConfigError, nearest, suggested
+from halfstep.errors import ConfigError, suggest_command, suggest_nearest
 from halfstep.workloads import DEMO_WORKLOAD, KINDS
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def with_workload(words: Sequence[str]) -> list[str]:
 
 def _fix_of_folder(folder: Path) -> str:
     if (folder / "config.yaml").is_file():
-        return f"the config of this run: {suggested('bench', folder / 'config.yaml')}"
+        return f"the config of this run: {suggest_command('bench', folder / 'config.yaml')}"
     return f"halfstep bench {DEMO_WORKLOAD}"
 
 
@@ -186,7 +186,7 @@ def _unknown(word: str, option: str, allowed: Mapping[str, str]) -> ConfigError:
     return ConfigError(
         f"{option} takes no {word!r}",
         why="it takes " + ", ".join(f"{name} ({meaning})" for name, meaning in named.items()),
-        fix=nearest(word, allowed if ":" in word else named),
+        fix=suggest_nearest(word, allowed if ":" in word else named),
     )
 
 
@@ -194,10 +194,10 @@ def prepared(asked: Asked) -> tuple[Hardware, Problem, Request]:
     """Everything that can be wrong is found here, before anything is measured."""
     variants = {f"{peer}:{kind}": meaning for peer, meaning in PEERS.items() for kind in VARIANTS}
     modes, against = split(asked.modes, "--modes", MODES), split(asked.against, "--against", PEERS | variants)
-    from halfstep.config.precision_names import precision_name
+    from halfstep.config.precision_names import normalise_precision
 
     words = split(asked.precisions, "--precisions")
-    precisions = tuple(dict.fromkeys(precision_name(word, "--precisions") for word in words))
+    precisions = tuple(dict.fromkeys(normalise_precision(word, "--precisions") for word in words))
     import torch
 
     from halfstep.bench.bench import Request
@@ -347,14 +347,14 @@ def _at_work(hardware: Hardware, problem: Problem, request: Request, *, repeats_
     from halfstep.bench.problem import step_flops
     from halfstep.bench.record import circumstances, command_line
     from halfstep.disk import find_cache_directory
-    from halfstep.hardware.cache import measured_once
+    from halfstep.hardware.cache import measure_once
     from halfstep.hardware.measure import measure
     from halfstep.report.bench_view import RowsLeft
 
     with contextlib.redirect_stdout(sys.stderr):
         console = Console(stderr=True)
         with console.status("measuring matmuls") as status:
-            rated = measured_once(hardware, find_cache_directory(), measure)
+            rated = measure_once(hardware, find_cache_directory(), measure)
             status.update("counting")
             flops = step_flops(problem)
             about = circumstances(problem, request, hardware, flops, command_line(sys.argv[1:]))

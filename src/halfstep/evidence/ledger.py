@@ -15,7 +15,7 @@ from halfstep.errors import format_count
 from halfstep.evidence.findings import Expected, Finding, findings, is_as_planned
 from halfstep.evidence.observer import OUTSIDE, Observer, Product, Seen
 from halfstep.evidence.operations import format_of
-from halfstep.precision.plan import ROOT, Plan, aligned
+from halfstep.precision.plan import ROOT, Plan, align_columns
 
 WORTH_NAMING = 0.005
 """Share of the FLOPs from which a module is named in the summary."""
@@ -276,7 +276,7 @@ def rendered(ledger: Ledger) -> str:
     more = (
         [f"and {format_count(hidden, 'more module')} as planned or without matmuls (--json has all)"] if hidden else []
     )
-    lines = [f"{ledger.mode}: {ledger.summary}", *ledger.notes, "", *aligned([titles, *body]), *more]
+    lines = [f"{ledger.mode}: {ledger.summary}", *ledger.notes, "", *align_columns([titles, *body]), *more]
     return "\n".join([*lines, *_listed(ledger.kernels), *_told(ledger.findings)])
 
 
@@ -289,7 +289,7 @@ def _listed(kernels: Sequence[KernelRow]) -> list[str]:
          or "not mapped", k.direction, k.format or "-", str(k.calls), percent(k.time_share))
         for k in shown
     ]  # fmt: skip
-    return ["", *aligned([("kernel", "modules", "direction", "format", "calls", "time"), *body])] if shown else []
+    return ["", *align_columns([("kernel", "modules", "direction", "format", "calls", "time"), *body])] if shown else []
 
 
 def _told(found: Sequence[Finding]) -> list[str]:

@@ -14,7 +14,7 @@ import torch
 from halfstep.data.loader import NamedSamples, Samples, offers
 from halfstep.errors import format_bytes
 from halfstep.hardware.clock import Stopwatch
-from halfstep.hardware.memory import peak_memory_bytes
+from halfstep.hardware.memory import get_peak_memory_bytes
 from halfstep.precision.plan import Plan
 from halfstep.report.metrics_file import encode
 from halfstep.report.progress import Bar
@@ -140,7 +140,7 @@ class Journal:
                 "skipped": self.num_skipped,
                 "samples_per_s": round(self._samples_per_s, 2),
                 **self._units_per_s(),
-                "memory_bytes": peak_memory_bytes(self.device),
+                "memory_bytes": get_peak_memory_bytes(self.device),
             }
         )
 
@@ -189,7 +189,7 @@ class Journal:
         if gpu := self.gpu():
             fields["gpu"] = gpu
         fields["precision"] = self._precision
-        memory = peak_memory_bytes(self.device)
+        memory = get_peak_memory_bytes(self.device)
         return fields | ({"memory": format_bytes(memory)} if memory else {})
 
     def _losses(self, latest: Reading) -> dict[str, str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from halfstep.config.schema import RunConfig, is_import_path
 from halfstep.data.image_samples import TrainingFiles
 from halfstep.data.loader import Samples
-from halfstep.errors import format_count, suggested
+from halfstep.errors import format_count, suggest_command
 from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.gpus import find_known
 from halfstep.hardware.monitor import Monitor
@@ -49,7 +49,7 @@ def way_out(config: RunConfig, samples: Samples, cores: int) -> str:
     if workers < cores:
         return f"data.num_workers={cores} (now {workers}, and this machine has {format_count(cores, 'core')})"
     if isinstance(samples, TrainingFiles):
-        pack = suggested("pack", config.data.dir)
+        pack = suggest_command("pack", config.data.dir)
         return f"data.cache=true, or first {pack} (all {format_count(cores, 'core')} decode pictures already)"
     has_size = "image_size" in type(config.data).model_fields and not is_import_path(config.workload)
     smaller = "a smaller data.image_size, or " if has_size else ""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from halfstep.config.schema import RunConfig
 from halfstep.hardware.facts import Hardware
-from halfstep.hardware.gpus import known_gpu
+from halfstep.hardware.gpus import look_up_gpu
 from halfstep.hardware.probe import probe
 from halfstep.models.first_values import unfilled
 from halfstep.precision.plan import Plan
@@ -26,7 +26,7 @@ DEMO_NOTE = (
 def plan(config: RunConfig, *, gpu: str | None = None) -> Plan:
     """Build the model as training would, on demo data where none are given, and decide for the hardware."""
     if gpu:
-        return _with_what_is_untimed(_plan(config, known_gpu(gpu)))
+        return _with_what_is_untimed(_plan(config, look_up_gpu(gpu)))
     return _plan(config, probe(config.device))
 
 

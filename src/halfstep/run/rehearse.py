@@ -14,7 +14,7 @@ from torch import nn
 
 from halfstep.config.schema import RunConfig
 from halfstep.errors import summarise_error
-from halfstep.hardware.memory import give_back
+from halfstep.hardware.memory import release_unused_memory
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly, assemble
 from halfstep.run.phased_engine import engine_for
@@ -29,7 +29,7 @@ from halfstep.workloads.base.workload import Workload
 @contextmanager
 def rehearsal(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Trial]:
     """A trial of the run that is not yet begun; nothing of it is left afterwards."""
-    give_back(torch.device(plan.device))  # of a trial that failed: its error held it
+    release_unused_memory(torch.device(plan.device))  # of a trial that failed: its error held it
     generators = generator_states()
     copied = dataclasses.replace(workload, model=_copied(workload.model), phases=all_due(workload.phases))
     try:
@@ -40,7 +40,7 @@ def rehearsal(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Tri
         del copied
         # The compiler knows code by its shapes: the next trial would get this one's, whatever its own setting.
         forget_compiled()
-        give_back(torch.device(plan.device))
+        release_unused_memory(torch.device(plan.device))
 
 
 def _assembled(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:

@@ -14,7 +14,7 @@ from torch import nn
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
 from halfstep.errors import summarise_error
-from halfstep.hardware.memory import LiveBytes, peak_memory_bytes, reset_peak
+from halfstep.hardware.memory import LiveBytes, get_peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
 from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.tune.layout import is_only_tried
@@ -143,7 +143,7 @@ class Trial:
         reset_peak(device)
         for _ in range(2):
             engine(self.window)
-        return peak_memory_bytes(device) or 0
+        return get_peak_memory_bytes(device) or 0
 
     def _timed(self, engine: Steps, time: TrialTime) -> float:
         lasting_s = LASTING_S if self.parts.device.type == "cuda" else 0.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.config.foreign import flat
+from halfstep.config.foreign import flatten_keys
 from halfstep.config.yaml_source import read_yaml
 from halfstep.disk import parse_json, read_sealed
 from halfstep.errors import CheckpointError
@@ -116,7 +116,7 @@ def _settings(path: Path) -> dict[str, tuple[str, str]]:
     stored = _json(path / "report" / "config.json").get("settings", {})
     if stored:
         return {key: (shown(one["value"]), _source(one["source"])) for key, one in stored.items()}
-    return {key: (shown(value), "") for key, value in flat(read_yaml(path / "config.yaml").values).items()}
+    return {key: (shown(value), "") for key, value in flatten_keys(read_yaml(path / "config.yaml").values).items()}
 
 
 def _source(source: dict[str, Any]) -> str:
