@@ -26,16 +26,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from halfstep.bench.problem import bench_config, in_precision, random_workload, run_by
+from halfstep.bench.problem import build_random_workload, load_bench_config, set_mode, set_precision
 from halfstep.config.schema import RunConfig
 from halfstep.data.prefetch import prefetch
 from halfstep.hardware.memory import get_peak_memory_bytes, release_unused_memory, reset_peak
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import assemble, plan_for
+from halfstep.run.engine import engine_for
 from halfstep.run.memory.out_of_memory import summarise_error
-from halfstep.run.memory.predict import Cell, MemoryPlanner
+from halfstep.run.memory.planner import Cell, MemoryPlanner
 from halfstep.run.memory.traceable_step import build_traceable_step
-from halfstep.run.phased_engine import engine_for
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import UNCAPTURED, Mode
 from halfstep.workloads import KINDS
@@ -106,8 +106,8 @@ ROWS += HELD_OUT
 
 def config_of(row: Row) -> RunConfig:
     target, *overrides = row.words.split()
-    config = bench_config(target, overrides, {}, small=False)
-    return run_by(in_precision(config, row.precision, simulate=False), row.mode)
+    config = load_bench_config(target, overrides, {}, small=False)
+    return set_mode(set_precision(config, row.precision, simulate=False), row.mode)
 
 
 def predicted(row: Row) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def measured(row: Row) -> dict[str, Any]:
     release_unused_memory(device)
     reset_peak(device)
     left_over = torch.cuda.memory_allocated()
-    workload = random_workload(config)
+    workload = build_random_workload(config)
     made = KINDS.of(config.workload).synthetic.make_batch(config, workload.store)
     plan = plan_for(config, workload, probe("cuda"))
     plan = dataclasses.replace(plan, mode=row.mode, memory=dataclasses.asdict(row.setting))

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.bench.problem import bench_config
+from halfstep.bench.problem import load_bench_config
 from halfstep.report.metrics_file import read
 from halfstep.run.train import train
 from halfstep.workloads import load
@@ -76,7 +76,7 @@ def words_of(row: str, arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def by_halfstep(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    config = bench_config("slotcontrast", words_of(row, arguments), {}, small=False)
+    config = load_bench_config("slotcontrast", words_of(row, arguments), {}, small=False)
     return halfstep_row(config, arguments.precision, profiles=arguments.profile)
 
 
@@ -109,7 +109,7 @@ def by_torch(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
     turn = Turn()
     turn.begin()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = bench_config("slotcontrast", words_of(row, arguments), {}, small=False)
+    config = load_bench_config("slotcontrast", words_of(row, arguments), {}, small=False)
     assert isinstance(config, SlotContrastConfig)
     backbone = build_backbone(config).module.to(device).eval()
     model = build_model(config, backbone).to(device).train()

@@ -11,13 +11,20 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.evidence.captured import COMMITTING, COMPUTING, GUARDING, Place, Placed, matched, placed
-from halfstep.evidence.captured_ledger import captured_ledger
-from halfstep.evidence.compiled_sites import CompiledCode, NodeRecorder
-from halfstep.evidence.graphs import names_in
-from halfstep.evidence.ledger import Ledger, LedgerRow
-from halfstep.evidence.owners import owners_of_nodes
-from halfstep.evidence.trace import Kernel, replays_of, sequence_of
+from halfstep.evidence.captured import (
+    COMMITTING,
+    COMPUTING,
+    GUARDING,
+    Place,
+    Placed,
+    captured_ledger,
+    matched,
+    owners_of_nodes,
+    placed,
+)
+from halfstep.evidence.compiled_code import CompiledCode, NodeRecorder, names_in
+from halfstep.evidence.kernel_events import Kernel, replays_of, sequence_of
+from halfstep.evidence.precision_ledger import Ledger, LedgerRow
 from halfstep.kernels.chain import cast_together
 from tiny_training import plan
 

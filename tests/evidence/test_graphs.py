@@ -7,9 +7,8 @@ import torch
 from planted import Net, loss_of, step_of, window
 from torch import nn
 
-from halfstep.evidence.graphs import GraphRecorder, module_name, seen_in
-from halfstep.evidence.ledger import Ledger, Weights, ledger_of
-from halfstep.evidence.side import observe, undone
+from halfstep.evidence.compiled_code import GraphRecorder, module_name, seen_in
+from halfstep.evidence.precision_ledger import Ledger, Weights, ledger_of, observe, undone
 
 
 def compiled_ledger(model: nn.Module) -> Ledger:

@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.errors import ConfigError
-from halfstep.evidence.ledger import Ledger, LedgerRow
-from halfstep.evidence.observer import Observer
-from halfstep.evidence.operations import flops_of
+from halfstep.evidence.observer import Observer, flops_of
+from halfstep.evidence.precision_ledger import Ledger, LedgerRow
 from tiny_training import graph_is_held
 
 

@@ -14,8 +14,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from halfstep.run.assemble import assemble
-from halfstep.run.engine import Engine
-from halfstep.run.rehearse import rehearsal
+from halfstep.run.engine import Engine, rehearsal
 from halfstep.step.randomness import algorithms
 from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.tune.modes import UNCAPTURED, cudnn_trials

@@ -25,7 +25,7 @@ from halfstep.run.engine import Engine
 from halfstep.step.facts import Reading, restore_rng, rng_state
 from halfstep.step.guard import Guard
 from halfstep.step.randomness import algorithms
-from halfstep.tune.layout import in_layout_of
+from halfstep.tune.channels_last import in_layout_of
 from halfstep.tune.memory_low import NORMAL, MemorySetting
 from halfstep.tune.modes import UNCAPTURED, Mode
 from halfstep.workloads import from_dict

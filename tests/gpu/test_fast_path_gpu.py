@@ -20,8 +20,7 @@ from halfstep.hardware.driver import Driver
 from halfstep.hardware.probe import probe
 from halfstep.report.metrics_file import read
 from halfstep.run.assemble import assemble, build_workload, plan_for
-from halfstep.run.engine import Engine
-from halfstep.run.rehearse import rehearsal
+from halfstep.run.engine import Engine, rehearsal
 from halfstep.run.train import train
 from halfstep.step import tables as tabulated
 from halfstep.step.clip import Clip
@@ -332,7 +331,7 @@ def test_auto_measures_chooses_and_stores_and_the_next_run_does_not_measure(
         assert (
             tuned(short.config, workload, plan, said.append, rehearsal).mode == "eager"
         )  # 12 steps do not pay for a start
-        monkeypatch.setattr("halfstep.tune.mode_cache.WARM_START_S", -1e3)
+        monkeypatch.setattr("halfstep.tune.mode_search.WARM_START_S", -1e3)
         folder = train(short, out=tmp_path / "run")
     stored = json.loads((folder / "plan.json").read_text())
     assert (stored["mode"], stored["cudnn_benchmark"]) == (first.mode, first.cudnn_benchmark)

@@ -14,7 +14,7 @@ from torch import Tensor
 from halfstep.errors import Interrupted
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
-from halfstep.run.phased_engine import PhasedEngine
+from halfstep.run.engine import PhasedEngine
 from halfstep.run.train import train
 from halfstep.step.facts import PhasedReading
 from halfstep.step.phases import PhasedStep

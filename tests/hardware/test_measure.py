@@ -8,7 +8,7 @@ import pytest
 import torch
 from fake_driver import H100, T4, TINY, XEON, FakeDriver
 
-from halfstep.bench.problem import floor_ms
+from halfstep.bench.problem import compute_floor_ms
 from halfstep.errors import HardwareError
 from halfstep.formats import FORMATS
 from halfstep.hardware.describe import format_rate, make_format_columns
@@ -84,7 +84,7 @@ def test_a_rate_of_the_small_problem_is_marked_and_never_compared_with_a_full_on
     assert marked == {"conv"}
     assert hardware.layout_gain("bf16") is None
     assert hardware.layout_gain("fp32") == pytest.approx(1.0)
-    assert floor_ms(10**9, measured(FakeDriver(cpuinfo=XEON, speedups={"bf16": 1e-5})), "bf16") is None
+    assert compute_floor_ms(10**9, measured(FakeDriver(cpuinfo=XEON, speedups={"bf16": 1e-5})), "bf16") is None
 
 
 def test_no_time_left_is_noted_for_what_was_not_measured() -> None:

@@ -16,7 +16,7 @@ from halfstep.hardware.memory import LiveBytes
 from halfstep.precision.decide import decide
 from halfstep.run.assemble import build_workload
 from halfstep.run.memory.out_of_memory import explain_out_of_memory
-from halfstep.run.memory.predict import (
+from halfstep.run.memory.planner import (
     Cell,
     MemoryPlanner,
     compute_usable_bytes,
@@ -34,7 +34,7 @@ from halfstep.run.memory.sizing import (
     predict_largest_batch,
     suggest_fitting_settings,
 )
-from halfstep.run.memory.trace import eager_timeline
+from halfstep.run.memory.step_trace import eager_timeline
 from halfstep.run.memory.traceable_step import TraceableStep, build_traceable_step
 from halfstep.step.optim.adamw8bit import AdamW8bit
 from halfstep.tune.memory_low import NORMAL, MemorySetting, by_predicted_peak

@@ -18,7 +18,7 @@ from halfstep.data.image_folder import FolderLayout, find_images
 from halfstep.data.image_samples import TrainingFiles
 from halfstep.hardware.gpus import look_up_gpu
 from halfstep.precision.decide import decide
-from halfstep.run.pace import Lagging, Waiting, peak_flops, utilisation, way_out
+from halfstep.run.journal import Lagging, Waiting, peak_flops, utilisation, way_out
 from halfstep.run.train import train
 from halfstep.workloads import KINDS, from_dict, load
 

@@ -17,7 +17,7 @@ from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
 from halfstep.run.validate import validate
-from halfstep.tune.layout import convolves_images, in_layout_of, to_channels_last_, wants_channels_last
+from halfstep.tune.channels_last import convolves_images, in_layout_of, to_channels_last_, wants_channels_last
 from halfstep.workloads import from_dict, load
 
 

@@ -25,7 +25,7 @@ from halfstep.report.metrics_file import read
 from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.capsules import load_window, subject_of
 from halfstep.run.engine import prepared_window
-from halfstep.run.ranked import checksum
+from halfstep.run.multi_rank import checksum
 from halfstep.run.train import train
 from halfstep.step.facts import Reading
 from halfstep.workloads import load

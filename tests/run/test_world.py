@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from halfstep.cli.train import all_killed, devices_of, start_on, without_gpus
+from halfstep.cli.train import explain_killed_ranks, parse_gpus, remove_gpus_flag, start_on_gpus
 from halfstep.distributed import launch as world
 from halfstep.distributed.launch import first_host, launch_of, tell_before_meeting
 from halfstep.distributed.world import World
@@ -71,16 +71,16 @@ def test_processes_that_cannot_find_each_other_are_refused(name: str) -> None:
 
 
 def test_gpus_are_a_count_or_a_list() -> None:
-    assert devices_of("8") == (8, "")
-    assert devices_of("1,2") == (2, "1,2")
-    assert devices_of("3,") == (1, "3")
+    assert parse_gpus("8") == (8, "")
+    assert parse_gpus("1,2") == (2, "1,2")
+    assert parse_gpus("3,") == (1, "3")
     for wrong in ("0", "a", "1,1", "", "-1"):
         with pytest.raises(ConfigError, match="--gpus"):
-            devices_of(wrong)
+            parse_gpus(wrong)
 
 
 def test_each_process_gets_the_command_without_gpus() -> None:
-    assert without_gpus(["train", "--gpus", "2", "unet", "--gpus=2", "--bf16"]) == ["train", "unet", "--bf16"]
+    assert remove_gpus_flag(["train", "--gpus", "2", "unet", "--gpus=2", "--bf16"]) == ["train", "unet", "--bf16"]
 
 
 def test_an_error_before_processes_meet_is_shown_once_and_others_with_their_rank(
@@ -100,7 +100,7 @@ def test_an_error_before_processes_meet_is_shown_once_and_others_with_their_rank
 
 
 def test_processes_that_were_all_killed_are_named_with_the_signal() -> None:
-    error = all_killed({1: -9, 0: -15})
+    error = explain_killed_ranks({1: -9, 0: -15})
     assert error.what == "rank 0 was ended by SIGTERM; rank 1 was ended by SIGKILL"
 
 
@@ -140,6 +140,6 @@ def test_gpus_starts_processes_whose_common_error_is_all_that_is_shown(tmp_path:
 
 def test_gpus_that_are_not_there_or_beside_a_launcher_are_refused() -> None:
     with pytest.raises(ConfigError, match="launcher"):
-        start_on("2", "auto", {"RANK": "0"})
+        start_on_gpus("2", "auto", {"RANK": "0"})
     with pytest.raises(ConfigError, match="device cuda:1"):
-        start_on("2", "cuda:1", {})
+        start_on_gpus("2", "cuda:1", {})

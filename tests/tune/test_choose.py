@@ -15,8 +15,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.kernels.fast_forms import decided
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import assemble
-from halfstep.run.engine import Engine
-from halfstep.run.rehearse import rehearsal
+from halfstep.run.engine import Engine, rehearsal
 from halfstep.step.randomness import generator_states
 from halfstep.tune import choose
 from halfstep.tune.choose import asked_mode, expected_steps, tuned
@@ -300,6 +299,6 @@ def test_a_model_that_does_not_fit_is_no_traceback_of_a_trial(demo: Path, monkey
     def does_not_fit(*arguments: object) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 2 GiB")
 
-    monkeypatch.setattr("halfstep.run.rehearse.assemble", does_not_fit)
+    monkeypatch.setattr("halfstep.run.engine.assemble", does_not_fit)
     with pytest.raises(DoesNotFit, match="out of memory"), rehearsal(*made(demo)):
         pass

@@ -14,10 +14,9 @@ from halfstep.precision.plan import PlanRow
 from halfstep.precision.row import Gain
 from halfstep.tune import choose
 from halfstep.tune.choose import tuned
-from halfstep.tune.mode_cache import CachedMode
-from halfstep.tune.mode_search import FoundMode
+from halfstep.tune.mode_search import CachedMode, FoundMode
 from halfstep.tune.modes import compiled_code
-from halfstep.tune.trial_time import TrialTime
+from halfstep.tune.trials import TrialTime
 from halfstep.workloads import load
 from halfstep.workloads.segmentation.demo import write_demo
 from mode_trials import USUAL, Machine, made

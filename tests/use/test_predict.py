@@ -19,7 +19,7 @@ from halfstep.errors import ConfigError, DataError, Interrupted
 from halfstep.report.progress import Bar
 from halfstep.report.results import Answer, Predictions
 from halfstep.use.evaluate import evaluate
-from halfstep.use.open_run import in_use, open_run, plan_for_use, with_weights
+from halfstep.use.open_run import choose_plan, load_weights, open_run, wrap_trained
 from halfstep.use.predict import predict
 from halfstep.workloads.base.using import Input, Wishes
 from halfstep.workloads.classification.config import ImageDataConfig
@@ -84,8 +84,8 @@ def test_tiles_are_halved_where_memory_runs_out(unet: Path, large: Path, tmp_pat
     run = open_run(unet)
     assert isinstance(run.config, UNetConfig)
     predictor = MaskPredictor(run.config, run.store)
-    plan = plan_for_use(run, predictor.model, device=None, precision=None)
-    model = with_weights(run, predictor.model, plan)
+    plan = choose_plan(run, predictor.model, device=None, precision=None)
+    model = load_weights(run, predictor.model, plan)
 
     def refuse_wide_images(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
         if inputs[0].shape[-1] > 128:
@@ -95,7 +95,7 @@ def test_tiles_are_halved_where_memory_runs_out(unet: Path, large: Path, tmp_pat
     told, item = Told(unet), Input(path=large, name=Path(large.name))
     bar = Bar("Predicting", 1)
     (answer,) = predictor.answers(
-        [item], in_use(model, plan, told.report), Wishes(out=tmp_path / "out", options={"tile": None}), bar
+        [item], wrap_trained(model, plan, told.report), Wishes(out=tmp_path / "out", options={"tile": None}), bar
     )
     shown = next(part for part in bar.parts() if part.startswith("tile "))
     assert shown.removeprefix("tile ").split("/")[0] == shown.split("/")[1]  # the last of several

@@ -48,7 +48,7 @@ def command(
 
         halfstep detect --device cuda:1 --fresh --json
     """
-    gpu, device = asked_for(" ".join(name or []), gpu, device)
+    gpu, device = resolve_name(" ".join(name or []), gpu, device)
     if gpu and (device or fresh or no_measure):
         raise ConfigError(
             f"--gpu {gpu} asks the table, and --device, --fresh or --no-measure ask this machine",
@@ -60,7 +60,7 @@ def command(
     from halfstep.hardware.gpus import look_up_gpu
     from halfstep.precision.advice import advise
 
-    devices = (look_up_gpu(gpu),) if gpu else devices_here(device, look_only=no_measure, fresh=fresh)
+    devices = (look_up_gpu(gpu),) if gpu else probe_devices(device, look_only=no_measure, fresh=fresh)
     answers = [(hardware, advise(hardware)) for hardware in devices]
     if as_json:
         print_json(answers)
@@ -68,7 +68,7 @@ def command(
         print_tables(answers)
 
 
-def asked_for(name: str, gpu: str, device: str) -> tuple[str, str]:
+def resolve_name(name: str, gpu: str, device: str) -> tuple[str, str]:
     """What a bare name adds to --gpu and --device."""
     if not name:
         return gpu, device
@@ -98,7 +98,7 @@ def print_known(*, as_json: bool) -> None:
     Console().print(pairs_table((family, ", ".join(models)) for family, models in names.items()))
 
 
-def devices_here(name: str, *, look_only: bool, fresh: bool) -> tuple[Hardware, ...]:
+def probe_devices(name: str, *, look_only: bool, fresh: bool) -> tuple[Hardware, ...]:
     from rich.console import Console
 
     progress = Console(stderr=True)
@@ -146,7 +146,7 @@ def print_device(console: Console, hardware: Hardware, advice: HardwareAdvice) -
     from halfstep.report.tables import columns_table, pairs_table, rows_table
 
     title = f"{hardware.device}  {hardware.name}" if hardware.device else hardware.name
-    settings = ((s.name, shown(s.value), s.reason) for s in advice.settings)
+    settings = ((s.name, format_advice(s.value), s.reason) for s in advice.settings)
     remarks = [
         ("lost", advice.lost),
         *(("warning", w) for w in advice.warnings),
@@ -168,7 +168,7 @@ def print_device(console: Console, hardware: Hardware, advice: HardwareAdvice) -
     )
 
 
-def shown(value: str | bool | int) -> str:
+def format_advice(value: str | bool | int) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return str(value)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.cli.options import Json, flags_of, option, said
+from halfstep.cli.options import Json, map_flags, option, read_given
 from halfstep.errors import ConfigError, DataError, format_bytes, format_count, suggest_command
 
 if TYPE_CHECKING:
@@ -65,20 +65,20 @@ def command(
         raise DataError(f"{folder} {kind}", fix="give the folder of train/<class>/* and val/<class>/*, or of <class>/*")
     from halfstep.data.packed import default_pack_path
 
-    layout, settings = asked(context)
-    path, again = out or default_pack_path(folder, size), again_words(context, folder)
+    layout, settings = read_settings(context)
+    path, again = out or default_pack_path(folder, size), format_command(context, folder)
     if verify:
-        summary = verified(folder, layout, path, settings, again)
+        summary = verify_pack(folder, layout, path, settings, again)
     else:
-        summary = packed(folder, layout, path, settings, force=force)
-    shown = summary | {"folder": str(folder), "use": words_of(layout, settings, out), "again": again}
-    show(shown, as_json=as_json)
+        summary = make_pack(folder, layout, path, settings, force=force)
+    shown = summary | {"folder": str(folder), "use": format_overrides(layout, settings, out), "again": again}
+    show_summary(shown, as_json=as_json)
     if summary.get("stale"):
         raise typer.Exit(1)
     return None
 
 
-def asked(context: typer.Context) -> tuple[FolderLayout, PackSettings]:
+def read_settings(context: typer.Context) -> tuple[FolderLayout, PackSettings]:
     """What the flags say of the folder and of the file."""
     from halfstep.data.image_folder import FolderLayout
     from halfstep.data.packed import PackSettings
@@ -93,13 +93,13 @@ def asked(context: typer.Context) -> tuple[FolderLayout, PackSettings]:
 
 def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
     """What the config's workload can make ahead; everything else is the config's to say."""
-    from halfstep.report.results import json_text
+    from halfstep.report.results import dump_json
     from halfstep.run.interrupts import raised_at_once
     from halfstep.workloads import KINDS, load
     from halfstep.workloads.base.kind import load_part
 
-    flags = flags_of(context)
-    for name in said(context).keys() & flags.keys() - {"as_json"}:
+    flags = map_flags(context)
+    for name in read_given(context).keys() & flags.keys() - {"as_json"}:
         raise ConfigError(f"{flags[name]} means nothing with a config", fix=f"say it in {path}")
     config = load(str(path)).config
     kind = KINDS.of(config.workload)
@@ -112,7 +112,7 @@ def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
     with raised_at_once("while packing"):
         summary = load_part(kind.pack)(config)
     if as_json:
-        typer.echo(json_text(summary))
+        typer.echo(dump_json(summary))
         return
     typer.echo(f"{summary['file']}: {summary['text']}, {format_bytes(int(summary['bytes']))}")
     typer.echo(f"Use it: {suggest_command('train', path)}")
@@ -123,7 +123,7 @@ NOT_AGAIN = {"verify", "as_json", "force", "workers"}
 """Flags that change nothing of what is packed."""
 
 
-def packed(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings, *, force: bool) -> Summary:
+def make_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings, *, force: bool) -> Summary:
     import time
 
     from halfstep.data.binary_sets import cifar_folder, idx_folder
@@ -142,32 +142,34 @@ def packed(folder: Path, layout: FolderLayout, path: Path, settings: PackSetting
     work = pack if force else open_or_pack
     with PackingBar(path) as bar, raised_at_once("while packing"):
         result = work(found, path, settings, progress=bar)
-    return summary_of(result) | {"made": bar.was_shown, "seconds": round(time.perf_counter() - start, 2)}
+    return summarise_pack(result) | {"made": bar.was_shown, "seconds": round(time.perf_counter() - start, 2)}
 
 
-def again_words(context: typer.Context, folder: Path) -> str:
+def format_command(context: typer.Context, folder: Path) -> str:
     """The command that packs this very file: with every flag that was given."""
-    flags = flags_of(context)
-    given = ((flags[name], value) for name, value in said(context).items() if name in flags and name not in NOT_AGAIN)
+    flags = map_flags(context)
+    given = (
+        (flags[name], value) for name, value in read_given(context).items() if name in flags and name not in NOT_AGAIN
+    )
     return suggest_command("pack", folder, *itertools.chain.from_iterable(given))
 
 
-def verified(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings, again: str) -> Summary:
+def verify_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings, again: str) -> Summary:
     from halfstep.data.image_folder import find_images
     from halfstep.data.packed import open_pack, why_stale
 
     if not path.exists():
-        raise DataError(f"there is no packed file {path}", fix=other_sizes(folder, again))
+        raise DataError(f"there is no packed file {path}", fix=suggest_other_sizes(folder, again))
     try:
         pack = open_pack(path, verify_bytes=path.stat().st_size)
     except DataError as error:
         error.fix = again
         raise
     stale = why_stale(pack.index, find_images(folder, layout), settings)
-    return summary_of(pack) | {"verified": not stale, "stale": stale}
+    return summarise_pack(pack) | {"verified": not stale, "stale": stale}
 
 
-def other_sizes(folder: Path, again: str) -> str:
+def suggest_other_sizes(folder: Path, again: str) -> str:
     """Packs of other sizes that lie in the folder: how to verify one, and how to make the missing one."""
     from halfstep.data.packed import packed_sizes
 
@@ -179,7 +181,7 @@ def other_sizes(folder: Path, again: str) -> str:
     return f"the folder holds another: {verify}{beside}; or make it: {again}"
 
 
-def summary_of(pack: Pack) -> Summary:
+def summarise_pack(pack: Pack) -> Summary:
     return {
         "file": str(pack.path),
         "bytes": pack.path.stat().st_size,
@@ -191,7 +193,7 @@ def summary_of(pack: Pack) -> Summary:
     }
 
 
-def words_of(layout: FolderLayout, settings: PackSettings, out: Path | None) -> str:
+def format_overrides(layout: FolderLayout, settings: PackSettings, out: Path | None) -> str:
     """The settings with which training finds this file fitting."""
     from halfstep.workloads import KINDS
 
@@ -209,11 +211,11 @@ def words_of(layout: FolderLayout, settings: PackSettings, out: Path | None) -> 
     return shlex.join([f"data.cache_file={out}" if out else "data.cache=true", *others])
 
 
-def show(summary: Summary, *, as_json: bool) -> None:
+def show_summary(summary: Summary, *, as_json: bool) -> None:
     if as_json:
-        from halfstep.report.results import json_text
+        from halfstep.report.results import dump_json
 
-        typer.echo(json_text(summary))
+        typer.echo(dump_json(summary))
         return
     left_out = summary["left_out"]
     assert isinstance(left_out, list)

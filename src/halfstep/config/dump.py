@@ -44,11 +44,11 @@ for kind in (bool, int, float, type(None)):
 def to_yaml(config: RunConfig) -> str:
     """The whole config, defaults included: what a run stores, so that later defaults cannot change it."""
     return yaml.dump(
-        dump_config(config), Dumper=Dumper, sort_keys=False, default_flow_style=False, width=120, allow_unicode=True
+        dump_values(config), Dumper=Dumper, sort_keys=False, default_flow_style=False, width=120, allow_unicode=True
     )
 
 
-def dump_config(config: RunConfig) -> dict[str, Any]:
+def dump_values(config: RunConfig) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 

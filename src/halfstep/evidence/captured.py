@@ -10,14 +10,20 @@ and the commit, which it leaves out. What a replay runs behind its last matched 
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from typing import Literal
+from typing import Any, Literal
 
-from halfstep.evidence.compiled_sites import CompiledCode
-from halfstep.evidence.trace import Event, Kernel, Launched, launched, sequence_of, types_of
+from torch import Tensor, nn
+
+from halfstep.evidence.compiled_code import CompiledCode
+from halfstep.evidence.kernel_events import Event, Kernel, Launched, launched, sequence_of, types_of
+from halfstep.evidence.observer import OUTSIDE, Product, Seen
+from halfstep.evidence.precision_ledger import Expected, KernelRow, Ledger, LedgerRow, findings, percent
+from halfstep.precision.plan import ROOT, Plan
 
 Modules = tuple[str, ...]
 Direction = Literal["forward", "backward", "step"]
@@ -60,14 +66,14 @@ def placed(events: Sequence[Event], owners: Mapping[int, Modules], code: Compile
     """The kernels of an uncaptured step; `owners` are the modules of its autograd nodes."""
     found = launched(events)
     sites = _sites(found, code)
-    return [Placed(one.kernel, _place(one, owners, sites.get(number))) for number, one in enumerate(found)]
+    return [Placed(one.kernel, _locate(one, owners, sites.get(number))) for number, one in enumerate(found)]
 
 
-def _place(one: Launched, owners: Mapping[int, Modules], site: Modules | None) -> Place | None:
+def _locate(one: Launched, owners: Mapping[int, Modules], site: Modules | None) -> Place | None:
     if not any(event["name"] == COMPUTING for event in one.within) and not _backward(one):
         return Place((GUARDING,), "step")
     direction: Direction = "backward" if _backward(one) else "forward"
-    modules = _owners(one, owners) if site is None else site
+    modules = _find_owners(one, owners) if site is None else site
     product = next((event for event in reversed(one.within) if event["name"] in PRODUCTS), None)
     operation = str(product["name"]).removeprefix("aten::") if product is not None else ""
     return Place(modules, direction, operation, _format(product)) if modules else None
@@ -77,7 +83,7 @@ def _backward(one: Launched) -> bool:
     return any(str(event["name"]).startswith(BACKWARD) for event in one.within)
 
 
-def _owners(one: Launched, owners: Mapping[int, Modules]) -> Modules:
+def _find_owners(one: Launched, owners: Mapping[int, Modules]) -> Modules:
     """Of the innermost operation that autograd knows. A kernel between two of them belongs to the next, which reads it;
     in backward nothing runs outside of a node."""
     for event in reversed(one.within):
@@ -159,3 +165,202 @@ def _pairs(mine: Sequence[object], theirs: Sequence[object]) -> list[tuple[int, 
             if mine[block.a + k] not in equal:
                 pairs.append((block.a + k, block.b + k))
     return pairs
+
+
+# --- the ledger of a captured step ---
+
+
+def captured_ledger(
+    plan: Plan,
+    kernels: Sequence[Placed],
+    code: Ledger,
+    model: nn.Module,
+    islands: set[str],
+    frozen: Mapping[str, nn.Module] | None = None,
+    mode: str = "captured",
+) -> Ledger:
+    """`code` is the ledger of what was captured; `islands` are modules that have one."""
+    expected = Expected(plan)
+    seen = _seen(expected, kernels, islands)
+    found = findings(plan, seen, model, frozen or {})
+    rows = _make_rows(code, kernels)
+    listed = _list_kernels(kernels)
+    return Ledger(
+        mode=mode, rows=tuple(rows), findings=tuple(found), kernels=tuple(listed), step=code.step,
+        summary=_summary(kernels, sum(finding.level == "differs" for finding in found)),
+    )  # fmt: skip
+
+
+def _seen(expected: Expected, kernels: Sequence[Placed], islands: set[str]) -> Seen:
+    """Matmuls, convolutions and attention by module. One whose function holds several layers counts as the planned
+    one of them: a convolution and the normalisation before it have different formats."""
+    seen = Seen()
+    for place in (one.place for one in kernels):
+        if place is None or place.direction == "step" or not place.format:
+            continue
+        module = next((name for name in place.modules if expected.compute(name) == place.format), place.modules[-1])
+        is_island = place.format == "fp32" and module in islands
+        seen.calls[Product(module, place.direction, place.operation, place.format, is_island)] += 1
+    return seen
+
+
+def _make_rows(code: Ledger, kernels: Sequence[Placed]) -> list[LedgerRow]:
+    total = _total(kernels)
+    times: dict[str, float] = defaultdict(float)
+    formats: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for kernel, place in ((one.kernel, one.place) for one in kernels):
+        for name in place.modules if place is not None else ():
+            assert place is not None
+            times[name] += kernel.duration_us / len(place.modules) / total
+            formats[name, place.direction] |= {place.format} - {""}
+    rows = [
+        dataclasses.replace(
+            row,
+            time_share=times.pop(row.module, 0.0),
+            forward=_observed(row.forward, formats[row.module, "forward"]),
+            backward=_observed(row.backward, formats[row.module, "backward"]),
+        )
+        for row in code.rows
+    ]
+    return rows + [LedgerRow(module=name, planned="-", time_share=time) for name, time in times.items()]
+
+
+def _observed(of_code: str, found: set[str]) -> str:
+    """A kernel's format, for modules that multiply: one that is only fused with such a module has none."""
+    return ", ".join(sorted(found)) if found and of_code != "-" else of_code
+
+
+def _list_kernels(kernels: Sequence[Placed]) -> list[KernelRow]:
+    total = _total(kernels)
+    times: dict[tuple[str, Place | None], list[float]] = defaultdict(list)
+    for one in kernels:
+        times[one.kernel.name, one.place].append(one.kernel.duration_us)
+    rows = [
+        KernelRow(
+            name=name, modules=place.modules if place else (), direction=place.direction if place else "-",
+            format=place.format if place else "", calls=len(own), time_share=sum(own) / total,
+        )
+        for (name, place), own in times.items()
+    ]  # fmt: skip
+    return sorted(rows, key=lambda row: -row.time_share)
+
+
+def _summary(kernels: Sequence[Placed], num_differences: int) -> str:
+    total = _total(kernels)
+    unmapped = sum(one.kernel.duration_us for one in kernels if one.place is None) / total
+    by_format: dict[str, float] = defaultdict(float)
+    for one in kernels:
+        if one.place is not None and one.place.format:
+            by_format[one.place.format] += one.kernel.duration_us
+    of_products, longest_first = sum(by_format.values()), sorted(by_format.items(), key=lambda item: -item[1])
+    shown = ", ".join(f"{percent(time / of_products)} {name}" for name, time in longest_first)
+    verdict = f"{num_differences} differ from the plan" if num_differences else "all as planned"
+    return (
+        f"{len(kernels)} kernels, {percent(1 - unmapped)} of their time mapped to modules, "
+        f"{percent(unmapped)} not mapped; library matmuls, convolutions and attention by time: {shown or 'none'}; "
+        f"{verdict}"
+    )
+
+
+def _total(kernels: Sequence[Placed]) -> float:
+    return max(sum(one.kernel.duration_us for one in kernels), 1e-9)
+
+
+# --- the modules an operation belongs to ---
+# Autograd numbers its nodes as forward makes them, and the profiler reports the same numbers. So no module hook is
+# needed, which would make models run without our kernels. A node that reads weights, directly or through casts and
+# views, belongs to the modules of these weights. A node that reads none belongs to the part of the model that the
+# nodes around it have in common.
+
+
+CASTS_AND_VIEWS = (
+    "ToCopy", "T", "Transpose", "Permute", "View", "Reshape", "ReshapeAlias", "UnsafeView", "Alias", "Clone", "Slice",
+    "Squeeze", "Unsqueeze", "Expand", "Select", "Split",
+)  # fmt: skip
+
+
+def owners_of_nodes(loss: Tensor, model: nn.Module) -> dict[int, Modules]:
+    """By number: the modules of every node of this loss."""
+    if loss.grad_fn is None:
+        return {}
+    names = {id(p): name or ROOT for name, m in model.named_modules() for p in m.parameters(recurse=False)}
+    nodes = {_number(node): node for node in _reachable(loss.grad_fn) if not _is_leaf(node)}
+    own = {number: _find_weight_owners(node, names) for number, node in nodes.items()}
+    inputs = {number: [_number(n) for n, _ in node.next_functions if n is not None] for number, node in nodes.items()}
+    return _with_neighbours(own, inputs)
+
+
+def _reachable(root: Any) -> Iterator[Any]:
+    seen, waiting = {root}, [root]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for inner, _ in node.next_functions:
+            if inner is not None and inner not in seen:
+                seen.add(inner)
+                waiting.append(inner)
+
+
+def _find_weight_owners(node: Any, names: Mapping[int, str]) -> Modules:
+    weights = (_weight(inner, number) for inner, number in node.next_functions if inner is not None)
+    return tuple(dict.fromkeys(names.get(id(weight), OUTSIDE) for weight in weights if weight is not None))
+
+
+def _weight(node: Any, number: int) -> Any:
+    """The weight that this output of a node is a cast or a view of; None for anything that was computed."""
+    if _is_leaf(node):
+        return node.variable
+    inner = [(n, k) for n, k in node.next_functions if n is not None]
+    if len(inner) == 1 and node.name().rstrip("0123456789").removesuffix("Backward") in CASTS_AND_VIEWS:
+        return _weight(*inner[0])
+    is_of_many = number < len(inner) and all(_is_leaf(n) for n, _ in inner)  # casts of many weights at once
+    return inner[number][0].variable if is_of_many and _gives_as_many(node, len(inner)) else None
+
+
+def _gives_as_many(node: Any, num: int) -> bool:
+    """Whether it has an output for each input: then they belong together in order."""
+    metadata = getattr(node, "_input_metadata", None)
+    return metadata is not None and len(metadata) == num
+
+
+def _with_neighbours(own: Mapping[int, Modules], inputs: Mapping[int, list[int]]) -> dict[int, Modules]:
+    """Nodes without weights get what those before and behind them have in common."""
+    readers: dict[int, list[int]] = {number: [] for number in own}
+    for number, given in inputs.items():
+        for one in given:
+            if one in readers:
+                readers[one].append(number)
+    above = _nearest(own, inputs, sorted(own))
+    below = _nearest(own, readers, sorted(own, reverse=True))
+    return {
+        number: modules or ((common(above[number] + below[number]),) if below[number] else (OUTSIDE,))
+        for number, modules in own.items()
+    }
+
+
+def _nearest(own: Mapping[int, Modules], towards: Mapping[int, list[int]], order: Iterable[int]) -> dict[int, Modules]:
+    """For each node the modules of the first ones that have some, in one direction; numbers grow with the data."""
+    found: dict[int, Modules] = {}
+    for number in order:
+        near = [own[other] or found.get(other, ()) for other in towards.get(number, ()) if other in own]
+        found[number] = tuple(dict.fromkeys(name for names in near for name in names))
+    return found
+
+
+def common(names: Iterable[str]) -> str:
+    """The longest path that all begin with: `h.0` of `h.0.attn.c_attn` and `h.0.ln_1`."""
+    paths = [name.split(".") for name in names if name != OUTSIDE]
+    shared: list[str] = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared) or ROOT
+
+
+def _is_leaf(node: Any) -> bool:
+    return hasattr(node, "variable")
+
+
+def _number(node: Any) -> int:
+    return int(node._sequence_nr())

@@ -111,15 +111,15 @@ def _look(workload: str, folder: Path, source: DataOrigin, on_bad_file: OnBadFil
         classes=opened.classes,
         counts=opened.counts,
         store=opened.store,
-        decoded_per_s=_decoded_per_s(opened.train),
+        decoded_per_s=_measure_decoding(opened.train),
         on_bad_file=on_bad_file,
         notes=opened.notes,
-        pictures=tuple(_pictures(family, opened)),
+        pictures=tuple(_draw_pictures(family, opened)),
         sides=opened.sides,
     )
 
 
-def _decoded_per_s(samples: Samples) -> float:
+def _measure_decoding(samples: Samples) -> float:
     began = time.perf_counter()
     num_read = 0
     for index in spread(len(samples), DECODE_FILES):
@@ -130,7 +130,7 @@ def _decoded_per_s(samples: Samples) -> float:
     return num_read / max(time.perf_counter() - began, 1e-9)
 
 
-def _pictures(family: Guiding, opened: Opened) -> Iterator[tuple[str, Image.Image]]:
+def _draw_pictures(family: Guiding, opened: Opened) -> Iterator[tuple[str, Image.Image]]:
     samples = opened.val if len(opened.val) else opened.train
     for index in spread(len(samples), GRID_SAMPLES):
         yield family.picture(samples.sample(index, key=(0, 0, index)), index, opened.classes)

@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.kernels.layout import row_stride
+from halfstep.kernels.layout import Tiling, row_stride, tiles_of
 from halfstep.kernels.normalise import GradientSums, Norm, dense_like, finished_sums
-from halfstep.kernels.tiling import Tiling, tiles_of
 
 POOLED = Tiling(values=512, most_channels=64, num_warps=4, num_programs=12 * 132)
 SUMS = GRADIENT = Tiling(values=1024, most_channels=64, num_warps=4, num_programs=3 * 132)

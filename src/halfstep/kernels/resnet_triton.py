@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halfstep.kernels.layout import Tiling, tiles_of
 from halfstep.kernels.normalise import GradientSums, Norm, dense_like, finished_sums
-from halfstep.kernels.tiling import Tiling, tiles_of
 
 SUMS = Tiling(values=2048, most_channels=64, num_warps=8, num_programs=132 * 4)
 """Programs that keep sums in registers, and leave them to a second kernel: not too many."""

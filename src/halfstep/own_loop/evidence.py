@@ -18,12 +18,11 @@ from torch.utils._pytree import tree_map
 from halfstep.errors import CheckpointError, ConfigError, HardwareError
 from halfstep.evidence import capsule as capsules
 from halfstep.evidence.attempts import LossFn, Subject, refuse_another_model
-from halfstep.evidence.ledger import Ledger, Weights, ledger_of
 from halfstep.evidence.observer import Observer
+from halfstep.evidence.precision_ledger import Ledger, Weights, ledger_of, seen_by
 from halfstep.evidence.recorder import CapsuleContext, Recorder
 from halfstep.evidence.replay import Replayed
 from halfstep.evidence.replay import replay as replayed
-from halfstep.evidence.side import seen_by
 from halfstep.evidence.updates import Update
 from halfstep.hardware.probe import probe
 from halfstep.own_loop.loss import named_by

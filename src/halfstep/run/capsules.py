@@ -34,7 +34,7 @@ from halfstep.run.assemble import Assembly, assemble, build_workload
 from halfstep.run.checkpoint import load as load_checkpoint
 from halfstep.run.engine import prepared_window
 from halfstep.run.folder import RunFolder, find_import_paths, load_stored
-from halfstep.run.frozen import as_stored, identities, modules_of
+from halfstep.run.frozen_modules import as_stored, identities, modules_of
 from halfstep.run.memory.out_of_memory import OutOfMemory, explain_model_too_large
 from halfstep.step.facts import Reading
 from halfstep.step.step import Step

@@ -12,13 +12,13 @@ from halfstep.data.files import some_of
 from halfstep.disk import is_dry_run
 from halfstep.errors import format_bytes, format_count, suggest_command
 from halfstep.hardware.memory import get_peak_memory_bytes
-from halfstep.report.config_view import header_lines
+from halfstep.report.config_view import format_header
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import Assembly
 from halfstep.run.folder import RunFolder
-from halfstep.run.frozen import described
+from halfstep.run.frozen_modules import described
+from halfstep.run.journal import way_out
 from halfstep.run.loop import Loop
-from halfstep.run.pace import way_out
 from halfstep.run.stored_state import half_weights, lost_updates, rounding_warnings
 from halfstep.tune.own_blocks import what_recomputes
 
@@ -66,7 +66,7 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
     own = rounding_warnings(parts.step.optimizers)
     warnings = (*loaded.warnings, *plan.warnings, *own, *_first(parts.workload.notes))
     report.header(f"halfstep {config.workload}", [row for row in rows if row[1]], warnings=warnings)
-    for line in header_lines(loaded):
+    for line in format_header(loaded):
         report.notice(line)
 
 

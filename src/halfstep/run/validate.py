@@ -24,7 +24,7 @@ from halfstep.run.memory.out_of_memory import split_window
 from halfstep.step.phases import PhasedStep
 from halfstep.step.randomness import generator_states, restore_generators
 from halfstep.step.step import Step
-from halfstep.tune.layout import in_layout_of
+from halfstep.tune.channels_last import in_layout_of
 from halfstep.workloads.base.workload import Workload
 
 if TYPE_CHECKING:

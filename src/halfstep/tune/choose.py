@@ -1,7 +1,7 @@
 """`train.fast: auto` and `train.memory: low`: how steps run is chosen by timed trials before the run begins.
 
 Trials cost time, so they must promise to gain some: none for a short run, nor on a CPU (mode_search.py has the
-candidates, trial_time.py the clock). What was found is kept on disk for the next run of the same model, shape, device
+candidates, trials.py the clock). What was found is kept on disk for the next run of the same model, shape, device
 and versions, and in the plan of this one, which a resumed run follows without measuring again.
 """
 
@@ -34,13 +34,11 @@ from halfstep.tune.memory_low import (
     choose_memory,
     levers_of,
 )
-from halfstep.tune.mode_cache import CachedMode
-from halfstep.tune.mode_search import FoundMode, ModeSearch
+from halfstep.tune.mode_search import CachedMode, FoundMode, ModeSearch
 from halfstep.tune.modes import NEEDS_CUDA, Mode
 from halfstep.tune.own_blocks import described
 from halfstep.tune.recompute_check import Recomputable, recomputable
-from halfstep.tune.trial_time import MOST_S, SHARE, TrialTime, total_steps_of
-from halfstep.tune.trials import Rehearse, cost_in, first_batch
+from halfstep.tune.trials import MOST_S, SHARE, Rehearse, TrialTime, cost_in, first_batch, total_steps_of
 from halfstep.workloads.base.workload import Workload
 
 FEWEST_STEPS = 300

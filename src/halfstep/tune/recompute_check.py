@@ -40,7 +40,7 @@ class Recomputable(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-class Outcome(NamedTuple):
+class StepRecord(NamedTuple):
     """What some steps left, by name; what they kept for backward; how watched modules were called."""
 
     left: Mapping[str, Any]
@@ -110,7 +110,7 @@ class _Check:
         noise = max(gap for gap in self.noise.values() if math.isfinite(gap))
         return math.inf if math.isinf(self.noise.get(name, 0)) else min(NOISE * noise, MOST_NOISE)
 
-    def _taken(self, how: Recompute, names: Collection[str] = (), watched: Collection[str] = ()) -> Outcome:
+    def _taken(self, how: Recompute, names: Collection[str] = (), watched: Collection[str] = ()) -> StepRecord:
         memory = dataclasses.asdict(MemorySetting(recompute=how))
         plan = dataclasses.replace(self.plan, memory=memory, blocks=tuple(names))
         with self.rehearse(*self.run, plan) as trial:
@@ -121,7 +121,7 @@ class _Check:
                 raise CannotRun(reason) from error
 
 
-def _outcome(trial: Trial, watched: Collection[str]) -> Outcome:
+def _outcome(trial: Trial, watched: Collection[str]) -> StepRecord:
     model, calls, kept = trial.parts.model, set[tuple[str, Any]](), list[int]()
 
     def watch(name: str) -> Any:
@@ -144,7 +144,7 @@ def _outcome(trial: Trial, watched: Collection[str]) -> Outcome:
             engine(trial.window)
     for handle in handles:
         handle.remove()
-    return Outcome(dict(left_by(model)), sum(kept), calls)
+    return StepRecord(dict(left_by(model)), sum(kept), calls)
 
 
 def left_by(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -22,7 +22,7 @@ from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import placed
 from halfstep.run.checkpoint import Checkpoint, Checkpoints, load
 from halfstep.run.folder import RunFolder, load_stored
-from halfstep.run.frozen import as_stored, modules_of, place_frozen_
+from halfstep.run.frozen_modules import as_stored, modules_of, place_frozen_
 from halfstep.run.stored_state import load_for_use
 from halfstep.run.validate import evaluating
 from halfstep.step.tables import Value, set_to_
@@ -76,17 +76,17 @@ def open_run(path: Path, *, checkpoint: str = "best", trust: bool = False) -> Op
     folder = RunFolder.open(str(path))
     config = load_stored(folder.config, folder.settled().code, trust=trust).config
     notes: list[str] = []
-    chosen, content = _first_whole(_candidates(folder.checkpoints(), checkpoint, notes), notes)
+    chosen, content = _load_first_whole(_list_candidates(folder.checkpoints(), checkpoint, notes), notes)
     return OpenedRun(folder=folder, config=config, path=chosen, checkpoint=content, notes=tuple(notes))
 
 
-def as_trained(run: OpenedRun, frozen: Mapping[str, FrozenPart]) -> dict[str, FrozenPart]:
+def check_frozen_parts(run: OpenedRun, frozen: Mapping[str, FrozenPart]) -> dict[str, FrozenPart]:
     """The frozen parts the run was trained with, as far as they are used; others are refused."""
     used = {name: known for name, known in run.frozen.items() if name in frozen}
     return as_stored(frozen, used, run.folder.path)
 
 
-def plan_for_use(
+def choose_plan(
     run: OpenedRun,
     model: nn.Module,
     *,
@@ -96,7 +96,7 @@ def plan_for_use(
 ) -> Plan:
     """The stored plan; another one where another device or precision is asked for, or the run's device is not here."""
     stored = run.folder.stored_plan()
-    hardware = probe(device or _here(stored.device))
+    hardware = probe(device or _find_device(stored.device))
     if precision is None and hardware.device == stored.device:
         return stored
     request = run.config.precision
@@ -111,7 +111,7 @@ def plan_for_use(
     return plan
 
 
-def with_weights(
+def load_weights(
     run: OpenedRun,
     model: nn.Module,
     plan: Plan,
@@ -134,7 +134,7 @@ def with_weights(
 
 
 @contextmanager
-def fresh_folder(out: Path | None, default: Path) -> Iterator[Path]:
+def make_fresh_folder(out: Path | None, default: Path) -> Iterator[Path]:
     """A folder of our own: `out`, new or empty, or `default` with a number where it is taken; gone if left empty."""
     folder = out or find_unused_path(default)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
@@ -152,7 +152,7 @@ def fresh_folder(out: Path | None, default: Path) -> Iterator[Path]:
             folder.rmdir()
 
 
-def _candidates(checkpoints: Checkpoints, asked: str, notes: list[str]) -> list[Path]:
+def _list_candidates(checkpoints: Checkpoints, asked: str, notes: list[str]) -> list[Path]:
     """Where to look, in order; only `best` and `last` have a next one to go to."""
     newest_first = checkpoints.all()[::-1]
     if not newest_first:
@@ -176,7 +176,7 @@ def _candidates(checkpoints: Checkpoints, asked: str, notes: list[str]) -> list[
     )
 
 
-def _first_whole(candidates: Iterable[Path], notes: list[str]) -> tuple[Path, Checkpoint]:
+def _load_first_whole(candidates: Iterable[Path], notes: list[str]) -> tuple[Path, Checkpoint]:
     failures: list[CheckpointError] = []
     for path in candidates:
         try:
@@ -191,7 +191,7 @@ def _first_whole(candidates: Iterable[Path], notes: list[str]) -> tuple[Path, Ch
     )
 
 
-def _here(device: str) -> str:
+def _find_device(device: str) -> str:
     """The run's own device where this machine has it, else the best one."""
     try:
         return probe(device).device
@@ -199,7 +199,7 @@ def _here(device: str) -> str:
         return "auto"
 
 
-def in_use(model: nn.Module, plan: Plan, report: RunReport) -> Trained:
+def wrap_trained(model: nn.Module, plan: Plan, report: RunReport) -> Trained:
     """The model as a family's evaluation and prediction get it."""
 
     @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfstep.models.recompute import turn_of
 from halfstep.run.memory.compiled import _Cut, compiled_timeline
-from halfstep.run.memory.trace import AllocationRecorder, Op, StepTrace, Value, eager_timeline
+from halfstep.run.memory.step_trace import AllocationRecorder, Op, StepTrace, Value, eager_timeline
 
 KILO = 1000
 

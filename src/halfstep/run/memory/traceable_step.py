@@ -34,18 +34,17 @@ from halfstep.precision.apply import apply_frozen_
 from halfstep.precision.decide import decide
 from halfstep.precision.op_lists import cuda_op_lists
 from halfstep.precision.plan import Plan
-from halfstep.run.assemble import build_workload
-from halfstep.run.frozen import modules_of
-from halfstep.run.memory.trace import AllocationRecorder, StepTrace
+from halfstep.run.assemble import build_workload, phase_config, trains
+from halfstep.run.frozen_modules import modules_of
+from halfstep.run.memory.step_trace import AllocationRecorder, StepTrace
 from halfstep.run.optimizing import Length, optimizing
-from halfstep.run.phases import phase_config, trains
 from halfstep.step.batches import batch_length
 from halfstep.step.ema import Ema
 from halfstep.step.optim.adamw8bit import AdamW8bit, empty_state
 from halfstep.step.optim.adamw_bf16 import AdamWBf16, at_once
 from halfstep.step.optim.by_name import CAPTURABLE
 from halfstep.step.optim.codes import signed_table, unsigned_table
-from halfstep.tune.layout import convolves_images, in_layout_of
+from halfstep.tune.channels_last import convolves_images, in_layout_of
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.own_blocks import found_blocks, recompute_blocks_
 from halfstep.tune.trials import first_batch

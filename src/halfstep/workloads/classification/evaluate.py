@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from halfstep.report.picture_file import BAD, FAINT, GOOD, INK, new_figure, save_figure, shortened
+from halfstep.report.picture_file import BAD, FAINT, GOOD, INK, new_figure, save_figure, shorten_name
 from halfstep.report.results import Cell
 from halfstep.workloads.base.other_data import pictures_folder
 from halfstep.workloads.base.using import Look, PlainEvaluation
@@ -124,7 +124,7 @@ def draw_confusion(counts: Sequence[Sequence[int]], names: Sequence[str], path: 
 def _name_the_classes(axes: Axes, names: Sequence[str]) -> None:
     every = -(-len(names) // NAMED_UP_TO)
     places = range(0, len(names), every)
-    labels = [shortened(names[place], NAME_LENGTH) for place in places]
+    labels = [shorten_name(names[place], NAME_LENGTH) for place in places]
     size = 9 if len(names) <= NUMBERED_UP_TO else 7
     upright: dict[str, Any] = {} if max(map(len, labels)) <= 3 else {"rotation": 45, "ha": "right"}
     axes.set_xticks(places, labels, fontsize=size, rotation_mode="anchor", **upright)
@@ -186,9 +186,9 @@ def _draw(axes: Axes, mistake: ShownMistake) -> None:
     axes.imshow(mistake.image, interpolation="nearest", aspect="auto")
     axes.axis("off")
     lines = (
-        (f"{shortened(mistake.answer, LINE_LENGTH - 6)}  {mistake.confidence:.0%}", 8.5, BAD, "bold"),
-        (f"is {shortened(mistake.truth, LINE_LENGTH - 3)}", 8.5, GOOD, "normal"),
-        (shortened(mistake.file, LINE_LENGTH + 4), 7, FAINT, "normal"),
+        (f"{shorten_name(mistake.answer, LINE_LENGTH - 6)}  {mistake.confidence:.0%}", 8.5, BAD, "bold"),
+        (f"is {shorten_name(mistake.truth, LINE_LENGTH - 3)}", 8.5, GOOD, "normal"),
+        (shorten_name(mistake.file, LINE_LENGTH + 4), 7, FAINT, "normal"),
     )
     for place, (text, size, colour, weight) in enumerate(lines):
         style: dict[str, Any] = {"fontsize": size, "color": colour, "fontweight": weight}

@@ -21,20 +21,15 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from halfstep.disk import write_atomically
 from halfstep.errors import summarise_error
-from halfstep.evidence.captured import COMPUTING, Modules, Placed, matched, placed
-from halfstep.evidence.captured_ledger import captured_ledger
-from halfstep.evidence.compiled_sites import CompiledCode, NodeRecorder
-from halfstep.evidence.graphs import GraphRecorder, names_in, num_of, seen_in
-from halfstep.evidence.ledger import Ledger, Weights, ledger_of
-from halfstep.evidence.owners import owners_of_nodes
-from halfstep.evidence.side import observe, seen_by, undone
-from halfstep.evidence.trace import Event, Kernel, replays_of
+from halfstep.evidence.captured import COMPUTING, Modules, Placed, captured_ledger, matched, owners_of_nodes, placed
+from halfstep.evidence.compiled_code import CompiledCode, GraphRecorder, NodeRecorder, names_in, num_of, seen_in
+from halfstep.evidence.kernel_events import Event, Kernel, replays_of
+from halfstep.evidence.precision_ledger import Ledger, Weights, ledger_of, observe, seen_by, undone
 from halfstep.kernels.fast_forms import chains
 from halfstep.run.assemble import Assembly
-from halfstep.run.engine import Engine, prepared_window
-from halfstep.run.frozen import modules_of
+from halfstep.run.engine import Engine, PhasedEngine, prepared_window
+from halfstep.run.frozen_modules import modules_of
 from halfstep.run.memory.out_of_memory import split_window
-from halfstep.run.phased_engine import PhasedEngine
 from halfstep.step.step import LossFn
 from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.tune.modes import Batch, Notice, Region

@@ -26,7 +26,7 @@ from halfstep.models.recompute import Recompute
 from halfstep.precision.ladder import explain_lack
 from halfstep.precision.plan import Plan
 from halfstep.run.memory.compiled import PRODUCTS, compiled_timeline
-from halfstep.run.memory.trace import StepTrace, Timeline, at_batch, eager_timeline
+from halfstep.run.memory.step_trace import StepTrace, Timeline, at_batch, eager_timeline
 from halfstep.run.memory.traceable_step import Fixed, TraceableStep
 from halfstep.tune.memory_low import NORMAL, MemorySetting
 from halfstep.tune.modes import Mode, has_convolutions

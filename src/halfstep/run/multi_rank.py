@@ -16,7 +16,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.distributed.world import World, agreed
 from halfstep.errors import ConfigError, HalfstepError, format_count
 from halfstep.run.folder import digest_of_contents
-from halfstep.run.frozen import checksum
+from halfstep.run.frozen_modules import checksum
 from halfstep.run.memory.out_of_memory import OutOfMemory
 from halfstep.run.resume import flattened
 from halfstep.step.facts import PhasedReading, Reading

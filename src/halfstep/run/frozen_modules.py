@@ -23,7 +23,7 @@ from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.precision.apply import apply_frozen_
 from halfstep.precision.plan import Plan
 from halfstep.precision.swapped import find_original_class
-from halfstep.tune.layout import to_channels_last_, wants_channels_last
+from halfstep.tune.channels_last import to_channels_last_, wants_channels_last
 from halfstep.workloads.base.workload import FrozenPart, Workload
 
 Parts = Mapping[str, FrozenPart]
