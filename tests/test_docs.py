@@ -139,7 +139,7 @@ def test_snippets_run(block: Shown, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     optimizer, x = torch.optim.AdamW(model.parameters(), fused=True), torch.randn(8, 4)
     names = {
         "hs": hs, "torch": torch, "nn": nn, "model": model, "optimizer": optimizer, "x": x, "window": [x],
-        "loader": [x] * 4, "step": hs.Step(model, optimizer, "fp32"), "key": Key.of_training(0, 0),
+        "loader": [x] * 4, "step": hs.Step(model, optimizer, "fp32"), "key": Key.for_training(0, 0),
         "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer), "loss_fn": lambda x: model(x).square().mean(),
     }  # fmt: skip
     exec(compile(block.text, block.where, "exec"), names)

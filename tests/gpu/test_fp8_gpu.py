@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from capture import captured
 from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, measure_fp8_gain, measure_gains_once
 from halfstep.hardware.probe import probe
-from halfstep.models.vit import vit
+from halfstep.models.vit import build_vit
 from halfstep.precision.decide import decide
 from halfstep.precision.fp8 import find_layer_shapes, measure_layer_gains
 from halfstep.precision.plan import Plan
@@ -63,7 +63,7 @@ def test_the_gain_of_a_large_layer_is_measured_and_that_of_a_small_one_is_none(
 
 def test_gains_of_vit_l_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with torch.device("meta"):
-        model = vit("vit_l_16", depth=2)
+        model = build_vit("vit_l_16", depth=2)
     shapes = find_layer_shapes(model, lambda: model(torch.empty(64, 3, 224, 224, device="meta")))
     gains = measure_gains_once(shapes.values(), probe("cuda"), tmp_path)
     with capsys.disabled():

@@ -192,7 +192,7 @@ def test_demo_data_are_looked_at_with_their_own_image_size(tmp_path: Path) -> No
 def test_counted_memory_is_near_that_of_real_tensors() -> None:
     small = config(**{"data.image_size": 32, "model.width": 8, "train.batch_size": 64})
     store = {"classes": ["a", "b"]}
-    model = image_classification.model_from_store(small, store)
+    model = image_classification.build_model(small, store)
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
     with LiveBytes() as live:
@@ -401,7 +401,7 @@ def test_a_real_trial_is_near_the_rate_of_real_training(tmp_path: Path) -> None:
     found = trials(small, store, 16)
     assert found is not None
     assert trials(small, store, 16) is found, "the same config is tried once"
-    model = image_classification.model_from_store(small, store)
+    model = image_classification.build_model(small, store)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
     rates = []
     for _ in range(8):

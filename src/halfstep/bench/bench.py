@@ -27,7 +27,7 @@ from halfstep.bench.problem import (
 from halfstep.data.prefetch import prefetch
 from halfstep.errors import HardwareError, PrecisionError, TrainingStopped
 from halfstep.hardware.facts import Hardware
-from halfstep.models.first_values import unfilled
+from halfstep.models.first_values import skip_first_values
 from halfstep.precision.decide import explain_simulation
 from halfstep.precision.ladder import explain_lack
 from halfstep.precision.plan import Plan
@@ -278,7 +278,7 @@ class HalfstepRunner:
     def workload(self) -> Workload:
         """As a run would build it, with its seeded weights."""
         model = self.problem.make_model()
-        with unfilled():
+        with skip_first_values():
             return _begin_all_phases(build_random_workload(self.config), model)
 
     def _planned(self, workload: Workload) -> Plan:

@@ -146,7 +146,7 @@ def _choose_preparation(kind: Kind, workload: Workload, device: torch.device) ->
     if kind.synthetic is not None and kind.synthetic.peer_prepare is not None:
         prepare: Callable[[Batch], Batch] = load_part(kind.synthetic.peer_prepare)(device)
         return prepare
-    return lambda batch: workload.prepared(batch, key=Key.of_training(0, 0), training=True)
+    return lambda batch: workload.prepared(batch, key=Key.for_training(0, 0), training=True)
 
 
 MATMUL_FORMAT = {"fp8": "fp8_e4m3", "bf16-true": "bf16"}

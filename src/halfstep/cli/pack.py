@@ -63,10 +63,10 @@ def command(
     if not folder.is_dir():
         kind = "is a file" if folder.exists() else "does not exist"
         raise DataError(f"{folder} {kind}", fix="give the folder of train/<class>/* and val/<class>/*, or of <class>/*")
-    from halfstep.data.packed import default_pack_path
+    from halfstep.data.packed import choose_pack_path
 
     layout, settings = read_settings(context)
-    path, again = out or default_pack_path(folder, size), format_command(context, folder)
+    path, again = out or choose_pack_path(folder, size), format_command(context, folder)
     if verify:
         summary = verify_pack(folder, layout, path, settings, again)
     else:
@@ -126,12 +126,12 @@ NOT_AGAIN = {"verify", "as_json", "force", "workers"}
 def make_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings, *, force: bool) -> Summary:
     import time
 
-    from halfstep.data.binary_sets import cifar_folder, idx_folder
+    from halfstep.data.binary_sets import find_cifar_folder, find_idx_folder
     from halfstep.data.image_folder import find_images
     from halfstep.data.packed import PackingBar, open_or_pack, pack
     from halfstep.run.interrupts import raised_at_once
 
-    if cifar_folder(folder) or idx_folder(folder):
+    if find_cifar_folder(folder) or find_idx_folder(folder):
         raise DataError(
             f"{folder} holds the files of CIFAR-10 or MNIST, not pictures",
             why="these are read whole, so that packing would gain nothing",
@@ -156,7 +156,7 @@ def format_command(context: typer.Context, folder: Path) -> str:
 
 def verify_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings, again: str) -> Summary:
     from halfstep.data.image_folder import find_images
-    from halfstep.data.packed import open_pack, why_stale
+    from halfstep.data.packed import explain_stale, open_pack
 
     if not path.exists():
         raise DataError(f"there is no packed file {path}", fix=suggest_other_sizes(folder, again))
@@ -165,15 +165,15 @@ def verify_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSe
     except DataError as error:
         error.fix = again
         raise
-    stale = why_stale(pack.index, find_images(folder, layout), settings)
+    stale = explain_stale(pack.index, find_images(folder, layout), settings)
     return summarise_pack(pack) | {"verified": not stale, "stale": stale}
 
 
 def suggest_other_sizes(folder: Path, again: str) -> str:
     """Packs of other sizes that lie in the folder: how to verify one, and how to make the missing one."""
-    from halfstep.data.packed import packed_sizes
+    from halfstep.data.packed import list_packed_sizes
 
-    if not (sizes := packed_sizes(folder)):
+    if not (sizes := list_packed_sizes(folder)):
         return again
     one, *more = (f"--size {size}" for size in sizes)
     beside = f" (or {', '.join(more)})" if more else ""

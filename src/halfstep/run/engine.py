@@ -335,7 +335,7 @@ def _prepared(parts: Assembly, window: list[Batch], sizes: Sequence[int], share:
     for k, (batch, size) in enumerate(zip(window, sizes, strict=True)):
         is_idle = share is not None and share.rows(size) == 0
         row = 0 if share is None or is_idle else share.place(size)
-        key = Key.of_training(parts.config.train.seed, parts.step.attempted, k, place + row, row, size)
+        key = Key.for_training(parts.config.train.seed, parts.step.attempted, k, place + row, row, size)
         prepared = in_layout_of(parts.model, parts.workload.prepared(batch, key=key, training=True))
         yield Idle(prepared) if is_idle else prepared
         place += size

@@ -18,8 +18,8 @@ from halfstep.config.load import Loaded
 from halfstep.config.schema import RunConfig, is_import_path
 from halfstep.config.section import IS_PATH
 from halfstep.config.yaml_source import read_yaml
-from halfstep.data.files import some_of
-from halfstep.data.loader import FileSamples, offers
+from halfstep.data.files import list_some
+from halfstep.data.loader import FileSamples, implements
 from halfstep.disk import (
     find_unused_path,
     is_dry_run,
@@ -276,13 +276,13 @@ def changed_data(workload: Workload, folder: RunFolder) -> list[str]:
             "it does not continue exactly"
         ]
     newer = [path for path in dict.fromkeys(files) if path.stat().st_mtime > started_s]  # both parts may be in one file
-    which = f"written since: {some_of(newer, SHOWN)}" if newer else "none was written since, so they may be copies"
+    which = f"written since: {list_some(newer, SHOWN)}" if newer else "none was written since, so they may be copies"
     return [f"data files have other sizes or times than when this run started ({which}): it may not continue exactly"]
 
 
 def _files(workload: Workload) -> Iterator[Path]:
     for samples in (workload.train_samples, workload.val_samples):
-        if offers(samples, FileSamples):
+        if implements(samples, FileSamples):
             yield from map(Path, samples.files())
 
 

@@ -13,7 +13,7 @@ import torch
 
 from halfstep.config.schema import RunConfig, is_import_path
 from halfstep.data.image_samples import TrainingFiles
-from halfstep.data.loader import NamedSamples, Samples, offers
+from halfstep.data.loader import NamedSamples, Samples, implements
 from halfstep.errors import format_bytes, format_count, suggest_command
 from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.gpus import find_known
@@ -66,7 +66,7 @@ class Journal:
     ) -> None:
         self.report, self.plan, self.epochs, self.report_every, self.metric = report, plan, epochs, report_every, metric
         self._hint, self.unit, self._peak_flops, self._low_scale = hint, unit, peak_flops(plan), low_scale
-        self._named = samples if offers(samples, NamedSamples) else None
+        self._named = samples if implements(samples, NamedSamples) else None
         self.device = torch.device(plan.device)
         self.attempted = 0
         self.num_records = self.records_crc32 = 0

@@ -8,7 +8,7 @@ import time
 from halfstep.config.load import Loaded
 from halfstep.config.section import count_cores
 from halfstep.config.statements import DEFAULT
-from halfstep.data.files import some_of
+from halfstep.data.files import list_some
 from halfstep.disk import is_dry_run
 from halfstep.errors import format_bytes, format_count, suggest_command
 from halfstep.hardware.memory import get_peak_memory_bytes
@@ -45,8 +45,8 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
     rows = [
         ("precision", f"{plan.granted}{' (simulated)' if plan.simulated else ''}: {plan.reason}"),
         ("weights", half_weights(parts.step.optimizers)),
-        ("its own precision", some_of(apart, 4)),
-        ("always fp32", some_of(islands, 4)),
+        ("its own precision", list_some(apart, 4)),
+        ("always fp32", list_some(islands, 4)),
         ("device", f"{plan.device} ({plan.device_name})"),
         ("model", f"{type(parts.model).__name__}, {num_parameters:,} parameters"),
         *described(parts.workload.frozen, plan),

@@ -70,7 +70,7 @@ def validate(
     with evaluating(model):
         for batch, size in zip(prefetch(loader.epoch(0), device), loader.sizes(0, len(loader)), strict=True):
             place = 0 if world is None else world.place(size)
-            key = Key.of_validation(index + place)
+            key = Key.for_validation(index + place)
             index += size
             advance()
             if world is not None and world.rows(size) == 0:
@@ -102,7 +102,7 @@ def sample(parts: Assembly, folder: Path) -> list[Path]:
     parts.values.refresh()
     try:
         with averaged(parts.step), evaluating(parts.model), parts.plan.forward():
-            found = parts.workload.sample(parts.model, Key.of_sampling(parts.config.train.seed))
+            found = parts.workload.sample(parts.model, Key.for_sampling(parts.config.train.seed))
     finally:
         restore_generators(generators)
     return write_samples(folder, found)

@@ -35,7 +35,9 @@ class Recomputed(SwappedModule):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return checkpoint(forward, *args, use_reentrant=False, **recompute.compiled_contexts(self.how), **kwargs)
+            return checkpoint(
+                forward, *args, use_reentrant=False, **recompute.make_compiled_contexts(self.how), **kwargs
+            )
         # Flat, so that each tensor's device is seen, whose generator is kept, and each write into one is noticed.
         inputs, shape = tree_flatten((args, kwargs), is_leaf=_is_cache)
 
@@ -43,8 +45,8 @@ class Recomputed(SwappedModule):
             positional, named = tree_unflatten([None if _is_cache(value) else value for value in flat], shape)
             return forward(*positional, **named)
 
-        contexts = recompute.contexts_of(self, self.how)
-        with recompute.no_autocast_cache(self.how == "pointwise"):
+        contexts = recompute.make_contexts(self, self.how)
+        with recompute.disable_autocast_cache(self.how == "pointwise"):
             return checkpoint(run, *inputs, use_reentrant=False, context_fn=contexts)
 
 
@@ -66,7 +68,7 @@ def recompute_blocks_(model: nn.Module, how: Recompute, names: Collection[str]) 
     for module in model.modules():
         if isinstance(module, (Recomputed, OutOfPlace)):
             object.__setattr__(module, "__class__", module.made_from[0])
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(recompute.is_no_reminder)
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(recompute.is_not_reminder)
     ways: tuple[Recompute, ...] = ("blocks", "pointwise") if how == "alternate" else (how,)
     for name, way in zip(names if how != "none" else (), cycle(ways), strict=False):
         block = model.get_submodule(name)

@@ -179,7 +179,7 @@ class LoadedModel:
         seed, device = self.config.train.seed, torch.device(self.plan.device)
         sample = self.workload.val_samples.sample(index, key=(seed, 0, index))
         raw = {name: tensor.unsqueeze(0).to(device) for name, tensor in sample.items()}
-        batch = self.workload.prepared(raw, key=Key.of_validation(index), training=False)
+        batch = self.workload.prepared(raw, key=Key.for_validation(index), training=False)
         with evaluating(self.model), self.plan.forward():
             return batch, self.workload.forward(self.model, batch)
 

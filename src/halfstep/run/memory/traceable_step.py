@@ -28,7 +28,7 @@ from halfstep.data.seeds import Key
 from halfstep.errors import HalfstepError, ModelError, summarise_error
 from halfstep.hardware.gpus import look_up_gpu
 from halfstep.kernels.fast_forms import forced, pretended
-from halfstep.models.first_values import unfilled
+from halfstep.models.first_values import skip_first_values
 from halfstep.models.recompute import Recompute, Recomputing
 from halfstep.precision.apply import apply_frozen_
 from halfstep.precision.decide import decide
@@ -175,7 +175,7 @@ class TraceableStep:
         return plan
 
     def _batch(self, batch_size: int) -> Batch:
-        key = Key.of_training(self.config.train.seed, 0, 0, 0, 0, batch_size)
+        key = Key.for_training(self.config.train.seed, 0, 0, 0, 0, batch_size)
         try:
             prepared = self.workload.prepared(_of_size(self.raw, batch_size), key=key, training=True)
         except Exception:  # it uses numpy or a generator: prepare a real batch and take its shapes
@@ -185,7 +185,7 @@ class TraceableStep:
     def _really_prepared(self) -> Batch:
         from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-        key = Key.of_training(self.config.train.seed, 0, 0, 0, 0, batch_length(self.raw))
+        key = Key.for_training(self.config.train.seed, 0, 0, 0, 0, batch_length(self.raw))
         with unset_fake_temporarily():
             return self.workload.prepared(self.raw, key=key, training=True)
 
@@ -294,7 +294,7 @@ def build_traceable_step(config: RunConfig, store: Store | None = None) -> Trace
     synthetic = KINDS.of(config.workload).synthetic
     small = config.changed(train={"batch_size": SEEN})
     if config.data.dir is not None and store is None or synthetic is None:
-        with unfilled():  # the weights are never read
+        with skip_first_values():  # the weights are never read
             workload = build_workload(config)
         return TraceableStep(config, workload, first_batch(small, workload))
     if store is None:
