@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.hardware.memory import give_back, peak_memory_bytes
+from halfstep.hardware.memory import get_peak_memory_bytes, release_unused_memory
 from halfstep.step.graph import CONFIG_KEY, SETTING, GraphedStep, use_growing_segments
 from halfstep.step.step import Step
 from halfstep.tune.fresh_thread import in_fresh_thread
@@ -46,7 +46,7 @@ def counted() -> int:
     base = torch.cuda.memory_allocated()
     graph = captured_with_gaps()
     torch.cuda.reset_peak_memory_stats()
-    held = peak_memory_bytes(CUDA)
+    held = get_peak_memory_bytes(CUDA)
     assert held is not None
     graph.replay()
     torch.cuda.synchronize()
@@ -104,12 +104,12 @@ def test_nothing_is_left_of_a_graph_that_multiplied() -> None:
                 left = left @ left
         return graph
 
-    give_back(CUDA)
+    release_unused_memory(CUDA)
     before = torch.cuda.memory_reserved()
     in_fresh_thread(captured, CUDA).replay()
     torch.cuda.synchronize()
     assert torch.cuda.memory_reserved() > before
-    give_back(CUDA)
+    release_unused_memory(CUDA)
     assert torch.cuda.memory_reserved() == before
 
 

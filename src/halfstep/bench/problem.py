@@ -21,7 +21,7 @@ from halfstep.config.schema import RunConfig, ScalerConfig
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, MemoryLimitError, format_bytes
 from halfstep.hardware.facts import Hardware
-from halfstep.precision.ladder import lacks
+from halfstep.precision.ladder import explain_lack
 from halfstep.report.config_view import format_setting
 from halfstep.run.assemble import build_workload, data_at_hand
 from halfstep.run.memory.sizing import predict_step_cost
@@ -233,7 +233,7 @@ NO_FOLDER = "random"
 
 def choose_default_precisions(hardware: Hardware) -> tuple[str, ...]:
     """Those the device has; fp8 changes what a model computes too much to be run unasked."""
-    return tuple(name for name in ("fp32", "tf32", "bf16", "fp16") if not lacks(name, hardware))
+    return tuple(name for name in ("fp32", "tf32", "bf16", "fp16") if not explain_lack(name, hardware))
 
 
 def choose_default_modes(device: torch.device) -> tuple[BenchMode, ...]:

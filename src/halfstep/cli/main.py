@@ -290,10 +290,10 @@ def _find_same_option(setting: str, options: Sequence[Any]) -> str:
 
 def _suggest_setting(option: str) -> str:
     """`did you mean optimizer.weight_decay=VALUE? ` for an option that looks like a setting; else empty."""
-    from halfstep.config.keys import suggestion
+    from halfstep.config.keys import suggest_key
     from halfstep.config.schema import RunConfig
 
-    found = suggestion(option.lstrip("-").replace("-", "_"), RunConfig)
+    found = suggest_key(option.lstrip("-").replace("-", "_"), RunConfig)
     return f"{found.removesuffix('?')}, as KEY=VALUE? " if found.startswith("did you mean") else ""
 
 

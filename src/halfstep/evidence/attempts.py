@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from halfstep.errors import CheckpointError, HalfstepError, nearest
+from halfstep.errors import CheckpointError, HalfstepError, suggest_nearest
 from halfstep.evidence.capsule import Capsule, state_of
 from halfstep.evidence.ranges import Operation, Trace, has_fractions
 from halfstep.evidence.recorder import not_finite
@@ -328,6 +328,6 @@ def refuse_another_model(capsule: Capsule, model: nn.Module) -> None:
     was, is_ = (f"{name} of shape {shapes[name]}" if name in shapes else f"no {name}" for shapes in (then, now))
     raise CheckpointError(
         f"the capsule {capsule.path} is of another model",
-        why=f"it had {was}, this one has {is_}" + (f"; {nearest(name, now)}" if name not in now else ""),
+        why=f"it had {was}, this one has {is_}" + (f"; {suggest_nearest(name, now)}" if name not in now else ""),
         fix="replay it with the code that was trained",
     )

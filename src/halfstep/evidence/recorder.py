@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import HalfstepError, suggested
+from halfstep.errors import HalfstepError, suggest_command
 from halfstep.evidence import capsule
 from halfstep.evidence.ranges import has_fractions
 from halfstep.evidence.updates import record_update
@@ -196,7 +196,7 @@ class Recorder:
         except HalfstepError as error:  # a by-product: the run itself goes on
             return self.notice(f"{error.what} ({error.why})")
         is_run = bool(self.context.config)
-        replay = suggested("replay", path) if is_run else f"hs.replay({str(path)!r}, model, loss_fn)"
+        replay = suggest_command("replay", path) if is_run else f"hs.replay({str(path)!r}, model, loss_fn)"
         return self.notice(f"step {reading.attempted} is kept; find the cause with: {replay}")
 
     def _committed(self, phase: str) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.errors import ConfigError, ModelError, PrecisionError, nearest
+from halfstep.errors import ConfigError, ModelError, PrecisionError, suggest_nearest
 from halfstep.precision.apply import STORAGE_DTYPES
 from halfstep.precision.plan import ROOT, Plan
 from halfstep.step.batches import Batch
@@ -31,7 +31,7 @@ def refuse_unknown(given: Mapping[str, object], function: Callable[..., None]) -
     """Refuse keywords that hs.Step does not have."""
     names = [name for name, one in inspect.signature(function).parameters.items() if one.kind is one.KEYWORD_ONLY]
     for name in given:
-        raise ConfigError(f"hs.Step has no argument {name!r}", fix=nearest(name, ["precision", *names]))
+        raise ConfigError(f"hs.Step has no argument {name!r}", fix=suggest_nearest(name, ["precision", *names]))
 
 
 def read_precision(given: object) -> str:
@@ -139,7 +139,7 @@ def _check_names(argument: str, given: object, kind: type) -> dict[str, Any]:
         raise ConfigError(f"{argument}={given!r} is not a dict", fix=fix)
     for name in given or ():
         if name not in known:
-            raise ConfigError(f"{argument} has no {name!r}", fix=nearest(str(name), known))
+            raise ConfigError(f"{argument} has no {name!r}", fix=suggest_nearest(str(name), known))
     return dict(given or {})
 
 

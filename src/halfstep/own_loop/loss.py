@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.errors import ConfigError
 from halfstep.own_loop.user_warnings import warn_user
-from halfstep.precision.contexts import autocast_dtype
+from halfstep.precision.contexts import get_autocast_dtype
 from halfstep.step.batches import Batch, Weight, count_samples, find_first_array
 from halfstep.step.forward_writes import ForwardWrites
 from halfstep.step.refusals import refuse_unfit_loss
@@ -96,7 +96,7 @@ class LossChecker:
 
     def hint_at_precision(self, *, ran: bool) -> None:
         """After a first window: without a layer of the model in it, the forward pass ran before the step."""
-        if not ran and not self.halves and autocast_dtype(self.step.plan.compute) is not None:
+        if not ran and not self.halves and get_autocast_dtype(self.step.plan.compute) is not None:
             warn_user(f"loss_fn ran no layer of the model, and nothing of the loss was computed in "
                       f"{self.step.plan.granted}: run the forward pass inside loss_fn, or in "
                       "`with step.plan.forward():`")  # fmt: skip
@@ -152,7 +152,7 @@ class LossChecker:
         stored = {p.dtype for p in self.step.model.parameters()}
         if any(isinstance(module, torch.nn.RNNBase) for module in self.step.model.modules()):
             stored.add(torch.float16)  # autocast's choice for recurrent layers; the plan has warned
-        return {autocast_dtype(name) for name in computed} | stored
+        return {get_autocast_dtype(name) for name in computed} | stored
 
 
 # --- the result of loss_fn ---

@@ -28,7 +28,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.data.seeds import Key
 from halfstep.distributed.world import Share
 from halfstep.errors import ConfigError, HalfstepError, summarise_error
-from halfstep.hardware.memory import give_back
+from halfstep.hardware.memory import release_unused_memory
 from halfstep.kernels.fast_forms import chains
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import AssembledPhase, Assembly, all_due, assemble
@@ -439,7 +439,7 @@ def engine_for(parts: Assembly, mode: Mode, notice: Notice, *hooks: Any) -> Engi
 @contextmanager
 def rehearsal(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Trial]:
     """A trial of the run that is not yet begun; nothing of it is left afterwards."""
-    give_back(torch.device(plan.device))  # of a trial that failed: its error held it
+    release_unused_memory(torch.device(plan.device))  # of a trial that failed: its error held it
     generators = read_generators()
     copied = dataclasses.replace(workload, model=_copied(workload.model), phases=all_due(workload.phases))
     try:
@@ -450,7 +450,7 @@ def rehearsal(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Tri
         del copied
         # The compiler knows code by its shapes: the next trial would get this one's, whatever its own setting.
         forget_compiled()
-        give_back(torch.device(plan.device))
+        release_unused_memory(torch.device(plan.device))
 
 
 def _assemble_trial(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:

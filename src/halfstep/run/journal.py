@@ -14,10 +14,10 @@ import torch
 from halfstep.config.schema import RunConfig, is_import_path
 from halfstep.data.image_samples import TrainingFiles
 from halfstep.data.loader import NamedSamples, Samples, implements
-from halfstep.errors import format_bytes, format_count, suggested
+from halfstep.errors import format_bytes, format_count, suggest_command
 from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.gpus import find_known
-from halfstep.hardware.memory import peak_memory_bytes
+from halfstep.hardware.memory import get_peak_memory_bytes
 from halfstep.hardware.monitor import Monitor
 from halfstep.precision.plan import Plan
 from halfstep.report.metrics_file import encode
@@ -144,7 +144,7 @@ class Journal:
                 "skipped": self.num_skipped,
                 "samples_per_s": round(self._samples_per_s, 2),
                 **self._units_per_s(),
-                "memory_bytes": peak_memory_bytes(self.device),
+                "memory_bytes": get_peak_memory_bytes(self.device),
             }
         )
 
@@ -193,7 +193,7 @@ class Journal:
         if gpu := self.gpu():
             fields["gpu"] = gpu
         fields["precision"] = self._precision
-        memory = peak_memory_bytes(self.device)
+        memory = get_peak_memory_bytes(self.device)
         return fields | ({"memory": format_bytes(memory)} if memory else {})
 
     def _losses(self, latest: Reading) -> dict[str, str]:
@@ -380,7 +380,7 @@ def way_out(config: RunConfig, samples: Samples, cores: int) -> str:
     if workers < cores:
         return f"data.num_workers={cores} (now {workers}, and this machine has {format_count(cores, 'core')})"
     if isinstance(samples, TrainingFiles):
-        pack = suggested("pack", config.data.dir)
+        pack = suggest_command("pack", config.data.dir)
         return f"data.cache=true, or first {pack} (all {format_count(cores, 'core')} decode pictures already)"
     has_size = "image_size" in type(config.data).model_fields and not is_import_path(config.workload)
     smaller = "a smaller data.image_size, or " if has_size else ""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from halfstep.config.schema import RunConfig
 from halfstep.config.section import Section
-from halfstep.errors import ConfigError, nearest
+from halfstep.errors import ConfigError, suggest_nearest
 from halfstep.precision.plan import Plan
 from halfstep.step.clip import Clip
 from halfstep.step.ema import Ema
@@ -119,7 +119,7 @@ def refuse_unknown(part: str, model: nn.Module, who: str) -> None:
     """A part that holds no parameter of the model."""
     if not any(is_within(name, (part,)) for name, _ in model.named_parameters()):
         known = [name for name, _ in model.named_modules() if name]
-        raise ConfigError(f"{who} {part!r}, and the model has no such part", fix=nearest(part, known))
+        raise ConfigError(f"{who} {part!r}, and the model has no such part", fix=suggest_nearest(part, known))
 
 
 def _with_group(config: RunConfig, group: Group | None) -> RunConfig:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from halfstep.config.dump import plain, to_yaml
+from halfstep.config.dump import dump_values, to_yaml
 from halfstep.config.load import Loaded
 from halfstep.config.schema import RunConfig
 from halfstep.disk import make_absolute, write_atomically
@@ -184,7 +184,7 @@ def _assembled(config: RunConfig, workload: Workload, plan: Plan, place: RunRank
 def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan, decided: dict[str, list[Any]]) -> None:
     config = config.changed(log={"quiet": False})
     code = sign_code(find_import_paths(config))
-    folder.write_settled(Settled(settings=plain(config), decided=decided, code=code))
+    folder.write_settled(Settled(settings=dump_values(config), decided=decided, code=code))
     folder.write_plan(plan)
     write_atomically(folder.config, to_yaml(config))  # last: a folder with it is a run
 

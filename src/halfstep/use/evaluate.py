@@ -16,7 +16,7 @@ from halfstep.data.seeds import Key
 from halfstep.disk import write_atomically
 from halfstep.errors import DataError, HalfstepError, MemoryLimitError
 from halfstep.hardware.clock import Stopwatch
-from halfstep.hardware.memory import memory_picture
+from halfstep.hardware.memory import describe_memory
 from halfstep.precision.plan import Plan
 from halfstep.report.results import EvaluationResult
 from halfstep.report.run_report import RunReport
@@ -193,7 +193,7 @@ class LoadedModel:
         except OutOfMemory as error:
             raise MemoryLimitError(
                 f"out of memory on {plan.device} with batch size {size}",
-                why=memory_picture(torch.device(plan.device)),
+                why=describe_memory(torch.device(plan.device)),
                 fix=_suggest_less_memory(size // (2 * pieces), plan),
             ) from error
         finally:

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from halfstep.config.schema import RunConfig
 from halfstep.data.seeds import Key
 from halfstep.errors import HalfstepError, ModelError, summarise_error
-from halfstep.hardware.gpus import known_gpu
+from halfstep.hardware.gpus import look_up_gpu
 from halfstep.kernels.fast_forms import forced, pretended
 from halfstep.models.first_values import skip_first_values
 from halfstep.models.recompute import Recompute, Recomputing
@@ -165,7 +165,7 @@ class TraceableStep:
         wish = self.config.precision.model_copy(
             update={"default": precision, "simulate": False, "strict": False, "modules": parts}
         )
-        decided = decide(wish, known_gpu(HAS_ALL_FORMATS), model, frozen=frozen)
+        decided = decide(wish, look_up_gpu(HAS_ALL_FORMATS), model, frozen=frozen)
         plan = dataclasses.replace(decided, device="cpu", simulated=False)
         plan.apply(model)
         apply_frozen_(plan, frozen)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from halfstep.errors import ConfigError, nearest
+from halfstep.errors import ConfigError, suggest_nearest
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -58,7 +58,7 @@ def _find_optimizer(name: str) -> type[Optimizer]:
     if refused := [why for kind, (why, _) in REFUSED.items() if kind.__name__.lower() == name]:
         raise ConfigError(f"optimizer {name!r} is refused", why=refused[0], fix="adamw is a good default")
     if name not in OPTIMIZERS:
-        raise ConfigError(f"unknown optimizer {name!r}", fix=nearest(name, OPTIMIZERS))
+        raise ConfigError(f"unknown optimizer {name!r}", fix=suggest_nearest(name, OPTIMIZERS))
     return OPTIMIZERS[name]
 
 
