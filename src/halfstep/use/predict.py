@@ -10,16 +10,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from halfstep.data.files import natural_key, some_of
+from halfstep.data.files import list_some, natural_key
 from halfstep.disk import write_atomically
 from halfstep.errors import ConfigError, DataError, Interrupted, format_count, make_printable
 from halfstep.hardware.clock import Stopwatch
-from halfstep.models.first_values import unfilled
+from halfstep.models.first_values import skip_first_values
 from halfstep.report.results import Answer, Failure, Predictions, dump_json
 from halfstep.report.run_report import RunReport
 from halfstep.run.frozen_modules import naming_lost_files
 from halfstep.run.interrupts import Interrupts, interrupts
-from halfstep.step.randomness import algorithms
+from halfstep.step.randomness import choose_algorithms
 from halfstep.use.open_run import (
     check_frozen_parts,
     choose_plan,
@@ -82,7 +82,7 @@ def predict(
     command = _find_command(run.config.workload)
     wishes = replace(wishes, options=resolve_options(command.options, wishes.options, run.config.workload))
     _refuse_wrong_inputs(command, asked, run.config.workload)
-    with naming_lost_files(run.frozen), unfilled():
+    with naming_lost_files(run.frozen), skip_first_values():
         predictor: Predictor = load_part(command.predictor)(run.config, run.store)
     frozen = check_frozen_parts(run, get_frozen_parts(predictor))
     inputs, failed = find_inputs(asked, predictor.endings)
@@ -99,7 +99,7 @@ def predict(
     place: AbstractContextManager[Path | None] = nullcontext(wishes.out)
     if has_folder and not left:
         place = make_fresh_folder(wishes.out, run.folder.path / "predictions")
-    with place as folder, algorithms(deterministic=run.config.train.deterministic):
+    with place as folder, choose_algorithms(deterministic=run.config.train.deterministic):
         model = load_weights(run, predictor.model, plan, frozen, getattr(predictor, "values", {}))
         trained = wrap_trained(model, plan, report)
         answers: list[Answer] = []
@@ -260,7 +260,7 @@ def _report_failure(failure: Failure, report: RunReport) -> None:
 def _refuse_none_usable(usable: Sequence[Input | Answer], failed: Sequence[Failure]) -> None:
     if not usable:
         raise DataError(
-            f"none of the inputs can be used: {some_of(failure.file for failure in failed)}",
+            f"none of the inputs can be used: {list_some(failure.file for failure in failed)}",
             why=failed[0].why,
             fix="name files that it can read, or folders that hold some",
         )

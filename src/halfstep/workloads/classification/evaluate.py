@@ -31,7 +31,7 @@ class ClassificationEvaluation(PlainEvaluation):
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
-        self.names = class_names(workload.store)
+        self.names = get_class_names(workload.store)
         self.metrics = ClassificationDetails(len(self.names))
 
     def classes(self) -> tuple[dict[str, Cell], ...]:
@@ -71,7 +71,7 @@ class ClassificationEvaluation(PlainEvaluation):
     def _shown(self, mistake: Mistake) -> ShownMistake:
         names = self.workload.val_names
         return ShownMistake(
-            image=pixels_of(self.workload.val_samples.sample(mistake.index, key=(0, 0, mistake.index))),
+            image=get_shown_pixels(self.workload.val_samples.sample(mistake.index, key=(0, 0, mistake.index))),
             truth=self.names[mistake.label],
             answer=self.names[mistake.predicted],
             confidence=mistake.confidence,
@@ -79,12 +79,12 @@ class ClassificationEvaluation(PlainEvaluation):
         )
 
 
-def class_names(store: Any) -> list[str]:
+def get_class_names(store: Any) -> list[str]:
     """What people call the classes: their titles where the data brought them, else the folders' names."""
     return [store["titles"].get(name, name) for name in store["classes"]]
 
 
-def pixels_of(sample: dict[str, Tensor]) -> np.ndarray[Any, Any]:
+def get_shown_pixels(sample: dict[str, Tensor]) -> np.ndarray[Any, Any]:
     """The bytes of one validation sample; of a stored image only the part that the model sees."""
     image = sample["image"].numpy()
     if "box" not in sample:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfstep.disk import parse_json, write_atomically
 from halfstep.errors import ConfigError, ModelError, format_count
-from halfstep.models.weights import load_file_
+from halfstep.models.weights import load_weights_file_
 from halfstep.workloads.base.latent_store import (
     MOMENTS,
     Encoding,
@@ -72,7 +72,7 @@ def check_start_weights(config: RadioVaeConfig | RadioDiffConfig) -> str:
 
 def load_vae_(vae: RadioVAE, path: str) -> None:
     """Weights of ours, or of a public checkpoint."""
-    load_file_(vae, path, partial(rename_weights, rename_vae_weight))
+    load_weights_file_(vae, path, partial(rename_weights, rename_vae_weight))
 
 
 def open_first_stage(config: RadioDiffConfig) -> FirstStage:
