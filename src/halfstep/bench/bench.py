@@ -35,7 +35,7 @@ from halfstep.run.assemble import assemble, plan_for
 from halfstep.run.engine import Engine, PhasedEngine, engine_for, rehearsal
 from halfstep.step.facts import Facts, PhasedFacts
 from halfstep.step.guard import Action
-from halfstep.step.randomness import algorithms, seed_everything
+from halfstep.step.randomness import choose_algorithms, seed_everything
 from halfstep.tune.choose import tuned
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.workloads.base.workload import Workload
@@ -263,7 +263,7 @@ class HalfstepRunner:
         self.remarks = [f"{plan.mode}: {plan.mode_reason}"] if self.variant == "auto" else []
         if plan.memory_reason:
             self.remarks += [f"{MemorySetting(**plan.memory)}: {plan.memory_reason}", *plan.memory_trials]
-        with algorithms(deterministic=self.config.train.deterministic):
+        with choose_algorithms(deterministic=self.config.train.deterministic):
             parts = assemble(self.config, workload, plan)
             assert parts.mode is not None, "the plan was tuned"
             metrics = workload.metrics()

@@ -196,9 +196,9 @@ def explain_memory_error(error: MemoryError | RuntimeError) -> HalfstepError:
 def show_once(error: HalfstepError) -> None:
     """Of several processes that met the same error, one shows it."""
     if error.is_told is None and "RANK" in os.environ:
-        from halfstep.distributed.launch import tell_before_meeting
+        from halfstep.distributed.launch import choose_speaker
 
-        tell_before_meeting(error, os.environ)
+        choose_speaker(error, os.environ)
     if not error.is_told:
         show_error(error)
 

@@ -133,12 +133,12 @@ def command(
         return show_without_training(loaded, schema, is_shown=show_config, as_json=as_json)
     if gpus is not None:
         start_on_gpus(gpus, settings["device"] or loaded.config.device, os.environ)
-    from halfstep.distributed.launch import launch_of
+    from halfstep.distributed.launch import read_launch
     from halfstep.run.train import train
 
     place = choose_new_folder(out, log_dir, dry=dry and not resume, name=loaded.config.workload)
     with place as folder, stop_after(timeout):
-        train(loaded, out=folder, resume=resume, allow_changes=allow_changes, launch=launch_of(os.environ))
+        train(loaded, out=folder, resume=resume, allow_changes=allow_changes, launch=read_launch(os.environ))
     return None
 
 

@@ -18,7 +18,7 @@ from halfstep.evidence.observer import HALF, OUTSIDE, Observer, Product, Seen, f
 from halfstep.precision.apply import STORAGE_DTYPES
 from halfstep.precision.plan import ROOT, WHOLE_MODEL, Plan, align_columns
 from halfstep.step.batches import Window
-from halfstep.step.randomness import generator_states, restore_generators
+from halfstep.step.randomness import read_generators, restore_generators
 from halfstep.step.step import LossFn, Step
 
 WORTH_NAMING = 0.005
@@ -476,7 +476,7 @@ def _is_in_fp32(expected: Expected, norm: str) -> bool:
 @contextmanager
 def undone(step: Step) -> Iterator[None]:
     """What a compute() inside changed is put back."""
-    generators = generator_states()
+    generators = read_generators()
     try:
         yield
     finally:

@@ -24,7 +24,7 @@ from halfstep.report.metrics_file import encode
 from halfstep.report.progress import Bar
 from halfstep.report.run_report import Level, RunReport
 from halfstep.run.validate import EarlyStopping
-from halfstep.step.facts import Facts, PhasedFacts, Reading, parts_of, reading_from
+from halfstep.step.facts import Facts, PhasedFacts, Reading, load_reading, split_phases
 from halfstep.step.guard import Guard, Verdict
 from halfstep.tune.modes import UNCAPTURED, Mode
 from halfstep.workloads import KINDS
@@ -98,7 +98,7 @@ class Journal:
         del facts
         self.latest = reading
         self._lagging.add(reading.waits_s)
-        for name, part in parts_of(reading).items():
+        for name, part in split_phases(reading).items():
             self.seen[name].newest = part
             self._tell(part, name)
         if (reading.attempted + 1) % self.report_every == 0:  # a reading says how many steps were before it
@@ -329,7 +329,7 @@ class Journal:
 
 
 def _read(stored: Mapping[str, Any] | None) -> Reading | None:
-    return reading_from(stored) if stored else None
+    return load_reading(stored) if stored else None
 
 
 def _few(things: Sequence[int] | Sequence[str], most: int = 8) -> str:

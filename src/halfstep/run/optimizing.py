@@ -19,7 +19,7 @@ from halfstep.precision.plan import Plan
 from halfstep.step.clip import Clip
 from halfstep.step.ema import Ema
 from halfstep.step.guard import SpikeMeter
-from halfstep.step.optim.by_name import is_within, parameter_groups
+from halfstep.step.optim.by_name import is_within, make_parameter_groups
 from halfstep.step.ranks import Ranks
 from halfstep.step.scaler import Scaler, ScalerOptions
 from halfstep.step.schedule import Schedule, ScheduleOptions, build_schedule
@@ -90,7 +90,7 @@ def optimizing(
         if groups and not names:
             continue
         own = _with_group(config, group)
-        made = parameter_groups(model, own.optimizer.weight_decay, decay_all=o.decay_norms_and_biases, parts=names)
+        made = make_parameter_groups(model, own.optimizer.weight_decay, decay_all=o.decay_norms_and_biases, parts=names)
         lr = {} if group is None or group.lr is None else {"lr": group.lr}
         own_groups += [{**found, **lr} for found in made]
         schedules += [build_schedule(_schedule_options(own, length))] * len(made)

@@ -21,7 +21,7 @@ from halfstep.config.dump import dump_values, to_yaml
 from halfstep.config.load import Loaded
 from halfstep.config.schema import RunConfig
 from halfstep.disk import make_absolute, write_atomically
-from halfstep.distributed.launch import Launch, joined
+from halfstep.distributed.launch import Launch, join_world
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.hardware.clock import Stopwatch
@@ -81,7 +81,7 @@ from halfstep.run.resume import (
 )
 from halfstep.run.run_rank import FarReport, RunRank, posted_warnings
 from halfstep.run.stored_state import check_disk
-from halfstep.step.randomness import algorithms, seed_everything
+from halfstep.step.randomness import choose_algorithms, seed_everything
 from halfstep.tune.choose import MEASURED_FOR, Say, tuned, untuned
 from halfstep.tune.fresh_thread import forget_compiled
 from halfstep.tune.trials import Rehearse
@@ -101,7 +101,7 @@ def train(
     launch: Launch | None = None,
 ) -> Path:
     """Train, and return the run's folder. `launch` says which of several processes this is."""
-    with joined(loaded.config, launch) as world, raised_at_once():
+    with join_world(loaded.config, launch) as world, raised_at_once():
         place = RunRank(launch, world)
         if world is not None:
             refuse_unfit(loaded.config, world)
@@ -307,7 +307,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
     record_faults(parts, folder, journal.notice)
     with (
         ExitStack() as watch,
-        algorithms(deterministic=config.train.deterministic),
+        choose_algorithms(deterministic=config.train.deterministic),
         interrupts(answers=writes) as asked_to_stop,
     ):
         checkpoints = folder.checkpoints(keep=config.train.checkpoints_total_limit, writes=writes)

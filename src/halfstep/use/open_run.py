@@ -25,7 +25,7 @@ from halfstep.run.folder import RunFolder, load_stored
 from halfstep.run.frozen_modules import as_stored, modules_of, place_frozen_
 from halfstep.run.stored_state import load_for_use
 from halfstep.run.validate import evaluating
-from halfstep.step.tables import Value, set_to_
+from halfstep.step.tables import Value, write_values_
 from halfstep.workloads.base.using import Trained
 from halfstep.workloads.base.workload import FrozenPart
 
@@ -121,7 +121,7 @@ def load_weights(
     """The model on its device with the checkpoint's weights, the averaged ones where the run keeps them."""
     model = placed(run.config, model, plan)
     place_frozen_(run.config, frozen or {}, plan)
-    set_to_(values or {}, int(run.checkpoint.state["step"]["committed"]), torch.device(plan.device))
+    write_values_(values or {}, int(run.checkpoint.state["step"]["committed"]), torch.device(plan.device))
     try:
         load_for_use(model, run.checkpoint)
     except (RuntimeError, KeyError, AttributeError) as error:
