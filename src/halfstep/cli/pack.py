@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfstep.cli.options import Json, map_flags, option, read_given
-from halfstep.errors import ConfigError, DataError, format_bytes, format_count, suggested
+from halfstep.errors import ConfigError, DataError, format_bytes, format_count, suggest_command
 
 if TYPE_CHECKING:
     from halfstep.data.image_folder import FolderLayout
@@ -63,10 +63,10 @@ def command(
     if not folder.is_dir():
         kind = "is a file" if folder.exists() else "does not exist"
         raise DataError(f"{folder} {kind}", fix="give the folder of train/<class>/* and val/<class>/*, or of <class>/*")
-    from halfstep.data.packed import default_pack_path
+    from halfstep.data.packed import choose_pack_path
 
     layout, settings = read_settings(context)
-    path, again = out or default_pack_path(folder, size), format_command(context, folder)
+    path, again = out or choose_pack_path(folder, size), format_command(context, folder)
     if verify:
         summary = verify_pack(folder, layout, path, settings, again)
     else:
@@ -107,7 +107,7 @@ def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
         raise ConfigError(
             f"{config.workload} cannot be packed from a config",
             why="a config packs latents; image folders with classes are packed without one",
-            fix=suggested("pack", config.data.dir or "DIR", "--size", "256") + ", if it holds class folders",
+            fix=suggest_command("pack", config.data.dir or "DIR", "--size", "256") + ", if it holds class folders",
         )
     with raised_at_once("while packing"):
         summary = load_part(kind.pack)(config)
@@ -115,7 +115,7 @@ def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
         typer.echo(dump_json(summary))
         return
     typer.echo(f"{summary['file']}: {summary['text']}, {format_bytes(int(summary['bytes']))}")
-    typer.echo(f"Use it: {suggested('train', path)}")
+    typer.echo(f"Use it: {suggest_command('train', path)}")
 
 
 Summary = dict[str, object]
@@ -126,16 +126,16 @@ NOT_AGAIN = {"verify", "as_json", "force", "workers"}
 def make_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings, *, force: bool) -> Summary:
     import time
 
-    from halfstep.data.binary_sets import cifar_folder, idx_folder
+    from halfstep.data.binary_sets import find_cifar_folder, find_idx_folder
     from halfstep.data.image_folder import find_images
     from halfstep.data.packed import PackingBar, open_or_pack, pack
     from halfstep.run.interrupts import raised_at_once
 
-    if cifar_folder(folder) or idx_folder(folder):
+    if find_cifar_folder(folder) or find_idx_folder(folder):
         raise DataError(
             f"{folder} holds the files of CIFAR-10 or MNIST, not images",
             why="these are read as a whole, so packing would gain nothing",
-            fix=f"train on them directly: {suggested('train', 'WORKLOAD', '--data-dir', folder)}",
+            fix=f"train on them directly: {suggest_command('train', 'WORKLOAD', '--data-dir', folder)}",
         )
     found = find_images(folder, layout)
     start = time.perf_counter()
@@ -151,12 +151,12 @@ def format_command(context: typer.Context, folder: Path) -> str:
     given = (
         (flags[name], value) for name, value in read_given(context).items() if name in flags and name not in NOT_AGAIN
     )
-    return suggested("pack", folder, *itertools.chain.from_iterable(given))
+    return suggest_command("pack", folder, *itertools.chain.from_iterable(given))
 
 
 def verify_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings, again: str) -> Summary:
     from halfstep.data.image_folder import find_images
-    from halfstep.data.packed import open_pack, why_stale
+    from halfstep.data.packed import explain_stale, open_pack
 
     if not path.exists():
         raise DataError(f"there is no packed file {path}", fix=suggest_other_sizes(folder, again))
@@ -165,21 +165,20 @@ def verify_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSe
     except DataError as error:
         error.fix = again
         raise
-    stale = why_stale(pack.index, find_images(folder, layout), settings)
+    stale = explain_stale(pack.index, find_images(folder, layout), settings)
     return summarise_pack(pack) | {"verified": not stale, "stale": stale}
 
 
 def suggest_other_sizes(folder: Path, again: str) -> str:
     """Suggest how to verify a pack of another size in the folder, and how to make the missing one."""
-    from halfstep.data.packed import packed_sizes
+    from halfstep.data.packed import list_packed_sizes
 
-    if not (sizes := packed_sizes(folder)):
+    if not (sizes := list_packed_sizes(folder)):
         return again
     one, *more = (f"--size {size}" for size in sizes)
     beside = f" (or {', '.join(more)})" if more else ""
-    return (
-        f"the folder holds another: {suggested('pack', folder, '--verify', *one.split())}{beside}; or make it: {again}"
-    )
+    verify = suggest_command("pack", folder, "--verify", *one.split())
+    return f"the folder holds another: {verify}{beside}; or make it: {again}"
 
 
 def summarise_pack(pack: Pack) -> Summary:
@@ -234,4 +233,4 @@ def show_summary(summary: Summary, *, as_json: bool) -> None:
         typer.echo("Every image was checked, and the file matches the folder.")
     elif not summary["made"]:
         typer.echo("The file exists and matches the folder: nothing was packed (--force packs again).")
-    typer.echo(f"Use it: {suggested('train', 'WORKLOAD', '--data-dir', summary['folder'])} {summary['use']}")
+    typer.echo(f"Use it: {suggest_command('train', 'WORKLOAD', '--data-dir', summary['folder'])} {summary['use']}")

@@ -134,12 +134,12 @@ def command(
         return show_without_training(loaded, schema, is_shown=show_config, as_json=as_json)
     if gpus is not None:
         start_on_gpus(gpus, settings["device"] or loaded.config.device, os.environ)
-    from halfstep.distributed.launch import launch_of
+    from halfstep.distributed.launch import read_launch
     from halfstep.run.train import train
 
     place = choose_new_folder(out, log_dir, dry=dry and not resume, name=loaded.config.workload)
     with place as folder, stop_after(timeout):
-        train(loaded, out=folder, resume=resume, allow_changes=allow_changes, launch=launch_of(os.environ))
+        train(loaded, out=folder, resume=resume, allow_changes=allow_changes, launch=read_launch(os.environ))
     return None
 
 
@@ -176,10 +176,10 @@ def load_config(
 
 def list_overrides(loaded: Loaded) -> list[str]:
     """Return every setting that is not a default as a KEY=VALUE override."""
-    from halfstep.config.dump import plain
+    from halfstep.config.dump import dump_values
 
     found: dict[str, object] = {}
-    whole = plain(loaded.config)
+    whole = dump_values(loaded.config)
     for path in (path for path, origin in loaded.origins.items() if origin.layer != "default" and path != "workload"):
         value: Any = whole
         said: list[str] = []
@@ -193,11 +193,13 @@ def list_overrides(loaded: Loaded) -> list[str]:
 
 
 def write_schema(workload: str, path: Path) -> None:
-    from halfstep.config.dump import json_schema
+    from halfstep.config.dump import make_json_schema
     from halfstep.workloads import KINDS
 
     refuse_to_overwrite({"--schema": path})
-    path.write_text(json.dumps(json_schema(KINDS.of(workload).schema(workload)), indent=2) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(make_json_schema(KINDS.of(workload).schema(workload)), indent=2) + "\n", encoding="utf-8"
+    )
     typer.echo(f"wrote the schema of {workload} to {path}")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.config.schema import RunConfig
-from halfstep.data.binary_sets import cifar_folder, cifar_planes
+from halfstep.data.binary_sets import find_cifar_folder, read_cifar_planes
 from halfstep.data.loader import TensorSamples
 from halfstep.errors import DataError, format_bytes, format_count
 from halfstep.exercises import Claim, Story
@@ -143,14 +143,14 @@ def make_samples(pixels: Tensor, labels: Tensor) -> TensorSamples:
 
 def read_cifar(root: Path) -> tuple[TensorSamples, TensorSamples]:
     """Read the binary version's training batches (one to five) and its test batch."""
-    folder = cifar_folder(root)
+    folder = find_cifar_folder(root)
     if folder is None:
         raise DataError(
             f"{root} holds no CIFAR-10",
             why="its binary version is read: data_batch_1.bin to data_batch_5.bin and test_batch.bin",
             fix="unpack cifar-10-binary.tar.gz there, or leave the folder out for generated images",
         )
-    train, (pixels, labels) = cifar_planes(folder)
+    train, (pixels, labels) = read_cifar_planes(folder)
     return make_samples(*train), make_samples(pixels[:MOST_TESTED], labels[:MOST_TESTED])
 
 

@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from PIL import Image, ImageDraw, ImageFont
 
-from halfstep.data.files import OnBadFile, some_of
+from halfstep.data.files import OnBadFile, list_some
 from halfstep.data.loader import Samples
 from halfstep.errors import DataError
 from halfstep.workloads import KINDS, from_dict
-from halfstep.workloads.base.guiding import Guiding, Opened, spread
-from halfstep.workloads.base.other_data import any_folder
+from halfstep.workloads.base.guiding import Guiding, OpenedData, spread_indices
+from halfstep.workloads.base.other_data import use_folder
 
 DataOrigin = Literal["folder", "demo"]
 DECODE_FILES, DECODE_S = 32, 1.0
@@ -74,13 +74,13 @@ def describe(look: DataLook) -> list[tuple[str, str]]:
         ("folder", "demo data, generated" if look.source == "demo" else str(look.folder)),
         ("samples", f"{look.num_train:,} to train on, {look.num_val:,} to validate"),
         *([("pictures", f"{look.sides[0]}×{look.sides[1]} pixels (median)")] if look.sides else []),
-        ("classes", f"{len(look.classes)}: {some_of(sizes, 12)}"),
+        ("classes", f"{len(look.classes)}: {list_some(sizes, 12)}"),
         ("reading", f"{look.decoded_per_s:,.0f} samples/s in one process (measured)"),
     ]
     if look.counts and max(look.counts) > 10 * min(look.counts):
         rows.append(("balance", f"the largest class has {max(look.counts) / min(look.counts):.0f}x the smallest"))
     if look.on_bad_file == "skip":
-        rows.append(("bad files", f"{len(look.notes)} left out (data.on_bad_file: skip): {some_of(look.notes, 3)}"))
+        rows.append(("bad files", f"{len(look.notes)} left out (data.on_bad_file: skip): {list_some(look.notes, 3)}"))
     return rows
 
 
@@ -100,7 +100,7 @@ def save_grid(look: DataLook, path: Path) -> None:
 def _look(workload: str, folder: Path, source: DataOrigin, on_bad_file: OnBadFile) -> DataLook:
     # Without a folder the config uses the demo's image size.
     config = from_dict(workload, {"data": {"dir": str(folder)}} if source == "folder" else {}).config
-    config = any_folder(config, folder, on_bad_file=on_bad_file)
+    config = use_folder(config, folder, on_bad_file=on_bad_file)
     family: Guiding = KINDS.of(workload).make_guide()
     opened = family.open(config)
     return DataLook(
@@ -122,7 +122,7 @@ def _look(workload: str, folder: Path, source: DataOrigin, on_bad_file: OnBadFil
 def _measure_decoding(samples: Samples) -> float:
     began = time.perf_counter()
     num_read = 0
-    for index in spread(len(samples), DECODE_FILES):
+    for index in spread_indices(len(samples), DECODE_FILES):
         samples.sample(index, key=(0, 0, index))
         num_read += 1
         if time.perf_counter() - began > DECODE_S:
@@ -130,7 +130,7 @@ def _measure_decoding(samples: Samples) -> float:
     return num_read / max(time.perf_counter() - began, 1e-9)
 
 
-def _draw_pictures(family: Guiding, opened: Opened) -> Iterator[tuple[str, Image.Image]]:
+def _draw_pictures(family: Guiding, opened: OpenedData) -> Iterator[tuple[str, Image.Image]]:
     samples = opened.val if len(opened.val) else opened.train
-    for index in spread(len(samples), GRID_SAMPLES):
+    for index in spread_indices(len(samples), GRID_SAMPLES):
         yield family.picture(samples.sample(index, key=(0, 0, index)), index, opened.classes)

@@ -16,7 +16,7 @@ from halfstep.data.seeds import Key
 from halfstep.disk import write_atomically
 from halfstep.errors import DataError, HalfstepError, MemoryLimitError
 from halfstep.hardware.clock import Stopwatch
-from halfstep.hardware.memory import memory_picture
+from halfstep.hardware.memory import describe_memory
 from halfstep.precision.plan import Plan
 from halfstep.report.results import EvaluationResult
 from halfstep.report.run_report import RunReport
@@ -27,7 +27,7 @@ from halfstep.run.journal import hint_about
 from halfstep.run.memory.out_of_memory import OutOfMemory
 from halfstep.run.stored_state import load_for_use
 from halfstep.run.validate import evaluating, validate
-from halfstep.step.randomness import algorithms
+from halfstep.step.randomness import choose_algorithms
 from halfstep.use.open_run import (
     OpenedRun,
     check_frozen_parts,
@@ -38,8 +38,8 @@ from halfstep.use.open_run import (
     wrap_trained,
 )
 from halfstep.workloads import KINDS
-from halfstep.workloads.base.kind import load_part, with_defaults
-from halfstep.workloads.base.other_data import any_folder
+from halfstep.workloads.base.kind import load_part, resolve_options
+from halfstep.workloads.base.other_data import use_folder
 from halfstep.workloads.base.using import Evaluation as Evaluating
 from halfstep.workloads.base.using import PlainEvaluation
 from halfstep.workloads.base.workload import Batch, Workload
@@ -63,7 +63,7 @@ def evaluate(
     run = open_run(path, checkpoint=checkpoint, trust=trust)
     kind = KINDS.of(run.config.workload)
     evaluating_as: Any = load_part(kind.evaluate.evaluation) if kind.evaluate else PlainEvaluation
-    wanted = with_defaults(kind.evaluate.options if kind.evaluate else (), options or {}, run.config.workload)
+    wanted = resolve_options(kind.evaluate.options if kind.evaluate else (), options or {}, run.config.workload)
     with naming_lost_files(run.frozen):
         config, workload = _load_data(run, evaluating_as, data, report)
     workload = replace(workload, frozen=check_frozen_parts(run, workload.frozen))
@@ -73,7 +73,7 @@ def evaluate(
     evaluation = evaluating_as(workload)
     with (
         make_fresh_folder(out, run.folder.report / "evaluation") as folder,
-        algorithms(deterministic=config.train.deterministic),
+        choose_algorithms(deterministic=config.train.deterministic),
     ):
         model = load_weights(run, workload.model, plan, workload.frozen, workload.values)
         trial = LoadedModel(run, config, workload, model, plan, report, batch_size)
@@ -133,7 +133,7 @@ def _load_data(
 
 def _find_moved_data(run: OpenedRun, kind: type[Evaluating], data: Path) -> tuple[RunConfig, Workload] | None:
     """Return the run's data if `data` is where they were moved to; None for other data."""
-    config = any_folder(run.config, data)
+    config = use_folder(run.config, data)
     try:
         workload = build_workload(kind.to_validate(config), run.store)
     except HalfstepError:  # another layout
@@ -177,7 +177,7 @@ class LoadedModel:
         seed, device = self.config.train.seed, torch.device(self.plan.device)
         sample = self.workload.val_samples.sample(index, key=(seed, 0, index))
         raw = {name: tensor.unsqueeze(0).to(device) for name, tensor in sample.items()}
-        batch = self.workload.prepared(raw, key=Key.of_validation(index), training=False)
+        batch = self.workload.prepared(raw, key=Key.for_validation(index), training=False)
         with evaluating(self.model), self.plan.forward():
             return batch, self.workload.forward(self.model, batch)
 
@@ -191,7 +191,7 @@ class LoadedModel:
         except OutOfMemory as error:
             raise MemoryLimitError(
                 f"out of memory on {plan.device} with batch size {size}",
-                why=memory_picture(torch.device(plan.device)),
+                why=describe_memory(torch.device(plan.device)),
                 fix=_suggest_less_memory(size // (2 * pieces), plan),
             ) from error
         finally:

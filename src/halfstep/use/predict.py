@@ -10,17 +10,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from halfstep.data.files import natural_key, some_of
+from halfstep.data.files import list_some, natural_key
 from halfstep.disk import write_atomically
 from halfstep.errors import ConfigError, DataError, Interrupted, format_count, make_printable
 from halfstep.hardware.clock import Stopwatch
-from halfstep.models.first_values import unfilled
+from halfstep.models.first_values import skip_first_values
 from halfstep.report.results import Answer, Failure, Predictions
 from halfstep.report.run_report import RunReport
 from halfstep.report.tables import dump_json
 from halfstep.run.frozen_modules import naming_lost_files
 from halfstep.run.interrupts import Interrupts, interrupts
-from halfstep.step.randomness import algorithms
+from halfstep.step.randomness import choose_algorithms
 from halfstep.use.open_run import (
     check_frozen_parts,
     choose_plan,
@@ -30,8 +30,8 @@ from halfstep.use.open_run import (
     wrap_trained,
 )
 from halfstep.workloads import KINDS
-from halfstep.workloads.base.kind import PredictCommand, load_part, with_defaults
-from halfstep.workloads.base.using import Input, Predictor, Trained, Wishes, frozen_of
+from halfstep.workloads.base.kind import PredictCommand, load_part, resolve_options
+from halfstep.workloads.base.using import Input, Predictor, Trained, Wishes, get_frozen_parts
 
 UNFINISHED = "unfinished.json"
 """What an interrupted call leaves in its folder, so that the same call can continue there."""
@@ -79,11 +79,11 @@ def predict(
     clock = Stopwatch()
     run = open_run(path, checkpoint=checkpoint, trust=trust)
     command = _find_command(run.config.workload)
-    wishes = replace(wishes, options=with_defaults(command.options, wishes.options, run.config.workload))
+    wishes = replace(wishes, options=resolve_options(command.options, wishes.options, run.config.workload))
     _refuse_wrong_inputs(command, asked, run.config.workload)
-    with naming_lost_files(run.frozen), unfilled():
+    with naming_lost_files(run.frozen), skip_first_values():
         predictor: Predictor = load_part(command.predictor)(run.config, run.store)
-    frozen = check_frozen_parts(run, frozen_of(predictor))
+    frozen = check_frozen_parts(run, get_frozen_parts(predictor))
     inputs, failed = find_inputs(asked, predictor.endings)
     for failure in failed:
         _report_failure(failure, report)
@@ -98,7 +98,7 @@ def predict(
     place: AbstractContextManager[Path | None] = nullcontext(wishes.out)
     if has_folder and not left:
         place = make_fresh_folder(wishes.out, run.folder.path / "predictions")
-    with place as folder, algorithms(deterministic=run.config.train.deterministic):
+    with place as folder, choose_algorithms(deterministic=run.config.train.deterministic):
         model = load_weights(run, predictor.model, plan, frozen, getattr(predictor, "values", {}))
         trained = wrap_trained(model, plan, report)
         answers: list[Answer] = []
@@ -259,7 +259,7 @@ def _report_failure(failure: Failure, report: RunReport) -> None:
 def _refuse_none_usable(usable: Sequence[Input | Answer], failed: Sequence[Failure]) -> None:
     if not usable:
         raise DataError(
-            f"none of the inputs can be used: {some_of(failure.file for failure in failed)}",
+            f"none of the inputs can be used: {list_some(failure.file for failure in failed)}",
             why=failed[0].why,
             fix="give files that it can read, or folders with such files",
         )
