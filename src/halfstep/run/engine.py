@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from halfstep.data.seeds import Key
 from halfstep.distributed.world import Share
 from halfstep.errors import ConfigError, HalfstepError
-from halfstep.kernels.fast_forms import chains
+from halfstep.kernels.fast_forms import allow_chains
 from halfstep.run.assemble import Assembly
 from halfstep.run.memory.out_of_memory import OutOfMemory, describe_halving, split_window
 from halfstep.step.batches import batch_length
@@ -174,7 +174,7 @@ class Engine:
 
         def loss(batch: Batch) -> tuple[Tensor, Tensor | float]:
             region = self.parts.region if self._runs_compiled(batch) else self.parts.eager
-            with chains(on=self.mode == "graph"), self._among_ranks(len(outputs)):
+            with allow_chains(on=self.mode == "graph"), self._among_ranks(len(outputs)):
                 value, weight, found = region(batch)
             outputs.append(tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, found))
             return value, 0 if isinstance(batch, Idle) else weight
