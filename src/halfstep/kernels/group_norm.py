@@ -52,7 +52,7 @@ class _GroupNormSilu(torch.autograd.Function):
 
 
 def convolve_group_norm_silu(norm: nn.GroupNorm, layer: nn.Conv2d, x: Tensor, *between: Tensor | None) -> Tensor:
-    """Convolve the result of `apply_group_norm_silu` without bias; that result is not kept but recomputed in backward."""
+    """Convolve the result of `apply_group_norm_silu` without bias; backward recomputes that result."""
     form = (layer.stride, layer.padding, layer.dilation, layer.groups)
     given = _collect_arguments(norm, x, *between)
     return _NormalisedConvolution.apply(layer.weight.to(_choose_dtype(x)), form, *given)  # type: ignore[no-untyped-call]
