@@ -4,7 +4,7 @@
     python benchmarks/convolution_workspaces.py --write                                      # as the plan's table
 
 3x3 convolutions with stride 1 of [n, c, side, side] to k channels. A workspace names its algorithm: none is an implicit
-product, and src/halfstep/run/memory/trace.py has the sizes of the three others. Stored shapes are not asked
+product, and src/halfstep/run/memory/step_trace.py has the sizes of the three others. Stored shapes are not asked
 again.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from halfstep.run.memory.trace import ALGORITHMS, SIDES, Convolution
+from halfstep.run.memory.step_trace import ALGORITHMS, SIDES, Convolution
 from recording import RESULTS, store
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)

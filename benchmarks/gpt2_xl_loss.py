@@ -41,8 +41,7 @@ from halfstep.data.prefetch import prefetch
 from halfstep.errors import TrainingStopped
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
-from halfstep.run.phased_engine import engine_for
-from halfstep.run.rehearse import rehearsal
+from halfstep.run.engine import engine_for, rehearsal
 from halfstep.run.validate import validate
 from halfstep.step.guard import Action
 from halfstep.tune.choose import tuned

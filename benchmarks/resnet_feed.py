@@ -31,7 +31,7 @@ from halfstep.data.prefetch import prefetch
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
-from halfstep.tune.layout import in_layout_of
+from halfstep.tune.channels_last import in_layout_of
 from halfstep.workloads import load
 from parity import said
 from recording import shown_settings, store, time_steps

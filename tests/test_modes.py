@@ -10,7 +10,7 @@ import torch
 
 from halfstep.distributed.launch import Launch
 from halfstep.errors import ConfigError, HalfstepError
-from halfstep.run.phased_engine import UNCOMPILED
+from halfstep.run.engine import UNCOMPILED
 from mode_features import FEATURES, assert_close, cells, run_with, table
 from ranks_together import free_port, together
 

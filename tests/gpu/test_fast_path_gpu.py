@@ -20,15 +20,14 @@ from halfstep.hardware.driver import Driver
 from halfstep.hardware.probe import probe
 from halfstep.report.metrics_file import read
 from halfstep.run.assemble import assemble, build_workload, plan_for
-from halfstep.run.engine import Engine
-from halfstep.run.rehearse import rehearsal
+from halfstep.run.engine import Engine, rehearsal
 from halfstep.run.train import train
 from halfstep.step import tables as tabulated
 from halfstep.step.clip import Clip
 from halfstep.step.facts import Facts, Reading
 from halfstep.step.graph import CaptureFailed, GraphedStep
 from halfstep.step.guard import Guard
-from halfstep.step.randomness import algorithms
+from halfstep.step.randomness import choose_algorithms
 from halfstep.step.step import Step
 from halfstep.tune.choose import tuned
 from halfstep.tune.modes import UNCAPTURED
@@ -44,7 +43,7 @@ SELECTED = ["adamw", "sgd", "adam", "rmsprop", "nadam"]
 
 @pytest.fixture(autouse=True)
 def repeatable() -> Any:
-    with algorithms(deterministic=True):
+    with choose_algorithms(deterministic=True):
         yield
 
 
@@ -236,7 +235,7 @@ def test_a_shape_that_changes_all_the_time_runs_uncaptured(tmp_path: Path) -> No
 
 
 def test_a_captured_run_outlives_its_table_of_learning_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with algorithms(deterministic=False):
+    with choose_algorithms(deterministic=False):
         expected, _ = curve(tmp_path, "eager")
         monkeypatch.setattr(tabulated, "TABLE_CHUNK", 7)  # grows at 7, 14 and 28 of 30 steps
         found, engine = curve(tmp_path, "graph")
@@ -311,7 +310,7 @@ def test_auto_measures_chooses_and_stores_and_the_next_run_does_not_measure(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    with algorithms(deterministic=False):
+    with choose_algorithms(deterministic=False):
         # So many steps are enough for compiling and cuDNN's trials, by the rule, whatever a step takes.
         loaded, workload, plan = made(tmp_path, **{"train.epochs": 1_000_000, "train.tune_kernels": False})
         before = {name: value.clone() for name, value in workload.model.state_dict().items()}
@@ -332,7 +331,7 @@ def test_auto_measures_chooses_and_stores_and_the_next_run_does_not_measure(
         assert (
             tuned(short.config, workload, plan, said.append, rehearsal).mode == "eager"
         )  # 12 steps do not pay for a start
-        monkeypatch.setattr("halfstep.tune.mode_cache.WARM_START_S", -1e3)
+        monkeypatch.setattr("halfstep.tune.mode_search.WARM_START_S", -1e3)
         folder = train(short, out=tmp_path / "run")
     stored = json.loads((folder / "plan.json").read_text())
     assert (stored["mode"], stored["cudnn_benchmark"]) == (first.mode, first.cudnn_benchmark)

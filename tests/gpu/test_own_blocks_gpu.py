@@ -9,8 +9,7 @@ import torch
 
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import build_workload, plan_for
-from halfstep.run.phased_engine import engine_for
-from halfstep.run.rehearse import rehearsal
+from halfstep.run.engine import engine_for, rehearsal
 from halfstep.tune.choose import tuned
 from halfstep.tune.recompute_check import recomputable
 from halfstep.workloads import from_dict

@@ -13,7 +13,7 @@ import torch
 
 from halfstep.cli.top import GPU
 from halfstep.hardware.monitor import MOST_SHARE, Monitor, monitored
-from halfstep.run.pace import Waiting, busy_line
+from halfstep.run.journal import Waiting, busy_line
 
 
 class NvmlError(Exception):

@@ -11,20 +11,17 @@ import torch
 
 import tiny_workload
 from halfstep.config.schema import RunConfig
-from halfstep.distributed.launch import Launch, joined
+from halfstep.distributed.launch import Launch, join_world
 from halfstep.distributed.world import World
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import assemble, build_workload, plan_for
-from halfstep.run.engine import Engine
-from halfstep.run.phased_engine import engine_for
-from halfstep.run.place import Trials
-from halfstep.run.ranked import notes_on
-from halfstep.run.rehearse import rehearsal
+from halfstep.run.engine import Engine, engine_for, rehearsal
+from halfstep.run.multi_rank import notes_on
+from halfstep.run.run_rank import AgreedTrials
 from halfstep.tune.memory_low import CannotRun
 from halfstep.tune.mode_search import ModeSearch
-from halfstep.tune.trial_time import TrialTime
-from halfstep.tune.trials import Rehearse, cost_in, first_batch
+from halfstep.tune.trials import Rehearse, TrialTime, cost_in, first_batch
 from halfstep.workloads import load
 from ranks_together import together
 from whole_runs import TINY
@@ -49,7 +46,7 @@ def searched(world: World) -> Plan:
         time = TrialTime(1e6, most_s=MOST_S)
         return dataclasses.replace(plan, **ModeSearch(config, workload, plan, time, rehearse).found().fields)
 
-    return Trials(world, config, workload, "cpu", rehearsal).planned(make)
+    return AgreedTrials(world, config, workload, "cpu", rehearsal).planned(make)
 
 
 def tried(world: World) -> str:
@@ -65,7 +62,7 @@ def tried(world: World) -> str:
             return dataclasses.replace(plan, mode_reason=f"{type(error).__name__} {error}")
         return plan
 
-    return Trials(world, config, workload, "cpu", rehearsal).planned(make).mode_reason
+    return AgreedTrials(world, config, workload, "cpu", rehearsal).planned(make).mode_reason
 
 
 def uncaptured(world: World) -> list[str]:
@@ -104,7 +101,7 @@ def scenario(rank: int, size: int, port: int) -> dict[str, Any]:
     backends: list[Any] = ["aot_eager", no_kernels]
     torch.compile = lambda region, dynamic, options: compile_by(region, dynamic=dynamic, backend=backends[rank])
     launch = Launch(rank=rank, size=size, local_rank=rank, address="127.0.0.1", port=port, by_torchrun=False)
-    with joined(config_with(), launch) as world:
+    with join_world(config_with(), launch) as world:
         assert world is not None
         found: dict[str, Any] = {"searched": searched(world), "tried": tried(world)}
         backends[1] = "aot_eager"

@@ -12,7 +12,7 @@ import torch
 from halfstep.errors import ConfigError
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
-from halfstep.tune.layout import in_layout_of
+from halfstep.tune.channels_last import in_layout_of
 from halfstep.workloads import from_dict
 from halfstep.workloads.segmentation.demo import write_demo
 

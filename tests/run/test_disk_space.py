@@ -13,8 +13,8 @@ from halfstep.errors import CheckpointError
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
 from halfstep.run.checkpoint import Checkpoints
-from halfstep.run.disk_space import REPORT_BYTES, check_disk, checkpoint_bytes, folder_bytes
 from halfstep.run.folder import RunFolder
+from halfstep.run.stored_state import REPORT_BYTES, check_disk, checkpoint_bytes, folder_bytes
 from halfstep.workloads import load
 from halfstep.workloads.segmentation.demo import write_demo
 from tiny_runs import unet_run

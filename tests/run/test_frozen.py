@@ -16,9 +16,8 @@ import frozen_workload
 from halfstep.errors import CheckpointError, ConfigError, PrecisionError
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
-from halfstep.run.engine import Engine
-from halfstep.run.frozen import checksum
-from halfstep.run.rehearse import rehearsal
+from halfstep.run.engine import Engine, rehearsal
+from halfstep.run.frozen_modules import checksum
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.workloads import from_dict, load

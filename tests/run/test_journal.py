@@ -13,8 +13,7 @@ from halfstep.report.metrics_file import read
 from halfstep.report.progress import Bar
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import build_workload, plan_for
-from halfstep.run.journal import COMPILING, Journal
-from halfstep.run.pace import Waiting
+from halfstep.run.journal import COMPILING, Journal, Waiting
 from halfstep.step.facts import Reading
 from halfstep.workloads import from_dict
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from halfstep.errors import CheckpointError, ConfigError, Interrupted, TrainingStopped
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
-from halfstep.run.phased_engine import PhasedEngine, engine_for
-from halfstep.run.rehearse import rehearsal
+from halfstep.run.engine import PhasedEngine, engine_for, rehearsal
 from halfstep.step.facts import PhasedReading
 from halfstep.step.phases import PhasedStep
 from halfstep.workloads import load

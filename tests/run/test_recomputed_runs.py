@@ -14,10 +14,10 @@ from halfstep.config.schema import RunConfig
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import build_workload, plan_for
-from halfstep.run.memory.predict import Cell, MemoryPlanner, list_levels
+from halfstep.run.engine import rehearsal
+from halfstep.run.memory.planner import Cell, MemoryPlanner, list_levels
 from halfstep.run.memory.sizing import make_peak_predictor
 from halfstep.run.memory.traceable_step import TraceableStep, build_traceable_step
-from halfstep.run.rehearse import rehearsal
 from halfstep.tune import choose
 from halfstep.tune.choose import tuned
 from halfstep.tune.memory_low import Cost, MemorySetting

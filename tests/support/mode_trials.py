@@ -13,7 +13,7 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import build_workload, plan_for
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit
-from halfstep.tune.trial_time import TrialTime
+from halfstep.tune.trials import TrialTime
 from halfstep.workloads import from_dict
 from halfstep.workloads.base.workload import Workload
 

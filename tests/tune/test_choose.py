@@ -15,9 +15,8 @@ from halfstep.config.schema import RunConfig
 from halfstep.kernels.fast_forms import is_forced_on
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import assemble
-from halfstep.run.engine import Engine
-from halfstep.run.rehearse import rehearsal
-from halfstep.step.randomness import generator_states
+from halfstep.run.engine import Engine, rehearsal
+from halfstep.step.randomness import read_generators
 from halfstep.tune import choose
 from halfstep.tune.choose import asked_mode, expected_steps, tuned
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, MemorySetting, NotCaptured
@@ -72,14 +71,14 @@ def test_expected_steps_count_windows_and_the_limit(demo: Path) -> None:
 def test_trials_leave_weights_buffers_and_generators_bit_identical(demo: Path) -> None:
     config, workload, plan = made(demo)
     before = {name: value.clone() for name, value in workload.model.state_dict().items()}
-    generators = generator_states()
+    generators = read_generators()
     with rehearsal(config, workload, plan) as trial:
         cost = trial.cost("eager")
         assert trial.parts.step.attempted > 0
     assert cost.ms > 0
     assert cost.peak_bytes > 0
     assert all(torch.equal(bits(before[name]), bits(now)) for name, now in workload.model.state_dict().items())
-    after = generator_states()
+    after = read_generators()
     assert torch.equal(generators["torch"], after["torch"])
     assert generators["python"] == after["python"]
 
@@ -300,6 +299,6 @@ def test_a_model_that_does_not_fit_is_no_traceback_of_a_trial(demo: Path, monkey
     def does_not_fit(*arguments: object) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 2 GiB")
 
-    monkeypatch.setattr("halfstep.run.rehearse.assemble", does_not_fit)
+    monkeypatch.setattr("halfstep.run.engine.assemble", does_not_fit)
     with pytest.raises(DoesNotFit, match="out of memory"), rehearsal(*made(demo)):
         pass

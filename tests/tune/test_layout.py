@@ -14,8 +14,8 @@ import tiny_workload
 from halfstep.config.schema import RunConfig
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import assemble, build_workload, plan_for
-from halfstep.run.rehearse import rehearsal
-from halfstep.tune.layout import is_channels_last
+from halfstep.run.engine import rehearsal
+from halfstep.tune.channels_last import is_channels_last
 from halfstep.tune.memory_low import CannotRun
 from halfstep.workloads import KINDS, load
 from halfstep.workloads.base.kind import Kind

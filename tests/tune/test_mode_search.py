@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.run.rehearse import rehearsal
+from halfstep.run.engine import rehearsal
 from halfstep.tune.memory_low import CannotRun, Cost, NotCaptured
 from halfstep.tune.mode_search import FoundMode, ModeSearch, fastest_mode
-from halfstep.tune.trial_time import MOST_S, TrialTime
-from halfstep.tune.trials import ROUNDS, TIMED_STEPS
+from halfstep.tune.trials import MOST_S, ROUNDS, TIMED_STEPS, TrialTime
 from halfstep.workloads.segmentation.demo import write_demo
 from mode_trials import USUAL, Machine, made
 

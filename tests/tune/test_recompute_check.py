@@ -15,7 +15,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import build_workload, plan_for
-from halfstep.run.rehearse import rehearsal
+from halfstep.run.engine import rehearsal
 from halfstep.tune.recompute_check import Recomputable, gaps_between, left_by, recomputable
 from halfstep.workloads import from_dict
 from halfstep.workloads.base.workload import Workload

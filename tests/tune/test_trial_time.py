@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from halfstep.tune.trial_time import CANDIDATES, MOST_S, TrialTime
-from halfstep.tune.trials import LASTING_S, ROUNDS, TIMED_STEPS, lasting_step_s
+from halfstep.tune.trials import CANDIDATES, LASTING_S, MOST_S, ROUNDS, TIMED_STEPS, TrialTime, lasting_step_s
 
 
 class Hands:

@@ -32,11 +32,11 @@ def command(
 
         halfstep ledger runs/unet-20250101-120000 --strict
     """
-    from halfstep.run.ledger import as_document
-    from halfstep.use.observe_step import ledger
+    from halfstep.run.step_ledger import as_document
+    from halfstep.use.observe_step import record_ledger
 
     flags = {"precision": precision, "data_dir": data_dir, "batch_size": batch_size, "device": device}
-    found = ledger(words[0], flags={**flags, "simulate": simulate}, overrides=words[1:], trust=trust)
+    found = record_ledger(words[0], flags={**flags, "simulate": simulate}, overrides=words[1:], trust=trust)
     if as_json:
         typer.echo(json.dumps(as_document(found), indent=1))
     else:

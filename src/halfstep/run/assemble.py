@@ -6,9 +6,14 @@ so that state_dict names stay as they are and the whole loss lies inside the com
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import dataclasses
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,34 +22,39 @@ from torch import nn
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
 from halfstep.distributed.world import World
+from halfstep.errors import ConfigError
 from halfstep.evidence.recorder import Recorder
 from halfstep.hardware.facts import Hardware
-from halfstep.models.first_values import unfilled
+from halfstep.hardware.gpus import look_up_gpu
+from halfstep.hardware.probe import probe
+from halfstep.models.first_values import skip_first_values
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
-from halfstep.run.frozen import modules_of, place_frozen_
-from halfstep.run.optimizing import Length, make_step, steps_per_epoch, taken
-from halfstep.run.phases import AssembledPhase, assemble_phases, phased_step
-from halfstep.run.ranked import connected, synchronised, with_all_samples
+from halfstep.run.folder import with_absolute_paths
+from halfstep.run.frozen_modules import modules_of, place_frozen_
+from halfstep.run.multi_rank import connected, synchronised, with_all_samples
+from halfstep.run.optimizing import Length, make_step, refuse_unknown, steps_per_epoch, taken, with_own
 from halfstep.run.validate import EarlyStopping
 from halfstep.step.ema import Ema
 from halfstep.step.guard import LAG, Guard, GuardOptions
-from halfstep.step.phases import PhasedGuard, PhasedStep
+from halfstep.step.optim.by_name import is_within
+from halfstep.step.phases import PhasedGuard, PhasedStep, PhaseStep, SharedScaler
 from halfstep.step.randomness import seed_everything
 from halfstep.step.ranks import Ranks
+from halfstep.step.scaler import ScalerOptions
 from halfstep.step.schedule import PlateauFactor
 from halfstep.step.snapshots import Snapshots
 from halfstep.step.step import Step
 from halfstep.step.tables import Values
+from halfstep.tune.channels_last import to_channels_last_, wants_channels_last
 from halfstep.tune.choose import asked_mode, fp8_gains
-from halfstep.tune.layout import to_channels_last_, wants_channels_last
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.modes import Mode, Region, compiled, repeats_blocks
 from halfstep.tune.own_blocks import recompute_blocks_
-from halfstep.tune.trial_time import total_steps_of
+from halfstep.tune.trials import total_steps_of
 from halfstep.workloads import KINDS, build
 from halfstep.workloads.base.kind import Unit
-from halfstep.workloads.base.workload import Workload
+from halfstep.workloads.base.workload import Phase, Workload
 
 
 @dataclass(kw_only=True, slots=True)
@@ -162,7 +172,7 @@ def build_workload(config: RunConfig, store: dict[str, Any] | None = None) -> Wo
 
     A stored run's weights are in its checkpoint as well: whoever gives its store loads all of them."""
     seed_everything(config.train.seed)
-    with nullcontext() if store is None else unfilled():
+    with nullcontext() if store is None else skip_first_values():
         return build(config, store)
 
 
@@ -222,3 +232,190 @@ def _plateau(config: RunConfig, workload: Workload) -> PlateauFactor | None:
     if s.name != "plateau":
         return None
     return PlateauFactor(mode=workload.mode, cut=s.factor, patience=s.patience, floor=max(s.min_factor, 1e-6))
+
+
+# --- phases: each with its optimizer, step and region; one loss scaler for all ---
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class AssembledPhase:
+    phase: Phase
+    step: PhaseStep
+    region: Region  # forward and loss, compiled when first called
+    eager: Region
+    is_counted: bool  # whether training metrics count its outputs
+
+
+def assemble_phases(
+    config: RunConfig,
+    workload: Workload,
+    model: nn.Module,
+    plan: Plan,
+    setting: MemorySetting,
+    length: Length,
+    compiled: Callable[[Region], Region],
+    values: Values,
+    world: World | None = None,
+) -> tuple[AssembledPhase, ...]:
+    """The phases in their order, over the placed model; one that could never train is refused."""
+    if not workload.phases:
+        return ()
+    refuse_unfit_phases(workload.phases, model)
+    counted = next((phase.name for phase in workload.phases if _is_countable(phase, workload)), "")
+    averaged = _averaged_names(config, workload, model)
+    scaler = SharedScaler(
+        torch.device(plan.device),
+        enabled=plan.needs_loss_scaling,
+        options=ScalerOptions(**taken(config.scaler, ScalerOptions)),
+        accumulate=config.train.accumulate,
+    )
+    assembled = []
+    for phase in workload.phases:
+        own = phase_config(config, phase)
+        names = averaged[phase.name]
+        named = dataclasses.replace(workload, forward=phase.forward or workload.forward, loss=phase.loss)
+        plain = named.region(model, name=phase.name)
+        trained = [p for name, p in model.named_parameters() if p.requires_grad and trains(phase, name)]
+        device = torch.device(plan.device)
+        eager, region, ranks = connected(world, config, model, (plain, compiled(plain)), device, trained)
+        step = make_step(
+            own,
+            model,
+            plan,
+            setting if own.optimizer.name == "adamw" else dataclasses.replace(setting, optimizer_bits=32),
+            Length(max(phase.num_due(length.total_steps), 1), max(length.steps_per_epoch // phase.every, 1)),
+            parts=phase.parameters,
+            scaler=scaler,
+            ema=Ema(model, parts=names, **config.ema.model_dump(exclude={"enabled"})) if names else None,
+            values=values,
+            groups=phase.groups,
+            ranks=ranks,
+            kind=PhaseStep,
+        )
+        assembled.append(
+            AssembledPhase(phase=phase, step=step, region=region, eager=eager, is_counted=phase.name == counted)
+        )
+    return tuple(assembled)
+
+
+def phased_step(phases: Sequence[AssembledPhase]) -> PhasedStep | None:
+    """All of them as one, for whoever counts and stores; None where the workload has no phases."""
+    if not phases:
+        return None
+    scaler = phases[0].step.scaler
+    assert isinstance(scaler, SharedScaler)
+    return PhasedStep({own.phase.name: own.step for own in phases}, scaler)
+
+
+def phase_config(config: RunConfig, phase: Phase) -> RunConfig:
+    return with_own(config, f"phase {phase.name}", phase.optimizer, phase.schedule)
+
+
+def all_due(phases: Sequence[Phase]) -> tuple[Phase, ...]:
+    """Phases that run in every iteration: what a trial has to time, and to find room for."""
+    return tuple(dataclasses.replace(phase, every=1, from_step=0) for phase in phases)
+
+
+def refuse_unfit_phases(phases: Sequence[Phase], model: nn.Module) -> None:
+    """Names that lead nowhere, parameters that nobody trains, iterations in which nothing happens."""
+    names = [phase.name for phase in phases]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"two phases have the same name: {', '.join(names)}", fix="give each a name of its own")
+    for phase in phases:
+        for part in phase.parameters:
+            refuse_unknown(part, model, f"phase {phase.name} trains")
+    trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    idle = [name for name in trained if not any(trains(phase, name) for phase in phases)]
+    if idle:
+        raise ConfigError(
+            f"no phase trains {idle[0]}" + (f" and {len(idle) - 1} more" if len(idle) > 1 else ""),
+            why="it would keep its first values without a word",
+            fix="name its module in a phase's parameters, or requires_grad_(False) where that is meant",
+        )
+    _refuse_idle_iterations(phases)
+
+
+def trains(phase: Phase, parameter: str) -> bool:
+    return not phase.parameters or is_within(parameter, phase.parameters)
+
+
+def _refuse_idle_iterations(phases: Sequence[Phase]) -> None:
+    if any(phase.every == 1 and phase.from_step == 0 for phase in phases):
+        return
+    horizon = max(phase.from_step for phase in phases) + math.lcm(*(phase.every for phase in phases))
+    for iteration in range(horizon):
+        if not any(phase.is_due(iteration) for phase in phases):
+            raise ConfigError(
+                f"no phase is due in iteration {iteration}",
+                why="an iteration takes data, and nothing would be trained on it",
+                fix="one phase with every=1 and from_step=0, or phases that take turns",
+            )
+
+
+def _is_countable(phase: Phase, workload: Workload) -> bool:
+    """Whether its outputs are those that the workload's metrics know."""
+    if phase.counted is not None:
+        return phase.counted
+    return phase.forward is None or phase.forward is workload.forward
+
+
+def _averaged_names(config: RunConfig, workload: Workload, model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """What moves with each phase's commits: parameters and buffers of its parts; those of two belong to the first."""
+    left = [name for name, _ in (*model.named_parameters(), *model.named_buffers())] if config.ema.enabled else []
+    if workload.ema_parts:
+        left = [name for name in left if is_within(name, workload.ema_parts)]
+    found: dict[str, tuple[str, ...]] = {}
+    for phase in workload.phases:
+        found[phase.name] = tuple(name for name in left if trains(phase, name))
+        left = [name for name in left if name not in set(found[phase.name])]
+    return found
+
+
+# --- the plan of a config that is not run, on this hardware or on a GPU that is only named ---
+
+
+DEMO_PLAN_NOTE = (
+    "no data folder was given: this is the plan of the DEMO, whose model may be smaller; yours with --data-dir DIR"
+)
+
+
+def plan_config(config: RunConfig, *, gpu: str | None = None) -> Plan:
+    """Build the model as training would, on demo data where none are given, and decide for the hardware."""
+    if gpu:
+        return _with_what_is_untimed(_plan_on(config, look_up_gpu(gpu)))
+    return _plan_on(config, probe(config.device))
+
+
+def _plan_on(config: RunConfig, hardware: Hardware) -> Plan:
+    with data_at_hand(config) as with_data, skip_first_values():
+        decided = plan_for(with_data, build_workload(with_data), hardware)
+        return _with_warning(decided, DEMO_PLAN_NOTE) if is_demo(config) else decided
+
+
+def is_demo(config: RunConfig) -> bool:
+    return config.data.dir is None and KINDS.of(config.workload).demo is not None
+
+
+@contextmanager
+def data_at_hand(config: RunConfig) -> Iterator[RunConfig]:
+    """The config with data to build the workload from: its own, or demo data that are gone afterwards."""
+    config = with_absolute_paths(config)
+    if not is_demo(config):
+        yield config
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "demo"
+        KINDS.of(config.workload).write_demo(config.workload, data, seed=config.train.seed)
+        yield config.changed(data={"dir": str(data)})
+
+
+def _with_what_is_untimed(decided: Plan) -> Plan:
+    """Where fp8 pays is found by timing layers and steps, which a GPU that is not here cannot be asked for."""
+    if decided.granted != "fp8":
+        return decided
+    note = f"no layer was timed: on {decided.device_name} itself, layers or a step that fp8 does not speed up run bf16"
+    return _with_warning(decided, note)
+
+
+def _with_warning(decided: Plan, line: str) -> Plan:
+    return dataclasses.replace(decided, warnings=(*decided.warnings, line))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfstep.config.dump import to_yaml
 from halfstep.config.schema import RunConfig
-from halfstep.data.loader import Loader, NamedSamples, offers
+from halfstep.data.loader import Loader, NamedSamples, implements
 from halfstep.distributed.world import Share
 from halfstep.errors import CheckpointError, HardwareError, summarise_error
 from halfstep.evidence import capsule as capsules
@@ -34,7 +34,7 @@ from halfstep.run.assemble import Assembly, assemble, build_workload
 from halfstep.run.checkpoint import load as load_checkpoint
 from halfstep.run.engine import prepared_window
 from halfstep.run.folder import RunFolder, find_import_paths, load_stored
-from halfstep.run.frozen import as_stored, identities, modules_of
+from halfstep.run.frozen_modules import as_stored, identities, modules_of
 from halfstep.run.memory.out_of_memory import OutOfMemory, explain_model_too_large
 from halfstep.step.facts import Reading
 from halfstep.step.step import Step
@@ -106,7 +106,7 @@ def load_window(parts: Assembly, reading: Reading) -> list[dict[str, Tensor]] | 
 
 def _names(workload: Workload, ids: Sequence[int]) -> list[str]:
     samples = workload.train_samples
-    return [samples.name_of(index) for index in ids] if offers(samples, NamedSamples) else []
+    return [samples.name_of(index) for index in ids] if implements(samples, NamedSamples) else []
 
 
 # --- the step again ---

@@ -11,30 +11,42 @@ those of a third shape (tune/compiling.py), and no graph is captured of them.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.utils._pytree import tree_map
 
+from halfstep.config.schema import RunConfig
 from halfstep.data.seeds import Key
 from halfstep.distributed.world import Share
-from halfstep.errors import ConfigError, HalfstepError
+from halfstep.errors import ConfigError, HalfstepError, summarise_error
+from halfstep.hardware.memory import release_unused_memory
 from halfstep.kernels.fast_forms import allow_chains
-from halfstep.run.assemble import Assembly
+from halfstep.precision.plan import Plan
+from halfstep.run.assemble import AssembledPhase, Assembly, all_due, assemble
 from halfstep.run.memory.out_of_memory import OutOfMemory, describe_halving, split_window
-from halfstep.step.batches import batch_length
-from halfstep.step.facts import Facts, Reading
-from halfstep.step.graph import CaptureFailed, GraphedStep, Pool, Shape, shape_of
+from halfstep.step.batches import count_samples
+from halfstep.step.facts import Facts, PhasedFacts, Reading, split_phases
+from halfstep.step.graph import CaptureFailed, GraphedStep, Pool, Shape, describe_shape
+from halfstep.step.phases import PhasedStep
+from halfstep.step.randomness import choose_algorithms, read_generators, restore_generators
 from halfstep.step.step import Step
+from halfstep.tune.channels_last import in_layout_of
 from halfstep.tune.compiling import CompiledShapes, CompilerWarnings, batch_shape, compile_reason
-from halfstep.tune.layout import in_layout_of
-from halfstep.tune.modes import UNCAPTURED, Batch, Mode, Notice, cudnn_trials
+from halfstep.tune.fresh_thread import forget_compiled
+from halfstep.tune.memory_low import CannotRun, DoesNotFit
+from halfstep.tune.modes import UNCAPTURED, Batch, Level, Mode, Notice, cudnn_trials
+from halfstep.tune.trials import Trial, first_batch
 from halfstep.workloads.base.over_ranks import over_ranks
+from halfstep.workloads.base.workload import Workload
 
 MOST_GRAPHS = 2  # each keeps memory of its own. Windows that mix their batches in more ways than that run uncaptured.
 FROM_FASTEST: tuple[Mode, ...] = ("graph", "compile", "eager")
@@ -203,7 +215,7 @@ class Engine:
         return has_code
 
     def _is_full(self, batch: Batch) -> bool:
-        return batch_length(batch) == -(-self.parts.full_batch // self.pieces)
+        return count_samples(batch) == -(-self.parts.full_batch // self.pieces)
 
     def _tries_algorithms(self, pieces: list[Batch]) -> bool:
         """For full batches only: for an epoch's last one the trials would cost more than they gain."""
@@ -215,7 +227,7 @@ class Engine:
     def _captured(self, window: list[Batch]) -> Captured | None:
         if self.mode != "graph" or any(isinstance(batch, Idle) for batch in window):
             return None
-        shape = (id(self), self._sizes, *shape_of(window))
+        shape = (id(self), self._sizes, *describe_shape(window))
         self._in_a_row = self._in_a_row + 1 if shape == self._shape else 1
         self._shape = shape
         self.guarded.look_ahead()
@@ -314,7 +326,7 @@ def prepared_window(
     parts: Assembly, window: list[Batch], sizes: Sequence[int] = (), share: Share | None = None
 ) -> list[Batch]:
     """A window as it was loaded, ready for the model; with `share` that of another process."""
-    sizes = sizes or [batch_length(batch) for batch in window]
+    sizes = sizes or [count_samples(batch) for batch in window]
     return list(_prepared(parts, window, sizes, share or parts.world))
 
 
@@ -323,7 +335,144 @@ def _prepared(parts: Assembly, window: list[Batch], sizes: Sequence[int], share:
     for k, (batch, size) in enumerate(zip(window, sizes, strict=True)):
         is_idle = share is not None and share.rows(size) == 0
         row = 0 if share is None or is_idle else share.place(size)
-        key = Key.of_training(parts.config.train.seed, parts.step.attempted, k, place + row, row, size)
+        key = Key.for_training(parts.config.train.seed, parts.step.attempted, k, place + row, row, size)
         prepared = in_layout_of(parts.model, parts.workload.prepared(batch, key=key, training=True))
         yield Idle(prepared) if is_idle else prepared
         place += size
+
+
+# --- several phases: one window through each phase that is due ---
+#
+# Each phase has its own engine, with its own compiled code and graphs; the graphs share one memory pool. The host
+# decides which phases are due, by the number of iterations.
+
+
+UNCOMPILED = "runs eager: its loss takes gradients itself, which the compiler cannot follow"
+
+
+class PhasedEngine:
+    def __init__(
+        self,
+        parts: Assembly,
+        mode: Mode,
+        notice: Notice,
+        count: Count = lambda outputs, batch: None,
+        before_compiling: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.parts, self.asked, self.notice = parts, mode, notice
+        self.graphs = Graphs()
+        self.counts = any(phase.is_counted for phase in parts.phases)
+        self.engines = {
+            own.phase.name: self._engine_of(own, count if own.is_counted else (lambda outputs, batch: None),
+                                            before_compiling)
+            for own in parts.phases
+        }  # fmt: skip
+        self._has_said = False
+
+    def _engine_of(self, own: AssembledPhase, count: Count, before_compiling: Callable[[], None]) -> Engine:
+        parts = dataclasses.replace(self.parts, step=own.step, region=own.region, eager=own.eager, phases=())
+        mode: Mode = self.asked if own.phase.compiles else "eager"
+        return Engine(parts, mode, self._notice_of(own.phase.name), count, before_compiling, self.graphs)
+
+    def _notice_of(self, name: str) -> Notice:
+        def say(text: str, level: Level) -> None:
+            self.notice(f"{name}: {text}", level)
+
+        return say
+
+    @property
+    def step_of_all(self) -> PhasedStep:
+        assert isinstance(self.parts.step, PhasedStep)
+        return self.parts.step
+
+    @property
+    def mode(self) -> Mode:
+        """The slowest that a phase has come to run in; those that are never compiled do not count."""
+        modes = [self.engines[own.phase.name].mode for own in self.parts.phases if own.phase.compiles]
+        return max(modes, key=FROM_FASTEST.index, default=self.asked)
+
+    @property
+    def pieces(self) -> int:
+        return max(engine.pieces for engine in self.engines.values())
+
+    def __call__(self, window: list[Batch], sizes: Sequence[int] = ()) -> PhasedFacts:
+        return self.step(prepared_window(self.parts, window, sizes), sizes)
+
+    def step(self, prepared: list[Batch], sizes: Sequence[int] = ()) -> PhasedFacts:
+        self._say_once()
+        iteration = self.parts.step.attempted
+        due = [own.phase.name for own in self.parts.phases if own.phase.is_due(iteration)]
+        return self.step_of_all.close({name: self.engines[name].step(prepared, sizes) for name in due})
+
+    def follow(self, reading: Reading) -> None:
+        """Each phase what one process could not compile or capture of it."""
+        for name, own in split_phases(reading).items():
+            self.engines[name].follow(own)
+
+    def forget_graphs(self) -> None:
+        for engine in self.engines.values():
+            engine.forget_graphs()
+
+    def stored(self) -> dict[str, Any]:
+        own = {name: engine.stored() for name, engine in self.engines.items()}
+        return {"pieces": self.pieces, "mode": self.mode, "compiled_shapes": [], "phases": own}
+
+    def go_on(self, state: Mapping[str, Any], *, is_same: bool) -> None:
+        for name, engine in self.engines.items():
+            engine.go_on(state["phases"][name], is_same=is_same)
+
+    def _say_once(self) -> None:
+        if not self._has_said and self.asked != "eager":
+            for own in self.parts.phases:
+                if not own.phase.compiles:
+                    self._notice_of(own.phase.name)(UNCOMPILED, "info")
+        self._has_said = True
+
+
+def engine_for(parts: Assembly, mode: Mode, notice: Notice, *hooks: Any) -> Engine | PhasedEngine:
+    return (PhasedEngine if parts.phases else Engine)(parts, mode, notice, *hooks)
+
+
+# --- a copy of a run for timed trials, which leave the run itself bit-identical ---
+
+
+@contextmanager
+def rehearsal(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Trial]:
+    """A trial of the run that is not yet begun; nothing of it is left afterwards."""
+    release_unused_memory(torch.device(plan.device))  # of a trial that failed: its error held it
+    generators = read_generators()
+    copied = dataclasses.replace(workload, model=_copied(workload.model), phases=all_due(workload.phases))
+    try:
+        with choose_algorithms(deterministic=config.train.deterministic):
+            yield Trial(_assemble_trial(config, copied, plan), engine_for, first_batch(config, copied))
+    finally:
+        restore_generators(generators)
+        del copied
+        # The compiler knows code by its shapes: the next trial would get this one's, whatever its own setting.
+        forget_compiled()
+        release_unused_memory(torch.device(plan.device))
+
+
+def _assemble_trial(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:
+    try:
+        return assemble(config, workload, plan)
+    except torch.OutOfMemoryError as error:
+        raise DoesNotFit("the model itself is out of memory") from error
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    made: dict[int, Any] = {}
+    try:
+        copied = copy.deepcopy(model, made)
+    except Exception as error:  # a user's model may hold anything
+        raise CannotRun(f"{type(model).__name__} cannot be copied for a trial ({summarise_error(error)})") from error
+    for module in copied.modules():
+        functions = {key: held for key, held in vars(module).items() if isinstance(held, FunctionType)}
+        vars(module).update({key: _over_copies(held, made) for key, held in functions.items() if held.__closure__})
+    return copied
+
+
+def _over_copies(function: FunctionType, made: Mapping[int, Any]) -> FunctionType:
+    """`self.mlpf = lambda x: m.out(m.fc(x))`: deepcopy keeps a function, and with it the modules it was written for."""
+    cells = tuple(CellType(made.get(id(cell.cell_contents), cell.cell_contents)) for cell in function.__closure__ or ())
+    return FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)

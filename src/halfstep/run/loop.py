@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
 
 from halfstep.data.prefetch import Prefetcher, prefetch
-from halfstep.errors import CheckpointError, Interrupted, MemoryLimitError, TrainingStopped
+from halfstep.errors import CheckpointError, ConfigError, Interrupted, MemoryLimitError, TrainingStopped
 from halfstep.hardware.clock import Stopwatch, Throughput
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import Checkpoint, Checkpoints
+from halfstep.run.engine import engine_for
 from halfstep.run.folder import how_to_go_on
-from halfstep.run.held import HeldWindows, Position
 from halfstep.run.interrupts import Interrupts
-from halfstep.run.journal import Journal
-from halfstep.run.ledger import RunLedger
+from halfstep.run.journal import START_STEPS, Journal, Waiting
 from halfstep.run.memory.out_of_memory import OutOfMemory, explain_out_of_memory
 from halfstep.run.memory.sizing import suggest_for_run
-from halfstep.run.pace import START_STEPS, Waiting
-from halfstep.run.phased_engine import engine_for
 from halfstep.run.resume import Changes
+from halfstep.run.step_ledger import RunLedger
 from halfstep.run.stored_state import restore, stored
 from halfstep.run.validate import averaged, sample, validate
-from halfstep.step.facts import Facts, PhasedFacts, Reading
-from halfstep.step.guard import Action, Verdict
-from halfstep.step.randomness import restore_generators
+from halfstep.step.facts import Facts, Hold, PhasedFacts, Reading
+from halfstep.step.guard import LAG, Action, Verdict
+from halfstep.step.randomness import read_generators, restore_generators
+from halfstep.step.step import Step
 
 Looked = TypeVar("Looked")
 
@@ -414,3 +415,52 @@ class Loop:
 
     def _mark_best(self, path: Path) -> None:
         self.checkpoints.mark_best(path, self.parts.workload.metric, self.parts.stopping.best)
+
+
+# --- guard.hold: windows that may be run again after a fault, with the state their steps started from ---
+
+
+@dataclass(kw_only=True, slots=True)
+class Position:
+    """Where the run stands in its data: this many batches of this epoch are behind it."""
+
+    epoch: int = 0
+    batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWindow:
+    """One window as it was loaded, and what was there before its step."""
+
+    attempted: int
+    window: list[dict[str, Tensor]]
+    position: Position
+    generators: dict[str, Any]
+    metrics: Any  # what training metrics had counted
+
+
+class HeldWindows:
+    """The last ones; their number is that of the steps in flight, so that memory stays bounded."""
+
+    def __init__(self, parts: Assembly) -> None:
+        if not isinstance(parts.step, Step):
+            raise ConfigError(
+                f"guard.hold with phases ({', '.join(parts.step.steps)})",
+                why="phases commit one after another in an iteration, and only whole iterations can be made again",
+                fix="guard.hold=false; capsules then say by how many commits they are inexact",
+            )
+        scaler = parts.step.scaler
+        self.hold = Hold(parts.device, low=scaler.low if scaler.enabled else None)
+        parts.step.hold = self.hold
+        self._windows: deque[HeldWindow] = deque(maxlen=LAG + 1)
+
+    def keep(self, attempted: int, window: list[dict[str, Tensor]], position: Position, metrics: Any) -> None:
+        kept = HeldWindow(attempted, window, replace(position), read_generators(), copy.deepcopy(metrics))
+        self._windows.append(kept)
+
+    def of(self, attempted: int) -> HeldWindow:
+        """As it was last made."""
+        return next(kept for kept in reversed(self._windows) if kept.attempted == attempted)
+
+    def release(self) -> None:
+        self.hold.release()

@@ -9,13 +9,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from halfstep.config.dump import plain
+from halfstep.config.dump import dump_values
 from halfstep.config.load import Loaded
 from halfstep.config.schema import WITHOUT_END, RunConfig
 from halfstep.errors import CheckpointError, HardwareError, format_count
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
-from halfstep.report.metrics_file import fingerprint
+from halfstep.report.metrics_file import compute_fingerprint
 
 FREE = (
     "train.epochs", "train.max_steps", "train.early_stopping_patience", "train.checkpoint_every",
@@ -58,7 +58,7 @@ def flattened(section: BaseModel, prefix: str = "") -> dict[str, Any]:
 
 def settled_by_run(asked: RunConfig, config: RunConfig) -> dict[str, list[Any]]:
     """Settings that a new run decided by itself (its data, its demo), by path; with the value asked for, if any was."""
-    then, now = plain(asked), plain(config)
+    then, now = dump_values(asked), dump_values(config)
     sections = {name: part for name, part in then.items() if isinstance(part, dict)}
     return {
         f"{section}.{name}": [value] if is_said(asked, section, name) else []
@@ -70,7 +70,7 @@ def settled_by_run(asked: RunConfig, config: RunConfig) -> dict[str, list[Any]]:
 
 def as_settled(asked: Loaded, stored: Loaded, settled: Mapping[str, Sequence[Any]]) -> Loaded:
     """Whoever asks for what the run was started with, or for nothing, gets what it decided then, from its own file."""
-    config, said, taken = asked.config, plain(asked.config), list[str]()
+    config, said, taken = asked.config, dump_values(asked.config), list[str]()
     for path, values in settled.items():
         section, _, name = path.partition(".")
         if name in said.get(section, ()) and (not is_said(config, section, name) or said[section][name] in values):
@@ -105,7 +105,7 @@ def recover_settings(
 def refuse_other_records(file: Path, journal: dict[str, Any], *, allow: bool) -> list[str]:
     """Compare metrics.jsonl with what the checkpoint knows of it; where that is allowed, go on from what is there."""
     expected = journal["num_records"], journal["records_crc32"]
-    found = fingerprint(file, expected[0])
+    found = compute_fingerprint(file, expected[0])
     if found == expected:
         return []
     num_missing = expected[0] - found[0]

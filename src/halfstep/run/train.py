@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from halfstep.config.dump import plain, to_yaml
+from halfstep.config.dump import dump_values, to_yaml
 from halfstep.config.load import Loaded
 from halfstep.config.schema import RunConfig
 from halfstep.disk import make_absolute, write_atomically
-from halfstep.distributed.launch import Launch, joined
+from halfstep.distributed.launch import Launch, join_world
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.hardware.clock import Stopwatch
@@ -32,15 +32,14 @@ from halfstep.hardware.nvml import EnergyMeter
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
-from halfstep.report.config_view import config_as_json
+from halfstep.report.config_view import dump_config
 from halfstep.report.curves import draw_curves
 from halfstep.report.metrics_file import cut_back, read
 from halfstep.report.run_report import RunReport
-from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for, with_settled
+from halfstep.run.assemble import Assembly, assemble, build_workload, is_demo, plan_for, with_settled
 from halfstep.run.capsules import record_faults
 from halfstep.run.checkpoint import Checkpoint
 from halfstep.run.checkpoint import load as load_checkpoint
-from halfstep.run.disk_space import check_disk
 from halfstep.run.ending import (
     Progress,
     ended_early,
@@ -60,18 +59,15 @@ from halfstep.run.folder import (
     with_absolute_paths,
     with_data_found,
 )
-from halfstep.run.frozen import as_stored, identified, made_here, naming_lost_files, store
+from halfstep.run.frozen_modules import as_stored, identified, made_here, naming_lost_files, store
 from halfstep.run.interrupts import interrupts, raised_at_once
-from halfstep.run.journal import Journal, hint_about
+from halfstep.run.journal import Journal, hint_about, how_busy
 from halfstep.run.loop import Loop
 from halfstep.run.memory.out_of_memory import OutOfMemory, explain_model_too_large
 from halfstep.run.memory.sizing import choose_pieces, make_peak_predictor
+from halfstep.run.multi_rank import notes_on, refuse_differences, refuse_unfit, seed_of
 from halfstep.run.optimizing import steps_per_epoch
-from halfstep.run.pace import how_busy
-from halfstep.run.place import FarReport, Place, posted_warnings
-from halfstep.run.plan import is_demo
 from halfstep.run.presentation import show_header, show_summary
-from halfstep.run.ranked import notes_on, refuse_differences, refuse_unfit, seed_of
 from halfstep.run.resume import (
     Changes,
     as_settled,
@@ -83,7 +79,9 @@ from halfstep.run.resume import (
     settled_by_run,
     why_finished,
 )
-from halfstep.step.randomness import algorithms, seed_everything
+from halfstep.run.run_rank import FarReport, RunRank, posted_warnings
+from halfstep.run.stored_state import check_disk
+from halfstep.step.randomness import choose_algorithms, seed_everything
 from halfstep.tune.choose import MEASURED_FOR, Say, tuned, untuned
 from halfstep.tune.fresh_thread import forget_compiled
 from halfstep.tune.trials import Rehearse
@@ -103,8 +101,8 @@ def train(
     launch: Launch | None = None,
 ) -> Path:
     """Train, and return the run's folder. `launch` says which of several processes this is."""
-    with joined(loaded.config, launch) as world, raised_at_once():
-        place = Place(launch, world)
+    with join_world(loaded.config, launch) as world, raised_at_once():
+        place = RunRank(launch, world)
         if world is not None:
             refuse_unfit(loaded.config, world)
             resume = resume or place.to_go_on_with(out)
@@ -113,7 +111,7 @@ def train(
         return _start(loaded, str(out) if out else None, place)
 
 
-def _start(loaded: Loaded, out: str | None, place: Place) -> Path:
+def _start(loaded: Loaded, out: str | None, place: RunRank) -> Path:
     """Everything that can be wrong is found before the run's folder is made; only the demo needs it earlier."""
     loaded = dataclasses.replace(loaded, config=with_absolute_paths(loaded.config))
     asked, hardware = loaded.config, probe(place.device_of(loaded.config))
@@ -153,15 +151,15 @@ def _start(loaded: Loaded, out: str | None, place: Place) -> Path:
     return folder.path
 
 
-def _created(out: str | None, name: str, place: Place) -> RunFolder:
+def _created(out: str | None, name: str, place: RunRank) -> RunFolder:
     return place.of_first(lambda: RunFolder.create(out, name))
 
 
-def _decided(config: RunConfig, workload: Workload, hardware: Hardware, place: Place, rehearse: Rehearse) -> Plan:
+def _decided(config: RunConfig, workload: Workload, hardware: Hardware, place: RunRank, rehearse: Rehearse) -> Plan:
     return _tried(config, workload, plan_for(config, workload, hardware), place, rehearse)
 
 
-def _tried(config: RunConfig, workload: Workload, plan: Plan, place: Place, rehearse: Rehearse) -> Plan:
+def _tried(config: RunConfig, workload: Workload, plan: Plan, place: RunRank, rehearse: Rehearse) -> Plan:
     """Return the plan with what trials find, and with the micro-batch of `train.auto_batch`."""
     own, say = place.on_trial(config), _say_unless(config.log.quiet)
     plan = tuned(own, workload, plan, say, rehearse, peak=make_peak_predictor(own, workload))
@@ -171,7 +169,7 @@ def _tried(config: RunConfig, workload: Workload, plan: Plan, place: Place, rehe
     return dataclasses.replace(plan, pieces=pieces)
 
 
-def _assembled(config: RunConfig, workload: Workload, plan: Plan, place: Place) -> Assembly:
+def _assembled(config: RunConfig, workload: Workload, plan: Plan, place: RunRank) -> Assembly:
     device = torch.device(plan.device)
     # A run before in this process: its code counts among the eight times that dynamo compiles a function, ours as well
     # as the user's, and its parts know each other and so outlive it.
@@ -186,12 +184,12 @@ def _assembled(config: RunConfig, workload: Workload, plan: Plan, place: Place) 
 def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan, decided: dict[str, list[Any]]) -> None:
     config = config.changed(log={"quiet": False})
     code = sign_code(find_import_paths(config))
-    folder.write_settled(Settled(settings=plain(config), decided=decided, code=code))
+    folder.write_settled(Settled(settings=dump_values(config), decided=decided, code=code))
     folder.write_plan(plan)
     write_atomically(folder.config, to_yaml(config))  # last: a folder with it is a run
 
 
-def _with_demo_data(loaded: Loaded, folder: RunFolder, place: Place) -> Loaded:
+def _with_demo_data(loaded: Loaded, folder: RunFolder, place: RunRank) -> Loaded:
     data_dir = make_absolute(folder.path) / "data"
     place.of_first(partial(_write_demo, loaded.config, data_dir))
     return dataclasses.replace(loaded, config=loaded.config.changed(data={"dir": str(data_dir)}))
@@ -215,7 +213,7 @@ class Resumed:
     settled: Settled
 
 
-def _resume(loaded: Loaded, folder: RunFolder, place: Place, *, allow_changes: bool) -> Path:
+def _resume(loaded: Loaded, folder: RunFolder, place: RunRank, *, allow_changes: bool) -> Path:
     own, settled = load(str(folder.config)), folder.settled()
     loaded = as_settled(loaded, own, settled.decided)
     kept = KINDS.of(own.config.workload).kept
@@ -278,7 +276,7 @@ def _is_tidy(config: RunConfig, folder: RunFolder, path: Path, checkpoint: Check
 
 
 def _plan_to_go_on(
-    config: RunConfig, workload: Workload, folder: RunFolder, changes: Changes, place: Place, rehearse: Rehearse
+    config: RunConfig, workload: Workload, folder: RunFolder, changes: Changes, place: RunRank, rehearse: Rehearse
 ) -> Plan:
     """The stored one; what was decided or measured for settings that are others now is decided or measured again."""
     if changes.touch("precision.", "device"):
@@ -309,7 +307,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
     record_faults(parts, folder, journal.notice)
     with (
         ExitStack() as watch,
-        algorithms(deterministic=config.train.deterministic),
+        choose_algorithms(deterministic=config.train.deterministic),
         interrupts(answers=writes) as asked_to_stop,
     ):
         checkpoints = folder.checkpoints(keep=config.train.checkpoints_total_limit, writes=writes)
@@ -321,7 +319,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
         try:
             show_header(report, loaded, folder, parts)
             if is_new and writes:  # a resumed run would name its own config.yaml as the source of everything
-                write_atomically(folder.report / "config.json", json.dumps(config_as_json(loaded), indent=1) + "\n")
+                write_atomically(folder.report / "config.json", json.dumps(dump_config(loaded), indent=1) + "\n")
             for warning in (*warnings, *notes_on(config, parts.workload, parts.model, world)) if writes else ():
                 report.notice(warning, "warning")
             if resumed is not None:

@@ -1,7 +1,7 @@
 """`train.fast: auto` and `train.memory: low`: how steps run is chosen by timed trials before the run begins.
 
 Trials cost time, so they must promise to gain some: none for a short run, nor on a CPU (mode_search.py has the
-candidates, trial_time.py the clock). What was found is kept on disk for the next run of the same model, shape, device
+candidates, trials.py the clock). What was found is kept on disk for the next run of the same model, shape, device
 and versions, and in the plan of this one, which a resumed run follows without measuring again.
 """
 
@@ -20,9 +20,9 @@ from halfstep.errors import ConfigError, format_count
 from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.driver import Driver
 from halfstep.hardware.facts import Hardware
-from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, gains_once
-from halfstep.precision.fp8 import after_whole_steps, measured_gains, without_fp8
-from halfstep.precision.ladder import lacks
+from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, measure_gains_once
+from halfstep.precision.fp8 import fall_back_to_bf16, judge_whole_steps, measure_layer_gains
+from halfstep.precision.ladder import explain_lack
 from halfstep.precision.plan import Plan
 from halfstep.tune.memory_low import (
     HOTTER,
@@ -34,13 +34,11 @@ from halfstep.tune.memory_low import (
     choose_memory,
     levers_of,
 )
-from halfstep.tune.mode_cache import CachedMode
-from halfstep.tune.mode_search import FoundMode, ModeSearch
+from halfstep.tune.mode_search import CachedMode, FoundMode, ModeSearch
 from halfstep.tune.modes import NEEDS_CUDA, Mode
 from halfstep.tune.own_blocks import described
 from halfstep.tune.recompute_check import Recomputable, recomputable
-from halfstep.tune.trial_time import MOST_S, SHARE, TrialTime, total_steps_of
-from halfstep.tune.trials import Rehearse, cost_in, first_batch
+from halfstep.tune.trials import MOST_S, SHARE, Rehearse, TrialTime, cost_in, first_batch, total_steps_of
 from halfstep.workloads.base.workload import Workload
 
 FEWEST_STEPS = 300
@@ -162,13 +160,13 @@ class Tuning:
         try:
             fp8 = cost_in(mode, self.config, self.workload, plan, self.rehearse)
         except CannotRun as error:
-            return without_fp8(plan, f"its step cannot run {mode}: {error}", strict=wish.strict)
+            return fall_back_to_bf16(plan, f"its step cannot run {mode}: {error}", strict=wish.strict)
         try:
-            bf16 = cost_in(mode, self.config, self.workload, without_fp8(plan, "to compare"), self.rehearse)
+            bf16 = cost_in(mode, self.config, self.workload, fall_back_to_bf16(plan, "to compare"), self.rehearse)
         except CannotRun as error:
             self.say(f"fp8 is not compared with bf16, whose step cannot run {mode}: {error}")
             return plan
-        return after_whole_steps(plan, fp8_ms=fp8.ms, bf16_ms=bf16.ms, strict=wish.strict)
+        return judge_whole_steps(plan, fp8_ms=fp8.ms, bf16_ms=bf16.ms, strict=wish.strict)
 
     # --- memory ---
 
@@ -246,16 +244,16 @@ def fp8_gains(
     workload: Workload,
     hardware: Hardware,
     *,
-    measure: Callable[..., dict[LayerShape, Fp8Gain]] = gains_once,
+    measure: Callable[..., dict[LayerShape, Fp8Gain]] = measure_gains_once,
 ) -> dict[str, Fp8Gain]:
     """Gain by module name, for `decide(..., fp8_gains=...)`; empty where nothing is to be measured."""
     wish = config.precision
     is_asked = "fp8" in (wish.default, *wish.modules.values()) and not wish.simulate and not wish.force
-    if not is_asked or not hardware.device or lacks("fp8", hardware):
+    if not is_asked or not hardware.device or explain_lack("fp8", hardware):
         return {}
     batch = workload.prepared(first_batch(config, workload), key=(), training=False)
     forward = partial(workload.forward, workload.model, batch)
-    return measured_gains(workload.model, forward, hardware, find_cache_directory(), measure=measure)
+    return measure_layer_gains(workload.model, forward, hardware, find_cache_directory(), measure=measure)
 
 
 def asked_mode(config: RunConfig, plan: Plan) -> Mode | None:

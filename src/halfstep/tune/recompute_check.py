@@ -22,7 +22,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.errors import summarise_error
 from halfstep.models.recompute import Recompute, Recomputing
 from halfstep.precision.plan import Plan
-from halfstep.step.randomness import generator_states
+from halfstep.step.randomness import read_generators
 from halfstep.tune.memory_low import CannotRun, MemorySetting
 from halfstep.tune.own_blocks import by_kind, described, found_blocks
 from halfstep.tune.trials import Rehearse, Trial
@@ -40,7 +40,7 @@ class Recomputable(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-class Outcome(NamedTuple):
+class StepRecord(NamedTuple):
     """What some steps left, by name; what they kept for backward; how watched modules were called."""
 
     left: Mapping[str, Any]
@@ -110,7 +110,7 @@ class _Check:
         noise = max(gap for gap in self.noise.values() if math.isfinite(gap))
         return math.inf if math.isinf(self.noise.get(name, 0)) else min(NOISE * noise, MOST_NOISE)
 
-    def _taken(self, how: Recompute, names: Collection[str] = (), watched: Collection[str] = ()) -> Outcome:
+    def _taken(self, how: Recompute, names: Collection[str] = (), watched: Collection[str] = ()) -> StepRecord:
         memory = dataclasses.asdict(MemorySetting(recompute=how))
         plan = dataclasses.replace(self.plan, memory=memory, blocks=tuple(names))
         with self.rehearse(*self.run, plan) as trial:
@@ -121,7 +121,7 @@ class _Check:
                 raise CannotRun(reason) from error
 
 
-def _outcome(trial: Trial, watched: Collection[str]) -> Outcome:
+def _outcome(trial: Trial, watched: Collection[str]) -> StepRecord:
     model, calls, kept = trial.parts.model, set[tuple[str, Any]](), list[int]()
 
     def watch(name: str) -> Any:
@@ -144,7 +144,7 @@ def _outcome(trial: Trial, watched: Collection[str]) -> Outcome:
             engine(trial.window)
     for handle in handles:
         handle.remove()
-    return Outcome(dict(left_by(model)), sum(kept), calls)
+    return StepRecord(dict(left_by(model)), sum(kept), calls)
 
 
 def left_by(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -153,7 +153,7 @@ def left_by(model: nn.Module) -> Iterator[tuple[str, Any]]:
         held = {key: value for key, value in vars(module).items() if key not in ("_modules", "_parameters", "_buffers")}
         for key, value in {**held, **module._buffers}.items():
             yield f"{prefix}.{key}".removeprefix("."), [_mark(leaf) for leaf in tree_leaves(value)]
-    for name, state in generator_states().items():
+    for name, state in read_generators().items():
         yield f"the state of {name}'s random numbers", [_mark(leaf) for leaf in tree_leaves(state)]
     for name, parameter in model.named_parameters():
         yield f"the gradient of {name}", _mark(parameter.grad)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -14,13 +16,13 @@ from torch import nn
 from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
 from halfstep.errors import summarise_error
-from halfstep.hardware.memory import LiveBytes, peak_memory_bytes, reset_peak
+from halfstep.hardware.clock import Clock, Stopwatch
+from halfstep.hardware.memory import LiveBytes, get_peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
+from halfstep.tune.channels_last import is_only_tried
 from halfstep.tune.fresh_thread import in_fresh_thread
-from halfstep.tune.layout import is_only_tried
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, NotCaptured
 from halfstep.tune.modes import UNCAPTURED, Batch, Level, Mode, Notice
-from halfstep.tune.trial_time import TrialTime
 from halfstep.workloads.base.workload import Workload
 
 TIMED_STEPS = 5  # in a round at least; fewer where the time for trials is short
@@ -143,7 +145,7 @@ class Trial:
         reset_peak(device)
         for _ in range(2):
             engine(self.window)
-        return peak_memory_bytes(device) or 0
+        return get_peak_memory_bytes(device) or 0
 
     def _timed(self, engine: Steps, time: TrialTime) -> float:
         lasting_s = LASTING_S if self.parts.device.type == "cuda" else 0.0
@@ -170,3 +172,71 @@ def first_batch(config: RunConfig, workload: Workload) -> Batch:
         return next(loader.epoch(0))
     finally:
         loader.close()
+
+
+# --- the time limit of trials: at most a minute, and at most a twentieth of the expected run ---
+#
+# Two accounts:
+#     starts   the first step of each candidate, in which code is compiled and cuDNN tries its algorithms. It cannot be
+#              interrupted, so its usual duration is considered before: all starts together must fit into a twentieth of
+#              the run. A run in that mode would begin with it anyway, and compiled code is cached on disk.
+#     steps    everything else, limited by the clock: asked before each candidate, and for how many steps one is timed.
+
+
+MOST_S = 60.0
+SHARE = 0.05  # of the expected run that may be spent on finding out how to run it
+CANDIDATES = 4
+"""One candidate is timed for a fourth of the time at most: the first must not use up what the others need."""
+
+
+class TrialTime:
+    def __init__(
+        self, num_steps: float = math.inf, *, most_s: float = math.inf, clock: Clock = time.perf_counter
+    ) -> None:
+        self.num_steps, self.most_s, self.clock = num_steps, most_s, clock
+        self.run_s: float | None = None  # what the run is expected to take; None before anything was timed
+        self.starts_s = 0.0
+        self._total = Stopwatch(clock=clock)
+
+    def expect(self, step_s: float) -> None:
+        """A step takes so long: now it is known how long the run will be."""
+        self.run_s = step_s * self.num_steps
+
+    @property
+    def limit_s(self) -> float:
+        return self.most_s if self.run_s is None else min(self.most_s, SHARE * self.run_s)
+
+    @property
+    def spent_s(self) -> float:
+        """On everything but the candidates' starts."""
+        return self._total.elapsed_s - self.starts_s
+
+    @property
+    def is_over(self) -> bool:
+        return self.spent_s >= self.limit_s
+
+    @property
+    def for_one_s(self) -> float:
+        """What one candidate may be timed for, beginning now."""
+        return max(0.0, min(self.limit_s / CANDIDATES, self.limit_s - self.spent_s))
+
+    def has_room_for(self, start_s: float) -> bool:
+        """Whether a start that usually takes this long fits into the run's share, with the starts before it.
+
+        What starts nothing has room: a slow start before it is no reason to leave it out.
+        """
+        return start_s == 0 or self.run_s is None or self.starts_s + start_s <= SHARE * self.run_s
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        start = Stopwatch(clock=self.clock)
+        try:
+            yield
+        finally:
+            self.starts_s += start.elapsed_s
+
+
+def total_steps_of(config: RunConfig, num_batches: int) -> int:
+    """Steps to the end of the run, if nothing stops it early."""
+    planned = config.train.epochs * math.ceil(num_batches / config.train.accumulate)
+    return min(planned, config.train.max_steps) if config.train.max_steps else planned

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.run.memory.trace import (
+from halfstep.run.memory.step_trace import (
     AllocationRecorder,
     Convolution,
     by_fft,

@@ -14,9 +14,9 @@ Which one decides, and when:
 How a prediction is made, one file per stage:
 
     traceable_step.py   build the run's own step on tensors without content, as a GPU would run it
-    trace.py            record its operations and allocations; sum them up over the step
+    step_trace.py         record its operations and allocations; sum them up over the step
     compiled.py         derive from the eager trace what torch.compile keeps, recomputes and fuses
-    predict.py          peak by component for a precision, mode, level and batch; what fits a device
+    planner.py          peak by component for a precision, mode, level and batch; what fits a device
     sizing.py           what a run does with it: micro-batch, suggestions, costs for `guide` and `bench`
     out_of_memory.py    cutting a window into micro-batches, and the messages
 """

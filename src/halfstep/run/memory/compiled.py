@@ -18,7 +18,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from halfstep.run.memory.trace import Life, Op, StepTrace, Timeline
+from halfstep.run.memory.step_trace import Life, Op, StepTrace, Timeline
 
 NORMS = frozenset({"native_layer_norm", "native_batch_norm", "native_group_norm", "_native_batch_norm_legit"})
 """Operations that consist of a sum, whose result is kept, and a pointwise rest."""

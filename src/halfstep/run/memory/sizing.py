@@ -19,7 +19,7 @@ from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import read_document
 from halfstep.run.folder import RunFolder, load_stored
-from halfstep.run.memory.predict import USABLE, Cell, MemoryPlanner, compute_usable_bytes, find_fits, find_largest_batch
+from halfstep.run.memory.planner import USABLE, Cell, MemoryPlanner, compute_usable_bytes, find_fits, find_largest_batch
 from halfstep.run.memory.traceable_step import build_traceable_step
 from halfstep.tune.memory_low import DoesNotFit, MemorySetting
 from halfstep.tune.modes import Mode

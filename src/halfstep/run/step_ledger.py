@@ -27,10 +27,9 @@ from halfstep.evidence.kernel_events import Event, Kernel, replays_of
 from halfstep.evidence.precision_ledger import Ledger, Weights, ledger_of, observe, seen_by, undone
 from halfstep.kernels.fast_forms import allow_chains
 from halfstep.run.assemble import Assembly
-from halfstep.run.engine import Engine, prepared_window
-from halfstep.run.frozen import modules_of
+from halfstep.run.engine import Engine, PhasedEngine, prepared_window
+from halfstep.run.frozen_modules import modules_of
 from halfstep.run.memory.out_of_memory import split_window
-from halfstep.run.phased_engine import PhasedEngine
 from halfstep.step.step import LossFn
 from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.tune.modes import Batch, Notice, Region

@@ -13,26 +13,25 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from halfstep.config.schema import RunConfig
-from halfstep.distributed.launch import Launch, device_of
-from halfstep.distributed.world import World, agreed
+from halfstep.distributed.launch import Launch, choose_device
+from halfstep.distributed.world import World, mark_agreed
 from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep.report.progress import Bar
 from halfstep.report.run_report import Level, RunReport
+from halfstep.run.engine import rehearsal
 from halfstep.run.folder import RunFolder
-from halfstep.run.rehearse import rehearsal
 from halfstep.tune.memory_low import CannotRun, Cost
 from halfstep.tune.modes import Mode
-from halfstep.tune.trial_time import TrialTime
-from halfstep.tune.trials import Rehearse, Trial
+from halfstep.tune.trials import Rehearse, Trial, TrialTime
 from halfstep.workloads.base.workload import Workload
 
 Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RunRank:
     launch: Launch | None
     world: World | None
 
@@ -45,14 +44,14 @@ class Place:
         return make() if self.world is None else self.world.from_first(make)
 
     def device_of(self, config: RunConfig) -> str:
-        return device_of(config, self.launch)
+        return choose_device(config, self.launch)
 
     def to_go_on_with(self, out: Path | None) -> Path | None:
         """The run that was under way when torchrun started its processes again."""
         if self.launch is None or not self.launch.restarts:
             return None
         if out is None:
-            raise agreed(
+            raise mark_agreed(
                 CheckpointError(
                     "torchrun has started the processes again, and the run has no folder of a known name",
                     why="a folder named by the clock cannot be found again",
@@ -66,7 +65,7 @@ class Place:
         if self.world is None:
             return make(rehearsal)
         device = probe(self.device_of(config)).device
-        return Trials(self.world, self.on_trial(config), workload, device, rehearsal).planned(make)
+        return AgreedTrials(self.world, self.on_trial(config), workload, device, rehearsal).planned(make)
 
     def on_trial(self, config: RunConfig) -> RunConfig:
         """The config as trials take it: a process computes its part of a batch, and none of them cuts it by itself."""
@@ -84,7 +83,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Trials:
+class AgreedTrials:
     world: World
     config: RunConfig  # its part of the batch
     workload: Workload
@@ -112,8 +111,8 @@ class Trials:
                 plan = dataclasses.replace(plan, device=self.device)
                 trial = stack.enter_context(self.rehearse(config, self.workload, plan))
             except CannotRun as error:
-                own = plain(error)
-            worst(self.world.gathered(own))
+                own = _strip_frames(error)
+            _take_slowest(self.world.gathered(own))
             yield trial
 
     # --- the first one ---
@@ -123,7 +122,7 @@ class Trials:
         self._say("begin", plan.to_json(), config.train.batch_size)
         with self._begun(config, plan) as trial:
             try:
-                yield Led(trial, self.world)
+                yield AgreedTrial(trial, self.world)
             except CannotRun:
                 self._say("end")
                 raise
@@ -149,7 +148,7 @@ class Trials:
     def _follow(self, trial: Trial) -> None:
         while (said := self._heard())[0] == "cost":
             mode, cudnn_benchmark = said[1:]
-            self.world.gathered(outcome(partial(trial.cost, mode, cudnn_benchmark=cudnn_benchmark)))
+            self.world.gathered(_run_trial(partial(trial.cost, mode, cudnn_benchmark=cudnn_benchmark)))
 
     def _heard(self) -> tuple[Any, ...]:
         return self.world.from_first(tuple)
@@ -159,7 +158,7 @@ class Trials:
         return self.config.changed(train={"batch_size": min(tried, self.config.train.batch_size)})
 
 
-class Led(Trial):
+class AgreedTrial(Trial):
     """A trial of the first process, whose costs are those of the slowest."""
 
     def __init__(self, own: Trial, world: World) -> None:
@@ -167,26 +166,28 @@ class Led(Trial):
 
     def cost(self, mode: Mode, time: TrialTime | None = None, *, cudnn_benchmark: bool | None = None) -> Cost:
         self.world.from_first(lambda: ("cost", mode, cudnn_benchmark))
-        return worst(self.world.gathered(outcome(lambda: self.own.cost(mode, time, cudnn_benchmark=cudnn_benchmark))))
+        return _take_slowest(
+            self.world.gathered(_run_trial(lambda: self.own.cost(mode, time, cudnn_benchmark=cudnn_benchmark)))
+        )
 
 
 def _raise(error: HalfstepError) -> None:
     raise error
 
 
-def outcome(trial: Callable[[], Cost]) -> Cost | CannotRun:
+def _run_trial(trial: Callable[[], Cost]) -> Cost | CannotRun:
     try:
         return trial()
     except CannotRun as error:
-        return plain(error)
+        return _strip_frames(error)
 
 
-def plain(error: CannotRun) -> CannotRun:
+def _strip_frames(error: CannotRun) -> CannotRun:
     """As it can be sent: without the frames, and the models in them."""
     return type(error)(str(error))
 
 
-def worst(outcomes: list[Any]) -> Cost:
+def _take_slowest(outcomes: list[Any]) -> Cost:
     """What the slowest process takes; who cannot run is named."""
     for rank, found in enumerate(outcomes):
         if isinstance(found, CannotRun):
