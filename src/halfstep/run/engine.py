@@ -45,7 +45,7 @@ from halfstep.tune.fresh_thread import forget_compiled
 from halfstep.tune.memory_low import CannotRun, DoesNotFit
 from halfstep.tune.modes import UNCAPTURED, Batch, Level, Mode, Notice, cudnn_trials
 from halfstep.tune.trials import Trial, first_batch
-from halfstep.workloads.base.over_ranks import over_ranks
+from halfstep.workloads.base.over_ranks import gather_over_ranks
 from halfstep.workloads.base.workload import Workload
 
 MOST_GRAPHS = 2  # each keeps memory of its own. Windows that mix their batches in more ways than that run uncaptured.
@@ -204,7 +204,7 @@ class Engine:
         def talks() -> None:
             ranks.talks_in_backward = True
 
-        return over_ranks(rows, world.rank, talks)
+        return gather_over_ranks(rows, world.rank, talks)
 
     def _runs_compiled(self, batch: Batch) -> bool:
         if self.mode == "eager" or not self._is_full(batch):
