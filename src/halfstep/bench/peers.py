@@ -33,7 +33,7 @@ from halfstep.backend_flags import fp32_mode
 from halfstep.bench.apart import isolate_row
 from halfstep.bench.problem import AfterStep, Batch, Problem, Runner
 from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError, format_count, suggest_nearest
-from halfstep.kernels.fast_forms import forced
+from halfstep.kernels.fast_forms import force
 from halfstep.tune.fresh_thread import place_for_graphs
 
 Variant = Literal["documented", "tuned", "graphs"]
@@ -143,7 +143,7 @@ def isolate_peer(device: torch.device) -> Iterator[None]:
         # Fail instead of timing a peer that silently fell back to eager.
         dynamo_config.patch(fail_on_recompile_limit_hit=True),
         # A peer's user writes torch's layers: switch off our models' fused kernels.
-        forced(False),
+        force(False),
     ):
         yield
 
