@@ -183,7 +183,7 @@ def _make_fused_capturable(step: Step) -> None:
 
 # --- the memory a graph keeps for its replays ---
 # torch's allocator takes memory from the driver in segments of fixed size. Outside of a graph a gap in one is reused by
-# the next step or freed; a graph's segments are reserved for as long as it lives. In an expandable segment, one range of
+# the next step or freed; a graph's segments stay reserved while it lives. In an expandable segment, one range of
 # addresses that grows at its end, freed neighbours are joined and hardly a gap remains.
 
 SETTING = "expandable_segments"
