@@ -30,9 +30,9 @@ from halfstep.bench.step_profile import (
 from halfstep.errors import ConfigError, HardwareError
 from halfstep.hardware.facts import Hardware
 from halfstep.report.tables import columns_table, pairs_table
-from halfstep.run.assemble import plan_for
+from halfstep.run.assemble import decide_plan
 from halfstep.tune.channels_last import wants_channels_last
-from halfstep.tune.fresh_thread import in_fresh_thread
+from halfstep.tune.fresh_thread import run_in_fresh_thread
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +181,7 @@ def _in_turn(
         try:
             facts = facts_of(runner, problem, hardware, flops)
             work = partial(explain, runner, steps=steps, facts=facts)
-            return in_fresh_thread(work, problem.device)
+            return run_in_fresh_thread(work, problem.device)
         # Anything at all, as in the bench itself: one row that cannot run must not cost the others.
         except Exception as error:
             error.__traceback__ = None  # its frames hold the model, and with it the memory of the next row
@@ -210,7 +210,7 @@ def _keeps_channels_last(runner: Runner, hardware: Hardware) -> bool:
             fix="--precisions fp32",
         )
     config, workload = runner.config, runner.workload()
-    return wants_channels_last(config, plan_for(config, workload, hardware), workload.model)
+    return wants_channels_last(config, decide_plan(config, workload, hardware), workload.model)
 
 
 NAME_LENGTH = 64

@@ -375,7 +375,7 @@ def workload_of(args: Sequence[str], *, trust: bool) -> str:
                 from halfstep.run.folder import RunFolder
                 from halfstep.workloads.base.import_path import refuse_unknown_code
 
-                refuse_unknown_code([workload], RunFolder(Path(word)).settled().code, config)
+                refuse_unknown_code([workload], RunFolder(Path(word)).read_settled().code, config)
             return workload
     return ""
 

@@ -125,7 +125,7 @@ def _plan_memory(
     words: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, mode: str | None
 ) -> MemoryPlan:
     from halfstep.config.precision_names import precision_name
-    from halfstep.run.assemble import data_at_hand
+    from halfstep.run.assemble import provide_data
     from halfstep.run.memory.planner import (
         MODES,
         MemoryPlanner,
@@ -137,12 +137,12 @@ def _plan_memory(
         refuse_nothing_fits,
     )
     from halfstep.run.memory.traceable_step import build_traceable_step
-    from halfstep.tune.own_blocks import described
+    from halfstep.tune.own_blocks import describe_blocks
 
     hardware, memory, where = _device(gpu, fit, flags)
     config, is_made_up = _config(words, flags)
     shown = _mode(mode, config)
-    with contextlib.nullcontext(config) if is_made_up else data_at_hand(config) as with_data:
+    with contextlib.nullcontext(config) if is_made_up else provide_data(config) as with_data:
         planner = MemoryPlanner(build_traceable_step(with_data), hardware)
     wish = flags["precision"]
     name = precision_name(str(wish), "--precision") if wish else "auto"
@@ -160,7 +160,7 @@ def _plan_memory(
     if gpu and hardware:
         notes += _of_gpu(hardware, name, memory)
     if planner.step.blocks:
-        notes.append(RECOMPUTED.format(described(planner.step.workload.model, planner.step.blocks)))
+        notes.append(RECOMPUTED.format(describe_blocks(planner.step.workload.model, planner.step.blocks)))
     return MemoryPlan(
         config=config,
         num_parameters=planner.step.num_parameters,

@@ -26,8 +26,8 @@ from halfstep.errors import CheckpointError, ConfigError, HalfstepError, format_
 from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide, why_simulated
-from halfstep.run.folder import RunFolder, with_absolute_paths
-from halfstep.tune.choose import asked_mode
+from halfstep.run.folder import RunFolder, make_paths_absolute
+from halfstep.tune.choose import find_asked_mode
 from halfstep.use.compare_run import (
     OUT_OF_MEMORY,
     Job,
@@ -155,7 +155,7 @@ def new_comparison(request: Request, out: Path | None) -> tuple[Path, Comparison
         if config.precision.simulate and (missing := why_simulated(config.precision, hardware)):
             simulated[row] = missing
         try:  # a format or a mode that is not there must not show after the pilot
-            asked_mode(config, decide(config.precision, hardware))
+            find_asked_mode(config, decide(config.precision, hardware))
         except HalfstepError as error:
             error.what = f"{row}: {error.what}"
             raise
@@ -177,7 +177,7 @@ def settings_of(request: Request) -> dict[str, dict[str, Any]]:
 
 
 def _settings(configs: Mapping[str, RunConfig]) -> dict[str, dict[str, Any]]:
-    return {name: flat(with_absolute_paths(config).model_dump(mode="json")) for name, config in configs.items()}
+    return {name: flat(make_paths_absolute(config).model_dump(mode="json")) for name, config in configs.items()}
 
 
 def refuse_other_settings(comparison: Comparison) -> None:

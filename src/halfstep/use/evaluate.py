@@ -21,12 +21,12 @@ from halfstep.precision.plan import Plan
 from halfstep.report.results import Evaluation
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import build_workload
-from halfstep.run.folder import with_absolute_paths, with_data_found
-from halfstep.run.frozen_modules import naming_lost_files
-from halfstep.run.journal import hint_about
+from halfstep.run.folder import find_moved_data, make_paths_absolute
+from halfstep.run.frozen_modules import name_lost_files
+from halfstep.run.journal import find_hint
 from halfstep.run.memory.out_of_memory import OutOfMemory
 from halfstep.run.stored_state import load_for_use
-from halfstep.run.validate import evaluating, validate
+from halfstep.run.validate import enter_evaluation, validate
 from halfstep.step.randomness import algorithms
 from halfstep.use.open_run import OpenedRun, as_trained, fresh_folder, in_use, open_run, plan_for_use, with_weights
 from halfstep.workloads import KINDS
@@ -56,7 +56,7 @@ def evaluate(
     kind = KINDS.of(run.config.workload)
     evaluating_as: Any = load_part(kind.evaluate.evaluation) if kind.evaluate else PlainEvaluation
     wanted = with_defaults(kind.evaluate.options if kind.evaluate else (), options or {}, run.config.workload)
-    with naming_lost_files(run.frozen):
+    with name_lost_files(run.frozen):
         config, workload = _with_data(run, evaluating_as, data, report)
     workload = replace(workload, frozen=as_trained(run, workload.frozen))
     plan = plan_for_use(run, workload.model, device=device, precision=precision, frozen=workload.frozen)
@@ -82,7 +82,7 @@ def evaluate(
             scored_at=evaluation.scored_at,
             classes=evaluation.classes(),
             ranking=evaluation.ranking,
-            hint=hint_about(config.workload, metrics),
+            hint=find_hint(config.workload, metrics),
             files=tuple(str(file) for file in (*pictures, summary)),
             seconds=round(clock.elapsed_s, 2),
         )
@@ -94,7 +94,7 @@ def _with_data(
     run: OpenedRun, kind: type[Evaluating], data: Path | None, report: RunReport
 ) -> tuple[RunConfig, Workload]:
     """The run's own validation data; of another folder all there is."""
-    config = with_absolute_paths(run.config)
+    config = make_paths_absolute(run.config)
     stored = Path(config.data.dir) if config.data.dir else None
     if data is not None and not data.exists():
         raise DataError(
@@ -112,7 +112,7 @@ def _with_data(
             if "data." in error.fix or "halfstep train" in error.fix:  # an evaluation takes no settings
                 error.fix = f"give data laid out as the run's own, {stored or 'its demo data'}"
             raise
-    config, notes = with_data_found(run.config, run.folder)
+    config, notes = find_moved_data(run.config, run.folder)
     for note in notes:
         report.notice(note, "warning")
     workload = build_workload(kind.to_validate(config), run.store)
@@ -172,7 +172,7 @@ class Trial:
         sample = self.workload.val_samples.sample(index, key=(seed, 0, index))
         raw = {name: tensor.unsqueeze(0).to(device) for name, tensor in sample.items()}
         batch = self.workload.prepared(raw, key=Key.of_validation(index), training=False)
-        with evaluating(self.model), self.plan.forward():
+        with enter_evaluation(self.model), self.plan.forward():
             return batch, self.workload.forward(self.model, batch)
 
     def _validated(self, workload: Workload, pieces: int) -> dict[str, float]:

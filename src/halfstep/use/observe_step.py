@@ -22,11 +22,11 @@ from halfstep.evidence.precision_ledger import Ledger
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
-from halfstep.run.assemble import Assembly, assemble, build_workload, data_at_hand, plan_for, with_settled
-from halfstep.run.engine import Engine, engine_for, prepared_window
-from halfstep.run.folder import RunFolder, load_stored, with_data_found
-from halfstep.run.frozen_modules import identified, modules_of
-from halfstep.run.step_ledger import AnyEngine, Recording, engines_of, ledgers_of
+from halfstep.run.assemble import Assembly, apply_settled, assemble, build_workload, decide_plan, provide_data
+from halfstep.run.engine import Engine, make_engine, prepare_window
+from halfstep.run.folder import RunFolder, find_moved_data, load_stored
+from halfstep.run.frozen_modules import add_checksums, get_modules
+from halfstep.run.step_ledger import AnyEngine, Recording, list_engines, observe_ledgers
 from halfstep.step.facts import rng_state
 from halfstep.step.randomness import algorithms
 from halfstep.tune.modes import Batch, Level
@@ -44,7 +44,7 @@ def is_run(word: str) -> bool:
 def ledger(word: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False) -> list[Ledger]:
     """Of a run's folder with its weights and stored plan, or of what would be trained."""
     with at_hand(word, flags=flags, overrides=overrides, trust=trust) as (parts, engine, window):
-        return ledgers_of(parts, engine, window, _replay(parts, engine, window))
+        return observe_ledgers(parts, engine, window, _replay(parts, engine, window))
 
 
 def _replay(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> list[Event]:
@@ -66,11 +66,11 @@ def at_hand(
 ) -> Iterator[tuple[Assembly, AnyEngine, list[Batch]]]:
     """An assembly that has made one step, so that its optimizer has a state; its engine; and a window of real data."""
     loaded = _loaded(word, flags, overrides, trust=trust)
-    with data_at_hand(loaded.config) as config:
+    with provide_data(loaded.config) as config:
         parts = _of_run(Path(word), config, trust=trust) if is_run(word) else _of_config(config)
         try:
             with algorithms(deterministic=config.train.deterministic):
-                engine = engine_for(parts, parts.mode or "eager", _unsaid)
+                engine = make_engine(parts, parts.mode or "eager", _unsaid)
                 window = _first_window(parts)
                 engine(window)
                 yield parts, engine, window
@@ -83,7 +83,7 @@ def _loaded(word: str, flags: Mapping[str, object], overrides: Sequence[str], *,
     path = Path(word)
     if is_run(word):
         folder = RunFolder(path)
-        return load_stored(folder.config, folder.settled().code, trust=trust, flags=flags, overrides=overrides)
+        return load_stored(folder.config, folder.read_settled().code, trust=trust, flags=flags, overrides=overrides)
     is_missing = not path.exists() and len(path.parts) > 1 and path.suffix not in (".yaml", ".yml")
     if path.is_dir() or is_missing:
         raise CheckpointError(
@@ -94,15 +94,15 @@ def _loaded(word: str, flags: Mapping[str, object], overrides: Sequence[str], *,
 
 
 def _of_config(config: RunConfig) -> Assembly:
-    workload = identified(build_workload(config))
-    settled = with_settled(config, workload)
-    plan = plan_for(settled, workload, probe(settled.device))
+    workload = add_checksums(build_workload(config))
+    settled = apply_settled(config, workload)
+    plan = decide_plan(settled, workload, probe(settled.device))
     return assemble(settled, workload, plan)
 
 
 def _of_run(path: Path, config: RunConfig, *, trust: bool) -> Assembly:
     run = open_run(path, checkpoint="last", trust=trust)
-    found, _ = with_data_found(config, run.folder)
+    found, _ = find_moved_data(config, run.folder)
     workload = build_workload(found, run.store)
     frozen = as_trained(run, workload.frozen)
     plan = plan_for_use(run, workload.model, device=None, precision=None, frozen=frozen)
@@ -144,7 +144,7 @@ def dry_run(
     with at_hand(word, flags={**flags, **own_precision}, overrides=overrides, trust=trust) as (parts, engine, _):
         windows = windows_of(parts, num_batches)
         found: list[Judged] = []
-        for phase, own in engines_of(engine):
+        for phase, own in list_engines(engine):
             rows = judged(subject_of(own, windows[0]), chosen, windows)
             found += [_named(row, phase) for row in rows]
         if chosen == "bf16-true":
@@ -155,7 +155,7 @@ def dry_run(
 def windows_of(parts: Assembly, num: int) -> list[list[Batch]]:
     batches = itertools.islice(parts.train_loader.epoch(0), num)
     placed = ({name: value.to(parts.device) for name, value in batch.items()} for batch in batches)
-    return [prepared_window(parts, [batch]) for batch in placed]
+    return [prepare_window(parts, [batch]) for batch in placed]
 
 
 def subject_of(engine: Engine, window: list[Batch]) -> Subject:
@@ -168,7 +168,7 @@ def subject_of(engine: Engine, window: list[Batch]) -> Subject:
         rng=rng_state(parts.device),
         plan=parts.plan,
         plan_for=lambda precision, modules: _plan(parts.config, parts, precision),
-        frozen=modules_of(parts.workload.frozen),
+        frozen=get_modules(parts.workload.frozen),
         beside_state={name: copied_state(part.module) for name, part in parts.workload.frozen.items()},
         trained=step.trained_parameters(),
     )
@@ -178,7 +178,7 @@ def _plan(config: RunConfig, parts: Assembly, precision: str) -> Plan:
     request = config.precision.model_copy(
         update={"default": precision or parts.plan.granted, "simulate": precision != "fp32", "strict": False}
     )
-    frozen = modules_of(parts.workload.frozen)
+    frozen = get_modules(parts.workload.frozen)
     return decide(request, probe(parts.plan.device), parts.model, fragile=parts.workload.fragile, frozen=frozen)
 
 

@@ -19,12 +19,12 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 from halfstep.report.run_report import RunReport
-from halfstep.run.assemble import placed
+from halfstep.run.assemble import place_model
 from halfstep.run.checkpoint import Checkpoint, Checkpoints, load
 from halfstep.run.folder import RunFolder, load_stored
-from halfstep.run.frozen_modules import as_stored, modules_of, place_frozen_
+from halfstep.run.frozen_modules import get_modules, match_stored, place_frozen_
 from halfstep.run.stored_state import load_for_use
-from halfstep.run.validate import evaluating
+from halfstep.run.validate import enter_evaluation
 from halfstep.step.tables import Value, set_to_
 from halfstep.workloads.base.using import Trained
 from halfstep.workloads.base.workload import FrozenPart
@@ -74,7 +74,7 @@ def open_run(path: Path, *, checkpoint: str = "best", trust: bool = False) -> Op
     """Read settings and weights; a damaged checkpoint is passed over for a whole one, and that is said. `trust` imports
     code that the user did not train the run with."""
     folder = RunFolder.open(str(path))
-    config = load_stored(folder.config, folder.settled().code, trust=trust).config
+    config = load_stored(folder.config, folder.read_settled().code, trust=trust).config
     notes: list[str] = []
     chosen, content = _first_whole(_candidates(folder.checkpoints(), checkpoint, notes), notes)
     return OpenedRun(folder=folder, config=config, path=chosen, checkpoint=content, notes=tuple(notes))
@@ -83,7 +83,7 @@ def open_run(path: Path, *, checkpoint: str = "best", trust: bool = False) -> Op
 def as_trained(run: OpenedRun, frozen: Mapping[str, FrozenPart]) -> dict[str, FrozenPart]:
     """The frozen parts the run was trained with, as far as they are used; others are refused."""
     used = {name: known for name, known in run.frozen.items() if name in frozen}
-    return as_stored(frozen, used, run.folder.path)
+    return match_stored(frozen, used, run.folder.path)
 
 
 def plan_for_use(
@@ -95,7 +95,7 @@ def plan_for_use(
     frozen: Mapping[str, FrozenPart] | None = None,
 ) -> Plan:
     """The stored plan; another one where another device or precision is asked for, or the run's device is not here."""
-    stored = run.folder.stored_plan()
+    stored = run.folder.read_plan()
     hardware = probe(device or _here(stored.device))
     if precision is None and hardware.device == stored.device:
         return stored
@@ -104,7 +104,7 @@ def plan_for_use(
         # Parts with a precision of their own belong to the request that is replaced.
         request = request.model_copy(update={"default": precision_name(precision, "--precision"), "modules": {}})
     islands = [f"{row.module}: {row.reason}" for row in stored.rows if row.kind == "island"]
-    plan = decide(request, hardware, model, fragile=islands, frozen=modules_of(frozen or {}))
+    plan = decide(request, hardware, model, fragile=islands, frozen=get_modules(frozen or {}))
     if device is None and plan.device != stored.device:
         moved = f"the run's device {stored.device} ({stored.device_name}) is not here: using {plan.device}"
         return replace(plan, warnings=(*plan.warnings, f"{moved} in {plan.granted}"))
@@ -119,7 +119,7 @@ def with_weights(
     values: Mapping[str, Value] | None = None,
 ) -> nn.Module:
     """The model on its device with the checkpoint's weights, the averaged ones where the run keeps them."""
-    model = placed(run.config, model, plan)
+    model = place_model(run.config, model, plan)
     place_frozen_(run.config, frozen or {}, plan)
     set_to_(values or {}, int(run.checkpoint.state["step"]["committed"]), torch.device(plan.device))
     try:
@@ -204,7 +204,7 @@ def in_use(model: nn.Module, plan: Plan, report: RunReport) -> Trained:
 
     @contextmanager
     def inside() -> Iterator[None]:
-        with evaluating(model), plan.forward():
+        with enter_evaluation(model), plan.forward():
             yield
 
     return Trained(

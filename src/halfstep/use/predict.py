@@ -17,8 +17,8 @@ from halfstep.hardware.clock import Stopwatch
 from halfstep.models.first_values import unfilled
 from halfstep.report.results import Answer, Failure, Predictions, json_text
 from halfstep.report.run_report import RunReport
-from halfstep.run.frozen_modules import naming_lost_files
-from halfstep.run.interrupts import Interrupts, interrupts
+from halfstep.run.frozen_modules import name_lost_files
+from halfstep.run.interrupts import Interrupts, catch_interrupts
 from halfstep.step.randomness import algorithms
 from halfstep.use.open_run import as_trained, fresh_folder, in_use, open_run, plan_for_use, with_weights
 from halfstep.workloads import KINDS
@@ -75,7 +75,7 @@ def predict(
     command = _command_of(run.config.workload)
     wishes = replace(wishes, options=with_defaults(command.options, wishes.options, run.config.workload))
     _refuse_wrong_inputs(command, asked, run.config.workload)
-    with naming_lost_files(run.frozen), unfilled():
+    with name_lost_files(run.frozen), unfilled():
         predictor: Predictor = load_part(command.predictor)(run.config, run.store)
     frozen = as_trained(run, frozen_of(predictor))
     inputs, failed = find_inputs(asked, predictor.endings)
@@ -99,7 +99,7 @@ def predict(
         if folder and left:
             answers, inputs = _continue(folder, left, inputs, report)
         try:
-            with interrupts(heard=FINISHING) as asked_to_stop:
+            with catch_interrupts(heard=FINISHING) as asked_to_stop:
                 asked_to_stop.last_words = lambda: str(_stopped_at_once(folder, answers))
                 num_left = _answer_all(
                     predictor, inputs, trained, replace(wishes, out=folder), report, answers, failed, asked_to_stop
