@@ -27,7 +27,7 @@ from diffusers import DDPMScheduler
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.bench.problem import bench_config
+from halfstep.bench.problem import load_bench_config
 from halfstep.data.loader import Samples
 from halfstep.models.posterior import kl_divergence, posterior
 from halfstep.workloads.base.kind import Kind, SampleUnit, Store, SyntheticData
@@ -194,7 +194,7 @@ SD_UNET = Kind(
 def config_of(name: str, small: bool) -> Any:
     case = CASES[name]
     words = (*COMMON, *(case.small if small else case.words))
-    return bench_config(case.workload, words, {"batch_size": 2 if small else case.batch_size}, small=False)
+    return load_bench_config(case.workload, words, {"batch_size": 2 if small else case.batch_size}, small=False)
 
 
 def by_halfstep(name: str, row: str, precision: str, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from halfstep.evidence.ranges import Operation, Trace
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.run.assemble import Assembly
-from halfstep.use.observe_step import at_hand, subject_of, windows_of
+from halfstep.use.observe_step import assemble_step, build_subject, read_windows
 from recording import store
 
 FAMILIES = {
@@ -189,10 +189,10 @@ def of_family(workload: str) -> list[dict[str, object]]:
     for seed in SEEDS:
         words = [*FAMILIES[workload], "data.num_workers=0", "train.fast=off", f"train.seed={seed}"]
         flags = {"precision": "fp32", "device": "cpu"}
-        with at_hand(workload, flags=flags, overrides=words) as (parts, engine, _):
+        with assemble_step(workload, flags=flags, overrides=words) as (parts, engine, _):
             planted = plant(parts.model, seed)
-            (window,) = windows_of(parts, 1)
-            subject = subject_of(engine, window)  # type: ignore[arg-type]
+            (window,) = read_windows(parts, 1)
+            subject = build_subject(engine, window)  # type: ignore[arg-type]
             subject.loss = scaled(subject.loss)
             counts = {"fp16": compared(said(subject, window), shown(subject, parts))}
             counts["fp16"]["not_judged"] = 3 * len(layers(parts.model)) - counts["fp16"].total()

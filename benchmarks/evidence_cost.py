@@ -25,7 +25,7 @@ from halfstep.hardware.monitor import Monitor
 from halfstep.run.assemble import Assembly
 from halfstep.run.capsules import context_of
 from halfstep.run.step_ledger import AnyEngine
-from halfstep.use.observe_step import at_hand
+from halfstep.use.observe_step import assemble_step
 from recording import finish_device_work, store
 
 GOALS = {"recording": 0.01, "monitor": 0.005}
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="for trying the script on a CPU")
     arguments = parser.parse_args()
     words = SMALL if arguments.small else FULL
-    with at_hand("unet", flags={"precision": None if arguments.small else "bf16"}, overrides=words) as (
+    with assemble_step("unet", flags={"precision": None if arguments.small else "bf16"}, overrides=words) as (
         parts,
         engine,
         _,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from halfstep.bench.problem import bench_config
+from halfstep.bench.problem import load_bench_config
 from halfstep.config.schema import RunConfig
 from recording import RESULTS, command, store
 from step_rows import halfstep_row, rows, rows_parser
@@ -90,7 +90,7 @@ def main() -> None:
 def config_of(model: Model, small: bool) -> RunConfig:
     words = dict(word.split("=", 1) for word in (*model.words, *(model.small if small else ())))
     settings = tuple(f"{key}={value}" for key, value in words.items())
-    return bench_config(model.workload, settings, {"batch_size": 2 if small else model.batch_size}, small=False)
+    return load_bench_config(model.workload, settings, {"batch_size": 2 if small else model.batch_size}, small=False)
 
 
 def fill(arguments: argparse.Namespace) -> None:

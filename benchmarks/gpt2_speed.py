@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.bench.problem import bench_config
-from halfstep.workloads.language.gpt2 import GPT2S, gpt2
+from halfstep.bench.problem import load_bench_config
+from halfstep.workloads.language.gpt2 import GPT2S, build_gpt2
 from recording import store
 from row_turns import Turn
 from step_rows import halfstep_row, rows, rows_parser, torch_row
@@ -128,7 +128,7 @@ def batch_of(case: Case, arguments: argparse.Namespace) -> int:
 def by_halfstep(case: Case, row: str, precision: str, arguments: argparse.Namespace) -> dict[str, Any]:
     # Trials of train.memory may take a twentieth of the run, and minutes only in one that takes hours.
     words = (*case.words, f"train.max_steps={10 if arguments.small else 100_000}", *(SMALL if arguments.small else ()))
-    config = bench_config(case.workload, words, {"batch_size": batch_of(case, arguments)}, small=False)
+    config = load_bench_config(case.workload, words, {"batch_size": batch_of(case, arguments)}, small=False)
     return halfstep_row(config, precision, profiles=arguments.profile)
 
 
@@ -161,7 +161,7 @@ def made(case: Case, row: str, small: bool) -> tuple[Any, Callable[[Any, Tensor]
     published = {"depth": size.depth, "heads": size.heads, "dim": size.dim, "vocab": size.vocab}
     context, shape = (SMALL_CONTEXT, SMALL_SHAPE) if small else (CONTEXT, published)
     if row == "stock":
-        return gpt2(case.workload, context=context, **shape), stock_loss, context
+        return build_gpt2(case.workload, context=context, **shape), stock_loss, context
     from transformers import GPT2Config, GPT2LMHeadModel
 
     theirs = GPT2Config(

@@ -50,8 +50,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from halfstep.bench.bench import Ours, Request, runners
-from halfstep.bench.problem import bench_config, problem_for, random_workload
+from halfstep.bench.bench import BenchRequest, HalfstepRunner, list_runners
+from halfstep.bench.problem import build_problem, build_random_workload, load_bench_config
 from halfstep.config.schema import RunConfig
 from halfstep.errors import summarise_error
 from halfstep.hardware.measure import measure
@@ -96,7 +96,7 @@ class Case:
 def vision(name: str, small_workload: str, *small: str) -> Callable[[bool], RunConfig]:
     words = (*small, "train.batch_size=2")
     return lambda is_small: (
-        bench_config(small_workload, words, {}, small=False) if is_small else config_of(SPEED_CASES[name])
+        load_bench_config(small_workload, words, {}, small=False) if is_small else config_of(SPEED_CASES[name])
     )
 
 
@@ -114,28 +114,28 @@ def radio(is_small: bool) -> RunConfig:
     import radiodiff_speed as speed
 
     small = (*speed.SMALL, *speed.SMALL_UNET) if is_small else ()
-    return bench_config("radiodiff", (*speed.COMMON, *small, "ema.enabled=true"), {}, small=False)
+    return load_bench_config("radiodiff", (*speed.COMMON, *small, "ema.enabled=true"), {}, small=False)
 
 
 def gpt2(is_small: bool) -> RunConfig:
     import gpt2_speed as speed
 
     size = {"batch_size": speed.SMALL_BATCH if is_small else 16}
-    return bench_config("gpt2", speed.SMALL if is_small else (), size, small=False)
+    return load_bench_config("gpt2", speed.SMALL if is_small else (), size, small=False)
 
 
 def steve(is_small: bool) -> RunConfig:
     import steve_speed as speed
 
     words = (*speed.SMALL["steve"], "train.batch_size=2") if is_small else ("train.batch_size=24",)
-    return bench_config("steve", words, {}, small=False)
+    return load_bench_config("steve", words, {}, small=False)
 
 
 def slotcontrast(is_small: bool) -> RunConfig:
     import slotcontrast_speed as speed
 
     words = (*speed.WORDS, *(speed.SMALL if is_small else ("train.batch_size=64",)))
-    return bench_config("slotcontrast", words, {}, small=False)
+    return load_bench_config("slotcontrast", words, {}, small=False)
 
 
 SMALL_UNET = ("data.image_size=16", "model.base_channels=16", "model.depth=1")
@@ -322,10 +322,10 @@ def train(name: str, part: str) -> None:
 
     with own_decisions(), switch_off(part, calls), replaced_everywhere(make_engine, make_and_keep):
         hardware = turn.hardware("cuda")
-        problem = turn.lent_to(problem_for(case.config(False), torch.device(hardware.device)))
-        request = Request(precisions=("bf16",), modes=("graph",), schedule=SCHEDULE)
-        [runner] = runners(problem, request, hardware)
-        assert isinstance(runner, Ours), runner
+        problem = turn.lent_to(build_problem(case.config(False), torch.device(hardware.device)))
+        request = BenchRequest(precisions=("bf16",), modes=("graph",), schedule=SCHEDULE)
+        [runner] = list_runners(problem, request, hardware)
+        assert isinstance(runner, HalfstepRunner), runner
         runner.train(ENDLESS, WindowClock(max(4, round(WINDOW_S * 1e3 / case.ms)), check_then_leave))
 
 
@@ -408,16 +408,16 @@ def without_attention(calls: list[str]) -> Replacements:
 
 
 def without_ema(calls: list[str]) -> Replacements:
-    return [refused(ema.takes, calls)]
+    return [refused(ema.can_use_kernel, calls)]
 
 
 def without_adamw(calls: list[str]) -> Replacements:
-    return [refused(commit.takes, calls)]
+    return [refused(commit.can_run_single_pass, calls)]
 
 
 def without_group_norm(calls: list[str]) -> Replacements:
     def compiled_blocks(config: RunConfig) -> Any:
-        workload = random_workload(config)
+        workload = build_random_workload(config)
         blocks = dict(workload.blocks)
         for kind in blocks:
             if kind.__name__ in NORM_BLOCKS:
@@ -425,7 +425,7 @@ def without_group_norm(calls: list[str]) -> Replacements:
                 calls.append(kind.__name__)
         return dataclasses.replace(workload, blocks=blocks)
 
-    return [(random_workload, compiled_blocks)]
+    return [(build_random_workload, compiled_blocks)]
 
 
 def without_normalise(calls: list[str]) -> Replacements:
@@ -666,7 +666,7 @@ def run_small(name: str, part: str, calls: list[str]) -> tuple[float, float]:
     with switch_off(part, calls), forced(True, "chain"):
         config = CASES[name].config(True)
         torch.manual_seed(0)
-        problem = problem_for(config, torch.device("cpu"))
+        problem = build_problem(config, torch.device("cpu"))
         model = problem.make_model().to(memory_format=torch.channels_last).train()
         torch.manual_seed(0)
         batch = problem.prepare(problem.host_batch)

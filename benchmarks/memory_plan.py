@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from halfstep.bench.problem import bench_config, in_precision, random_workload, run_by
+from halfstep.bench.problem import build_random_workload, load_bench_config, set_mode, set_precision
 from halfstep.config.schema import RunConfig
 from halfstep.data.prefetch import prefetch
-from halfstep.hardware.memory import give_back, peak_memory_bytes, reset_peak
+from halfstep.hardware.memory import get_peak_memory_bytes, release_unused_memory, reset_peak
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import assemble, decide_plan
 from halfstep.run.engine import make_engine
@@ -106,8 +106,8 @@ ROWS += HELD_OUT
 
 def config_of(row: Row) -> RunConfig:
     target, *overrides = row.words.split()
-    config = bench_config(target, overrides, {}, small=False)
-    return run_by(in_precision(config, row.precision, simulate=False), row.mode)
+    config = load_bench_config(target, overrides, {}, small=False)
+    return set_mode(set_precision(config, row.precision, simulate=False), row.mode)
 
 
 def predicted(row: Row) -> dict[str, Any]:
@@ -127,10 +127,10 @@ def measured(row: Row) -> dict[str, Any]:
     config, device = config_of(row), torch.device("cuda", 0)
     torch.cuda.init()
     torch._dynamo.reset()
-    give_back(device)
+    release_unused_memory(device)
     reset_peak(device)
     left_over = torch.cuda.memory_allocated()
-    workload = random_workload(config)
+    workload = build_random_workload(config)
     made = KINDS.of(config.workload).synthetic.make_batch(config, workload.store)
     plan = decide_plan(config, workload, probe("cuda"))
     plan = dataclasses.replace(plan, mode=row.mode, memory=dataclasses.asdict(row.setting))
@@ -142,12 +142,12 @@ def measured(row: Row) -> dict[str, Any]:
         engine([loaded])
         if number + 1 == SETTLED:
             torch.cuda.synchronize()
-            start_peak = peak_memory_bytes(device) or 0
+            start_peak = get_peak_memory_bytes(device) or 0
             reset_peak(device)
     torch.cuda.synchronize()
     if engine.mode != row.mode:
         raise RuntimeError("; ".join(said))
-    peak, reserved = peak_memory_bytes(device) or 0, torch.cuda.memory_reserved()
+    peak, reserved = get_peak_memory_bytes(device) or 0, torch.cuda.memory_reserved()
     engine.forget_graphs()
     return {
         "measured_gb": (peak - left_over) / 1e9,

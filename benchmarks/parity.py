@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from halfstep.report.metrics_file import read
-from halfstep.use.compare import Comparison, Request, new_comparison, run_comparison
-from halfstep.use.compare_run import Row
-from halfstep.use.equivalence import FEWEST_SEEDS, Verdict, default_margin, verdicts
+from halfstep.use.compare import CompareRequest, Comparison, new_comparison, run_comparison
+from halfstep.use.compare_run import ComparedRow
+from halfstep.use.equivalence import FEWEST_SEEDS, Verdict, choose_margin, judge_rows
 from recording import shown_settings, store
 
 Settings = Mapping[str, object]
@@ -54,10 +54,12 @@ def compare(
 
     Metrics named in `also` are judged as well, with a margin from the same pilot; without a pilot they are kept alone.
     """
-    request = Request(
+    request = CompareRequest(
         target=workload,
         overrides=tuple(said({**ALWAYS, "precision.simulate": arguments.simulate, **settings}) + arguments.set),
-        rows=tuple(Row(name=name, overrides=(f"precision={name}",)) for name in arguments.precisions.split(",")),
+        rows=tuple(
+            ComparedRow(name=name, overrides=(f"precision={name}",)) for name in arguments.precisions.split(",")
+        ),
         looks=(arguments.seeds,),
         margin=arguments.margin,
         at_once=arguments.at_once,
@@ -113,10 +115,10 @@ def last_validation(folder: Path) -> dict[str, float]:
 def others(where: Path, comparison: Comparison, runs: dict[str, list[Any]], metric: str) -> dict[str, Any]:
     count = comparison.whole_seeds()
     pilot = [last_validation(where / "runs" / f"pilot-{number}")[metric] for number in range(len(comparison.pilot))]
-    margin = default_margin(pilot, in_points=metric != "loss" and all(0 <= value <= 1 for value in pilot))
+    margin = choose_margin(pilot, in_points=metric != "loss" and all(0 <= value <= 1 for value in pilot))
     values = {name: [run[metric] for run in found[:count]] for name, found in runs.items()}
     baseline = values.pop(comparison.request.baseline.name)
-    return {name: as_json(found, count) for name, found in verdicts(baseline, values, margin).items()}
+    return {name: as_json(found, count) for name, found in judge_rows(baseline, values, margin).items()}
 
 
 def as_json(found: Verdict, num_seeds: int) -> dict[str, Any]:

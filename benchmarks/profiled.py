@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from halfstep.bench.problem import AfterStep, Runner
-from halfstep.bench.step_profile import NOT_WORK, kind_of_kernel, wake_profiler
+from halfstep.bench.step_profile import NOT_WORK, classify_kernel, wake_profiler
 
 STEPS, TOP = 3, 40
 
@@ -51,7 +51,7 @@ def kernel_table(profiler: profile) -> dict[str, Any]:
         if event.device_type.name != "CUDA" or event.is_user_annotation or event.name in NOT_WORK:
             continue
         ms = (event.time_range.end - event.time_range.start) / 1e3 / STEPS
-        kinds[str(kind_of_kernel(event.name))] += ms
+        kinds[str(classify_kernel(event.name))] += ms
         kernels[event.name[:140]][0] += ms
         kernels[event.name[:140]][1] += 1 / STEPS
     longest = sorted(kernels.items(), key=lambda item: -item[1][0])[:TOP]

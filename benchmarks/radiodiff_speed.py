@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.bench.problem import bench_config
+from halfstep.bench.problem import load_bench_config
 from halfstep.config.schema import RunConfig
 from halfstep.workloads import KINDS
 from halfstep.workloads.base.workload import Batch, Workload
@@ -73,7 +73,7 @@ def config_of(arguments: argparse.Namespace) -> RunConfig:
     words = COMMON if arguments.stage == "2" else STAGE1
     if arguments.small:
         words = (*words, *SMALL, *(SMALL_UNET if arguments.stage == "2" else ()))
-    return bench_config(WORKLOADS[arguments.stage], words, {}, small=False)
+    return load_bench_config(WORKLOADS[arguments.stage], words, {}, small=False)
 
 
 def by_halfstep(row: str, precision: str, config: RunConfig, arguments: argparse.Namespace) -> dict[str, Any]:

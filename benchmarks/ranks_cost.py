@@ -18,7 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from halfstep.bench.problem import Mode, bench_config, in_precision, problem_for, random_workload, run_by
+from halfstep.bench.problem import (
+    BenchMode,
+    build_problem,
+    build_random_workload,
+    load_bench_config,
+    set_mode,
+    set_precision,
+)
 from halfstep.config.schema import RunConfig
 from halfstep.data.prefetch import prefetch
 from halfstep.distributed.world import World
@@ -45,13 +52,13 @@ class Training:
 
     def __init__(self, config: RunConfig, world: World | None, device: torch.device) -> None:
         seed_everything(config.train.seed)
-        workload, hardware = random_workload(config), probe(str(device))
+        workload, hardware = build_random_workload(config), probe(str(device))
         plan = tune_plan(config, workload, decide_plan(config, workload, hardware), lambda line: None, rehearse_run)
         parts = assemble(config, workload, plan, world)
         assert parts.mode is not None, "the plan was tuned"
         self.remarks: list[str] = []
         self.engine = make_engine(parts, parts.mode, lambda text, level: self.remarks.append(text))
-        self._batches = prefetch(itertools.repeat(problem_for(config, device).host_batch), device)
+        self._batches = prefetch(itertools.repeat(build_problem(config, device).host_batch), device)
         self._facts: Facts | PhasedFacts
 
     def step(self) -> None:
@@ -91,9 +98,9 @@ def main() -> None:
 
 
 def cost_of(name: str, size: dict[str, int], device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
-    mode: Mode = "graph" if device.type == "cuda" else "eager"
-    config = bench_config(name, (), {"batch_size": 2} if arguments.small else size, small=arguments.small)
-    config = run_by(in_precision(config, "bf16" if mode == "graph" else "fp32", simulate=False), mode)
+    mode: BenchMode = "graph" if device.type == "cuda" else "eager"
+    config = load_bench_config(name, (), {"batch_size": 2} if arguments.small else size, small=arguments.small)
+    config = set_mode(set_precision(config, "bf16" if mode == "graph" else "fp32", simulate=False), mode)
     both = {"without": Training(config, None, device), "world_of_one": Training(config, World(), device)}
     warm_up, steps = (1, 1) if arguments.small else (WARM_UP, STEPS)
     for training in both.values():

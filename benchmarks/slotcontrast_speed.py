@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.bench.problem import bench_config
+from halfstep.bench.problem import load_bench_config
 from halfstep.report.metrics_file import read
 from halfstep.run.train import train
 from halfstep.workloads import load
-from halfstep.workloads.slots.build import build_backbone, build_model, prepare_of, random_batch
+from halfstep.workloads.slots.build import build_backbone, build_model, make_prepare, random_batch
 from halfstep.workloads.slots.config import SlotContrastConfig
 from halfstep.workloads.slots.demo import write_demo
 from halfstep.workloads.slots.scores import slot_contrast
@@ -76,7 +76,7 @@ def words_of(row: str, arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def by_halfstep(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    config = bench_config("slotcontrast", words_of(row, arguments), {}, small=False)
+    config = load_bench_config("slotcontrast", words_of(row, arguments), {}, small=False)
     return halfstep_row(config, arguments.precision, profiles=arguments.profile)
 
 
@@ -109,13 +109,13 @@ def by_torch(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
     turn = Turn()
     turn.begin()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = bench_config("slotcontrast", words_of(row, arguments), {}, small=False)
+    config = load_bench_config("slotcontrast", words_of(row, arguments), {}, small=False)
     assert isinstance(config, SlotContrastConfig)
     backbone = build_backbone(config).module.to(device).eval()
     model = build_model(config, backbone).to(device).train()
     is_tuned = row == "plain_tuned"
     optimizer = torch.optim.Adam(model.parameters(), lr=4e-4, fused=is_tuned)
-    prepare, batch = prepare_of(config), random_batch(config, {})
+    prepare, batch = make_prepare(config), random_batch(config, {})
     host = batch["video"].pin_memory() if device.type == "cuda" else batch["video"]
 
     def loss_of(video: Tensor) -> Tensor:

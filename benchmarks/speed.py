@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from halfstep.bench.bench import bench, concluded
+from halfstep.bench.bench import bench, conclude
 from halfstep.bench.measure_row import Row
 from halfstep.bench.peers import require_peers
-from halfstep.bench.problem import FAST, step_flops
-from halfstep.bench.record import circumstances, results
+from halfstep.bench.problem import FAST, count_step_flops
+from halfstep.bench.record import describe_circumstances, summarise_results
 from halfstep.errors import HalfstepError
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.measure import measure
@@ -137,12 +137,12 @@ def measured(
 ) -> dict[str, Any]:
     """One case's rows, as `halfstep bench --save` would write them, and halfstep's own of the case beside."""
     problem, request = problem_of(case, hardware), request_of(case, modes, deadline)
-    flops = step_flops(problem)
+    flops = count_step_flops(problem)
     benched = bench(problem, request, hardware, flops, lambda row: print(f"{time.strftime('%X')} {row}", flush=True))
     if benched.is_stopped:
         raise KeyboardInterrupt
-    said = circumstances(problem, request, hardware, flops, command())
-    found = {**said, **results(benched), "title": case.title}
+    said = describe_circumstances(problem, request, hardware, flops, command())
+    found = {**said, **summarise_results(benched), "title": case.title}
     if beside is not None:
         found["beside"] = measured(dataclasses.replace(beside, against=()), modes, hardware, deadline)["rows"]
     return found
@@ -156,8 +156,8 @@ def measured_in_turn(
 
     def known(case: Case) -> tuple[dict[str, Any], int]:
         problem, request = problem_of(case, hardware), request_of(case, modes, deadline)
-        flops = step_flops(problem)
-        return circumstances(problem, request, hardware, flops, command()), flops
+        flops = count_step_flops(problem)
+        return describe_circumstances(problem, request, hardware, flops, command()), flops
 
     with ThreadPoolExecutor(1) as beside:  # while the rows compile
         before = {name: beside.submit(known, case) for name, case in cases.items()}
@@ -165,8 +165,8 @@ def measured_in_turn(
             rows[name].append(row)
             if len(rows[name]) == len(row_requests(cases[name], modes)):
                 said, flops = before[name].result()
-                benched = concluded(rows[name], flops, hardware)
-                yield name, {**said, **results(benched), "title": cases[name].title}
+                benched = conclude(rows[name], flops, hardware)
+                yield name, {**said, **summarise_results(benched), "title": cases[name].title}
 
 
 def stored_parts(folder: str | None, hardware: Hardware) -> dict[str, Any]:

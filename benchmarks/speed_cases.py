@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from halfstep.bench.bench import Request
+from halfstep.bench.bench import BenchRequest
 from halfstep.bench.measure_row import Schedule
-from halfstep.bench.peers import peer_name, variants_of
-from halfstep.bench.problem import Problem, bench_config, problem_for
+from halfstep.bench.peers import list_variants, parse_peer_name
+from halfstep.bench.problem import Problem, build_problem, load_bench_config
 from halfstep.config.schema import RunConfig
 from halfstep.hardware.facts import Hardware
 
@@ -87,25 +87,25 @@ CASES = {
 def config_of(case: Case) -> RunConfig:
     size = {"batch_size": case.batch_size, "image_size": case.image_size}
     size = {name: value for name, value in size.items() if value is not None}
-    return bench_config(case.workload, case.words, size, small=False)
+    return load_bench_config(case.workload, case.words, size, small=False)
 
 
 def problem_of(case: Case, hardware: Hardware) -> Problem:
     """The case with its weights and its batch."""
-    return problem_for(config_of(case), torch.device(hardware.device))
+    return build_problem(config_of(case), torch.device(hardware.device))
 
 
-def request_of(case: Case, modes: tuple[Any, ...], deadline: float | None = None) -> Request:
+def request_of(case: Case, modes: tuple[Any, ...], deadline: float | None = None) -> BenchRequest:
     """Its rows."""
-    return Request(
+    return BenchRequest(
         precisions=(case.precision,), modes=modes, against=case.against, schedule=SCHEDULE, deadline=deadline
     )
 
 
-def row_requests(case: Case, modes: tuple[Any, ...]) -> dict[str, Request]:
+def row_requests(case: Case, modes: tuple[Any, ...]) -> dict[str, BenchRequest]:
     """A request of its own for each row, under the row's name."""
     ours = {f"halfstep {mode}": request_of(replace(case, against=()), (mode,)) for mode in modes}
-    peers = [(peer_name(word), variant) for word in case.against for variant in variants_of(word)]
+    peers = [(parse_peer_name(word), variant) for word in case.against for variant in list_variants(word)]
     return ours | {
         f"{name} {variant}": request_of(replace(case, against=(f"{name}:{variant}",)), ()) for name, variant in peers
     }

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from halfstep.report.bench_view import digits
+from halfstep.report.bench_view import format_digits
 from halfstep.report.tables import columns_table
 from readme_tables import fastest
 from speed_cases import CASES, Goal
@@ -32,13 +32,13 @@ def goal_line(name: str, problems: dict[str, Any]) -> dict[str, str]:
     return {
         "model, batch": found["title"],
         "goal": wording(goal),
-        "ms/step": digits(own["ms"]) if own else "-",
+        "ms/step": format_digits(own["ms"]) if own else "-",
         "verdict": verdict(goal, own, row_beside(name, problems)),
         **{VARIANTS[variant]: over(own, found, variant, wish) for variant, wish in asked.items()},
         "of floor": f"{own['floor_share']:.0%}" if own and own["floor_share"] is not None else "-",
-        "peak GB": digits(own["peak_bytes"] / 1e9) if own and own["peak_bytes"] else "-",
-        "J/sample": digits(own["joules_per_sample"]) if own else "-",
-        "loss": digits(own["loss"], 4) if own else "-",
+        "peak GB": format_digits(own["peak_bytes"] / 1e9) if own and own["peak_bytes"] else "-",
+        "J/sample": format_digits(own["joules_per_sample"]) if own else "-",
+        "loss": format_digits(own["loss"], 4) if own else "-",
     }
 
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from halfstep.bench.apart import CacheWatch
-from halfstep.bench.bench import Request, runners
+from halfstep.bench.bench import BenchRequest, list_runners
 from halfstep.bench.measure_row import Row
 from halfstep.bench.problem import Runner
 from halfstep.errors import HardwareError
@@ -63,7 +63,7 @@ def fill_caches(
         for row, request in row_requests(case, modes).items()
     ]
 
-    def fill(job: tuple[str, Case, Request]) -> None:
+    def fill(job: tuple[str, Case, BenchRequest]) -> None:
         label, case, request = job
         if deadline is not None and time.monotonic() > deadline:
             return print(f"{time.strftime('%X')} no time was left to fill the cache of {label}", flush=True)
@@ -88,7 +88,7 @@ def forget_choices(folder: Path, began: float) -> None:
             path.unlink()
 
 
-def fill_one(case: Case, request: Request, facts: Facts) -> None:
+def fill_one(case: Case, request: BenchRequest, facts: Facts) -> None:
     """In a process of its own: what is compiled for these steps is on disk afterwards."""
     with own_decisions():
         only_runner(case, request, Hardware.from_dict(facts)).train(FILLING_STEPS, lambda: None)
@@ -102,7 +102,7 @@ def starts(case: Case, mode: str, hardware: Hardware) -> dict[str, Any]:
     return {"mode": mode, "date": time.strftime("%Y-%m-%d"), "cold": cold, "warm": warm}
 
 
-def start_once(case: Case, request: Request, facts: Facts, folder: str) -> dict[str, Any]:
+def start_once(case: Case, request: BenchRequest, facts: Facts, folder: str) -> dict[str, Any]:
     """In a process of its own: from a model on the host to the end of the first step."""
     compiled = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
     os.environ.update({"XDG_CACHE_HOME": folder, **compiled})
@@ -111,8 +111,8 @@ def start_once(case: Case, request: Request, facts: Facts, folder: str) -> dict[
     return {"s": seconds, "cache": cache, "remarks": getattr(runner, "remarks", [])}
 
 
-def only_runner(case: Case, request: Request, hardware: Hardware) -> Runner:
-    [runner] = runners(problem_of(case, hardware), request, hardware)
+def only_runner(case: Case, request: BenchRequest, hardware: Hardware) -> Runner:
+    [runner] = list_runners(problem_of(case, hardware), request, hardware)
     if isinstance(runner, Row):
         raise HardwareError(f"{runner.label} cannot run: {runner.reason}")
     return runner

@@ -27,9 +27,9 @@ from torch import nn
 from torch._dynamo.callback import CompilationCallbackHandler, callback_handler, on_compile_end, on_compile_start
 from torch._inductor import config as inductor_config
 
-from halfstep.bench.bench import Request, measured, runners
-from halfstep.bench.measure_row import Pause, Row, Schedule, not_measured
-from halfstep.bench.problem import Mode, Problem
+from halfstep.bench.bench import BenchRequest, list_runners, measure_runner
+from halfstep.bench.measure_row import Pause, Row, Schedule, make_unmeasured_row
+from halfstep.bench.problem import BenchMode, Problem
 from halfstep.hardware.clock import wait_for
 from halfstep.hardware.facts import Hardware
 from speed_cases import Case, problem_of, row_requests
@@ -66,7 +66,7 @@ class Seat:
     """A row's process, as its parent sees it."""
 
     case: str
-    request: Request
+    request: BenchRequest
     precision: str
     process: BaseProcess
     line: Connection
@@ -102,11 +102,11 @@ class Seat:
     def _leave_out(self, reason: str) -> None:
         self.process.kill()  # the device must be quiet for the others
         name, _, variant = (self.request.against or (f"halfstep:{self.request.modes[0]}",))[0].partition(":")
-        self.row = not_measured(name, variant, self.precision, reason)
+        self.row = make_unmeasured_row(name, variant, self.precision, reason)
 
 
 @contextlib.contextmanager
-def seated(jobs: list[tuple[str, Case, Request]], hardware: Hardware, its_cores: int) -> Iterator[list[Seat]]:
+def seated(jobs: list[tuple[str, Case, BenchRequest]], hardware: Hardware, its_cores: int) -> Iterator[list[Seat]]:
     """A process for each job; none outlives the block."""
     seats = list[Seat]()
     with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +124,7 @@ def seated(jobs: list[tuple[str, Case, Request]], hardware: Hardware, its_cores:
                 seat.process.kill()
 
 
-def sit(case: Case, request: Request, facts: Facts, line: Connection, lock: str, its_cores: int) -> None:
+def sit(case: Case, request: BenchRequest, facts: Facts, line: Connection, lock: str, its_cores: int) -> None:
     """In a process of its own: compile on so many cores, wait for the turn, be timed, and send the row."""
     hardware = Hardware.from_dict(facts)
 
@@ -147,17 +147,17 @@ def sit(case: Case, request: Request, facts: Facts, line: Connection, lock: str,
             line.send(replace(row, start_s=None, cache=""))  # a start beside others is nobody's start
 
 
-def fill_for_auto(case: Case, request: Request, hardware: Hardware, device: OneAtATime) -> None:
+def fill_for_auto(case: Case, request: BenchRequest, hardware: Hardware, device: OneAtATime) -> None:
     """Compile what `auto` will try; how much memory may be saved is tried in its turn."""
     words = tuple(word for word in case.words if not word.startswith("train.memory="))
-    mode: Mode = "graph" if device.device.type == "cuda" else "compile"
+    mode: BenchMode = "graph" if device.device.type == "cuda" else "compile"
     problem = device.lent_to(problem_of(replace(case, words=words), hardware))
     row_of(problem, replace(request, modes=(mode,), schedule=FILLING), hardware)  # what goes wrong, its turn will tell
 
 
-def row_of(problem: Problem, request: Request, hardware: Hardware, pause: Pause | None = None) -> Row:
-    [runner] = runners(problem, request, hardware)
-    return runner if isinstance(runner, Row) else measured(runner, problem, request, pause)
+def row_of(problem: Problem, request: BenchRequest, hardware: Hardware, pause: Pause | None = None) -> Row:
+    [runner] = list_runners(problem, request, hardware)
+    return runner if isinstance(runner, Row) else measure_runner(runner, problem, request, pause)
 
 
 class OneAtATime:

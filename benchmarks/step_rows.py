@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.bench.bench import Request, concluded, measured, runners
+from halfstep.bench.bench import BenchRequest, conclude, list_runners, measure_runner
 from halfstep.bench.measure_row import Row, Schedule
-from halfstep.bench.problem import problem_for, step_flops
+from halfstep.bench.problem import build_problem, count_step_flops
 from halfstep.config.schema import RunConfig
 from profiled import Profiled
 from recording import finish_device_work, time_steps
@@ -131,18 +131,20 @@ def halfstep_row(
     turn = turn or Turn()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     hardware = turn.hardware(device)
-    problem = problem_for(config, torch.device(hardware.device))
+    problem = build_problem(config, torch.device(hardware.device))
     # On a CPU the script is tried, not timed.
     schedule = (
         Schedule(warm_up=warm_up, ramp=2, window=window) if device == "cuda" else Schedule(warm_up=3, ramp=0, window=1)
     )
-    request = Request(precisions=(precision,), modes=("graph" if device == "cuda" else "eager",), schedule=schedule)
-    flops = step_flops(problem)
-    [runner] = runners(turn.lent_to(problem), request, hardware)
+    request = BenchRequest(
+        precisions=(precision,), modes=("graph" if device == "cuda" else "eager",), schedule=schedule
+    )
+    flops = count_step_flops(problem)
+    [runner] = list_runners(turn.lent_to(problem), request, hardware)
     if isinstance(runner, Row):
         return {"problem": runner.reason}
     profiled = Profiled(runner) if profiles and device == "cuda" else None
-    benched = concluded([measured(profiled or runner, problem, request, turn)], flops, hardware)
+    benched = conclude([measure_runner(profiled or runner, problem, request, turn)], flops, hardware)
     row = benched.rows[0]
     if not row.is_measured:
         return {"problem": row.reason}

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.bench.problem import bench_config
+from halfstep.bench.problem import load_bench_config
 from halfstep.config.schema import RunConfig
 from halfstep.workloads import KINDS
 from halfstep.workloads.base.workload import Batch, Workload
@@ -96,7 +96,7 @@ def config_of(row: str, arguments: argparse.Namespace) -> RunConfig:
     low = ("train.memory=low", "train.max_steps=10000") if row == "halfstep_low" else ()
     settings = SMALL[arguments.case] if arguments.small else SETTINGS[arguments.case]
     size = f"train.batch_size={2 if arguments.small else arguments.batch_sizes}"
-    return bench_config(WORKLOADS[arguments.case], (*settings, size, *low), {}, small=False)
+    return load_bench_config(WORKLOADS[arguments.case], (*settings, size, *low), {}, small=False)
 
 
 def by_halfstep(row: str, arguments: argparse.Namespace) -> dict[str, Any]:

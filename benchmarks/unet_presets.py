@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from halfstep.bench.problem import random_workload
+from halfstep.bench.problem import build_random_workload
 from halfstep.config.schema import RunConfig
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import assemble, decide_plan
@@ -38,7 +38,7 @@ def counted(config: RunConfig) -> dict[str, Any]:
 def measured(config: RunConfig, device: torch.device) -> dict[str, Any]:
     assert isinstance(config, UNetConfig)
     torch.manual_seed(0)
-    workload = random_workload(config)
+    workload = build_random_workload(config)
     batch = KINDS.of(config.workload).synthetic.make_batch(config, workload.store)
     parts = assemble(config, workload, decide_plan(config, workload, probe(str(device))))
     engine = Engine(parts, parts.mode or "eager", lambda text, level: print(text))

@@ -94,7 +94,7 @@ def batch_of(samples: Samples) -> dict[str, Tensor]:
 
 def prepared(workload: Workload, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """As validation draws timesteps and noise."""
-    return workload.prepared(batch, key=Key.of_validation(), training=False)
+    return workload.prepared(batch, key=Key.for_validation(), training=False)
 
 
 def diffused(workload: Workload, batch: dict[str, Tensor]) -> Tensor:

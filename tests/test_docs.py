@@ -17,15 +17,15 @@ from typer.main import get_command
 
 import halfstep as hs
 from doc_pages import PAGES, ROOT, Shown, after_halfstep, blocks, commands, inline, shell_lines
-from halfstep.cli.main import app_with, main, with_dashes
+from halfstep.cli.main import build_app, main, normalise_dashes
 from halfstep.config.aliases import KEY_ALIASES, PRECISION_KEYS
-from halfstep.config.keys import fields_of, sections_of
-from halfstep.config.statements import open_section_of
+from halfstep.config.keys import list_fields, list_sections
+from halfstep.config.statements import find_open_section
 from halfstep.data.seeds import Key
 from halfstep.guide.guide import QUESTIONS, read_answers
 from halfstep.workloads import KINDS, load
 
-COMMANDS = get_command(app_with()).commands  # type: ignore[attr-defined]
+COMMANDS = get_command(build_app()).commands  # type: ignore[attr-defined]
 SHOWN = [(shown, words) for page in PAGES for shown, words in commands(page)]
 TRAINED = [(shown, words) for shown, words in SHOWN if words[0] == "train" and words[1:2] and words[1] in set(KINDS)]
 RUN_ELSEWHERE = {"own_loop.md", "loop_kinds.md"}  # by test_own_loop_page.py, block after block
@@ -45,12 +45,12 @@ def named(shown: Shown) -> str:
 def all_keys() -> set[str]:
     """Every setting and section of every workload, by each of its spellings."""
     schemas = [KINDS.of(name).schema(name) for name in KINDS]
-    own = {key for schema in schemas for key in (*fields_of(schema), *sections_of(schema))}
+    own = {key for schema in schemas for key in (*list_fields(schema), *list_sections(schema))}
     return own | set(KEY_ALIASES) | set(PRECISION_KEYS)
 
 
 def is_known(key: str) -> bool:
-    if open_section_of(key):
+    if find_open_section(key):
         return True
     if key.endswith("*"):  # `ema.*`, `model.tau_*`: several of them
         return any(known.startswith(key.rstrip("*")) for known in all_keys())
@@ -59,7 +59,7 @@ def is_known(key: str) -> bool:
 
 @pytest.mark.parametrize(("shown", "words"), SHOWN, ids=map(named, (shown for shown, _ in SHOWN)))
 def test_every_command_line_parses_and_its_settings_exist(shown: Shown, words: list[str]) -> None:
-    name, *rest = with_dashes(words)
+    name, *rest = normalise_dashes(words)
     assert name in COMMANDS
     if rest:  # a name alone is a name, not a line to type
         COMMANDS[name].make_context(name, list(rest))
@@ -73,7 +73,7 @@ def test_the_examples_of_every_help_text_parse(name: str) -> None:
     lines = [Shown(name, line.strip()) for line in text.splitlines() if line.strip().startswith("halfstep ")]
     assert lines, "a help text has an example"
     for words in (words for line in lines for words in after_halfstep(line)):
-        COMMANDS[words[0]].make_context(words[0], with_dashes(words[1:]))
+        COMMANDS[words[0]].make_context(words[0], normalise_dashes(words[1:]))
 
 
 @pytest.mark.parametrize(("shown", "words"), TRAINED, ids=map(named, (shown for shown, _ in TRAINED)))
@@ -139,7 +139,7 @@ def test_snippets_run(block: Shown, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     optimizer, x = torch.optim.AdamW(model.parameters(), fused=True), torch.randn(8, 4)
     names = {
         "hs": hs, "torch": torch, "nn": nn, "model": model, "optimizer": optimizer, "x": x, "window": [x],
-        "loader": [x] * 4, "step": hs.Step(model, optimizer, "fp32"), "key": Key.of_training(0, 0),
+        "loader": [x] * 4, "step": hs.Step(model, optimizer, "fp32"), "key": Key.for_training(0, 0),
         "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer), "loss_fn": lambda x: model(x).square().mean(),
     }  # fmt: skip
     exec(compile(block.text, block.where, "exec"), names)

@@ -14,9 +14,9 @@ import torch
 from typer.main import get_command
 
 import halfstep as hs
-from halfstep.cli.main import app_with, main, with_dashes
+from halfstep.cli.main import build_app, main, normalise_dashes
 from halfstep.errors import ConfigError
-from halfstep.report.config_view import config_as_json
+from halfstep.report.config_view import dump_config
 from halfstep.workloads import load
 
 PAGES = sorted((Path(__file__).resolve().parent.parent / "docs" / "guides").glob("guide_*.md"))
@@ -97,7 +97,7 @@ def test_all_five_guides_are_there_and_every_row_has_a_line_of_ours() -> None:
 
 @pytest.mark.parametrize("row", of_kind("config"), ids=named)
 def test_config_lines_set_what_the_page_says(row: Row, tmp_path: Path) -> None:
-    assert_sets(config_as_json(load(config_file(row, tmp_path)))["settings"], row)
+    assert_sets(dump_config(load(config_file(row, tmp_path)))["settings"], row)
 
 
 @pytest.mark.parametrize("row", of_kind("config", refused=True), ids=named)
@@ -125,8 +125,8 @@ def test_several_processes_get_the_settings_that_the_page_says(row: Row, capsys:
 
 @pytest.mark.parametrize("row", of_kind("halfstep"), ids=named)
 def test_other_commands_parse(row: Row) -> None:
-    words = with_dashes(shlex.split(row.ours[0])[1:])
-    commands = get_command(app_with()).commands  # type: ignore[attr-defined]
+    words = normalise_dashes(shlex.split(row.ours[0])[1:])
+    commands = get_command(build_app()).commands  # type: ignore[attr-defined]
     commands[words[0]].make_context(words[0], words[1:])
 
 

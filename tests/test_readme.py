@@ -10,7 +10,7 @@ from typer.main import get_command
 
 from doc_pages import PAGES, ROOT, shell_lines
 from halfstep.cli.check import INSTALL
-from halfstep.cli.main import app_with
+from halfstep.cli.main import build_app
 from halfstep.errors import OPTIONAL, suggest_install
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -31,7 +31,7 @@ def test_the_readme_stays_at_two_screens() -> None:
 
 def test_every_command_is_on_the_page_of_commands_and_no_other_is() -> None:
     shown = set(re.findall(r"`halfstep ([\w-]+)", (ROOT / "docs" / "commands.md").read_text()))
-    assert shown == set(get_command(app_with()).commands)  # type: ignore[attr-defined]
+    assert shown == set(get_command(build_app()).commands)  # type: ignore[attr-defined]
 
 
 def test_every_install_command_of_the_pages_works_in_a_clone() -> None:

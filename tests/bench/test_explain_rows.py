@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from halfstep.bench.bench import Ours
-from halfstep.bench.explain import Explanation, NotExplained, explain_rows, facts_of, refuse_unexplainable
+from halfstep.bench.bench import HalfstepRunner
+from halfstep.bench.explain import Explanation, NotExplained, collect_step_facts, explain_rows, refuse_unexplainable
 from halfstep.bench.measure_row import Row
-from halfstep.bench.peers import peers
-from halfstep.bench.problem import AfterStep, Problem, bench_config, problem_for
+from halfstep.bench.peers import list_peers
+from halfstep.bench.problem import AfterStep, Problem, build_problem, load_bench_config
 from halfstep.errors import ConfigError
 from halfstep.hardware.facts import Hardware, Measurement
 from halfstep.hardware.probe import probe
@@ -22,7 +22,7 @@ SIZE = ["model.base_channels=4", "model.depth=1", "train.batch_size=2", "data.im
 
 @pytest.fixture(scope="module")
 def problem() -> Problem:
-    return problem_for(bench_config("unet", SIZE, {"device": "cpu"}, small=True), torch.device("cpu"))
+    return build_problem(load_bench_config("unet", SIZE, {"device": "cpu"}, small=True), torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +36,12 @@ def hardware() -> Hardware:
     return dataclasses.replace(probe("cpu"), measurements=rates, bandwidth_gb_s=12.0)
 
 
-def ours(problem: Problem, hardware: Hardware, mode: str = "eager", *, simulate: bool = False) -> Ours:
-    return Ours(problem, "bf16" if simulate else "fp32", mode, hardware, simulate=simulate)  # type: ignore[arg-type]
+def ours(problem: Problem, hardware: Hardware, mode: str = "eager", *, simulate: bool = False) -> HalfstepRunner:
+    return HalfstepRunner(problem, "bf16" if simulate else "fp32", mode, hardware, simulate=simulate)  # type: ignore[arg-type]
 
 
 def test_halfsteps_own_step_is_known_to_be_in_its_layout(problem: Problem, hardware: Hardware) -> None:
-    facts = facts_of(ours(problem, hardware), problem, hardware, FLOPS)
+    facts = collect_step_facts(ours(problem, hardware), problem, hardware, FLOPS)
     assert (facts.channels_last, facts.bandwidth_gb_s) == (True, 12.0)
     assert facts.floor_ms == pytest.approx(FLOPS / 0.1e12 * 1e3)
 
@@ -50,20 +50,20 @@ def test_halfsteps_own_step_is_known_to_be_in_its_layout(problem: Problem, hardw
 def test_a_peer_is_known_by_how_far_its_user_went(
     problem: Problem, hardware: Hardware, variant: str, by_hand: bool
 ) -> None:
-    [peer] = peers([f"plain:{variant}"], problem, "bf16")
-    assert facts_of(peer, problem, hardware, FLOPS).channels_last == by_hand
+    [peer] = list_peers([f"plain:{variant}"], problem, "bf16")
+    assert collect_step_facts(peer, problem, hardware, FLOPS).channels_last == by_hand
 
 
 def test_a_peer_that_keeps_the_contiguous_layout_in_strict_fp32_on_cuda_is_known_to(
     problem: Problem, hardware: Hardware
 ) -> None:
     on_cuda = dataclasses.replace(problem, device=torch.device("cuda"))
-    [peer] = peers(["plain:tuned"], on_cuda, "fp32")
-    assert not facts_of(peer, on_cuda, hardware, FLOPS).channels_last
+    [peer] = list_peers(["plain:tuned"], on_cuda, "fp32")
+    assert not collect_step_facts(peer, on_cuda, hardware, FLOPS).channels_last
 
 
 def test_rows_are_explained_or_say_why_not(problem: Problem, hardware: Hardware) -> None:
-    class OutOfMemory(Ours):
+    class OutOfMemory(HalfstepRunner):
         def train(self, steps: int, after_step: AfterStep) -> float:
             raise torch.OutOfMemoryError("tried to allocate too much")
 

@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from halfstep.bench.explain import Explanation, StepFacts, explain, explain_view
+from halfstep.bench.explain import Explanation, StepFacts, explain, render_explanation
 from halfstep.bench.problem import AfterStep
-from halfstep.bench.step_profile import WARM_UP_STEPS, Kind
+from halfstep.bench.step_profile import WARM_UP_STEPS, OpKind
 from halfstep.errors import ConfigError, HardwareError
 
 STEPS = 4
@@ -71,15 +71,21 @@ def test_kinds_add_up_to_the_whole(explanation: Explanation) -> None:
 
 def test_what_the_model_is_made_of_is_found(explanation: Explanation) -> None:
     found = {row.kind: row.ms for row in explanation.kinds}
-    for kind in (Kind.CONV_FORWARD, Kind.CONV_BACKWARD, Kind.MATMUL, Kind.NORMALISATION, Kind.ELEMENTWISE):
+    for kind in (
+        OpKind.CONV_FORWARD,
+        OpKind.CONV_BACKWARD,
+        OpKind.MATMUL,
+        OpKind.NORMALISATION,
+        OpKind.ELEMENTWISE,
+    ):
         assert found[kind] > 0
-    assert found.get(Kind.OTHER, 0.0) < 0.1 * explanation.kernel_ms
+    assert found.get(OpKind.OTHER, 0.0) < 0.1 * explanation.kernel_ms
     assert explanation.optimizer_share > 0
 
 
 def test_each_step_has_the_same_whole_number_of_launches_of_a_convolution(explanation: Explanation) -> None:
     launches = {row.kind: row.launches for row in explanation.kinds}
-    assert launches[Kind.CONV_BACKWARD] == 1
+    assert launches[OpKind.CONV_BACKWARD] == 1
 
 
 def test_a_step_takes_time_by_the_clock(explanation: Explanation) -> None:
@@ -92,13 +98,13 @@ def test_json_is_plain_and_complete(explanation: Explanation) -> None:
     content = json.loads(json.dumps(explanation.to_json()))
     assert {field.name for field in dataclasses.fields(explanation)} == set(content)
     assert content["kinds"][0]["kind"] == explanation.kinds[0].kind
-    assert content["top_kernels"][0]["kind"] in set(Kind)
+    assert content["top_kernels"][0]["kind"] in set(OpKind)
     assert len(content["top_kernels"]) == 10
 
 
 def test_the_console_shows_kinds_findings_and_notes(explanation: Explanation) -> None:
     console = Console(file=io.StringIO(), width=120)
-    console.print(explain_view(explanation))
+    console.print(render_explanation(explanation))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     for words in ("tiny eager fp32 on a small CPU", "convolution backward", "memory-bound", "launch gaps", "floor"):
         assert words in shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from halfstep.bench.problem import bench_config, refuse_too_large
+from halfstep.bench.problem import load_bench_config, refuse_too_large
 from halfstep.config.schema import RunConfig
 from halfstep.errors import MemoryLimitError
 from halfstep.hardware.facts import Hardware
@@ -14,7 +14,7 @@ STORE = {"channels": 3, "num_classes": 2, "image_size": 32}
 
 
 def config(*words: str) -> RunConfig:
-    return bench_config("unet", words, {"batch_size": 2, "image_size": 32}, small=True)
+    return load_bench_config("unet", words, {"batch_size": 2, "image_size": 32}, small=True)
 
 
 def cpu(free_bytes: int) -> Hardware:

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.use.compare import Comparison, Request
-from halfstep.use.compare_run import Outcome, Row
+from halfstep.use.compare import CompareRequest, Comparison
+from halfstep.use.compare_run import ComparedRow, RunOutcome
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SEEDS = range(5)
 
 
-def outcome(row: str, seed: int, value: float) -> Outcome:
-    return Outcome(row=row, seed=seed, value=value, curve=(), summary={"skipped": 0}, alone=True)
+def outcome(row: str, seed: int, value: float) -> RunOutcome:
+    return RunOutcome(row=row, seed=seed, value=value, curve=(), summary={"skipped": 0}, alone=True)
 
 
 def with_runs(folder: Path, values: dict[str, list[float]]) -> Comparison:
@@ -26,8 +26,10 @@ def with_runs(folder: Path, values: dict[str, list[float]]) -> Comparison:
             run = folder / "runs" / f"{row}-{seed}"
             run.mkdir(parents=True)
             (run / "metrics.jsonl").write_text(json.dumps({"kind": "val", "loss": value}) + "\n")
-    rows = tuple(Row(name=name, overrides=()) for name in values)
-    request = Request(target="unet", overrides=(), rows=rows, looks=(len(SEEDS),), margin=0.1, at_once=1, best=False)
+    rows = tuple(ComparedRow(name=name, overrides=()) for name in values)
+    request = CompareRequest(
+        target="unet", overrides=(), rows=rows, looks=(len(SEEDS),), margin=0.1, at_once=1, best=False
+    )
     runs = [outcome(row, seed, value) for row, found in values.items() for seed, value in enumerate(found)]
     return Comparison(request=request, runs=runs, margin=0.1)
 

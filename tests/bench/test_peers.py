@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.backend_flags import read_effective_leaves, read_flags
-from halfstep.bench.peers import PEERS, PeerMissing, PeerSetup, isolated, peers
+from halfstep.bench.peers import PEERS, PeerMissing, PeerSetup, isolate_peer, list_peers
 from halfstep.bench.problem import Batch, Problem, Runner
 from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError
 from halfstep.kernels.fast_forms import FORMS, forced, wanted
@@ -91,7 +91,7 @@ def stated(problem: Problem, *words: str) -> Problem:
 
 
 def runners(name: str, problem: Problem, precision: str = "fp32") -> list[Runner]:
-    return peers([name], problem, precision, _compiler="eager")
+    return list_peers([name], problem, precision, _compiler="eager")
 
 
 def reference_losses(problem: Problem) -> list[float]:
@@ -276,7 +276,7 @@ def test_a_failure_inside_a_peer_is_raised_and_leaves_flags_alone(name: str) -> 
 
 @pytest.mark.parametrize("name", INSTALLED)
 def test_a_compiler_that_fails_is_the_runners_error(name: str) -> None:
-    for runner in peers([name], Watched().problem, "fp32", _compiler="nowhere"):
+    for runner in list_peers([name], Watched().problem, "fp32", _compiler="nowhere"):
         with pytest.raises(Exception, match="(?i)nowhere"):
             runner.train(1, lambda: None)
 
@@ -286,7 +286,7 @@ def test_a_missing_peer_is_named_with_its_install_command(name: str, monkeypatch
     for module in [name, "lightning.pytorch", "pytorch_lightning"]:
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(PeerMissing) as caught:
-        peers([name], Watched().problem, "bf16")
+        list_peers([name], Watched().problem, "bf16")
     assert f"{name} cannot be imported" in str(caught.value)
     assert f"pip install {name}" in str(caught.value)
     assert isinstance(caught.value, HalfstepError)
@@ -295,21 +295,21 @@ def test_a_missing_peer_is_named_with_its_install_command(name: str, monkeypatch
 
 def test_an_unknown_peer_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="did you mean 'lightning'"):
-        peers(["lightening"], Watched().problem, "bf16")
+        list_peers(["lightening"], Watched().problem, "bf16")
 
 
 def test_an_unknown_variant_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="did you mean 'plain:graphs'"):
-        peers(["plain:graph"], Watched().problem, "bf16")
+        list_peers(["plain:graph"], Watched().problem, "bf16")
 
 
 def test_fp8_is_refused() -> None:
     with pytest.raises(PrecisionError, match="'fp8'"):
-        peers(["plain"], Watched().problem, "fp8")
+        list_peers(["plain"], Watched().problem, "fp8")
 
 
 def test_cuda_graphs_are_not_pretended_on_a_cpu() -> None:
-    [runner] = peers(["plain:graphs"], Watched().problem, "fp32")
+    [runner] = list_peers(["plain:graphs"], Watched().problem, "fp32")
     with pytest.raises(HardwareError, match="plain graphs needs CUDA"):
         runner.train(1, lambda: None)
 
@@ -341,7 +341,7 @@ def test_lightning_turns_ctrl_c_into_a_keyboard_interrupt() -> None:
 def test_a_peers_name_stands_for_two_variants_and_the_third_is_asked_for() -> None:
     found = [(runner.name, runner.variant) for runner in runners("plain", Watched().problem)]
     assert found == [("plain", "documented"), ("plain", "tuned")]
-    graphs = peers(["plain:graphs"], Watched().problem, "bf16")
+    graphs = list_peers(["plain:graphs"], Watched().problem, "bf16")
     assert [(runner.name, runner.variant) for runner in graphs] == [("plain", "graphs")]
     assert set(PEERS) == {"plain", "lightning", "accelerate"}
 
@@ -349,7 +349,7 @@ def test_a_peers_name_stands_for_two_variants_and_the_third_is_asked_for() -> No
 def test_a_peer_computes_in_the_layers_of_torch_not_in_our_fast_forms() -> None:
     x = torch.zeros(1, 3, 4, 4)
     with forced(True):
-        with isolated(torch.device("cpu")):
+        with isolate_peer(torch.device("cpu")):
             assert not any(wanted(form, x) for form in FORMS)
         assert all(wanted(form, x) for form in FORMS)
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfstep.bench.problem import Problem, RandomSamples, bench_config, problem_for, random_workload, step_flops
+from halfstep.bench.problem import (
+    Problem,
+    RandomSamples,
+    build_problem,
+    build_random_workload,
+    count_step_flops,
+    load_bench_config,
+)
 from halfstep.run.memory.traceable_step import build_traceable_step
 from halfstep.tune.trials import load_first_batch
 
@@ -14,7 +21,7 @@ SMALL = {"unet": ("data.image_size=32",), "resnet18": ("data.image_size=32",), "
 
 
 def small_problem(workload: str, *words: str) -> Problem:
-    return problem_for(bench_config(workload, [*SMALL[workload], *words], {"batch_size": 2}, small=True), CPU)
+    return build_problem(load_bench_config(workload, [*SMALL[workload], *words], {"batch_size": 2}, small=True), CPU)
 
 
 @pytest.mark.parametrize("workload", SMALL)
@@ -42,7 +49,7 @@ def test_everybody_gets_the_same_weights_and_trains_a_copy(workload: str) -> Non
 @pytest.mark.parametrize("workload", SMALL)
 def test_peers_see_the_numbers_that_halfstep_sees_in_a_contiguous_layout(workload: str) -> None:
     problem = small_problem(workload)
-    own = random_workload(problem.config)
+    own = build_random_workload(problem.config)
     expected = own.prepare(problem.host_batch, key=(0, 0), training=True)["image"]
     image = problem.prepare(problem.host_batch)["image"]
     torch.testing.assert_close(image, expected, rtol=0, atol=0)
@@ -60,7 +67,7 @@ def test_the_samples_are_the_rows_of_the_batch() -> None:
 @pytest.mark.parametrize("workload", SMALL)
 def test_trials_of_a_row_find_a_batch_to_begin_with(workload: str) -> None:
     problem = small_problem(workload)
-    own = random_workload(problem.config)
+    own = build_random_workload(problem.config)
     found = load_first_batch(problem.config, own)
     assert {name: part.shape for name, part in found.items()} == {
         name: part.shape for name, part in problem.host_batch.items()
@@ -73,4 +80,4 @@ def test_counted_arithmetic_is_what_forward_and_backward_need(workload: str) -> 
     store = {"classes": ["c"] * 1000, "channels": 3, "num_classes": 2, "image_size": problem.config.data.image_size}
     expected = 2 * build_traceable_step(problem.config, store).sample_flops()
     # The estimate counts a gradient for the image, too, which nobody computes.
-    assert 0.8 * expected < step_flops(problem) <= 1.001 * expected
+    assert 0.8 * expected < count_step_flops(problem) <= 1.001 * expected

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from halfstep.bench.bench import clock_warning, concluded, drift_warning, loss_reference, loss_warnings, with_speedups
+from halfstep.bench.bench import add_speedups, check_clocks, check_drift, check_losses, conclude, find_loss_reference
 from halfstep.bench.measure_row import Row
-from halfstep.bench.record import command_line, refuse_to_overwrite, results
+from halfstep.bench.record import format_command_line, refuse_to_overwrite, summarise_results
 from halfstep.errors import ConfigError
-from halfstep.hardware.gpus import known_gpu
+from halfstep.hardware.gpus import look_up_gpu
 
 
 def row(variant: str, precision: str, ms: float, *, spread: float = 0.2, **others: Any) -> Row:
@@ -23,7 +23,7 @@ def row(variant: str, precision: str, ms: float, *, spread: float = 0.2, **other
 def test_speedups_refer_to_eager_fp32_and_tf32() -> None:
     rows = [row("compile", "fp32", 50.0), row("eager", "fp32", 100.0), row("eager", "tf32", 60.0)]
     rows += [row("graph", "bf16", 10.0), row("eager", "fp8", 5.0, simulated=True)]
-    found = {r.label: r for r in with_speedups(rows)}
+    found = {r.label: r for r in add_speedups(rows)}
     fast = found["halfstep graph bf16"]
     assert (fast.speedup_fp32, fast.speedup_tf32) == (10.0, 6.0)
     assert found["halfstep compile fp32"].speedup_fp32 == 2.0
@@ -32,37 +32,37 @@ def test_speedups_refer_to_eager_fp32_and_tf32() -> None:
 
 def test_the_rows_that_speedups_refer_to_are_named_whichever_they_are() -> None:
     rows = [row("auto", "fp32", 50.0), row("graph", "bf16", 10.0), row("tuned", "tf32", 20.0, name="plain")]
-    found = concluded(rows, flops=1, hardware=known_gpu("h200"))
+    found = conclude(rows, flops=1, hardware=look_up_gpu("h200"))
     assert found.bases == {"fp32": "halfstep auto fp32", "tf32": "plain tuned tf32"}
-    assert results(found)["speedup_bases"] == found.bases
-    assert concluded(rows[1:2], flops=1, hardware=known_gpu("h200")).bases == {}
+    assert summarise_results(found)["speedup_bases"] == found.bases
+    assert conclude(rows[1:2], flops=1, hardware=look_up_gpu("h200")).bases == {}
 
 
 def test_without_a_baseline_there_is_no_speedup() -> None:
-    [only] = with_speedups([row("graph", "bf16", 10.0)])
+    [only] = add_speedups([row("graph", "bf16", 10.0)])
     assert (only.speedup_fp32, only.speedup_tf32) == (None, None)
 
 
 def test_a_loss_far_from_eager_fp32_is_warned_of_and_a_near_one_is_not() -> None:
     rows = [row("compile", "bf16", 10.0, loss=1.2), row("eager", "fp32", 100.0), row("eager", "bf16", 20.0, loss=1.05)]
-    [warning] = loss_warnings(rows, loss_reference(rows))
+    [warning] = check_losses(rows, find_loss_reference(rows))
     assert warning.startswith("halfstep compile bf16: loss 1.2")
     assert "halfstep eager fp32 has 1" in warning
 
 
 def test_drift_beyond_the_spread_is_warned_of() -> None:
     first = row("eager", "fp32", 100.0)
-    assert drift_warning([first], row("eager", "fp32", 101.5)) == ""
-    assert "+10.0%" in drift_warning([first], row("eager", "fp32", 110.0))
-    assert drift_warning([first], row("eager", "fp32", 110.0, spread=12.0)) == ""
+    assert check_drift([first], row("eager", "fp32", 101.5)) == ""
+    assert "+10.0%" in check_drift([first], row("eager", "fp32", 110.0))
+    assert check_drift([first], row("eager", "fp32", 110.0, spread=12.0)) == ""
     lost = Row(name="halfstep", variant="eager", precision="fp32", reason="out of memory")
-    assert "out of memory" in drift_warning([first], lost)
+    assert "out of memory" in check_drift([first], lost)
 
 
 def test_clocks_that_were_held_down_are_warned_of_by_row() -> None:
     rows = [row("eager", "fp32", 100.0), row("graph", "bf16", 10.0, clock_limits=("power cap",))]
-    assert clock_warning(rows) == "the device's clocks were held down in halfstep graph bf16 (power cap)"
-    assert clock_warning(rows[:1]) == ""
+    assert check_clocks(rows) == "the device's clocks were held down in halfstep graph bf16 (power cap)"
+    assert check_clocks(rows[:1]) == ""
 
 
 def test_files_are_overwritten_only_when_asked(tmp_path: Path) -> None:
@@ -101,4 +101,4 @@ def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path, name: s
     ids=["a path", "a path behind =", "a name", "a setting that the result depends on"],
 )  # fmt: skip
 def test_a_stored_command_names_its_files_and_not_where_they_lay(words: list[str], shown: str) -> None:
-    assert command_line(words) == shown
+    assert format_command_line(words) == shown

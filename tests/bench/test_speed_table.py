@@ -18,7 +18,7 @@ import torch
 from torch._inductor import config as inductor_config
 
 from halfstep.bench.measure_row import Row
-from halfstep.bench.problem import bench_config, problem_for
+from halfstep.bench.problem import build_problem, load_bench_config
 from halfstep.hardware.probe import probe
 from warm_processes import FORKED
 
@@ -278,7 +278,7 @@ def test_the_device_is_left_while_code_is_compiled_and_taken_again(
         return True
 
     torch.compiler.reset()
-    problem = problem_for(bench_config("unet", (), {"batch_size": 2}, small=True), torch.device("cpu"))
+    problem = build_problem(load_bench_config("unet", (), {"batch_size": 2}, small=True), torch.device("cpu"))
     with (tmp_path / "device").open("a") as file, (tmp_path / "device").open("a") as other:
         device = OneAtATime(file, torch.device("cpu"))
         device.lent_to(problem).make_model()

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from halfstep.bench.measure_row import NUM_WINDOWS, Schedule, StepTimer, schedule_for
+from halfstep.bench.measure_row import NUM_WINDOWS, Schedule, StepTimer, make_schedule
 from halfstep.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -47,10 +47,10 @@ def test_a_cpu_has_neither_memory_of_a_rows_own_nor_an_energy_counter() -> None:
 
 def test_too_few_steps_are_refused_with_the_number_that_is_enough() -> None:
     with pytest.raises(ConfigError, match="--steps 9 is too few") as refused:
-        schedule_for(9, CPU)
+        make_schedule(9, CPU)
     assert "--steps 10" in refused.value.fix
 
 
 def test_steps_are_spread_over_equal_windows() -> None:
-    assert schedule_for(23, CPU).window == 4
-    assert schedule_for(100, torch.device("cuda")).window == 20
+    assert make_schedule(23, CPU).window == 4
+    assert make_schedule(100, torch.device("cuda")).window == 20

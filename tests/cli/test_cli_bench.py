@@ -76,14 +76,14 @@ def test_what_is_no_ordinary_file_is_never_replaced(
 def test_ctrl_c_keeps_what_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, turn: int, measured: int
 ) -> None:
-    real, turns = bench_module.measured, itertools.count()
+    real, turns = bench_module.measure_runner, itertools.count()
 
     def interrupted(*arguments: Any) -> Row:
         if next(turns) == turn:
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(bench_module, "measured", interrupted)
+    monkeypatch.setattr(bench_module, "measure_runner", interrupted)
     file = tmp_path / "b.json"
     words = (*TINY, "--precisions", "fp32,tf32,bf16", "--modes", "eager", "--device", "cpu", "--save", str(file))
     assert exit_code(*words) == 130
@@ -98,7 +98,7 @@ def test_ctrl_c_before_the_first_row_is_measured_writes_nothing(
     def interrupted(*_: object) -> Row:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench_module, "measured", interrupted)
+    monkeypatch.setattr(bench_module, "measure_runner", interrupted)
     saved, picture = tmp_path / "b.json", tmp_path / "b.png"
     assert exit_code(*FP32, "--save", str(saved), "--picture", str(picture)) == 130
     assert not saved.exists()

@@ -12,7 +12,7 @@ import torch
 
 from halfstep.bench import explain as explain_module
 from halfstep.bench.explain import Explanation
-from halfstep.bench.step_profile import Kind
+from halfstep.bench.step_profile import OpKind
 from halfstep.cli.main import main
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
@@ -37,13 +37,13 @@ def test_a_row_is_taken_apart_into_json_and_a_file(tmp_path: Path, capsys: pytes
     assert printed["versions"]["torch"] == torch.__version__
     [row] = printed["explained"]
     assert row["title"] == "halfstep eager fp32"
-    assert Kind.CONV_BACKWARD in {kind["kind"] for kind in row["kinds"]}
+    assert OpKind.CONV_BACKWARD in {kind["kind"] for kind in row["kinds"]}
 
 
 def test_an_explanation_is_shown_whatever_becomes_of_saving_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("halfstep.bench.record.save", None)
+    monkeypatch.setattr("halfstep.bench.record.save_record", None)
     with pytest.raises(TypeError):
         main([*EXPLAIN, "--precisions", "fp32", "--save", str(tmp_path / "kinds.json")])
     assert "halfstep eager fp32" in capsys.readouterr().out
@@ -115,7 +115,7 @@ def test_what_cannot_be_explained_at_all_is_refused_before_anything_is_measured(
     def measured(*_: object) -> None:
         raise AssertionError("measured")
 
-    monkeypatch.setattr("halfstep.hardware.cache.measured_once", measured)
+    monkeypatch.setattr("halfstep.hardware.cache.measure_once", measured)
     with pytest.raises(SystemExit) as ended:
         main([*TINY, "--device", "cpu", "--precisions", "fp32", "--explain", *wrong])
     assert ended.value.code == 2

@@ -8,15 +8,15 @@ import sys
 import pytest
 
 from halfstep import __version__
-from halfstep.cli.main import COMMANDS, app_with, main, names_for, with_dashes
+from halfstep.cli.main import COMMANDS, build_app, choose_commands, main, normalise_dashes
 from halfstep.workloads import KINDS
 
 EVERY_HELP = """
 import contextlib, io, sys
 import halfstep
-from halfstep.cli.main import app_with, main
+from halfstep.cli.main import build_app, main
 heavy = {"torch", "numpy", "matplotlib", "torchmetrics"}
-names = [command.name for command in app_with().registered_commands]
+names = [command.name for command in build_app().registered_commands]
 assert {"detect", "formats", "train"} <= set(names), names
 for argv in (["--help"], ["--version"], *([name, "--help"] for name in names)):
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -51,7 +51,7 @@ def test_python_dash_m_is_the_same_command() -> None:
 
 
 def test_every_command_explains_itself_with_an_example() -> None:
-    for command in app_with().registered_commands:
+    for command in build_app().registered_commands:
         assert command.callback is not None
         assert f"halfstep {command.name}" in (command.callback.__doc__ or ""), command.name
 
@@ -68,7 +68,7 @@ def test_every_command_explains_itself_with_an_example() -> None:
     ],
 )
 def test_dashes_and_underscores_in_flags_are_alike(given: list[str], understood: list[str]) -> None:
-    assert with_dashes(given) == understood
+    assert normalise_dashes(given) == understood
 
 
 def test_our_errors_are_messages_with_the_fix_and_exit_two(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,9 +92,9 @@ def test_an_unknown_flag_or_command_exits_with_two_and_no_traceback(
 
 
 def test_a_command_is_built_alone_and_help_shows_all() -> None:
-    assert names_for(["check", "a.yaml"]) == ["check"]
-    assert [command.name for command in app_with(["check"]).registered_commands] == ["check"]
-    assert names_for(["--help"]) == names_for([]) == names_for(["chek"]) == COMMANDS
+    assert choose_commands(["check", "a.yaml"]) == ["check"]
+    assert [command.name for command in build_app(["check"]).registered_commands] == ["check"]
+    assert choose_commands(["--help"]) == choose_commands([]) == choose_commands(["chek"]) == COMMANDS
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from halfstep.cli.main import app_with, main
+from halfstep.cli.main import build_app, main
 from halfstep.workloads.segmentation.demo import write_demo
 
 SMALL = ("data.image_size=32", "model.base_channels=2", "model.depth=1")
 
 
 def printed(*arguments: str) -> str:
-    result = CliRunner().invoke(app_with(), ["plan", *arguments])
+    result = CliRunner().invoke(build_app(), ["plan", *arguments])
     assert result.exit_code == 0, result.output
     return result.output
 

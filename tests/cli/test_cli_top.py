@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from halfstep.cli.main import main
-from halfstep.cli.top import is_over, sparkline
+from halfstep.cli.top import draw_sparkline, is_over
 from halfstep.report.page.read_run import read_run
 
 
@@ -146,5 +146,5 @@ def test_a_record_that_comes_while_it_looks_is_for_the_next_look(
 
 
 def test_a_sparkline_follows_the_values_and_leaves_out_what_is_not_finite() -> None:
-    assert sparkline([0.0, 1.0, float("nan"), 0.0]) == "▁█▁"
-    assert sparkline([3.0]) == ""
+    assert draw_sparkline([0.0, 1.0, float("nan"), 0.0]) == "▁█▁"
+    assert draw_sparkline([3.0]) == ""

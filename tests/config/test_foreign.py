@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from halfstep.config.foreign import Foreign, resolved
+from halfstep.config.foreign import Foreign, resolve_document
 from halfstep.config.load import Loaded, load
 from halfstep.config.schema import RunConfig
 from halfstep.config.yaml_source import parse_yaml
 from halfstep.errors import ConfigError
-from halfstep.report.config_view import header_lines
+from halfstep.report.config_view import format_header
 
 THEIRS = """
 experiment: moons
@@ -66,7 +66,7 @@ def test_a_file_without_a_workload_is_translated_by_the_family_that_knows_it(tmp
 
 
 def test_every_key_is_translated_or_named_with_a_reason(tmp_path: Path) -> None:
-    told = "\n".join(header_lines(loaded(tmp_path)))
+    told = "\n".join(format_header(loaded(tmp_path)))
     assert "trainer.devices is not used: halfstep trains on one device" in told
     assert "dataset.workers.val are not used: workers are counted here" in told
     assert "trainer.log_dir, odd.key are not used: moons has no such setting" in told
@@ -100,7 +100,7 @@ def test_a_file_with_a_workload_is_ours_even_where_a_family_would_claim_it(tmp_p
 
 
 def values_of(text: str) -> dict[str, Any]:
-    return resolved(parse_yaml(text, "a.yaml").values)
+    return resolve_document(parse_yaml(text, "a.yaml").values)
 
 
 def test_references_are_resolved_as_omegaconf_does() -> None:

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from halfstep.bench.apart import clock_limits, shared_with
-from halfstep.bench.bench import LOSS_BOUND, Ours, Request, bench
-from halfstep.bench.measure_row import Row, Schedule, StepTimer, measured_row
-from halfstep.bench.problem import Problem, bench_config, problem_for, step_flops
+from halfstep.bench.apart import find_other_users, read_clock_limits
+from halfstep.bench.bench import LOSS_BOUND, BenchRequest, HalfstepRunner, bench
+from halfstep.bench.measure_row import Row, Schedule, StepTimer, measure_row
+from halfstep.bench.problem import Problem, build_problem, count_step_flops, load_bench_config
 from halfstep.hardware.probe import probe
 
 pytestmark = pytest.mark.gpu
@@ -22,16 +22,16 @@ SHORT = Schedule(warm_up=6, ramp=2, window=5)
 
 def unet(batch_size: int) -> Problem:
     size = {"batch_size": batch_size, "image_size": 128}
-    config = bench_config("unet", ["model.base_channels=16", "model.depth=2"], size, small=False)
-    return problem_for(config, torch.device("cuda:0"))
+    config = load_bench_config("unet", ["model.base_channels=16", "model.depth=2"], size, small=False)
+    return build_problem(config, torch.device("cuda:0"))
 
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, Row]:
     problem = unet(8)
     modes = ("eager", "compile", "graph")
-    request = Request(precisions=("fp32", "bf16"), modes=modes, schedule=SHORT, repeat_first=False)
-    found = bench(problem, request, probe("cuda"), step_flops(problem), tell=print)
+    request = BenchRequest(precisions=("fp32", "bf16"), modes=modes, schedule=SHORT, repeat_first=False)
+    found = bench(problem, request, probe("cuda"), count_step_flops(problem), tell=print)
     return {row.label: row for row in found.rows}
 
 
@@ -102,14 +102,14 @@ def one_gigabyte() -> Iterator[None]:
 def test_out_of_memory_costs_one_row_and_gives_its_memory_back() -> None:
     small, huge, hardware = unet(2), unet(256), probe("cuda")  # of the huge one's maps the first four take 1.1 GB
     held = torch.cuda.memory_reserved()
-    lost = measured_row(Ours(huge, "fp32", "eager", hardware, simulate=False), huge, SHORT)
+    lost = measure_row(HalfstepRunner(huge, "fp32", "eager", hardware, simulate=False), huge, SHORT)
     assert lost.reason.startswith("out of memory")
     assert torch.cuda.memory_reserved() <= held + 2**26
-    row = measured_row(Ours(small, "fp32", "eager", hardware, simulate=False), small, SHORT)
+    row = measure_row(HalfstepRunner(small, "fp32", "eager", hardware, simulate=False), small, SHORT)
     assert row.is_measured, row.reason
 
 
 def test_conditions_can_be_asked_for() -> None:
     device = torch.device("cuda:0")
-    assert isinstance(clock_limits(device), tuple)
-    assert isinstance(shared_with(device), str)
+    assert isinstance(read_clock_limits(device), tuple)
+    assert isinstance(find_other_users(device), str)

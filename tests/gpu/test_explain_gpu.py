@@ -7,7 +7,7 @@ import torch
 
 from halfstep.bench.explain import Explanation, StepFacts, explain
 from halfstep.bench.problem import AfterStep
-from halfstep.bench.step_profile import Kind
+from halfstep.bench.step_profile import OpKind
 from halfstep.workloads.segmentation.unet import UNet
 
 pytestmark = pytest.mark.gpu
@@ -52,24 +52,24 @@ def explanation() -> Explanation:
 def test_kinds_add_up_and_hardly_any_kernel_is_unknown(explanation: Explanation) -> None:
     times = {row.kind: row.ms for row in explanation.kinds}
     assert sum(times.values()) == pytest.approx(explanation.kernel_ms)
-    others = [kernel.name for kernel in explanation.top_kernels if kernel.kind is Kind.OTHER]
-    assert times.get(Kind.OTHER, 0.0) < 0.1 * explanation.kernel_ms, others
+    others = [kernel.name for kernel in explanation.top_kernels if kernel.kind is OpKind.OTHER]
+    assert times.get(OpKind.OTHER, 0.0) < 0.1 * explanation.kernel_ms, others
 
 
 @pytest.mark.parametrize(
     "kind",
     [
-        Kind.CONV_FORWARD,
-        Kind.CONV_INPUT_GRADIENT,
-        Kind.CONV_WEIGHT_GRADIENT,
-        Kind.NORMALISATION,
-        Kind.ELEMENTWISE,
-        Kind.CAST,
-        Kind.OPTIMIZER,
-        Kind.COPY_IN,
+        OpKind.CONV_FORWARD,
+        OpKind.CONV_INPUT_GRADIENT,
+        OpKind.CONV_WEIGHT_GRADIENT,
+        OpKind.NORMALISATION,
+        OpKind.ELEMENTWISE,
+        OpKind.CAST,
+        OpKind.OPTIMIZER,
+        OpKind.COPY_IN,
     ],
 )
-def test_what_an_eager_bf16_u_net_does_is_found(explanation: Explanation, kind: Kind) -> None:
+def test_what_an_eager_bf16_u_net_does_is_found(explanation: Explanation, kind: OpKind) -> None:
     assert {row.kind: row.share for row in explanation.kinds}.get(kind, 0.0) > 0
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from halfstep.backend_flags import fp32_mode
 from halfstep.kernels.fast_forms import FORMS, Form, forced, wanted
 from halfstep.models.layers import PatchConv2d
-from halfstep.models.vit import vit
+from halfstep.models.vit import build_vit
 
 pytestmark = pytest.mark.gpu
 
@@ -62,7 +62,7 @@ def test_compiled_patches_in_their_fast_form_agree_with_torchs(dtype: torch.dtyp
 
 def test_a_compiled_vit_gives_the_same_gradients_in_fast_forms() -> None:
     torch.manual_seed(0)
-    model = vit("vit_s_16", depth=2, heads=2, dim=64, patch=16, image_size=64, num_classes=10)
+    model = build_vit("vit_s_16", depth=2, heads=2, dim=64, patch=16, image_size=64, num_classes=10)
     model = model.to("cuda", memory_format=torch.channels_last)  # type: ignore[call-overload]
     for parameter in model.parameters():  # a gain or a head of zero would hide what stands before it
         nn.init.normal_(parameter, std=0.3) if not parameter.any() else None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.backend_flags import read_effective_leaves
-from halfstep.bench.peers import peers
+from halfstep.bench.peers import list_peers
 from halfstep.bench.problem import Batch, Problem
 from halfstep.tune.fresh_thread import run_in_fresh_thread
 from halfstep.workloads import load
@@ -80,7 +80,7 @@ def test_a_peer_trains_as_fp32_on_the_host_does(name: str, precision: str, bound
     """Bounds: two units in the last place of the format for the loss; fp32 sums in another order over five steps."""
     problem = tiny_problem()
     expected = fp32_loss(problem)
-    for runner in peers([name, f"{name}:graphs"], problem, precision):
+    for runner in list_peers([name, f"{name}:graphs"], problem, precision):
         calls: list[None] = []
         train = functools.partial(runner.train, STEPS, lambda calls=calls: calls.append(None))
         found = run_in_fresh_thread(train, CUDA)  # as in a bench: the compiler's graphs too, and more than once
@@ -91,7 +91,7 @@ def test_a_peer_trains_as_fp32_on_the_host_does(name: str, precision: str, bound
 @pytest.mark.parametrize("name", AVAILABLE)
 def test_strict_fp32_holds_inside_a_peer(name: str) -> None:
     seen: list[set[str]] = []
-    for runner in peers([name], tiny_problem(), "fp32"):
+    for runner in list_peers([name], tiny_problem(), "fp32"):
         runner.train(1, lambda: seen.append(set(read_effective_leaves().values())))
     assert seen == [{"ieee"}, {"ieee"}]
 
@@ -99,7 +99,7 @@ def test_strict_fp32_holds_inside_a_peer(name: str) -> None:
 @pytest.mark.parametrize("name", AVAILABLE)
 def test_a_peer_gives_the_devices_memory_back(name: str) -> None:
     problem = tiny_problem()
-    runners = peers([name, f"{name}:graphs"], problem, "bf16")
+    runners = list_peers([name, f"{name}:graphs"], problem, "bf16")
     runners[0].train(1, lambda: None)  # cuBLAS keeps a workspace from its first use on
     before = torch.cuda.memory_allocated()
     for runner in runners:

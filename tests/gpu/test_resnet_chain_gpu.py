@@ -12,14 +12,14 @@ from capture import captured
 from halfstep.kernels.fast_forms import forced
 from halfstep.kernels.resnet_chain import resnet_map
 from halfstep.models.recompute import set_recompute
-from halfstep.workloads.classification.resnet import ResNet, resnet
+from halfstep.workloads.classification.resnet import ResNet, build_resnet
 
 pytestmark = pytest.mark.gpu
 
 
 def built(name: str, blocks: tuple[int, ...], stem: str = "imagenet") -> ResNet:
     torch.manual_seed(0)
-    model = resnet(name, blocks=blocks, width=32, num_classes=10, stem=stem)
+    model = build_resnet(name, blocks=blocks, width=32, num_classes=10, stem=stem)
     for norm in model.modules():
         if isinstance(norm, nn.BatchNorm2d):
             nn.init.normal_(norm.weight)

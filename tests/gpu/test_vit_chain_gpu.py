@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from capture import captured
 from halfstep.kernels.fast_forms import forced
 from halfstep.models.recompute import Recompute, set_recompute
-from halfstep.models.vit import ViT, vit
+from halfstep.models.vit import ViT, build_vit
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 def model_and_images() -> tuple[ViT, Tensor]:
     """5 · 17 tokens of 192 channels: neither fills a tile."""
     torch.manual_seed(0)
-    model = vit("vit_s_16", depth=3, heads=3, dim=192, patch=16, image_size=64, num_classes=10).cuda()
+    model = build_vit("vit_s_16", depth=3, heads=3, dim=192, patch=16, image_size=64, num_classes=10).cuda()
     for parameter in model.parameters():  # a gain or a head of zero would hide what stands before it
         nn.init.normal_(parameter, std=0.2) if not parameter.any() else None
     return model, torch.rand(5, 3, 64, 64, device="cuda")

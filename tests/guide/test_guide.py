@@ -25,26 +25,26 @@ from halfstep.guide.guide import (
     TASK,
     Prompt,
     Question,
-    new_yaml_file,
-    path_in,
+    add_task,
+    check_new_file,
+    parse_path,
     read_answers,
-    with_task,
     write_new,
 )
 from halfstep.guide.suggest import (
     ORDER,
     Rate,
     Situation,
-    batch,
-    duration,
-    learning_rate,
-    suggestions,
-    training_rate,
-    workers,
+    choose_batch,
+    choose_learning_rate,
+    choose_workers,
+    estimate_duration,
+    estimate_rate,
+    make_suggestions,
 )
-from halfstep.guide.trial import Trial, Trials, measured_trial
+from halfstep.guide.trial import Trial, Trials, measure_trial
 from halfstep.hardware.facts import Hardware, Measurement
-from halfstep.hardware.gpus import known_gpu
+from halfstep.hardware.gpus import look_up_gpu
 from halfstep.hardware.memory import LiveBytes
 from halfstep.precision.advice import EXAMPLE_SAMPLE_BYTES
 from halfstep.run.memory.sizing import StepCost, predict_step_cost
@@ -67,7 +67,7 @@ def measured(tflops: dict[str, float], *, free_gib: int = 16) -> Hardware:
         for op in ("matmul", "conv_nchw", "conv_nhwc")
         for name, rate in tflops.items()
     )
-    card = dataclasses.replace(known_gpu("a100"), device="cuda:0", memory_free_bytes=free_gib * 2**30)
+    card = dataclasses.replace(look_up_gpu("a100"), device="cuda:0", memory_free_bytes=free_gib * 2**30)
     return dataclasses.replace(card, measurements=rates, source="measured")
 
 
@@ -166,7 +166,7 @@ def test_a_few_bad_files_are_left_out_and_named(tmp_path: Path, monkeypatch: pyt
     look = look_at("resnet18", tmp_path)
     assert (look.num_train, look.on_bad_file) == (8, "skip")
     assert "bad.jpg" in dict(describe(look))["bad files"]
-    chosen = suggestions(situation(look=look, data_dir=str(tmp_path), hardware=UNTRACED))[0]
+    chosen = make_suggestions(situation(look=look, data_dir=str(tmp_path), hardware=UNTRACED))[0]
     assert chosen.config.data.on_bad_file == "skip"
 
 
@@ -192,7 +192,7 @@ def test_demo_data_are_looked_at_with_their_own_image_size(tmp_path: Path) -> No
 def test_counted_memory_is_near_that_of_real_tensors() -> None:
     small = config(**{"data.image_size": 32, "model.width": 8, "train.batch_size": 64})
     store = {"classes": ["a", "b"]}
-    model = image_classification.model_from_store(small, store)
+    model = image_classification.build_model(small, store)
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
     with LiveBytes() as live:
@@ -241,34 +241,34 @@ def test_configs_that_differ_in_how_long_they_train_are_traced_once() -> None:
 
 
 def test_the_batch_keeps_the_recipe_where_it_fits() -> None:
-    paths, facts = batch(situation(), "stable", config(), CHEAP)
+    paths, facts = choose_batch(situation(), "stable", config(), CHEAP)
     assert paths == {"train.batch_size": 64, "train.accumulate": 1}
     assert "an estimate" in dict(facts)["memory"]
 
 
 def test_fast_takes_a_larger_batch_where_memory_allows() -> None:
-    assert batch(situation(), "fast", config(), CHEAP)[0] == {"train.batch_size": 128, "train.accumulate": 1}
+    assert choose_batch(situation(), "fast", config(), CHEAP)[0] == {"train.batch_size": 128, "train.accumulate": 1}
     huge = situation(hardware=measured({"fp32": 1.0}, free_gib=1000))
-    assert batch(huge, "fast", config(), CHEAP)[0]["train.batch_size"] == 256, "four times the recipe, not more"
+    assert choose_batch(huge, "fast", config(), CHEAP)[0]["train.batch_size"] == 256, "four times the recipe, not more"
 
 
 def test_a_cpu_keeps_the_recipes_batch() -> None:
     roomy = dataclasses.replace(CPU, memory_total_bytes=1000 * 2**30)
-    assert batch(situation(hardware=roomy), "fast", config(), CHEAP)[0]["train.batch_size"] == 64
+    assert choose_batch(situation(hardware=roomy), "fast", config(), CHEAP)[0]["train.batch_size"] == 64
 
 
 def test_too_little_memory_is_made_up_by_accumulation() -> None:
     tight = situation(hardware=measured({"fp32": 1.0}, free_gib=1))
-    assert batch(tight, "fast", config(), CHEAP)[0] == {"train.batch_size": 8, "train.accumulate": 8}
+    assert choose_batch(tight, "fast", config(), CHEAP)[0] == {"train.batch_size": 8, "train.accumulate": 8}
     too_large = dataclasses.replace(CHEAP, sample_bytes=10**12)
-    paths, facts = batch(tight, "fast", config(), too_large)
+    paths, facts = choose_batch(tight, "fast", config(), too_large)
     assert paths["train.batch_size"] == 1
     assert "NOT EVEN ONE SAMPLE FITS" in dict(facts)["memory"]
 
 
 def test_a_small_set_gets_a_batch_that_makes_ten_steps() -> None:
     few = situation(look=a_look(320))
-    paths, facts = batch(few, "quality", config(), CHEAP)
+    paths, facts = choose_batch(few, "quality", config(), CHEAP)
     assert paths == {"train.batch_size": 32, "train.accumulate": 1}
     assert "320 samples make 10 steps" in dict(facts)["batch"]
 
@@ -277,22 +277,22 @@ def test_a_small_set_gets_a_batch_that_makes_ten_steps() -> None:
 def test_a_tiny_set_gets_a_batch_that_batchnorm_can_use_and_the_true_number_of_steps(
     num_train: int, size: int, steps: int
 ) -> None:
-    paths, facts = batch(situation(look=a_look(num_train)), "quality", config(), CHEAP)
+    paths, facts = choose_batch(situation(look=a_look(num_train)), "quality", config(), CHEAP)
     assert paths["train.batch_size"] == size
     assert f"{num_train} samples make {format_count(steps, 'step')} per epoch" in dict(facts)["batch"]
 
 
 def test_no_batch_is_named_that_nobody_would_use() -> None:
     huge = situation(hardware=measured({"fp32": 1.0}, free_gib=100_000))
-    _, facts = batch(huge, "stable", config(), CHEAP)
+    _, facts = choose_batch(huge, "stable", config(), CHEAP)
     assert dict(facts)["memory"].endswith("free: far more than enough")
     snug = situation(hardware=measured({"fp32": 1.0}, free_gib=16))
-    assert "would take a batch of 128 (an estimate)" in dict(batch(snug, "stable", config(), CHEAP)[1])["memory"]
+    assert "would take a batch of 128 (an estimate)" in dict(choose_batch(snug, "stable", config(), CHEAP)[1])["memory"]
 
 
 def test_unknown_memory_is_no_reason_for_a_batch_of_one() -> None:
     silent = situation(hardware=dataclasses.replace(AMPERE, memory_free_bytes=None, memory_total_bytes=0))
-    paths, facts = batch(silent, "fast", config(), CHEAP)
+    paths, facts = choose_batch(silent, "fast", config(), CHEAP)
     assert paths["train.batch_size"] == 64
     assert "does not say" in dict(facts)["memory"]
 
@@ -309,33 +309,33 @@ def test_unknown_memory_is_no_reason_for_a_batch_of_one() -> None:
 def test_the_learning_rate_follows_the_batch_by_a_rule_that_is_shown(
     start: Any, samples: int, peak: float, words: str
 ) -> None:
-    paths, (_, shown) = learning_rate(start, samples)
+    paths, (_, shown) = choose_learning_rate(start, samples)
     assert words in shown
     said = config(start.workload, **paths, **{"train.batch_size": samples})
     assert said.optimizer.peak_lr(samples) == pytest.approx(peak)
 
 
 def rate(trial: Trial | None = None, **changes: Any) -> Rate:
-    return training_rate(situation(**changes), CHEAP, "bf16", trial)
+    return estimate_rate(situation(**changes), CHEAP, "bf16", trial)
 
 
 def test_without_a_trial_workers_follow_the_best_rate_that_was_measured() -> None:
     # 100 TFLOPS over 1e10 operations a sample are 10,000 samples/s; one process reads 100.
-    paths, (_, shown) = workers(situation(), config(), rate())
+    paths, (_, shown) = choose_workers(situation(), config(), rate())
     assert paths == {"data.num_workers": 8}
     assert "at most 10,000 samples/s (an estimate" in shown
     assert "halfstep pack /data" in shown
     quick = situation(look=a_look(decoded_per_s=4000.0))
-    paths, (_, shown) = workers(quick, config(), rate())
+    paths, (_, shown) = choose_workers(quick, config(), rate())
     assert paths == {"data.num_workers": 3}
     assert "halfstep pack" not in shown
-    unmeasured = rate(hardware=known_gpu("a100"))
-    assert workers(situation(), config(), unmeasured)[0] == {"data.num_workers": 8}
+    unmeasured = rate(hardware=look_up_gpu("a100"))
+    assert choose_workers(situation(), config(), unmeasured)[0] == {"data.num_workers": 8}
 
 
 def test_workers_feed_the_rate_of_a_trial() -> None:
     tried = rate(Trial(samples_per_s=250.0, batch_size=32))
-    paths, (_, shown) = workers(situation(), config(), tried)
+    paths, (_, shown) = choose_workers(situation(), config(), tried)
     assert paths == {"data.num_workers": 3}
     assert "trained 250 samples/s (measured: whole eager steps of 32 samples)" in shown
 
@@ -343,24 +343,24 @@ def test_workers_feed_the_rate_of_a_trial() -> None:
 def test_the_time_is_an_estimate_from_the_rate_of_a_trial() -> None:
     start = config(**{"data.num_workers": 4, "train.epochs": 100})
     quick = situation(look=a_look(100_000, num_val=30_000, decoded_per_s=1e6))
-    (_, shown), *_ = duration(quick, start, rate(Trial(samples_per_s=1000.0, batch_size=32)))
+    (_, shown), *_ = estimate_duration(quick, start, rate(Trial(samples_per_s=1000.0, batch_size=32)))
     # 100 epochs of 100,000 samples, and 30,000 that only go forward, at 1000/s.
     assert shown == "about 3.1 hours for 100 epochs (an estimate from measured rates)"
     reading = situation(look=a_look(100_000, num_val=0, decoded_per_s=100.0))
-    (_, shown), *_ = duration(reading, start, rate(Trial(samples_per_s=1000.0, batch_size=32)))
+    (_, shown), *_ = estimate_duration(reading, start, rate(Trial(samples_per_s=1000.0, batch_size=32)))
     assert "about 6.9 hours" in shown, "four workers read 400/s, which is slower than the device"
     on_cpu = dataclasses.replace(reading, hardware=CPU, num_cores=4)
-    (_, shown), *_ = duration(on_cpu, start, rate(Trial(samples_per_s=1000.0, batch_size=32)))
+    (_, shown), *_ = estimate_duration(on_cpu, start, rate(Trial(samples_per_s=1000.0, batch_size=32)))
     assert "about 9.7 hours" in shown, "on a CPU both take the same cores"
 
 
 def test_without_a_trial_only_the_least_time_is_told() -> None:
     # 10,000 samples/s at best, 100,000 samples, 100 epochs.
     quick = situation(look=a_look(num_val=0, decoded_per_s=1e6))
-    (_, shown), *_ = duration(quick, config(), rate())
+    (_, shown), *_ = estimate_duration(quick, config(), rate())
     assert shown.startswith("at least 16.7 minutes for 100 epochs")
     assert shown.endswith("(an estimate)")
-    assert duration(quick, config(), rate(hardware=CPU)) == [], "nothing was measured"
+    assert estimate_duration(quick, config(), rate(hardware=CPU)) == [], "nothing was measured"
 
 
 # Trials.
@@ -373,10 +373,10 @@ def test_a_trial_takes_the_best_rate_and_grows_the_batch_while_there_is_time() -
         asked.append(num_samples)
         return 0.001 + num_samples * 0.001
 
-    found = measured_trial(step, 32)
+    found = measure_trial(step, 32)
     assert asked == [2, 4, 8, 16, 32, 32, 32, 32]
     assert found == Trial(samples_per_s=32 / 0.033, batch_size=32)
-    assert measured_trial(lambda num_samples: 10.0, 32) == Trial(samples_per_s=0.2, batch_size=2), "one has to do"
+    assert measure_trial(lambda num_samples: 10.0, 32) == Trial(samples_per_s=0.2, batch_size=2), "one has to do"
 
 
 def test_a_trial_stops_where_memory_ends() -> None:
@@ -386,11 +386,11 @@ def test_a_trial_stops_where_memory_ends() -> None:
         return 0.001
 
     limit = 8
-    found = measured_trial(step, 32)
+    found = measure_trial(step, 32)
     assert found is not None
     assert found.batch_size == 8
     limit = 1
-    assert measured_trial(step, 32) is None
+    assert measure_trial(step, 32) is None
 
 
 def test_a_real_trial_is_near_the_rate_of_real_training(tmp_path: Path) -> None:
@@ -401,7 +401,7 @@ def test_a_real_trial_is_near_the_rate_of_real_training(tmp_path: Path) -> None:
     found = trials(small, store, 16)
     assert found is not None
     assert trials(small, store, 16) is found, "the same config is tried once"
-    model = image_classification.model_from_store(small, store)
+    model = image_classification.build_model(small, store)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
     rates = []
     for _ in range(8):
@@ -430,7 +430,7 @@ def test_every_suggestions_file_loads_as_the_config_that_was_shown(tmp_path: Pat
     store = {"num_classes": 2, "channels": 3} if workload == "unet" else {"classes": ["a", "b"]}
     look = None if ":" in workload else a_look(store=store)
     hardware = AMPERE if workload == "resnet18" else UNTRACED
-    found = suggestions(situation(workload=workload, goal=goal, look=look, hardware=hardware))
+    found = make_suggestions(situation(workload=workload, goal=goal, look=look, hardware=hardware))
     assert [one.name for one in found] == list(ORDER[goal])
     for one in found:
         path = tmp_path / f"{one.name}.yaml"
@@ -446,7 +446,7 @@ def test_a_suggestion_is_tried_at_its_own_size_and_against_fp32() -> None:
         tried.append((config.precision.default, config.data.image_size, batch_size))
         return Trial(samples_per_s=100.0 if config.precision.default == "fp32" else 250.0, batch_size=batch_size)
 
-    first, *_, stable = suggestions(situation(try_out=try_out))
+    first, *_, stable = make_suggestions(situation(try_out=try_out))
     facts = dict(first.facts)
     assert facts["speed"] == "2.5x fp32 (measured: whole eager steps)"
     assert "an estimate from measured rates" in facts["time"]
@@ -457,15 +457,15 @@ def test_a_suggestion_is_tried_at_its_own_size_and_against_fp32() -> None:
 
 def test_speed_is_what_was_measured_and_no_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ORDER, "fast", ("fast",))
-    facts = dict(suggestions(situation())[0].facts)
+    facts = dict(make_suggestions(situation())[0].facts)
     assert "matmul 10.0x" in facts["speed"]
     assert "a whole training step gains less" in facts["speed"]
-    looked_up = dataclasses.replace(known_gpu("t4"), kind="xpu", device="xpu:0")
-    assert "published peak" in dict(suggestions(situation(hardware=looked_up))[0].facts)["speed"]
+    looked_up = dataclasses.replace(look_up_gpu("t4"), kind="xpu", device="xpu:0")
+    assert "published peak" in dict(make_suggestions(situation(hardware=looked_up))[0].facts)["speed"]
 
 
 def test_few_pictures_get_the_quick_recipe() -> None:
-    assert [one.name for one in suggestions(situation(look=a_look(1000), hardware=UNTRACED))] == [
+    assert [one.name for one in make_suggestions(situation(look=a_look(1000), hardware=UNTRACED))] == [
         "quick",
         "lowmem",
         "stable",
@@ -473,7 +473,7 @@ def test_few_pictures_get_the_quick_recipe() -> None:
 
 
 def test_without_a_gpu_models_are_smaller_and_nothing_is_compiled() -> None:
-    for one in suggestions(situation(hardware=UNTRACED_CPU)):
+    for one in make_suggestions(situation(hardware=UNTRACED_CPU)):
         assert one.config.precision.default == "fp32"
         assert one.config.data.image_size == 128
         assert one.config.train.fast != "compile"
@@ -497,7 +497,7 @@ def test_images_are_not_larger_than_the_pictures(
     monkeypatch.setitem(ORDER, "fast", ("fast",))
     store = {"channels": 3, "num_classes": 2, "classes": ["a", "b"], "image_size": 512}
     look = a_look(sides=sides, store=store)
-    for one in suggestions(situation(workload=workload, look=look, hardware=UNTRACED)):
+    for one in make_suggestions(situation(workload=workload, look=look, hardware=UNTRACED)):
         found = {key: getattr(getattr(one.config, key.split(".")[0]), key.split(".")[1]) for key in expected}
         assert found == expected
         shown = dict(one.facts).get("image size", "")
@@ -515,7 +515,9 @@ def test_the_size_of_pictures_is_looked_up_whatever_they_lie_in(tmp_path: Path) 
 
 def test_demo_data_keep_their_own_recipe(tmp_path: Path) -> None:
     look = a_look(80, source="demo", store={"num_classes": 2, "channels": 3})
-    found = suggestions(situation(workload="unet", goal="quality", look=look, data_dir=None, hardware=UNTRACED_CPU))
+    found = make_suggestions(
+        situation(workload="unet", goal="quality", look=look, data_dir=None, hardware=UNTRACED_CPU)
+    )
     assert len(found) == 2, "quality and fast would be the same run"
     for one in found:
         assert one.config.data.dir is None
@@ -537,13 +539,13 @@ def test_a_line_that_is_no_text_is_refused(capsys: pytest.CaptureFixture[str]) -
 def test_a_path_that_is_no_text_is_refused() -> None:
     for name in ("\udcff", "~no_such_user_here/data"):
         with pytest.raises(ConfigError, match="is not a usable path"):
-            path_in(name)
+            parse_path(name)
 
 
 def test_a_model_alone_says_which_task_it_is_for() -> None:
-    assert with_task({"model": "radiodiff"})["task"] == "radio maps"
-    assert with_task({"model": "vit_b_16", "task": "own"})["task"] == "own"
-    assert "task" not in with_task({"goal": "fast"})
+    assert add_task({"model": "radiodiff"})["task"] == "radio maps"
+    assert add_task({"model": "vit_b_16", "task": "own"})["task"] == "own"
+    assert "task" not in add_task({"goal": "fast"})
     assert [TASK.chosen(name) for name in ("vae", "unet")] == ["autoencoder", "segmentation"]
 
 
@@ -565,7 +567,7 @@ def test_every_task_is_chosen_by_its_own_name_and_has_a_model() -> None:
 def test_both_stages_of_radio_maps_are_suggested_for_a_cpu(tmp_path: Path, workload: str) -> None:
     root = write_tiny_demo(tmp_path / "RadioMapSeer")
     looked = look_at(workload, root)
-    chosen = suggestions(situation(workload=workload, look=looked, hardware=UNTRACED_CPU, data_dir=str(root)))[0]
+    chosen = make_suggestions(situation(workload=workload, look=looked, hardware=UNTRACED_CPU, data_dir=str(root)))[0]
     (tmp_path / "run.yaml").write_text(chosen.to_yaml())
     again = load(str(tmp_path / "run.yaml")).config
     assert (again.workload, again.data.image_size, again.model.first_stage.width) == (workload, 64, 16)
@@ -609,7 +611,7 @@ def test_a_name_that_train_would_not_take_is_refused(
     monkeypatch.chdir(tmp_path)
     Path("there.yaml").touch()
     with pytest.raises(ConfigError, match="file: "):
-        new_yaml_file(name)
+        check_new_file(name)
 
 
 def test_all_files_are_written_or_none(tmp_path: Path) -> None:

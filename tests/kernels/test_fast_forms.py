@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfstep.kernels.fast_forms import FORMS, Form, forced, wanted
 from halfstep.models.layers import PatchConv2d
-from halfstep.models.vit import vit
+from halfstep.models.vit import build_vit
 
 layouts = pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
 
@@ -53,7 +53,7 @@ def test_a_layer_that_was_told_otherwise_since_it_was_built_is_torchs() -> None:
 
 
 def tiny_vit() -> nn.Module:
-    return vit("vit_s_16", depth=2, heads=2, dim=16, patch=4, image_size=16, num_classes=3, registers=2)
+    return build_vit("vit_s_16", depth=2, heads=2, dim=16, patch=4, image_size=16, num_classes=3, registers=2)
 
 
 def test_a_compiled_step_in_fast_forms_is_the_plain_step() -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from halfstep.kernels.fast_forms import forced
 from halfstep.models.recompute import set_recompute
 from halfstep.workloads.language import gpt2 as gpt2_module
-from halfstep.workloads.language.gpt2 import GPT2, gpt2
+from halfstep.workloads.language.gpt2 import GPT2, build_gpt2
 
 TOKENS = torch.randint(70, (2, 9), generator=torch.Generator().manual_seed(0))
 TARGETS = torch.randint(70, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -23,7 +23,7 @@ TARGETS = torch.randint(70, (2, 9), generator=torch.Generator().manual_seed(1))
 def tiny(**options: Any) -> GPT2:
     """No parameter is 0, which would hide what stands before it."""
     torch.manual_seed(0)
-    model = gpt2("gpt2", depth=2, heads=2, dim=32, context=9, vocab=70, **options)
+    model = build_gpt2("gpt2", depth=2, heads=2, dim=32, context=9, vocab=70, **options)
     for name, parameter in model.named_parameters():
         if "wte" not in name:
             nn.init.normal_(parameter, mean=float(bool((parameter == 1).all())), std=0.2)

@@ -29,13 +29,13 @@ Outcome = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
 def chained(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The images that went through the chain."""
     images: list[Tensor] = []
-    original = unet_module.chained_logits
+    original = unet_module.compute_chained_logits
 
     def note(image: Tensor, *args: object, **options: object) -> Tensor:
         images.append(image)
         return original(image, *args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(unet_module, "chained_logits", note)
+    monkeypatch.setattr(unet_module, "compute_chained_logits", note)
     return images
 
 
@@ -259,7 +259,7 @@ def test_a_gpu_with_little_shared_memory_runs_layer_by_layer(
 
 def peak_bytes(*, forgets_last: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """Of a step that recomputes, and how many maps it normalised."""
-    original, model, counted = unet_chain.second_raw_map, unet(depth=1), 0
+    original, model, counted = unet_chain.compute_second_raw_map, unet(depth=1), 0
     set_recompute(model, "pointwise")
 
     def forgetting(u: Tensor, level: unet_chain.Level, weights: unet_chain.Weights, *, keep: bool) -> unet_chain.RawMap:
@@ -270,7 +270,7 @@ def peak_bytes(*, forgets_last: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[
         counted += 1
         return normalised(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(unet_chain, "second_raw_map", forgetting)
+    monkeypatch.setattr(unet_chain, "compute_second_raw_map", forgetting)
     monkeypatch.setattr(chain, "normalised", counting)
     image = torch.randn(1, 3, 16, 16).contiguous(memory_format=torch.channels_last)
     with LiveBytes() as live, forced(True, "chain"):

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from halfstep.report.bench_view import digits, draw_bench, show_bench, start
+from halfstep.report.bench_view import draw_bench, format_digits, format_start, show_bench
 
 NOTHING: dict[str, Any] = {
     "reason": "",
@@ -143,12 +143,12 @@ def test_a_bench_without_a_measured_row_still_says_why() -> None:
     [(246.63, "247"), (25.1, "25.1"), (1.0, "1.00"), (0.09934, "0.0993"), (5526.4, "5526"), (0, "0"), (None, "-")],
 )
 def test_numbers_have_three_digits_and_no_exponent(value: float | None, text: str) -> None:
-    assert digits(value) == text
+    assert format_digits(value) == text
 
 
 def test_a_start_says_how_it_found_the_compilers_cache() -> None:
-    assert start(measured("eager", "fp32", 1.0)) == "12.3"
-    assert start(measured("compile", "fp32", 1.0, cache="warm")) == "12.3 warm"
+    assert format_start(measured("eager", "fp32", 1.0)) == "12.3"
+    assert format_start(measured("compile", "fp32", 1.0, cache="warm")) == "12.3 warm"
 
 
 def test_the_picture_is_drawn_with_a_bar_a_row(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 from rich.console import Console
 
 from halfstep.errors import CheckpointError
-from halfstep.report.results import Evaluation, show_evaluation
+from halfstep.report.results import EvaluationResult, show_evaluation
 from halfstep.workloads.classification.evaluate import ShownMistake, draw_confusion, draw_mistakes
 
 
@@ -47,7 +47,7 @@ def test_a_picture_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Pa
 
 def test_of_many_classes_the_worst_are_shown_and_all_are_in_the_json() -> None:
     rows = tuple({"class": f"c{k}", "accuracy": k / 100 if k else None} for k in range(100))
-    found = Evaluation(
+    found = EvaluationResult(
         run="r",
         workload="resnet18",
         checkpoint="step-1",

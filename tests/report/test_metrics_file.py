@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from halfstep.errors import CheckpointError
-from halfstep.report.metrics_file import MetricsFile, cut_back, last_step, read
+from halfstep.report.metrics_file import MetricsFile, cut_back, find_last_step, read
 
 
 def write(path: Path, *steps: int) -> None:
@@ -52,7 +52,7 @@ def test_a_record_is_in_the_file_before_it_is_closed(path: Path) -> None:
 def test_no_file_has_no_records_and_nothing_to_cut(path: Path) -> None:
     cut_back(path, 5)
     assert read(path) == []
-    assert last_step(path) is None
+    assert find_last_step(path) is None
     assert not path.exists()
 
 
@@ -62,7 +62,7 @@ def test_cutting_back_drops_what_came_after_the_checkpoint_and_keeps_the_rest_by
     write(path, 4, 5)
     cut_back(path, 3)
     assert path.read_bytes() == kept
-    assert last_step(path) == 3
+    assert find_last_step(path) == 3
 
 
 def test_a_resumed_run_appends_to_the_file_that_was_cut(path: Path) -> None:

@@ -17,7 +17,7 @@ from halfstep.cli.main import main
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.report.page.read_run import read_run
-from halfstep.report.page.render import MOST_POINTS, charts_of
+from halfstep.report.page.render import MOST_POINTS, build_charts
 from halfstep.run.folder import RunFolder
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -90,7 +90,7 @@ def test_memory_is_a_stack_of_what_the_step_is_predicted_to_take(tmp_path: Path)
 
 
 def test_long_curves_are_thinned_and_a_constant_scale_is_not_drawn(tmp_path: Path) -> None:
-    charts = {chart.title: chart for chart in charts_of([read_run(written_run(tmp_path / "run", steps=5000))])}
+    charts = {chart.title: chart for chart in build_charts([read_run(written_run(tmp_path / "run", steps=5000))])}
     assert len(charts["loss"].series[0].points) <= MOST_POINTS + 1
     assert charts["loss"].series[0].points[-1][0] == 4999
     assert "loss scale" not in charts
@@ -100,12 +100,12 @@ def test_long_curves_are_thinned_and_a_constant_scale_is_not_drawn(tmp_path: Pat
 def test_one_thing_has_one_colour_in_all_charts(tmp_path: Path) -> None:
     """Of one run training and validation, of several each run, told apart where folders are called the same."""
     runs = [read_run(written_run(tmp_path / place / "run")) for place in "ab"]
-    alone = [series for chart in charts_of(runs[:1]) for series in chart.series if series.name]
+    alone = [series for chart in build_charts(runs[:1]) for series in chart.series if series.name]
     assert {(series.name, series.colour, series.dashed) for series in alone} == {
         ("train", 0, False),
         ("validation", 1, True),
     }
-    both = [series for chart in charts_of(runs) for series in chart.series]
+    both = [series for chart in build_charts(runs) for series in chart.series]
     assert {(series.name.split(")")[0], series.colour) for series in both} == {("run (1", 0), ("run (2", 1)}
 
 
@@ -122,7 +122,7 @@ def phased(run: Path) -> Path:
 
 def test_networks_that_train_in_turn_have_a_curve_each(tmp_path: Path) -> None:
     run = read_run(phased(written_run(tmp_path / "run")))
-    charts = {chart.title: chart for chart in charts_of([run])}
+    charts = {chart.title: chart for chart in build_charts([run])}
     colours = {"maker": 0, "critic": 1, "validation": 2}
     assert {line.name: line.colour for line in charts["loss"].series} == colours
     for title in ("learning rate", "gradient norm"):
@@ -130,7 +130,7 @@ def test_networks_that_train_in_turn_have_a_curve_each(tmp_path: Path) -> None:
     assert charts["learning rate"].series[1].points[0] == (1.0, 0.01)
     assert (charts["loss"].log, charts["gradient norm"].log) == (False, True), "a loss below zero is seen as well"
     plain = read_run(written_run(tmp_path / "plain"))
-    loss = next(chart for chart in charts_of([run, plain]) if chart.title == "loss")
+    loss = next(chart for chart in build_charts([run, plain]) if chart.title == "loss")
     assert {line.name: line.colour for line in loss.series} == {
         "run maker": 0, "run critic": 1, "plain train": 2, "run validation": 0, "plain validation": 2
     }  # fmt: skip
@@ -140,14 +140,14 @@ def test_a_run_that_has_not_ended_is_shown_as_such_with_the_metric_so_far(tmp_pa
     run = written_run(tmp_path / "run")
     (run / "report" / "summary.json").unlink()
     assert "has not ended" in page(str(run), "--out", str(tmp_path / "page.html"))
-    assert "iou" in {chart.title for chart in charts_of([read_run(run)])}
+    assert "iou" in {chart.title for chart in build_charts([read_run(run)])}
 
 
 def test_runs_with_other_metrics_have_a_chart_of_each(tmp_path: Path) -> None:
     other = written_run(tmp_path / "other")
     for name in ("metrics.jsonl", "report/summary.json"):
         (other / name).write_text((other / name).read_text().replace('"iou"', '"psnr"'))
-    charts = {chart.title: chart for chart in charts_of([read_run(written_run(tmp_path / "run")), read_run(other)])}
+    charts = {chart.title: chart for chart in build_charts([read_run(written_run(tmp_path / "run")), read_run(other)])}
     assert [line.name for line in charts["iou"].series] == ["run validation"]
     assert [line.name for line in charts["psnr"].series] == ["other validation"]
 

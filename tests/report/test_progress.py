@@ -177,10 +177,10 @@ def test_times_are_readable_at_any_length() -> None:
 PASS_ON_A_TERMINAL = """
 import sys, time
 from rich.console import Console
-from halfstep.report.progress import Bar, alive
+from halfstep.report.progress import Bar, show_live
 bar = Bar("Epoch 1/1 [Train]", 1000)
 try:
-    with alive(bar, Console(width=60)):
+    with show_live(bar, Console(width=60)):
         print("printed by others")
         sys.stderr.write("and a warning\\n")
         while True:
@@ -193,9 +193,9 @@ except KeyboardInterrupt:
 FORK_WHILE_DRAWING = """
 import os, sys, threading
 from rich.console import Console
-from halfstep.report.progress import Bar, alive
+from halfstep.report.progress import Bar, show_live
 console = Console()
-with alive(Bar("Epoch", 10), console):
+with show_live(Bar("Epoch", 10), console):
     held, done = threading.Event(), threading.Event()
     def hold():
         with console._lock:

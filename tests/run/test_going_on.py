@@ -14,7 +14,7 @@ from halfstep.cli.main import main
 from halfstep.errors import CheckpointError
 from halfstep.run.checkpoint import Checkpoint, Checkpoints
 from halfstep.run.folder import RunFolder
-from halfstep.use.open_run import open_run, with_weights
+from halfstep.use.open_run import load_weights, open_run
 from halfstep.workloads import load
 from tiny_workload import Net
 from whole_runs import newest, records, resume, run, stored_lines
@@ -130,7 +130,7 @@ def test_a_stored_run_is_used_with_the_buffers_that_state_dict_leaves_out(
     folder = run(tmp_path / "run", {"train.max_steps": 3})
     opened = open_run(folder, checkpoint="last")
     plan = RunFolder(folder).read_plan()
-    assert with_weights(opened, Counting(), plan).get_buffer("seen") == 3
+    assert load_weights(opened, Counting(), plan).get_buffer("seen") == 3
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])

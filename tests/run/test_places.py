@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from halfstep.cli.main import main, with_short_paths
+from halfstep.cli.main import main, shorten_paths
 from halfstep.config.schema import ModelConfig, RunConfig
 from halfstep.config.section import FilePath
 from halfstep.disk import make_absolute, normalise_path
@@ -119,6 +119,6 @@ def test_paths_on_the_command_line_are_shown_without_detours(home: Path, capsys:
         main(["predict", "pictures/../none", "pictures/../a.png", "--out=pictures/../out"])
     assert "there is no run folder none" in capsys.readouterr().err
     left = ["data.dir=pictures/../d", "python pictures/../a.py", "s3://d/../e", "~/../d", "none/../d"]
-    assert with_short_paths([*left, "--out", "pictures/../out", "--csv=pictures/../x.csv"]) == [
+    assert shorten_paths([*left, "--out", "pictures/../out", "--csv=pictures/../x.csv"]) == [
         *left, "--out", "out", "--csv=x.csv",
     ]  # fmt: skip

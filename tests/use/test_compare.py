@@ -9,14 +9,21 @@ from typing import Any
 
 import pytest
 
-from halfstep.cli.compare import seconds_of
+from halfstep.cli.compare import parse_budget
 from halfstep.cli.main import main
-from halfstep.cli.report import comparison_page
+from halfstep.cli.report import render_comparison_page
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.run.train import train
-from halfstep.use.compare import Comparison, Request, file_names, open_comparison, seconds_to_quality, settings_of
-from halfstep.use.compare_run import Outcome, Row, one_run
-from halfstep.use.compare_table import as_json, comparison_columns, lines_of, notes_of
+from halfstep.use.compare import (
+    CompareRequest,
+    Comparison,
+    choose_folder_names,
+    collect_settings,
+    measure_time_to_quality,
+    open_comparison,
+)
+from halfstep.use.compare_run import ComparedRow, RunOutcome, train_row
+from halfstep.use.compare_table import build_columns, build_lines, collect_notes, convert_comparison
 from halfstep.workloads import load
 
 MOONS = "own_workload:KIND"
@@ -52,7 +59,7 @@ def test_precisions_get_a_verdict_a_table_and_a_picture(tmp_path: Path, capsys: 
     assert any(note.startswith("tf32 is simulated: ") and "has no tf32" in note for note in found["notes"])
     assert (out / "report" / "curves.png").stat().st_size > 5000
     assert not list(out.glob("runs/*/checkpoints")), "numbers stay, models go"
-    page = comparison_page(out)
+    page = render_comparison_page(out)
     low, high = found["rows"][1]["difference"]
     assert f"{low:+.4f} … {high:+.4f}" in page, "the interval that the verdict rests on"
     assert " ± " in page
@@ -91,19 +98,19 @@ def test_a_budget_ends_it_before_the_last_look(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_run_that_the_guard_stopped_is_a_row_that_shows_nothing(tmp_path: Path) -> None:
-    row = Row(name="wild", overrides=("optimizer.lr=1e30", "train.clip_norm=0", "guard.max_consecutive=1"))
-    outcome = one_run(row, 0, tmp_path / "wild", target=MOONS, overrides=SMALL)
+    row = ComparedRow(name="wild", overrides=("optimizer.lr=1e30", "train.clip_norm=0", "guard.max_consecutive=1"))
+    outcome = train_row(row, 0, tmp_path / "wild", target=MOONS, overrides=SMALL)
     assert math.isnan(outcome.value)
     assert (outcome.end, bool(outcome.stopped)) == ("stopped", True)
-    stored = Outcome.from_json(json.loads(json.dumps(outcome.to_json())))
+    stored = RunOutcome.from_json(json.loads(json.dumps(outcome.to_json())))
     assert (stored.end, stored.stopped) == (outcome.end, outcome.stopped)
-    rows = (Row(name="a", overrides=("precision=fp32",)), row)
-    request = Request(target=MOONS, overrides=SMALL, rows=rows)
+    rows = (ComparedRow(name="a", overrides=("precision=fp32",)), row)
+    request = CompareRequest(target=MOONS, overrides=SMALL, rows=rows)
     runs = [timed("a", 0, [0.5, 0.8]), outcome]
-    comparison = Comparison(request=request, margin=0.1, runs=runs, settings=settings_of(request))
-    wild = lines_of(comparison)[1]
+    comparison = Comparison(request=request, margin=0.1, runs=runs, settings=collect_settings(request))
+    wild = build_lines(comparison)[1]
     assert (wild.not_reached, wild.to_quality_s, wild.seconds_per_epoch) == (1, None, None)
-    found = json.loads(json.dumps(as_json(comparison), allow_nan=False))["rows"][1]
+    found = json.loads(json.dumps(convert_comparison(comparison), allow_nan=False))["rows"][1]
     assert (found["values"], found["difference"]) == ([None], None)
 
 
@@ -157,15 +164,17 @@ def test_a_baseline_out_of_memory_fixes_no_margin_and_says_why(
 
 
 def test_judged_by_its_best_validation_a_run_counts_as_its_best_checkpoint_would(tmp_path: Path) -> None:
-    row = Row(name="unlearns", overrides=("optimizer.lr=3", "train.clip_norm=0", "train.validate_every_steps=1"))
+    row = ComparedRow(
+        name="unlearns", overrides=("optimizer.lr=3", "train.clip_norm=0", "train.validate_every_steps=1")
+    )
     last, best = (
-        one_run(row, 0, tmp_path / str(best), target=MOONS, overrides=SMALL, best=best) for best in (False, True)
+        train_row(row, 0, tmp_path / str(best), target=MOONS, overrides=SMALL, best=best) for best in (False, True)
     )
     assert last.curve[-1][2] == last.value
     assert max(value for _, _, value in last.curve) == best.value > last.value
 
 
-def timed(row: str, seed: int, values: list[float], **more: Any) -> Outcome:
+def timed(row: str, seed: int, values: list[float], **more: Any) -> RunOutcome:
     curve = tuple((10 * (k + 1), float(k + 1), value) for k, value in enumerate(values))
     summary = {
         "metric": "accuracy",
@@ -178,29 +187,29 @@ def timed(row: str, seed: int, values: list[float], **more: Any) -> Outcome:
         "device": "cpu",
         **more,
     }
-    return Outcome(row=row, seed=seed, value=values[-1], curve=curve, summary=summary, alone=True)
+    return RunOutcome(row=row, seed=seed, value=values[-1], curve=curve, summary=summary, alone=True)
 
 
 def test_an_epochs_time_is_that_of_training_and_a_runs_money_is_that_of_all_of_it() -> None:
-    rows = tuple(Row(name=name, overrides=()) for name in ("a", "b"))
+    rows = tuple(ComparedRow(name=name, overrides=()) for name in ("a", "b"))
     runs = [timed(row, seed, [0.5]) for row in ("a", "b") for seed in range(3)]
-    request = Request(target="x", overrides=(), rows=rows, price=7.2)
-    line = lines_of(Comparison(request=request, margin=0.05, runs=runs))[0]
+    request = CompareRequest(target="x", overrides=(), rows=rows, price=7.2)
+    line = build_lines(Comparison(request=request, margin=0.05, runs=runs))[0]
     assert (line.seconds_per_epoch, line.samples_per_s) == pytest.approx((0.4, 100))
     assert line.money == pytest.approx(0.002)
     assert line.rate == pytest.approx(("samples/s", 100))
 
 
 def test_a_table_counts_in_the_unit_of_the_workload() -> None:
-    rows = tuple(Row(name=name, overrides=()) for name in ("a", "b"))
+    rows = tuple(ComparedRow(name=name, overrides=()) for name in ("a", "b"))
     runs = [timed(row, 0, [0.5], samples_per_s=60.0, tokens_per_s=600.0) for row in ("a", "b")]
-    lines = lines_of(Comparison(request=Request(target="x", overrides=(), rows=rows), margin=0.05, runs=runs))
-    assert comparison_columns(lines, "accuracy")["tokens/s"] == ["1,000", "1,000"]
+    lines = build_lines(Comparison(request=CompareRequest(target="x", overrides=(), rows=rows), margin=0.05, runs=runs))
+    assert build_columns(lines, "accuracy")["tokens/s"] == ["1,000", "1,000"]
 
 
 def test_the_largest_batch_is_that_of_the_gpu_the_rows_ran_on_wherever_the_table_is_read() -> None:
-    rows = (Row(name="a", overrides=("precision=fp32",)), Row(name="b", overrides=("precision=bf16",)))
-    request = Request(
+    rows = (ComparedRow(name="a", overrides=("precision=fp32",)), ComparedRow(name="b", overrides=("precision=bf16",)))
+    request = CompareRequest(
         target="unet", overrides=("data.image_size=32", "model.base_channels=4", "model.depth=1"), rows=rows
     )
 
@@ -208,7 +217,7 @@ def test_the_largest_batch_is_that_of_the_gpu_the_rows_ran_on_wherever_the_table
         known = {} if memory is None else {"device_memory_bytes": memory}
         on = {"device": "cuda:0 (A)", "steps_run": "eager", "precision": "fp32", **known}
         runs = [timed("a", seed, [0.5], **on) for seed in range(5)]
-        return lines_of(Comparison(request=request, margin=0.05, runs=runs))[0].largest_batch
+        return build_lines(Comparison(request=request, margin=0.05, runs=runs))[0].largest_batch
 
     small, large = largest(10**9), largest(2 * 10**9)
     assert small is not None
@@ -218,44 +227,44 @@ def test_the_largest_batch_is_that_of_the_gpu_the_rows_ran_on_wherever_the_table
 
 
 def test_time_to_the_same_quality_is_the_first_validation_at_the_baselines_end_less_the_margin() -> None:
-    rows = tuple(Row(name=name, overrides=()) for name in ("a", "b"))
+    rows = tuple(ComparedRow(name=name, overrides=()) for name in ("a", "b"))
     runs = [timed("a", 0, [0.5, 0.8]), timed("b", 0, [0.76, 0.9]), timed("a", 1, [0.5, 0.8]),
             timed("b", 1, [0.6, 0.7])]  # fmt: skip
-    comparison = Comparison(request=Request(target="x", overrides=(), rows=rows), margin=0.05, runs=runs)
-    assert seconds_to_quality(comparison, comparison.outcomes("b")) == [1.0, None]
-    assert seconds_to_quality(comparison, comparison.outcomes("a")) == [2.0, 2.0]
+    comparison = Comparison(request=CompareRequest(target="x", overrides=(), rows=rows), margin=0.05, runs=runs)
+    assert measure_time_to_quality(comparison, comparison.outcomes("b")) == [1.0, None]
+    assert measure_time_to_quality(comparison, comparison.outcomes("a")) == [2.0, 2.0]
 
 
 def test_the_median_time_to_quality_counts_the_seeds_that_never_get_there() -> None:
-    rows = tuple(Row(name=name, overrides=()) for name in ("a", "b"))
+    rows = tuple(ComparedRow(name=name, overrides=()) for name in ("a", "b"))
     curves = [[0.9], [0.1, 0.9], [0.1, 0.1, 0.9], [0.1]]
     runs = [timed(row, seed, curve if row == "b" else [0.9]) for row in "ab" for seed, curve in enumerate(curves)]
-    comparison = Comparison(request=Request(target="x", overrides=(), rows=rows), margin=0.05, runs=runs)
-    line = lines_of(comparison)[1]
+    comparison = Comparison(request=CompareRequest(target="x", overrides=(), rows=rows), margin=0.05, runs=runs)
+    line = build_lines(comparison)[1]
     assert (line.to_quality_s, line.not_reached) == (2.5, 1), "between the second and the third of four"
 
 
 def test_rows_whose_names_files_cannot_hold_have_folders_of_their_own() -> None:
-    rows = [Row(name=name, overrides=()) for name in ("a b", "a_b", "ä", "ö", "pilot", "amp+large")]
-    assert list(file_names(rows)) == ["a_b", "a_b_1", "_", "__3", "pilot_4", "amp+large"]
-    assert list(file_names(rows).values()) == rows
+    rows = [ComparedRow(name=name, overrides=()) for name in ("a b", "a_b", "ä", "ö", "pilot", "amp+large")]
+    assert list(choose_folder_names(rows)) == ["a_b", "a_b_1", "_", "__3", "pilot_4", "amp+large"]
+    assert list(choose_folder_names(rows).values()) == rows
 
 
 def test_what_a_budget_cut_off_counts_for_nothing_and_small_metrics_show_their_deviation() -> None:
-    rows = tuple(Row(name=name, overrides=()) for name in ("a", "b"))
+    rows = tuple(ComparedRow(name=name, overrides=()) for name in ("a", "b"))
     runs = [timed(row, seed, [1e-4 + 1e-6 * seed]) for row in "ab" for seed in range(5)]
-    request = Request(target="x", overrides=(), rows=rows)
+    request = CompareRequest(target="x", overrides=(), rows=rows)
     whole = Comparison(request=request, margin=0.05, runs=runs)
     cut = Comparison(request=request, margin=0.05, runs=[*runs, timed("a", 5, [0.5])])
-    assert [line.values for line in lines_of(cut)] == [line.values for line in lines_of(whole)]
-    assert comparison_columns(lines_of(cut), "mse")["mse"] == 2 * ["0.0001020 ± 0.0000016"]
+    assert [line.values for line in build_lines(cut)] == [line.values for line in build_lines(whole)]
+    assert build_columns(build_lines(cut), "mse")["mse"] == 2 * ["0.0001020 ± 0.0000016"]
 
 
 def test_the_report_of_an_unfinished_comparison_says_so_and_has_no_empty_note(tmp_path: Path) -> None:
-    rows = tuple(Row(name=name, overrides=("precision=fp32",)) for name in ("a", "b"))
+    rows = tuple(ComparedRow(name=name, overrides=("precision=fp32",)) for name in ("a", "b"))
     runs = [timed(row, seed, [0.8 + 0.01 * seed], precision="fp32") for seed in range(2) for row in "ab"]
-    request = Request(target=MOONS, overrides=("device=cpu",), rows=rows)
-    page = comparison_page(written(tmp_path / "c", request, margin=0.05, runs=runs))
+    request = CompareRequest(target=MOONS, overrides=("device=cpu",), rows=rows)
+    page = render_comparison_page(written(tmp_path / "c", request, margin=0.05, runs=runs))
     assert "unfinished after 4 runs; halfstep compare --resume goes on" in page
     assert "ended: <" not in page
 
@@ -298,9 +307,9 @@ def test_a_damaged_comparison_is_named(tmp_path: Path) -> None:
         open_comparison(tmp_path)
 
 
-def written(folder: Path, request: Request, **more: Any) -> Path:
+def written(folder: Path, request: CompareRequest, **more: Any) -> Path:
     folder.mkdir()
-    comparison = Comparison(request=request, settings=settings_of(request), **more)
+    comparison = Comparison(request=request, settings=collect_settings(request), **more)
     (folder / "comparison.json").write_text(comparison.to_json())
     return folder
 
@@ -308,10 +317,12 @@ def written(folder: Path, request: Request, **more: Any) -> Path:
 def test_a_comparison_goes_on_with_the_settings_it_began_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = tuple(Row(name=name, overrides=(f"precision={name}",)) for name in ("fp32", "bf16"))
+    rows = tuple(ComparedRow(name=name, overrides=(f"precision={name}",)) for name in ("fp32", "bf16"))
     config = tmp_path / "moons.yaml"
     config.write_text(f"workload: {MOONS}\noptimizer: {{lr: 0.003}}\n")
-    request = Request(target=str(config), overrides=("device=cpu", "precision.simulate=true"), rows=rows, margin=0.5)
+    request = CompareRequest(
+        target=str(config), overrides=("device=cpu", "precision.simulate=true"), rows=rows, margin=0.5
+    )
     folder = written(tmp_path / "c", request, margin=0.5)
     config.write_text(f"workload: {MOONS}\noptimizer: {{lr: 0.1}}\n")
     code, _, error = run(capsys, "--resume", str(folder))
@@ -337,13 +348,13 @@ def test_a_budget_that_ends_with_the_pilot_can_be_raised(tmp_path: Path, capsys:
 def test_a_kill_at_any_moment_costs_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Checkpoints go only when the outcome is stored, and what a kill left of them goes later."""
     folder, place = tmp_path / "c", tmp_path / "c" / "runs" / "plain-0"
-    rows = tuple(Row(name=name, overrides=("precision=fp32", f"train.clip_norm={clip}"))
+    rows = tuple(ComparedRow(name=name, overrides=("precision=fp32", f"train.clip_norm={clip}"))
                  for name, clip in (("plain", 1), ("clipped", 0.5)))  # fmt: skip
-    request = Request(target=MOONS, overrides=SMALL, rows=rows, looks=(5,), margin=0.5, budget_s=1e-9)
-    found = one_run(rows[0], 0, place, target=MOONS, overrides=SMALL)
+    request = CompareRequest(target=MOONS, overrides=SMALL, rows=rows, looks=(5,), margin=0.5, budget_s=1e-9)
+    found = train_row(rows[0], 0, place, target=MOONS, overrides=SMALL)
     assert list(place.glob("checkpoints/step-*")), "killed now, it goes on from here"
     (tmp_path / "c" / "comparison.json").write_text(
-        Comparison(request=request, settings=settings_of(request), margin=0.5, runs=[found]).to_json()
+        Comparison(request=request, settings=collect_settings(request), margin=0.5, runs=[found]).to_json()
     )
     run(capsys, "--resume", str(folder))  # nothing is left to spend: it only puts away
     assert not list(folder.glob("runs/*/checkpoints"))
@@ -355,20 +366,20 @@ def test_a_run_without_a_usable_checkpoint_is_named_with_what_to_do(tmp_path: Pa
     broken.mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text(f"workload: {MOONS}\n")
     with pytest.raises(CheckpointError) as found:
-        one_run(Row(name="a", overrides=()), 0, tmp_path / "run", target=MOONS, overrides=SMALL)
+        train_row(ComparedRow(name="a", overrides=()), 0, tmp_path / "run", target=MOONS, overrides=SMALL)
     assert f"delete {tmp_path / 'run'}" in found.value.fix
 
 
 def test_runs_that_differ_in_more_than_the_rows_say_are_told() -> None:
     rows = tuple(
-        Row(name=name, overrides=("precision=tf32", f"optimizer.lr={lr}")) for name, lr in (("a", 1), ("b", 2))
+        ComparedRow(name=name, overrides=("precision=tf32", f"optimizer.lr={lr}")) for name, lr in (("a", 1), ("b", 2))
     )
-    request = Request(target=MOONS, overrides=("device=cpu",), rows=rows)
+    request = CompareRequest(target=MOONS, overrides=("device=cpu",), rows=rows)
     runs = [timed(row, seed, [0.5, 0.8 + 0.01 * seed], device=device, data="of digest 12",
                     precision="tf32" if row == "a" else "fp32")
             for seed, device in ((0, "cuda:0 (A)"), (1, "cuda:0 (B)")) for row in "ab"]  # fmt: skip
-    comparison = Comparison(request=request, margin=0.05, runs=runs, settings=settings_of(request))
-    notes = notes_of(comparison)
+    comparison = Comparison(request=request, margin=0.05, runs=runs, settings=collect_settings(request))
+    notes = collect_notes(comparison)
     assert "b asked for tf32 and ran fp32" in notes
     assert any("NVML" in note for note in notes), "and where energy is not counted, why"
     assert [note for note in notes if "more than the rows say" in note] == [
@@ -377,19 +388,19 @@ def test_runs_that_differ_in_more_than_the_rows_say_are_told() -> None:
 
 
 def test_budgets_are_read_in_seconds_minutes_and_hours() -> None:
-    assert [seconds_of(text) for text in ("90s", "30m", "1.5h", "20")] == [90, 1800, 5400, 20]
+    assert [parse_budget(text) for text in ("90s", "30m", "1.5h", "20")] == [90, 1800, 5400, 20]
     with pytest.raises(ConfigError, match="0m"):
-        seconds_of("0m")
+        parse_budget("0m")
 
 
 def test_a_run_that_an_interruption_cut_in_two_counts_by_its_metric_and_not_by_its_time(tmp_path: Path) -> None:
     # A schedule that does not follow the length of the run: cut short it trains as the whole one does.
-    row = Row(name="plain", overrides=("precision=fp32", "schedule.name=constant"))
-    whole = one_run(row, 0, tmp_path / "whole", target=MOONS, overrides=SMALL)
+    row = ComparedRow(name="plain", overrides=("precision=fp32", "schedule.name=constant"))
+    whole = train_row(row, 0, tmp_path / "whole", target=MOONS, overrides=SMALL)
     cut = [word for word in SMALL if "max_steps" not in word] + ["train.max_steps=2", "train.seed=0"]
     train(load(MOONS, overrides=[*cut, *row.overrides, "log.curves=false"]), out=tmp_path / "cut")
     (tmp_path / "cut" / "report" / "summary.json").unlink()
-    resumed = one_run(row, 0, tmp_path / "cut", target=MOONS, overrides=SMALL)
+    resumed = train_row(row, 0, tmp_path / "cut", target=MOONS, overrides=SMALL)
     assert resumed.value == whole.value
     assert (whole.alone, resumed.alone) == (True, False)
 
@@ -398,6 +409,6 @@ def test_a_run_killed_before_its_summary_gets_one_when_it_is_resumed(tmp_path: P
     words = [*SMALL, "train.seed=0", "precision=fp32", "log.curves=false", "log.quiet=true"]
     out = train(load(MOONS, overrides=words), out=tmp_path / "run")
     (out / "report" / "summary.json").unlink()
-    found = one_run(Row(name="plain", overrides=("precision=fp32",)), 0, out, target=MOONS, overrides=SMALL)
+    found = train_row(ComparedRow(name="plain", overrides=("precision=fp32",)), 0, out, target=MOONS, overrides=SMALL)
     assert math.isfinite(found.value)
     assert found.summary["metric"] == "accuracy"

@@ -6,17 +6,17 @@ import multiprocessing
 import time
 from pathlib import Path
 
-from halfstep.use.compare_run import Outcome, Row, beside_each_other
+from halfstep.use.compare_run import ComparedRow, RunOutcome, run_in_parallel
 
 
-def at_once_or_in_minutes(row: Row, seed: int, place: Path) -> Outcome:
+def at_once_or_in_minutes(row: ComparedRow, seed: int, place: Path) -> RunOutcome:
     time.sleep(600 * seed)
-    return Outcome(row=row.name, seed=seed, value=0.5, curve=(), summary={}, alone=False)
+    return RunOutcome(row=row.name, seed=seed, value=0.5, curve=(), summary={}, alone=False)
 
 
 def test_a_comparison_that_stops_waits_for_no_run_under_way_or_to_come(tmp_path: Path) -> None:
-    jobs = [(Row(name="a", overrides=()), seed, tmp_path) for seed in range(5)]
-    outcomes = beside_each_other(at_once_or_in_minutes, jobs, 2)
+    jobs = [(ComparedRow(name="a", overrides=()), seed, tmp_path) for seed in range(5)]
+    outcomes = run_in_parallel(at_once_or_in_minutes, jobs, 2)
     assert next(outcomes).seed == 0
     outcomes.close()  # type: ignore[attr-defined]
     assert not multiprocessing.active_children()

@@ -17,13 +17,13 @@ from PIL import Image
 from data import data_sets
 from halfstep.errors import CheckpointError, ConfigError, DataError
 from halfstep.report.metrics_file import read
-from halfstep.report.results import Evaluation
+from halfstep.report.results import EvaluationResult
 from halfstep.run.assemble import build_workload
 from halfstep.run.checkpoint import Checkpoints
 from halfstep.run.folder import RunFolder
 from halfstep.run.train import train
-from halfstep.use.evaluate import _less_memory, evaluate
-from halfstep.use.open_run import open_run, plan_for_use
+from halfstep.use.evaluate import _suggest_less_memory, evaluate
+from halfstep.use.open_run import choose_plan, open_run
 from halfstep.use.predict import predict
 from halfstep.workloads import load
 from halfstep.workloads.base.using import Wishes
@@ -40,12 +40,12 @@ def resnet(trained_resnet: Path) -> Path:
     return trained_resnet
 
 
-def evaluated(run: Path, **wishes: Any) -> Evaluation:
+def evaluated(run: Path, **wishes: Any) -> EvaluationResult:
     return evaluate(run, report=Told(run).report, **wishes)
 
 
 @functools.cache
-def usual(run: Path) -> Evaluation:
+def usual(run: Path) -> EvaluationResult:
     """As evaluated without any wish, once for all tests."""
     return evaluated(run)
 
@@ -214,11 +214,11 @@ def test_data_that_were_moved_keep_their_validation_part(unet: Path, tmp_path: P
 
 def test_the_ways_out_of_full_memory_are_those_that_are_left(unet: Path) -> None:
     run = open_run(unet)
-    plan = plan_for_use(run, build_workload(run.config, run.store).model, device=None, precision=None)
+    plan = choose_plan(run, build_workload(run.config, run.store).model, device=None, precision=None)
     on_gpu = dataclasses.replace(plan, device="cuda:0")
-    assert _less_memory(4, on_gpu) == "--batch-size 4, or --precision bf16, or --device cpu"
-    assert _less_memory(0, dataclasses.replace(on_gpu, granted="bf16")) == "--device cpu"
-    assert _less_memory(0, dataclasses.replace(plan, granted="bf16")) == "a machine with more memory"
+    assert _suggest_less_memory(4, on_gpu) == "--batch-size 4, or --precision bf16, or --device cpu"
+    assert _suggest_less_memory(0, dataclasses.replace(on_gpu, granted="bf16")) == "--device cpu"
+    assert _suggest_less_memory(0, dataclasses.replace(plan, granted="bf16")) == "a machine with more memory"
 
 
 def test_a_folder_of_one_known_class_is_evaluated_as_that_class(resnet: Path, tmp_path: Path) -> None:

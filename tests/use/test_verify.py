@@ -14,7 +14,7 @@ from halfstep.evidence.proofs import clipping, nan_is_dropped, rates_are_schedul
 from halfstep.report.page.read_run import read_run
 from halfstep.run.train import train
 from halfstep.step.clip import Clip
-from halfstep.use.verify import _skipped
+from halfstep.use.verify import _check_skipped
 from halfstep.workloads import load
 from tiny_training import batch, loss_of, make_step
 
@@ -164,4 +164,6 @@ def test_a_run_that_faults_ended_counts_the_steps_it_tried(tmp_path: Path) -> No
     records = [overflow, {"kind": "train", "step": 4, "loss": 1.0}, *faults]
     (tmp_path / "config.yaml").write_text("workload: unet\n")
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert _skipped(read_run(tmp_path)).text.startswith("5 of 10 steps skipped, 1 fp16 overflow; the last at step 8")
+    assert _check_skipped(read_run(tmp_path)).text.startswith(
+        "5 of 10 steps skipped, 1 fp16 overflow; the last at step 8"
+    )

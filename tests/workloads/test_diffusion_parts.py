@@ -34,11 +34,11 @@ SHAPE = (3, 4, 4)
 def test_draws_of_a_batch_are_those_of_its_pieces() -> None:
     config = settings("diffusion", "x", noise__offset=0.1, noise__input_perturbation=0.1).config
     noising = Noising(config, SHAPE)  # type: ignore[arg-type]
-    whole = noising.draw(6, key=Key.of_training(0, 5, place=0), device=CPU, index=None)
-    part = noising.draw(2, key=Key.of_training(0, 5, place=4), device=CPU, index=None)
+    whole = noising.draw(6, key=Key.for_training(0, 5, place=0), device=CPU, index=None)
+    part = noising.draw(2, key=Key.for_training(0, 5, place=4), device=CPU, index=None)
     assert set(whole) == {"timestep", "noise", "signal", "sigma", "loss_weight", "input_noise"}
     assert all(torch.equal(whole[name][4:], part[name]) for name in whole)
-    other = noising.draw(6, key=Key.of_training(0, 6, place=0), device=CPU, index=None)
+    other = noising.draw(6, key=Key.for_training(0, 6, place=0), device=CPU, index=None)
     assert not torch.equal(whole["noise"], other["noise"])
 
 
@@ -47,10 +47,10 @@ def test_validation_sees_every_bucket_of_timesteps_with_noise_fixed_by_sample(nu
     config = settings("diffusion", "x", noise__steps=num_steps, noise__beta_end=0.02).config
     noising = Noising(config, SHAPE)  # type: ignore[arg-type]
     index = torch.arange(40)
-    drawn = noising.draw(40, key=Key.of_validation(), device=CPU, index=index)
+    drawn = noising.draw(40, key=Key.for_validation(), device=CPU, index=index)
     assert torch.equal(drawn["timestep"] * NUM_BUCKETS // num_steps, index % NUM_BUCKETS)
     assert torch.equal(
-        drawn["timestep"], noising.draw(40, key=Key.of_validation(), device=CPU, index=index)["timestep"]
+        drawn["timestep"], noising.draw(40, key=Key.for_validation(), device=CPU, index=index)["timestep"]
     )
     assert bucket_starts(num_steps)[-1] == num_steps
     assert len(set(bucket_names(num_steps))) == NUM_BUCKETS
@@ -59,12 +59,12 @@ def test_validation_sees_every_bucket_of_timesteps_with_noise_fixed_by_sample(nu
 def test_classes_and_captions_are_dropped_by_the_key(tmp_path: Path) -> None:
     classes = ClassConditions(["cat", "dog"])
     label = torch.zeros(1000, dtype=torch.int64)
-    dropped = classes.dropped({"label": label}, key=Key.of_training(0, 1), share=0.3)["label"]
+    dropped = classes.dropped({"label": label}, key=Key.for_training(0, 1), share=0.3)["label"]
     assert 0.2 < float((dropped == 2).float().mean()) < 0.4
     assert torch.equal(classes.nothing(2, CPU)["label"], torch.tensor([2, 2]))
     text = open_text(str(text_folder(tmp_path / "text")))
     tokens = text.tokens(["a red disc", "a blue cross"])
-    told = text.dropped({"tokens": tokens}, key=Key.of_training(0, 1), share=1.0)["tokens"]
+    told = text.dropped({"tokens": tokens}, key=Key.for_training(0, 1), share=1.0)["tokens"]
     assert torch.equal(told, text.nothing(2, CPU)["tokens"])
     states = text.keywords({"tokens": tokens})["encoder_hidden_states"]
     assert states.shape == (2, text.length, text.text_dim)
@@ -248,7 +248,7 @@ def test_bytes_become_unit_images_and_back_and_mirror_images_come_by_the_key() -
     assert float(image.min()) >= -1
     assert float(image.max()) <= 1
     assert torch.equal(to_bytes(image), pixels)
-    flipped = unit_images({"image": pixels}, key=Key.of_training(0, 0), flip=0.5)
+    flipped = unit_images({"image": pixels}, key=Key.for_training(0, 0), flip=0.5)
     is_mirrored = (flipped == image.flip(-1)).flatten(1).all(1)
     assert 10 < int(is_mirrored.sum()) < 40
     assert torch.equal(flipped[~is_mirrored], image[~is_mirrored])

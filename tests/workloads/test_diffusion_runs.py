@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from diffusion_tiny import pictures, settings, text_folder, vae_folder
-from halfstep.cli.train import loaded_from
+from halfstep.cli.train import load_config
 from halfstep.config.dump import to_yaml
 from halfstep.disk import name_hidden
 from halfstep.errors import CheckpointError, ConfigError, DataError, Interrupted, ModelError
@@ -156,10 +156,10 @@ def test_a_run_goes_on_by_the_file_that_left_it_the_format_of_its_vae(
     written.write_text(to_yaml(loaded.config.changed(precision={"modules": {"vae": asked}})))
     run = train(load(str(written)), out=tmp_path / "run")
     stored = (run / "config.yaml").read_text()
-    train(loaded_from([str(written), "train.max_steps=3"], {}, run), resume=run)
+    train(load_config([str(written), "train.max_steps=3"], {}, run), resume=run)
     assert (run / "config.yaml").read_text() == stored.replace("max_steps: 2", "max_steps: 3")
     with pytest.raises(CheckpointError, match=r"precision\.modules"):
-        train(loaded_from([str(written), "precision.modules.vae=fp16"], {}, run), resume=run)
+        train(load_config([str(written), "precision.modules.vae=fp16"], {}, run), resume=run)
 
 
 def test_training_on_latents_from_disk_places_no_vae(data: Path, vae: str, tmp_path: Path) -> None:

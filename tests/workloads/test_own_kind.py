@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfstep.bench.problem import bench_config, problem_for
+from halfstep.bench.problem import build_problem, load_bench_config
 from halfstep.cli.main import main
 from halfstep.workloads import KINDS, load
 from halfstep.workloads.base.sums import Means
 from halfstep.workloads.classification.config import ResNetConfig, ViTConfig
-from halfstep.workloads.language.build import model_size
+from halfstep.workloads.language.build import get_model_size
 from halfstep.workloads.language.config import LanguageConfig
 
 EXAMPLE = "own_workload:KIND"
@@ -63,7 +63,7 @@ def test_it_trains_resumes_evaluates_and_predicts(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize("workload", [EXAMPLE, "tiny_workload:build"])
 @pytest.mark.parametrize("small", [True, False])
 def test_without_made_up_data_a_bench_repeats_a_batch_of_its_own(workload: str, small: bool) -> None:
-    problem = problem_for(bench_config(workload, [], {"batch_size": 16}, small=small), torch.device("cpu"))
+    problem = build_problem(load_bench_config(workload, [], {"batch_size": 16}, small=small), torch.device("cpu"))
     assert {len(tensor) for tensor in problem.host_batch.values()} == {16}
     assert problem.loss(problem.make_model(), problem.prepare(problem.host_batch)).isfinite()
 
@@ -114,7 +114,7 @@ def changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("changed")
 def test_a_familys_kind_at_an_import_path_is_its_usual_model() -> None:
     sizes = {"GPT2": 12, "MEDIUM": 24}
-    assert {name: model_size(text_config(name), {"vocab": 9}).depth for name in sizes} == sizes
+    assert {name: get_model_size(text_config(name), {"vocab": 9}).depth for name in sizes} == sizes
     assert isinstance(load("changed_kinds:RESNET").config, ResNetConfig)
     assert isinstance(load("changed_kinds:VIT").config, ViTConfig)
 

@@ -243,21 +243,21 @@ def test_a_word_may_add_a_key_that_their_reader_knows(written: Path) -> None:
 
 
 def test_flags_of_theirs(written: Path, tmp_path: Path) -> None:
-    from halfstep.cli.train import new_folder, resumed_folder, seconds_of
+    from halfstep.cli.train import choose_new_folder, choose_resumed_folder, parse_timeout
 
-    assert seconds_of("00:11:30:00") == 41_400
-    assert seconds_of("01:02") == 62
+    assert parse_timeout("00:11:30:00") == 41_400
+    assert parse_timeout("01:02") == 62
     with pytest.raises(ConfigError, match="not a duration"):
-        seconds_of("soon")
+        parse_timeout("soon")
     with pytest.raises(ConfigError, match="Lightning"):
-        resumed_folder(None, Path("a.ckpt"))
-    assert resumed_folder(None, Path("runs/a")) == Path("runs/a")
-    with new_folder(None, tmp_path / "logs", dry=False, name="slotcontrast") as place:
+        choose_resumed_folder(None, Path("a.ckpt"))
+    assert choose_resumed_folder(None, Path("runs/a")) == Path("runs/a")
+    with choose_new_folder(None, tmp_path / "logs", dry=False, name="slotcontrast") as place:
         assert place is not None
         assert place.parent == tmp_path / "logs"
-    with new_folder(None, None, dry=True, name="slotcontrast") as place:
+    with choose_new_folder(None, None, dry=True, name="slotcontrast") as place:
         assert place is not None
         assert place.parent.is_dir()
     assert not place.parent.exists()
-    with pytest.raises(ConfigError, match="--log-dir"), new_folder(tmp_path, tmp_path, dry=False, name=""):
+    with pytest.raises(ConfigError, match="--log-dir"), choose_new_folder(tmp_path, tmp_path, dry=False, name=""):
         pass

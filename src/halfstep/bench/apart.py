@@ -13,12 +13,12 @@ import torch
 from halfstep.backend_flags import read_flags, write_flags
 from halfstep.errors import format_count
 from halfstep.hardware.driver import Driver
-from halfstep.hardware.memory import give_back
-from halfstep.hardware.monitor import limits_in
+from halfstep.hardware.memory import release_unused_memory
+from halfstep.hardware.monitor import list_limits
 from halfstep.hardware.nvml import ask_nvml
 from halfstep.tune.fresh_thread import forget_compiled
 
-Found = Literal["", "cold", "warm"]
+CacheState = Literal["", "cold", "warm"]
 """Empty: nothing was compiled."""
 
 OURS = "halfstep."
@@ -28,14 +28,14 @@ class CacheWatch:
     """What torch's compiler found on disk since the watch was made; Triton's own cache is not asked."""
 
     def __init__(self) -> None:
-        self._before = _counts()
+        self._before = _read_cache_counts()
 
-    def found(self) -> Found:
-        hits, misses = (now - before for now, before in zip(_counts(), self._before, strict=True))
+    def found(self) -> CacheState:
+        hits, misses = (now - before for now, before in zip(_read_cache_counts(), self._before, strict=True))
         return "cold" if misses else "warm" if hits else ""
 
 
-def _counts() -> tuple[int, int]:
+def _read_cache_counts() -> tuple[int, int]:
     """Those found in the cache, and those compiled because they were not, or because they cannot be kept."""
     from torch._dynamo.utils import counters
 
@@ -58,37 +58,37 @@ def forget_our_kernels() -> None:
 
 
 @contextmanager
-def apart(device: torch.device) -> Iterator[None]:
+def isolate_row(device: torch.device) -> Iterator[None]:
     """A clean device inside; TF32, cuDNN and grad switches are put back on exit, whoever turned them."""
     flags, cudnn = read_flags(), torch.backends.cudnn
     switches = (cudnn.benchmark, cudnn.deterministic, torch.is_grad_enabled())
-    clean(device)
+    clean_device(device)
     try:
         yield
     finally:
         write_flags(flags)
         cudnn.benchmark, cudnn.deterministic = switches[:2]
         torch.set_grad_enabled(switches[2])
-        clean(device)
+        clean_device(device)
 
 
-def clean(device: torch.device) -> None:
+def clean_device(device: torch.device) -> None:
     """Nothing compiled, nothing cached, nothing waiting to be freed."""
     # Compiled code keeps weights alive, and dynamo gives up on a function it has compiled eight times.
     forget_compiled()
     forget_our_kernels()
-    give_back(device)
+    release_unused_memory(device)
 
 
-def clock_limits(device: torch.device) -> tuple[str, ...]:
+def read_clock_limits(device: torch.device) -> tuple[str, ...]:
     """What holds the GPU's clocks down at this moment; empty where nothing does, or nobody can tell."""
 
     # The older of its two names: drivers before 535 know no other.
     bits = ask_nvml(device, lambda nvml, handle: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))) or 0
-    return limits_in(bits)
+    return list_limits(bits)
 
 
-def shared_with(device: torch.device) -> str:
+def find_other_users(device: torch.device) -> str:
     """Why others may disturb the measurement, in words; empty where nobody does."""
     driver = Driver()
     if device.type == "cpu":

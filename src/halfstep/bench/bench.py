@@ -10,32 +10,32 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from halfstep.bench.apart import shared_with
-from halfstep.bench.measure_row import Pause, Row, Schedule, measured_row, not_measured, why_not
-from halfstep.bench.peers import peer_name, peers
+from halfstep.bench.apart import find_other_users
+from halfstep.bench.measure_row import Pause, Row, Schedule, describe_failure, make_unmeasured_row, measure_row
+from halfstep.bench.peers import list_peers, parse_peer_name
 from halfstep.bench.problem import (
     AfterStep,
     Batch,
-    Mode,
+    BenchMode,
     Problem,
     Runner,
-    floor_ms,
-    in_precision,
-    random_workload,
-    run_by,
+    build_random_workload,
+    compute_floor_ms,
+    set_mode,
+    set_precision,
 )
 from halfstep.data.prefetch import prefetch
 from halfstep.errors import HardwareError, PrecisionError, TrainingStopped
 from halfstep.hardware.facts import Hardware
-from halfstep.models.first_values import unfilled
-from halfstep.precision.decide import why_simulated
-from halfstep.precision.ladder import lacks
+from halfstep.models.first_values import skip_first_values
+from halfstep.precision.decide import explain_simulation
+from halfstep.precision.ladder import explain_lack
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import assemble, decide_plan
 from halfstep.run.engine import Engine, PhasedEngine, make_engine, rehearse_run
 from halfstep.step.facts import Facts, PhasedFacts
 from halfstep.step.guard import Action
-from halfstep.step.randomness import algorithms, seed_everything
+from halfstep.step.randomness import choose_algorithms, seed_everything
 from halfstep.tune.choose import tune_plan
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.workloads.base.workload import Workload
@@ -53,11 +53,11 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class BenchRequest:
     """Which rows, and how long each."""
 
     precisions: tuple[str, ...]
-    modes: tuple[Mode, ...]
+    modes: tuple[BenchMode, ...]
     against: tuple[str, ...] = ()
     """Peers: `plain`, or one variant of it, `plain:graphs`."""
     schedule: Schedule
@@ -77,7 +77,7 @@ EAGER_ONLY = "{} is simulated here, and a simulation cannot be compiled (--preci
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Benched:
+class BenchResult:
     """All rows, and what a reader must know of them."""
 
     rows: tuple[Row, ...]
@@ -95,101 +95,101 @@ class Benched:
         return any(row is not None and row.reason == STOPPED for row in (*self.rows, self.repeated))
 
 
-def bench(problem: Problem, request: Request, hardware: Hardware, flops: int, tell: Tell) -> Benched:
+def bench(problem: Problem, request: BenchRequest, hardware: Hardware, flops: int, tell: Tell) -> BenchResult:
     """Measure what was asked for; `hardware` brings the matmul rates to hold `flops` of a step against."""
-    busy = shared_with(problem.device)
+    busy = find_other_users(problem.device)
     rows: list[Row] = []
     first: Runner | None = None
     reason = ""
-    for runner in runners(problem, request, hardware):
+    for runner in list_runners(problem, request, hardware):
         if isinstance(runner, Row):
             rows.append(runner)
             continue
         reason = reason or (LATE if request.is_late else "")
         try:
-            rows.append(_in_turn(runner, problem, request, tell, reason))
+            rows.append(_measure_in_turn(runner, problem, request, tell, reason))
         except KeyboardInterrupt:  # what was measured before is worth more than none
             reason = STOPPED
-            rows.append(_in_turn(runner, problem, request, tell, reason))
+            rows.append(_measure_in_turn(runner, problem, request, tell, reason))
         first = first or (runner if rows[-1].is_measured else None)
     repeated = None
     if request.repeat_first and first is not None and not reason and not request.is_late:
         tell(f"{first.name} {first.variant} {first.precision} again")
         try:
-            repeated = measured(first, problem, request)
+            repeated = measure_runner(first, problem, request)
         except KeyboardInterrupt:
-            repeated = not_measured(first.name, first.variant, first.precision, STOPPED)
-    return concluded(rows, flops, hardware, busy=busy, repeated=repeated)
+            repeated = make_unmeasured_row(first.name, first.variant, first.precision, STOPPED)
+    return conclude(rows, flops, hardware, busy=busy, repeated=repeated)
 
 
-def _in_turn(runner: Runner, problem: Problem, request: Request, tell: Tell, reason: str) -> Row:
+def _measure_in_turn(runner: Runner, problem: Problem, request: BenchRequest, tell: Tell, reason: str) -> Row:
     """The runner's row, or one that says why it has none."""
     if reason:
-        return not_measured(runner.name, runner.variant, runner.precision, reason)
+        return make_unmeasured_row(runner.name, runner.variant, runner.precision, reason)
     tell(f"{runner.name} {runner.variant} {runner.precision}")
-    return measured(runner, problem, request)
+    return measure_runner(runner, problem, request)
 
 
-def concluded(
+def conclude(
     rows: Sequence[Row], flops: int, hardware: Hardware, *, busy: str = "", repeated: Row | None = None
-) -> Benched:
+) -> BenchResult:
     """What rows say together: the floor, speedups, and what a reader must know."""
-    rows = with_speedups([_with_floor(row, flops, hardware) for row in rows])
-    reference = loss_reference(rows)
-    warnings = [busy, clock_warning(rows), *loss_warnings(rows, reference), drift_warning(rows, repeated)]
-    return Benched(
+    rows = add_speedups([_add_floor(row, flops, hardware) for row in rows])
+    reference = find_loss_reference(rows)
+    warnings = [busy, check_clocks(rows), *check_losses(rows, reference), check_drift(rows, repeated)]
+    return BenchResult(
         rows=tuple(rows),
         warnings=tuple(filter(None, warnings)),
         reference=reference.label if reference else "",
-        bases={name: base.label for name in BASES if (base := baseline(rows, name))},
+        bases={name: base.label for name in BASES if (base := find_baseline(rows, name))},
         repeated=repeated,
     )
 
 
-def runners(problem: Problem, request: Request, hardware: Hardware) -> Iterator[Runner | Row]:
+def list_runners(problem: Problem, request: BenchRequest, hardware: Hardware) -> Iterator[Runner | Row]:
     """Those who run, and a finished row for each who cannot."""
     unmeasured = dataclasses.replace(hardware, measurements=())  # a format that is slow here is timed as well
     for precision in request.precisions:
         asked = problem.config.precision.model_copy(update={"default": precision})
-        simulate = bool(why_simulated(asked, hardware)) or asked.simulate and precision != "fp32"
+        simulate = bool(explain_simulation(asked, hardware)) or asked.simulate and precision != "fp32"
         for mode in request.modes:
             if mode == "graph" and problem.device.type != "cuda":
-                yield not_measured("halfstep", mode, precision, "needs CUDA")
+                yield make_unmeasured_row("halfstep", mode, precision, "needs CUDA")
             elif simulate and mode in ("compile", "graph"):
-                yield not_measured("halfstep", mode, precision, EAGER_ONLY.format(precision))
+                yield make_unmeasured_row("halfstep", mode, precision, EAGER_ONLY.format(precision))
             else:
-                yield Ours(problem, precision, mode, unmeasured, simulate=simulate)
+                yield HalfstepRunner(problem, precision, mode, unmeasured, simulate=simulate)
         for word in request.against:
-            yield from _peers(word, problem, precision, lacks(precision, unmeasured))
+            yield from _list_peers(word, problem, precision, explain_lack(precision, unmeasured))
 
 
-def _peers(word: str, problem: Problem, precision: str, missing: str) -> Iterator[Runner | Row]:
+def _list_peers(word: str, problem: Problem, precision: str, missing: str) -> Iterator[Runner | Row]:
     try:
         if missing:
             raise HardwareError(missing)
-        yield from peers([word], problem, precision)
+        yield from list_peers([word], problem, precision)
     except (HardwareError, PrecisionError) as error:
-        yield not_measured(peer_name(word), word.partition(":")[2], precision, why_not(error))
+        yield make_unmeasured_row(parse_peer_name(word), word.partition(":")[2], precision, describe_failure(error))
 
 
-def measured(runner: Runner, problem: Problem, request: Request, pause: Pause | None = None) -> Row:
+def measure_runner(runner: Runner, problem: Problem, request: BenchRequest, pause: Pause | None = None) -> Row:
     """One row, with what only halfstep's own runner can tell; `pause` is where it may wait for its turn."""
-    row = measured_row(runner, problem, request.schedule, pause=pause)
-    if not isinstance(runner, Ours) or not row.is_measured:
+    row = measure_row(runner, problem, request.schedule, pause=pause)
+    if not isinstance(runner, HalfstepRunner) or not row.is_measured:
         return row
-    missing = why_simulated(runner.config.precision, runner.hardware)
+    missing = explain_simulation(runner.config.precision, runner.hardware)
     said = (f"simulated: no speed{f' ({missing})' if missing else ''}",) if runner.simulated else ()
     return dataclasses.replace(row, simulated=runner.simulated, remarks=(*said, *runner.remarks, *row.remarks))
 
 
-def _with_floor(row: Row, flops: int, hardware: Hardware) -> Row:
-    floor = floor_ms(flops, hardware, row.precision) if row.is_measured and not row.simulated else None
+def _add_floor(row: Row, flops: int, hardware: Hardware) -> Row:
+    floor = compute_floor_ms(flops, hardware, row.precision) if row.is_measured and not row.simulated else None
     return dataclasses.replace(row, floor_ms=floor)
 
 
-def with_speedups(rows: Sequence[Row]) -> list[Row]:
+def add_speedups(rows: Sequence[Row]) -> list[Row]:
     """Each row's speed over strict fp32 and over TF32, as halfstep runs them eagerly, or else as they were run."""
-    bases = {name: baseline(rows, name) for name in BASES}
+    bases = {name: find_baseline(rows, name) for name in BASES}
 
     def over(name: str, row: Row) -> float | None:
         base = bases[name]
@@ -198,18 +198,18 @@ def with_speedups(rows: Sequence[Row]) -> list[Row]:
     return [dataclasses.replace(row, speedup_fp32=over("fp32", row), speedup_tf32=over("tf32", row)) for row in rows]
 
 
-def baseline(rows: Sequence[Row], precision: str) -> Row | None:
+def find_baseline(rows: Sequence[Row], precision: str) -> Row | None:
     """The row that speedups over this precision refer to: eager where it was measured."""
     there = [row for row in rows if row.precision == precision and row.is_measured and not row.simulated]
     return min(there, key=lambda row: (row.name != "halfstep", row.variant != "eager"), default=None)
 
 
-def loss_reference(rows: Sequence[Row]) -> Row | None:
+def find_loss_reference(rows: Sequence[Row]) -> Row | None:
     """Eager fp32 where it was measured, else the first row that was."""
-    return baseline(rows, "fp32") or next((row for row in rows if row.is_measured), None)
+    return find_baseline(rows, "fp32") or next((row for row in rows if row.is_measured), None)
 
 
-def loss_warnings(rows: Sequence[Row], reference: Row | None) -> list[str]:
+def check_losses(rows: Sequence[Row], reference: Row | None) -> list[str]:
     """Rows that trained to another loss than the reference: fast is not enough."""
     if reference is None or reference.loss is None:
         return []
@@ -221,13 +221,13 @@ def loss_warnings(rows: Sequence[Row], reference: Row | None) -> list[str]:
     ]
 
 
-def clock_warning(rows: Sequence[Row]) -> str:
+def check_clocks(rows: Sequence[Row]) -> str:
     """Which rows a hot or power-capped device slowed down."""
     held = [f"{row.label} ({', '.join(row.clock_limits)})" for row in rows if row.clock_limits]
     return f"the device's clocks were held down in {'; '.join(held)}" if held else ""
 
 
-def drift_warning(rows: Sequence[Row], repeated: Row | None) -> str:
+def check_drift(rows: Sequence[Row], repeated: Row | None) -> str:
     """Whether the first row came out otherwise when it was measured again."""
     first = next((row for row in rows if row.is_measured), None)
     if first is None or repeated is None:
@@ -240,15 +240,17 @@ def drift_warning(rows: Sequence[Row], repeated: Row | None) -> str:
     return f"the machine drifted: {first.label} took {change:+.1%} when it was measured again at the end"
 
 
-class Ours:
+class HalfstepRunner:
     """halfstep in one of its modes."""
 
     name = "halfstep"
 
-    def __init__(self, problem: Problem, precision: str, mode: Mode, hardware: Hardware, *, simulate: bool) -> None:
+    def __init__(
+        self, problem: Problem, precision: str, mode: BenchMode, hardware: Hardware, *, simulate: bool
+    ) -> None:
         self.problem, self.precision, self.variant, self.hardware = problem, precision, str(mode), hardware
         self.simulated = simulate
-        self.config = run_by(in_precision(problem.config, precision, simulate=simulate), mode)
+        self.config = set_mode(set_precision(problem.config, precision, simulate=simulate), mode)
         self.remarks: list[str] = []
         """What the run said of itself while it trained."""
         self._plan: Plan | None = None
@@ -261,7 +263,7 @@ class Ours:
         self.remarks = [f"{plan.mode}: {plan.mode_reason}"] if self.variant == "auto" else []
         if plan.memory_reason:
             self.remarks += [f"{MemorySetting(**plan.memory)}: {plan.memory_reason}", *plan.memory_trials]
-        with algorithms(deterministic=self.config.train.deterministic):
+        with choose_algorithms(deterministic=self.config.train.deterministic):
             parts = assemble(self.config, workload, plan)
             assert parts.mode is not None, "the plan was tuned"
             metrics = workload.metrics()
@@ -276,8 +278,8 @@ class Ours:
     def workload(self) -> Workload:
         """As a run would build it, with its seeded weights."""
         model = self.problem.make_model()
-        with unfilled():
-            return _in_full_swing(random_workload(self.config), model)
+        with skip_first_values():
+            return _begin_all_phases(build_random_workload(self.config), model)
 
     def _planned(self, workload: Workload) -> Plan:
         return tune_plan(
@@ -296,7 +298,7 @@ class Ours:
         return facts.read().loss
 
 
-def _in_full_swing(workload: Workload, model: nn.Module) -> Workload:
+def _begin_all_phases(workload: Workload, model: nn.Module) -> Workload:
     """With all of its phases begun: most steps of a run are such."""
     phases = tuple(dataclasses.replace(phase, from_step=phase.from_step % phase.every) for phase in workload.phases)
     return dataclasses.replace(workload, model=model, phases=phases)

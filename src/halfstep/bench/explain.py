@@ -12,19 +12,19 @@ import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from halfstep.bench.apart import apart
-from halfstep.bench.bench import STOPPED, Ours, Tell
-from halfstep.bench.measure_row import Row, why_not
+from halfstep.bench.apart import isolate_row
+from halfstep.bench.bench import STOPPED, HalfstepRunner, Tell
+from halfstep.bench.measure_row import Row, describe_failure
 from halfstep.bench.peers import PeerRunner
-from halfstep.bench.problem import Problem, Runner, floor_ms
+from halfstep.bench.problem import Problem, Runner, compute_floor_ms
 from halfstep.bench.step_profile import (
     MEMORY_BOUND,
-    Kind,
-    Trace,
-    kind_of_kernel,
-    kind_of_operator,
+    OpKind,
+    StepProfile,
+    classify_kernel,
+    classify_operator,
+    profile_steps,
     refuse_too_few,
-    trace,
     wake_profiler,
 )
 from halfstep.errors import ConfigError, HardwareError
@@ -56,14 +56,14 @@ HOST_BOUND = 0.1
 
 def explain(runner: Runner, *, steps: int, facts: StepFacts) -> Explanation:
     """Time and profile `steps` steps of a runner."""
-    seen = trace(runner, steps=steps, device=facts.device)
-    return explained(seen, facts, title=f"{runner.name} {runner.variant} {runner.precision}")
+    seen = profile_steps(runner, steps=steps, device=facts.device)
+    return explain_profile(seen, facts, title=f"{runner.name} {runner.variant} {runner.precision}")
 
 
-def explained(step: Trace, facts: StepFacts, *, title: str) -> Explanation:
+def explain_profile(step: StepProfile, facts: StepFacts, *, title: str) -> Explanation:
     """The explanation of steps that were traced already."""
-    kernels = kernels_of(step, kind_of_kernel if facts.device.type == "cuda" else kind_of_operator)
-    kinds = {row.kind: row for row in _kinds(kernels)}
+    kernels = group_kernels(step, classify_kernel if facts.device.type == "cuda" else classify_operator)
+    kinds = {row.kind: row for row in _group_kinds(kernels)}
     memory_ms = sum(row.ms for kind, row in kinds.items() if kind in MEMORY_BOUND)
     kernel_ms = sum(kernel.ms for kernel in kernels)
     return Explanation(
@@ -78,15 +78,15 @@ def explained(step: Trace, facts: StepFacts, *, title: str) -> Explanation:
         launches=sum(kernel.launches for kernel in kernels),
         memory_bound_share=memory_ms / kernel_ms if kernel_ms else 0.0,
         memory_gb=memory_ms * facts.bandwidth_gb_s / 1e3 if facts.bandwidth_gb_s else None,
-        cast_share=kinds[Kind.CAST].share if Kind.CAST in kinds else 0.0,
-        optimizer_share=kinds[Kind.OPTIMIZER].share if Kind.OPTIMIZER in kinds else 0.0,
+        cast_share=kinds[OpKind.CAST].share if OpKind.CAST in kinds else 0.0,
+        optimizer_share=kinds[OpKind.OPTIMIZER].share if OpKind.OPTIMIZER in kinds else 0.0,
         kinds=tuple(kinds.values()),
         top_kernels=kernels[:TOP_KERNELS],
-        notes=tuple(_notes(step, kernels, facts)),
+        notes=tuple(_list_notes(step, kernels, facts)),
     )
 
 
-def kernels_of(step: Trace, kind_of: Callable[[str], Kind]) -> tuple[KernelTime, ...]:
+def group_kernels(step: StepProfile, kind_of: Callable[[str], OpKind]) -> tuple[KernelTime, ...]:
     """A step's kernels, the longest first."""
     times_us: defaultdict[str, list[float]] = defaultdict(list)
     for event in step.events:
@@ -98,7 +98,7 @@ def kernels_of(step: Trace, kind_of: Callable[[str], Kind]) -> tuple[KernelTime,
     return tuple(sorted(kernels, key=lambda kernel: kernel.ms, reverse=True))
 
 
-def _kinds(kernels: Sequence[KernelTime]) -> list[KindTime]:
+def _group_kinds(kernels: Sequence[KernelTime]) -> list[KindTime]:
     """The longest first."""
     ms, launches = defaultdict[str, float](float), defaultdict[str, float](float)
     for kernel in kernels:
@@ -109,10 +109,10 @@ def _kinds(kernels: Sequence[KernelTime]) -> list[KindTime]:
     return sorted(rows, key=lambda row: (-row.ms, row.kind))
 
 
-def _notes(step: Trace, kernels: Sequence[KernelTime], facts: StepFacts) -> Iterator[str]:
+def _list_notes(step: StepProfile, kernels: Sequence[KernelTime], facts: StepFacts) -> Iterator[str]:
     if facts.device.type == "cuda" and step.launch_gap_ms > HOST_BOUND * step.step_ms:
         yield "the host is slower than the device: shorter kernels alone change little"
-    turned = [kernel for kernel in kernels if kernel.kind is Kind.LAYOUT]
+    turned = [kernel for kernel in kernels if kernel.kind is OpKind.LAYOUT]
     turned_ms = sum(kernel.ms for kernel in turned)
     if facts.channels_last and turned and turned_ms >= WORTH_SAYING * step.step_ms:
         yield f"{turned_ms:.2f} ms of layout copies although channels_last is on: {turned[0].name}"
@@ -168,33 +168,35 @@ def explain_rows(
             continue
         tell(title)
         try:
-            found = _in_turn(runner, problem, hardware, steps=steps, flops=flops)
+            found = _explain_in_turn(runner, problem, hardware, steps=steps, flops=flops)
         except KeyboardInterrupt:  # what was explained before is worth more than none
             is_stopped, found = True, NotExplained(title=title, reason=STOPPED)
         yield found
 
 
-def _in_turn(
+def _explain_in_turn(
     runner: Runner, problem: Problem, hardware: Hardware, *, steps: int, flops: int
 ) -> Explanation | NotExplained:
-    with apart(problem.device):
+    with isolate_row(problem.device):
         try:
-            facts = facts_of(runner, problem, hardware, flops)
+            facts = collect_step_facts(runner, problem, hardware, flops)
             work = partial(explain, runner, steps=steps, facts=facts)
             return run_in_fresh_thread(work, problem.device)
         # Anything at all, as in the bench itself: one row that cannot run must not cost the others.
         except Exception as error:
             error.__traceback__ = None  # its frames hold the model, and with it the memory of the next row
-            return NotExplained(title=f"{runner.name} {runner.variant} {runner.precision}", reason=why_not(error))
+            return NotExplained(
+                title=f"{runner.name} {runner.variant} {runner.precision}", reason=describe_failure(error)
+            )
 
 
-def facts_of(runner: Runner, problem: Problem, hardware: Hardware, flops: int) -> StepFacts:
+def collect_step_facts(runner: Runner, problem: Problem, hardware: Hardware, flops: int) -> StepFacts:
     """How this runner makes its step."""
     return StepFacts(
         channels_last=_keeps_channels_last(runner, hardware),
         device=problem.device,
         device_name=hardware.name,
-        floor_ms=floor_ms(flops, hardware, runner.precision),
+        floor_ms=compute_floor_ms(flops, hardware, runner.precision),
         bandwidth_gb_s=hardware.bandwidth_gb_s,
     )
 
@@ -202,7 +204,7 @@ def facts_of(runner: Runner, problem: Problem, hardware: Hardware, flops: int) -
 def _keeps_channels_last(runner: Runner, hardware: Hardware) -> bool:
     if isinstance(runner, PeerRunner):
         return runner.setup.channels_last
-    assert isinstance(runner, Ours), f"no facts are known of {type(runner).__name__}"
+    assert isinstance(runner, HalfstepRunner), f"no facts are known of {type(runner).__name__}"
     if runner.simulated:
         raise HardwareError(
             f"{runner.precision} is simulated here",
@@ -266,25 +268,25 @@ class Explanation:
         return asdict(self)
 
 
-def explain_view(explanation: Explanation) -> RenderableType:
+def render_explanation(explanation: Explanation) -> RenderableType:
     """Kinds, what they say, and the longest kernels."""
-    return Group(*_parts(explanation))
+    return Group(*_render_parts(explanation))
 
 
-def _parts(explanation: Explanation) -> Iterator[RenderableType]:
+def _render_parts(explanation: Explanation) -> Iterator[RenderableType]:
     head = f"{explanation.title} on {explanation.device_name}: {explanation.step_ms:.2f} ms per step"
     yield Text(f"{head} (mean of {explanation.num_steps})", style="bold")
     yield ""
-    yield _kinds_table(explanation)
+    yield _build_kinds_table(explanation)
     yield ""
-    yield pairs_table(_findings(explanation))
+    yield pairs_table(_list_findings(explanation))
     yield ""
     yield Text(f"the {len(explanation.top_kernels)} longest", style="bold")
-    yield _kernels_table(explanation)
+    yield _build_kernels_table(explanation)
     yield from (Text(f"note: {note}", style="dim") for note in explanation.notes)
 
 
-def _kinds_table(explanation: Explanation) -> RenderableType:
+def _build_kinds_table(explanation: Explanation) -> RenderableType:
     rows = explanation.kinds
     columns = {
         "kind": [*(row.kind for row in rows), "all"],
@@ -295,7 +297,7 @@ def _kinds_table(explanation: Explanation) -> RenderableType:
     return columns_table(columns, left=("kind",))
 
 
-def _findings(explanation: Explanation) -> Iterator[tuple[str, str]]:
+def _list_findings(explanation: Explanation) -> Iterator[tuple[str, str]]:
     moved = f", at most {explanation.memory_gb:.3g} GB per step" if explanation.memory_gb is not None else ""
     yield "memory-bound", f"{explanation.memory_bound_share:.1%}{moved}"
     yield "casts", f"{explanation.cast_share:.1%}"
@@ -306,20 +308,20 @@ def _findings(explanation: Explanation) -> Iterator[tuple[str, str]]:
         yield "floor", f"{explanation.floor_ms:.2f} ms of matrix products at the measured rate: {share:.0%} of the step"
 
 
-def _kernels_table(explanation: Explanation) -> RenderableType:
+def _build_kernels_table(explanation: Explanation) -> RenderableType:
     rows = explanation.top_kernels
     columns = {
         "ms per step": [f"{row.ms:.3f}" for row in rows],
         "launches": [f"{row.launches:.0f}" for row in rows],
         "kind": [row.kind for row in rows],
-        "kernel": [_short(row.name) for row in rows],
+        "kernel": [_shorten_kernel(row.name) for row in rows],
     }
     table = columns_table(columns, left=("kind", "kernel"))
     table.columns[3].no_wrap, table.columns[3].overflow = False, "fold"
     return table
 
 
-def _short(name: str) -> str:
+def _shorten_kernel(name: str) -> str:
     """Without what stands before every kernel of torch."""
     text = name.removeprefix("void ").replace("at::native::", "").replace("(anonymous namespace)::", "")
     return text if len(text) <= NAME_LENGTH else f"{text[: NAME_LENGTH - 1]}…"

@@ -21,11 +21,11 @@ from typing import Any, Self
 
 import torch
 
-from halfstep.bench.apart import CacheWatch, Found, apart, clock_limits
+from halfstep.bench.apart import CacheState, CacheWatch, isolate_row, read_clock_limits
 from halfstep.bench.problem import Problem, Runner
 from halfstep.errors import ConfigError, HalfstepError, MemoryLimitError, format_bytes, summarise_error
 from halfstep.hardware.clock import wait_for
-from halfstep.hardware.memory import peak_memory_bytes, reset_peak
+from halfstep.hardware.memory import get_peak_memory_bytes, reset_peak
 from halfstep.hardware.nvml import EnergyMeter
 from halfstep.tune.fresh_thread import run_in_fresh_thread
 
@@ -123,7 +123,7 @@ class Schedule:
         return self.warm_up + self.ramp + self.window * NUM_WINDOWS
 
 
-def schedule_for(timed_steps: int, device: torch.device) -> Schedule:
+def make_schedule(timed_steps: int, device: torch.device) -> Schedule:
     """`timed_steps` in equal windows; a remainder that fills none is left out."""
     if timed_steps < MIN_STEPS:
         raise ConfigError(
@@ -141,7 +141,7 @@ class StepTimer:
 
     start_s: float
     """From nothing to the end of the first step."""
-    cache: Found
+    cache: CacheState
     """What the compilers found until then: a capture, steps later, has kernels of its own."""
     start_peak_bytes: int | None
     """Up to the end of the warm-up, when kernels are chosen and graphs captured."""
@@ -201,20 +201,20 @@ class StepTimer:
 
     def _peak_bytes(self) -> int | None:
         # A process keeps what earlier rows imported and freed: on a CPU each row would look larger than the one before.
-        return None if self.device.type == "cpu" else peak_memory_bytes(self.device)
+        return None if self.device.type == "cpu" else get_peak_memory_bytes(self.device)
 
     def _end(self) -> None:
         """Inside the last call: a graph's memory is gone once its owner is."""
-        self.clock_limits = clock_limits(self.device)  # before the wait: an idle device has no reason to slow down
+        self.clock_limits = read_clock_limits(self.device)  # before the wait: an idle device has no reason to slow down
         wait_for(self.device)
         joules = self._energy.joules()
         self.joules_a_step = None if joules is None else joules / (self.schedule.steps - self.schedule.warm_up)
         self.peak_bytes = self._peak_bytes()
         self.reserved_bytes = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
-        self.window_s = tuple(_between(a, b) / self.schedule.window for a, b in itertools.pairwise(self.marks))
+        self.window_s = tuple(_measure_between(a, b) / self.schedule.window for a, b in itertools.pairwise(self.marks))
 
 
-def _between(start: Mark, end: Mark) -> float:
+def _measure_between(start: Mark, end: Mark) -> float:
     if isinstance(start, float) and isinstance(end, float):
         return end - start
     assert isinstance(start, torch.cuda.Event)
@@ -226,22 +226,22 @@ START_MATTERS = 1.05
 """A start that takes this much more memory than the training after it is told."""
 
 
-def measured_row(runner: Runner, problem: Problem, schedule: Schedule, *, pause: Pause | None = None) -> Row:
+def measure_row(runner: Runner, problem: Problem, schedule: Schedule, *, pause: Pause | None = None) -> Row:
     """The row of this runner."""
-    with apart(problem.device):
+    with isolate_row(problem.device):
         try:
-            return _measured(runner, problem, schedule, pause)
+            return _measure(runner, problem, schedule, pause)
         # Anything at all: a peer's own error must cost its own row and no other.
         except Exception as error:
             error.__traceback__ = None  # its frames hold the model, and with it the memory of the next row
-            return not_measured(runner.name, runner.variant, runner.precision, why_not(error))
+            return make_unmeasured_row(runner.name, runner.variant, runner.precision, describe_failure(error))
 
 
-def not_measured(name: str, variant: str, precision: str, reason: str) -> Row:
+def make_unmeasured_row(name: str, variant: str, precision: str, reason: str) -> Row:
     return Row(name=name, variant=variant, precision=precision, reason=reason)
 
 
-def why_not(error: Exception) -> str:
+def describe_failure(error: Exception) -> str:
     """One line of what stopped a row."""
     if isinstance(error, torch.OutOfMemoryError | MemoryLimitError):
         return f"out of memory: {summarise_error(error)}"
@@ -250,7 +250,7 @@ def why_not(error: Exception) -> str:
     return f"{type(error).__name__}: {summarise_error(error)}"
 
 
-def _measured(runner: Runner, problem: Problem, schedule: Schedule, pause: Pause | None) -> Row:
+def _measure(runner: Runner, problem: Problem, schedule: Schedule, pause: Pause | None) -> Row:
     timer = StepTimer(schedule, problem.device, pause)
     loss = run_in_fresh_thread(lambda: runner.train(schedule.steps, timer), problem.device)
     found = timer.found()
@@ -268,11 +268,11 @@ def _measured(runner: Runner, problem: Problem, schedule: Schedule, pause: Pause
         start_s=found.start_s,
         cache=found.cache,
         samples_per_s=problem.samples / statistics.median(ms) * 1e3,
-        remarks=tuple(_remarks(found.peak_bytes, found.start_peak_bytes)),
+        remarks=tuple(_list_remarks(found.peak_bytes, found.start_peak_bytes)),
         clock_limits=found.clock_limits,
     )
 
 
-def _remarks(peak: int | None, start_peak: int | None) -> list[str]:
+def _list_remarks(peak: int | None, start_peak: int | None) -> list[str]:
     is_larger = peak and start_peak and start_peak > START_MATTERS * peak
     return [f"its start takes {format_bytes(start_peak)}"] if is_larger and start_peak else []

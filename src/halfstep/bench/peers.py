@@ -25,9 +25,9 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, Dataset
 
 from halfstep.backend_flags import fp32_mode
-from halfstep.bench.apart import apart
+from halfstep.bench.apart import isolate_row
 from halfstep.bench.problem import AfterStep, Batch, Problem, Runner
-from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError, format_count, nearest
+from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError, format_count, suggest_nearest
 from halfstep.kernels.fast_forms import forced
 from halfstep.tune.fresh_thread import make_graph_storage
 
@@ -86,7 +86,7 @@ class PeerSetup:
     def prepared(self, batch: Batch) -> Batch:
         """What the model sees, images in the model's layout."""
         batch = self.problem.prepare(batch)
-        return {name: _channels_last(part) for name, part in batch.items()} if self.channels_last else batch
+        return {name: _convert_to_channels_last(part) for name, part in batch.items()} if self.channels_last else batch
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Of a batch as it arrived on the device."""
@@ -116,7 +116,7 @@ class _Repeated(Dataset[Batch]):
         return self._batch
 
 
-def _channels_last(part: Tensor) -> Tensor:
+def _convert_to_channels_last(part: Tensor) -> Tensor:
     return part.contiguous(memory_format=torch.channels_last) if part.ndim == 4 else part
 
 
@@ -124,14 +124,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextlib.contextmanager
-def isolated(device: torch.device) -> Iterator[None]:
+def isolate_peer(device: torch.device) -> Iterator[None]:
     """Quiet and with nothing compiled; flags, seeds, environment and signal handlers are put back on exit."""
     on_cuda = device.type == "cuda"
     with (
-        quiet(),
-        apart(device),
-        _environment_put_back(),
-        _signals_put_back(),
+        silence(),
+        isolate_row(device),
+        _restore_environment(),
+        _restore_signals(),
         torch.random.fork_rng(devices=[device] if on_cuda else []),
         torch.cuda.device(device) if on_cuda else contextlib.nullcontext(),
         # A peer that silently stopped being compiled would be timed as something it is not.
@@ -143,7 +143,7 @@ def isolated(device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def float32_as_asked(precision: str, *, by_hand: bool) -> Iterator[None]:
+def set_float32_mode(precision: str, *, by_hand: bool) -> Iterator[None]:
     """`fp32` is strict and `tf32` is not; beside bf16 or fp16, TF32 is on for those who know of it, else as found."""
     if precision in ("fp32", "tf32") or by_hand:
         with fp32_mode("ieee" if precision == "fp32" else "tf32"):
@@ -153,7 +153,7 @@ def float32_as_asked(precision: str, *, by_hand: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def silence() -> Iterator[None]:
     """No warnings and no log lines below errors."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -166,7 +166,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _environment_put_back() -> Iterator[None]:
+def _restore_environment() -> Iterator[None]:
     before = dict(os.environ)
     try:
         yield
@@ -177,7 +177,7 @@ def _environment_put_back() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signals_put_back() -> Iterator[None]:
+def _restore_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # Python lets only the main thread set handlers, so nobody else could have
         return
@@ -201,7 +201,7 @@ def train_plain(setup: PeerSetup, steps: int, after_step: AfterStep) -> float:
     autocast = torch.autocast(
         device.type, dtype=AUTOCAST.get(setup.precision, torch.bfloat16), enabled=setup.precision in AUTOCAST
     )
-    loss_of = _loss_of(setup, model)
+    loss_of = _build_loss(setup, model)
     loss = torch.tensor(float("nan"))
     for host_batch in setup.loader(steps):
         optimizer.zero_grad()
@@ -218,7 +218,7 @@ def train_plain(setup: PeerSetup, steps: int, after_step: AfterStep) -> float:
     return float(loss)
 
 
-def _loss_of(setup: PeerSetup, model: nn.Module) -> LossOf:
+def _build_loss(setup: PeerSetup, model: nn.Module) -> LossOf:
     if setup.by_hand:
         return setup.compiled_loss(model)
     compiled = cast(nn.Module, torch.compile(model, backend=setup.compiler))
@@ -245,8 +245,8 @@ def train_lightning(setup: PeerSetup, steps: int, after_step: AfterStep) -> floa
     """Lightning's Trainer around the problem."""
     lightning = import_lightning()
     device = setup.problem.device
-    module = _module(lightning, setup)
-    counter = _counter(lightning, after_step)
+    module = _build_module(lightning, setup)
+    counter = _build_counter(lightning, after_step)
     trainer = lightning.Trainer(
         accelerator=device.type,
         devices=1 if device.type == "cpu" else [device.index or 0],
@@ -268,7 +268,7 @@ def train_lightning(setup: PeerSetup, steps: int, after_step: AfterStep) -> floa
     return float(counter.loss)
 
 
-def _module(lightning: Any, setup: PeerSetup) -> Any:
+def _build_module(lightning: Any, setup: PeerSetup) -> Any:
     class PeerModule(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
@@ -294,7 +294,7 @@ def _module(lightning: Any, setup: PeerSetup) -> Any:
     return ClippingModule() if setup.by_hand and setup.precision == "bf16" else PeerModule()
 
 
-def _counter(lightning: Any, after_step: AfterStep) -> Any:
+def _build_counter(lightning: Any, after_step: AfterStep) -> Any:
     class Counter(lightning.Callback):  # type: ignore[misc]
         loss = torch.tensor(float("nan"))
 
@@ -318,7 +318,7 @@ def import_accelerate() -> Any:
 
 def train_accelerate(setup: PeerSetup, steps: int, after_step: AfterStep) -> float:
     """Accelerate at the head of its user's loop."""
-    with _accelerator(setup) as accelerator:
+    with _open_accelerator(setup) as accelerator:
         model = setup.model()
         model, optimizer, loader = accelerator.prepare(model, setup.optimizer(model), setup.loader(steps))
         loss_of: LossOf = setup.compiled_loss(model) if setup.by_hand else functools.partial(setup.loss, model)
@@ -335,7 +335,7 @@ def train_accelerate(setup: PeerSetup, steps: int, after_step: AfterStep) -> flo
 
 
 @contextlib.contextmanager
-def _accelerator(setup: PeerSetup) -> Iterator[Any]:
+def _open_accelerator(setup: PeerSetup) -> Iterator[Any]:
     """An Accelerator of its own: the state it shares process-wide is emptied before and after."""
     accelerate = import_accelerate()
     _reset(accelerate)
@@ -347,7 +347,7 @@ def _accelerator(setup: PeerSetup) -> Iterator[Any]:
             dataloader_config=accelerate.DataLoaderConfiguration(non_blocking=setup.by_hand),
         )
         # Once more, because its compiler plugin switches TF32 on in a run that asked for no mixed precision.
-        with float32_as_asked(setup.precision, by_hand=setup.by_hand):
+        with set_float32_mode(setup.precision, by_hand=setup.by_hand):
             yield accelerator
             accelerator.free_memory()
     finally:
@@ -387,7 +387,7 @@ class PeerRunner:
             raise HardwareError(f"{self.name} cannot train fp16 on the CPU", why=FP16_ON_CPU[self.name])
         if self.variant == "graphs" and device.type != "cuda":
             raise HardwareError(f"{self.name} graphs needs CUDA", why="the compiler captures CUDA graphs only")
-        with isolated(device), float32_as_asked(self.precision, by_hand=by_hand):
+        with isolate_peer(device), set_float32_mode(self.precision, by_hand=by_hand):
             torch.backends.cudnn.benchmark = by_hand
             if self.variant == "graphs":
                 make_graph_storage()
@@ -399,12 +399,12 @@ UNASKED: tuple[Variant, ...] = ("documented", "tuned")
 """What a name alone stands for."""
 
 
-def peer_name(word: str) -> str:
+def parse_peer_name(word: str) -> str:
     """`plain` of `plain` and of `plain:graphs`."""
     return word.partition(":")[0]
 
 
-def variants_of(word: str) -> tuple[Variant, ...]:
+def list_variants(word: str) -> tuple[Variant, ...]:
     """Those that a word of `--against` stands for."""
     asked = word.partition(":")[2]
     return tuple(variant for variant in VARIANTS if variant == asked) if asked else UNASKED
@@ -415,13 +415,13 @@ def require_peers(words: Sequence[str]) -> None:
     known = [*PEERS, *(f"{name}:{variant}" for name in PEERS for variant in VARIANTS)]
     for word in words:
         if word not in known:
-            raise ConfigError(f"unknown peer {word!r}", fix=nearest(word, known))
-        if peer_name(word) in IMPORTS:
-            with quiet():  # their imports warn
-                IMPORTS[peer_name(word)]()
+            raise ConfigError(f"unknown peer {word!r}", fix=suggest_nearest(word, known))
+        if parse_peer_name(word) in IMPORTS:
+            with silence():  # their imports warn
+                IMPORTS[parse_peer_name(word)]()
 
 
-def peers(words: Sequence[str], problem: Problem, precision: str, *, _compiler: str = "inductor") -> list[Runner]:
+def list_peers(words: Sequence[str], problem: Problem, precision: str, *, _compiler: str = "inductor") -> list[Runner]:
     """Runners of the named peers and variants. `_compiler` is for tests: the light backends of torch.compile."""
     require_peers(words)
     if precision not in PEER_PRECISIONS:
@@ -439,7 +439,7 @@ def peers(words: Sequence[str], problem: Problem, precision: str, *, _compiler: 
     return [
         PeerRunner(name=name, variant=variant, precision=precision, setup=setup, loop=PEERS[name])
         for word in words
-        for name in [peer_name(word)]
-        for variant in variants_of(word)
+        for name in [parse_peer_name(word)]
+        for variant in list_variants(word)
         for setup in [PeerSetup(problem=problem, precision=precision, variant=variant, compiler=_compiler)]
     ]

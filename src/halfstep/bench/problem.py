@@ -21,13 +21,13 @@ from halfstep.config.schema import RunConfig, ScalerConfig
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, MemoryLimitError, format_bytes
 from halfstep.hardware.facts import Hardware
-from halfstep.precision.ladder import lacks
-from halfstep.report.config_view import shown
+from halfstep.precision.ladder import explain_lack
+from halfstep.report.config_view import format_setting
 from halfstep.run.assemble import build_workload, provide_data
 from halfstep.run.memory.sizing import predict_step_cost
-from halfstep.step.batches import batch_length
+from halfstep.step.batches import count_samples
 from halfstep.step.randomness import seed_everything
-from halfstep.step.tables import set_to_
+from halfstep.step.tables import write_values_
 from halfstep.tune.trials import load_first_batch
 from halfstep.workloads import KINDS, load
 from halfstep.workloads.base.kind import Kind, Unit, load_part
@@ -89,7 +89,7 @@ class RandomSamples:
 
     def __init__(self, batch: Batch) -> None:
         self.values = batch  # not `batch`: samples with that name make whole batches themselves
-        self.size = batch_length(batch)
+        self.size = count_samples(batch)
 
     def __len__(self) -> int:
         return NUM_BATCHES * self.size
@@ -99,13 +99,13 @@ class RandomSamples:
         return {name: tensor[index % self.size] for name, tensor in self.values.items() if name != "index"}
 
 
-def problem_for(config: RunConfig, device: torch.device) -> Problem:
+def build_problem(config: RunConfig, device: torch.device) -> Problem:
     """What everybody who is timed gets: weights, one pinned batch, preparation and loss."""
     kind = KINDS.of(config.workload)
-    workload = random_workload(config)
+    workload = build_random_workload(config)
     for part in workload.frozen.values():  # peers autocast them; ours are built again and placed by the plan
         part.module.to(device).eval().requires_grad_(False)
-    set_to_(workload.values, 0, device)
+    write_values_(workload.values, 0, device)
     batch = kind.synthetic.make_batch(config, workload.store) if kind.synthetic else load_first_batch(config, workload)
     if device.type == "cuda":
         batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
@@ -114,7 +114,7 @@ def problem_for(config: RunConfig, device: torch.device) -> Problem:
         config=config,
         make_model=lambda: copy.deepcopy(workload.model),
         host_batch=batch,
-        prepare=_preparation(kind, workload, device),
+        prepare=_choose_preparation(kind, workload, device),
         loss=lambda model, prepared: workload.weighed_loss(workload.forward(model, prepared), prepared)[0],
         device=device,
         lr=config.optimizer.peak_lr(samples),
@@ -127,7 +127,7 @@ def problem_for(config: RunConfig, device: torch.device) -> Problem:
     )
 
 
-def random_workload(config: RunConfig) -> Workload:
+def build_random_workload(config: RunConfig) -> Workload:
     """The workload as a run would build it, with its seeded weights, but for augmentation.
 
     One that makes no data up learns from the first batch of its own, prepared as in training."""
@@ -142,18 +142,18 @@ def random_workload(config: RunConfig) -> Workload:
     return synthetic.build(config, store, RandomSamples(synthetic.make_batch(config, store)))
 
 
-def _preparation(kind: Kind, workload: Workload, device: torch.device) -> Callable[[Batch], Batch]:
+def _choose_preparation(kind: Kind, workload: Workload, device: torch.device) -> Callable[[Batch], Batch]:
     if kind.synthetic is not None and kind.synthetic.peer_prepare is not None:
         prepare: Callable[[Batch], Batch] = load_part(kind.synthetic.peer_prepare)(device)
         return prepare
-    return lambda batch: workload.prepared(batch, key=Key.of_training(0, 0), training=True)
+    return lambda batch: workload.prepared(batch, key=Key.for_training(0, 0), training=True)
 
 
 MATMUL_FORMAT = {"fp8": "fp8_e4m3", "bf16-true": "bf16"}
 """A precision's format in the measurements, where it has another name."""
 
 
-def step_flops(problem: Problem) -> int:
+def count_step_flops(problem: Problem) -> int:
     """Matmuls, convolutions and attention of forward and backward, counted on tensors without content where nothing but
     the model computes; 0 for a workload of several phases, whose arithmetic is not that of its validation loss."""
     if problem.num_phases > 1:
@@ -167,7 +167,7 @@ def step_flops(problem: Problem) -> int:
     return int(counter.get_total_flops())
 
 
-def floor_ms(flops: int, hardware: Hardware, precision: str) -> float | None:
+def compute_floor_ms(flops: int, hardware: Hardware, precision: str) -> float | None:
     """The shortest step this arithmetic allows; None where the format's rate was not measured at full size."""
     measured = hardware.measured("matmul", MATMUL_FORMAT.get(precision, precision))
     return flops / (measured.tflops * 1e9) if flops and measured and not measured.small else None
@@ -196,8 +196,8 @@ def refuse_too_large(config: RunConfig, precisions: Sequence[str], modes: Sequen
     )
 
 
-Mode = Literal["eager", "compile", "graph", "auto"]
-FAST: dict[Mode, str] = {"eager": "off", "compile": "compile", "graph": "graph", "auto": "auto"}
+BenchMode = Literal["eager", "compile", "graph", "auto"]
+FAST: dict[BenchMode, str] = {"eager": "off", "compile": "compile", "graph": "graph", "auto": "auto"}
 """A mode to `train.fast`."""
 
 COMPARABLE = {
@@ -231,16 +231,16 @@ NO_FOLDER = "random"
 """Any name: with a folder a workload takes its full size, without one the small size of its demo."""
 
 
-def default_precisions(hardware: Hardware) -> tuple[str, ...]:
+def choose_default_precisions(hardware: Hardware) -> tuple[str, ...]:
     """Those the device has; fp8 changes what a model computes too much to be run unasked."""
-    return tuple(name for name in ("fp32", "tf32", "bf16", "fp16") if not lacks(name, hardware))
+    return tuple(name for name in ("fp32", "tf32", "bf16", "fp16") if not explain_lack(name, hardware))
 
 
-def default_modes(device: torch.device) -> tuple[Mode, ...]:
+def choose_default_modes(device: torch.device) -> tuple[BenchMode, ...]:
     return ("eager", "compile", "graph") if device.type == "cuda" else ("eager", "compile")
 
 
-def bench_config(
+def load_bench_config(
     target: str, overrides: Sequence[str], flags: Mapping[str, object], *, small: bool, against: Sequence[str] = ()
 ) -> RunConfig:
     """The config of a workload's name or file; `small` takes the size of the workload's demo, for a CPU."""
@@ -264,7 +264,7 @@ def bench_config(
 
 def _refuse_rows_as_settings(said: Loaded) -> None:
     """A bench varies precision and mode itself, so such a word would be ignored."""
-    for option, (path, value) in _rows_said(said).items():
+    for option, (path, value) in _read_rows(said).items():
         if said.origins[path].layer == "override":
             raise ConfigError(f"{said.origins[path].where}: a bench has rows of several", fix=f"{option} {value}")
 
@@ -275,9 +275,9 @@ def _refuse_what_peers_lack(config: RunConfig) -> None:
         value = operator.attrgetter(path)(config)
         if value not in possible:
             raise ConfigError(
-                f"{path}={shown(value)}, and peers train with {shown(possible[0])}",
+                f"{path}={format_setting(value)}, and peers train with {format_setting(possible[0])}",
                 why="a row that does other work than its neighbours says nothing of their speed",
-                fix=f"leave {path} at {shown(possible[0])}, or --against out",
+                fix=f"leave {path} at {format_setting(possible[0])}, or --against out",
             )
 
 
@@ -289,26 +289,26 @@ class StatedRow:
     where: str
 
 
-def stated_rows(said: Loaded) -> dict[str, StatedRow]:
+def find_stated_rows(said: Loaded) -> dict[str, StatedRow]:
     """By the option that would say otherwise, `--precisions` or `--modes`; nothing where the config is silent."""
     return {
         option: StatedRow(value=value, where=said.origins[path].where)
-        for option, (path, value) in _rows_said(said).items()
+        for option, (path, value) in _read_rows(said).items()
         if said.origins[path].layer in STATED_BELOW
     }
 
 
-def _rows_said(said: Loaded) -> dict[str, tuple[str, str]]:
+def _read_rows(said: Loaded) -> dict[str, tuple[str, str]]:
     """Path and value of the settings that are rows of a bench, by the option that chooses them."""
     mode = next(mode for mode, fast in FAST.items() if fast == said.config.train.fast)
     return {"--precisions": ("precision.default", said.config.precision.default), "--modes": ("train.fast", mode)}
 
 
-def in_precision(config: RunConfig, precision: str, *, simulate: bool) -> RunConfig:
+def set_precision(config: RunConfig, precision: str, *, simulate: bool) -> RunConfig:
     """The same run in this precision or not at all: a row must not show another one's time."""
     return config.changed(precision={"default": precision, "strict": not simulate, "simulate": simulate})
 
 
-def run_by(config: RunConfig, mode: Mode) -> RunConfig:
+def set_mode(config: RunConfig, mode: BenchMode) -> RunConfig:
     """The same run in this mode."""
     return config.changed(train={"fast": FAST[mode]})

@@ -16,12 +16,12 @@ from typing import Any, Literal
 import torch
 
 from halfstep import __version__
-from halfstep.bench.bench import LOSS_BOUND, Benched, Request
-from halfstep.bench.peers import peer_name
+from halfstep.bench.bench import LOSS_BOUND, BenchRequest, BenchResult
+from halfstep.bench.peers import parse_peer_name
 from halfstep.bench.problem import Problem
-from halfstep.config.dump import plain
-from halfstep.config.foreign import flat
-from halfstep.config.keys import fields_of
+from halfstep.config.dump import dump_values
+from halfstep.config.foreign import flatten_keys
+from halfstep.config.keys import list_fields
 from halfstep.config.schema import RunConfig
 from halfstep.disk import write_atomically
 from halfstep.errors import ConfigError
@@ -38,29 +38,31 @@ DEFAULT_NAMES = {"--picture": "bench.png", "--save": "bench.json"}
 Record = dict[str, Any]
 
 
-def circumstances(problem: Problem, request: Request, hardware: Hardware, flops: int, command: str) -> Record:
+def describe_circumstances(
+    problem: Problem, request: BenchRequest, hardware: Hardware, flops: int, command: str
+) -> Record:
     """All that the rows depend on, known before the first one is measured."""
     return {
         "bench": VERSION,
         "command": command,
         "date": time.strftime("%Y-%m-%d"),
         "device": hardware.name,
-        "versions": versions(hardware, request.against),
-        "problem": identity(problem, flops),
+        "versions": collect_versions(hardware, request.against),
+        "problem": describe_problem(problem, flops),
         "unit": asdict(problem.unit),
         "sample_size": KINDS.of(problem.config.workload).size_of_sample(problem.config),
         "steps": request.schedule.steps,
         "window_steps": request.schedule.window,
-        "memory": memory_meaning(hardware),
+        "memory": explain_memory(hardware),
     }
 
 
-def command_line(words: Sequence[str]) -> str:
+def format_command_line(words: Sequence[str]) -> str:
     """What the user called, its files by name: where they lay on some machine is not part of a result to pass on."""
-    return f"halfstep {shlex.join(_files_by_name(words))}"
+    return f"halfstep {shlex.join(_strip_folders(words))}"
 
 
-def _files_by_name(words: Sequence[str]) -> Iterator[str]:
+def _strip_folders(words: Sequence[str]) -> Iterator[str]:
     is_file = False
     for word in words:
         flag, equals, value = word.partition("=")
@@ -71,7 +73,7 @@ def _files_by_name(words: Sequence[str]) -> Iterator[str]:
         is_file = word in FILE_FLAGS
 
 
-def results(benched: Benched) -> Record:
+def summarise_results(benched: BenchResult) -> Record:
     """What was measured, and what it says."""
     return {
         "loss_reference": benched.reference,
@@ -84,7 +86,7 @@ def results(benched: Benched) -> Record:
     }
 
 
-def identity(problem: Problem, flops: int) -> dict[str, Any]:
+def describe_problem(problem: Problem, flops: int) -> dict[str, Any]:
     """What is trained: what a title names of it, and every setting."""
     config = problem.config
     threads = {"threads": torch.get_num_threads()} if problem.device.type == "cpu" else {}
@@ -95,16 +97,16 @@ def identity(problem: Problem, flops: int) -> dict[str, Any]:
         "optimizer": config.optimizer.name,
         "clip_norm": config.train.clip_norm,
         "parameters": sum(parameter.numel() for parameter in problem.make_model().parameters()),
-        "reduced": reduced_model(config),
+        "reduced": find_reduced_settings(config),
         "flops": flops,
-        "config": plain(config),
+        "config": dump_values(config),
         **threads,
     }
 
 
-def reduced_model(config: RunConfig) -> dict[str, Any]:
+def find_reduced_settings(config: RunConfig) -> dict[str, Any]:
     """Model settings by which the demo's network differs from the one that the workload's name means."""
-    fields, here = fields_of(type(config)), flat(config.model_dump(mode="json"))
+    fields, here = list_fields(type(config)), flatten_keys(config.model_dump(mode="json"))
     found = {}
     for path, value in type(config).demo.items():
         small, full = json.loads(json.dumps([value, fields[path].default]))
@@ -113,7 +115,7 @@ def reduced_model(config: RunConfig) -> dict[str, Any]:
     return found
 
 
-def versions(hardware: Hardware, against: Sequence[str]) -> dict[str, str | None]:
+def collect_versions(hardware: Hardware, against: Sequence[str]) -> dict[str, str | None]:
     """Of everything that makes a step fast or slow."""
     found: dict[str, str | None] = {
         "halfstep": __version__,
@@ -122,10 +124,10 @@ def versions(hardware: Hardware, against: Sequence[str]) -> dict[str, str | None
         "driver": hardware.driver,
         "python": platform.python_version(),
     }
-    return found | {name: _version_of(name) for name in map(peer_name, against) if name in PACKAGES}
+    return found | {name: _find_version(name) for name in map(parse_peer_name, against) if name in PACKAGES}
 
 
-def _version_of(peer: str) -> str | None:
+def _find_version(peer: str) -> str | None:
     for package in PACKAGES[peer]:
         try:
             return importlib.metadata.version(package)
@@ -134,7 +136,7 @@ def _version_of(peer: str) -> str | None:
     return None
 
 
-def memory_meaning(hardware: Hardware) -> str:
+def explain_memory(hardware: Hardware) -> str:
     """What the column of memory counts."""
     if hardware.kind == "cpu":
         return "not counted on a CPU, where a process keeps what earlier rows took and later ones would look larger"
@@ -164,6 +166,6 @@ def refuse_to_overwrite(paths: Mapping[str, Path | None], *, force: bool) -> Non
             raise ConfigError(f"{said} cannot be written", why=why, fix="a name in another folder") from error
 
 
-def save(found: Record, path: Path) -> None:
+def save_record(found: Record, path: Path) -> None:
     """Write the record, whole or not at all."""
     write_atomically(path, json.dumps(found, indent=2) + "\n", follows_links=True)

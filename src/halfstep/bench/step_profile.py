@@ -27,7 +27,7 @@ NOT_WORK = frozenset({"Context Sync", "Stream Sync", "Event Sync"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
+class ProfileEvent:
     """One kernel, copy or operator."""
 
     name: str
@@ -38,10 +38,10 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trace:
+class StepProfile:
     """What a few steps were made of."""
 
-    events: tuple[Event, ...]
+    events: tuple[ProfileEvent, ...]
     num_steps: int
     step_ms: float
     """By the clock, without the profiler."""
@@ -51,7 +51,7 @@ class Trace:
     @property
     def busy_ms(self) -> float:
         """A step's time in which anything runs, however many streams run it."""
-        return self.a_step_ms(covered_us(self.events))
+        return self.a_step_ms(compute_covered_us(self.events))
 
     @property
     def span_ms(self) -> float:
@@ -75,7 +75,7 @@ class Trace:
         return max(0.0, min(self.span_ms, self.step_ms) - self.busy_ms)
 
 
-def covered_us(events: Iterable[Event]) -> float:
+def compute_covered_us(events: Iterable[ProfileEvent]) -> float:
     """Length of the union of all intervals."""
     total, reached = 0.0, float("-inf")
     for event in sorted(events, key=lambda e: e.start_us):
@@ -96,11 +96,11 @@ def refuse_too_few(steps: int) -> None:
 
 def wake_profiler(device: torch.device) -> None:
     """Start it where torch was imported: the first start in another thread is an error on the terminal."""
-    with profile(activities=[_activity(device)], acc_events=True):
+    with profile(activities=[_choose_activity(device)], acc_events=True):
         pass
 
 
-def trace(runner: Runner, *, steps: int, device: torch.device) -> Trace:
+def profile_steps(runner: Runner, *, steps: int, device: torch.device) -> StepProfile:
     """Train past the warm-up, time `steps` steps, then profile as many."""
     if device.type not in WARM_UP_STEPS:
         raise HardwareError(
@@ -110,14 +110,16 @@ def trace(runner: Runner, *, steps: int, device: torch.device) -> Trace:
     session = _Session(steps, device)
     with session.profiler:
         runner.train(session.num_steps, session.after_step)
-    events = tuple(_events(session.profiler.events(), device))
+    events = tuple(_collect_events(session.profiler.events(), device))
     if not events:
         raise HardwareError(
             f"the profiler saw nothing run on {device}",
             why="another profiler holds the device, or the driver does not let this user count",
             fix="end the other one; NVIDIA: allow GPU performance counters for all users",
         )
-    return Trace(events=events, num_steps=steps, step_ms=session.timed_s * 1e3 / steps, is_host=device.type == "cpu")
+    return StepProfile(
+        events=events, num_steps=steps, step_ms=session.timed_s * 1e3 / steps, is_host=device.type == "cpu"
+    )
 
 
 class _Session:
@@ -132,7 +134,7 @@ class _Session:
         self._watch = Stopwatch()
         self.timed_s = 0.0
         plan = schedule(wait=self._end, warmup=1, active=steps, repeat=1)
-        self.profiler = profile(activities=[_activity(device)], schedule=plan, acc_events=True)
+        self.profiler = profile(activities=[_choose_activity(device)], schedule=plan, acc_events=True)
 
     def after_step(self) -> None:
         self._done += 1
@@ -145,28 +147,28 @@ class _Session:
         self.profiler.step()
 
 
-def _activity(device: torch.device) -> ProfilerActivity:
+def _choose_activity(device: torch.device) -> ProfilerActivity:
     # CUDA alone: recording operators too would slow the host and widen the gaps that are to be measured.
     return ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
 
 
-def _events(seen: Sequence[FunctionEvent] | None, device: torch.device) -> Iterator[Event]:
+def _collect_events(seen: Sequence[FunctionEvent] | None, device: torch.device) -> Iterator[ProfileEvent]:
     for event in seen or ():
         # Annotations (`ProfilerStep`, `Optimizer.step`) span what happens inside them.
         if event.device_type.name != device.type.upper() or event.is_user_annotation or event.name in NOT_WORK:
             continue
         start_us, end_us = event.time_range.start, event.time_range.end
         self_us = end_us - start_us if device.type == "cuda" else event.self_cpu_time_total
-        yield Event(name=_name(event), start_us=start_us, end_us=end_us, self_us=self_us)
+        yield ProfileEvent(name=_name_event(event), start_us=start_us, end_us=end_us, self_us=self_us)
 
 
-def _name(event: FunctionEvent) -> str:
+def _name_event(event: FunctionEvent) -> str:
     """A CPU copy with the operator that asked for it: a cast and a change of layout are both `aten::copy_`."""
     parent = event.cpu_parent
     return f"{event.name} in {parent.name}" if event.name == "aten::copy_" and parent else str(event.name)
 
 
-class Kind(StrEnum):
+class OpKind(StrEnum):
     """What time is spent on."""
 
     CONV_FORWARD = "convolution forward"
@@ -196,8 +198,15 @@ class Kind(StrEnum):
     OTHER = "other"
 
 
-MEMORY_BOUND = {Kind.FUSED, Kind.CHAIN, Kind.ELEMENTWISE, Kind.NORMALISATION, Kind.REDUCTION, Kind.CAST}
-MEMORY_BOUND |= {Kind.LAYOUT, Kind.OPTIMIZER, Kind.COPY, Kind.FILL}
+MEMORY_BOUND = {
+    OpKind.FUSED,
+    OpKind.CHAIN,
+    OpKind.ELEMENTWISE,
+    OpKind.NORMALISATION,
+    OpKind.REDUCTION,
+    OpKind.CAST,
+}
+MEMORY_BOUND |= {OpKind.LAYOUT, OpKind.OPTIMIZER, OpKind.COPY, OpKind.FILL}
 """A few operations a byte: these run as fast as the device's memory."""
 
 _AROUND = r"(?:convolution_backward|convolution|_unsafe_view|view|permute|transpose|unsqueeze|expand|t)_"
@@ -205,91 +214,106 @@ _AROUND = r"(?:convolution_backward|convolution|_unsafe_view|view|permute|transp
 
 _COPY = r"direct_copy_kernel_cuda"
 
-OWN_RULES: tuple[tuple[Kind, str], ...] = (
-    (Kind.CONV_FORWARD, r"^_convolve$"),
-    (Kind.CONV_WEIGHT_GRADIENT, r"^_weight_gradient$"),
-    (Kind.MATMUL, r"^(?:doubled|halved|weight_parts)_kernel$"),
-    (Kind.ATTENTION, r"^_attention\w*$"),
-    (Kind.OPTIMIZER, r"^_(?:update|count|average)$"),
-    (Kind.CHAIN, r"^(?:logits|head_\w+|pool\w*)_kernel$|^_(?:partial_sums|finish\w*|normalised|gradient_of_raw)$"),
+OWN_RULES: tuple[tuple[OpKind, str], ...] = (
+    (OpKind.CONV_FORWARD, r"^_convolve$"),
+    (OpKind.CONV_WEIGHT_GRADIENT, r"^_weight_gradient$"),
+    (OpKind.MATMUL, r"^(?:doubled|halved|weight_parts)_kernel$"),
+    (OpKind.ATTENTION, r"^_attention\w*$"),
+    (OpKind.OPTIMIZER, r"^_(?:update|count|average)$"),
     (
-        Kind.CHAIN,
+        OpKind.CHAIN,
+        r"^(?:logits|head_\w+|pool\w*)_kernel$|^_(?:partial_sums|finish\w*|normalised|gradient_of_raw)$",
+    ),
+    (
+        OpKind.CHAIN,
         r"^_(?:join\w*|pair_gradients|pool\w*|pad|arrange|add_norm\w*|gelu\w*|packed|rows_to_gradients|group_\w+|add_branch|row_sums)$",
     ),
 )
 """halfstep's own kernels, in kernels/ and step/; nobody else's name is a whole Python name."""
 
-KERNEL_RULES: tuple[tuple[Kind, str], ...] = (
-    (Kind.COPY_IN, r"^Memcpy HtoD"),
-    (Kind.COPY_OUT, r"^Memcpy DtoH"),
-    (Kind.COPY, r"^Memcpy"),
-    (Kind.FILL, r"^Memset"),
-    (Kind.ATTENTION, r"^triton_tem_.*(?:attention|sdpa)"),
-    (Kind.CONV_FORWARD, r"^triton_tem_.*convolution"),
-    (Kind.MATMUL, r"^triton_tem_"),
-    (Kind.OPTIMIZER, r"^triton_for_"),  # the compiler's foreach kernels
-    (Kind.CAST, rf"^triton_poi_fused_(?:{_AROUND})*_to_copy_(?:{_AROUND})*\d+$"),
-    (Kind.LAYOUT, rf"^triton_poi_fused_(?:{_AROUND})*clone_(?:{_AROUND})*\d+$"),
-    (Kind.FUSED, r"^triton_"),
-    (Kind.ATTENTION, r"flash_(?:fwd|bwd)|flash::|fmha|sdpa|flashattn|flash_attn"),
+KERNEL_RULES: tuple[tuple[OpKind, str], ...] = (
+    (OpKind.COPY_IN, r"^Memcpy HtoD"),
+    (OpKind.COPY_OUT, r"^Memcpy DtoH"),
+    (OpKind.COPY, r"^Memcpy"),
+    (OpKind.FILL, r"^Memset"),
+    (OpKind.ATTENTION, r"^triton_tem_.*(?:attention|sdpa)"),
+    (OpKind.CONV_FORWARD, r"^triton_tem_.*convolution"),
+    (OpKind.MATMUL, r"^triton_tem_"),
+    (OpKind.OPTIMIZER, r"^triton_for_"),  # the compiler's foreach kernels
+    (OpKind.CAST, rf"^triton_poi_fused_(?:{_AROUND})*_to_copy_(?:{_AROUND})*\d+$"),
+    (OpKind.LAYOUT, rf"^triton_poi_fused_(?:{_AROUND})*clone_(?:{_AROUND})*\d+$"),
+    (OpKind.FUSED, r"^triton_"),
+    (OpKind.ATTENTION, r"flash_(?:fwd|bwd)|flash::|fmha|sdpa|flashattn|flash_attn"),
     # What cuDNN runs around its attention's backward.
-    (Kind.ATTENTION, r"cudnn::fusion::(?:compute_dot_do_o|convert_dq)"),
+    (OpKind.ATTENTION, r"cudnn::fusion::(?:compute_dot_do_o|convert_dq)"),
     # A foreach copy between equal types moves, between others casts.
-    (Kind.COPY, r"multi_tensor_apply_kernel.*native::Copy<([\w:]+), \1>"),
-    (Kind.CAST, r"multi_tensor_apply_kernel.*native::Copy<"),
-    (Kind.OPTIMIZER, r"multi_tensor_apply_kernel|FusedAdam|FusedSgd|FusedAdagrad|lerp|kOptimizer"),
-    (Kind.LAYOUT, r"nchwToNhwc|nhwcToNchw|nhwcAddPadding|tensorTransform|transpose_readWrite"),
-    (Kind.CONV_WEIGHT_GRADIENT, r"wgrad|conv\w*_(?:grad|backward)_weight|bwd_filter"),
-    (Kind.CONV_INPUT_GRADIENT, r"dgrad|conv_depthwise\w*_backward|bwd_data"),
-    (Kind.CONV_FORWARD, r"fprop|convFwd|convolve|conv2d|conv_depthwise|winograd|fft2d|im2col"),
+    (OpKind.COPY, r"multi_tensor_apply_kernel.*native::Copy<([\w:]+), \1>"),
+    (OpKind.CAST, r"multi_tensor_apply_kernel.*native::Copy<"),
+    (OpKind.OPTIMIZER, r"multi_tensor_apply_kernel|FusedAdam|FusedSgd|FusedAdagrad|lerp|kOptimizer"),
+    (OpKind.LAYOUT, r"nchwToNhwc|nhwcToNchw|nhwcAddPadding|tensorTransform|transpose_readWrite"),
+    (OpKind.CONV_WEIGHT_GRADIENT, r"wgrad|conv\w*_(?:grad|backward)_weight|bwd_filter"),
+    (OpKind.CONV_INPUT_GRADIENT, r"dgrad|conv_depthwise\w*_backward|bwd_data"),
+    (OpKind.CONV_FORWARD, r"fprop|convFwd|convolve|conv2d|conv_depthwise|winograd|fft2d|im2col"),
     # Strided copies in one type turn a tensor round; contiguous ones are vectorised; the rest change the type.
-    (Kind.LAYOUT, rf"gpu_kernel_impl_nocast<.*{_COPY}"),
-    (Kind.COPY, rf"vectorized_elementwise_kernel<.*{_COPY}|{_COPY}.*WithoutCast"),
-    (Kind.CAST, rf"{_COPY}|float16\w*_copy_kernel|bfloat16\w*_copy_kernel|float8\w*_copy_kernel|convertTensor_kernel"),
-    (Kind.NORMALISATION, r"batch_?norm|bn_(?:fw|bw)|(?:layer|group|rms)_?norm|RowwiseMoments|GammaBetaBackward"),
-    (Kind.NORMALISATION, r"ComputeInternalGradients|ComputeFusedParams|ComputeBackwardFusedParams"),
-    (Kind.MATMUL, r"gemm|nvjet|gemv|cublas|splitK|cutlass"),
-    (Kind.FILL, r"FillFunctor|setTensor\dd"),
-    (Kind.REDUCTION, r"reduce_kernel|DeviceReduce|reduce_1Block|dot_kernel"),
-    (Kind.ELEMENTWISE, r"elementwise|softmax|pool|nll_loss|CatArrayBatched|upsample|dropout|embedding"),
-    (Kind.ELEMENTWISE, r"index|gather|scatter|_pad\d?d|triu_tril|scalePackedTensor|cub::Device|where_kernel"),
+    (OpKind.LAYOUT, rf"gpu_kernel_impl_nocast<.*{_COPY}"),
+    (OpKind.COPY, rf"vectorized_elementwise_kernel<.*{_COPY}|{_COPY}.*WithoutCast"),
+    (
+        OpKind.CAST,
+        rf"{_COPY}|float16\w*_copy_kernel|bfloat16\w*_copy_kernel|float8\w*_copy_kernel|convertTensor_kernel",
+    ),
+    (OpKind.NORMALISATION, r"batch_?norm|bn_(?:fw|bw)|(?:layer|group|rms)_?norm|RowwiseMoments|GammaBetaBackward"),
+    (OpKind.NORMALISATION, r"ComputeInternalGradients|ComputeFusedParams|ComputeBackwardFusedParams"),
+    (OpKind.MATMUL, r"gemm|nvjet|gemv|cublas|splitK|cutlass"),
+    (OpKind.FILL, r"FillFunctor|setTensor\dd"),
+    (OpKind.REDUCTION, r"reduce_kernel|DeviceReduce|reduce_1Block|dot_kernel"),
+    (OpKind.ELEMENTWISE, r"elementwise|softmax|pool|nll_loss|CatArrayBatched|upsample|dropout|embedding"),
+    (OpKind.ELEMENTWISE, r"index|gather|scatter|_pad\d?d|triu_tril|scalePackedTensor|cub::Device|where_kernel"),
 )
 
-OPERATOR_RULES: tuple[tuple[Kind, str], ...] = (
+OPERATOR_RULES: tuple[tuple[OpKind, str], ...] = (
     # The compiler's C++ kernels are not recorded one by one: they are what their graph does besides operators.
-    (Kind.FUSED, r"cpp_fused|^## Call CompiledFxGraph"),
-    (Kind.ATTENTION, r"^aten::_?scaled_dot_product|attention"),
-    (Kind.CONV_BACKWARD, r"^aten::\w*convolution\w*_backward|^aten::_slow_conv\w*_backward"),
-    (Kind.CONV_FORWARD, r"^aten::\w*convolution|^aten::\w*conv\dd|^mkldnn::_convolution"),
-    (Kind.MATMUL, r"^aten::(?:addmm|mm|bmm|baddbmm|matmul|linear|dot|mv|addmv)_?$|^mkl|^mkldnn::_linear"),
-    (Kind.OPTIMIZER, r"^aten::_fused_|^aten::_foreach|^aten::lerp|^aten::(?:linalg_vector_norm|_amp_)"),
-    (Kind.NORMALISATION, r"(?:batch|layer|group|rms)_norm"),
-    (Kind.CAST, r"copy_ in aten::_to_copy$"),
-    (Kind.LAYOUT, r"copy_ in aten::(?:clone|contiguous)$"),
-    (Kind.COPY, r"^aten::copy_"),
-    (Kind.FILL, r"^aten::(?:fill_|zero_|zeros|ones|full)"),
-    (Kind.REDUCTION, r"^aten::(?:sum|mean|amax|amin|max|min|norm|var|std|all|any)$"),
-    (Kind.BOOKKEEPING, r"^aten::(?:empty|as_strided|view|_?reshape|t$|transpose|permute|expand|detach|to$|slice)"),
-    (Kind.BOOKKEEPING, r"^aten::(?:_to_copy|clone|contiguous|resize|resolve|flatten|unsqueeze|squeeze|select|item)"),
-    (Kind.BOOKKEEPING, r"^aten::(?:_unsafe_view|_local_scalar|alias|set_|lift|result_type|narrow|unbind|split|chunk)"),
-    (Kind.BOOKKEEPING, r"^autograd::|^torch::autograd::|Backward\d+$|^detach"),
-    (Kind.BOOKKEEPING, r"^Torch-Compiled|^CompiledFunction|^TorchDynamo|^AOTDispatcher|^Pregraph"),
-    (Kind.ELEMENTWISE, r"^aten::"),
+    (OpKind.FUSED, r"cpp_fused|^## Call CompiledFxGraph"),
+    (OpKind.ATTENTION, r"^aten::_?scaled_dot_product|attention"),
+    (OpKind.CONV_BACKWARD, r"^aten::\w*convolution\w*_backward|^aten::_slow_conv\w*_backward"),
+    (OpKind.CONV_FORWARD, r"^aten::\w*convolution|^aten::\w*conv\dd|^mkldnn::_convolution"),
+    (OpKind.MATMUL, r"^aten::(?:addmm|mm|bmm|baddbmm|matmul|linear|dot|mv|addmv)_?$|^mkl|^mkldnn::_linear"),
+    (OpKind.OPTIMIZER, r"^aten::_fused_|^aten::_foreach|^aten::lerp|^aten::(?:linalg_vector_norm|_amp_)"),
+    (OpKind.NORMALISATION, r"(?:batch|layer|group|rms)_norm"),
+    (OpKind.CAST, r"copy_ in aten::_to_copy$"),
+    (OpKind.LAYOUT, r"copy_ in aten::(?:clone|contiguous)$"),
+    (OpKind.COPY, r"^aten::copy_"),
+    (OpKind.FILL, r"^aten::(?:fill_|zero_|zeros|ones|full)"),
+    (OpKind.REDUCTION, r"^aten::(?:sum|mean|amax|amin|max|min|norm|var|std|all|any)$"),
+    (
+        OpKind.BOOKKEEPING,
+        r"^aten::(?:empty|as_strided|view|_?reshape|t$|transpose|permute|expand|detach|to$|slice)",
+    ),
+    (
+        OpKind.BOOKKEEPING,
+        r"^aten::(?:_to_copy|clone|contiguous|resize|resolve|flatten|unsqueeze|squeeze|select|item)",
+    ),
+    (
+        OpKind.BOOKKEEPING,
+        r"^aten::(?:_unsafe_view|_local_scalar|alias|set_|lift|result_type|narrow|unbind|split|chunk)",
+    ),
+    (OpKind.BOOKKEEPING, r"^autograd::|^torch::autograd::|Backward\d+$|^detach"),
+    (OpKind.BOOKKEEPING, r"^Torch-Compiled|^CompiledFunction|^TorchDynamo|^AOTDispatcher|^Pregraph"),
+    (OpKind.ELEMENTWISE, r"^aten::"),
 )
 
 
-def _compiled(rules: tuple[tuple[Kind, str], ...]) -> tuple[tuple[Kind, re.Pattern[str]], ...]:
+def _compile_rules(rules: tuple[tuple[OpKind, str], ...]) -> tuple[tuple[OpKind, re.Pattern[str]], ...]:
     return tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in rules)
 
 
-_KERNELS, _OPERATORS = _compiled(OWN_RULES + KERNEL_RULES), _compiled(OPERATOR_RULES)
+_KERNELS, _OPERATORS = _compile_rules(OWN_RULES + KERNEL_RULES), _compile_rules(OPERATOR_RULES)
 
 
-def kind_of_kernel(name: str) -> Kind:
+def classify_kernel(name: str) -> OpKind:
     """What a CUDA kernel, memory copy or memset does."""
-    return next((kind for kind, pattern in _KERNELS if pattern.search(name)), Kind.OTHER)
+    return next((kind for kind, pattern in _KERNELS if pattern.search(name)), OpKind.OTHER)
 
 
-def kind_of_operator(name: str) -> Kind:
+def classify_operator(name: str) -> OpKind:
     """What a CPU operator does; `aten::copy_ in PARENT` names a copy with the operator that asked for it."""
-    return next((kind for kind, pattern in _OPERATORS if pattern.search(name)), Kind.OTHER)
+    return next((kind for kind, pattern in _OPERATORS if pattern.search(name)), OpKind.OTHER)

@@ -20,16 +20,16 @@ from halfstep.cli.options import (
     MaybeWords,
     Simulate,
     Strict,
-    flags_of,
+    map_flags,
     option,
-    said,
+    read_given,
 )
 from halfstep.disk import make_absolute, write_atomically
-from halfstep.errors import ConfigError, Interrupted, format_count, suggested
+from halfstep.errors import ConfigError, Interrupted, format_count, suggest_command
 
 if TYPE_CHECKING:
-    from halfstep.use.compare import Comparison, Request
-    from halfstep.use.compare_run import Row
+    from halfstep.use.compare import CompareRequest, Comparison
+    from halfstep.use.compare_run import ComparedRow
 
 FREE = ("budget", "at_once", "price", "as_json")
 """What may be said anew when a comparison goes on: nothing of it changes what is compared."""
@@ -85,32 +85,32 @@ def command(
     """
     from halfstep.use.compare import new_comparison
 
-    how: dict[str, Any] = {"budget_s": budget and seconds_of(budget), "at_once": at_once, "price": price}
+    how: dict[str, Any] = {"budget_s": budget and parse_budget(budget), "at_once": at_once, "price": price}
     if resume is not None:
-        folder, comparison = resume, _opened(resume, context, how)
+        folder, comparison = resume, _reopen(resume, context, how)
     else:
-        folder, comparison = new_comparison(_request(context, how), out)
+        folder, comparison = new_comparison(_build_request(context, how), out)
     _run(folder, comparison)
     _show(folder, comparison, as_json=as_json)
     if any(verdict.word != "same" for verdict in comparison.verdicts().values()):
         raise typer.Exit(1)
 
 
-def _request(context: typer.Context, how: dict[str, Any]) -> Request:
-    from halfstep.use.compare import Request
+def _build_request(context: typer.Context, how: dict[str, Any]) -> CompareRequest:
+    from halfstep.use.compare import CompareRequest
     from halfstep.use.equivalence import LOOKS
 
     given = context.params
-    if {"rows", "precisions"} <= said(context).keys():
+    if {"rows", "precisions"} <= read_given(context).keys():
         raise ConfigError("--rows and --precisions both name rows", fix="keep one of them")
-    target, overrides, more_rows = _target_of(given["words"] or [])
+    target, overrides, more_rows = _split_words(given["words"] or [])
     flags = {path: given[name] for name, path in SETTINGS.items()}
-    flags["data.dir"] = given["data_dir"] and _from_anywhere(given["data_dir"])
+    flags["data.dir"] = given["data_dir"] and _make_absolute(given["data_dir"])
     flags |= {f"precision.{name}": "true" if given[name] else None for name in ("strict", "simulate")}
-    return Request(
+    return CompareRequest(
         target=target,
         overrides=(*overrides, *(f"{key}={value}" for key, value in flags.items() if value is not None)),
-        rows=tuple(_asked_rows([*(given["rows"] or []), *more_rows], given["precisions"])),
+        rows=tuple(_parse_rows([*(given["rows"] or []), *more_rows], given["precisions"])),
         looks=LOOKS if given["seeds"] is None else (given["seeds"],),
         margin=given["margin"],
         best=given["best"],
@@ -118,11 +118,11 @@ def _request(context: typer.Context, how: dict[str, Any]) -> Request:
     )
 
 
-def _opened(folder: Path, context: typer.Context, how: dict[str, Any]) -> Comparison:
+def _reopen(folder: Path, context: typer.Context, how: dict[str, Any]) -> Comparison:
     """An interrupted comparison, which goes on as it began but for what is free."""
     from halfstep.use.compare import open_comparison, refuse_other_settings
 
-    flags, names = flags_of(context), said(context)
+    flags, names = map_flags(context), read_given(context)
     if fixed := [flags.get(name, "the settings") for name in names if name not in (*FREE, "resume")]:
         raise ConfigError(
             f"{', '.join(fixed)}: --resume {folder} goes on as it began",
@@ -140,7 +140,7 @@ def _run(folder: Path, comparison: Comparison) -> None:
 
     from halfstep.use.compare import run_comparison
 
-    screen, again = Console(stderr=True), suggested("compare", "--resume", folder)
+    screen, again = Console(stderr=True), suggest_command("compare", "--resume", folder)
     screen.print(f"interrupted? go on with: {again}", style="dim", soft_wrap=True)
     try:
         run_comparison(
@@ -158,46 +158,46 @@ def _run(folder: Path, comparison: Comparison) -> None:
 
 def _show(folder: Path, comparison: Comparison, *, as_json: bool) -> None:
     """The table, and beside the runs its curves and numbers."""
-    from halfstep.report.results import result_console
-    from halfstep.use.compare_table import as_json as comparison_json
-    from halfstep.use.compare_table import draw_comparison, lines_of, notes_of, show_comparison
+    from halfstep.report.results import open_result_console
+    from halfstep.use.compare_table import build_lines, collect_notes, draw_comparison, show_comparison
+    from halfstep.use.compare_table import convert_comparison as comparison_json
 
-    lines, content = lines_of(comparison), json.dumps(comparison_json(comparison), indent=2, allow_nan=False)
+    lines, content = build_lines(comparison), json.dumps(comparison_json(comparison), indent=2, allow_nan=False)
     draw_comparison(lines, comparison.metric, folder / "report" / "curves.png")
     write_atomically(folder / "report" / "comparison.json", content + "\n")
     if as_json:
         typer.echo(content)
     else:
-        show_comparison(lines, comparison.metric, notes_of(comparison), result_console())
+        show_comparison(lines, comparison.metric, collect_notes(comparison), open_result_console())
 
 
-def _target_of(words: list[str]) -> tuple[str, list[str], list[str]]:
+def _split_words(words: list[str]) -> tuple[str, list[str], list[str]]:
     """The target, its settings, and the rows that follow a `--rows` without one of their own."""
     if not words or "=" in words[0]:
         raise ConfigError("nothing to compare", fix="name a workload or a file first: halfstep compare unet")
     rows = [word for word in words[1:] if ":" in word.partition("=")[0]]
     is_file = words[0].endswith((".yaml", ".yml"))
-    return _from_anywhere(words[0]) if is_file else words[0], [word for word in words[1:] if word not in rows], rows
+    return _make_absolute(words[0]) if is_file else words[0], [word for word in words[1:] if word not in rows], rows
 
 
-def _from_anywhere(path: str) -> str:
+def _make_absolute(path: str) -> str:
     """A file or folder as it is found whatever the working folder is when the comparison goes on."""
     place = make_absolute(path)
     return str(place) if place.exists() else path
 
 
-def _asked_rows(rows: list[str], precisions: str) -> list[Row]:
-    from halfstep.use.compare_run import Row
+def _parse_rows(rows: list[str], precisions: str) -> list[ComparedRow]:
+    from halfstep.use.compare_run import ComparedRow
 
     if rows:
-        return [_row(text) for text in rows]
+        return [_parse_row(text) for text in rows]
     names = [name.strip() for name in precisions.split(",") if name.strip()]
-    return [Row(name=name, overrides=(f"precision={name}",)) for name in names]
+    return [ComparedRow(name=name, overrides=(f"precision={name}",)) for name in names]
 
 
-def _row(text: str) -> Row:
+def _parse_row(text: str) -> ComparedRow:
     """`amp: precision=bf16 train.batch_size=16`."""
-    from halfstep.use.compare_run import Row
+    from halfstep.use.compare_run import ComparedRow
 
     name, colon, settings = text.partition(":")
     words = settings.split()
@@ -207,10 +207,10 @@ def _row(text: str) -> Row:
             f"--rows {text!r} is not a row" + (f": {odd!r} is not a setting" if odd else ""),
             fix='write a name, a colon and settings: --rows "amp: precision=bf16 train.batch_size=16"',
         )
-    return Row(name=name.strip(), overrides=tuple(words))
+    return ComparedRow(name=name.strip(), overrides=tuple(words))
 
 
-def seconds_of(text: str) -> float:
+def parse_budget(text: str) -> float:
     """`90s`, `30m`, `1.5h`."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip().lower())
     if not found or float(found[1]) == 0:

@@ -42,22 +42,22 @@ def command(
     if picture is not None:
         from halfstep.report.curves import draw_heat_map
 
-        draw_heat_map([(row.module, row.kind, _badness(row)) for row in rows], f"dry run: {target}", picture)
+        draw_heat_map([(row.module, row.kind, _compute_badness(row)) for row in rows], f"dry run: {target}", picture)
     if as_json:
-        typer.echo(json.dumps([_plain(row) for row in rows], indent=1))
+        typer.echo(json.dumps([_convert_row(row) for row in rows], indent=1))
     else:
         _show(rows, target, every=every)
     if any(row.is_bad and not row.is_saved for row in rows):
         raise typer.Exit(1)
 
 
-def _badness(row: Judged) -> float:
+def _compute_badness(row: Judged) -> float:
     """From 0, far from the format's ends, to 1, past them."""
     edge = max(0.0, 1.0 - row.headroom_bits / 8) if row.headroom_bits and row.headroom_bits > 0 else 0.0
     return 1.0 if row.is_bad else max(min(row.lost * 10, 0.9), min(edge, 0.9))
 
 
-def _plain(row: Judged) -> dict[str, object]:
+def _convert_row(row: Judged) -> dict[str, object]:
     import math
 
     headroom = row.headroom_bits if math.isfinite(row.headroom_bits) else None
@@ -68,13 +68,14 @@ def _plain(row: Judged) -> dict[str, object]:
 
 
 def _show(rows: list[Judged], target: str, *, every: bool) -> None:
-    from halfstep.report.results import result_console
+    from halfstep.report.results import open_result_console
     from halfstep.report.tables import rows_table
 
-    console = result_console()
+    console = open_result_console()
     shown = [row for row in rows if every or row.is_bad]
     cells = [
-        (row.module, row.kind, row.verdict, _bits(row.headroom_bits), f"{row.lost:.1%}", row.remedy) for row in shown
+        (row.module, row.kind, row.verdict, _format_bits(row.headroom_bits), f"{row.lost:.1%}", row.remedy)
+        for row in shown
     ]
     if cells:
         console.print(rows_table(("module", "kind", "verdict", "headroom (bits)", "lost", "remedy"), cells))
@@ -84,5 +85,5 @@ def _show(rows: list[Judged], target: str, *, every: bool) -> None:
     console.print(f"{len(bad)} of {len({row.module for row in rows})} modules do not fit {target}{more}")
 
 
-def _bits(headroom: float) -> str:
+def _format_bits(headroom: float) -> str:
     return f"{headroom:.1f}" if abs(headroom) != float("inf") else "-"

@@ -42,7 +42,7 @@ def command(
     """
     from rich.console import Console
 
-    from halfstep.report.results import result_console, show_evaluation
+    from halfstep.report.results import open_result_console, show_evaluation
     from halfstep.report.run_report import RunReport
     from halfstep.use.evaluate import evaluate
 
@@ -63,4 +63,4 @@ def command(
     if as_json:
         typer.echo(found.to_json())
     else:
-        show_evaluation(found, result_console())
+        show_evaluation(found, open_result_console())

@@ -46,7 +46,7 @@ def command(
     if data_dir is not None and number != 1:
         raise ConfigError(f"exercise {number} needs no data", fix="leave --data-dir out")
     out.mkdir(parents=True, exist_ok=True)
-    story = _told(number, data_dir, out, Console(stderr=True))
+    story = _run_exercise(number, data_dir, out, Console(stderr=True))
     if as_json:
         claims = [{"claim": claim.text, "holds": claim.holds} for claim in story.claims]
         typer.echo(json.dumps({"title": story.title, "claims": claims, **story.numbers}, indent=2))
@@ -56,7 +56,7 @@ def command(
         raise typer.Exit(1)
 
 
-def _told(number: int, data_dir: str | None, out: Path, screen: Console) -> Story:
+def _run_exercise(number: int, data_dir: str | None, out: Path, screen: Console) -> Story:
     if number == 1:
         from halfstep.exercises.benchmark_formats import run as benchmark
 
@@ -75,10 +75,10 @@ def _told(number: int, data_dir: str | None, out: Path, screen: Console) -> Stor
 def _show(story: Story) -> None:
     from rich.text import Text
 
-    from halfstep.report.results import result_console
+    from halfstep.report.results import open_result_console
     from halfstep.report.tables import print_text, rows_table
 
-    console = result_console()
+    console = open_result_console()
     console.print(Text(story.title, style="bold"))
     console.print(rows_table(story.titles, story.rows))
     for claim in story.claims:

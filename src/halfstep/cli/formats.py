@@ -58,13 +58,13 @@ def print_tables(fates: dict[str, list[Fate]]) -> None:
 def print_json(fates: dict[str, list[Fate]]) -> None:
     import json
 
-    answer: object = {value: {fate.format: fate_facts(fate) for fate in rows} for value, rows in fates.items()}
+    answer: object = {value: {fate.format: describe_fate(fate) for fate in rows} for value, rows in fates.items()}
     if not fates:
         answer = {fmt.name: {fact: getattr(fmt, fact) for fact in FACTS} for fmt in FORMATS.values()}
     typer.echo(json.dumps(answer, indent=2, allow_nan=False))
 
 
-def fate_facts(fate: Fate) -> dict[str, object]:
+def describe_fate(fate: Fate) -> dict[str, object]:
     import math
 
     # JSON knows neither inf nor nan.

@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from halfstep.guide.guide import Asker, Machine, Outcome
+    from halfstep.guide.guide import Asker, GuideResult, Machine
 
 
 def command(
@@ -40,7 +40,7 @@ def command(
 
     where answers.yaml holds any of: task, model, workload, data, goal, pick, file, start.
     """
-    outcome = conversation(yes=yes, answers=answers, device=device, no_measure=no_measure)
+    outcome = run_conversation(yes=yes, answers=answers, device=device, no_measure=no_measure)
     if outcome.start:
         from halfstep.run.train import train
         from halfstep.workloads import load
@@ -48,7 +48,7 @@ def command(
         train(load(str(outcome.file)))
 
 
-def conversation(*, yes: bool, answers: Path | None, device: str | None, no_measure: bool) -> Outcome:
+def run_conversation(*, yes: bool, answers: Path | None, device: str | None, no_measure: bool) -> GuideResult:
     """Everything up to the written file; Ctrl-C inside leaves nothing behind."""
     import tempfile
 
@@ -59,27 +59,27 @@ def conversation(*, yes: bool, answers: Path | None, device: str | None, no_meas
 
     console = Console()
     try:
-        asker = chosen_asker(console, yes=yes, answers=answers)
-        machine = machine_here(device, no_measure=no_measure)
+        asker = choose_asker(console, yes=yes, answers=answers)
+        machine = probe_machine(device, no_measure=no_measure)
         with tempfile.TemporaryDirectory(prefix="halfstep-guide-") as scratch:
             return guide(asker, console, machine, Path(scratch))
     except KeyboardInterrupt:
         raise Interrupted("Ctrl-C: nothing was written") from None
 
 
-def chosen_asker(console: Console, *, yes: bool, answers: Path | None) -> Asker:
-    from halfstep.guide.guide import QUESTIONS, Prompt, Scripted, read_answers, with_task
+def choose_asker(console: Console, *, yes: bool, answers: Path | None) -> Asker:
+    from halfstep.guide.guide import QUESTIONS, Prompt, Scripted, add_task, read_answers
 
     if answers is not None:
-        return Scripted(console, with_task(read_answers(answers, QUESTIONS)))
+        return Scripted(console, add_task(read_answers(answers, QUESTIONS)))
     # Python has no stdin where the caller closed it; that is an input that has ended.
     return Scripted(console, {}) if yes else Prompt(console, sys.stdin or io.StringIO())
 
 
-def machine_here(device: str | None, *, no_measure: bool) -> Machine:
-    from halfstep.cli.detect import devices_here
-    from halfstep.config.section import num_cores
+def probe_machine(device: str | None, *, no_measure: bool) -> Machine:
+    from halfstep.cli.detect import probe_devices
+    from halfstep.config.section import count_cores
     from halfstep.guide.guide import Machine
 
-    (hardware,) = devices_here(device or "auto", look_only=no_measure, fresh=False)
-    return Machine(hardware=hardware, num_cores=num_cores(), device=device, may_measure=not no_measure)
+    (hardware,) = probe_devices(device or "auto", look_only=no_measure, fresh=False)
+    return Machine(hardware=hardware, num_cores=count_cores(), device=device, may_measure=not no_measure)

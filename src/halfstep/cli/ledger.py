@@ -33,10 +33,10 @@ def command(
         halfstep ledger runs/unet-20250101-120000 --strict
     """
     from halfstep.run.step_ledger import to_document
-    from halfstep.use.observe_step import ledger
+    from halfstep.use.observe_step import record_ledger
 
     flags = {"precision": precision, "data_dir": data_dir, "batch_size": batch_size, "device": device}
-    found = ledger(words[0], flags={**flags, "simulate": simulate}, overrides=words[1:], trust=trust)
+    found = record_ledger(words[0], flags={**flags, "simulate": simulate}, overrides=words[1:], trust=trust)
     if as_json:
         typer.echo(json.dumps(to_document(found), indent=1))
     else:

@@ -43,12 +43,12 @@ class PatientFile(io.FileIO):
             return len(memoryview(data))
 
 
-def make_patient() -> None:
+def wrap_standard_streams() -> None:
     """Both standard streams of a real process; those that somebody put in their place are left alone."""
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
-        sys.stdout = _patient(sys.stdout)
+        sys.stdout = _wrap_stream(sys.stdout)
     if sys.stderr is sys.__stderr__ and sys.stderr is not None:
-        sys.stderr = _patient(sys.stderr)
+        sys.stderr = _wrap_stream(sys.stderr)
 
 
 def flush_or_drop() -> None:
@@ -60,7 +60,7 @@ def flush_or_drop() -> None:
             redirect_to_null(stream.fileno())
 
 
-def _patient(stream: TextIO) -> TextIO:
+def _wrap_stream(stream: TextIO) -> TextIO:
     buffer = io.BufferedWriter(PatientFile(stream.fileno(), "w", closefd=False))
     # A terminal that lacks a character gets its number: output never ends a run.
     return io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=bool(stream.line_buffering))
@@ -76,7 +76,7 @@ COMMANDS_ON_RUNS = ("evaluate", "predict")
 """Commands whose options depend on the workload of the run they are given."""
 
 
-def app_with(names: Iterable[str] = COMMANDS) -> typer.Typer:
+def build_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     """The command line with these commands; a module is imported only when its command is there."""
     app = typer.Typer(
         name="halfstep",
@@ -88,19 +88,19 @@ def app_with(names: Iterable[str] = COMMANDS) -> typer.Typer:
     app.callback()(root)
     for name in names:
         module = importlib.import_module(f"halfstep.cli.{name.replace('-', '_')}")
-        text = unwrapped(module.command.__doc__)
+        text = unwrap_paragraphs(module.command.__doc__)
         kind = RunCommand if name in COMMANDS_ON_RUNS else OnceCommand
         app.command(name, help=text, cls=kind, context_settings=getattr(module, "CONTEXT", None))(module.command)
     return app
 
 
-def unwrapped(docstring: str) -> str:
+def unwrap_paragraphs(docstring: str) -> str:
     """Each paragraph as one line: typer keeps a docstring's own line breaks, whatever the terminal's width."""
     paragraphs = inspect.cleandoc(docstring).split("\n\n")
     return "\n\n".join(re.sub(r"\n\s*", " ", paragraph) for paragraph in paragraphs)
 
 
-def names_for(argv: Sequence[str]) -> Sequence[str]:
+def choose_commands(argv: Sequence[str]) -> Sequence[str]:
     """The command asked for alone: building the others takes longer than comparing two configs."""
     return argv[:1] if argv and argv[0] in COMMANDS else COMMANDS
 
@@ -119,14 +119,14 @@ def root(
     """Mixed-precision training for PyTorch: fast, safe and provable."""
 
 
-def with_dashes(argv: Sequence[str]) -> list[str]:
+def normalise_dashes(argv: Sequence[str]) -> list[str]:
     """`--data_dir X` and `--data-dir X` are the same flag; values and `key=value` overrides stay as they are."""
     stop = list(argv).index("--") if "--" in argv else len(argv)
     dashed = [re.sub(r"^--[^=]+", lambda flag: flag.group().replace("_", "-"), word) for word in argv[:stop]]
     return dashed + list(argv[stop:])
 
 
-def with_short_paths(argv: Sequence[str]) -> list[str]:
+def shorten_paths(argv: Sequence[str]) -> list[str]:
     """`data/../d` is `d`, as an argument or after `--flag=`; a run makes the paths of its settings absolute itself."""
 
     def shorten(word: str) -> str:
@@ -140,22 +140,22 @@ def with_short_paths(argv: Sequence[str]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exit 0 only when what it says holds, 1 for findings, 2 for the user's own mistake."""
-    words = with_short_paths(with_dashes(sys.argv[1:] if argv is None else argv)) or ["--help"]
-    make_patient()
+    words = shorten_paths(normalise_dashes(sys.argv[1:] if argv is None else argv)) or ["--help"]
+    wrap_standard_streams()
     try:
         # Not standalone: typer would draw its own errors, in another form than ours.
-        sys.exit(app_with(names_for(words))(words, prog_name="halfstep", standalone_mode=False) or 0)
+        sys.exit(build_app(choose_commands(words))(words, prog_name="halfstep", standalone_mode=False) or 0)
     except USAGE_ERROR as error:
-        show_once(refused(error))
+        show_once(explain_usage_error(error))
         sys.exit(2)
     except HalfstepError as error:
         show_once(error)
         sys.exit(error.exit_code)
     except OSError as error:
-        show_error(unusable_place(error))
+        show_error(explain_os_error(error))
         sys.exit(2)
     except (MemoryError, RuntimeError) as error:
-        show_once(too_large(error))
+        show_once(explain_memory_error(error))
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
@@ -166,12 +166,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 UNUSABLE = {getattr(errno, name) for name in ("EACCES", "EPERM", "EROFS", "EEXIST", "ENOTDIR", "EISDIR", "ENOSPC")}
 
 
-def unusable_place(error: OSError) -> HalfstepError:
+def explain_os_error(error: OSError) -> HalfstepError:
     """A file or folder that the user named and that cannot be written or read; anything else is our mistake."""
     if error.errno == errno.ENOSPC and error.filename is None:
-        from halfstep.report.run_report import unwritable_output
+        from halfstep.report.run_report import explain_unwritable_output
 
-        return unwritable_output(error)
+        return explain_unwritable_output(error)
     if error.errno not in UNUSABLE or error.filename is None:
         raise error
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
@@ -181,7 +181,7 @@ def unusable_place(error: OSError) -> HalfstepError:
     )
 
 
-def too_large(error: MemoryError | RuntimeError) -> HalfstepError:
+def explain_memory_error(error: MemoryError | RuntimeError) -> HalfstepError:
     """Sizes that no memory holds, such as a number with a digit too many; torch says so by a RuntimeError."""
     asked = re.search(r"DefaultCPUAllocator: .*?(tried to allocate \d+ bytes)", str(error))
     if asked is None and not isinstance(error, MemoryError):
@@ -196,9 +196,9 @@ def too_large(error: MemoryError | RuntimeError) -> HalfstepError:
 def show_once(error: HalfstepError) -> None:
     """Of several processes that met the same error, one shows it."""
     if error.is_told is None and "RANK" in os.environ:
-        from halfstep.distributed.launch import tell_before_meeting
+        from halfstep.distributed.launch import choose_speaker
 
-        tell_before_meeting(error, os.environ)
+        choose_speaker(error, os.environ)
     if not error.is_told:
         show_error(error)
 
@@ -238,14 +238,14 @@ OF_OTHERS = {
 """Flags of SlotContrast's own command that have no part in this one, and what to do instead."""
 
 
-def refused(error: Any, words: Sequence[str] = (), context: Any = None) -> ConfigError:
+def explain_usage_error(error: Any, words: Sequence[str] = (), context: Any = None) -> ConfigError:
     """The parser's error in our words; `words` are those it was given, `context` the command they were for."""
     context = error.ctx or context
     called = context.command_path if context else "halfstep"
     help_text = f"{called} --help explains every argument" if " " in called else f"{called} --help lists all commands"
-    said = list(given(words, error.param)) if getattr(error, "param", None) is not None else []
+    said = list(find_occurrences(words, error.param)) if getattr(error, "param", None) is not None else []
     if said:
-        return ConfigError(f"{said[-1]}: {_expectation(error.message)}", fix=help_text)
+        return ConfigError(f"{said[-1]}: {_format_expectation(error.message)}", fix=help_text)
     what = getattr(error, "message", "") or error.format_message()
     is_unknown = hasattr(error, "possibilities")
     names = {one.name for one in context.command.params} if context is not None else set()
@@ -254,14 +254,14 @@ def refused(error: Any, words: Sequence[str] = (), context: Any = None) -> Confi
     if is_unknown and "precision" in names and _is_precision(precision := error.option_name.lstrip("-")):
         return ConfigError(what.rstrip("."), fix=f"--precision {precision}")
     has_settings = "words" in names
-    if is_unknown and has_settings and (setting := _setting(error.option_name)):
-        same = _same_option(setting, context.command.params)
+    if is_unknown and has_settings and (setting := _find_setting(error.option_name)):
+        same = _find_same_option(setting, context.command.params)
         fix = f"did you mean {same}?" if same else f"settings are words: {setting}=VALUE."
         return ConfigError(what.rstrip("."), fix=f"{fix} {help_text}")
     near = [name for name in getattr(error, "possibilities", None) or () if name != "--help"]
     nearest = f"did you mean {' or '.join(near)}? " if near else ""
     if is_unknown and has_settings and not near:
-        nearest = _near_setting(error.option_name)
+        nearest = _suggest_setting(error.option_name)
     return ConfigError(what.rstrip("."), fix=nearest + help_text)
 
 
@@ -271,7 +271,7 @@ def _is_precision(word: str) -> bool:
     return word in PRECISIONS
 
 
-def _setting(option: str) -> str:
+def _find_setting(option: str) -> str:
     """The setting that an option which is none would be: `--learning_rate`, `--optimizer.lr`."""
     from halfstep.config.aliases import KEY_ALIASES, PRECISION_KEYS
 
@@ -279,7 +279,7 @@ def _setting(option: str) -> str:
     return name if name in KEY_ALIASES or name in PRECISION_KEYS or "." in name else ""
 
 
-def _same_option(setting: str, options: Sequence[Any]) -> str:
+def _find_same_option(setting: str, options: Sequence[Any]) -> str:
     """The option of the same setting: `--lr` for `learning_rate`; empty where there is none."""
     from halfstep.config.aliases import KEY_ALIASES
 
@@ -288,21 +288,21 @@ def _same_option(setting: str, options: Sequence[Any]) -> str:
     return next((option.opts[0] for option in options if paths.get(option.name) == path), "")
 
 
-def _near_setting(option: str) -> str:
+def _suggest_setting(option: str) -> str:
     """`did you mean optimizer.weight_decay=VALUE? ` for an option that looks like a setting; else empty."""
-    from halfstep.config.keys import suggestion
+    from halfstep.config.keys import suggest_key
     from halfstep.config.schema import RunConfig
 
-    found = suggestion(option.lstrip("-").replace("-", "_"), RunConfig)
+    found = suggest_key(option.lstrip("-").replace("-", "_"), RunConfig)
     return f"{found.removesuffix('?')}, as KEY=VALUE? " if found.startswith("did you mean") else ""
 
 
-def _expectation(message: str) -> str:
+def _format_expectation(message: str) -> str:
     expected = next((ours for theirs, ours in EXPECTED.items() if theirs in message), "")
     return f"expected {expected}" if expected else message.replace("Input should be", "it must be")
 
 
-def given(words: Sequence[str], parameter: Any) -> Iterator[str]:
+def find_occurrences(words: Sequence[str], parameter: Any) -> Iterator[str]:
     """Every place where the option is given, as it is written."""
     stop = list(words).index("--") if "--" in words else len(words)
     names = {*parameter.opts, *parameter.secondary_opts}
@@ -319,15 +319,15 @@ class OnceCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for parameter in self.params:
             if parameter.param_type_name == "option" and not parameter.multiple:
-                refuse_two(list(given(args, parameter)))
+                refuse_conflict(list(find_occurrences(args, parameter)))
         words = list(args)  # parsing takes its words from the list
         try:
             return super().parse_args(ctx, args)
         except USAGE_ERROR as error:
-            raise refused(error, words, ctx) from None
+            raise explain_usage_error(error, words, ctx) from None
 
 
-def refuse_two(said: Sequence[str]) -> None:
+def refuse_conflict(said: Sequence[str]) -> None:
     """One flag that was given two values."""
     different = list(dict.fromkeys(text.replace("=", " ", 1) for text in said))
     if len(different) > 1:
@@ -341,18 +341,18 @@ class RunCommand(OnceCommand):
         from halfstep.workloads import KINDS
 
         command = str(self.name)  # evaluate or predict
-        workload = workload_of(args, trust="--trust" in args)
-        own = options_of(KINDS.of(workload), command) if workload else ()
+        workload = find_workload(args, trust="--trust" in args)
+        own = find_options(KINDS.of(workload), command) if workload else ()
         families = list(KINDS.translators())
         # Those of other families are taken as well: they are refused by name, with what this workload takes.
-        known = {option.flag: option for kind in families for option in options_of(kind, command)}
+        known = {option.flag: option for kind in families for option in find_options(kind, command)}
         known |= {option.flag: option for option in own}
         if workload or not {"-h", "--help"} & set(args):
-            self.help = f"{self.help}\n\n{text_of(own, f'Options of {workload}')}" if own else self.help
+            self.help = f"{self.help}\n\n{format_options(own, f'Options of {workload}')}" if own else self.help
         else:
-            texts = [text_of(options_of(kind, command), f"Options of {kind.task}") for kind in families]
+            texts = [format_options(find_options(kind, command), f"Options of {kind.task}") for kind in families]
             self.help = "\n\n".join(filter(None, [self.help, *texts]))
-        rest, given = taken(args, known)
+        rest, given = extract_options(args, known)
         ctx.obj = given
         try:
             return super().parse_args(ctx, rest)
@@ -362,7 +362,7 @@ class RunCommand(OnceCommand):
             raise
 
 
-def workload_of(args: Sequence[str], *, trust: bool) -> str:
+def find_workload(args: Sequence[str], *, trust: bool) -> str:
     """The workload of the run among the words; empty where there is none, which the command itself will refuse."""
     from halfstep.config.yaml_source import read_yaml
     from halfstep.workloads import KINDS
@@ -380,7 +380,7 @@ def workload_of(args: Sequence[str], *, trust: bool) -> str:
     return ""
 
 
-def taken(args: Sequence[str], known: dict[str, Option]) -> tuple[list[str], dict[str, Any]]:
+def extract_options(args: Sequence[str], known: dict[str, Option]) -> tuple[list[str], dict[str, Any]]:
     """The words without a family's options, and these by name."""
     rest: list[str] = []
     given: dict[str, Any] = {}
@@ -402,21 +402,21 @@ def taken(args: Sequence[str], known: dict[str, Option]) -> tuple[list[str], dic
                 raise ConfigError(f"{flag} needs a value", fix=f"{flag} {option.type.__name__.upper()}")
             given[option.name] = True if option.type is bool else value
             said.setdefault(flag, []).append(f"{flag} {value}")
-            refuse_two(said[flag])
+            refuse_conflict(said[flag])
     return rest, given
 
 
-def options_of(kind: Kind, command: str) -> tuple[Option, ...]:
+def find_options(kind: Kind, command: str) -> tuple[Option, ...]:
     declared = kind.evaluate if command == "evaluate" else kind.predict
     return declared.options if declared else ()
 
 
-def text_of(options: Sequence[Option], title: str) -> str:
+def format_options(options: Sequence[Option], title: str) -> str:
     """A paragraph each: the help text's own form."""
-    return "\n\n".join([f"{title}:", *(line_of(option) for option in options)]) if options else ""
+    return "\n\n".join([f"{title}:", *(format_option(option) for option in options)]) if options else ""
 
 
-def line_of(option: Option) -> str:
+def format_option(option: Option) -> str:
     value = "" if option.type is bool else f" {option.type.__name__.upper()}"
     default = "" if option.default in (None, False, "") else f" (default {option.default})"
     return f"    {option.flag}{value}  {option.help}{default}"

@@ -12,13 +12,13 @@ import typer
 PRECISION, DATA, RUN, SHOW = "Precision", "Data and training", "Run", "Look without training"
 
 
-def said(context: typer.Context) -> dict[str, Any]:
+def read_given(context: typer.Context) -> dict[str, Any]:
     """What was given on the command line, by the parameter's name."""
     sources = ((name, context.get_parameter_source(name)) for name in context.params)
     return {name: context.params[name] for name, source in sources if source and source.name == "COMMANDLINE"}
 
 
-def flags_of(context: typer.Context) -> dict[str, str]:
+def map_flags(context: typer.Context) -> dict[str, str]:
     """The options of a command by the parameter's name."""
     return {one.name or "": one.opts[0] for one in context.command.params if one.param_type_name == "option"}
 
@@ -30,7 +30,7 @@ def option(help: str, *names: str, panel: str | None = None, **more: Any) -> Any
 Command = TypeVar("Command", bound=Callable[..., None])
 
 
-def with_flags(flags: type) -> Callable[[Command], Command]:
+def add_flags(flags: type) -> Callable[[Command], Command]:
     """Gives a command, as its `**settings`, the flags that a class declares; they stand behind its first argument."""
 
     def given(command: Command) -> Command:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from halfstep.cli.options import Json, flags_of, option, said
-from halfstep.errors import ConfigError, DataError, format_bytes, format_count, suggested
+from halfstep.cli.options import Json, map_flags, option, read_given
+from halfstep.errors import ConfigError, DataError, format_bytes, format_count, suggest_command
 
 if TYPE_CHECKING:
     from halfstep.data.image_folder import FolderLayout
@@ -63,22 +63,22 @@ def command(
     if not folder.is_dir():
         kind = "is a file" if folder.exists() else "does not exist"
         raise DataError(f"{folder} {kind}", fix="give the folder of train/<class>/* and val/<class>/*, or of <class>/*")
-    from halfstep.data.packed import default_pack_path
+    from halfstep.data.packed import choose_pack_path
 
-    layout, settings = asked(context)
-    path, again = out or default_pack_path(folder, size), again_words(context, folder)
+    layout, settings = read_settings(context)
+    path, again = out or choose_pack_path(folder, size), format_command(context, folder)
     if verify:
-        summary = verified(folder, layout, path, settings, again)
+        summary = verify_pack(folder, layout, path, settings, again)
     else:
-        summary = packed(folder, layout, path, settings, force=force)
-    shown = summary | {"folder": str(folder), "use": words_of(layout, settings, out), "again": again}
-    show(shown, as_json=as_json)
+        summary = make_pack(folder, layout, path, settings, force=force)
+    shown = summary | {"folder": str(folder), "use": format_overrides(layout, settings, out), "again": again}
+    show_summary(shown, as_json=as_json)
     if summary.get("stale"):
         raise typer.Exit(1)
     return None
 
 
-def asked(context: typer.Context) -> tuple[FolderLayout, PackSettings]:
+def read_settings(context: typer.Context) -> tuple[FolderLayout, PackSettings]:
     """What the flags say of the folder and of the file."""
     from halfstep.data.image_folder import FolderLayout
     from halfstep.data.packed import PackSettings
@@ -93,13 +93,13 @@ def asked(context: typer.Context) -> tuple[FolderLayout, PackSettings]:
 
 def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
     """What the config's workload can make ahead; everything else is the config's to say."""
-    from halfstep.report.results import json_text
+    from halfstep.report.results import dump_json
     from halfstep.run.interrupts import raise_at_once
     from halfstep.workloads import KINDS, load
     from halfstep.workloads.base.kind import load_part
 
-    flags = flags_of(context)
-    for name in said(context).keys() & flags.keys() - {"as_json"}:
+    flags = map_flags(context)
+    for name in read_given(context).keys() & flags.keys() - {"as_json"}:
         raise ConfigError(f"{flags[name]} means nothing with a config", fix=f"say it in {path}")
     config = load(str(path)).config
     kind = KINDS.of(config.workload)
@@ -107,15 +107,15 @@ def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
         raise ConfigError(
             f"{config.workload} packs nothing by a config",
             why="with a config latents are packed; pictures in class folders are packed without one",
-            fix=suggested("pack", config.data.dir or "DIR", "--size", "256") + ", if it holds class folders",
+            fix=suggest_command("pack", config.data.dir or "DIR", "--size", "256") + ", if it holds class folders",
         )
     with raise_at_once("while packing"):
         summary = load_part(kind.pack)(config)
     if as_json:
-        typer.echo(json_text(summary))
+        typer.echo(dump_json(summary))
         return
     typer.echo(f"{summary['file']}: {summary['text']}, {format_bytes(int(summary['bytes']))}")
-    typer.echo(f"Use it: {suggested('train', path)}")
+    typer.echo(f"Use it: {suggest_command('train', path)}")
 
 
 Summary = dict[str, object]
@@ -123,64 +123,65 @@ NOT_AGAIN = {"verify", "as_json", "force", "workers"}
 """Flags that change nothing of what is packed."""
 
 
-def packed(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings, *, force: bool) -> Summary:
+def make_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings, *, force: bool) -> Summary:
     import time
 
-    from halfstep.data.binary_sets import cifar_folder, idx_folder
+    from halfstep.data.binary_sets import find_cifar_folder, find_idx_folder
     from halfstep.data.image_folder import find_images
     from halfstep.data.packed import PackingBar, open_or_pack, pack
     from halfstep.run.interrupts import raise_at_once
 
-    if cifar_folder(folder) or idx_folder(folder):
+    if find_cifar_folder(folder) or find_idx_folder(folder):
         raise DataError(
             f"{folder} holds the files of CIFAR-10 or MNIST, not pictures",
             why="these are read whole, so that packing would gain nothing",
-            fix=f"train on them as they are: {suggested('train', 'WORKLOAD', '--data-dir', folder)}",
+            fix=f"train on them as they are: {suggest_command('train', 'WORKLOAD', '--data-dir', folder)}",
         )
     found = find_images(folder, layout)
     start = time.perf_counter()
     work = pack if force else open_or_pack
     with PackingBar(path) as bar, raise_at_once("while packing"):
         result = work(found, path, settings, progress=bar)
-    return summary_of(result) | {"made": bar.was_shown, "seconds": round(time.perf_counter() - start, 2)}
+    return summarise_pack(result) | {"made": bar.was_shown, "seconds": round(time.perf_counter() - start, 2)}
 
 
-def again_words(context: typer.Context, folder: Path) -> str:
+def format_command(context: typer.Context, folder: Path) -> str:
     """The command that packs this very file: with every flag that was given."""
-    flags = flags_of(context)
-    given = ((flags[name], value) for name, value in said(context).items() if name in flags and name not in NOT_AGAIN)
-    return suggested("pack", folder, *itertools.chain.from_iterable(given))
+    flags = map_flags(context)
+    given = (
+        (flags[name], value) for name, value in read_given(context).items() if name in flags and name not in NOT_AGAIN
+    )
+    return suggest_command("pack", folder, *itertools.chain.from_iterable(given))
 
 
-def verified(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings, again: str) -> Summary:
+def verify_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings, again: str) -> Summary:
     from halfstep.data.image_folder import find_images
-    from halfstep.data.packed import open_pack, why_stale
+    from halfstep.data.packed import explain_stale, open_pack
 
     if not path.exists():
-        raise DataError(f"there is no packed file {path}", fix=other_sizes(folder, again))
+        raise DataError(f"there is no packed file {path}", fix=suggest_other_sizes(folder, again))
     try:
         pack = open_pack(path, verify_bytes=path.stat().st_size)
     except DataError as error:
         error.fix = again
         raise
-    stale = why_stale(pack.index, find_images(folder, layout), settings)
-    return summary_of(pack) | {"verified": not stale, "stale": stale}
+    stale = explain_stale(pack.index, find_images(folder, layout), settings)
+    return summarise_pack(pack) | {"verified": not stale, "stale": stale}
 
 
-def other_sizes(folder: Path, again: str) -> str:
+def suggest_other_sizes(folder: Path, again: str) -> str:
     """Packs of other sizes that lie in the folder: how to verify one, and how to make the missing one."""
-    from halfstep.data.packed import packed_sizes
+    from halfstep.data.packed import list_packed_sizes
 
-    if not (sizes := packed_sizes(folder)):
+    if not (sizes := list_packed_sizes(folder)):
         return again
     one, *more = (f"--size {size}" for size in sizes)
     beside = f" (or {', '.join(more)})" if more else ""
-    return (
-        f"the folder holds another: {suggested('pack', folder, '--verify', *one.split())}{beside}; or make it: {again}"
-    )
+    verify = suggest_command("pack", folder, "--verify", *one.split())
+    return f"the folder holds another: {verify}{beside}; or make it: {again}"
 
 
-def summary_of(pack: Pack) -> Summary:
+def summarise_pack(pack: Pack) -> Summary:
     return {
         "file": str(pack.path),
         "bytes": pack.path.stat().st_size,
@@ -192,7 +193,7 @@ def summary_of(pack: Pack) -> Summary:
     }
 
 
-def words_of(layout: FolderLayout, settings: PackSettings, out: Path | None) -> str:
+def format_overrides(layout: FolderLayout, settings: PackSettings, out: Path | None) -> str:
     """The settings with which training finds this file fitting."""
     from halfstep.workloads import KINDS
 
@@ -210,11 +211,11 @@ def words_of(layout: FolderLayout, settings: PackSettings, out: Path | None) -> 
     return shlex.join([f"data.cache_file={out}" if out else "data.cache=true", *others])
 
 
-def show(summary: Summary, *, as_json: bool) -> None:
+def show_summary(summary: Summary, *, as_json: bool) -> None:
     if as_json:
-        from halfstep.report.results import json_text
+        from halfstep.report.results import dump_json
 
-        typer.echo(json_text(summary))
+        typer.echo(dump_json(summary))
         return
     left_out = summary["left_out"]
     assert isinstance(left_out, list)
@@ -232,4 +233,4 @@ def show(summary: Summary, *, as_json: bool) -> None:
         typer.echo("Every image in it was checked, and it fits the folder.")
     elif not summary["made"]:
         typer.echo("It was there already and fits the folder: nothing was packed (--force packs again).")
-    typer.echo(f"Use it: {suggested('train', 'WORKLOAD', '--data-dir', summary['folder'])} {summary['use']}")
+    typer.echo(f"Use it: {suggest_command('train', 'WORKLOAD', '--data-dir', summary['folder'])} {summary['use']}")

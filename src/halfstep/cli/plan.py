@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halfstep.cli.options import DataDir, Device, Json, Precision, Simulate, Strict, Words, option
-from halfstep.errors import ConfigError, format_bytes, nearest
+from halfstep.errors import ConfigError, format_bytes, suggest_nearest
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -107,24 +107,24 @@ def show_memory(
     as_json: bool,
 ) -> None:  # fmt: skip
     """Print the plan, or write it as JSON; draw it where a picture is asked for."""
-    from halfstep.report.memory_view import draw_memory, told_once
+    from halfstep.report.memory_view import draw_memory, merge_equal_rows
     from halfstep.report.picture_file import refuse_unknown_format
 
     if picture:
         refuse_unknown_format(picture)
     plan = _plan_memory(words, flags, gpu=gpu, fit=fit, mode=mode)
     if picture:
-        draw_memory(plan.title, told_once(plan.rows), picture, limit_bytes=plan.memory_bytes)
+        draw_memory(plan.title, merge_equal_rows(plan.rows), picture, limit_bytes=plan.memory_bytes)
     if as_json:
-        typer.echo(json.dumps(_as_json(plan), indent=2))
+        typer.echo(json.dumps(_convert_plan(plan), indent=2))
     else:
-        _print(plan)
+        _print_memory(plan)
 
 
 def _plan_memory(
     words: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, mode: str | None
 ) -> MemoryPlan:
-    from halfstep.config.precision_names import precision_name
+    from halfstep.config.precision_names import normalise_precision
     from halfstep.run.assemble import provide_data
     from halfstep.run.memory.planner import (
         MODES,
@@ -139,26 +139,26 @@ def _plan_memory(
     from halfstep.run.memory.traceable_step import build_traceable_step
     from halfstep.tune.own_blocks import describe_blocks
 
-    hardware, memory, where = _device(gpu, fit, flags)
-    config, is_made_up = _config(words, flags)
-    shown = _mode(mode, config)
+    hardware, memory, where = _choose_device(gpu, fit, flags)
+    config, is_made_up = _load_full_size(words, flags)
+    shown = _choose_mode(mode, config)
     with contextlib.nullcontext(config) if is_made_up else provide_data(config) as with_data:
         planner = MemoryPlanner(build_traceable_step(with_data), hardware)
     wish = flags["precision"]
-    name = precision_name(str(wish), "--precision") if wish else "auto"
+    name = normalise_precision(str(wish), "--precision") if wish else "auto"
     precisions = list_precisions(hardware) if name == "auto" else (name,)
     if name == "auto" and "fp32" in config.precision.modules.values():
         precisions = tuple(one for one in precisions if one != "tf32")  # a run refuses to mix the two
     modes = (shown,) if mode else MODES
     levels = list_levels(planner, config)
-    rows = [_row(planner, config, shown, modes, p, setting) for p in precisions for setting in levels]
+    rows = [_predict_row(planner, config, shown, modes, p, setting) for p in precisions for setting in levels]
     limit = compute_usable_bytes(memory)
     fits = find_fits(planner, config, limit, shown, precisions, hardware) if memory else []
     if memory and not fits:
         refuse_nothing_fits(planner, config, limit, shown, where)
     notes = [*([MADE_UP] if is_made_up else []), *(describe_effects(planner, config, fits) if fits else ())]
     if gpu and hardware:
-        notes += _of_gpu(hardware, name, memory)
+        notes += _list_gpu_notes(hardware, name, memory)
     if planner.step.blocks:
         notes.append(RECOMPUTED.format(describe_blocks(planner.step.workload.model, planner.step.blocks)))
     return MemoryPlan(
@@ -173,7 +173,7 @@ def _plan_memory(
     )
 
 
-def _row(
+def _predict_row(
     planner: MemoryPlanner, config: RunConfig, mode: Mode, modes: Sequence[Mode], precision: str, setting: Any
 ) -> MemoryRow:
     from halfstep.report.memory_view import MemoryRow
@@ -184,15 +184,15 @@ def _row(
     return MemoryRow(precision=precision, level=str(setting), components=found[mode].components, totals=totals)
 
 
-def _device(gpu: str | None, fit: str | None, flags: Flags) -> tuple[Hardware | None, int, str]:
+def _choose_device(gpu: str | None, fit: str | None, flags: Flags) -> tuple[Hardware | None, int, str]:
     """Whose formats count, how much memory there is (0: not asked), and how that is called."""
-    from halfstep.hardware.gpus import known_gpu
+    from halfstep.hardware.gpus import look_up_gpu
     from halfstep.hardware.probe import probe
     from halfstep.run.memory.planner import read_size
 
     size = read_size(fit) if fit else 0
     if gpu:
-        hardware: Hardware | None = known_gpu(gpu)
+        hardware: Hardware | None = look_up_gpu(gpu)
     else:
         here = probe(str(flags["device"] or "auto"))
         hardware = here if here.kind in ("cuda", "rocm") else None
@@ -203,18 +203,18 @@ def _device(gpu: str | None, fit: str | None, flags: Flags) -> tuple[Hardware | 
     return hardware, hardware.memory_total_bytes, f"{hardware.name} ({format_bytes(hardware.memory_total_bytes)})"
 
 
-def _of_gpu(hardware: Hardware, precision: str, memory: int) -> Iterator[str]:
+def _list_gpu_notes(hardware: Hardware, precision: str, memory: int) -> Iterator[str]:
     """What a named GPU lacks of what was asked for, and which sizes of it there are."""
-    from halfstep.precision.ladder import lacks
+    from halfstep.precision.ladder import explain_lack
 
-    if precision != "auto" and (reason := lacks(precision, hardware)):
+    if precision != "auto" and (reason := explain_lack(precision, hardware)):
         yield f"{reason}: a run there takes another precision"
     if not memory:
         yield f"how much memory {hardware.name} has is the buyer's choice: --fit SIZE says what fits"
     yield from hardware.notes
 
 
-def _config(words: Sequence[str], flags: Flags) -> tuple[RunConfig, bool]:
+def _load_full_size(words: Sequence[str], flags: Flags) -> tuple[RunConfig, bool]:
     """The config at full size: without a folder a workload would take the small size of its demo."""
     from halfstep.workloads import KINDS, load
 
@@ -226,33 +226,32 @@ def _config(words: Sequence[str], flags: Flags) -> tuple[RunConfig, bool]:
     return config.changed(data={"dir": None}), True
 
 
-def _mode(asked: str | None, config: RunConfig) -> Mode:
+def _choose_mode(asked: str | None, config: RunConfig) -> Mode:
     word = asked or OF_FAST[config.train.fast]
     if word not in TRACED:
-        raise ConfigError(f"--mode takes no {word!r}", fix=nearest(word, TRACED))
+        raise ConfigError(f"--mode takes no {word!r}", fix=suggest_nearest(word, TRACED))
     return word  # type: ignore[return-value]
 
 
-def _print(plan: MemoryPlan) -> None:
+def _print_memory(plan: MemoryPlan) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from halfstep.report.memory_view import memory_table, memory_unit, told_once
+    from halfstep.report.memory_view import build_memory_table, choose_memory_unit, merge_equal_rows
     from halfstep.report.tables import print_text
 
     console = Console(soft_wrap=True, highlight=False)
     is_wide = console.width >= TABLE_WIDTH
     of_modes = "in each mode" if len(plan.rows[0].totals) > 1 else ""
-    parts = [f"by component in {plan.mode} mode" if is_wide else "", of_modes]
-    console.print(
-        f"{plan.title}: predicted peak in {memory_unit(plan.rows)[0]}{''.join(f', {part}' for part in parts if part)}"
-    )
-    console.print(memory_table(told_once(plan.rows), with_components=is_wide))
+    unit, _ = choose_memory_unit(plan.rows)
+    by_component = f"by component in {plan.mode} mode" if is_wide else ""
+    console.print(", ".join(filter(None, [f"{plan.title}: predicted peak in {unit}", by_component, of_modes])))
+    console.print(build_memory_table(merge_equal_rows(plan.rows), with_components=is_wide))
     if not is_wide:
         console.print(f"components: a terminal of {TABLE_WIDTH} columns, --json or --picture FILE", style="dim")
     if plan.fits:
         console.print(f"\nfits {plan.where}, in order of predicted speed")
-        console.print(_fit_table(plan.fits))
+        console.print(_build_fit_table(plan.fits))
         console.print(f"to take the first: {' '.join(plan.fits[0].words)}")
     for note in plan.notes:
         print_text(console, Text(f"note: {note}"))
@@ -260,14 +259,14 @@ def _print(plan: MemoryPlan) -> None:
         console.print(f"traced for {name}: {TRACED[name]}", style="dim")
 
 
-def _fit_table(fits: Sequence[Fit]) -> Table:
-    from halfstep.report.memory_view import short_level
+def _build_fit_table(fits: Sequence[Fit]) -> Table:
+    from halfstep.report.memory_view import shorten_level
     from halfstep.report.tables import columns_table
 
     cells = [fit.prediction.cell for fit in fits]
     columns = {
         "precision": [cell.precision for cell in cells],
-        "memory": [short_level(str(cell.setting)) for cell in cells],
+        "memory": [shorten_level(str(cell.setting)) for cell in cells],
         "largest\nbatch": [f"{fit.largest_batch:,}" for fit in fits],
         "batch x\naccumulate": [f"{fit.batch_size} x {fit.accumulate}" for fit in fits],
         "peak": [format_bytes(fit.prediction.total, digits=3) for fit in fits],
@@ -276,7 +275,7 @@ def _fit_table(fits: Sequence[Fit]) -> Table:
     return columns_table(columns, left=("precision", "memory"))
 
 
-def _as_json(plan: MemoryPlan) -> dict[str, Any]:
+def _convert_plan(plan: MemoryPlan) -> dict[str, Any]:
     return {
         "workload": plan.config.workload,
         "parameters": plan.num_parameters,

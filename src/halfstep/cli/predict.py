@@ -47,7 +47,7 @@ def command(
     """
     from rich.console import Console
 
-    from halfstep.report.results import refuse_existing, result_console, show_predictions, write_csv
+    from halfstep.report.results import open_result_console, refuse_existing, show_predictions, write_csv
     from halfstep.report.run_report import RunReport
     from halfstep.use.predict import predict
     from halfstep.workloads.base.using import Wishes
@@ -72,6 +72,6 @@ def command(
     if as_json:
         typer.echo(made.to_json())
     else:
-        show_predictions(made, result_console())
+        show_predictions(made, open_result_console())
     if made.failed:
         raise typer.Exit(1)

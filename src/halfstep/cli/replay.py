@@ -30,7 +30,7 @@ def command(
     from rich.text import Text
 
     from halfstep.report.curves import draw_ranges
-    from halfstep.report.results import result_console
+    from halfstep.report.results import open_result_console
     from halfstep.report.tables import print_text
     from halfstep.run.capsules import replay_run
 
@@ -41,7 +41,7 @@ def command(
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
         return
-    console = result_console()
+    console = open_result_console()
     for line in found.lines():
         is_strong = line.startswith(("cause:", "change:"))
         print_text(console, Text(line, style="bold" if is_strong else ""))

@@ -39,7 +39,7 @@ def command(
 def write_report(runs: list[Path], out: Path | None) -> Path:
     from halfstep.disk import write_atomically
     from halfstep.report.page.read_run import read_run
-    from halfstep.report.page.render import page_of_runs
+    from halfstep.report.page.render import render_runs
 
     for path in runs:
         if not path.is_dir():
@@ -50,10 +50,10 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
         if len(runs) > 1:
             whole = next(path for path in runs if (path / "comparison.json").is_file())
             raise ConfigError(f"the comparison {whole} is shown alone", fix=f"halfstep report {whole}")
-        page = comparison_page(runs[0])
+        page = render_comparison_page(runs[0])
     else:
         records = [read_run(path) for path in runs]
-        page = page_of_runs(records, [_memory(path) for path in runs])
+        page = render_runs(records, [_predict_memory(path) for path in runs])
     place = out or runs[0] / "report" / "report.html"
     if out is None:
         with contextlib.suppress(OSError):  # what is written next says why
@@ -68,7 +68,7 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
     return place
 
 
-def _memory(path: Path) -> dict[str, int] | str:
+def _predict_memory(path: Path) -> dict[str, int] | str:
     """What the run's step is predicted to take; where that cannot be said, why: a workload that is not here, say."""
     from halfstep.run.memory.sizing import predict_stored_run
     from halfstep.workloads.base.import_path import UnknownCode
@@ -81,28 +81,28 @@ def _memory(path: Path) -> dict[str, int] | str:
         return summarise_error(error)
 
 
-def comparison_page(folder: Path) -> str:
-    from halfstep.report.page.render import Chart, Series, page_of_comparison
+def render_comparison_page(folder: Path) -> str:
+    from halfstep.report.page.render import Chart, Series, render_comparison
     from halfstep.use.compare import open_comparison
-    from halfstep.use.compare_table import band, comparison_columns, lines_of, notes_of
+    from halfstep.use.compare_table import build_columns, build_lines, collect_notes, compute_band
 
     comparison = open_comparison(folder)
     if comparison.margin is None or not comparison.whole_seeds():
         raise CheckpointError(
             f"{folder} has no seed with a run of every row yet", fix=f"halfstep compare --resume {folder}"
         )
-    lines = lines_of(comparison)
+    lines = build_lines(comparison)
     series = []
     for number, line in enumerate(lines):
-        steps, *curves = band(line.curves)
+        steps, *curves = compute_band(line.curves)
         all_seeds = f"{line.title}, all seeds"
         for name, values in zip((line.title, all_seeds, all_seeds), curves, strict=True):
             points = [(float(step), value) for step, value in zip(steps, values, strict=True)]
             series += [Series(name=name, points=points, colour=number, dashed=name != line.title)] if points else []
     chart = Chart(title=comparison.metric, x="step", series=series)
     about = f"margin {comparison.margin:.4g} in {comparison.metric}, {format_count(comparison.whole_seeds(), 'seed')}"
-    columns = comparison_columns(lines, comparison.metric)
+    columns = build_columns(lines, comparison.metric)
     summary = next((run.summary for run in comparison.runs if run.summary), {})
-    return page_of_comparison(
-        folder.resolve().name, about, columns, notes_of(comparison), [chart], comparison.settings, summary
+    return render_comparison(
+        folder.resolve().name, about, columns, collect_notes(comparison), [chart], comparison.settings, summary
     )

@@ -13,8 +13,8 @@ import typer
 from rich.table import Table
 
 from halfstep.disk import is_folder_owned
-from halfstep.errors import CheckpointError, format_bytes, suggested
-from halfstep.report.page.read_run import SAMPLES, RunRecord, per_second
+from halfstep.errors import CheckpointError, format_bytes, suggest_command
+from halfstep.report.page.read_run import SAMPLES, RunRecord, format_rate_unit
 from halfstep.report.tables import pairs_table
 
 
@@ -36,15 +36,15 @@ def command(
     from rich.live import Live
     from rich.text import Text
 
-    from halfstep.report.metrics_file import as_json
+    from halfstep.report.metrics_file import replace_non_finite
     from halfstep.report.page.read_run import read_run
 
     record, console = read_run(run), Console()
-    with explained(record):
-        facts = top_facts(record)
-        table = top_table(record, facts)
+    with explain_bad_records(record):
+        facts = collect_facts(record)
+        table = build_table(record, facts)
     if wants_json:
-        return typer.echo(json.dumps(as_json(facts), indent=2))
+        return typer.echo(json.dumps(replace_non_finite(facts), indent=2))
     if once or not console.is_terminal or is_over(record):
         return console.print(table)
     hint = Text("Ctrl-C leaves; the run goes on", style="dim")
@@ -52,8 +52,8 @@ def command(
         while not is_over(record):
             time.sleep(every)
             record = read_run(run)
-            with explained(record):
-                table = top_table(record, top_facts(record))
+            with explain_bad_records(record):
+                table = build_table(record, collect_facts(record))
             live.update(table if is_over(record) else Group(table, hint), refresh=True)
     return None
 
@@ -65,7 +65,7 @@ GPU = {"utilization": "% busy", "power_w": "W", "temperature_c": "°C"}
 
 
 @contextmanager
-def explained(run: RunRecord) -> Iterator[None]:
+def explain_bad_records(run: RunRecord) -> Iterator[None]:
     """Explain records of another form: the folder may be someone else's."""
     try:
         yield
@@ -77,12 +77,12 @@ def explained(run: RunRecord) -> Iterator[None]:
         ) from error
 
 
-def top_facts(run: RunRecord) -> dict[str, Any]:
+def collect_facts(run: RunRecord) -> dict[str, Any]:
     """What there is to know of a run now, as numbers; what is not on record is left out."""
     train, val, events = run.of_kind("train"), run.of_kind("val"), run.of_kind("event")
     latest: dict[str, Any] = train[-1] if train else {}
-    facts: dict[str, Any] = {"run": str(run.path), "state": _state(run)}
-    facts |= {key: latest[key] for key in (*RECORDED, run.rate, *_losses(run)) if latest.get(key) is not None}
+    facts: dict[str, Any] = {"run": str(run.path), "state": _describe_state(run)}
+    facts |= {key: latest[key] for key in (*RECORDED, run.rate, *_list_loss_keys(run)) if latest.get(key) is not None}
     metric = run.metric
     if val and metric in val[-1]:
         facts[metric] = val[-1][metric]
@@ -95,7 +95,7 @@ def top_facts(run: RunRecord) -> dict[str, Any]:
     return facts
 
 
-def top_table(run: RunRecord, facts: dict[str, Any]) -> Table:
+def build_table(run: RunRecord, facts: dict[str, Any]) -> Table:
     """The same for people, with curves."""
     train, val = run.of_kind("train"), run.of_kind("val")
     metric = run.metric
@@ -103,30 +103,30 @@ def top_table(run: RunRecord, facts: dict[str, Any]) -> Table:
     if train:
         lines |= {
             "step": f"{facts['step']:,} (epoch {facts['epoch']})",
-            **{key.replace("/", " "): _latest(train, key) for key in _losses(run)},
-            per_second(run.rate): f"{facts[run.rate]:,.1f}",
+            **{key.replace("/", " "): _format_latest(train, key) for key in _list_loss_keys(run)},
+            format_rate_unit(run.rate): f"{facts[run.rate]:,.1f}",
             "memory": format_bytes(facts["memory_bytes"], digits=3) if facts.get("memory_bytes") else "",
             "skipped": f"{facts['skipped']}",
         }
     if metric in facts:
-        lines[metric] = _latest(val, metric)
+        lines[metric] = _format_latest(val, metric)
     lines["GPU"] = ", ".join(f"{facts[key]:.0f} {unit}" for key, unit in GPU.items() if key in facts)
     if fault := facts.get("last_fault"):
         lines["last fault"] = f"step {fault['step']}: {fault['reason']}"
     return pairs_table(pair for pair in lines.items() if pair[1])
 
 
-def _losses(run: RunRecord) -> list[str]:
+def _list_loss_keys(run: RunRecord) -> list[str]:
     """The loss, or that of each network where several train in turn."""
     return [f"loss/{phase}" for phase in run.phases] or ["loss"]
 
 
-def _latest(records: list[dict[str, Any]], key: str) -> str:
+def _format_latest(records: list[dict[str, Any]], key: str) -> str:
     values = [record[key] for record in records if key in record]
-    return f"{values[-1]:.4f}  {sparkline(values)}" if values else ""
+    return f"{values[-1]:.4f}  {draw_sparkline(values)}" if values else ""
 
 
-def sparkline(values: list[float]) -> str:
+def draw_sparkline(values: list[float]) -> str:
     """The newest values as bars, or nothing where there is only one."""
     finite = [value for value in values[-WIDTH:] if value == value and abs(value) != float("inf")]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
@@ -141,13 +141,15 @@ def is_over(run: RunRecord) -> bool:
     return not is_live and run.has_ended or is_live is False
 
 
-def _state(run: RunRecord) -> str:
+def _describe_state(run: RunRecord) -> str:
     file, is_live = run.path / "metrics.jsonl", is_folder_owned(run.path)
     if is_over(run) and run.has_ended:
         return "ended"
     if is_over(run):
         if any(run.path.glob("checkpoints/step-*")):
-            return f"stopped or killed, its process is gone; go on with: {suggested('train', '--resume', run.path)}"
+            return (
+                f"stopped or killed, its process is gone; go on with: {suggest_command('train', '--resume', run.path)}"
+            )
         return "stopped or killed before its first checkpoint, its process is gone; start it again"
     if not file.exists():
         return "starting"

@@ -33,8 +33,8 @@ from halfstep.cli.options import (
     Precision,
     Simulate,
     Strict,
+    add_flags,
     option,
-    with_flags,
 )
 from halfstep.disk import DRY_PREFIX
 from halfstep.errors import ConfigError, RankLost
@@ -50,7 +50,7 @@ VALIDATION = "Say how validation counts its samples."
 LEDGER = "Record what steps really compute in, once per mode."
 
 
-class Flags:
+class TrainFlags:
     """Settings with a flag of their own, by the name the config room knows."""
 
     precision: Precision = None
@@ -79,7 +79,7 @@ class Flags:
     quiet: Annotated[bool | None, option("Only warnings and the summary.", "--quiet", "-q", panel=RUN)] = None
 
 
-@with_flags(Flags)
+@add_flags(TrainFlags)
 def command(
     words: MaybeWords = None,
     overrides_file: Annotated[Path | None, option(OVERRIDES, "--config-overrides-file", panel=DATA)] = None,
@@ -121,8 +121,8 @@ def command(
 
         halfstep train --resume runs/unet-20250101-120000 --epochs 40
     """
-    resume = resumed_folder(resume, continue_from)
-    loaded = loaded_from(words or [], settings, resume, overrides_file)
+    resume = choose_resumed_folder(resume, continue_from)
+    loaded = load_config(words or [], settings, resume, overrides_file)
     if resume and out:
         raise ConfigError(f"--resume {resume} continues in its own folder, not in --out {out}", fix="leave --out")
     if as_json and not show_config:
@@ -130,19 +130,19 @@ def command(
     if check_validation:
         typer.echo("validation reads every sample once, in order, by its index; data.val_size is compared", err=True)
     if schema or show_config:
-        return looked_at(loaded, schema, is_shown=show_config, as_json=as_json)
+        return show_without_training(loaded, schema, is_shown=show_config, as_json=as_json)
     if gpus is not None:
-        start_on(gpus, settings["device"] or loaded.config.device, os.environ)
-    from halfstep.distributed.launch import launch_of
+        start_on_gpus(gpus, settings["device"] or loaded.config.device, os.environ)
+    from halfstep.distributed.launch import read_launch
     from halfstep.run.train import train
 
-    place = new_folder(out, log_dir, dry=dry and not resume, name=loaded.config.workload)
-    with place as folder, stopped_after(timeout):
-        train(loaded, out=folder, resume=resume, allow_changes=allow_changes, launch=launch_of(os.environ))
+    place = choose_new_folder(out, log_dir, dry=dry and not resume, name=loaded.config.workload)
+    with place as folder, stop_after(timeout):
+        train(loaded, out=folder, resume=resume, allow_changes=allow_changes, launch=read_launch(os.environ))
     return None
 
 
-def loaded_from(
+def load_config(
     words: list[str], flags: dict[str, object], resume: Path | None, overrides_file: Path | None = None
 ) -> Loaded:
     """The first word names the workload or the file. With --resume the run's own config is the file, and what another
@@ -154,7 +154,7 @@ def loaded_from(
     if resume:
         if is_file(target, KINDS):
             asked = load(target, flags=flags, overrides=overrides, overrides_file=overrides_file)
-            target, flags, overrides, overrides_file = asked.config.workload, {}, words_of(asked), None
+            target, flags, overrides, overrides_file = asked.config.workload, {}, list_overrides(asked), None
         from halfstep.run.folder import RunFolder
         from halfstep.run.resume import apply_decided
 
@@ -171,12 +171,12 @@ def loaded_from(
     return load(target, flags=flags, overrides=overrides, overrides_file=overrides_file)
 
 
-def words_of(loaded: Loaded) -> list[str]:
+def list_overrides(loaded: Loaded) -> list[str]:
     """Everything that was said, whoever said it, as KEY=VALUE words."""
-    from halfstep.config.dump import plain
+    from halfstep.config.dump import dump_values
 
     found: dict[str, object] = {}
-    whole = plain(loaded.config)
+    whole = dump_values(loaded.config)
     for path in (path for path, origin in loaded.origins.items() if origin.layer != "default" and path != "workload"):
         value: Any = whole
         said: list[str] = []
@@ -190,12 +190,12 @@ def words_of(loaded: Loaded) -> list[str]:
 
 
 def write_schema(workload: str, path: Path) -> None:
-    from halfstep.config.dump import json_schema
+    from halfstep.config.dump import make_json_schema
     from halfstep.workloads import KINDS
 
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(json.dumps(json_schema(KINDS.of(workload).schema(workload)), indent=2) + "\n")
+            file.write(json.dumps(make_json_schema(KINDS.of(workload).schema(workload)), indent=2) + "\n")
     except FileExistsError:
         raise ConfigError(f"{path} exists already", fix="choose another name, or remove it first") from None
     except OSError as error:
@@ -203,17 +203,17 @@ def write_schema(workload: str, path: Path) -> None:
     typer.echo(f"wrote the schema of {workload} to {path}")
 
 
-def looked_at(loaded: Loaded, schema: Path | None, *, is_shown: bool, as_json: bool) -> None:
+def show_without_training(loaded: Loaded, schema: Path | None, *, is_shown: bool, as_json: bool) -> None:
     """What is asked for without training: the schema's file, the config on the screen."""
-    from halfstep.report.config_view import config_as_json, show_config
-    from halfstep.report.results import result_console
+    from halfstep.report.config_view import dump_config, show_config
+    from halfstep.report.results import open_result_console
 
     if schema:
         write_schema(loaded.config.workload, schema)
     if is_shown and as_json:
-        typer.echo(json.dumps(config_as_json(loaded), indent=2))
+        typer.echo(json.dumps(dump_config(loaded), indent=2))
     elif is_shown:
-        show_config(loaded, result_console(160))
+        show_config(loaded, open_result_console(160))
 
 
 DURATION = re.compile(r"(?:(?:(\d+):)?(\d+):)?(\d+):(\d+)")
@@ -221,7 +221,7 @@ SAVING_S = 600
 """How long processes may take to finish their step and save after Ctrl-C; torchrun itself gives them 30 s."""
 
 
-def resumed_folder(resume: Path | None, continue_from: Path | None) -> Path | None:
+def choose_resumed_folder(resume: Path | None, continue_from: Path | None) -> Path | None:
     """--resume, or --continue, which means the same."""
     if resume and continue_from and resume != continue_from:
         raise ConfigError(f"--resume {resume} and --continue {continue_from} are two runs", fix="name one")
@@ -236,7 +236,7 @@ def resumed_folder(resume: Path | None, continue_from: Path | None) -> Path | No
 
 
 @contextmanager
-def new_folder(out: Path | None, log_dir: Path | None, *, dry: bool, name: str) -> Iterator[Path | None]:
+def choose_new_folder(out: Path | None, log_dir: Path | None, *, dry: bool, name: str) -> Iterator[Path | None]:
     """Where a new run goes; None: its usual place. A dry one is gone afterwards."""
     if sum(map(bool, (out, log_dir, dry))) > 1:
         raise ConfigError("--out, --log-dir and --dry each say where the run goes", fix="keep one of them")
@@ -249,12 +249,12 @@ def new_folder(out: Path | None, log_dir: Path | None, *, dry: bool, name: str) 
 
 
 @contextmanager
-def stopped_after(timeout: str | None) -> Iterator[None]:
+def stop_after(timeout: str | None) -> Iterator[None]:
     """After so long the run is told what a scheduler would tell it: finish the step, save, end."""
     if timeout is None:
         yield
         return
-    timer = threading.Timer(seconds_of(timeout), _stop, (timeout,))
+    timer = threading.Timer(parse_timeout(timeout), _stop, (timeout,))
     timer.daemon = True
     timer.start()
     try:
@@ -268,7 +268,7 @@ def _stop(timeout: str) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def seconds_of(text: str) -> int:
+def parse_timeout(text: str) -> int:
     """DD:HH:MM:SS, of which days and hours may be missing."""
     found = DURATION.fullmatch(text)
     if found is None:
@@ -280,7 +280,7 @@ def seconds_of(text: str) -> int:
     return total
 
 
-def devices_of(gpus: str) -> tuple[int, str]:
+def parse_gpus(gpus: str) -> tuple[int, str]:
     """How many processes, and what CUDA_VISIBLE_DEVICES says then: `2` is a count, `1,2` are devices (`3,` is one)."""
     if gpus.isdecimal() and int(gpus) > 0:
         return int(gpus), ""
@@ -290,9 +290,9 @@ def devices_of(gpus: str) -> tuple[int, str]:
     raise ConfigError(f"--gpus {gpus}", why="it is neither a count nor a list of GPUs", fix="--gpus 2, or --gpus 0,1")
 
 
-def start_on(gpus: str, device: str, variables: MutableMapping[str, str]) -> None:
+def start_on_gpus(gpus: str, device: str, variables: MutableMapping[str, str]) -> None:
     """Start this command once for each GPU, wait for all of them, and exit as they did. With one it goes on here."""
-    num, visible = devices_of(gpus)
+    num, visible = parse_gpus(gpus)
     if "RANK" in variables or "SLURM_STEP_NUM_TASKS" in variables:
         raise ConfigError(
             f"--gpus {gpus} inside a process that a launcher started",
@@ -304,12 +304,12 @@ def start_on(gpus: str, device: str, variables: MutableMapping[str, str]) -> Non
     if visible:
         variables["CUDA_VISIBLE_DEVICES"] = visible
     if device != "cpu":
-        refuse_missing(num)
+        refuse_missing_gpus(num)
     if num > 1:
-        sys.exit(launched(num, without_gpus(sys.argv[1:])))
+        sys.exit(launch_ranks(num, remove_gpus_flag(sys.argv[1:])))
 
 
-def refuse_missing(num: int) -> None:
+def refuse_missing_gpus(num: int) -> None:
     import torch
 
     if torch.cuda.device_count() < num:
@@ -319,7 +319,7 @@ def refuse_missing(num: int) -> None:
         )
 
 
-def without_gpus(words: list[str]) -> list[str]:
+def remove_gpus_flag(words: list[str]) -> list[str]:
     """The command line that each process gets."""
     kept, skips = [], False
     for word in words:
@@ -330,7 +330,7 @@ def without_gpus(words: list[str]) -> list[str]:
     return kept
 
 
-def launched(num: int, words: list[str]) -> int:
+def launch_ranks(num: int, words: list[str]) -> int:
     """The exit status of `num` processes of this command; an error was shown by the one that met it."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -348,14 +348,14 @@ def launched(num: int, words: list[str]) -> int:
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         if not any(code > 0 for code in codes.values()):
-            raise all_killed(codes) from None
+            raise explain_killed_ranks(codes) from None
         return next(code for code in codes.values() if code > 0)
     except SignalException as asked:  # it was passed on: the processes have saved and said so
         return 128 + asked.sigval
     return 0
 
 
-def all_killed(codes: Mapping[int, int]) -> RankLost:
+def explain_killed_ranks(codes: Mapping[int, int]) -> RankLost:
     """By signals, so that none of them could say a word."""
     names = {rank: signal.Signals(-code).name for rank, code in sorted(codes.items())}
     return RankLost(

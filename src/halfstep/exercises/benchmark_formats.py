@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.config.schema import RunConfig
-from halfstep.data.binary_sets import cifar_folder, cifar_planes
+from halfstep.data.binary_sets import find_cifar_folder, read_cifar_planes
 from halfstep.data.loader import TensorSamples
 from halfstep.errors import DataError, format_bytes, format_count
 from halfstep.exercises import Claim, Story
 from halfstep.hardware.probe import probe
-from halfstep.use.compare import Request, Say, new_comparison, run_comparison
-from halfstep.use.compare_run import Row, one_run
-from halfstep.use.compare_table import Line, draw_comparison, lines_of, notes_of
+from halfstep.use.compare import CompareRequest, Say, new_comparison, run_comparison
+from halfstep.use.compare_run import ComparedRow, train_row
+from halfstep.use.compare_table import TableLine, build_lines, collect_notes, draw_comparison
 from halfstep.workloads.base.kind import Kind
 from halfstep.workloads.base.sums import Means
 from halfstep.workloads.base.workload import Workload
@@ -44,38 +44,38 @@ def run(
     common = ("train.batch_size=32", "train.val_batch_size=250", "data.num_workers=0", "optimizer.lr=3e-3",
               "train.early_stopping_patience=0", f"precision.simulate={str(simulates).lower()}",
               *([f"data.dir={data}"] if data else []))  # fmt: skip
-    rows = tuple(Row(name=name, overrides=(f"precision={name}",)) for name in FORMATS)
+    rows = tuple(ComparedRow(name=name, overrides=(f"precision={name}",)) for name in FORMATS)
     with tempfile.TemporaryDirectory() as scratch:
-        steps = _fitting(steps, most_s, seeds * len(rows), Path(scratch) / "tried", rows[1], common, say)
+        steps = _choose_steps(steps, most_s, seeds * len(rows), Path(scratch) / "tried", rows[1], common, say)
         overrides = (*common, f"train.max_steps={steps}")
-        request = Request(target=WORKLOAD, overrides=overrides, rows=rows, looks=(seeds,), margin=MARGIN)
+        request = CompareRequest(target=WORKLOAD, overrides=overrides, rows=rows, looks=(seeds,), margin=MARGIN)
         place, comparison = new_comparison(request, Path(scratch) / "comparison")
         comparison.margin_from = "three points, because so few test pictures move by one between seeds"
         run_comparison(place, comparison, say)
-    lines = lines_of(comparison)
+    lines = build_lines(comparison)
     picture = folder / "exercise1.png"
     draw_comparison(lines, comparison.metric, picture)
     verdicts = comparison.verdicts()
     return Story(
         title="Exercise 1: benchmark fp32, fp16 and bf16",
         titles=("format", "speed", "speedup", "memory", "accuracy", "verdict"),
-        rows=[_cells(line, lines[0]) for line in lines],
+        rows=[_format_cells(line, lines[0]) for line in lines],
         claims=[
             Claim(text=f"{name}: the accuracy is the same within {MARGIN * 100:g} points", holds=found.word == "same")
             for name, found in verdicts.items()
         ],
-        told=[*notes_of(comparison), *_why(lines, simulates=simulates, device=hardware.name)],
+        told=[*collect_notes(comparison), *_explain_differences(lines, simulates=simulates, device=hardware.name)],
         picture=picture,
         numbers={"accuracy": {line.name: list(line.values) for line in lines}},
     )
 
 
-def _fitting(
-    steps: int, most_s: float, num_runs: int, place: Path, row: Row, overrides: tuple[str, ...], say: Say
+def _choose_steps(
+    steps: int, most_s: float, num_runs: int, place: Path, row: ComparedRow, overrides: tuple[str, ...], say: Say
 ) -> int:
     """As many steps a run as there is time for, judged by a run of a few."""
     tried = min(TRIED_STEPS, steps)
-    found = one_run(row, 0, place, target=WORKLOAD, overrides=(*overrides, f"train.max_steps={tried}")).summary
+    found = train_row(row, 0, place, target=WORKLOAD, overrides=(*overrides, f"train.max_steps={tried}")).summary
     step_s, around_s = found["trained_s"] / tried, found["elapsed_s"] - found["trained_s"]
     fitting = max(int((most_s / num_runs - around_s) / step_s), FEWEST_STEPS)
     if fitting >= steps:
@@ -86,7 +86,7 @@ def _fitting(
     return fitting
 
 
-def _cells(line: Line, baseline: Line) -> tuple[str, ...]:
+def _format_cells(line: TableLine, baseline: TableLine) -> tuple[str, ...]:
     speed, first = line.samples_per_s, baseline.samples_per_s
     mean = statistics.mean(line.values)
     return (
@@ -99,19 +99,20 @@ def _cells(line: Line, baseline: Line) -> tuple[str, ...]:
     )
 
 
-def _farthest(lines: list[Line]) -> float:
+def _find_largest_gap(lines: list[TableLine]) -> float:
     """How far the mean accuracy of any format is from the first one's."""
     means = [statistics.mean(line.values) for line in lines]
     return max(abs(mean - means[0]) for mean in means)
 
 
-def _why(lines: list[Line], *, simulates: bool, device: str) -> list[str]:
+def _explain_differences(lines: list[TableLine], *, simulates: bool, device: str) -> list[str]:
     """Where this machine differs from the expectation, and why."""
+    gap = 100 * _find_largest_gap(lines)
     expected = f"often expected: {EXPECTED}"
     if simulates:
         return [
             expected,
-            f"measured here: accuracy within {_farthest(lines) * 100:.1f} points of fp32, and neither time nor memory",
+            f"measured here: accuracy within {gap:.1f} points of fp32, and neither time nor memory",
             f"{device} has no matrix units for fp16 and bf16: the formats are simulated, which shows their numerics "
             "(real dtypes, real rounding) and says nothing about time or memory",
             "for times run this on a GPU with tensor cores: bf16 from Ampere (A100, RTX 30) on, fp16 from Volta on",
@@ -120,7 +121,7 @@ def _why(lines: list[Line], *, simulates: bool, device: str) -> list[str]:
     ratio = (half.samples_per_s or 1) / (first.samples_per_s or 1)
     said = [
         expected,
-        f"measured here: {ratio:.2f} times as fast in {half.name}, accuracy within {_farthest(lines) * 100:.1f} points",
+        f"measured here: {ratio:.2f} times as fast in {half.name}, accuracy within {gap:.1f} points",
     ]
     if ratio < 1.5:
         said.append("a model this small waits for the host, not for the GPU: larger batches and models show the gain")
@@ -133,24 +134,24 @@ MOST_TESTED = 1000
 """Of CIFAR-10's 10,000 test pictures: fifteen runs validate, within two minutes on two cores."""
 
 
-def pictures(pixels: Tensor, labels: Tensor) -> TensorSamples:
+def make_samples(pixels: Tensor, labels: Tensor) -> TensorSamples:
     return TensorSamples(image=pixels, label=labels)
 
 
 def read_cifar(root: Path) -> tuple[TensorSamples, TensorSamples]:
     """The binary version's five batches and its test batch, as they unpack; fewer training batches do too."""
-    folder = cifar_folder(root)
+    folder = find_cifar_folder(root)
     if folder is None:
         raise DataError(
             f"{root} holds no CIFAR-10",
             why="its binary version is read: data_batch_1.bin to data_batch_5.bin and test_batch.bin",
             fix="unpack cifar-10-binary.tar.gz there, or leave the folder out for generated pictures",
         )
-    train, (pixels, labels) = cifar_planes(folder)
-    return pictures(*train), pictures(pixels[:MOST_TESTED], labels[:MOST_TESTED])
+    train, (pixels, labels) = read_cifar_planes(folder)
+    return make_samples(*train), make_samples(pixels[:MOST_TESTED], labels[:MOST_TESTED])
 
 
-def generated(count: int, seed: int) -> TensorSamples:
+def generate_pictures(count: int, seed: int) -> TensorSamples:
     """Gratings: the class is angle and frequency, colour and phase are chance, and there is noise."""
     draws = np.random.default_rng(seed)
     labels = draws.integers(0, NUM_CLASSES, count)
@@ -162,7 +163,7 @@ def generated(count: int, seed: int) -> TensorSamples:
     grating = np.sin(2 * np.pi * waves[:, None, None] * along + phase)
     colour = draws.uniform(0.2, 1.0, (count, 3, 1, 1))
     pixels = 128 + 60 * colour * grating[:, None] + draws.normal(0, 60, (count, 3, SIDE, SIDE))
-    return pictures(torch.from_numpy(pixels.clip(0, 255).astype(np.uint8)), torch.from_numpy(labels))
+    return make_samples(torch.from_numpy(pixels.clip(0, 255).astype(np.uint8)), torch.from_numpy(labels))
 
 
 class SmallCnn(nn.Sequential):
@@ -180,7 +181,7 @@ def prepare(batch: dict[str, Tensor], *, key: Any, training: bool) -> dict[str, 
 
 def build(config: RunConfig, store: Any = None) -> Workload:
     folder = config.data.dir
-    train, test = read_cifar(Path(folder)) if folder else (generated(1200, 0), generated(500, 1))
+    train, test = read_cifar(Path(folder)) if folder else (generate_pictures(1200, 0), generate_pictures(500, 1))
     return Workload(
         name="small_cnn",
         model=SmallCnn(),

@@ -28,7 +28,7 @@ FIRST_SCALE = 2.0**40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trace:
+class ScaledTraining:
     """What one training did."""
 
     losses: list[float]
@@ -52,10 +52,10 @@ def run(folder: Path, *, steps: int = STEPS) -> Story:
     return Story(
         title="Exercise 2: overflow in fp16, and what loss scaling does about it",
         titles=("training", "first scale", "last scale", "skipped steps", "loss fell by", "gradients that are 0"),
-        rows=[_cells("with dynamic loss scaling", scaled), _cells("without scaling", unscaled)],
+        rows=[_format_cells("with dynamic loss scaling", scaled), _format_cells("without scaling", unscaled)],
         claims=[
             Claim(text="the scale fell until gradients fitted", holds=scaled.scales[-1] < FIRST_SCALE),
-            Claim(text="skipped steps came first, and then none", holds=_come_first(scaled.skipped)),
+            Claim(text="skipped steps came first, and then none", holds=_are_first(scaled.skipped)),
             Claim(text="with scaling the loss fell by more than half", holds=scaled.learned > 0.5),
             Claim(text="without scaling gradients were flushed to zero", holds=flushed > 0.5),
             Claim(text="without scaling nothing was learned", holds=unscaled.learned < 0.1),
@@ -72,7 +72,7 @@ def run(folder: Path, *, steps: int = STEPS) -> Story:
     )
 
 
-def train(*, scale: float, steps: int) -> Trace:
+def train(*, scale: float, steps: int) -> ScaledTraining:
     """A small regression in fp16, simulated where the hardware lacks it."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(256, 16, generator=generator)
@@ -99,14 +99,16 @@ def train(*, scale: float, steps: int) -> Trace:
         scales.append(found.scale)
         if found.is_bad:
             skipped.append(number)
-    return Trace(losses=losses, scales=scales, skipped=skipped, gradients=_gradients(model, batch, scales[-1]))
+    return ScaledTraining(
+        losses=losses, scales=scales, skipped=skipped, gradients=_compute_gradients(model, batch, scales[-1])
+    )
 
 
-def _come_first(skipped: list[int]) -> bool:
+def _are_first(skipped: list[int]) -> bool:
     return bool(skipped) and skipped == list(range(len(skipped)))
 
 
-def _gradients(model: nn.Module, batch: dict[str, Tensor], scale: float) -> Tensor:
+def _compute_gradients(model: nn.Module, batch: dict[str, Tensor], scale: float) -> Tensor:
     """All gradients of a step as fp16 holds them."""
     model.zero_grad()
     loss = F.mse_loss(model(batch["x"]), batch["y"]) * LOSS_FACTOR * scale
@@ -114,7 +116,7 @@ def _gradients(model: nn.Module, batch: dict[str, Tensor], scale: float) -> Tens
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).half().float().cpu()
 
 
-def _cells(name: str, trace: Trace) -> tuple[str, ...]:
+def _format_cells(name: str, trace: ScaledTraining) -> tuple[str, ...]:
     zeros = float((trace.gradients == 0).float().mean())
     return (
         name,
@@ -126,7 +128,7 @@ def _cells(name: str, trace: Trace) -> tuple[str, ...]:
     )
 
 
-def _draw(scaled: Trace, unscaled: Trace, path: Path) -> None:
+def _draw(scaled: ScaledTraining, unscaled: ScaledTraining, path: Path) -> None:
     figure = new_figure((10, 3.6))
     left, right = figure.subplots(1, 2)
     left.plot(scaled.scales, color=INK, linewidth=1.8)

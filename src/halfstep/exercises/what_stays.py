@@ -14,7 +14,7 @@ from halfstep.report.picture_file import BAD, FAINT, GOOD, new_figure, save_figu
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class KeptPart:
     """One thing that stays in fp32: the same computation in fp32 and in a half format, against fp64."""
 
     name: str
@@ -27,7 +27,13 @@ class Part:
 
 
 def run(folder: Path) -> Story:
-    parts = [softmax(), layer_norm(), dice(), noise_schedule(), master_weights()]
+    parts = [
+        measure_softmax(),
+        measure_layer_norm(),
+        measure_dice(),
+        measure_noise_schedule(),
+        measure_master_weights(),
+    ]
     picture = folder / "exercise3.png"
     _draw(parts, picture)
     return Story(
@@ -44,65 +50,65 @@ def run(folder: Path) -> Story:
     )
 
 
-def softmax() -> Part:
+def measure_softmax() -> KeptPart:
     """Many small probabilities: the sum of 4096 terms stops growing in bf16 where a term is below half a spacing."""
-    logits = torch.randn(8, 4096, generator=_seeded(), dtype=torch.float64)
+    logits = torch.randn(8, 4096, generator=_make_generator(), dtype=torch.float64)
 
     def sums(x: Tensor) -> Tensor:
         powers = (x - x.max(1, keepdim=True).values).exp()
-        return _one_by_one(powers)
+        return _sum_one_by_one(powers)
 
-    wrong = _error(sums(logits.bfloat16()), sums(logits))
-    return Part(
+    wrong = _compute_error(sums(logits.bfloat16()), sums(logits))
+    return KeptPart(
         name="softmax sums",
         format="bf16",
-        error_fp32=_error(sums(logits.float()), sums(logits)),
+        error_fp32=_compute_error(sums(logits.float()), sums(logits)),
         error_half=wrong,
         seen=f"the sum over 4,096 terms is {wrong:.0%} too small",
         why="a running sum in bf16 stops growing once a term is below half its spacing",
     )
 
 
-def layer_norm() -> Part:
+def measure_layer_norm() -> KeptPart:
     """Squares of activations above 256 pass fp16's largest number: the variance is infinite."""
-    x = torch.randn(4, 1024, generator=_seeded(), dtype=torch.float64) * 400
+    x = torch.randn(4, 1024, generator=_make_generator(), dtype=torch.float64) * 400
 
     def variance(values: Tensor) -> Tensor:
         centred = values - values.mean(1, keepdim=True)
         return (centred * centred).sum(1) / values.shape[1]
 
     found = variance(x.half())
-    return Part(
+    return KeptPart(
         name="variance of a norm",
         format="fp16",
-        error_fp32=_error(variance(x.float()), variance(x)),
-        error_half=_error(found, variance(x)),
+        error_fp32=_compute_error(variance(x.float()), variance(x)),
+        error_half=_compute_error(found, variance(x)),
         seen=f"{int(found.isinf().sum())} of {len(found)} variances are infinite",
         why="squares of activations above 256 pass 65504, so the normalised output is 0",
     )
 
 
-def dice() -> Part:
+def measure_dice() -> KeptPart:
     """Dice sums over all pixels of a batch."""
-    probabilities = torch.rand(4, 256, 256, generator=_seeded(), dtype=torch.float64)
-    mask = (torch.rand(4, 256, 256, generator=_seeded(), dtype=torch.float64) > 0.5).double()
+    probabilities = torch.rand(4, 256, 256, generator=_make_generator(), dtype=torch.float64)
+    mask = (torch.rand(4, 256, 256, generator=_make_generator(), dtype=torch.float64) > 0.5).double()
 
     def score(p: Tensor, m: Tensor) -> Tensor:
         inter, sets = (p * m).sum(dtype=p.dtype), p.sum(dtype=p.dtype) + m.sum(dtype=m.dtype)
         return 2 * inter / sets
 
     exact, found = score(probabilities, mask), score(probabilities.half(), mask.half())
-    return Part(
+    return KeptPart(
         name="Dice sums",
         format="fp16",
-        error_fp32=_error(score(probabilities.float(), mask.float()), exact),
-        error_half=_error(found, exact),
+        error_fp32=_compute_error(score(probabilities.float(), mask.float()), exact),
+        error_half=_compute_error(found, exact),
         seen=f"Dice is {float(found):g} instead of {float(exact):.4f}",
         why="a sum over 262,144 pixels passes 65504, and infinity over infinity is NaN",
     )
 
 
-def noise_schedule() -> Part:
+def measure_noise_schedule() -> KeptPart:
     """The linear DDPM schedule: in bf16 the first steps add no noise at all."""
     betas = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)
     kept = (1 - betas).cumprod(0)
@@ -111,17 +117,17 @@ def noise_schedule() -> Part:
         return (1 - alpha_bar).sqrt()[:10]
 
     found = sigma(kept.bfloat16())
-    return Part(
+    return KeptPart(
         name="noise schedule",
         format="bf16",
-        error_fp32=_error(sigma(kept.float()), sigma(kept)),
-        error_half=_error(found, sigma(kept)),
+        error_fp32=_compute_error(sigma(kept.float()), sigma(kept)),
+        error_half=_compute_error(found, sigma(kept)),
         seen=f"{int((found == 0).sum())} of the first 10 timesteps add no noise",
         why="close to 1 bf16 has a spacing of 0.0039 to 0.0078, so 1 - alpha_bar is rounded away",
     )
 
 
-def master_weights() -> Part:
+def measure_master_weights() -> KeptPart:
     """1,000 updates of one ten-thousandth each: in bf16 the weight never moves."""
 
     def trained(dtype: torch.dtype) -> Tensor:
@@ -131,17 +137,17 @@ def master_weights() -> Part:
         return weight - 1
 
     exact, found = trained(torch.float64), trained(torch.bfloat16)
-    return Part(
+    return KeptPart(
         name="master weights",
         format="bf16",
-        error_fp32=_error(trained(torch.float32), exact),
-        error_half=_error(found, exact),
+        error_fp32=_compute_error(trained(torch.float32), exact),
+        error_half=_compute_error(found, exact),
         seen=f"after 1,000 updates of 0.0001 the weight moved by {float(found):g}, not {float(exact):.4f}",
         why="w + update == w where the update is below half the spacing of w",
     )
 
 
-def _one_by_one(terms: Tensor) -> Tensor:
+def _sum_one_by_one(terms: Tensor) -> Tensor:
     """A running sum in the terms' own format, as a kernel without a wider accumulator adds."""
     total = torch.zeros(len(terms), dtype=terms.dtype)
     for column in terms.unbind(1):
@@ -149,17 +155,17 @@ def _one_by_one(terms: Tensor) -> Tensor:
     return total
 
 
-def _error(found: Tensor, exact: Tensor) -> float:
+def _compute_error(found: Tensor, exact: Tensor) -> float:
     """The largest relative error; what is not finite, or is 0 where it must not be, counts as 1."""
     relative = ((found.double() - exact) / exact).abs()
     return float(torch.where(found.isfinite(), relative, torch.ones_like(relative)).max())
 
 
-def _seeded() -> torch.Generator:
+def _make_generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def _draw(parts: list[Part], path: Path) -> None:
+def _draw(parts: list[KeptPart], path: Path) -> None:
     figure = new_figure((8.4, 3.6))
     axes = figure.subplots()
     places: Callable[[float], list[float]] = lambda shift: [index + shift for index in range(len(parts))]  # noqa: E731

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from PIL import Image, ImageDraw, ImageFont
 
-from halfstep.data.files import OnBadFile, some_of
+from halfstep.data.files import OnBadFile, list_some
 from halfstep.data.loader import Samples
 from halfstep.errors import DataError
 from halfstep.workloads import KINDS, from_dict
@@ -74,13 +74,13 @@ def describe(look: DataLook) -> list[tuple[str, str]]:
         ("folder", "demo data, generated" if look.source == "demo" else str(look.folder)),
         ("samples", f"{look.num_train:,} to train on, {look.num_val:,} to validate"),
         *([("pictures", f"{look.sides[0]}×{look.sides[1]} pixels (median)")] if look.sides else []),
-        ("classes", f"{len(look.classes)}: {some_of(sizes, 12)}"),
+        ("classes", f"{len(look.classes)}: {list_some(sizes, 12)}"),
         ("reading", f"{look.decoded_per_s:,.0f} samples/s in one process (measured)"),
     ]
     if look.counts and max(look.counts) > 10 * min(look.counts):
         rows.append(("balance", f"the largest class has {max(look.counts) / min(look.counts):.0f}x the smallest"))
     if look.on_bad_file == "skip":
-        rows.append(("bad files", f"{len(look.notes)} left out (data.on_bad_file: skip): {some_of(look.notes, 3)}"))
+        rows.append(("bad files", f"{len(look.notes)} left out (data.on_bad_file: skip): {list_some(look.notes, 3)}"))
     return rows
 
 
@@ -111,15 +111,15 @@ def _look(workload: str, folder: Path, source: DataOrigin, on_bad_file: OnBadFil
         classes=opened.classes,
         counts=opened.counts,
         store=opened.store,
-        decoded_per_s=_decoded_per_s(opened.train),
+        decoded_per_s=_measure_decoding(opened.train),
         on_bad_file=on_bad_file,
         notes=opened.notes,
-        pictures=tuple(_pictures(family, opened)),
+        pictures=tuple(_draw_pictures(family, opened)),
         sides=opened.sides,
     )
 
 
-def _decoded_per_s(samples: Samples) -> float:
+def _measure_decoding(samples: Samples) -> float:
     began = time.perf_counter()
     num_read = 0
     for index in spread(len(samples), DECODE_FILES):
@@ -130,7 +130,7 @@ def _decoded_per_s(samples: Samples) -> float:
     return num_read / max(time.perf_counter() - began, 1e-9)
 
 
-def _pictures(family: Guiding, opened: Opened) -> Iterator[tuple[str, Image.Image]]:
+def _draw_pictures(family: Guiding, opened: Opened) -> Iterator[tuple[str, Image.Image]]:
     samples = opened.val if len(opened.val) else opened.train
     for index in spread(len(samples), GRID_SAMPLES):
         yield family.picture(samples.sample(index, key=(0, 0, index)), index, opened.classes)

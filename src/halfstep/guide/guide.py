@@ -18,14 +18,22 @@ from rich.rule import Rule
 from rich.text import Text
 
 from halfstep.config.schema import is_import_path
-from halfstep.config.statements import file_statements
+from halfstep.config.statements import read_file_statements
 from halfstep.config.yaml_source import read_yaml
 from halfstep.disk import find_unused_path, make_absolute
-from halfstep.errors import ConfigError, DataError, HalfstepError, Interrupted, format_count, nearest, suggested
+from halfstep.errors import (
+    ConfigError,
+    DataError,
+    HalfstepError,
+    Interrupted,
+    format_count,
+    suggest_command,
+    suggest_nearest,
+)
 from halfstep.guide.data import DataLook, describe, look_at, look_at_demo, save_grid
-from halfstep.guide.suggest import Situation, Suggestion, suggestions
+from halfstep.guide.suggest import Situation, Suggestion, make_suggestions
 from halfstep.guide.trial import Trials
-from halfstep.hardware.describe import identity
+from halfstep.hardware.describe import describe_identity
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.advice import advise
 from halfstep.report.tables import pairs_table
@@ -62,7 +70,7 @@ class Question:
         matching = [name for short, name in squeezed.items() if short == word or word and short.startswith(word)]
         matching = [squeezed[word]] if word in squeezed else matching
         if len(matching) != 1:
-            raise ConfigError(f"{self.key}: {answer!r} is not a choice", fix=nearest(answer, names))
+            raise ConfigError(f"{self.key}: {answer!r} is not a choice", fix=suggest_nearest(answer, names))
         return matching[0]
 
 
@@ -153,7 +161,7 @@ class Scripted:
             )
 
 
-def path_in(answer: str) -> Path:
+def parse_path(answer: str) -> Path:
     """The path that an answer names, with ~ as the shell has it."""
     try:
         answer.encode()  # a name that is not text cannot stand in a config
@@ -168,9 +176,11 @@ def read_answers(path: Path, questions: Sequence[Question]) -> dict[str, str]:
         raise ConfigError(f"no file of answers at {path}", fix="give a YAML or JSON file, or leave --answers out")
     known = {question.key: question for question in questions}
     answers: dict[str, str] = {}
-    for statement in file_statements(read_yaml(path)):
+    for statement in read_file_statements(read_yaml(path)):
         if statement.path not in known:
-            raise ConfigError(f"{statement.origin}: no question {statement.path!r}", fix=nearest(statement.path, known))
+            raise ConfigError(
+                f"{statement.origin}: no question {statement.path!r}", fix=suggest_nearest(statement.path, known)
+            )
         if statement.value is not None and not isinstance(statement.value, str):
             raise ConfigError(f"{statement.origin}: {statement.path} is {statement.value!r}", fix="write one word")
         answer = (statement.value or "").strip()
@@ -243,7 +253,7 @@ START = Question(
 QUESTIONS = (TASK, MODEL, WORKLOAD, DATA, GOAL, PICK, FILE, START)
 
 
-def with_task(answers: Mapping[str, str]) -> Mapping[str, str]:
+def add_task(answers: Mapping[str, str]) -> Mapping[str, str]:
     """Answers that name a model and no task, with the task that the model is for."""
     task = next((task for task, (entry, _) in FAMILIES.items() if answers.get(MODEL.key) in entry.models), "")
     return {TASK.key: task, **answers} if task else answers
@@ -262,7 +272,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class GuideResult:
     """What the conversation led to; the file is written."""
 
     file: Path
@@ -270,11 +280,11 @@ class Outcome:
     start: bool
 
 
-def guide(asker: Asker, console: Console, machine: Machine, scratch: Path) -> Outcome:
+def guide(asker: Asker, console: Console, machine: Machine, scratch: Path) -> GuideResult:
     """Ask, suggest, write. `scratch` is a folder for demo data and pictures that the caller removes."""
     show_machine(console, machine)
-    workload = _workload(asker, machine)
-    data_dir, look = _data(asker, console, workload, scratch)
+    workload = _ask_workload(asker, machine)
+    data_dir, look = _ask_data(asker, console, workload, scratch)
     goal = asker.ask(GOAL, str)
     situation = Situation(
         workload=workload,
@@ -286,23 +296,25 @@ def guide(asker: Asker, console: Console, machine: Machine, scratch: Path) -> Ou
         device=machine.device,
         try_out=Trials(machine.hardware) if machine.may_measure else None,
     )
-    chosen = _choice(asker, console, situation)
-    file = asker.ask(dataclasses.replace(FILE, default=_file_name(workload, chosen)), new_yaml_file)
+    chosen = _ask_choice(asker, console, situation)
+    file = asker.ask(dataclasses.replace(FILE, default=_choose_file_name(workload, chosen)), check_new_file)
     start = asker.ask(START, lambda answer: answer == "yes")
     asker.finish()
     files = {file: chosen.to_yaml().encode()}
     if look is not None:
-        files[find_unused_path(file.with_name(f"{file.stem}-samples.png"), ".png")] = _grid_path(scratch).read_bytes()
+        files[find_unused_path(file.with_name(f"{file.stem}-samples.png"), ".png")] = _get_grid_path(
+            scratch
+        ).read_bytes()
     write_new(files)
-    command = suggested("train", file)
+    command = suggest_command("train", file)
     _show_outcome(console, tuple(files), command)
-    return Outcome(file=file, command=command, start=start)
+    return GuideResult(file=file, command=command, start=start)
 
 
-def _workload(asker: Asker, machine: Machine) -> str:
+def _ask_workload(asker: Asker, machine: Machine) -> str:
     task = asker.ask(TASK, str)
     if task == "own":
-        return asker.ask(WORKLOAD, own_workload)
+        return asker.ask(WORKLOAD, check_own_workload)
     entry, usual = FAMILIES[task]
     if len(entry.models) == 1:
         return next(iter(entry.models))
@@ -310,7 +322,7 @@ def _workload(asker: Asker, machine: Machine) -> str:
     return asker.ask(dataclasses.replace(MODEL, choices=entry.models, default=default), str)
 
 
-def own_workload(answer: str) -> str:
+def check_own_workload(answer: str) -> str:
     """An import path that leads to a callable."""
     if not is_import_path(answer):
         raise ConfigError(f"workload: {answer!r} is not an import path", fix="such as my_pkg.my_mod:build")
@@ -318,22 +330,22 @@ def own_workload(answer: str) -> str:
     return answer
 
 
-def _data(asker: Asker, console: Console, workload: str, scratch: Path) -> tuple[str | None, DataLook | None]:
+def _ask_data(asker: Asker, console: Console, workload: str, scratch: Path) -> tuple[str | None, DataLook | None]:
     """The folder for the config (None: demo data) and what is in it (None: only the user's workload knows)."""
 
     def look(answer: str) -> DataLook:
         with console.status("looking at the data"):
             if not answer:
                 return look_at_demo(workload, scratch / "demo")
-            return look_at(workload, make_absolute(path_in(answer)))
+            return look_at(workload, make_absolute(parse_path(answer)))
 
     kind = KINDS.of(workload)
     if kind.guide is None:
         if kind.demo is None:
-            return asker.ask(dataclasses.replace(DATA, empty_means=""), existing_folder), None
-        return asker.ask(DATA, lambda answer: existing_folder(answer) if answer else None), None
+            return asker.ask(dataclasses.replace(DATA, empty_means=""), check_folder), None
+        return asker.ask(DATA, lambda answer: check_folder(answer) if answer else None), None
     found = asker.ask(DATA, look)
-    grid = _grid_path(scratch)
+    grid = _get_grid_path(scratch)
     save_grid(found, grid)
     console.print(pairs_table(describe(found)))
     if asker.is_watched:
@@ -342,35 +354,35 @@ def _data(asker: Asker, console: Console, workload: str, scratch: Path) -> tuple
     return (None if found.source == "demo" else str(found.folder)), found
 
 
-def existing_folder(answer: str) -> str:
+def check_folder(answer: str) -> str:
     """A folder that is there; what it holds is for the user's own workload to say."""
-    folder = make_absolute(path_in(answer))
+    folder = make_absolute(parse_path(answer))
     if not answer or not folder.is_dir():
         raise DataError(f"data: no folder {answer!r}", why="your own workload has no demo data", fix="name its folder")
     return str(folder)
 
 
-def _choice(asker: Asker, console: Console, situation: Situation) -> Suggestion:
+def _ask_choice(asker: Asker, console: Console, situation: Situation) -> Suggestion:
     with console.status("working out batch, memory and workers, with a few steps of each"):
-        offered = {one.name: one for one in suggestions(situation)}
+        offered = {one.name: one for one in make_suggestions(situation)}
     for number, one in enumerate(offered.values(), 1):
         console.print()
         console.print(Rule(Text(f"{number} {one.name}", style="bold"), align="left"))
         console.print(pairs_table(one.facts))
-    question = dataclasses.replace(PICK, choices={name: _in_short(one) for name, one in offered.items()})
+    question = dataclasses.replace(PICK, choices={name: _summarise(one) for name, one in offered.items()})
     return asker.ask(question, lambda name: offered[name])
 
 
-def _in_short(one: Suggestion) -> str:
+def _summarise(one: Suggestion) -> str:
     train, each = one.config.train, KINDS.of(one.config.workload).size_of_sample(one.config)
     times = f" x {train.accumulate}" if train.accumulate > 1 else ""
     size = f"batch {train.batch_size}{times}{f' at {each}' if each else ''}"
     return f"{one.config.precision.default}, {size}, {format_count(train.epochs, 'epoch')}"
 
 
-def new_yaml_file(answer: str) -> Path:
+def check_new_file(answer: str) -> Path:
     """A file that is not there yet, by a name that `halfstep train` takes for a file."""
-    path = path_in(answer)
+    path = parse_path(answer)
     if path.suffix.lower() not in (".yaml", ".yml") or "=" in answer or answer.startswith("-"):
         raise ConfigError(f"file: {answer!r} is not a name for a config", fix="NAME.yaml, without = and no - in front")
     try:
@@ -384,12 +396,12 @@ def new_yaml_file(answer: str) -> Path:
     return path
 
 
-def _file_name(workload: str, chosen: Suggestion) -> str:
+def _choose_file_name(workload: str, chosen: Suggestion) -> str:
     name = workload.replace(":", "-").replace(".", "-")
     return str(find_unused_path(Path(f"{name}-{chosen.name}.yaml"), ".yaml"))
 
 
-def _grid_path(scratch: Path) -> Path:
+def _get_grid_path(scratch: Path) -> Path:
     return scratch / "samples.png"
 
 
@@ -413,7 +425,7 @@ def show_machine(console: Console, machine: Machine) -> None:
     hardware = machine.hardware
     advice = advise(hardware)
     rows = [
-        *(row for row in identity(hardware) if row[0] in ("architecture", "memory")),
+        *(row for row in describe_identity(hardware) if row[0] in ("architecture", "memory")),
         ("CPU cores", str(machine.num_cores)),
         ("precision", advice.headline),
         *(("warning", warning) for warning in advice.warnings),

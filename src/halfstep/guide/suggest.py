@@ -11,7 +11,7 @@ import yaml
 
 from halfstep.config.dump import Dumper
 from halfstep.config.schema import ADAM_LIKE, RunConfig
-from halfstep.errors import format_bytes, format_count, suggested
+from halfstep.errors import format_bytes, format_count, suggest_command
 from halfstep.guide.data import DataLook
 from halfstep.guide.trial import Trial
 from halfstep.hardware.facts import Hardware, Op
@@ -61,68 +61,70 @@ class Suggestion:
         return "\n".join(["# Written by `halfstep guide`. Change what you like.", *comments, text])
 
 
-def suggestions(situation: Situation) -> tuple[Suggestion, ...]:
+def make_suggestions(situation: Situation) -> tuple[Suggestion, ...]:
     """The config for the goal, and others worth a look; two that say the same are one."""
     found: list[Suggestion] = []
     planners: Planners = {}
     for preset in ORDER[situation.goal]:
-        one = _suggestion(situation, _for_small_data(preset, situation), planners)
+        one = _make_suggestion(situation, _adapt_to_small_data(preset, situation), planners)
         if one.config not in [other.config for other in found]:
             found.append(one)
     return tuple(found)
 
 
-def _for_small_data(preset: str, situation: Situation) -> str:
+def _adapt_to_small_data(preset: str, situation: Situation) -> str:
     is_small = situation.look is not None and situation.look.num_train < SMALL_SET
     has_quick = "quick" in KINDS.of(situation.workload).schema(situation.workload).presets and not situation.is_demo
     return "quick" if preset == "fast" and is_small and has_quick else preset
 
 
-def _suggestion(situation: Situation, preset: str, planners: Planners) -> Suggestion:
-    precision = _precision(situation, preset)
-    paths = {"precision": precision, **_base(situation, preset)}
-    facts = [("why", REASONS[preset]), ("precision", _precision_reason(situation, precision))]
+def _make_suggestion(situation: Situation, preset: str, planners: Planners) -> Suggestion:
+    precision = _choose_precision(situation, preset)
+    paths = {"precision": precision, **_choose_base_settings(situation, preset)}
+    facts = [("why", REASONS[preset]), ("precision", _explain_precision(situation, precision))]
     size_fact = _fit_to_pictures(situation, preset, paths)
-    start = _config(situation, preset, paths)
+    start = _build_config(situation, preset, paths)
     if situation.look is None:
-        facts.append(("speed", _speed(situation.hardware, precision)))
+        facts.append(("speed", _describe_speed(situation.hardware, precision)))
         paths |= {"data.num_workers": min(OWN_WORKERS, situation.num_cores), "train.auto_batch": True}
         facts.append(("memory", "not known for your own model: train.auto_batch halves the batch where it must"))
     else:
         cost = predict_step_cost(start, situation.look.store, situation.hardware, precision, planners)
-        size, size_facts = batch(situation, preset, start, cost)
-        trial, against_fp32 = _tried(situation, preset, paths, size["train.batch_size"])
-        trained = training_rate(situation, cost, precision, trial)
-        rate, rate_fact = learning_rate(start, size["train.batch_size"] * size["train.accumulate"])
-        readers, readers_fact = workers(situation, start, trained)
+        size, size_facts = choose_batch(situation, preset, start, cost)
+        trial, against_fp32 = _try_preset(situation, preset, paths, size["train.batch_size"])
+        trained = estimate_rate(situation, cost, precision, trial)
+        rate, rate_fact = choose_learning_rate(start, size["train.batch_size"] * size["train.accumulate"])
+        readers, readers_fact = choose_workers(situation, start, trained)
         paths |= {**readers, **rate, **size}
-        facts.append(("speed", against_fp32 or _speed(situation.hardware, precision)))
+        facts.append(("speed", against_fp32 or _describe_speed(situation.hardware, precision)))
         facts += [*size_facts, rate_fact, readers_fact]
-        facts += duration(situation, _config(situation, preset, paths), trained)
-    facts += [*size_fact, *_remarks(situation, paths)]
+        facts += estimate_duration(situation, _build_config(situation, preset, paths), trained)
+    facts += [*size_fact, *_list_remarks(situation, paths)]
     return Suggestion(
         name=preset,
-        values=_nested(situation, preset, paths),
-        config=_config(situation, preset, paths),
+        values=_nest_settings(situation, preset, paths),
+        config=_build_config(situation, preset, paths),
         facts=tuple(facts),
     )
 
 
-def _tried(situation: Situation, preset: str, paths: Mapping[str, Any], batch_size: int) -> tuple[Trial | None, str]:
+def _try_preset(
+    situation: Situation, preset: str, paths: Mapping[str, Any], batch_size: int
+) -> tuple[Trial | None, str]:
     """The trial of a config, where trials are made, and what it says of the speed against fp32."""
     if situation.try_out is None or situation.look is None or KINDS.of(situation.workload).synthetic is None:
         return None, ""
     store, precision = situation.look.store, paths["precision"]
-    found = situation.try_out(_config(situation, preset, paths), store, batch_size)
+    found = situation.try_out(_build_config(situation, preset, paths), store, batch_size)
     if found is None or precision == "fp32":
         return found, ""
-    plain = situation.try_out(_config(situation, preset, {**paths, "precision": "fp32"}), store, batch_size)
+    plain = situation.try_out(_build_config(situation, preset, {**paths, "precision": "fp32"}), store, batch_size)
     if plain is None:
         return found, ""
     return found, f"{found.samples_per_s / plain.samples_per_s:.1f}x fp32 (measured: whole eager steps)"
 
 
-def _base(situation: Situation, preset: str) -> dict[str, Any]:
+def _choose_base_settings(situation: Situation, preset: str) -> dict[str, Any]:
     """What the situation alone asks for, before anything is counted."""
     said = KINDS.of(situation.workload).schema(situation.workload).presets[preset]
     paths: dict[str, Any] = {"device": situation.device} if situation.device else {}
@@ -132,7 +134,7 @@ def _base(situation: Situation, preset: str) -> dict[str, Any]:
         paths["data.dir"] = situation.data_dir
     if situation.look is not None and situation.look.on_bad_file == "skip":
         paths["data.on_bad_file"] = "skip"
-    paths |= _smaller(situation)
+    paths |= _choose_smaller(situation)
     if said.get("train.fast") == "compile" and not _may_compile(situation.hardware):
         paths["train.fast"] = "auto"
     return paths
@@ -140,7 +142,7 @@ def _base(situation: Situation, preset: str) -> dict[str, Any]:
 
 def _fit_to_pictures(situation: Situation, preset: str, paths: dict[str, Any]) -> list[tuple[str, str]]:
     """Images no larger than the pictures, in place, with the first layers that such images need; and why."""
-    look, config = situation.look, _config(situation, preset, paths)
+    look, config = situation.look, _build_config(situation, preset, paths)
     if look is None or look.sides is None or situation.is_demo:
         return []
     side = max(LEAST_SIDE, -(-max(look.sides) // SIDE_STEP) * SIDE_STEP)
@@ -151,7 +153,7 @@ def _fit_to_pictures(situation: Situation, preset: str, paths: dict[str, Any]) -
     return [("image size", f"{side} pixels: the pictures have {width}×{height}, and more would be blown up")]
 
 
-def _smaller(situation: Situation) -> dict[str, Any]:
+def _choose_smaller(situation: Situation) -> dict[str, Any]:
     if situation.hardware.kind != "cpu" or situation.look is None or situation.is_demo:
         return {}
     return dict(KINDS.of(situation.workload).make_guide().small_on_cpu)
@@ -161,18 +163,18 @@ def _may_compile(hardware: Hardware) -> bool:
     return any(setting.name == "compile" and setting.value is True for setting in advise(hardware).settings)
 
 
-def _precision(situation: Situation, preset: str) -> str:
+def _choose_precision(situation: Situation, preset: str) -> str:
     return decide("fp32" if preset == "stable" else "auto", situation.hardware).granted
 
 
-def _precision_reason(situation: Situation, precision: str) -> str:
+def _explain_precision(situation: Situation, precision: str) -> str:
     advice = advise(situation.hardware)
     if precision == advice.precision:
         return advice.headline.removeprefix("use ")
     return f"{precision}: nothing is rounded to fewer digits ({advice.precision} would be faster here)"
 
 
-def _speed(hardware: Hardware, precision: str) -> str:
+def _describe_speed(hardware: Hardware, precision: str) -> str:
     if precision == "fp32":
         return "that of fp32, by definition"
     ops: tuple[tuple[Op, str], ...] = (("matmul", "matmul"), ("conv_nchw", "conv"), ("conv_nhwc", "channels_last conv"))
@@ -186,15 +188,15 @@ def _speed(hardware: Hardware, precision: str) -> str:
     return "not measured"
 
 
-def _remarks(situation: Situation, paths: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _list_remarks(situation: Situation, paths: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if situation.is_demo:
         yield "demo", "a small model and few epochs of its own; the choice changes only how it runs"
-    if smaller := _smaller(situation):
+    if smaller := _choose_smaller(situation):
         settings = ", ".join(f"{key}={paths[key]}" for key in smaller)
         yield "on a CPU", f"so smaller than usual: {settings}"
 
 
-def _nested(situation: Situation, preset: str, paths: Mapping[str, Any]) -> dict[str, Any]:
+def _nest_settings(situation: Situation, preset: str, paths: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {"workload": situation.workload}
     if not situation.is_demo:
         tree["preset"] = preset
@@ -207,8 +209,8 @@ def _nested(situation: Situation, preset: str, paths: Mapping[str, Any]) -> dict
     return tree
 
 
-def _config(situation: Situation, preset: str, paths: Mapping[str, Any]) -> RunConfig:
-    return from_dict(situation.workload, _nested(situation, preset, paths)).config
+def _build_config(situation: Situation, preset: str, paths: Mapping[str, Any]) -> RunConfig:
+    return from_dict(situation.workload, _nest_settings(situation, preset, paths)).config
 
 
 STEPS_AN_EPOCH = 10
@@ -248,20 +250,20 @@ class Situation:
         return self.hardware.memory_free_bytes or self.hardware.memory_total_bytes
 
 
-def batch(
+def choose_batch(
     situation: Situation, preset: str, start: RunConfig, cost: StepCost
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Batch and accumulation: the recipe's samples per step, more for `fast`, limited by the data and the memory."""
     assert situation.look is not None
     num_train, memory = situation.look.num_train, situation.memory_bytes
     recipe = start.train.batch_size * start.train.accumulate
-    fits = _power_of_two(cost.largest_batch(memory)) if memory else recipe
+    fits = _round_to_power_of_two(cost.largest_batch(memory)) if memory else recipe
     # A CPU is no faster with a larger batch.
     grows = preset == "fast" and not situation.is_demo and situation.hardware.kind != "cpu"
     grown = max(recipe, min(recipe * LARGEST_GROWTH, fits)) if grows else recipe
     # A quarter where the recipe itself is small: a U-Net's BatchNorm sees many pixels of few samples.
     smallest = min(SMALLEST_BATCH, max(2, recipe // 4), num_train)
-    by_data = _power_of_two(max(num_train // STEPS_AN_EPOCH, smallest))
+    by_data = _round_to_power_of_two(max(num_train // STEPS_AN_EPOCH, smallest))
     a_step = min(grown, by_data)
     micro = max(1, min(start.train.batch_size if preset == "lowmem" else a_step, a_step, fits))
     accumulate = math.ceil(a_step / micro)
@@ -272,11 +274,11 @@ def batch(
     else:
         why = f"the recipe's {recipe}" + (f" times {a_step // recipe}" if a_step > recipe else "")
     times = f" x {accumulate} accumulated" if accumulate > 1 else ""
-    facts = [("batch", f"{micro}{times} ({why})"), ("memory", _memory(cost, micro, fits, memory))]
+    facts = [("batch", f"{micro}{times} ({why})"), ("memory", _describe_memory(cost, micro, fits, memory))]
     return {"train.batch_size": micro, "train.accumulate": accumulate}, facts
 
 
-def _memory(cost: StepCost, micro: int, fits: int, memory: int) -> str:
+def _describe_memory(cost: StepCost, micro: int, fits: int, memory: int) -> str:
     a_sample = f"{format_bytes(cost.fixed_bytes)} + {format_bytes(cost.sample_bytes)} a sample"
     needed = f"about {format_bytes(cost.bytes_at(micro))} ({a_sample}; an estimate)"
     if not memory:
@@ -288,12 +290,12 @@ def _memory(cost: StepCost, micro: int, fits: int, memory: int) -> str:
     return f"{needed}; {format_bytes(memory)} free would take a batch of {fits:,} (an estimate)"
 
 
-def _power_of_two(number: int) -> int:
+def _round_to_power_of_two(number: int) -> int:
     """The largest one that is not larger; 0 for 0."""
     return 1 << (number.bit_length() - 1) if number > 0 else 0
 
 
-def learning_rate(start: RunConfig, samples: int) -> tuple[dict[str, Any], tuple[str, str]]:
+def choose_learning_rate(start: RunConfig, samples: int) -> tuple[dict[str, Any], tuple[str, str]]:
     """Linear in the samples of a step for SGD (Goyal et al. 2017), their root for Adam (Malladi et al. 2022)."""
     optimizer, recipe = start.optimizer, start.train.batch_size * start.train.accumulate
     if optimizer.lr_per:
@@ -314,7 +316,7 @@ def learning_rate(start: RunConfig, samples: int) -> tuple[dict[str, Any], tuple
     return paths, ("learning rate", f"{peak:.4g} = {shown} ({rule})")
 
 
-def workers(situation: Situation, start: RunConfig, trained: Rate) -> tuple[dict[str, Any], tuple[str, str]]:
+def choose_workers(situation: Situation, start: RunConfig, trained: Rate) -> tuple[dict[str, Any], tuple[str, str]]:
     """As many as feed the device at the rate at which it trains, at most one a core."""
     look, cores = situation.look, situation.num_cores
     assert look is not None
@@ -327,7 +329,7 @@ def workers(situation: Situation, start: RunConfig, trained: Rate) -> tuple[dict
     fact = f"{workers} of {cores} cores: {reading}, the device {trained.words}"
     # Of an upper limit, a training step reaches a quarter to a half.
     if workers * look.decoded_per_s < trained.per_s / (4 if trained.is_limit else 1) and look.counts:
-        fact += f"; reading may be the limit: data.cache=true, or `{suggested('pack', situation.data_dir)}`"
+        fact += f"; reading may be the limit: data.cache=true, or `{suggest_command('pack', situation.data_dir)}`"
     return {"data.num_workers": workers}, ("workers", fact)
 
 
@@ -342,7 +344,7 @@ class Rate:
     words: str
 
 
-def training_rate(situation: Situation, cost: StepCost, precision: str, trial: Trial | None) -> Rate:
+def estimate_rate(situation: Situation, cost: StepCost, precision: str, trial: Trial | None) -> Rate:
     """That of a trial; else the best rate of a matmul or convolution here, which training never reaches."""
     if trial is not None:
         rate = f"{trial.samples_per_s:,.{0 if trial.samples_per_s >= 10 else 1}f} samples/s"
@@ -356,7 +358,7 @@ def training_rate(situation: Situation, cost: StepCost, precision: str, trial: T
     return Rate(per_s=per_s, is_limit=True, words=words)
 
 
-def duration(situation: Situation, config: RunConfig, trained: Rate) -> list[tuple[str, str]]:
+def estimate_duration(situation: Situation, config: RunConfig, trained: Rate) -> list[tuple[str, str]]:
     """How long training, validation and reading will take; nothing where nothing was measured."""
     look, train = situation.look, config.train
     if trained.per_s is None or look is None:

@@ -50,11 +50,11 @@ class Trials:
         shape = (config.workload, config.model, config.data.image_size, config.precision, config.optimizer.name)
         key = repr((shape, config.train.activation_checkpointing, config.train.channels_last, batch_size))
         if key not in self._found:
-            self._found[key] = measured_trial(_step(config, store, self.hardware), batch_size)
+            self._found[key] = measure_trial(_build_step(config, store, self.hardware), batch_size)
         return self._found[key]
 
 
-def measured_trial(step: Callable[[int], float], batch_size: int) -> Trial | None:
+def measure_trial(step: Callable[[int], float], batch_size: int) -> Trial | None:
     """The best rate that was seen, since other work only slows; `step` takes a number of samples, gives its seconds."""
     best: Trial | None = None
     began, size, num_at_last_size = time.perf_counter(), min(SMALLEST, batch_size), 0
@@ -75,7 +75,7 @@ def measured_trial(step: Callable[[int], float], batch_size: int) -> Trial | Non
     return best
 
 
-def _step(config: RunConfig, store: Mapping[str, Any], hardware: Hardware) -> Callable[[int], float]:
+def _build_step(config: RunConfig, store: Mapping[str, Any], hardware: Hardware) -> Callable[[int], float]:
     """A step of the run itself, eager: it takes a number of samples and gives its seconds."""
     synthetic = KINDS.of(config.workload).synthetic
     assert synthetic is not None, "only workloads with synthetic data are tried"

@@ -41,7 +41,7 @@ class PatchConv2d(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         if wanted("patches", input) and self.is_as_built():
-            return patches_conv2d(input, self.weight, self.bias)
+            return convolve_patches(input, self.weight, self.bias)
         return super().forward(input)
 
     def is_as_built(self) -> bool:
@@ -108,7 +108,7 @@ def has_hooks(module: nn.Module) -> bool:
     return any((*own, *forward, *backward))
 
 
-def always(_: nn.Module) -> bool:
+def accept_any(_: nn.Module) -> bool:
     """For a class that can be told nothing that matters, or whose owner looks at its parts."""
     return True
 
@@ -122,7 +122,7 @@ def consists_of(parts: Iterable[nn.Module], *classes: type[nn.Module]) -> bool:
 CONVOLUTIONAL: Checks = {
     CentredConv2d: CentredConv2d.is_as_built,
     BatchNorm2d: BatchNorm2d.is_as_built,
-    **dict.fromkeys((nn.ReLU, nn.Sequential), always),
+    **dict.fromkeys((nn.ReLU, nn.Sequential), accept_any),
 }
 """What both of the convolutional models' chains know."""
 
@@ -141,7 +141,7 @@ def is_exact(gelu: nn.GELU) -> bool:
     return gelu.approximate == "none"
 
 
-def patches_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def convolve_patches(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A convolution whose stride is its kernel size, as one matmul over patches; the result is channels_last."""
     n, c, height, width = x.shape
     out, _, p, q = weight.shape

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from halfstep.errors import format_count
-from halfstep.report.config_view import shown
+from halfstep.report.config_view import format_setting
 from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
 from halfstep.report.progress import format_time
 from halfstep.report.tables import columns_table, print_text
@@ -34,48 +34,53 @@ GAP = 2
 def show_bench(record: Record, console: Console) -> None:
     """Title, table, the rows that could not be measured and why, and the warnings."""
     rows = record["rows"]
-    console.print(Text(title(record), style="bold"), soft_wrap=True)
+    console.print(Text(format_title(record), style="bold"), soft_wrap=True)
     measured = [row for row in rows if row["window_ms"]]
-    columns = _columns(measured, record.get("unit", OLDER_UNIT))
-    for table in fitting(columns, console.width) if measured else ():
+    columns = _build_columns(measured, record.get("unit", OLDER_UNIT))
+    for table in split_columns(columns, console.width) if measured else ():
         console.print(columns_table(table, left=WHO))
-    missing = [f"not measured: {_label(row)}: {row['reason']}" for row in rows if not row["window_ms"]]
-    remarks = [f"{_label(row)}: {remark}" for row in measured for remark in row["remarks"]]
-    for line in (*_reduced(record["problem"]), *missing, *remarks, *_meanings(record, measured, columns)):
+    missing = [f"not measured: {_format_label(row)}: {row['reason']}" for row in rows if not row["window_ms"]]
+    remarks = [f"{_format_label(row)}: {remark}" for row in measured for remark in row["remarks"]]
+    for line in (
+        *_describe_reduction(record["problem"]),
+        *missing,
+        *remarks,
+        *_explain_columns(record, measured, columns),
+    ):
         print_text(console, Text(line, style="dim"))
     for warning in record["warnings"]:
         print_text(console, Text(f"warning: {warning}", style="yellow"))
 
 
-def title(record: Record) -> str:
+def format_title(record: Record) -> str:
     """`unet, 31.0M parameters, batch 8, 512 pixels, adamw, clip 1: NVIDIA H200, torch 2.11.0`."""
-    return f"{problem_title(record)}: {record['device']}, torch {record['versions']['torch']}"
+    return f"{format_problem(record)}: {record['device']}, torch {record['versions']['torch']}"
 
 
-def problem_title(record: Record) -> str:
+def format_problem(record: Record) -> str:
     """`unet, 31.0M parameters, batch 8, 512 pixels, adamw, clip 1`."""
     problem = record["problem"]
     # Benches stored before families said it themselves were all of images.
     size = record.get("sample_size", f"{problem['image_size']} pixels")
-    parameters = f"{' reduced to' if problem.get('reduced') else ','} {_count(problem['parameters'])} parameters"
+    parameters = f"{' reduced to' if problem.get('reduced') else ','} {_format_count(problem['parameters'])} parameters"
     return (
         f"{problem['workload']}{parameters}, batch {problem['batch_size']}, "
         f"{f'{size}, ' if size else ''}{problem['optimizer']}, clip {problem['clip_norm']:g}"
     )
 
 
-def _reduced(problem: Record) -> Iterator[str]:
+def _describe_reduction(problem: Record) -> Iterator[str]:
     """How the network differs from the one that its name means."""
     if changed := problem.get("reduced"):
-        settings = ", ".join(f"{path}={shown(value)}" for path, value in changed.items())
+        settings = ", ".join(f"{path}={format_setting(value)}" for path, value in changed.items())
         yield f"reduced: this is the network of the demo ({settings}); with data.dir=DIR the full one is timed"
 
 
-def _count(number: int) -> str:
-    return f"{digits(number / 1e6)}M" if number >= 1e6 else f"{number:,}"
+def _format_count(number: int) -> str:
+    return f"{format_digits(number / 1e6)}M" if number >= 1e6 else f"{number:,}"
 
 
-def digits(value: float | None, significant: int = 3) -> str:
+def format_digits(value: float | None, significant: int = 3) -> str:
     """So many significant digits, never an exponent: 0.0993, 25.1, 247, 5526."""
     if value is None:
         return NOTHING
@@ -84,12 +89,12 @@ def digits(value: float | None, significant: int = 3) -> str:
     return f"{value:.{max(0, significant - 1 - math.floor(math.log10(abs(value))))}f}"
 
 
-def start(row: Record) -> str:
+def format_start(row: Record) -> str:
     """Seconds to the first step, and how the compiler found its cache."""
-    return f"{digits(row['start_s'])} {row['cache']}".rstrip()
+    return f"{format_digits(row['start_s'])} {row['cache']}".rstrip()
 
 
-def fitting(columns: Mapping[str, Sequence[str]], width: int) -> list[dict[str, Sequence[str]]]:
+def split_columns(columns: Mapping[str, Sequence[str]], width: int) -> list[dict[str, Sequence[str]]]:
     """The columns in as few tables as fit the width, each with the names of its rows: nothing is cut off."""
     widths = {name: max(map(len, (name, *cells))) + GAP for name, cells in columns.items()}
     names = {name: columns[name] for name in WHO}
@@ -103,35 +108,35 @@ def fitting(columns: Mapping[str, Sequence[str]], width: int) -> list[dict[str, 
     return tables
 
 
-def _columns(rows: Sequence[Record], unit: Record) -> dict[str, list[str]]:
+def _build_columns(rows: Sequence[Record], unit: Record) -> dict[str, list[str]]:
     def each(name: str, scale: float = 1.0, significant: int = 3) -> list[str]:
-        return [digits(None if row[name] is None else row[name] * scale, significant) for row in rows]
+        return [format_digits(None if row[name] is None else row[name] * scale, significant) for row in rows]
 
     columns = {
         "who": [row["name"] for row in rows],
         "mode": [row["variant"] for row in rows],
         "precision": [row["precision"] + " simulated" * row["simulated"] for row in rows],
         "ms/step": each("ms", significant=4),
-        "windows": [f"{digits(row['ms_min'], 4)}–{digits(row['ms_max'], 4)}" for row in rows],
+        "windows": [f"{format_digits(row['ms_min'], 4)}–{format_digits(row['ms_max'], 4)}" for row in rows],
         f"{unit['name']}s/s": each("samples_per_s", unit["per_sample"], significant=4),
-        "x fp32": [_times(row, "speedup_fp32") for row in rows],
-        "x tf32": [_times(row, "speedup_tf32") for row in rows],
+        "x fp32": [_format_speedup(row, "speedup_fp32") for row in rows],
+        "x tf32": [_format_speedup(row, "speedup_tf32") for row in rows],
         "peak GB": each("peak_bytes", 1e-9),
         "reserved": each("reserved_bytes", 1e-9),
         f"J/{unit['name']}": each("joules_per_sample", 1 / unit["per_sample"]),
         "of floor": [NOTHING if row["floor_share"] is None else f"{row['floor_share']:.0%}" for row in rows],
         "loss": each("loss", significant=4),
-        "start s": [start(row) for row in rows],
+        "start s": [format_start(row) for row in rows],
     }
     # Energy on a CPU, TF32 where nobody asked for it: a column of dashes says nothing.
     return {name: cells for name, cells in columns.items() if any(cell != NOTHING for cell in cells)}
 
 
-def _times(row: Record, name: str) -> str:
+def _format_speedup(row: Record, name: str) -> str:
     return NOTHING if row[name] is None else f"{row[name]:.2f}"
 
 
-def _meanings(record: Record, rows: Sequence[Record], columns: Iterable[str]) -> list[str]:
+def _explain_columns(record: Record, rows: Sequence[Record], columns: Iterable[str]) -> list[str]:
     """What the columns that are shown mean, where the words alone could mislead."""
     if not rows:
         return []
@@ -147,7 +152,7 @@ def _meanings(record: Record, rows: Sequence[Record], columns: Iterable[str]) ->
     return [*said, f"memory: {record['memory']}"]
 
 
-def _label(row: Record) -> str:
+def _format_label(row: Record) -> str:
     return " ".join(filter(None, (row["name"], row["variant"], row["precision"])))
 
 
@@ -164,18 +169,18 @@ def draw_bench(record: Record, path: Path) -> None:
     """Write the picture; rows that say nothing about speed are left out of it."""
     rows = [row for row in record["rows"] if row["window_ms"] and not row["simulated"]]
     figure = new_figure((11.5, 1.5 + INCHES_A_ROW * max(len(rows), 2)))
-    figure.suptitle(title(record), x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
+    figure.suptitle(format_title(record), x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
     has_memory = any(row["peak_bytes"] for row in rows)
     panels = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2)) if has_memory else [figure.subplots()]
     _draw_times(panels[0], rows, record.get("unit", OLDER_UNIT))
     if has_memory:
         _draw_memory(panels[1], rows)
-    if notes := list(_notes(record, len(rows), has_memory=has_memory)):
+    if notes := list(_explain_gaps(record, len(rows), has_memory=has_memory)):
         figure.supxlabel("\n".join(notes), x=0.01, ha="left", fontsize=8.5, color=FAINT)
     save_figure(figure, path)
 
 
-def _notes(record: Record, num_drawn: int, *, has_memory: bool) -> Iterator[str]:
+def _explain_gaps(record: Record, num_drawn: int, *, has_memory: bool) -> Iterator[str]:
     """What is missing in the picture, and why."""
     if num_drawn and not has_memory:
         yield f"memory: {record['memory']}"
@@ -185,18 +190,18 @@ def _notes(record: Record, num_drawn: int, *, has_memory: bool) -> Iterator[str]
 
 
 def _draw_times(axes: Axes, rows: Sequence[Record], unit: Record) -> None:
-    _bars(axes, rows, [row["ms"] for row in rows], "time per step, ms (line: fastest to slowest window)")
-    _spreads(axes, rows)
-    _labels(axes, [row["ms_max"] for row in rows], [_time_label(row, unit) for row in rows])
+    _draw_bars(axes, rows, [row["ms"] for row in rows], "time per step, ms (line: fastest to slowest window)")
+    _draw_spreads(axes, rows)
+    _draw_labels(axes, [row["ms_max"] for row in rows], [_format_time_label(row, unit) for row in rows])
 
 
 def _draw_memory(axes: Axes, rows: Sequence[Record]) -> None:
     sizes = [(row["peak_bytes"] or 0) / 1e9 for row in rows]
-    _bars(axes, rows, sizes, "peak memory, GB")
-    _labels(axes, sizes, [f"{digits(size)} GB" if size else "not counted" for size in sizes])
+    _draw_bars(axes, rows, sizes, "peak memory, GB")
+    _draw_labels(axes, sizes, [f"{format_digits(size)} GB" if size else "not counted" for size in sizes])
 
 
-def _bars(axes: Axes, rows: Sequence[Record], lengths: Sequence[float], name: str) -> None:
+def _draw_bars(axes: Axes, rows: Sequence[Record], lengths: Sequence[float], name: str) -> None:
     places = range(len(rows))
     bars = axes.barh(places, lengths, height=0.7, color=[COLOURS.get(row["precision"], OTHER) for row in rows])
     for bar, row in zip(bars, rows, strict=True):
@@ -209,21 +214,21 @@ def _bars(axes: Axes, rows: Sequence[Record], lengths: Sequence[float], name: st
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _spreads(axes: Axes, rows: Sequence[Record]) -> None:
+def _draw_spreads(axes: Axes, rows: Sequence[Record]) -> None:
     for place, row in enumerate(rows):
         for colour, width in (("white", 4.0), (INK, 1.6)):  # a rim, to be seen on a dark bar
             ends = [row["ms_min"], row["ms_max"]]
             axes.plot(ends, [place, place], color=colour, linewidth=width, solid_capstyle="butt")
 
 
-def _labels(axes: Axes, ends: Sequence[float], labels: Sequence[str]) -> None:
+def _draw_labels(axes: Axes, ends: Sequence[float], labels: Sequence[str]) -> None:
     for place, (end, label) in enumerate(zip(ends, labels, strict=True)):
         axes.annotate(label, (end, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5, color=INK)
 
 
-def _time_label(row: Record, unit: Record) -> str:
-    rate = digits(row["samples_per_s"] * unit["per_sample"], 4)
-    facts = [f"{digits(row['ms'], 4)} ms", f"{rate} {unit['name']}s/s"]
+def _format_time_label(row: Record, unit: Record) -> str:
+    rate = format_digits(row["samples_per_s"] * unit["per_sample"], 4)
+    facts = [f"{format_digits(row['ms'], 4)} ms", f"{rate} {unit['name']}s/s"]
     facts += [f"{row['speedup_fp32']:.1f}x fp32"] if row["speedup_fp32"] is not None else []
     return "  ".join(facts)
 

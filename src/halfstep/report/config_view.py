@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from halfstep.config.keys import fields_of
+from halfstep.config.keys import list_fields
 from halfstep.config.load import Loaded
 from halfstep.config.statements import DEFAULT, OPEN_SECTIONS, Origin
 from halfstep.report.tables import print_text
@@ -31,9 +31,9 @@ class Setting:
     description: str
 
 
-def settings(loaded: Loaded) -> Iterator[Setting]:
+def list_settings(loaded: Loaded) -> Iterator[Setting]:
     """Every setting in the order of the schema; an open section shows each of its keys."""
-    for path, field in fields_of(type(loaded.config)).items():
+    for path, field in list_fields(type(loaded.config)).items():
         value = operator.attrgetter(path)(loaded.config)
         described = field.description or ""
         if path in OPEN_SECTIONS and isinstance(value, dict) and value:
@@ -44,12 +44,12 @@ def settings(loaded: Loaded) -> Iterator[Setting]:
             yield Setting(key=path, value=value, origin=loaded.origins.get(path, DEFAULT), description=described)
 
 
-def config_as_json(loaded: Loaded) -> dict[str, Any]:
+def dump_config(loaded: Loaded) -> dict[str, Any]:
     """The view for scripts."""
     return {
         "settings": {
             one.key: {"value": one.value, "source": asdict(one.origin), "description": one.description}
-            for one in settings(loaded)
+            for one in list_settings(loaded)
         },
         "overridden": [asdict(override) for override in loaded.overridden],
         "notes": list(loaded.notes),
@@ -60,8 +60,8 @@ def config_as_json(loaded: Loaded) -> dict[str, Any]:
 def show_config(loaded: Loaded, console: Console) -> None:
     """The view for people: what was set by hand stands out, defaults are dim."""
     show = show_table if console.width >= TABLE_WIDTH else show_list
-    show(list(settings(loaded)), console)
-    for line in header_lines(loaded):
+    show(list(list_settings(loaded)), console)
+    for line in format_header(loaded):
         console.print(escape(line))
     for warning in loaded.warnings:
         print_text(console, Text(f"warning: {warning}", style="yellow"))
@@ -74,31 +74,31 @@ def show_table(rows: list[Setting], console: Console) -> None:
     table.add_column("from", overflow="fold", max_width=30)
     table.add_column("what it is", style="dim", min_width=20)
     for row in rows:
-        cells = (row.key, shown(row.value), str(row.origin))
-        table.add_row(*(f"[{style_of(row)}]{escape(cell)}[/]" for cell in cells), escape(row.description))
+        cells = (row.key, format_setting(row.value), str(row.origin))
+        table.add_row(*(f"[{choose_style(row)}]{escape(cell)}[/]" for cell in cells), escape(row.description))
     console.print(table)
 
 
 def show_list(rows: list[Setting], console: Console) -> None:
     """For narrow terminals: the description stands below its setting."""
     for row in rows:
-        said = escape(f"{row.key} = {shown(row.value)}  ({row.origin})")
-        console.print(f"[{style_of(row)}]{said}[/]\n    [dim]{escape(row.description)}[/]", highlight=False)
+        said = escape(f"{row.key} = {format_setting(row.value)}  ({row.origin})")
+        console.print(f"[{choose_style(row)}]{said}[/]\n    [dim]{escape(row.description)}[/]", highlight=False)
 
 
-def style_of(row: Setting) -> str:
+def choose_style(row: Setting) -> str:
     return "dim" if row.origin.layer == "default" else "bold"
 
 
-def header_lines(loaded: Loaded) -> list[str]:
+def format_header(loaded: Loaded) -> list[str]:
     """What a run's header says about its config: what was overridden, and what to know."""
     return [*(f"overridden: {override}" for override in loaded.overridden), *(f"note: {note}" for note in loaded.notes)]
 
 
-def shown(value: object) -> str:
+def format_setting(value: object) -> str:
     """A value as it would be written in the file."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(shown(item) for item in value)}]"
+        return f"[{', '.join(format_setting(item) for item in value)}]"
     return f"{value:g}" if isinstance(value, float) and value == float(f"{value:g}") else str(value)

@@ -74,43 +74,48 @@ def draw_curves(metrics: Sequence[Record], path: Path) -> None:
     """Write the picture of these records to `path`; a quarter without records says so."""
     figure = new_figure((11, 6.8))
     last_step = max((float(record["step"]) for record in metrics if "step" in record), default=1.0)
-    for axes, quarter in zip(figure.subplots(2, 2).flat, _quarters(metrics), strict=True):
+    for axes, quarter in zip(figure.subplots(2, 2).flat, _build_quarters(metrics), strict=True):
         _draw(axes, quarter)
-        _dress(axes, max(last_step, 1.0), quarter.note)
+        _style_axes(axes, max(last_step, 1.0), quarter.note)
     with contextlib.suppress(OSError):  # what is written next says why
         path.parent.mkdir(parents=True, exist_ok=True)
     save_figure(figure, path)
 
 
-def _quarters(metrics: Sequence[Record]) -> list[Quarter]:
+def _build_quarters(metrics: Sequence[Record]) -> list[Quarter]:
     train = [record for record in metrics if record.get("kind") == "train"]
     validation = [record for record in metrics if record.get("kind") == "val"]
     # An event is on record two steps after the step it is about, which it names by the number of steps before.
     skipped = [float(r["bad_step"] + 1 if "bad_step" in r else r["step"]) for r in metrics if r.get("event") in SKIPS]
-    losses = [*_with_means(_by_phase(train, "loss", "train")), _curve(validation, "loss", "val", VALIDATION)]
-    health = Quarter(title="Loss scale", curves=[_curve(train, "scale", "last", TRAIN)], skipped=skipped, log_base=2)
+    losses = [
+        *_add_means(_build_phase_curves(train, "loss", "train")),
+        _build_curve(validation, "loss", "val", VALIDATION),
+    ]
+    health = Quarter(
+        title="Loss scale", curves=[_build_curve(train, "scale", "last", TRAIN)], skipped=skipped, log_base=2
+    )
     if all(value == 1.0 for value in health.curves[0].finite):  # bf16, tf32 and fp32 run at a scale of one
-        norms = _by_phase(train, "grad_norm", "last")
-        health = Quarter(title="Gradient norm", curves=_with_means(norms), skipped=skipped, log_base=10)
+        norms = _build_phase_curves(train, "grad_norm", "last")
+        health = Quarter(title="Gradient norm", curves=_add_means(norms), skipped=skipped, log_base=10)
     return [
         Quarter(title="Loss", curves=losses, skipped=skipped, log_base=10),
-        Quarter(title="Metrics", curves=_metric_curves(validation), note="   (faint: on training data)"),
-        Quarter(title="Learning rate", curves=_by_phase(train, "lr", "last")),
+        Quarter(title="Metrics", curves=_build_metric_curves(validation), note="   (faint: on training data)"),
+        Quarter(title="Learning rate", curves=_build_phase_curves(train, "lr", "last")),
         health,
     ]
 
 
-def _by_phase(train: Sequence[Record], key: str, name: str) -> list[Curve]:
+def _build_phase_curves(train: Sequence[Record], key: str, name: str) -> list[Curve]:
     """One, or that of each phase (`loss/critic`)."""
     phases = dict.fromkeys(other for record in train for other in record if other.startswith(f"{key}/"))
     found = [
-        _curve(train, own, own.removeprefix(f"{key}/"), colour)
+        _build_curve(train, own, own.removeprefix(f"{key}/"), colour)
         for own, colour in zip(phases, PHASE_COLOURS, strict=False)
     ]
-    return found or [_curve(train, key, name, TRAIN)]
+    return found or [_build_curve(train, key, name, TRAIN)]
 
 
-def _curve(records: Sequence[Record], key: str, name: str, colour: str) -> Curve:
+def _build_curve(records: Sequence[Record], key: str, name: str, colour: str) -> Curve:
     points = [(r["step"], float(r[key])) for r in records if _is_number(r.get(key))]
     values = [value if math.isfinite(value) else math.nan for _, value in points]
     return Curve(name=name, colour=colour, steps=[float(step) for step, _ in points], values=values)
@@ -120,28 +125,28 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _metric_curves(validation: Sequence[Record]) -> list[Curve]:
+def _build_metric_curves(validation: Sequence[Record]) -> list[Curve]:
     """Each metric of the whole, not those of single classes (`iou/cat`), with its training twin where there is one."""
     names = dict.fromkeys(name for record in validation for name, value in record.items() if _is_number(value))
     metrics = [n for n in names if n not in NOT_METRICS and "/" not in n and not n.startswith(TRAINING_TWIN)]
     curves = []
     for name, colour in zip(metrics, METRIC_COLOURS, strict=False):
-        twin = _curve(validation, TRAINING_TWIN + name, name, colour)
-        curves += [replace(twin, is_background=True), _curve(validation, name, name, colour)]
+        twin = _build_curve(validation, TRAINING_TWIN + name, name, colour)
+        curves += [replace(twin, is_background=True), _build_curve(validation, name, name, colour)]
     return curves
 
 
-def _with_means(curves: Sequence[Curve]) -> list[Curve]:
+def _add_means(curves: Sequence[Curve]) -> list[Curve]:
     """A noisy curve steps back behind its running mean; a short one stays as it is."""
     found = []
     for curve in curves:
         is_long = len(curve.finite) >= SMOOTH_FROM_POINTS
-        mean = [replace(curve, values=_running_mean(curve.values))] if is_long else []
+        mean = [replace(curve, values=_compute_running_mean(curve.values))] if is_long else []
         found += [replace(curve, is_background=is_long), *mean]
     return found
 
 
-def _running_mean(values: Sequence[float]) -> list[float]:
+def _compute_running_mean(values: Sequence[float]) -> list[float]:
     """Over a window centred on each point: one that looks back only would draw a falling loss too high.
 
     At the start, where losses are steep, the window shrinks to stay centred; at the end it may look back.
@@ -191,7 +196,7 @@ def _draw_curve(axes: Axes, curve: Curve) -> None:
     )
 
 
-def _dress(axes: Axes, last_step: float, note: str) -> None:
+def _style_axes(axes: Axes, last_step: float, note: str) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set_xlim(0, last_step * 1.03)
@@ -230,7 +235,7 @@ def draw_ranges(rows: Rows, format: str, path: Path, *, at: str = "") -> None:
     """A bar from the smallest to the largest magnitude of each module; lines where the format ends. `at` is the module
     at fault."""
     fmt = find_format(format if format != "fp8" else "bf16")
-    names = shown_modules(rows, at)
+    names = choose_modules(rows, at)
     figure = new_figure((9, 1.5 + 0.22 * max(len(names), 4)))
     axes = figure.subplots()
     for k, (word, own) in enumerate(rows.items()):
@@ -257,7 +262,7 @@ def draw_ranges(rows: Rows, format: str, path: Path, *, at: str = "") -> None:
     save_figure(figure, path)
 
 
-def shown_modules(rows: Rows, at: str) -> list[str]:
+def choose_modules(rows: Rows, at: str) -> list[str]:
     """As many as can be read, in the order they ran."""
     largest: dict[str, float] = {}
     for name, _, high in (row for own in rows.values() for row in own):

@@ -35,21 +35,23 @@ class MemoryRow:
         return sum(self.components.values())
 
 
-def memory_table(rows: Sequence[MemoryRow], *, with_components: bool) -> Table:
+def build_memory_table(rows: Sequence[MemoryRow], *, with_components: bool) -> Table:
     """Peaks by mode, in the unit of the largest; by component where there is room, without those that no row has."""
     names = [name for name in COLOURS if with_components and any(row.components.get(name) for row in rows)]
-    columns = {"precision": [row.precision for row in rows], "memory": [short_level(row.level) for row in rows]}
-    _, unit = memory_unit(rows)
-    columns |= {name.replace(" ", "\n"): [in_unit(row.components.get(name, 0), unit) for row in rows] for name in names}
-    columns |= {mode: [in_unit(row.totals[mode], unit) for row in rows] for mode in rows[0].totals}
+    columns = {"precision": [row.precision for row in rows], "memory": [shorten_level(row.level) for row in rows]}
+    _, unit = choose_memory_unit(rows)
+    columns |= {
+        name.replace(" ", "\n"): [format_in_unit(row.components.get(name, 0), unit) for row in rows] for name in names
+    }
+    columns |= {mode: [format_in_unit(row.totals[mode], unit) for row in rows] for mode in rows[0].totals}
     return columns_table(columns, left=("precision", "memory"))
 
 
-def memory_unit(rows: Sequence[MemoryRow]) -> tuple[str, float]:
+def choose_memory_unit(rows: Sequence[MemoryRow]) -> tuple[str, float]:
     return choose_byte_unit(max(max(row.total, *row.totals.values()) for row in rows))
 
 
-def told_once(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
+def merge_equal_rows(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
     """Rows with the same numbers as one: precisions are named together, and a level that saves nothing is left out."""
     found: dict[tuple[object, ...], MemoryRow] = {}
     for row in rows:
@@ -60,11 +62,11 @@ def told_once(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
     return list(found.values())
 
 
-def short_level(level: str) -> str:
+def shorten_level(level: str) -> str:
     return level.replace("recompute ", "").replace(" optimizer", "")
 
 
-def in_unit(size: int, unit_bytes: float) -> str:
+def format_in_unit(size: int, unit_bytes: float) -> str:
     value = size / unit_bytes
     return f"{value:.2f}" if 0 < value < 10 else f"{value:.1f}" if size else "-"
 
@@ -74,7 +76,7 @@ def draw_memory(title: str, rows: Sequence[MemoryRow], path: Path, *, limit_byte
     figure = new_figure((10.5, 1.8 + INCHES_A_ROW * len(rows)))
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
     axes = figure.subplots()
-    places, ends, (unit, unit_bytes) = range(len(rows)), [0.0] * len(rows), memory_unit(rows)
+    places, ends, (unit, unit_bytes) = range(len(rows)), [0.0] * len(rows), choose_memory_unit(rows)
     for name, colour in COLOURS.items():
         sizes = [row.components.get(name, 0) / unit_bytes for row in rows]
         if any(sizes):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.disk import parse_json, write_atomically
-from halfstep.errors import CheckpointError, suggested
+from halfstep.errors import CheckpointError, suggest_command
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -37,7 +37,7 @@ class MetricsFile:
             while line:
                 line = line[self._file.write(line) :]
         except OSError as error:
-            again = suggested("train", "--resume", self.path.parent)
+            again = suggest_command("train", "--resume", self.path.parent)
             raise CheckpointError(
                 f"cannot write {self.path}: {error.strerror}",
                 why="a run without records proves nothing",
@@ -51,22 +51,25 @@ class MetricsFile:
 
 def encode(record: Mapping[str, object]) -> bytes:
     """Return the record's line in the file."""
-    return json.dumps({name: as_json(value) for name, value in record.items()}, allow_nan=False).encode() + b"\n"
+    return (
+        json.dumps({name: replace_non_finite(value) for name, value in record.items()}, allow_nan=False).encode()
+        + b"\n"
+    )
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Every whole record, oldest first; none when there is no file yet."""
-    return [_from_json(record) for _, record in _records(path)]
+    return [_restore_non_finite(record) for _, record in _iterate_records(path)]
 
 
-def last_step(path: Path) -> int | None:
+def find_last_step(path: Path) -> int | None:
     """The newest step on record; None when nothing is."""
-    return max((record["step"] for _, record in _records(path) if "step" in record), default=None)
+    return max((record["step"] for _, record in _iterate_records(path) if "step" in record), default=None)
 
 
-def fingerprint(path: Path, num_records: int) -> tuple[int, int]:
+def compute_fingerprint(path: Path, num_records: int) -> tuple[int, int]:
     """Return how many of the first `num_records` are there, and the checksum of their lines."""
-    lines = [line + b"\n" for line, _ in itertools.islice(_records(path), num_records)]
+    lines = [line + b"\n" for line, _ in itertools.islice(_iterate_records(path), num_records)]
     return len(lines), zlib.crc32(b"".join(lines))
 
 
@@ -74,11 +77,11 @@ def cut_back(path: Path, num_records: int) -> None:
     """Keep what was on record when the checkpoint was taken; a count, since one step may write before and after it."""
     if not path.exists() and not path.is_symlink():  # a link to nothing would be written through
         return
-    kept = [line for line, _ in _records(path)][:num_records]
+    kept = [line for line, _ in _iterate_records(path)][:num_records]
     write_atomically(path, "".join(f"{line.decode()}\n" for line in kept))
 
 
-def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def _iterate_records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Each line with its record; the last line may be one that a kill cut short, and is left out then."""
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     for number, line in enumerate(lines, start=1):
@@ -98,16 +101,16 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             ) from error
 
 
-def as_json(value: object) -> object:
+def replace_non_finite(value: object) -> object:
     """With words for what is not finite."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {name: as_json(inner) for name, inner in value.items()}
+        return {name: replace_non_finite(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [as_json(inner) for inner in value]
+        return [replace_non_finite(inner) for inner in value]
     return value
 
 
-def _from_json(record: dict[str, Any]) -> dict[str, Any]:
+def _restore_non_finite(record: dict[str, Any]) -> dict[str, Any]:
     return {name: NOT_FINITE.get(value, value) if isinstance(value, str) else value for name, value in record.items()}

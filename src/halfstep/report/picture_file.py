@@ -49,7 +49,7 @@ def save_figure(figure: Figure, path: Path) -> None:
         raise CheckpointError(f"cannot write {path}: {why}", fix="make room, or name a .png elsewhere") from error
 
 
-def shortened(name: str, length: int) -> str:
+def shorten_name(name: str, length: int) -> str:
     """The name, or its two ends."""
     half = (length - 1) // 2
     text = name if len(name) <= length else f"{name[: length - 1 - half]}…{name[-half:]}"

@@ -145,11 +145,11 @@ class LineBar(Bar):
 
 
 @contextlib.contextmanager
-def alive(bar: Bar, console: Console) -> Iterator[None]:
+def show_live(bar: Bar, console: Console) -> Iterator[None]:
     """Keep the bar on the terminal's last line; whatever ends the block, the cursor comes back."""
     # rich's own redirection is off: see AboveBar.
     live = Live(bar, console=console, refresh_per_second=REFRESHES_PER_S, redirect_stdout=False, redirect_stderr=False)
-    with _prints_above(console), live:
+    with _print_above_bar(console), live:
         try:
             yield
         finally:
@@ -175,7 +175,7 @@ class AboveBar(FileProxy):
 
 
 @contextlib.contextmanager
-def _prints_above(console: Console) -> Iterator[None]:
+def _print_above_bar(console: Console) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if sys.stdout.isatty():
             stack.enter_context(contextlib.redirect_stdout(AboveBar(console, sys.stdout)))

@@ -22,7 +22,7 @@ SHOWN_CLASSES = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluation:
+class EvaluationResult:
     """The outcome of one evaluation: plain values only."""
 
     run: str
@@ -51,21 +51,21 @@ class Evaluation:
 
     def to_json(self) -> str:
         """Everything."""
-        return json_text(asdict(self))
+        return dump_json(asdict(self))
 
 
-def result_console(pipe_width: int = 1000) -> Console:
+def open_result_console(pipe_width: int = 1000) -> Console:
     """Standard output; a file or a pipe has no width, and rich would squeeze everything into 80 columns."""
     console = Console()
     return console if console.is_terminal else Console(width=pipe_width)
 
 
-def json_text(value: Any) -> str:
+def dump_json(value: Any) -> str:
     """Valid JSON: a number that is not finite becomes null, a byte of a file name that is not UTF-8 `\\xe9`."""
-    return json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False)
+    return json.dumps(_make_plain(value), indent=2, ensure_ascii=False, allow_nan=False)
 
 
-def show_evaluation(found: Evaluation, console: Console) -> None:
+def show_evaluation(found: EvaluationResult, console: Console) -> None:
     """Facts, scores, classes, files."""
     facts = {
         "run": found.run,
@@ -89,32 +89,32 @@ def show_evaluation(found: Evaluation, console: Console) -> None:
         console.print(Text(f"wrote {path}", style="dim"), soft_wrap=True)
 
 
-def _show_classes(found: Evaluation, console: Console) -> None:
+def _show_classes(found: EvaluationResult, console: Console) -> None:
     rows = list(found.classes)
     if len(rows) > SHOWN_CLASSES:
-        rows = sorted(rows, key=lambda row: _rank(row[found.ranking]))[:SHOWN_CLASSES]
+        rows = sorted(rows, key=lambda row: _rank_cell(row[found.ranking]))[:SHOWN_CLASSES]
         console.print(Text(f"The {len(rows)} worst of {len(found.classes)} classes by {found.ranking}:"))
-    columns = {title: [shown(row[title]) for row in rows] for title in rows[0]}
+    columns = {title: [format_cell(row[title]) for row in rows] for title in rows[0]}
     texts = [title for title in columns if any(isinstance(row[title], str) for row in rows)]
     console.print(columns_table(columns, left=texts), soft_wrap=True)
 
 
-def _rank(value: Cell) -> float:
+def _rank_cell(value: Cell) -> float:
     return float(value) if isinstance(value, int | float) else math.inf
 
 
-def shown(value: Cell) -> str:
+def format_cell(value: Cell) -> str:
     """A cell as text: four digits, thousands apart, a dash for what there is not."""
     if value is None:
         return "-"
     return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
 
 
-def _plain(value: Any) -> Any:
+def _make_plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {make_printable(str(name)): _plain(inner) for name, inner in value.items()}
+        return {make_printable(str(name)): _make_plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [_make_plain(inner) for inner in value]
     if isinstance(value, str):
         return make_printable(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -170,13 +170,13 @@ class Predictions:
         """Everything, without the cells."""
         whole = asdict(self)
         whole["predictions"] = [{"file": answer.file, **answer.found} for answer in self.answers]
-        return json_text({name: value for name, value in whole.items() if name != "answers"})
+        return dump_json({name: value for name, value in whole.items() if name != "answers"})
 
 
 def show_predictions(made: Predictions, console: Console) -> None:
     """A row per file, then where the results are and what was left out."""
     answers = made.answers[:SHOWN_FILES] if made.out else made.answers
-    rows = [_printable({"file": answer.file, **answer.brief}) for answer in answers]
+    rows = [_make_printable({"file": answer.file, **answer.brief}) for answer in answers]
     if rows:
         table = columns_table({title: [row[title] for row in rows] for title in rows[0]}, left=rows[0])
         for column in table.columns:
@@ -193,7 +193,7 @@ def show_predictions(made: Predictions, console: Console) -> None:
         console.print(Text(f"{len(made.failed):,} could not be used", style="yellow"))
 
 
-def _printable(row: Mapping[str, Any]) -> dict[str, Any]:
+def _make_printable(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         make_printable(name): make_printable(value) if isinstance(value, str) else value for name, value in row.items()
     }
@@ -209,7 +209,7 @@ def refuse_existing(path: Path) -> None:
 
 def write_csv(made: Predictions, path: Path) -> None:
     """One line per file, with a title line; numbers in full."""
-    rows = [_printable({"file": answer.file, **answer.cells}) for answer in made.answers]
+    rows = [_make_printable({"file": answer.file, **answer.cells}) for answer in made.answers]
     try:
         with path.open("x", newline="", encoding="utf-8") as file:
             table = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else ["file"])

@@ -19,8 +19,8 @@ from rich.text import Text
 
 from halfstep.disk import GONE, redirect_to_null
 from halfstep.errors import ConfigError, HalfstepError, suggest_install
-from halfstep.report.metrics_file import MetricsFile, last_step
-from halfstep.report.progress import Bar, LineBar, alive
+from halfstep.report.metrics_file import MetricsFile, find_last_step
+from halfstep.report.progress import Bar, LineBar, show_live
 from halfstep.report.tables import print_text
 
 NOT_CURVES = {"step", "epoch"}
@@ -31,7 +31,7 @@ class Tracker:
 
     def __init__(self, folder: Path, *, after_step: int | None = None) -> None:
         """`after_step`: the last step that a resumed run has on record; TensorBoard then hides all that came later."""
-        writer_class = _summary_writer()
+        writer_class = _import_summary_writer()
         self._writer = writer_class(str(folder), purge_step=None if after_step is None else after_step + 1)
 
     def add(self, record: Mapping[str, object]) -> None:
@@ -43,7 +43,7 @@ class Tracker:
         self._writer.close()
 
 
-def _summary_writer() -> Any:
+def _import_summary_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -69,7 +69,7 @@ class DeafConsole(Console):
             super()._check_buffer()
         except OSError as error:
             if error.errno not in GONE:
-                raise unwritable_output(error) from error
+                raise explain_unwritable_output(error) from error
             self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
@@ -77,7 +77,7 @@ class DeafConsole(Console):
         redirect_to_null(self.file.fileno())
 
 
-def unwritable_output(error: OSError) -> ConfigError:
+def explain_unwritable_output(error: OSError) -> ConfigError:
     """What is printed cannot be written: a disk that is full, mostly."""
     return ConfigError(
         f"cannot write what is printed: {error.strerror}",
@@ -95,7 +95,7 @@ class RunReport:
         self._warnings = console or DeafConsole(stderr=True)
         self._quiet = quiet
         self._metrics = MetricsFile(folder / "metrics.jsonl")
-        after_step = last_step(self._metrics.path) if tensorboard else None
+        after_step = find_last_step(self._metrics.path) if tensorboard else None
         self._tracker = Tracker(folder / "tensorboard", after_step=after_step) if tensorboard else None
 
     def header(self, title: str, rows: Rows, *, warnings: Sequence[str]) -> None:
@@ -112,7 +112,7 @@ class RunReport:
             yield Bar(label, total)
         elif self._console.is_interactive:
             bar = Bar(label, total)
-            with alive(bar, self._console):
+            with show_live(bar, self._console):
                 yield bar
         else:
             with LineBar(label, total, write=self._line) as line_bar:

@@ -25,9 +25,9 @@ from halfstep.distributed.world import World
 from halfstep.errors import ConfigError
 from halfstep.evidence.recorder import Recorder
 from halfstep.hardware.facts import Hardware
-from halfstep.hardware.gpus import known_gpu
+from halfstep.hardware.gpus import look_up_gpu
 from halfstep.hardware.probe import probe
-from halfstep.models.first_values import unfilled
+from halfstep.models.first_values import skip_first_values
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 from halfstep.run.folder import make_paths_absolute
@@ -172,7 +172,7 @@ def build_workload(config: RunConfig, store: dict[str, Any] | None = None) -> Wo
 
     With a store weights stay uninitialised: the caller loads all of them from the checkpoint."""
     seed_everything(config.train.seed)
-    with nullcontext() if store is None else unfilled():
+    with nullcontext() if store is None else skip_first_values():
         return build(config, store)
 
 
@@ -383,12 +383,12 @@ DEMO_PLAN_NOTE = (
 def plan_config(config: RunConfig, *, gpu: str | None = None) -> Plan:
     """Build the model as training would, on demo data if no folder is given, and decide its plan."""
     if gpu:
-        return _warn_untimed(_plan_on(config, known_gpu(gpu)))
+        return _warn_untimed(_plan_on(config, look_up_gpu(gpu)))
     return _plan_on(config, probe(config.device))
 
 
 def _plan_on(config: RunConfig, hardware: Hardware) -> Plan:
-    with provide_data(config) as with_data, unfilled():
+    with provide_data(config) as with_data, skip_first_values():
         decided = decide_plan(with_data, build_workload(with_data), hardware)
         return _add_warning(decided, DEMO_PLAN_NOTE) if is_demo(config) else decided
 

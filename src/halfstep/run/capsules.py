@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfstep.config.dump import to_yaml
 from halfstep.config.schema import RunConfig
-from halfstep.data.loader import Loader, NamedSamples, offers
+from halfstep.data.loader import Loader, NamedSamples, implements
 from halfstep.distributed.world import Share
 from halfstep.errors import CheckpointError, HardwareError, summarise_error
 from halfstep.evidence import capsule as capsules
@@ -106,7 +106,7 @@ def load_window(parts: Assembly, reading: Reading) -> list[dict[str, Tensor]] | 
 
 def _names(workload: Workload, ids: Sequence[int]) -> list[str]:
     samples = workload.train_samples
-    return [samples.name_of(index) for index in ids] if offers(samples, NamedSamples) else []
+    return [samples.name_of(index) for index in ids] if implements(samples, NamedSamples) else []
 
 
 # --- the step again ---

@@ -28,16 +28,16 @@ from halfstep.config.schema import RunConfig
 from halfstep.data.seeds import Key
 from halfstep.distributed.world import Share
 from halfstep.errors import ConfigError, HalfstepError, summarise_error
-from halfstep.hardware.memory import give_back
+from halfstep.hardware.memory import release_unused_memory
 from halfstep.kernels.fast_forms import chains
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import AssembledPhase, Assembly, assemble, make_all_due
 from halfstep.run.memory.out_of_memory import OutOfMemory, describe_halving, split_window
-from halfstep.step.batches import batch_length
-from halfstep.step.facts import Facts, PhasedFacts, Reading, parts_of
-from halfstep.step.graph import CaptureFailed, GraphedStep, Pool, Shape, shape_of
+from halfstep.step.batches import count_samples
+from halfstep.step.facts import Facts, PhasedFacts, Reading, split_phases
+from halfstep.step.graph import CaptureFailed, GraphedStep, Pool, Shape, describe_shape
 from halfstep.step.phases import PhasedStep
-from halfstep.step.randomness import algorithms, generator_states, restore_generators
+from halfstep.step.randomness import choose_algorithms, read_generators, restore_generators
 from halfstep.step.step import Step
 from halfstep.tune.channels_last import match_layout
 from halfstep.tune.compiling import CompiledShapes, CompilerWarnings, explain_compile_error, get_batch_shape
@@ -217,7 +217,7 @@ class Engine:
         return has_code
 
     def _is_full(self, batch: Batch) -> bool:
-        return batch_length(batch) == -(-self.parts.full_batch // self.pieces)
+        return count_samples(batch) == -(-self.parts.full_batch // self.pieces)
 
     def _allows_cudnn_trials(self, pieces: list[Batch]) -> bool:
         """Allow cuDNN's trials for full batches only: for the last batch of an epoch they cost more than they gain."""
@@ -229,7 +229,7 @@ class Engine:
     def _find_captured(self, window: list[Batch]) -> CapturedWindow | None:
         if self.mode != "graph" or any(isinstance(batch, Idle) for batch in window):
             return None
-        shape = (id(self), self._sizes, *shape_of(window))
+        shape = (id(self), self._sizes, *describe_shape(window))
         self._in_a_row = self._in_a_row + 1 if shape == self._shape else 1
         self._shape = shape
         self.guarded.look_ahead()
@@ -329,7 +329,7 @@ def prepare_window(
     parts: Assembly, window: list[Batch], sizes: Sequence[int] = (), share: Share | None = None
 ) -> list[Batch]:
     """Prepare a loaded window for the model; with `share` the window of another rank."""
-    sizes = sizes or [batch_length(batch) for batch in window]
+    sizes = sizes or [count_samples(batch) for batch in window]
     return list(_prepare_batches(parts, window, sizes, share or parts.world))
 
 
@@ -340,7 +340,7 @@ def _prepare_batches(
     for k, (batch, size) in enumerate(zip(window, sizes, strict=True)):
         is_idle = share is not None and share.rows(size) == 0
         row = 0 if share is None or is_idle else share.place(size)
-        key = Key.of_training(parts.config.train.seed, parts.step.attempted, k, place + row, row, size)
+        key = Key.for_training(parts.config.train.seed, parts.step.attempted, k, place + row, row, size)
         prepared = match_layout(parts.model, parts.workload.prepared(batch, key=key, training=True))
         yield Idle(prepared) if is_idle else prepared
         place += size
@@ -411,7 +411,7 @@ class PhasedEngine:
 
     def follow(self, reading: Reading) -> None:
         """Follow, for each phase, a rank that could not compile or capture."""
-        for name, own in parts_of(reading).items():
+        for name, own in split_phases(reading).items():
             self.engines[name].follow(own)
 
     def forget_graphs(self) -> None:
@@ -444,18 +444,18 @@ def make_engine(parts: Assembly, mode: Mode, notice: Notice, *hooks: Any) -> Eng
 @contextmanager
 def rehearse_run(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Trial]:
     """Yield a trial on a copy of the run; nothing of it is left afterwards."""
-    give_back(torch.device(plan.device))  # memory that the error of a failed trial held
-    generators = generator_states()
+    release_unused_memory(torch.device(plan.device))  # memory that the error of a failed trial held
+    generators = read_generators()
     copied = dataclasses.replace(workload, model=_copy_model(workload.model), phases=make_all_due(workload.phases))
     try:
-        with algorithms(deterministic=config.train.deterministic):
+        with choose_algorithms(deterministic=config.train.deterministic):
             yield Trial(_assemble_trial(config, copied, plan), make_engine, load_first_batch(config, copied))
     finally:
         restore_generators(generators)
         del copied
         # The compiler caches code by shapes only: the next trial would get this one's code.
         forget_compiled()
-        give_back(torch.device(plan.device))
+        release_unused_memory(torch.device(plan.device))
 
 
 def _assemble_trial(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:

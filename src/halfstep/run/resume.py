@@ -9,13 +9,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from halfstep.config.dump import plain
+from halfstep.config.dump import dump_values
 from halfstep.config.load import Loaded
 from halfstep.config.schema import WITHOUT_END, RunConfig
 from halfstep.errors import CheckpointError, HardwareError, format_count
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
-from halfstep.report.metrics_file import fingerprint
+from halfstep.report.metrics_file import compute_fingerprint
 
 FREE = (
     "train.epochs", "train.max_steps", "train.early_stopping_patience", "train.checkpoint_every",
@@ -60,7 +60,7 @@ def flatten_settings(section: BaseModel, prefix: str = "") -> dict[str, Any]:
 
 def find_settled(asked: RunConfig, config: RunConfig) -> dict[str, list[Any]]:
     """Return the settings that a new run decided from its data or demo, by path, with the requested value if any."""
-    then, now = plain(asked), plain(config)
+    then, now = dump_values(asked), dump_values(config)
     sections = {name: part for name, part in then.items() if isinstance(part, dict)}
     return {
         f"{section}.{name}": [value] if is_said(asked, section, name) else []
@@ -72,7 +72,7 @@ def find_settled(asked: RunConfig, config: RunConfig) -> dict[str, list[Any]]:
 
 def apply_decided(asked: Loaded, stored: Loaded, settled: Mapping[str, Sequence[Any]]) -> Loaded:
     """Replace requests that equal the original ones, or defaults, by what the run decided then."""
-    config, said, taken = asked.config, plain(asked.config), list[str]()
+    config, said, taken = asked.config, dump_values(asked.config), list[str]()
     for path, values in settled.items():
         section, _, name = path.partition(".")
         if name in said.get(section, ()) and (not is_said(config, section, name) or said[section][name] in values):
@@ -107,7 +107,7 @@ def recover_settings(
 def refuse_other_records(file: Path, journal: dict[str, Any], *, allow: bool) -> list[str]:
     """Compare metrics.jsonl with what the checkpoint knows of it; where that is allowed, go on from what is there."""
     expected = journal["num_records"], journal["records_crc32"]
-    found = fingerprint(file, expected[0])
+    found = compute_fingerprint(file, expected[0])
     if found == expected:
         return []
     num_missing = expected[0] - found[0]

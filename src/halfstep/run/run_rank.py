@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from halfstep.config.schema import RunConfig
-from halfstep.distributed.launch import Launch, device_of
-from halfstep.distributed.world import World, agreed
+from halfstep.distributed.launch import Launch, choose_device
+from halfstep.distributed.world import World, mark_agreed
 from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
@@ -44,14 +44,14 @@ class RunRank:
         return make() if self.world is None else self.world.from_first(make)
 
     def choose_device(self, config: RunConfig) -> str:
-        return device_of(config, self.launch)
+        return choose_device(config, self.launch)
 
     def find_restarted_run(self, out: Path | None) -> Path | None:
         """Return the run to resume after torchrun has restarted its processes."""
         if self.launch is None or not self.launch.restarts:
             return None
         if out is None:
-            raise agreed(
+            raise mark_agreed(
                 CheckpointError(
                     "torchrun has restarted the processes, and the run was started without --out",
                     why="a folder that is named by the time cannot be found again",

@@ -22,7 +22,7 @@ from halfstep.errors import CheckpointError, ConfigError
 from halfstep.precision.plan import Plan
 from halfstep.run.memory.out_of_memory import split_window
 from halfstep.step.phases import PhasedStep
-from halfstep.step.randomness import generator_states, restore_generators
+from halfstep.step.randomness import read_generators, restore_generators
 from halfstep.step.step import Step
 from halfstep.tune.channels_last import match_layout
 from halfstep.workloads.base.workload import Workload
@@ -70,7 +70,7 @@ def validate(
     with enter_evaluation(model):
         for batch, size in zip(prefetch(loader.epoch(0), device), loader.sizes(0, len(loader)), strict=True):
             place = 0 if world is None else world.place(size)
-            key = Key.of_validation(index + place)
+            key = Key.for_validation(index + place)
             index += size
             advance()
             if world is not None and world.rows(size) == 0:
@@ -98,11 +98,11 @@ FORM = "a str, or a uint8 array of shape (height, width) or (height, width, 3)"
 def sample(parts: Assembly, folder: Path) -> list[Path]:
     """Call the workload's `sample` with the weights that validation uses, and restore all generators."""
     assert parts.workload.sample is not None
-    generators = generator_states()
+    generators = read_generators()
     parts.values.refresh()
     try:
         with use_average(parts.step), enter_evaluation(parts.model), parts.plan.forward():
-            found = parts.workload.sample(parts.model, Key.of_sampling(parts.config.train.seed))
+            found = parts.workload.sample(parts.model, Key.for_sampling(parts.config.train.seed))
     finally:
         restore_generators(generators)
     return write_samples(folder, found)

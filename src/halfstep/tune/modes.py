@@ -18,7 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from halfstep.disk import find_cache_directory, read_variable
 from halfstep.kernels.fast_forms import decided, forced
 from halfstep.models.recompute import Blocks as BlockSequence
-from halfstep.models.recompute import each_compiled
+from halfstep.models.recompute import compile_each_block
 from halfstep.tune.memory_low import limit_activations as budget
 
 Mode: TypeAlias = Literal["eager", "compile", "graph"]
@@ -139,7 +139,7 @@ def compile_one_for_all(region: Callable[..., Any], compiler: Callable[..., Any]
     compiled = functools.cache(compiler)
 
     def run(*arguments: Any) -> Any:
-        with each_compiled(compiled), allow_many_shapes():
+        with compile_each_block(compiled), allow_many_shapes():
             return region(*arguments)
 
     return run

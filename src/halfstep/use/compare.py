@@ -19,26 +19,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from halfstep.config.foreign import flat
+from halfstep.config.foreign import flatten_keys
 from halfstep.config.schema import RunConfig
 from halfstep.disk import own_folder, parse_json, write_atomically
 from halfstep.errors import CheckpointError, ConfigError, HalfstepError, format_count
 from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.probe import probe
-from halfstep.precision.decide import decide, why_simulated
+from halfstep.precision.decide import decide, explain_simulation
 from halfstep.run.folder import RunFolder, make_paths_absolute
 from halfstep.tune.choose import find_asked_mode
 from halfstep.use.compare_run import (
     OUT_OF_MEMORY,
+    ComparedRow,
     Job,
-    Outcome,
-    Row,
-    beside_each_other,
-    keep_the_records,
-    loaded_for,
-    one_run,
+    RunOutcome,
+    load_row,
+    remove_all_but_records,
+    run_in_parallel,
+    train_row,
 )
-from halfstep.use.equivalence import FEWEST_SEEDS, LOOKS, Verdict, default_margin, is_wide, power, verdicts
+from halfstep.use.equivalence import FEWEST_SEEDS, LOOKS, Verdict, choose_margin, compute_power, is_wide, judge_rows
 
 PILOT_SEED = 1_000_000
 """Pilot runs count from here: no seed of theirs is one of the comparison's."""
@@ -48,12 +48,12 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class CompareRequest:
     """What is compared; fixed before the first run."""
 
     target: str
     overrides: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[ComparedRow, ...]
     looks: tuple[int, ...] = LOOKS
     margin: float | None = None
     budget_s: float | None = None
@@ -64,12 +64,12 @@ class Request:
     """Judge each run by its best validation instead of its last one."""
 
     @property
-    def baseline(self) -> Row:
+    def baseline(self) -> ComparedRow:
         return self.rows[0]
 
     @classmethod
-    def from_json(cls, record: dict[str, Any]) -> Request:
-        rows = tuple(Row(name=row["name"], overrides=tuple(row["overrides"])) for row in record["rows"])
+    def from_json(cls, record: dict[str, Any]) -> CompareRequest:
+        rows = tuple(ComparedRow(name=row["name"], overrides=tuple(row["overrides"])) for row in record["rows"])
         known = {**record, "rows": rows, "looks": tuple(record["looks"]), "overrides": tuple(record["overrides"])}
         return cls(**known)
 
@@ -78,11 +78,11 @@ class Request:
 class Comparison:
     """A request with what was found so far."""
 
-    request: Request
+    request: CompareRequest
     margin: float | None = None
     margin_from: str = ""
-    pilot: list[Outcome] = field(default_factory=list)
-    runs: list[Outcome] = field(default_factory=list)
+    pilot: list[RunOutcome] = field(default_factory=list)
+    runs: list[RunOutcome] = field(default_factory=list)
     spent_s: float = 0.0
     ended: str = ""
     """Why no further seeds are run."""
@@ -113,22 +113,22 @@ class Comparison:
     @classmethod
     def from_json(cls, text: str) -> Comparison:
         record = parse_json(text)
-        lists = {name: [Outcome.from_json(one) for one in record[name]] for name in ("pilot", "runs")}
-        return cls(**{**record, **lists, "request": Request.from_json(record["request"])})
+        lists = {name: [RunOutcome.from_json(one) for one in record[name]] for name in ("pilot", "runs")}
+        return cls(**{**record, **lists, "request": CompareRequest.from_json(record["request"])})
 
     def to_json(self) -> str:
         record = {name: getattr(self, name) for name in self.__slots__}
         lists = {name: [one.to_json() for one in record[name]] for name in ("pilot", "runs")}
         return json.dumps({**record, **lists, "request": asdict(self.request)}, indent=1) + "\n"
 
-    def outcome(self, row: str, seed: int) -> Outcome | None:
+    def outcome(self, row: str, seed: int) -> RunOutcome | None:
         return next((run for run in self.runs if run.row == row and run.seed == seed), None)
 
-    def outcomes(self, row: str) -> list[Outcome]:
+    def outcomes(self, row: str) -> list[RunOutcome]:
         """In the order of their seeds, which is how they pair."""
         return sorted((run for run in self.runs if run.row == row), key=lambda run: run.seed)
 
-    def paired(self, row: str) -> list[Outcome]:
+    def paired(self, row: str) -> list[RunOutcome]:
         """Those of the seeds that all rows have: what a budget or Ctrl-C cut off counts for nothing."""
         return self.outcomes(row)[: self.whole_seeds()]
 
@@ -142,17 +142,17 @@ class Comparison:
         assert self.margin is not None
         values = {row.name: [run.value for run in self.paired(row.name)] for row in self.request.rows}
         baseline = values.pop(self.request.baseline.name)
-        return verdicts(baseline, values, self.margin, looks=self.request.looks)
+        return judge_rows(baseline, values, self.margin, looks=self.request.looks)
 
 
-def new_comparison(request: Request, out: Path | None) -> tuple[Path, Comparison]:
+def new_comparison(request: CompareRequest, out: Path | None) -> tuple[Path, Comparison]:
     """A folder for it, once every row is known to be right."""
     refuse_bad_rows(request)
-    configs = {row.name: config_of(request, row) for row in request.rows}
+    configs = {row.name: load_row_config(request, row) for row in request.rows}
     simulated: dict[str, str] = {}
     for row, config in configs.items():
         hardware = probe(config.device)
-        if config.precision.simulate and (missing := why_simulated(config.precision, hardware)):
+        if config.precision.simulate and (missing := explain_simulation(config.precision, hardware)):
             simulated[row] = missing
         try:  # a format or a mode that is not there must not show after the pilot
             find_asked_mode(config, decide(config.precision, hardware))
@@ -161,30 +161,32 @@ def new_comparison(request: Request, out: Path | None) -> tuple[Path, Comparison
             raise
     name = re.sub(r"[:/]", "-", configs[request.baseline.name].workload)
     folder = RunFolder.create(str(out) if out else None, f"compare-{name}").path
-    comparison = Comparison(request=request, margin=request.margin, settings=_settings(configs), simulated=simulated)
+    comparison = Comparison(
+        request=request, margin=request.margin, settings=_flatten_settings(configs), simulated=simulated
+    )
     comparison.margin_from = "given with --margin" if request.margin is not None else ""
     _write(folder, comparison)
     return folder, comparison
 
 
-def config_of(request: Request, row: Row, seed: int = 0) -> RunConfig:
-    return loaded_for(request.target, request.overrides, row, seed).config
+def load_row_config(request: CompareRequest, row: ComparedRow, seed: int = 0) -> RunConfig:
+    return load_row(request.target, request.overrides, row, seed).config
 
 
-def settings_of(request: Request) -> dict[str, dict[str, Any]]:
+def collect_settings(request: CompareRequest) -> dict[str, dict[str, Any]]:
     """Every setting of each row, as JSON stores it, with its files as they are found from here."""
-    return _settings({row.name: config_of(request, row) for row in request.rows})
+    return _flatten_settings({row.name: load_row_config(request, row) for row in request.rows})
 
 
-def _settings(configs: Mapping[str, RunConfig]) -> dict[str, dict[str, Any]]:
-    return {name: flat(make_paths_absolute(config).model_dump(mode="json")) for name, config in configs.items()}
+def _flatten_settings(configs: Mapping[str, RunConfig]) -> dict[str, dict[str, Any]]:
+    return {name: flatten_keys(make_paths_absolute(config).model_dump(mode="json")) for name, config in configs.items()}
 
 
 def refuse_other_settings(comparison: Comparison) -> None:
     """A file that was edited, or another working folder, since the comparison began: its runs would not pair."""
-    now = settings_of(comparison.request)
+    now = collect_settings(comparison.request)
     for row, then in comparison.settings.items():
-        if changed := _differing(then, now[row]):
+        if changed := _find_differences(then, now[row]):
             key = changed[0]
             raise ConfigError(
                 f"{row}: {', '.join(changed)} changed since this comparison began",
@@ -193,7 +195,7 @@ def refuse_other_settings(comparison: Comparison) -> None:
             )
 
 
-def _differing(ones: dict[str, Any], others: dict[str, Any]) -> list[str]:
+def _find_differences(ones: dict[str, Any], others: dict[str, Any]) -> list[str]:
     return sorted(key for key in ones.keys() | others.keys() if ones.get(key) != others.get(key))
 
 
@@ -253,26 +255,26 @@ class _Runs:
 
     def paired(self, count: int) -> bool:
         """One run each of every row up to this many seeds, seed by seed; False where the budget did not last."""
-        named = file_names(self.comparison.request.rows)
+        named = choose_folder_names(self.comparison.request.rows)
         jobs = [(row, seed, self.folder / "runs" / f"{name}-{seed}")
                 for seed in range(count) for name, row in named.items()]  # fmt: skip
         return self._trained(jobs, self.comparison.runs)
 
-    def _trained(self, jobs: Sequence[Job], kept: list[Outcome]) -> bool:
+    def _trained(self, jobs: Sequence[Job], kept: list[RunOutcome]) -> bool:
         known = {(run.row, run.seed) for run in kept}
         for row, seed, place in jobs:
             if (row.name, seed) in known:
-                keep_the_records(place)  # an interruption may have come just before
+                remove_all_but_records(place)  # an interruption may have come just before
         missing = [job for job in jobs if (job[0].name, job[1]) not in known]
         if missing and self._is_spent():
             return False
-        for job, outcome in zip(missing, _outcomes(self.comparison.request, missing, kept), strict=True):
+        for job, outcome in zip(missing, _run_jobs(self.comparison.request, missing, kept), strict=True):
             kept.append(outcome)
             is_over = self._is_spent()
             _write(self.folder, self.comparison)
-            keep_the_records(job[2])
-            self.say(_said(self.comparison, outcome))
-            if len(self.comparison.runs) == 1 and (wide := why_wide(self.comparison)):
+            remove_all_but_records(job[2])
+            self.say(_format_outcome(self.comparison, outcome))
+            if len(self.comparison.runs) == 1 and (wide := explain_wide_margin(self.comparison)):
                 self.say(wide)  # before the other runs are paid for
             if is_over and job is not missing[-1]:
                 return False
@@ -294,28 +296,28 @@ def _fix_margin(folder: Path, comparison: Comparison, say: Say) -> None:
             fix="mend the baseline first (a lower optimizer.lr, a smaller batch), or compare anew with --margin X",
         )
     _refuse_constant(values, comparison.metric)
-    comparison.margin = default_margin(values, in_points=comparison.in_points)
+    comparison.margin = choose_margin(values, in_points=comparison.in_points)
     rule = "half a point" if comparison.in_points else "1 % of the mean"
     comparison.margin_from = f"the larger of {rule} and twice the deviation of {FEWEST_SEEDS} pilot runs"
     _write(folder, comparison)
     deviation = max(statistics.stdev(values), 1e-12) * math.sqrt(2)
-    chance = power(deviation, comparison.margin, looks=request.looks, num_rows=len(request.rows) - 1)
+    chance = compute_power(deviation, comparison.margin, looks=request.looks, num_rows=len(request.rows) - 1)
     say(
         f"margin: {comparison.margin:.4g} ({comparison.margin_from}); chance to show two equal rows equal: {chance:.0%}"
     )
 
 
-def _outcomes(request: Request, jobs: Sequence[Job], known: Sequence[Outcome]) -> Iterator[Outcome]:
+def _run_jobs(request: CompareRequest, jobs: Sequence[Job], known: Sequence[RunOutcome]) -> Iterator[RunOutcome]:
     """One after the other, or as many at once as were asked for. `known` grows with them."""
     is_alone = request.at_once == 1
-    run = partial(one_run, target=request.target, overrides=request.overrides, best=request.best, alone=is_alone)
+    run = partial(train_row, target=request.target, overrides=request.overrides, best=request.best, alone=is_alone)
     if is_alone:
         for row, seed, place in jobs:
             too_large = next((one for one in known if one.row == row.name and one.end == OUT_OF_MEMORY), None)
             # Another seed takes as much memory: the row is not tried again.
             yield run(row, seed, place) if too_large is None else replace(too_large, seed=seed)
         return
-    yield from beside_each_other(run, jobs, request.at_once)
+    yield from run_in_parallel(run, jobs, request.at_once)
 
 
 def _end(folder: Path, comparison: Comparison, why: str) -> None:
@@ -323,7 +325,7 @@ def _end(folder: Path, comparison: Comparison, why: str) -> None:
     _write(folder, comparison)
 
 
-def why_wide(comparison: Comparison) -> str:
+def explain_wide_margin(comparison: Comparison) -> str:
     """Why "same" within this margin says little; empty where it says much."""
     values = [run.value for run in comparison.outcomes(comparison.request.baseline.name) if math.isfinite(run.value)]
     margin, in_points = comparison.margin, comparison.in_points
@@ -333,7 +335,7 @@ def why_wide(comparison: Comparison) -> str:
     return f'this margin is wide{size}: "same" within it says little; more data or steps make seeds differ less'
 
 
-def seconds_to_quality(comparison: Comparison, runs: Sequence[Outcome]) -> list[float | None]:
+def measure_time_to_quality(comparison: Comparison, runs: Sequence[RunOutcome]) -> list[float | None]:
     """When each of these runs first was as good as the baseline ends, less the margin; None: never."""
     assert comparison.margin is not None
     finals = [run.value for run in comparison.paired(comparison.request.baseline.name) if math.isfinite(run.value)]
@@ -344,7 +346,7 @@ def seconds_to_quality(comparison: Comparison, runs: Sequence[Outcome]) -> list[
     return [next((seconds for _, seconds, value in run.curve if sign * value >= bar), None) for run in runs]
 
 
-def refuse_bad_rows(request: Request) -> None:
+def refuse_bad_rows(request: CompareRequest) -> None:
     names = [row.name for row in request.rows]
     if len(names) < 2:
         raise ConfigError(
@@ -363,10 +365,10 @@ def refuse_bad_rows(request: Request) -> None:
         raise ConfigError(f"--margin {request.margin:g} is not a margin", fix="a positive number in the metric's unit")
 
 
-def differing_keys(comparison: Comparison, row: Row) -> list[str]:
+def find_differing_keys(comparison: Comparison, row: ComparedRow) -> list[str]:
     """Every setting in which the row differs from the baseline: what it says, and what follows from it."""
-    settings = comparison.settings or settings_of(comparison.request)
-    return _differing(settings[row.name], settings[comparison.request.baseline.name])
+    settings = comparison.settings or collect_settings(comparison.request)
+    return _find_differences(settings[row.name], settings[comparison.request.baseline.name])
 
 
 def _refuse_constant(values: Sequence[float], metric: str) -> None:
@@ -378,14 +380,14 @@ def _refuse_constant(values: Sequence[float], metric: str) -> None:
         )
 
 
-def _said(comparison: Comparison, run: Outcome) -> str:
+def _format_outcome(comparison: Comparison, run: RunOutcome) -> str:
     aside = f"({run.stopped})" if run.stopped else f"{run.summary['elapsed_s']:.1f} s"
     return f"{run.row}, seed {run.seed}: {comparison.metric} {run.value:.4f}, {aside}"
 
 
-def file_names(rows: Sequence[Row]) -> dict[str, Row]:
+def choose_folder_names(rows: Sequence[ComparedRow]) -> dict[str, ComparedRow]:
     """What the folders of each row's runs are called: its name as files take it, numbered where another has it."""
-    found: dict[str, Row] = {}
+    found: dict[str, ComparedRow] = {}
     for number, row in enumerate(rows):
         name = re.sub(r"[^A-Za-z0-9_.+-]", "_", row.name)
         found[f"{name}_{number}" if name in found or name == PILOT else name] = row

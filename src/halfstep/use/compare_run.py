@@ -30,7 +30,7 @@ from halfstep.errors import (
     summarise_error,
 )
 from halfstep.hardware.probe import probe
-from halfstep.precision.decide import why_simulated
+from halfstep.precision.decide import explain_simulation
 from halfstep.report.metrics_file import read
 from halfstep.run.ending import read_summary
 from halfstep.run.memory.out_of_memory import OutOfMemory
@@ -45,7 +45,7 @@ OUT_OF_MEMORY: End = "out of memory"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class ComparedRow:
     """One line of the table: a name, and what it changes."""
 
     name: str
@@ -53,7 +53,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class RunOutcome:
     """What one run came to. Plain numbers: it is stored as JSON."""
 
     row: str
@@ -70,7 +70,7 @@ class Outcome:
     """Why the guard ended it, or that it did not fit the device."""
 
     @classmethod
-    def from_json(cls, record: dict[str, Any]) -> Outcome:
+    def from_json(cls, record: dict[str, Any]) -> RunOutcome:
         value = math.nan if record["value"] is None else float(record["value"])
         curve = tuple((int(step), float(seconds), float(found)) for step, seconds, found in record["curve"])
         return cls(**{**record, "value": value, "curve": curve})
@@ -79,7 +79,7 @@ class Outcome:
         return {**dataclasses.asdict(self), "value": self.value if math.isfinite(self.value) else None}
 
 
-def loaded_for(target: str, overrides: Sequence[str], row: Row, seed: int) -> Loaded:
+def load_row(target: str, overrides: Sequence[str], row: ComparedRow, seed: int) -> Loaded:
     """What is common, then what the row changes, then the seed: the later word wins, so each key is said once.
 
     A format that the device lacks is simulated unless the user decided that: a fallback would compare another one."""
@@ -87,16 +87,23 @@ def loaded_for(target: str, overrides: Sequence[str], row: Row, seed: int) -> Lo
     said = {word.split("=", 1)[0]: word for word in words}
     loaded = load(target, overrides=list(said.values()))
     is_open = loaded.origins["precision.simulate"].layer == "default"
-    if is_open and why_simulated(loaded.config.precision, probe(loaded.config.device)):
+    if is_open and explain_simulation(loaded.config.precision, probe(loaded.config.device)):
         return load(target, overrides=[*said.values(), "precision.simulate=true"])
     return loaded
 
 
-def one_run(
-    row: Row, seed: int, folder: Path, *, target: str, overrides: Sequence[str], best: bool = False, alone: bool = True
-) -> Outcome:
+def train_row(
+    row: ComparedRow,
+    seed: int,
+    folder: Path,
+    *,
+    target: str,
+    overrides: Sequence[str],
+    best: bool = False,
+    alone: bool = True,
+) -> RunOutcome:
     """Train this row with this seed; what an interruption left of it goes on from its checkpoint."""
-    loaded = loaded_for(target, overrides, row, seed)
+    loaded = load_row(target, overrides, row, seed)
     end: End = "done"
     stopped, is_resumed = "", bool(list(folder.glob("checkpoints/step-*")))
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +117,7 @@ def one_run(
         except TrainingStopped as error:
             end, stopped = "stopped", error.what
         except (MemoryLimitError, OutOfMemory) as error:
-            end, stopped = OUT_OF_MEMORY, _does_not_fit(error, alone=alone)
+            end, stopped = OUT_OF_MEMORY, _explain_out_of_memory(error, alone=alone)
         except Interrupted:
             raise
         except HalfstepError as error:
@@ -120,18 +127,18 @@ def one_run(
             raise
     if end != "done":
         gc.collect()  # its model and batches, for the runs to come
-    found = _outcome(folder, row, seed, best=best, alone=alone and not is_resumed, has_ended=end == "done")
+    found = _read_outcome(folder, row, seed, best=best, alone=alone and not is_resumed, has_ended=end == "done")
     return dataclasses.replace(found, end=end, stopped=stopped)
 
 
-def _outcome(folder: Path, row: Row, seed: int, *, best: bool, alone: bool, has_ended: bool) -> Outcome:
-    summary = (read_summary(folder) or {}) | data_of(folder) if has_ended else {}
+def _read_outcome(folder: Path, row: ComparedRow, seed: int, *, best: bool, alone: bool, has_ended: bool) -> RunOutcome:
+    summary = (read_summary(folder) or {}) | read_data_digest(folder) if has_ended else {}
     validations = [record for record in read(folder / "metrics.jsonl") if record["kind"] == "val"]
     curve = [(v["step"], v["elapsed_s"], float(v[summary["metric"]])) for v in validations] if summary else []
     value = curve[-1][2] if curve else math.nan
     if best and curve:
         value = (max if summary["mode"] == "max" else min)(point[2] for point in curve)
-    return Outcome(
+    return RunOutcome(
         row=row.name,
         seed=seed,
         value=value,
@@ -141,12 +148,12 @@ def _outcome(folder: Path, row: Row, seed: int, *, best: bool, alone: bool, has_
     )
 
 
-def _does_not_fit(error: MemoryLimitError | OutOfMemory, *, alone: bool) -> str:
+def _explain_out_of_memory(error: MemoryLimitError | OutOfMemory, *, alone: bool) -> str:
     what = error.what if isinstance(error, MemoryLimitError) else summarise_error(error)
     return what if alone else f"{what}, with other runs beside it"
 
 
-def data_of(folder: Path) -> dict[str, str]:
+def read_data_digest(folder: Path) -> dict[str, str]:
     """What the data files looked like; generated ones lie in the run's folder and are each run's own."""
     record = folder / "data.json"
     if not record.is_file() or (folder / "data").is_dir():
@@ -154,7 +161,7 @@ def data_of(folder: Path) -> dict[str, str]:
     return {"data": "of digest " + str(parse_json(record.read_text())["digest"])[:12]}
 
 
-def keep_the_records(folder: Path) -> None:
+def remove_all_but_records(folder: Path) -> None:
     """Twenty seeds of three rows are sixty models; their numbers are what is asked for.
 
     Once these are stored: a run that was cut short while its checkpoints are removed could neither go on nor end."""
@@ -162,19 +169,17 @@ def keep_the_records(folder: Path) -> None:
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
-Job = tuple[Row, int, Path]
-Run = Callable[[Row, int, Path], Outcome]
+Job = tuple[ComparedRow, int, Path]
+Run = Callable[[ComparedRow, int, Path], RunOutcome]
 
 
-def beside_each_other(run: Run, jobs: Sequence[Job], at_once: int) -> Iterator[Outcome]:
+def run_in_parallel(run: Run, jobs: Sequence[Job], at_once: int) -> Iterator[RunOutcome]:
     """In the order of the jobs."""
     # Not forked: a process that has used the GPU cannot hand it down.
-    pool = ProcessPoolExecutor(
-        at_once, mp_context=multiprocessing.get_context("spawn"), initializer=_leave_with_the_comparison
-    )
+    pool = ProcessPoolExecutor(at_once, mp_context=multiprocessing.get_context("spawn"), initializer=_exit_with_parent)
     try:
-        with _ctrl_c_is_ours():
-            outcomes = pool.map(partial(_one, run), jobs)
+        with _ignore_ctrl_c():
+            outcomes = pool.map(partial(_run_one, run), jobs)
         yield from outcomes
     except BrokenProcessPool as error:
         raise Interrupted("a process with a run was ended from outside: by a signal, or for want of memory") from error
@@ -188,7 +193,7 @@ _busy, _leaving = threading.Lock(), threading.Event()
 """Of a process with runs: whether it makes one now, and whether it was asked to make no more."""
 
 
-def _one(run: Run, job: Job) -> Outcome:
+def _run_one(run: Run, job: Job) -> RunOutcome:
     with _busy:
         if _leaving.is_set():
             raise Interrupted("asked to leave")
@@ -200,7 +205,7 @@ def _one(run: Run, job: Job) -> Outcome:
 
 
 @contextmanager
-def _ctrl_c_is_ours() -> Iterator[None]:
+def _ignore_ctrl_c() -> Iterator[None]:
     """A terminal sends it to all processes; those started here leave it to us, who ask them to save and leave."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -212,7 +217,7 @@ def _ctrl_c_is_ours() -> Iterator[None]:
         signal.signal(signal.SIGINT, usual)
 
 
-def _leave_with_the_comparison() -> None:
+def _exit_with_parent() -> None:
     """Where it was killed nobody reads the outcome, and the run must be free when the comparison goes on."""
     comparison = multiprocessing.parent_process()
 

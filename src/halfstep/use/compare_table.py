@@ -13,45 +13,53 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from halfstep.config.precision_names import precision_name
+from halfstep.config.precision_names import normalise_precision
 from halfstep.errors import format_bytes, format_count
-from halfstep.report.page.read_run import SAMPLES, per_second, rate_of
+from halfstep.report.page.read_run import SAMPLES, find_rate_key, format_rate_unit
 from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
 from halfstep.report.tables import columns_table, print_text
 from halfstep.run.memory.sizing import predict_largest_batch
-from halfstep.use.compare import Comparison, config_of, differing_keys, seconds_to_quality, why_wide
-from halfstep.use.compare_run import OUT_OF_MEMORY, Outcome
+from halfstep.use.compare import (
+    Comparison,
+    explain_wide_margin,
+    find_differing_keys,
+    load_row_config,
+    measure_time_to_quality,
+)
+from halfstep.use.compare_run import OUT_OF_MEMORY, RunOutcome
 from halfstep.use.equivalence import Verdict
 
 
-def lines_of(comparison: Comparison) -> list[Line]:
+def build_lines(comparison: Comparison) -> list[TableLine]:
     found = comparison.verdicts()
-    return [_line(comparison, row.name, found.get(row.name)) for row in comparison.request.rows]
+    return [_build_line(comparison, row.name, found.get(row.name)) for row in comparison.request.rows]
 
 
-def _line(comparison: Comparison, row: str, verdict: Verdict | None) -> Line:
+def _build_line(comparison: Comparison, row: str, verdict: Verdict | None) -> TableLine:
     runs, paired = comparison.outcomes(row), comparison.paired(row)
     # Beside others, or in a format that is only simulated, a run says nothing about time or memory.
     alone = [run for run in runs if run.alone and run.summary and not run.summary["simulated"]]
-    seconds, per_sample = _median(alone, "elapsed_s"), _median(alone, "trained_s", per="samples")
+    seconds, per_sample = _compute_median(alone, "elapsed_s"), _compute_median(alone, "trained_s", per="samples")
     price = comparison.request.price
     is_simulated = any(run.summary.get("simulated") for run in runs)
-    times = [] if is_simulated else seconds_to_quality(comparison, [run for run in runs if run.alone])
+    times = [] if is_simulated else measure_time_to_quality(comparison, [run for run in runs if run.alone])
     # The median over all seeds: where half of them never get there, neither does the median.
     to_quality_s = statistics.median(math.inf if time is None else time for time in times) if times else math.inf
     does_not_fit = any(run.end == OUT_OF_MEMORY for run in runs)
-    return Line(
+    return TableLine(
         name=row,
-        ran=_ran(comparison, row),
-        seconds_per_epoch=_median(alone, "trained_s", per="epochs"),
+        ran=_describe_ran(comparison, row),
+        seconds_per_epoch=_compute_median(alone, "trained_s", per="epochs"),
         samples_per_s=1 / per_sample if per_sample else None,
-        rate=_rate(alone[0].summary, 1 / per_sample) if per_sample else None,
-        memory_bytes=_median(alone, "peak_memory_bytes"),
-        largest_batch=_largest_batch(comparison, alone),
-        joules=_median(alone, "joules"),
+        rate=_compute_rate(alone[0].summary, 1 / per_sample) if per_sample else None,
+        memory_bytes=_compute_median(alone, "peak_memory_bytes"),
+        largest_batch=_predict_largest_batch(comparison, alone),
+        joules=_compute_median(alone, "joules"),
         money=None if price is None or seconds is None else price * seconds / 3600,
         values=[run.value for run in paired],
-        verdict=OUT_OF_MEMORY if does_not_fit else _word(verdict, is_wide=bool(why_wide(comparison))),
+        verdict=OUT_OF_MEMORY
+        if does_not_fit
+        else _format_verdict(verdict, is_wide=bool(explain_wide_margin(comparison))),
         interval=None if verdict is None or math.isnan(verdict.mean) else (verdict.low, verdict.high),
         to_quality_s=to_quality_s if math.isfinite(to_quality_s) else None,
         not_reached=times.count(None),
@@ -59,9 +67,9 @@ def _line(comparison: Comparison, row: str, verdict: Verdict | None) -> Line:
     )
 
 
-def _ran(comparison: Comparison, row: str) -> str:
+def _describe_ran(comparison: Comparison, row: str) -> str:
     """What ran, where it is not what the row asks for natively: `simulated`, `ran bf16`."""
-    asked = precision_name(comparison.settings.get(row, {}).get("precision.default", "auto"))
+    asked = normalise_precision(comparison.settings.get(row, {}).get("precision.default", "auto"))
     summaries = [run.summary for run in comparison.outcomes(row) if run.summary]
     if any(summary.get("simulated") for summary in summaries):
         return "simulated"
@@ -69,53 +77,53 @@ def _ran(comparison: Comparison, row: str) -> str:
     return f"ran {', '.join(sorted(others))}" if others and asked != "auto" else ""
 
 
-def _rate(summary: Mapping[str, Any], samples_per_s: float) -> tuple[str, float]:
+def _compute_rate(summary: Mapping[str, Any], samples_per_s: float) -> tuple[str, float]:
     """In the unit of the workload; runs of versions that did not store it have samples."""
-    key = rate_of(summary)
-    return per_second(key), samples_per_s * (1 if key == SAMPLES else summary[key] / summary[SAMPLES])
+    key = find_rate_key(summary)
+    return format_rate_unit(key), samples_per_s * (1 if key == SAMPLES else summary[key] / summary[SAMPLES])
 
 
-def _largest_batch(comparison: Comparison, alone: Sequence[Outcome]) -> int | None:
+def _predict_largest_batch(comparison: Comparison, alone: Sequence[RunOutcome]) -> int | None:
     """What the memory plan says fits the GPU that the row ran on."""
     memory = alone[0].summary.get("device_memory_bytes") if alone else None
     if memory is None or not str(alone[0].summary["device"]).startswith("cuda"):
         return None
     request, run = comparison.request, alone[0]
     row = next(row for row in request.rows if row.name == run.row)
-    config = config_of(request, row, run.seed)
+    config = load_row_config(request, row, run.seed)
     return predict_largest_batch(config, run.summary["precision"], run.summary["steps_run"], memory)
 
 
-def _word(verdict: Verdict | None, *, is_wide: bool) -> str:
+def _format_verdict(verdict: Verdict | None, *, is_wide: bool) -> str:
     if verdict is None:
         return "baseline"
     return f"{verdict}, wide margin" if verdict.word == "same" and is_wide else str(verdict)
 
 
-def _median(runs: Sequence[Outcome], key: str, *, per: str = "") -> float | None:
+def _compute_median(runs: Sequence[RunOutcome], key: str, *, per: str = "") -> float | None:
     values = [run.summary[key] / (run.summary[per] if per else 1) for run in runs if run.summary.get(key) is not None]
     return statistics.median(values) if values else None
 
 
-def notes_of(comparison: Comparison) -> list[str]:
+def collect_notes(comparison: Comparison) -> list[str]:
     """What a reader must know to believe the table."""
     request, margin = comparison.request, comparison.margin
     better = "" if comparison.mode == "max" else " (lower is better)"
     notes = [f"margin {margin:.4g} in {comparison.metric}{better}: {comparison.margin_from}"]
-    if wide := why_wide(comparison):
+    if wide := explain_wide_margin(comparison):
         notes.append(wide)
     looks = ", ".join(map(str, request.looks))
     rule = "Holm's rule" if len(request.rows) > 2 else "two one-sided tests"
     notes.append(f"{format_count(comparison.whole_seeds(), 'paired seed')} (looks at {looks}), {rule}, 5 % in all")
     for row in request.rows[1:]:
-        differing = ", ".join(differing_keys(comparison, row)) or "no setting"
+        differing = ", ".join(find_differing_keys(comparison, row)) or "no setting"
         notes.append(f"{row.name} differs from {request.baseline.name} in {differing}")
     for name, verdict in comparison.verdicts().items():
         if verdict.why:
             more = f"; about {format_count(verdict.seeds_needed, 'seed')} would decide" if verdict.seeds_needed else ""
             notes.append(f"{name}: not shown, {verdict.why}{more}")
-    notes += _failures(comparison)
-    notes += _other_differences(comparison)
+    notes += _list_failures(comparison)
+    notes += _list_other_differences(comparison)
     if any(not run.alone for run in comparison.runs):
         notes.append("runs in parallel with others, or resumed: their time, memory and energy are left out")
     notes += [f"{row} is simulated: {missing}" for row, missing in comparison.simulated.items()]
@@ -128,7 +136,7 @@ def notes_of(comparison: Comparison) -> list[str]:
     return [*notes, f"ended: {comparison.ended}" if comparison.ended else unfinished]
 
 
-def _failures(comparison: Comparison) -> list[str]:
+def _list_failures(comparison: Comparison) -> list[str]:
     """A line for each row and reason, with its seeds."""
     seeds: dict[tuple[str, str], list[str]] = {}
     for run in comparison.runs:
@@ -138,11 +146,11 @@ def _failures(comparison: Comparison) -> list[str]:
     return [f"{row}, seed{'s' * (len(own) > 1)} {', '.join(own)}: {why}" for (row, why), own in seeds.items()]
 
 
-def _other_differences(comparison: Comparison) -> list[str]:
+def _list_other_differences(comparison: Comparison) -> list[str]:
     """Where runs differ in more than their rows say: a format that was not granted, another machine, other data."""
     notes = []
     for row, settings in comparison.settings.items():
-        if (ran := _ran(comparison, row)).startswith("ran "):
+        if (ran := _describe_ran(comparison, row)).startswith("ran "):
             notes.append(f"{row} asked for {settings['precision.default']} and {ran}")
     for key, what in {"device": "devices", "versions": "versions", "data": "data files"}.items():
         seen = dict.fromkeys(str(run.summary[key]) for run in comparison.runs if run.summary.get(key))
@@ -151,7 +159,7 @@ def _other_differences(comparison: Comparison) -> list[str]:
     return notes
 
 
-def as_json(comparison: Comparison) -> dict[str, Any]:
+def convert_comparison(comparison: Comparison) -> dict[str, Any]:
     verdicts = comparison.verdicts()
     return {
         "metric": comparison.metric,
@@ -176,9 +184,9 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
                 "seconds_to_same_quality": line.to_quality_s,
                 "seeds_that_never_reached_it": line.not_reached,
             }
-            for line in lines_of(comparison)
+            for line in build_lines(comparison)
         ],
-        "notes": notes_of(comparison),
+        "notes": collect_notes(comparison),
     }
 
 
@@ -187,7 +195,7 @@ COLOURS = ("#1f2933", "#2f6fde", "#e8710a", "#12805c", "#8e44ad", "#0b9ac0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class TableLine:
     """One row of the table; None where nothing was measured, or not by a run alone on the device."""
 
     name: str
@@ -215,44 +223,44 @@ class Line:
         return f"{self.name} ({self.ran})" if self.ran else self.name
 
 
-def comparison_columns(lines: Sequence[Line], metric: str) -> dict[str, list[str]]:
+def build_columns(lines: Sequence[TableLine], metric: str) -> dict[str, list[str]]:
     """The table's cells by title, for a terminal and for a page."""
     columns: dict[str, list[str]] = {"row": [line.title for line in lines]}
     rate = next((line.rate[0] for line in lines if line.rate), "samples/s")
     measured: Mapping[str, list[str]] = {
-        "s/epoch": [_number(line.seconds_per_epoch) for line in lines],
-        rate: [_number(line.rate and line.rate[1]) for line in lines],
+        "s/epoch": [_format_number(line.seconds_per_epoch) for line in lines],
+        rate: [_format_number(line.rate and line.rate[1]) for line in lines],
         "memory": [format_bytes(line.memory_bytes, digits=3) if line.memory_bytes else "" for line in lines],
         "largest\nbatch": [f"{line.largest_batch:,}" if line.largest_batch else "" for line in lines],
-        "J/run": [_number(line.joules) for line in lines],
-        "money/run": [_number(line.money) for line in lines],
+        "J/run": [_format_number(line.joules) for line in lines],
+        "money/run": [_format_number(line.money) for line in lines],
     }
     columns |= measured
     spreads = [statistics.stdev(line.values) for line in lines if len(line.values) > 1]
-    columns[metric] = [_spread(line.values, decimals(spreads)) for line in lines]
+    columns[metric] = [_format_spread(line.values, choose_decimals(spreads)) for line in lines]
     bounds = [line.interval for line in lines if line.interval is not None]
-    places = decimals([high - low for low, high in bounds])
-    columns["difference"] = [_interval(line.interval, places) for line in lines]
-    columns["time to\nsame quality"] = [_quality(line) for line in lines]
+    places = choose_decimals([high - low for low, high in bounds])
+    columns["difference"] = [_format_interval(line.interval, places) for line in lines]
+    columns["time to\nsame quality"] = [_format_quality(line) for line in lines]
     columns["verdict"] = [line.verdict for line in lines]
     # A column that nobody could measure says nothing.
     return {title: cells for title, cells in columns.items() if any(cells)}
 
 
-def show_comparison(lines: Sequence[Line], metric: str, notes: Sequence[str], console: Console) -> None:
-    console.print(columns_table(comparison_columns(lines, metric), left=("row", "verdict")))
+def show_comparison(lines: Sequence[TableLine], metric: str, notes: Sequence[str], console: Console) -> None:
+    console.print(columns_table(build_columns(lines, metric), left=("row", "verdict")))
     for note in notes:
         print_text(console, Text(note, style="dim"))
 
 
-def draw_comparison(lines: Sequence[Line], metric: str, path: Path) -> None:
+def draw_comparison(lines: Sequence[TableLine], metric: str, path: Path) -> None:
     """The metric over steps: the mean over seeds as a line, the seeds' range as a band."""
     from matplotlib.ticker import MaxNLocator
 
     figure = new_figure((8.4, 4.8))
     axes = figure.subplots()
     for number, (line, colour) in enumerate(zip(lines, itertools.cycle(COLOURS), strict=False)):
-        steps, means, lows, highs = band(line.curves)
+        steps, means, lows, highs = compute_band(line.curves)
         if steps:
             # Rows that are the same lie on each other: later ones are thinner, so that all of them are seen.
             width = 1.5 + 1.8 * (len(lines) - 1 - number)
@@ -276,7 +284,9 @@ def draw_comparison(lines: Sequence[Line], metric: str, path: Path) -> None:
     save_figure(figure, path)
 
 
-def band(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int], list[float], list[float], list[float]]:
+def compute_band(
+    curves: Sequence[Sequence[tuple[int, float]]],
+) -> tuple[list[int], list[float], list[float], list[float]]:
     """At the steps that every seed has."""
     if not curves:
         return [], [], [], []
@@ -286,28 +296,28 @@ def band(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int], list
     return steps, [statistics.mean(v) for v in values], [min(v) for v in values], [max(v) for v in values]
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def decimals(spreads: Sequence[float]) -> int:
+def choose_decimals(spreads: Sequence[float]) -> int:
     """Places in which the smallest of them shows two digits: four at least, eight at most."""
     smallest = min((spread for spread in spreads if 0 < spread < math.inf), default=1.0)
     return min(max(4, 1 - math.floor(math.log10(smallest))), 8)
 
 
-def _spread(values: Sequence[float], places: int) -> str:
+def _format_spread(values: Sequence[float], places: int) -> str:
     if not values or not all(map(math.isfinite, values)):
         return "no metric" if values else "no run"
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     return f"{statistics.mean(values):.{places}f} ± {deviation:.{places}f}"
 
 
-def _interval(bounds: tuple[float, float] | None, places: int) -> str:
+def _format_interval(bounds: tuple[float, float] | None, places: int) -> str:
     return "" if bounds is None else f"{bounds[0]:+.{places}f} … {bounds[1]:+.{places}f}"
 
 
-def _quality(line: Line) -> str:
+def _format_quality(line: TableLine) -> str:
     if line.to_quality_s is None:
         return "not reached" if line.not_reached else ""
     return f"{line.to_quality_s:.1f} s" + (f" ({line.not_reached} not)" if line.not_reached else "")

@@ -66,7 +66,7 @@ RELATIVE = 0.01
 WIDE_POINTS, WIDE_RELATIVE = 0.02, 0.05
 
 
-def default_margin(pilot: Sequence[float], *, in_points: bool) -> float:
+def choose_margin(pilot: Sequence[float], *, in_points: bool) -> float:
     """The larger of half a point (of a loss: 1 % of its mean) and twice the deviation between the pilot's seeds."""
     if len(pilot) < FEWEST_SEEDS:
         raise ConfigError(f"a margin from {len(pilot)} runs", fix=f"{FEWEST_SEEDS} pilot runs at least, or --margin X")
@@ -82,21 +82,22 @@ def is_wide(margin: float, baseline: Sequence[float], *, in_points: bool) -> boo
 # --- the verdicts ---
 
 
-def verdicts(
+def judge_rows(
     baseline: Sequence[float], rows: Mapping[str, Sequence[float]], margin: float, *, looks: Sequence[int] = ()
 ) -> dict[str, Verdict]:
     """Each row against the baseline, seed by seed. `looks` are all that were planned; none: this is the only one."""
     # A metric that is one number in all runs tells nothing: it never counts as the same.
     stuck = {name for name, values in rows.items() if len({*baseline, *values}) == 1}
     levels = {
-        name: 1.0 if name in stuck else _p_same(_differences(baseline, values), margin) for name, values in rows.items()
+        name: 1.0 if name in stuck else _compute_p_same(_pair_differences(baseline, values), margin)
+        for name, values in rows.items()
     }
     found: dict[str, Verdict] = {}
     still_same = True
     for place, name in enumerate(sorted(levels, key=lambda name: levels[name])):
         # Holm: the clearest row is judged most strictly; after one that fails no later one is called the same.
-        level = look_level(tuple(looks), LEVEL / (len(rows) - place))
-        verdict = _verdict(_differences(baseline, rows[name]), margin, level)
+        level = compute_look_level(tuple(looks), LEVEL / (len(rows) - place))
+        verdict = _judge_row(_pair_differences(baseline, rows[name]), margin, level)
         if name in stuck and verdict.word == "same":
             why = f"the metric is {baseline[0]:g} in every run: it does not react to anything"
             verdict = replace(verdict, word="not shown", why=why)
@@ -108,7 +109,7 @@ def verdicts(
     return {name: found[name] for name in rows}
 
 
-def _verdict(differences: NDArray[np.float64], margin: float, level: float) -> Verdict:
+def _judge_row(differences: NDArray[np.float64], margin: float, level: float) -> Verdict:
     count = len(differences)
     nothing = Verdict(word="not shown", mean=math.nan, low=math.nan, high=math.nan, margin=margin)
     if count < FEWEST_SEEDS:
@@ -122,12 +123,12 @@ def _verdict(differences: NDArray[np.float64], margin: float, level: float) -> V
         return replace(found, word="same")
     if found.high < 0 or found.low > 0:
         return replace(found, word="lower" if found.high < 0 else "higher")
-    needed = seeds_for(mean, deviation, margin, level)
+    needed = count_seeds_needed(mean, deviation, margin, level)
     why = "the interval reaches past the margin" if needed else "the difference itself is about as large as the margin"
     return replace(found, seeds_needed=needed, why=why)
 
 
-def seeds_for(mean: float, deviation: float, margin: float, level: float) -> int | None:
+def count_seeds_needed(mean: float, deviation: float, margin: float, level: float) -> int | None:
     """The fewest seeds whose interval would fit into the margin."""
     room = margin - abs(mean)
     if room <= 0:
@@ -138,7 +139,7 @@ def seeds_for(mean: float, deviation: float, margin: float, level: float) -> int
     return None
 
 
-def _differences(baseline: Sequence[float], values: Sequence[float]) -> NDArray[np.float64]:
+def _pair_differences(baseline: Sequence[float], values: Sequence[float]) -> NDArray[np.float64]:
     if len(baseline) != len(values):
         raise ConfigError(
             f"{len(values)} runs beside {len(baseline)} of the baseline", fix="one run each for each seed"
@@ -146,7 +147,7 @@ def _differences(baseline: Sequence[float], values: Sequence[float]) -> NDArray[
     return np.asarray(values, np.float64) - np.asarray(baseline, np.float64)
 
 
-def _p_same(differences: NDArray[np.float64], margin: float) -> float:
+def _compute_p_same(differences: NDArray[np.float64], margin: float) -> float:
     """How easily chance alone would put the mean so far inside the margin: the larger p of the two tests."""
     count = len(differences)
     if count < 2 or not np.isfinite(differences).all():
@@ -162,13 +163,13 @@ def _p_same(differences: NDArray[np.float64], margin: float) -> float:
 
 
 @cache
-def look_level(looks: tuple[int, ...], level: float) -> float:
+def compute_look_level(looks: tuple[int, ...], level: float) -> float:
     """The one-sided level of each look with which all of them together keep `level`."""
-    return level if len(looks) < 2 else float(np.quantile(_smallest_p(looks), level))
+    return level if len(looks) < 2 else float(np.quantile(_simulate_smallest_p(looks), level))
 
 
 @cache
-def _smallest_p(looks: tuple[int, ...]) -> NDArray[np.float64]:
+def _simulate_smallest_p(looks: tuple[int, ...]) -> NDArray[np.float64]:
     """The smallest p that a comparison meets on its way, in many comparisons without a difference to find."""
     noise = np.random.default_rng(0).standard_normal((NUM_SIMULATED, looks[-1]))
     found = np.ones(NUM_SIMULATED)
@@ -179,10 +180,12 @@ def _smallest_p(looks: tuple[int, ...]) -> NDArray[np.float64]:
     return found
 
 
-def power(deviation: float, margin: float, *, looks: Sequence[int], num_rows: int = 1, num: int = 2000) -> float:
+def compute_power(
+    deviation: float, margin: float, *, looks: Sequence[int], num_rows: int = 1, num: int = 2000
+) -> float:
     """The chance to find "same" where there is no difference, if differences between seeds spread so far."""
     noise = np.random.default_rng(1).standard_normal((num, looks[-1])) * deviation
-    level = look_level(tuple(looks), LEVEL / num_rows)
+    level = compute_look_level(tuple(looks), LEVEL / num_rows)
     found = np.zeros(num, bool)
     for count in looks:
         seen = noise[:, :count]

@@ -16,9 +16,9 @@ from halfstep.data.seeds import Key
 from halfstep.disk import write_atomically
 from halfstep.errors import DataError, HalfstepError, MemoryLimitError
 from halfstep.hardware.clock import Stopwatch
-from halfstep.hardware.memory import memory_picture
+from halfstep.hardware.memory import describe_memory
 from halfstep.precision.plan import Plan
-from halfstep.report.results import Evaluation
+from halfstep.report.results import EvaluationResult
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import build_workload
 from halfstep.run.folder import find_moved_data, make_paths_absolute
@@ -27,8 +27,16 @@ from halfstep.run.journal import find_hint
 from halfstep.run.memory.out_of_memory import OutOfMemory
 from halfstep.run.stored_state import load_for_use
 from halfstep.run.validate import enter_evaluation, validate
-from halfstep.step.randomness import algorithms
-from halfstep.use.open_run import OpenedRun, as_trained, fresh_folder, in_use, open_run, plan_for_use, with_weights
+from halfstep.step.randomness import choose_algorithms
+from halfstep.use.open_run import (
+    OpenedRun,
+    check_frozen_parts,
+    choose_plan,
+    load_weights,
+    make_fresh_folder,
+    open_run,
+    wrap_trained,
+)
 from halfstep.workloads import KINDS
 from halfstep.workloads.base.kind import load_part, with_defaults
 from halfstep.workloads.base.other_data import any_folder
@@ -49,7 +57,7 @@ def evaluate(
     options: Mapping[str, Any] | None = None,
     out: Path | None = None,
     trust: bool = False,
-) -> Evaluation:
+) -> EvaluationResult:
     """Metrics as in training, results of each class, and pictures in a folder of their own."""
     clock = Stopwatch()
     run = open_run(path, checkpoint=checkpoint, trust=trust)
@@ -57,23 +65,23 @@ def evaluate(
     evaluating_as: Any = load_part(kind.evaluate.evaluation) if kind.evaluate else PlainEvaluation
     wanted = with_defaults(kind.evaluate.options if kind.evaluate else (), options or {}, run.config.workload)
     with name_lost_files(run.frozen):
-        config, workload = _with_data(run, evaluating_as, data, report)
-    workload = replace(workload, frozen=as_trained(run, workload.frozen))
-    plan = plan_for_use(run, workload.model, device=device, precision=precision, frozen=workload.frozen)
-    for note in (*run.notes, *plan.warnings, *workload.notes, *_over_batches(config, workload, batch_size)):
+        config, workload = _load_data(run, evaluating_as, data, report)
+    workload = replace(workload, frozen=check_frozen_parts(run, workload.frozen))
+    plan = choose_plan(run, workload.model, device=device, precision=precision, frozen=workload.frozen)
+    for note in (*run.notes, *plan.warnings, *workload.notes, *_warn_about_batch_size(config, workload, batch_size)):
         report.notice(note, "warning")
     evaluation = evaluating_as(workload)
     with (
-        fresh_folder(out, run.folder.report / "evaluation") as folder,
-        algorithms(deterministic=config.train.deterministic),
+        make_fresh_folder(out, run.folder.report / "evaluation") as folder,
+        choose_algorithms(deterministic=config.train.deterministic),
     ):
-        model = with_weights(run, workload.model, plan, workload.frozen, workload.values)
-        trial = Trial(run, config, workload, model, plan, report, batch_size)
+        model = load_weights(run, workload.model, plan, workload.frozen, workload.values)
+        trial = LoadedModel(run, config, workload, model, plan, report, batch_size)
         metrics = trial.scores(evaluation, wanted)
         pictures = evaluation.draw(folder, trial.look)
         metrics |= trial.raw_scores()
         summary = folder / "evaluation.json"
-        found = Evaluation(
+        found = EvaluationResult(
             **run.facts(plan),
             data=str(config.data.dir or "the workload's own"),
             samples=getattr(evaluation, "num_scored", 0) or len(workload.val_samples),
@@ -90,7 +98,7 @@ def evaluate(
     return found
 
 
-def _with_data(
+def _load_data(
     run: OpenedRun, kind: type[Evaluating], data: Path | None, report: RunReport
 ) -> tuple[RunConfig, Workload]:
     """The run's own validation data; of another folder all there is."""
@@ -101,7 +109,7 @@ def _with_data(
             f"--data {data} does not exist", fix="name a data folder, or a file where the run's data are one"
         )
     if data is not None and not (stored and stored.exists() and data.samefile(stored)):
-        if stored and not stored.exists() and (moved := _moved(run, kind, data)):
+        if stored and not stored.exists() and (moved := _find_moved_data(run, kind, data)):
             report.notice(f"{data} has as many samples as the run's own data had, which are not in {stored} any more: "
                           "only its validation part is evaluated, as in training", "warning")  # fmt: skip
             return moved
@@ -125,7 +133,7 @@ def _with_data(
     return config, workload
 
 
-def _moved(run: OpenedRun, kind: type[Evaluating], data: Path) -> tuple[RunConfig, Workload] | None:
+def _find_moved_data(run: OpenedRun, kind: type[Evaluating], data: Path) -> tuple[RunConfig, Workload] | None:
     """The run's own data where they are now; None for others, of which everything can be evaluated."""
     config = any_folder(run.config, data)
     try:
@@ -137,7 +145,7 @@ def _moved(run: OpenedRun, kind: type[Evaluating], data: Path) -> tuple[RunConfi
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class LoadedModel:
     """A model with its weights, before the data it is judged by."""
 
     run: OpenedRun
@@ -152,7 +160,7 @@ class Trial:
     def scores(self, evaluation: Any, options: Mapping[str, Any]) -> dict[str, float]:
         """What the family's own options ask for, else those of validation."""
         if options:
-            trained = in_use(self.model, self.plan, self.report)
+            trained = wrap_trained(self.model, self.plan, self.report)
             found = evaluation.scored(self.config, trained, options, self.report.phase, self.batch_size)
             if found is not None:
                 return dict(found)
@@ -171,7 +179,7 @@ class Trial:
         seed, device = self.config.train.seed, torch.device(self.plan.device)
         sample = self.workload.val_samples.sample(index, key=(seed, 0, index))
         raw = {name: tensor.unsqueeze(0).to(device) for name, tensor in sample.items()}
-        batch = self.workload.prepared(raw, key=Key.of_validation(index), training=False)
+        batch = self.workload.prepared(raw, key=Key.for_validation(index), training=False)
         with enter_evaluation(self.model), self.plan.forward():
             return batch, self.workload.forward(self.model, batch)
 
@@ -185,21 +193,21 @@ class Trial:
         except OutOfMemory as error:
             raise MemoryLimitError(
                 f"out of memory on {plan.device} with batch size {size}",
-                why=memory_picture(torch.device(plan.device)),
-                fix=_less_memory(size // (2 * pieces), plan),
+                why=describe_memory(torch.device(plan.device)),
+                fix=_suggest_less_memory(size // (2 * pieces), plan),
             ) from error
         finally:
             loader.close()
 
 
-def _over_batches(config: RunConfig, workload: Workload, batch_size: int | None) -> list[str]:
+def _warn_about_batch_size(config: RunConfig, workload: Workload, batch_size: int | None) -> list[str]:
     """What training's numbers cannot be compared with."""
     if batch_size in (None, config.train.val_batch_size or config.train.batch_size):
         return []
     return [f"--batch-size {batch_size} gives other numbers than training: {what}" for what in workload.by_batch]
 
 
-def _less_memory(batch_size: int, plan: Plan) -> str:
+def _suggest_less_memory(batch_size: int, plan: Plan) -> str:
     """What is left to try."""
     ways = [f"--batch-size {batch_size}"] if batch_size else []
     ways += ["--precision bf16"] if plan.granted in ("fp32", "tf32") and not plan.simulated else []

@@ -27,10 +27,10 @@ from halfstep.run.engine import Engine, make_engine, prepare_window
 from halfstep.run.folder import RunFolder, find_moved_data, load_stored
 from halfstep.run.frozen_modules import add_checksums, get_modules
 from halfstep.run.step_ledger import AnyEngine, Recording, list_engines, observe_ledgers
-from halfstep.step.facts import rng_state
-from halfstep.step.randomness import algorithms
+from halfstep.step.facts import read_rng_state
+from halfstep.step.randomness import choose_algorithms
 from halfstep.tune.modes import Batch, Level
-from halfstep.use.open_run import as_trained, open_run, plan_for_use, with_weights
+from halfstep.use.open_run import check_frozen_parts, choose_plan, load_weights, open_run
 from halfstep.workloads import load
 
 MOST_STEPS = 8
@@ -41,13 +41,15 @@ def is_run(word: str) -> bool:
     return (Path(word) / "config.yaml").is_file()
 
 
-def ledger(word: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False) -> list[Ledger]:
+def record_ledger(
+    word: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False
+) -> list[Ledger]:
     """Of a run's folder with its weights and stored plan, or of what would be trained."""
-    with at_hand(word, flags=flags, overrides=overrides, trust=trust) as (parts, engine, window):
-        return observe_ledgers(parts, engine, window, _replay(parts, engine, window))
+    with assemble_step(word, flags=flags, overrides=overrides, trust=trust) as (parts, engine, window):
+        return observe_ledgers(parts, engine, window, _record_replay(parts, engine, window))
 
 
-def _replay(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> list[Event]:
+def _record_replay(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> list[Event]:
     """Steps until one is captured, where steps are, and the record of one more; the assembly is our own."""
     if engine.mode == "graph":
         for _ in range(MOST_STEPS):
@@ -61,17 +63,17 @@ def _replay(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> list[Eve
 
 
 @contextmanager
-def at_hand(
+def assemble_step(
     word: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False
 ) -> Iterator[tuple[Assembly, AnyEngine, list[Batch]]]:
     """An assembly that has made one step, so that its optimizer has a state; its engine; and a window of real data."""
-    loaded = _loaded(word, flags, overrides, trust=trust)
+    loaded = _load_target(word, flags, overrides, trust=trust)
     with provide_data(loaded.config) as config:
-        parts = _of_run(Path(word), config, trust=trust) if is_run(word) else _of_config(config)
+        parts = _assemble_run(Path(word), config, trust=trust) if is_run(word) else _assemble_config(config)
         try:
-            with algorithms(deterministic=config.train.deterministic):
-                engine = make_engine(parts, parts.mode or "eager", _unsaid)
-                window = _first_window(parts)
+            with choose_algorithms(deterministic=config.train.deterministic):
+                engine = make_engine(parts, parts.mode or "eager", _ignore_notice)
+                window = _read_first_window(parts)
                 engine(window)
                 yield parts, engine, window
         finally:
@@ -79,7 +81,7 @@ def at_hand(
             parts.val_loader.close()
 
 
-def _loaded(word: str, flags: Mapping[str, object], overrides: Sequence[str], *, trust: bool) -> Loaded:
+def _load_target(word: str, flags: Mapping[str, object], overrides: Sequence[str], *, trust: bool) -> Loaded:
     path = Path(word)
     if is_run(word):
         folder = RunFolder(path)
@@ -93,33 +95,33 @@ def _loaded(word: str, flags: Mapping[str, object], overrides: Sequence[str], *,
     return load(word, flags=flags, overrides=overrides)
 
 
-def _of_config(config: RunConfig) -> Assembly:
+def _assemble_config(config: RunConfig) -> Assembly:
     workload = add_checksums(build_workload(config))
     settled = apply_settled(config, workload)
     plan = decide_plan(settled, workload, probe(settled.device))
     return assemble(settled, workload, plan)
 
 
-def _of_run(path: Path, config: RunConfig, *, trust: bool) -> Assembly:
+def _assemble_run(path: Path, config: RunConfig, *, trust: bool) -> Assembly:
     run = open_run(path, checkpoint="last", trust=trust)
     found, _ = find_moved_data(config, run.folder)
     workload = build_workload(found, run.store)
-    frozen = as_trained(run, workload.frozen)
-    plan = plan_for_use(run, workload.model, device=None, precision=None, frozen=frozen)
+    frozen = check_frozen_parts(run, workload.frozen)
+    plan = choose_plan(run, workload.model, device=None, precision=None, frozen=frozen)
     parts = assemble(found, workload, plan)
-    with_weights(run, parts.model, plan, workload.frozen, workload.values)
+    load_weights(run, parts.model, plan, workload.frozen, workload.values)
     parts.model.train()
     return parts
 
 
-def _first_window(parts: Assembly) -> list[Batch]:
+def _read_first_window(parts: Assembly) -> list[Batch]:
     loader: Loader = parts.train_loader
     batches = loader.epoch(0)
     window = [next(batches) for _ in range(min(parts.step.accumulate, len(loader)))]
     return [{name: value.to(parts.device) for name, value in batch.items()} for batch in window]
 
 
-def _unsaid(text: str, level: Level) -> None:
+def _ignore_notice(text: str, level: Level) -> None:
     """What the engine says of its modes is in the ledger."""
 
 
@@ -141,40 +143,40 @@ def dry_run(
     if chosen is None:
         raise ConfigError(f"--target {target} is not a format to judge", fix=f"one of {', '.join(TARGETS)}")
     own_precision = {} if is_run(word) else {"precision": "fp32"}
-    with at_hand(word, flags={**flags, **own_precision}, overrides=overrides, trust=trust) as (parts, engine, _):
-        windows = windows_of(parts, num_batches)
+    with assemble_step(word, flags={**flags, **own_precision}, overrides=overrides, trust=trust) as (parts, engine, _):
+        windows = read_windows(parts, num_batches)
         found: list[Judged] = []
         for phase, own in list_engines(engine):
-            rows = judged(subject_of(own, windows[0]), chosen, windows)
-            found += [_named(row, phase) for row in rows]
+            rows = judged(build_subject(own, windows[0]), chosen, windows)
+            found += [_add_phase(row, phase) for row in rows]
         if chosen == "bf16-true":
-            found += _updates(parts, engine)
+            found += _judge_updates(parts, engine)
         return found
 
 
-def windows_of(parts: Assembly, num: int) -> list[list[Batch]]:
+def read_windows(parts: Assembly, num: int) -> list[list[Batch]]:
     batches = itertools.islice(parts.train_loader.epoch(0), num)
     placed = ({name: value.to(parts.device) for name, value in batch.items()} for batch in batches)
     return [prepare_window(parts, [batch]) for batch in placed]
 
 
-def subject_of(engine: Engine, window: list[Batch]) -> Subject:
+def build_subject(engine: Engine, window: list[Batch]) -> Subject:
     parts, step = engine.parts, engine.guarded
     return Subject(
         model=parts.model,
         loss=parts.eager,
         window=window,
         state={name: value.detach().clone() for name, value in state_of(parts.model).items()},
-        rng=rng_state(parts.device),
+        rng=read_rng_state(parts.device),
         plan=parts.plan,
-        plan_for=lambda precision, modules: _plan(parts.config, parts, precision),
+        plan_for=lambda precision, modules: _decide_plan(parts.config, parts, precision),
         frozen=get_modules(parts.workload.frozen),
         beside_state={name: copied_state(part.module) for name, part in parts.workload.frozen.items()},
         trained=step.trained_parameters(),
     )
 
 
-def _plan(config: RunConfig, parts: Assembly, precision: str) -> Plan:
+def _decide_plan(config: RunConfig, parts: Assembly, precision: str) -> Plan:
     request = config.precision.model_copy(
         update={"default": precision or parts.plan.granted, "simulate": precision != "fp32", "strict": False}
     )
@@ -182,22 +184,22 @@ def _plan(config: RunConfig, parts: Assembly, precision: str) -> Plan:
     return decide(request, probe(parts.plan.device), parts.model, fragile=parts.workload.fragile, frozen=frozen)
 
 
-def _updates(parts: Assembly, engine: AnyEngine) -> list[Judged]:
+def _judge_updates(parts: Assembly, engine: AnyEngine) -> list[Judged]:
     """Of one step, after some that settle the optimizer; where all of them were dropped, of none."""
     batches = itertools.islice(parts.train_loader.epoch(0), WARM_UP + 1)
-    before = after = _parameters(parts)
+    before = after = _copy_parameters(parts)
     for batch in batches:
         before = after
         engine([{name: value.to(parts.device) for name, value in batch.items()}])
-        after = _parameters(parts)
+        after = _copy_parameters(parts)
     rounding = parts.config.precision.rounding
     is_kept = parts.config.optimizer.name == "adamw" and rounding != "nearest"
     return lost_updates(before, after, f"precision.rounding={rounding}" if is_kept else "")
 
 
-def _parameters(parts: Assembly) -> dict[str, Tensor]:
+def _copy_parameters(parts: Assembly) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in parts.model.named_parameters() if value.requires_grad}
 
 
-def _named(row: Judged, phase: str) -> Judged:
+def _add_phase(row: Judged, phase: str) -> Judged:
     return dataclasses.replace(row, kind=f"{row.kind} ({phase})") if phase else row

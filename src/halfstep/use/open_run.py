@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep.config.precision_names import precision_name
+from halfstep.config.precision_names import normalise_precision
 from halfstep.config.schema import RunConfig
 from halfstep.disk import find_unused_path
-from halfstep.errors import CheckpointError, ConfigError, HardwareError, nearest
+from halfstep.errors import CheckpointError, ConfigError, HardwareError, suggest_nearest
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
@@ -25,7 +25,7 @@ from halfstep.run.folder import RunFolder, load_stored
 from halfstep.run.frozen_modules import get_modules, match_stored, place_frozen_
 from halfstep.run.stored_state import load_for_use
 from halfstep.run.validate import enter_evaluation
-from halfstep.step.tables import Value, set_to_
+from halfstep.step.tables import Value, write_values_
 from halfstep.workloads.base.using import Trained
 from halfstep.workloads.base.workload import FrozenPart
 
@@ -76,17 +76,17 @@ def open_run(path: Path, *, checkpoint: str = "best", trust: bool = False) -> Op
     folder = RunFolder.open(str(path))
     config = load_stored(folder.config, folder.read_settled().code, trust=trust).config
     notes: list[str] = []
-    chosen, content = _first_whole(_candidates(folder.checkpoints(), checkpoint, notes), notes)
+    chosen, content = _load_first_whole(_list_candidates(folder.checkpoints(), checkpoint, notes), notes)
     return OpenedRun(folder=folder, config=config, path=chosen, checkpoint=content, notes=tuple(notes))
 
 
-def as_trained(run: OpenedRun, frozen: Mapping[str, FrozenPart]) -> dict[str, FrozenPart]:
+def check_frozen_parts(run: OpenedRun, frozen: Mapping[str, FrozenPart]) -> dict[str, FrozenPart]:
     """The frozen parts the run was trained with, as far as they are used; others are refused."""
     used = {name: known for name, known in run.frozen.items() if name in frozen}
     return match_stored(frozen, used, run.folder.path)
 
 
-def plan_for_use(
+def choose_plan(
     run: OpenedRun,
     model: nn.Module,
     *,
@@ -96,13 +96,13 @@ def plan_for_use(
 ) -> Plan:
     """The stored plan; another one where another device or precision is asked for, or the run's device is not here."""
     stored = run.folder.read_plan()
-    hardware = probe(device or _here(stored.device))
+    hardware = probe(device or _find_device(stored.device))
     if precision is None and hardware.device == stored.device:
         return stored
     request = run.config.precision
     if precision is not None:
         # Parts with a precision of their own belong to the request that is replaced.
-        request = request.model_copy(update={"default": precision_name(precision, "--precision"), "modules": {}})
+        request = request.model_copy(update={"default": normalise_precision(precision, "--precision"), "modules": {}})
     islands = [f"{row.module}: {row.reason}" for row in stored.rows if row.kind == "island"]
     plan = decide(request, hardware, model, fragile=islands, frozen=get_modules(frozen or {}))
     if device is None and plan.device != stored.device:
@@ -111,7 +111,7 @@ def plan_for_use(
     return plan
 
 
-def with_weights(
+def load_weights(
     run: OpenedRun,
     model: nn.Module,
     plan: Plan,
@@ -121,7 +121,7 @@ def with_weights(
     """The model on its device with the checkpoint's weights, the averaged ones where the run keeps them."""
     model = place_model(run.config, model, plan)
     place_frozen_(run.config, frozen or {}, plan)
-    set_to_(values or {}, int(run.checkpoint.state["step"]["committed"]), torch.device(plan.device))
+    write_values_(values or {}, int(run.checkpoint.state["step"]["committed"]), torch.device(plan.device))
     try:
         load_for_use(model, run.checkpoint)
     except (RuntimeError, KeyError, AttributeError) as error:
@@ -134,7 +134,7 @@ def with_weights(
 
 
 @contextmanager
-def fresh_folder(out: Path | None, default: Path) -> Iterator[Path]:
+def make_fresh_folder(out: Path | None, default: Path) -> Iterator[Path]:
     """A folder of our own: `out`, new or empty, or `default` with a number where it is taken; gone if left empty."""
     folder = out or find_unused_path(default)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
@@ -152,7 +152,7 @@ def fresh_folder(out: Path | None, default: Path) -> Iterator[Path]:
             folder.rmdir()
 
 
-def _candidates(checkpoints: Checkpoints, asked: str, notes: list[str]) -> list[Path]:
+def _list_candidates(checkpoints: Checkpoints, asked: str, notes: list[str]) -> list[Path]:
     """Where to look, in order; only `best` and `last` have a next one to go to."""
     newest_first = checkpoints.all()[::-1]
     if not newest_first:
@@ -172,11 +172,11 @@ def _candidates(checkpoints: Checkpoints, asked: str, notes: list[str]) -> list[
     if found := named.get(asked) or by_step.get(asked):
         return [found]
     raise CheckpointError(
-        f"no checkpoint {asked!r} in {checkpoints.folder}", fix=nearest(asked, ["best", "last", *sorted(named)])
+        f"no checkpoint {asked!r} in {checkpoints.folder}", fix=suggest_nearest(asked, ["best", "last", *sorted(named)])
     )
 
 
-def _first_whole(candidates: Iterable[Path], notes: list[str]) -> tuple[Path, Checkpoint]:
+def _load_first_whole(candidates: Iterable[Path], notes: list[str]) -> tuple[Path, Checkpoint]:
     failures: list[CheckpointError] = []
     for path in candidates:
         try:
@@ -191,7 +191,7 @@ def _first_whole(candidates: Iterable[Path], notes: list[str]) -> tuple[Path, Ch
     )
 
 
-def _here(device: str) -> str:
+def _find_device(device: str) -> str:
     """The run's own device where this machine has it, else the best one."""
     try:
         return probe(device).device
@@ -199,7 +199,7 @@ def _here(device: str) -> str:
         return "auto"
 
 
-def in_use(model: nn.Module, plan: Plan, report: RunReport) -> Trained:
+def wrap_trained(model: nn.Module, plan: Plan, report: RunReport) -> Trained:
     """The model as a family's evaluation and prediction get it."""
 
     @contextmanager

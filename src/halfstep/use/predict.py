@@ -10,17 +10,24 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from halfstep.data.files import natural_key, some_of
+from halfstep.data.files import list_some, natural_key
 from halfstep.disk import write_atomically
 from halfstep.errors import ConfigError, DataError, Interrupted, format_count, make_printable
 from halfstep.hardware.clock import Stopwatch
-from halfstep.models.first_values import unfilled
-from halfstep.report.results import Answer, Failure, Predictions, json_text
+from halfstep.models.first_values import skip_first_values
+from halfstep.report.results import Answer, Failure, Predictions, dump_json
 from halfstep.report.run_report import RunReport
 from halfstep.run.frozen_modules import name_lost_files
 from halfstep.run.interrupts import Interrupts, catch_interrupts
-from halfstep.step.randomness import algorithms
-from halfstep.use.open_run import as_trained, fresh_folder, in_use, open_run, plan_for_use, with_weights
+from halfstep.step.randomness import choose_algorithms
+from halfstep.use.open_run import (
+    check_frozen_parts,
+    choose_plan,
+    load_weights,
+    make_fresh_folder,
+    open_run,
+    wrap_trained,
+)
 from halfstep.workloads import KINDS
 from halfstep.workloads.base.kind import PredictCommand, load_part, with_defaults
 from halfstep.workloads.base.using import Input, Predictor, Trained, Wishes, frozen_of
@@ -35,7 +42,7 @@ def find_inputs(asked: Iterable[Path], endings: Sequence[str]) -> tuple[list[Inp
     found: dict[Path, Input] = {}
     failed: list[Failure] = []
     for place in asked:
-        below = _inputs(place, endings)
+        below = _list_inputs(place, endings)
         if not below:
             why = (
                 f"nothing in it that can be read ({' '.join(endings)})"
@@ -48,7 +55,7 @@ def find_inputs(asked: Iterable[Path], endings: Sequence[str]) -> tuple[list[Inp
     return list(found.values()), failed
 
 
-def _inputs(place: Path, endings: Sequence[str]) -> list[Input]:
+def _list_inputs(place: Path, endings: Sequence[str]) -> list[Input]:
     if place.is_file():
         return [Input(path=place, name=Path(place.name))]  # whatever its ending: the user named it
     if not place.is_dir():
@@ -72,18 +79,18 @@ def predict(
     """What the model says about every file; those that cannot be used are named, and fail only where all do."""
     clock = Stopwatch()
     run = open_run(path, checkpoint=checkpoint, trust=trust)
-    command = _command_of(run.config.workload)
+    command = _find_command(run.config.workload)
     wishes = replace(wishes, options=with_defaults(command.options, wishes.options, run.config.workload))
     _refuse_wrong_inputs(command, asked, run.config.workload)
-    with name_lost_files(run.frozen), unfilled():
+    with name_lost_files(run.frozen), skip_first_values():
         predictor: Predictor = load_part(command.predictor)(run.config, run.store)
-    frozen = as_trained(run, frozen_of(predictor))
+    frozen = check_frozen_parts(run, frozen_of(predictor))
     inputs, failed = find_inputs(asked, predictor.endings)
     for failure in failed:
-        _tell(failure, report)
+        _report_failure(failure, report)
     if command.needs_input:
-        _some_must_be_left(inputs, failed)
-    plan = plan_for_use(run, predictor.model, device=device, precision=precision, frozen=frozen)
+        _refuse_none_usable(inputs, failed)
+    plan = choose_plan(run, predictor.model, device=device, precision=precision, frozen=frozen)
     for note in (*run.notes, *plan.warnings):
         report.notice(note, "warning")
     has_folder = wishes.out is not None or command.writes_files
@@ -91,25 +98,25 @@ def predict(
     left = _read_unfinished(wishes.out, request)
     place: AbstractContextManager[Path | None] = nullcontext(wishes.out)
     if has_folder and not left:
-        place = fresh_folder(wishes.out, run.folder.path / "predictions")
-    with place as folder, algorithms(deterministic=run.config.train.deterministic):
-        model = with_weights(run, predictor.model, plan, frozen, getattr(predictor, "values", {}))
-        trained = in_use(model, plan, report)
+        place = make_fresh_folder(wishes.out, run.folder.path / "predictions")
+    with place as folder, choose_algorithms(deterministic=run.config.train.deterministic):
+        model = load_weights(run, predictor.model, plan, frozen, getattr(predictor, "values", {}))
+        trained = wrap_trained(model, plan, report)
         answers: list[Answer] = []
         if folder and left:
             answers, inputs = _continue(folder, left, inputs, report)
         try:
             with catch_interrupts(heard=FINISHING) as asked_to_stop:
-                asked_to_stop.last_words = lambda: str(_stopped_at_once(folder, answers))
+                asked_to_stop.last_words = lambda: str(_explain_second_stop(folder, answers))
                 num_left = _answer_all(
                     predictor, inputs, trained, replace(wishes, out=folder), report, answers, failed, asked_to_stop
                 )
         except KeyboardInterrupt:
-            raise _stopped_at_once(folder, answers) from None
+            raise _explain_second_stop(folder, answers) from None
         if num_left:
-            raise _stopped(folder, request, command, answers, num_left, asked_to_stop)
+            raise _store_unfinished(folder, request, command, answers, num_left, asked_to_stop)
         if failed:
-            _some_must_be_left(answers, failed)
+            _refuse_none_usable(answers, failed)
         made = Predictions(
             **run.facts(plan),
             answers=tuple(answers),
@@ -122,7 +129,7 @@ def predict(
     return made
 
 
-def _command_of(workload: str) -> PredictCommand:
+def _find_command(workload: str) -> PredictCommand:
     command = KINDS.of(workload).predict
     if command is None:
         able = ", ".join(name for name in KINDS if KINDS[name].predict is not None)
@@ -151,7 +158,7 @@ def _answer_all(
                 answers.append(result)
             else:
                 failed.append(result)
-                _tell(result, report)
+                _report_failure(result, report)
             bar.advance()
             if asked_to_stop and bar.done < bar.total:
                 return bar.total - bar.done
@@ -170,7 +177,7 @@ def _read_unfinished(out: Path | None, request: Mapping[str, Any]) -> dict[str, 
         former = left["halfstep predict"]
     except (ValueError, KeyError, TypeError):  # not written by us: the folder is refused like any other with files
         return {}
-    now = json.loads(json_text(request))
+    now = json.loads(dump_json(request))
     if differing := [name for name in now if now[name] != former.get(name)]:
         raise ConfigError(
             f"--out {out} holds an unfinished prediction of another command",
@@ -196,7 +203,7 @@ def _continue(
     return answers, inputs
 
 
-def _stopped(
+def _store_unfinished(
     folder: Path | None,
     request: Mapping[str, Any],
     command: PredictCommand,
@@ -216,7 +223,7 @@ def _stopped(
     else:  # no input tells which samples are there, and the same seed draws them again
         named = {value for answer in answers for value in answer.found.values() if isinstance(value, str)}
         left["drawn again"] = [str(path.relative_to(folder)) for path in folder.rglob("*") if str(path) in named]
-    write_atomically(folder / UNFINISHED, json_text(left) + "\n")
+    write_atomically(folder / UNFINISHED, dump_json(left) + "\n")
     again = "continues" if command.needs_input else "draws all of them again"
     return Interrupted(
         f"stopped by {by}: {num} are written to {folder}",
@@ -225,7 +232,7 @@ def _stopped(
     )
 
 
-def _stopped_at_once(folder: Path | None, answers: list[Answer]) -> Interrupted:
+def _explain_second_stop(folder: Path | None, answers: list[Answer]) -> Interrupted:
     has_files = folder is not None and any(folder.iterdir())
     return Interrupted(
         f"stopped by a second Ctrl-C after {format_count(len(answers), 'prediction')}"
@@ -246,14 +253,14 @@ def _refuse_wrong_inputs(command: PredictCommand, asked: Sequence[Path], workloa
         raise ConfigError(f"{asked[0]} means nothing for {workload}", why="it needs no input", fix="leave it out")
 
 
-def _tell(failure: Failure, report: RunReport) -> None:
+def _report_failure(failure: Failure, report: RunReport) -> None:
     report.notice(f"left out {failure.file}: {failure.why}", "warning")
 
 
-def _some_must_be_left(usable: Sequence[Input | Answer], failed: Sequence[Failure]) -> None:
+def _refuse_none_usable(usable: Sequence[Input | Answer], failed: Sequence[Failure]) -> None:
     if not usable:
         raise DataError(
-            f"none of the inputs can be used: {some_of(failure.file for failure in failed)}",
+            f"none of the inputs can be used: {list_some(failure.file for failure in failed)}",
             why=failed[0].why,
             fix="name files that it can read, or folders that hold some",
         )

@@ -17,7 +17,7 @@ from halfstep.run.memory.out_of_memory import split_window
 from halfstep.run.step_ledger import AnyEngine, drop_outputs, list_engines, observe_ledgers
 from halfstep.step.step import LossFn, Step
 from halfstep.tune.modes import Batch
-from halfstep.use.observe_step import at_hand, is_run
+from halfstep.use.observe_step import assemble_step, is_run
 
 NAN, CLIP, RATE, AMP = (
     "NaN handling operational",
@@ -31,20 +31,20 @@ Proof = Callable[[Step, LossFn, list[Batch]], tuple[bool | None, str]]
 def verify(word: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False) -> list[Line]:
     """All lines but that of the configuration, which `check` knows. Nothing of a run is changed."""
     record = read_run(Path(word)) if is_run(word) else None
-    with at_hand(word, flags=flags, overrides=overrides, trust=trust) as (parts, engine, window):
-        amp = _amp(parts, engine, window)  # first: the proofs below make steps of their own
+    with assemble_step(word, flags=flags, overrides=overrides, trust=trust) as (parts, engine, window):
+        amp = _check_amp(parts, engine, window)  # first: the proofs below make steps of their own
         lines = [
-            _each(NAN, engine, window, parts, nan_is_dropped),
-            _clip(parts, engine, window),
-            _rate(parts, engine, window, record),
+            _prove_each_phase(NAN, engine, window, parts, nan_is_dropped),
+            _check_clipping(parts, engine, window),
+            _check_rate(parts, engine, window, record),
             amp,
         ]
     if record is None:
-        return [*lines, *_without_record()]
-    return [*lines, _gpu(record), _memory(record), _skipped(record), _capsules(record)]
+        return [*lines, *_list_unrecorded()]
+    return [*lines, _check_gpu(record), _check_memory(record), _check_skipped(record), _check_capsules(record)]
 
 
-def _each(name: str, engine: AnyEngine, window: list[Batch], parts: Assembly, proof: Proof) -> Line:
+def _prove_each_phase(name: str, engine: AnyEngine, window: list[Batch], parts: Assembly, proof: Proof) -> Line:
     """Of every phase; one that does not hold decides."""
     found = []
     for phase, own in list_engines(engine):
@@ -55,13 +55,13 @@ def _each(name: str, engine: AnyEngine, window: list[Batch], parts: Assembly, pr
     return Line(name=name, holds=(worst or found[0])[0], text="; ".join(text for _, text in found))
 
 
-def _clip(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> Line:
+def _check_clipping(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> Line:
     if not parts.config.train.clip_norm:
         return Line(name=CLIP, holds=None, text="train.clip_norm is 0: clipping is off, as configured")
-    return _each(CLIP, engine, window, parts, clipping)
+    return _prove_each_phase(CLIP, engine, window, parts, clipping)
 
 
-def _amp(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> Line:
+def _check_amp(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> Line:
     ledgers = observe_ledgers(parts, engine, window)
     differing = [finding for ledger in ledgers for finding in ledger.differences]
     text = "; ".join(f"{ledger.mode}: {ledger.summary}" for ledger in ledgers)
@@ -70,11 +70,11 @@ def _amp(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> Line:
     return Line(name=AMP, holds=not differing, text=text)
 
 
-def _rate(parts: Assembly, engine: AnyEngine, window: list[Batch], record: RunRecord | None) -> Line:
+def _check_rate(parts: Assembly, engine: AnyEngine, window: list[Batch], record: RunRecord | None) -> Line:
     """Of a run: every rate on record; else of a few steps."""
     trained = record.of_kind("train") if record is not None else []
     if record is None or not trained or parts.phases:
-        return _each(RATE, engine, window, parts, rates_are_scheduled)
+        return _prove_each_phase(RATE, engine, window, parts, rates_are_scheduled)
     if parts.plateau is not None or any(event.get("event") == "rollback" for event in record.of_kind("event")):
         return Line(name=RATE, holds=None, text="a plateau or a rollback has cut the rate, by what is not on record")
     step = parts.step
@@ -93,12 +93,12 @@ def _is_scheduled(step: Step, record: Mapping[str, Any]) -> bool:
     return any(is_same_rate(float(record["lr"]), scheduled_rate(step, max(c, 0))) for c in (committed - 1, committed))
 
 
-def _without_record() -> list[Line]:
+def _list_unrecorded() -> list[Line]:
     text = "nothing has run yet: name a run's folder"
     return [Line(name=name, holds=None, text=text) for name in ("GPU use", "memory", "skipped steps", "capsules")]
 
 
-def _gpu(record: RunRecord) -> Line:
+def _check_gpu(record: RunRecord) -> Line:
     steady = [one for one in record.monitor if one.get("steady")]
     busy = [one["utilization"] for one in steady if one.get("utilization") is not None]
     elapsed_s = float(record.summary.get("elapsed_s", 0.0))
@@ -111,14 +111,14 @@ def _gpu(record: RunRecord) -> Line:
     return Line(name="GPU use", holds="under" not in line, text=line)
 
 
-def _memory(record: RunRecord) -> Line:
+def _check_memory(record: RunRecord) -> Line:
     peak = record.summary.get("peak_memory_bytes")
     if not peak:
         return Line(name="memory", holds=None, text="no peak on record: the run has not ended, or cannot measure it")
     return Line(name="memory", holds=True, text=f"{format_bytes(int(peak))} at most")
 
 
-def _skipped(record: RunRecord) -> Line:
+def _check_skipped(record: RunRecord) -> Line:
     trained, events = record.of_kind("train"), record.of_kind("event")
     if not trained and not events:
         return Line(name="skipped steps", holds=None, text="no step is on record")
@@ -131,7 +131,7 @@ def _skipped(record: RunRecord) -> Line:
     return Line(name="skipped steps", holds=not faults, text=text)
 
 
-def _capsules(record: RunRecord) -> Line:
+def _check_capsules(record: RunRecord) -> Line:
     if not record.capsules:
         return Line(name="capsules", holds=True, text="none: no fault was recorded")
     names = ", ".join(str(one["name"]) for one in record.capsules)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.config.foreign import flat
+from halfstep.config.foreign import flatten_keys
 from halfstep.config.yaml_source import read_yaml
 from halfstep.disk import parse_json, read_sealed
 from halfstep.errors import CheckpointError
@@ -55,7 +55,7 @@ class RunRecord:
     @property
     def rate(self) -> str:
         """The key of its throughput, in the unit of its workload."""
-        return rate_of((self.of_kind("train") or [{}])[-1])
+        return find_rate_key((self.of_kind("train") or [{}])[-1])
 
     @property
     def has_ended(self) -> bool:
@@ -71,27 +71,29 @@ def read_run(path: Path) -> RunRecord:
         name=path.resolve().name,
         path=path,
         records=read(path / "metrics.jsonl"),
-        plan=_plan(path / "plan.json"),
-        summary=_json(path / "report" / "summary.json"),
-        settings=_settings(path),
-        samples=_samples(path / "report" / "samples"),
+        plan=_read_plan(path / "plan.json"),
+        summary=_read_json(path / "report" / "summary.json"),
+        settings=_read_settings(path),
+        samples=_find_samples(path / "report" / "samples"),
         monitor=read(path / "monitor.jsonl"),
-        ledger=_json(path / "report" / "ledger.json"),
-        capsules=[{"name": file.parent.name, **_json(file)} for file in sorted(path.glob("capsules/*/capsule.json"))],
+        ledger=_read_json(path / "report" / "ledger.json"),
+        capsules=[
+            {"name": file.parent.name, **_read_json(file)} for file in sorted(path.glob("capsules/*/capsule.json"))
+        ],
     )
 
 
-def rate_of(record: Mapping[str, Any]) -> str:
+def find_rate_key(record: Mapping[str, Any]) -> str:
     """The key of a record's throughput in the unit of its workload, such as `tokens_per_s`."""
     return next((key for key in record if key.endswith("s_per_s") and key != SAMPLES), SAMPLES)
 
 
-def per_second(key: str) -> str:
+def format_rate_unit(key: str) -> str:
     """`tokens/s`."""
     return key.replace("_per_s", "/s")
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
@@ -102,33 +104,35 @@ def _json(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _plan(path: Path) -> dict[str, Any]:
+def _read_plan(path: Path) -> dict[str, Any]:
     """Return the plan; one that was edited carries a warning, which the page shows."""
-    plan = _json(path)
+    plan = _read_json(path)
     try:
         return read_sealed(path.read_bytes()) if plan else {}
     except ValueError as error:
         return {**plan, "warnings": [*plan.get("warnings", ()), f"plan.json is not what the run wrote: {error}"]}
 
 
-def _settings(path: Path) -> dict[str, tuple[str, str]]:
+def _read_settings(path: Path) -> dict[str, tuple[str, str]]:
     """Return value and source of each setting; without report/config.json the values alone."""
-    stored = _json(path / "report" / "config.json").get("settings", {})
+    stored = _read_json(path / "report" / "config.json").get("settings", {})
     if stored:
-        return {key: (shown(one["value"]), _source(one["source"])) for key, one in stored.items()}
-    return {key: (shown(value), "") for key, value in flat(read_yaml(path / "config.yaml").values).items()}
+        return {key: (format_value(one["value"]), _format_source(one["source"])) for key, one in stored.items()}
+    return {
+        key: (format_value(value), "") for key, value in flatten_keys(read_yaml(path / "config.yaml").values).items()
+    }
 
 
-def _source(source: dict[str, Any]) -> str:
+def _format_source(source: dict[str, Any]) -> str:
     layer, where = str(source.get("layer", "")), str(source.get("where", ""))
     return where if where.startswith(layer) else f"{layer} {where}".strip()
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _samples(folder: Path) -> list[Path]:
+def _find_samples(folder: Path) -> list[Path]:
     """The newest ones, oldest of them first; texts among them."""
     files = [file for file in sorted(folder.rglob("*")) if file.suffix.lower() in (*PICTURES, ".txt")]
     return [file for file in files if file.stat().st_size <= LARGEST_PICTURE][-MOST_SAMPLES:]

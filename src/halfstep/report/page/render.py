@@ -14,9 +14,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import format_bytes, suggested
+from halfstep.errors import format_bytes, suggest_command
 from halfstep.report.memory_view import COLOURS
-from halfstep.report.page.read_run import SAMPLES, RunRecord, per_second, rate_of, shown
+from halfstep.report.page.read_run import SAMPLES, RunRecord, find_rate_key, format_rate_unit, format_value
 
 MOST_ROWS = 200
 """Of modules and events: the rest is a number."""
@@ -26,30 +26,42 @@ Memory = Mapping[str, int] | str
 """Bytes by component, or why they are not known."""
 
 
-def page_of_runs(runs: Sequence[RunRecord], memory: Sequence[Memory] = ()) -> str:
+def render_runs(runs: Sequence[RunRecord], memory: Sequence[Memory] = ()) -> str:
     """`memory` is what each run's step is predicted to take."""
     title = f"{runs[0].plan.get('granted', '')} {runs[0].summary.get('workload', runs[0].name)}".strip()
     title = title if len(runs) == 1 else ", ".join(run.name for run in runs)
     largest = max((sum(one.values()) for one in memory if not isinstance(one, str)), default=0)
     sections = [
-        *(_cards(run) for run in runs),
-        _section("Curves", _charts(charts_of(runs))),
-        *(_section(_named("Plan", run, runs), _plan(run)) for run in runs if run.plan),
+        *(_render_cards(run) for run in runs),
+        _render_section("Curves", _render_charts(build_charts(runs))),
+        *(_render_section(_name_section("Plan", run, runs), _render_plan(run)) for run in runs if run.plan),
         *(
-            _section(_named("Memory", run, runs), _memory(run, one, largest))
+            _render_section(_name_section("Memory", run, runs), _render_memory(run, one, largest))
             for run, one in zip(runs, memory, strict=False)
         ),
-        *(_section(_named("Where the time went", run, runs), _time(run)) for run in runs if _has_time(run)),
-        *(_section(_named("Faults", run, runs), _faults(run)) for run in runs),
-        *(_section(_named("What really ran", run, runs), _ledger(run)) for run in runs if run.ledger),
-        *(_section(_named("Samples", run, runs), _samples(run)) for run in runs if run.samples),
-        _section("Settings", _settings([(run.name, run.settings) for run in runs])),
-        *(_section(_named("Made by", run, runs), _origin(run.summary)) for run in runs if run.summary),
+        *(
+            _render_section(_name_section("Where the time went", run, runs), _render_time(run))
+            for run in runs
+            if _has_time(run)
+        ),
+        *(_render_section(_name_section("Faults", run, runs), _render_faults(run)) for run in runs),
+        *(
+            _render_section(_name_section("What really ran", run, runs), _render_ledger(run))
+            for run in runs
+            if run.ledger
+        ),
+        *(_render_section(_name_section("Samples", run, runs), _render_samples(run)) for run in runs if run.samples),
+        _render_section("Settings", _render_settings([(run.name, run.settings) for run in runs])),
+        *(
+            _render_section(_name_section("Made by", run, runs), _render_origin(run.summary))
+            for run in runs
+            if run.summary
+        ),
     ]
-    return _page(f"halfstep: {title}", "".join(sections))
+    return _render_page(f"halfstep: {title}", "".join(sections))
 
 
-def page_of_comparison(
+def render_comparison(
     name: str,
     about: str,
     columns: Mapping[str, Sequence[str]],
@@ -61,27 +73,29 @@ def page_of_comparison(
     """The table of `halfstep compare`, with its notes, every setting of each row, and a run's origin."""
     listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
     rows = [list(cells) for cells in zip(*columns.values(), strict=True)]
-    body = _section("Result", _table(list(columns), rows) + f"<ul class=faint>{listed}</ul>")
-    body += _section("Curves", _charts(charts))
-    rows_settings = [(row, {key: (shown(one), "") for key, one in known.items()}) for row, known in settings.items()]
-    body += _section("Settings", _settings(rows_settings)) if rows_settings else ""
-    body += _section("Made by", _origin(summary)) if summary else ""
-    return _page(f"halfstep compare: {name}", f"<p class=faint>{escape(about)}</p>{body}")
+    body = _render_section("Result", _render_table(list(columns), rows) + f"<ul class=faint>{listed}</ul>")
+    body += _render_section("Curves", _render_charts(charts))
+    rows_settings = [
+        (row, {key: (format_value(one), "") for key, one in known.items()}) for row, known in settings.items()
+    ]
+    body += _render_section("Settings", _render_settings(rows_settings)) if rows_settings else ""
+    body += _render_section("Made by", _render_origin(summary)) if summary else ""
+    return _render_page(f"halfstep compare: {name}", f"<p class=faint>{escape(about)}</p>{body}")
 
 
 # --- sections ---
 
 
-def _cards(run: RunRecord) -> str:
+def _render_cards(run: RunRecord) -> str:
     summary = run.summary
     state = "" if run.has_ended else "<p class=bad>This run has not ended: the page shows what is on record.</p>"
     pairs = [
-        (f"best {run.metric}", _optional(summary.get("best"), "{:.4f}")),
-        ("time", _optional(summary.get("elapsed_s"), "{:,.0f} s")),
-        ("speed", _optional(summary.get(rate := rate_of(summary)), f"{{:,.1f}} {per_second(rate)}")),
-        ("peak memory", _bytes(summary.get("peak_memory_bytes"))),
-        ("energy", _optional(summary.get("joules"), "{:,.0f} J")),
-        ("skipped steps", _optional(summary.get("skipped"), "{:.0f}")),
+        (f"best {run.metric}", _format_optional(summary.get("best"), "{:.4f}")),
+        ("time", _format_optional(summary.get("elapsed_s"), "{:,.0f} s")),
+        ("speed", _format_optional(summary.get(rate := find_rate_key(summary)), f"{{:,.1f}} {format_rate_unit(rate)}")),
+        ("peak memory", _format_size(summary.get("peak_memory_bytes"))),
+        ("energy", _format_optional(summary.get("joules"), "{:,.0f} J")),
+        ("skipped steps", _format_optional(summary.get("skipped"), "{:.0f}")),
         ("precision", str(run.plan.get("granted", "")) + (" (simulated)" if run.plan.get("simulated") else "")),
         ("steps run", str(summary.get("steps_run", _mode(run.plan)))),
         ("device", str(run.plan.get("device_name", ""))),
@@ -92,23 +106,25 @@ def _cards(run: RunRecord) -> str:
     return f"<p class=faint>{escape(run.name)}</p>{state}<div class=cards>{cards}</div>"
 
 
-def _charts(charts: Sequence[Chart]) -> str:
+def _render_charts(charts: Sequence[Chart]) -> str:
     hint = "<p class=faint>Wheel or + and − zoom, drag or arrow keys pan, double click or 0 shows all.</p>"
     return (
-        hint + f"<div class=charts>{''.join(map(_chart, charts))}</div>" if charts else "<p>Nothing is on record.</p>"
+        hint + f"<div class=charts>{''.join(map(_render_chart, charts))}</div>"
+        if charts
+        else "<p>Nothing is on record.</p>"
     )
 
 
-def _chart(chart: Chart) -> str:
+def _render_chart(chart: Chart) -> str:
     words = escape(chart.in_words, quote=True)
     return (
         f"<figure class=chart><svg viewBox='0 0 460 230' role=img tabindex=0 aria-label=\"{words}\"></svg>"
         f"<figcaption>{escape(chart.title)} over {escape(chart.x)}</figcaption><div class=legend></div>"
-        f"<script type='application/json'>{_safe_json(chart.as_data())}</script></figure>"
+        f"<script type='application/json'>{_dump_safe_json(chart.as_data())}</script></figure>"
     )
 
 
-def _plan(run: RunRecord) -> str:
+def _render_plan(run: RunRecord) -> str:
     plan, titles = run.plan, ("module", "stored", "computes in", "why")
     lines = [f"asked {plan.get('asked')}, granted {plan.get('granted')}: {plan.get('reason', '')}"]
     reason = plan.get("mode_reason", "")
@@ -117,8 +133,8 @@ def _plan(run: RunRecord) -> str:
     warned = "".join(f"<p class=bad>{escape(str(line))}</p>" for line in plan.get("warnings", ()))
     rows = [(row["module"], row["storage"], row["compute"], row["reason"]) for row in plan.get("rows", ())]
     special = [cells for cells, row in zip(rows, plan.get("rows", ()), strict=True) if row.get("kind") != "default"]
-    whole = f"<details><summary>every module ({len(rows)})</summary>{_table(titles, rows)}</details>"
-    return said + warned + (_table(titles, special) if special else "") + whole
+    whole = f"<details><summary>every module ({len(rows)})</summary>{_render_table(titles, rows)}</details>"
+    return said + warned + (_render_table(titles, special) if special else "") + whole
 
 
 def _mode(plan: Mapping[str, Any]) -> str:
@@ -129,7 +145,7 @@ def _has_time(run: RunRecord) -> bool:
     return bool(run.summary.get("elapsed_s")) and "trained_s" in run.summary
 
 
-def _time(run: RunRecord) -> str:
+def _render_time(run: RunRecord) -> str:
     whole, trained, waited = (float(run.summary[key]) for key in ("elapsed_s", "trained_s", "waited_s"))
     parts = [
         ("training", trained - waited, "#2f6fde"),
@@ -137,25 +153,29 @@ def _time(run: RunRecord) -> str:
         ("validation, checkpoints, start", whole - trained, "#9aa5b1"),
     ]
     rows = [[name, f"{seconds:.1f} s", f"{seconds / whole:.0%}"] for name, seconds, _ in parts]
-    return _stack("shares of the time", parts, whole) + _table(["part", "time", "share"], rows)
+    return _render_stack("shares of the time", parts, whole) + _render_table(["part", "time", "share"], rows)
 
 
-def _memory(run: RunRecord, found: Memory, largest: int) -> str:
+def _render_memory(run: RunRecord, found: Memory, largest: int) -> str:
     """The stack of one micro-batch's step; bars of several runs have one scale."""
     if isinstance(found, str):
         return f"<p>Not predicted: {escape(found)}</p>"
     parts = [(name, size, COLOURS[name]) for name, size in found.items() if size]
     whole = sum(size for _, size, _ in parts)
-    rows = [[name, _bytes(size), f"{size / whole:.0%}"] for name, size, _ in parts]
+    rows = [[name, _format_size(size), f"{size / whole:.0%}"] for name, size, _ in parts]
     measured = run.summary.get("peak_memory_bytes")
-    said = f"Predicted peak of one step's tensors on a GPU: {_bytes(whole)}"
+    said = f"Predicted peak of one step's tensors on a GPU: {_format_size(whole)}"
     if isinstance(measured, int):
         whose = "the device" if "cuda" in str(run.plan.get("device")) else "the whole process"
-        said += f"; measured, of {whose}: {_bytes(measured)}"
-    return f"<p>{said}.</p>" + _stack("memory by component", parts, largest) + _table(["part", "size", "share"], rows)
+        said += f"; measured, of {whose}: {_format_size(measured)}"
+    return (
+        f"<p>{said}.</p>"
+        + _render_stack("memory by component", parts, largest)
+        + _render_table(["part", "size", "share"], rows)
+    )
 
 
-def _stack(words: str, parts: Sequence[tuple[str, float, str]], whole: float) -> str:
+def _render_stack(words: str, parts: Sequence[tuple[str, float, str]], whole: float) -> str:
     """Parts beside each other in a bar as long as `whole`; a table says the same."""
     spans = "".join(
         f"<span style='width:{max(100 * size / whole, 0):.2f}%;background:{colour}' title='{escape(name)}'></span>"
@@ -165,7 +185,7 @@ def _stack(words: str, parts: Sequence[tuple[str, float, str]], whole: float) ->
     return f"<div class=bar role=img aria-label='{escape(words)}'>{spans}</div><div class=legend>{keys}</div>"
 
 
-def _faults(run: RunRecord) -> str:
+def _render_faults(run: RunRecord) -> str:
     events = run.of_kind("event")
     if not events and not run.capsules:
         return "<p>None on record.</p>"
@@ -178,25 +198,25 @@ def _faults(run: RunRecord) -> str:
         ]
         for e in events
     ]
-    found = _table(["step", "event", "reason", "samples"], rows) if rows else ""
+    found = _render_table(["step", "event", "reason", "samples"], rows) if rows else ""
     capsules = [
-        [c["name"], str(c.get("reason", "")), suggested("replay", run.path / "capsules" / c["name"])]
+        [c["name"], str(c.get("reason", "")), suggest_command("replay", run.path / "capsules" / c["name"])]
         for c in run.capsules
     ]
-    return found + (_table(["capsule", "reason", "find the cause"], capsules) if capsules else "")
+    return found + (_render_table(["capsule", "reason", "find the cause"], capsules) if capsules else "")
 
 
-def _ledger(run: RunRecord) -> str:
+def _render_ledger(run: RunRecord) -> str:
     rows = [[str(value) for value in row.values()] for row in run.ledger.get("rows", ())]
     titles = list(run.ledger["rows"][0]) if rows else []
-    return f"<p>{escape(str(run.ledger.get('summary', '')))}</p>" + (_table(titles, rows) if rows else "")
+    return f"<p>{escape(str(run.ledger.get('summary', '')))}</p>" + (_render_table(titles, rows) if rows else "")
 
 
-def _samples(run: RunRecord) -> str:
-    return f"<div class=samples>{''.join(_sample(path, run.path) for path in run.samples)}</div>"
+def _render_samples(run: RunRecord) -> str:
+    return f"<div class=samples>{''.join(_render_sample(path, run.path) for path in run.samples)}</div>"
 
 
-def _sample(path: Path, root: Path) -> str:
+def _render_sample(path: Path, root: Path) -> str:
     name = escape(str(path.relative_to(root / "report" / "samples")))
     if path.suffix == ".txt":
         text = escape(path.read_text(errors="replace")[:2000])
@@ -206,7 +226,7 @@ def _sample(path: Path, root: Path) -> str:
     return f"<figure><img alt='sample {name}' src='data:{kind};base64,{data}'><figcaption>{name}</figcaption></figure>"
 
 
-def _settings(runs: Sequence[tuple[str, Mapping[str, tuple[str, str]]]]) -> str:
+def _render_settings(runs: Sequence[tuple[str, Mapping[str, tuple[str, str]]]]) -> str:
     """Names and settings: one column each; settings that differ are marked, and the others folded."""
     keys = list(dict.fromkeys(key for _, settings in runs for key in settings))
     differ = {key for key in keys if len({settings.get(key, ("",))[0] for _, settings in runs}) > 1}
@@ -217,15 +237,15 @@ def _settings(runs: Sequence[tuple[str, Mapping[str, tuple[str, str]]]]) -> str:
         return [key, *([value for value, _ in cells] if len(runs) > 1 else cells[0])]
 
     if len(runs) == 1:
-        return _table(titles, [row_of(key) for key in keys])
+        return _render_table(titles, [row_of(key) for key in keys])
     count = "1 setting differs and is" if len(differ) == 1 else f"{len(differ)} settings differ and are"
-    marked = _table(titles, [row_of(key) for key in keys if key in differ], marked=[True] * len(differ))
+    marked = _render_table(titles, [row_of(key) for key in keys if key in differ], marked=[True] * len(differ))
     same = [row_of(key) for key in keys if key not in differ]
-    rest = f"<details><summary>the same in all ({len(same)})</summary>{_table(titles, same)}</details>"
+    rest = f"<details><summary>the same in all ({len(same)})</summary>{_render_table(titles, same)}</details>"
     return f"<p class=faint>{count} marked.</p>{marked if differ else ''}{rest}"
 
 
-def _origin(summary: Mapping[str, Any]) -> str:
+def _render_origin(summary: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in summary.get("versions", {}).items())
     command = " ".join(map(shlex.quote, map(str, summary.get("command", ()))))
     return f"<p>{escape(versions)}; {escape(str(summary.get('device', '')))}</p><pre>{escape(command)}</pre>"
@@ -234,7 +254,7 @@ def _origin(summary: Mapping[str, Any]) -> str:
 # --- pieces ---
 
 
-def _page(title: str, body: str) -> str:
+def _render_page(title: str, body: str) -> str:
     style, script = (resources.files(__package__).joinpath(name).read_text() for name in ("page.css", "page.js"))
     return (
         f"<!doctype html><html lang=en><head><meta charset=utf-8><title>{escape(title)}</title>"
@@ -243,15 +263,15 @@ def _page(title: str, body: str) -> str:
     )
 
 
-def _section(title: str, content: str) -> str:
+def _render_section(title: str, content: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{content}</section>"
 
 
-def _named(title: str, run: RunRecord, runs: Sequence[RunRecord]) -> str:
+def _name_section(title: str, run: RunRecord, runs: Sequence[RunRecord]) -> str:
     return f"{title}: {run.name}" if len(runs) > 1 else title
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequence[bool] = ()) -> str:
+def _render_table(titles: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequence[bool] = ()) -> str:
     head = "".join(f"<th scope=col>{escape(title)}</th>" for title in titles)
     marks: Iterable[bool] = marked or [False] * len(rows)
     body = "".join(
@@ -262,15 +282,15 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], marked: Sequenc
     return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{rest}"
 
 
-def _optional(value: object, form: str) -> str:
+def _format_optional(value: object, form: str) -> str:
     return form.format(value) if isinstance(value, int | float) else ""
 
 
-def _bytes(size: object) -> str:
+def _format_size(size: object) -> str:
     return format_bytes(size, digits=3) if isinstance(size, int | float) else ""
 
 
-def _safe_json(value: object) -> str:
+def _dump_safe_json(value: object) -> str:
     """JSON that no text in it can close the script with."""
     return json.dumps(value, allow_nan=False).replace("</", "<\\/").replace("<!--", "<\\!--")
 
@@ -320,42 +340,42 @@ class Chart:
         return f"{self.title} over {self.x}: {'; '.join(said)}"
 
 
-def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
+def build_charts(runs: Sequence[RunRecord]) -> list[Chart]:
     """Those with points, in the order in which a reader asks."""
-    losses = [*_lines(runs, "train", "loss", "train"), *_lines(runs, "val", "loss", "validation")]
+    losses = [*_build_series(runs, "train", "loss", "train"), *_build_series(runs, "val", "loss", "validation")]
     metrics = dict.fromkeys(run.metric for run in runs if run.metric)
     rates = {run.rate for run in runs}
     rate = rates.pop() if len(rates) == 1 else SAMPLES
     charts = [
         Chart(title="loss", x="step", log=True, series=losses),
-        *(Chart(title=metric, x="step", series=_scores(runs, metric)) for metric in metrics),
-        Chart(title="learning rate", x="step", series=[*_lines(runs, "train", "lr")]),
-        Chart(title="gradient norm", x="step", log=True, series=[*_lines(runs, "train", "grad_norm")]),
-        Chart(title="loss scale", x="step", log=True, series=_moving(_lines(runs, "train", "scale"))),
-        Chart(title=per_second(rate), x="step", series=[*_lines(runs, "train", rate)]),
-        *(_monitor_chart(runs, key, title) for key, title in MONITOR.items()),
+        *(Chart(title=metric, x="step", series=_build_score_series(runs, metric)) for metric in metrics),
+        Chart(title="learning rate", x="step", series=[*_build_series(runs, "train", "lr")]),
+        Chart(title="gradient norm", x="step", log=True, series=[*_build_series(runs, "train", "grad_norm")]),
+        Chart(title="loss scale", x="step", log=True, series=_drop_constant_one(_build_series(runs, "train", "scale"))),
+        Chart(title=format_rate_unit(rate), x="step", series=[*_build_series(runs, "train", rate)]),
+        *(_build_monitor_chart(runs, key, title) for key, title in MONITOR.items()),
     ]
     shown = (replace(chart, series=[line for line in chart.series if line.points]) for chart in charts)
     return [replace(chart, log=chart.log and chart.is_positive) for chart in shown if chart.series]
 
 
-def _scores(runs: Sequence[RunRecord], metric: str) -> list[Series]:
-    return [*_lines(runs, "val", f"train_{metric}", "train"), *_lines(runs, "val", metric, "validation")]
+def _build_score_series(runs: Sequence[RunRecord], metric: str) -> list[Series]:
+    return [*_build_series(runs, "val", f"train_{metric}", "train"), *_build_series(runs, "val", metric, "validation")]
 
 
-def _lines(runs: Sequence[RunRecord], kind: str, key: str, label: str = "") -> Iterable[Series]:
+def _build_series(runs: Sequence[RunRecord], kind: str, key: str, label: str = "") -> Iterable[Series]:
     """A colour for each run, of one run alone for training and validation; where networks train in turn, for each."""
     is_validation = label == "validation"
-    for run, name, first in _told_apart(runs):
+    for run, name, first in _distinguish_runs(runs):
         in_turn = run.phases if kind == "train" and key in BY_PHASE else []
         first += len(run.phases or [""]) if is_validation and len(runs) == 1 else 0
         for number, phase in enumerate(in_turn or [""]):
-            points = _points(run.of_kind(kind), "step", f"{key}/{phase}" if phase else key)
+            points = _collect_points(run.of_kind(kind), "step", f"{key}/{phase}" if phase else key)
             said = f"{name} {phase or label}".strip()
             yield Series(name=said, points=points, dashed=is_validation, colour=first + number)
 
 
-def _told_apart(runs: Sequence[RunRecord]) -> Iterable[tuple[RunRecord, str, int]]:
+def _distinguish_runs(runs: Sequence[RunRecord]) -> Iterable[tuple[RunRecord, str, int]]:
     """With what each is called where there are several, and its first colour: folders' names, numbered where two have
     the same."""
     names, colour = [run.name for run in runs], 0
@@ -365,20 +385,20 @@ def _told_apart(runs: Sequence[RunRecord]) -> Iterable[tuple[RunRecord, str, int
         colour += len(run.phases or [""])
 
 
-def _monitor_chart(runs: Sequence[RunRecord], key: str, title: str) -> Chart:
+def _build_monitor_chart(runs: Sequence[RunRecord], key: str, title: str) -> Chart:
     scale, found = 1e-9 if key.endswith("bytes") else 1.0, []
-    for run, name, colour in _told_apart(runs):
-        points = [(x, y * scale) for x, y in _points(run.monitor, "elapsed_s", key)]
+    for run, name, colour in _distinguish_runs(runs):
+        points = [(x, y * scale) for x, y in _collect_points(run.monitor, "elapsed_s", key)]
         found.append(Series(name=name, points=points, colour=colour))
     return Chart(title=title, x="seconds", series=found)
 
 
-def _moving(lines: Iterable[Series]) -> list[Series]:
+def _drop_constant_one(lines: Iterable[Series]) -> list[Series]:
     """A scale that is 1 throughout is that of a format without scaling."""
     return [line for line in lines if any(value != 1 for _, value in line.points)]
 
 
-def _points(records: Sequence[dict[str, Any]], x: str, y: str) -> list[tuple[float, float]]:
+def _collect_points(records: Sequence[dict[str, Any]], x: str, y: str) -> list[tuple[float, float]]:
     found = [(float(r[x]), float(r[y])) for r in records if _is_number(r.get(x)) and _is_number(r.get(y))]
     step = math.ceil(len(found) / MOST_POINTS)
     return found if step < 2 else [*found[::step], found[-1]]

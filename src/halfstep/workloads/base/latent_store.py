@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from halfstep.config.schema import RunConfig
-from halfstep.data.files import naming_no_room, refuse_no_room
-from halfstep.data.image_samples import first_of, gathered, uniform
-from halfstep.data.loader import FileSamples, NamedSamples, Samples, offers
-from halfstep.data.packed import PackingBar, fingerprint_of
+from halfstep.data.files import check_free_space, explain_full_disk
+from halfstep.data.image_samples import draw_uniform, gather_images, take_first
+from halfstep.data.loader import FileSamples, NamedSamples, Samples, implements
+from halfstep.data.packed import PackingBar, compute_fingerprint
 from halfstep.disk import atomic_file, parse_json, take_turn
 from halfstep.errors import ConfigError, DataError
 from halfstep.islands import fp32_island
@@ -88,7 +88,7 @@ class Encoding:
             "format": self.format,
             **self.settings,
         }
-        mark, num = fingerprint_of(self.root, self.files, settings), sum(map(len, self.samples))
+        mark, num = compute_fingerprint(self.root, self.files, settings), sum(map(len, self.samples))
         with PackingBar(self.path) as bar:
             return opened_or_written(self.path, mark, num, lambda: self._encode(bar), format=self.format)
 
@@ -107,7 +107,7 @@ class Encoding:
                     rows = [torch.cat(self.codec.encode(vae, view), dim=1) for view in views]
                 moments = torch.stack(rows, dim=1)
                 if not bool(moments.isfinite().all()):
-                    name = samples.name_of(start) if offers(samples, NamedSamples) else f"sample {start}"
+                    name = samples.name_of(start) if implements(samples, NamedSamples) else f"sample {start}"
                     another = "another VAE: model.vae" if self.format == "fp32" else "precision.modules={vae: fp32}"
                     raise ConfigError(
                         f"the VAE gives NaN or infinity in {self.format} for {name} or one of the "
@@ -145,10 +145,10 @@ class LatentCache:
 def write_latents(path: Path, num: int, shape: tuple[int, ...], rows: Iterable[Tensor], meta: Mapping[str, str]) -> str:
     """Write `num` rows of this shape, given as batches of them; returns their checksum."""
     num_bytes = num * math.prod(shape) * BYTES
-    refuse_no_room(path, num_bytes, "the latents")
+    check_free_space(path, num_bytes, "the latents")
     digest, written = hashlib.sha256(), 0
     with (
-        naming_no_room(path, "the latents"),
+        explain_full_disk(path, "the latents"),
         atomic_file(path, follows_links=True) as hidden,
         hidden.open("wb") as file,
     ):
@@ -268,14 +268,14 @@ class CachedLatents:
         return len(self.moments)
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        return first_of(self.batch(torch.tensor([index]), seed=key[0], epoch=key[1]))
+        return take_first(self.batch(torch.tensor([index]), seed=key[0], epoch=key[1]))
 
     def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
         """Many samples at once, each the same as alone."""
         num, views = self.moments.shape[:2]
-        is_mirrored = uniform(seed, epoch, indices.numpy(), count=1)[:, 0] < self.flip
+        is_mirrored = draw_uniform(seed, epoch, indices.numpy(), count=1)[:, 0] < self.flip
         places = indices * views + torch.from_numpy(is_mirrored).long()
-        rows = gathered(self.moments.view(num * views, *self.moments.shape[2:]), places)
+        rows = gather_images(self.moments.view(num * views, *self.moments.shape[2:]), places)
         return {NAME: rows} | {name: values[indices] for name, values in self.extra.items()}
 
 
@@ -292,10 +292,10 @@ class WithColumn:
         return self.samples.sample(index, key=key) | {self.name: self.values[index].clone()}
 
     def name_of(self, index: int) -> str:
-        return self.samples.name_of(index) if offers(self.samples, NamedSamples) else ""
+        return self.samples.name_of(index) if implements(self.samples, NamedSamples) else ""
 
     def files(self) -> Iterable[Path]:
-        return self.samples.files() if offers(self.samples, FileSamples) else ()
+        return self.samples.files() if implements(self.samples, FileSamples) else ()
 
 
 def told_of_pack(cache: LatentCache, text: str, *, is_new: bool, **more: object) -> dict[str, object]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from halfstep.report.picture_file import BAD, FAINT, GOOD, INK, new_figure, save_figure, shortened
+from halfstep.report.picture_file import BAD, FAINT, GOOD, INK, new_figure, save_figure, shorten_name
 from halfstep.report.results import Cell
 from halfstep.workloads.base.other_data import pictures_folder
 from halfstep.workloads.base.using import Look, PlainEvaluation
@@ -31,7 +31,7 @@ class ClassificationEvaluation(PlainEvaluation):
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
-        self.names = class_names(workload.store)
+        self.names = get_class_names(workload.store)
         self.metrics = ClassificationDetails(len(self.names))
 
     def classes(self) -> tuple[dict[str, Cell], ...]:
@@ -71,7 +71,7 @@ class ClassificationEvaluation(PlainEvaluation):
     def _shown(self, mistake: Mistake) -> ShownMistake:
         names = self.workload.val_names
         return ShownMistake(
-            image=pixels_of(self.workload.val_samples.sample(mistake.index, key=(0, 0, mistake.index))),
+            image=get_shown_pixels(self.workload.val_samples.sample(mistake.index, key=(0, 0, mistake.index))),
             truth=self.names[mistake.label],
             answer=self.names[mistake.predicted],
             confidence=mistake.confidence,
@@ -79,12 +79,12 @@ class ClassificationEvaluation(PlainEvaluation):
         )
 
 
-def class_names(store: Any) -> list[str]:
+def get_class_names(store: Any) -> list[str]:
     """What people call the classes: their titles where the data brought them, else the folders' names."""
     return [store["titles"].get(name, name) for name in store["classes"]]
 
 
-def pixels_of(sample: dict[str, Tensor]) -> np.ndarray[Any, Any]:
+def get_shown_pixels(sample: dict[str, Tensor]) -> np.ndarray[Any, Any]:
     """The bytes of one validation sample; of a stored image only the part that the model sees."""
     image = sample["image"].numpy()
     if "box" not in sample:
@@ -124,7 +124,7 @@ def draw_confusion(counts: Sequence[Sequence[int]], names: Sequence[str], path: 
 def _name_the_classes(axes: Axes, names: Sequence[str]) -> None:
     every = -(-len(names) // NAMED_UP_TO)
     places = range(0, len(names), every)
-    labels = [shortened(names[place], NAME_LENGTH) for place in places]
+    labels = [shorten_name(names[place], NAME_LENGTH) for place in places]
     size = 9 if len(names) <= NUMBERED_UP_TO else 7
     upright: dict[str, Any] = {} if max(map(len, labels)) <= 3 else {"rotation": 45, "ha": "right"}
     axes.set_xticks(places, labels, fontsize=size, rotation_mode="anchor", **upright)
@@ -186,9 +186,9 @@ def _draw(axes: Axes, mistake: ShownMistake) -> None:
     axes.imshow(mistake.image, interpolation="nearest", aspect="auto")
     axes.axis("off")
     lines = (
-        (f"{shortened(mistake.answer, LINE_LENGTH - 6)}  {mistake.confidence:.0%}", 8.5, BAD, "bold"),
-        (f"is {shortened(mistake.truth, LINE_LENGTH - 3)}", 8.5, GOOD, "normal"),
-        (shortened(mistake.file, LINE_LENGTH + 4), 7, FAINT, "normal"),
+        (f"{shorten_name(mistake.answer, LINE_LENGTH - 6)}  {mistake.confidence:.0%}", 8.5, BAD, "bold"),
+        (f"is {shorten_name(mistake.truth, LINE_LENGTH - 3)}", 8.5, GOOD, "normal"),
+        (shorten_name(mistake.file, LINE_LENGTH + 4), 7, FAINT, "normal"),
     )
     for place, (text, size, colour, weight) in enumerate(lines):
         style: dict[str, Any] = {"fontsize": size, "color": colour, "fontweight": weight}

@@ -30,9 +30,9 @@ class Guide:
             val=data.val,
             store={"classes": list(data.classes)},
             classes=tuple(data.titles.get(name, name) for name in data.classes),
-            counts=_counts(data.train, len(data.classes)),
+            counts=_count_labels(data.train, len(data.classes)),
             notes=data.notes,
-            sides=_sides(data.train),
+            sides=_measure_sides(data.train),
         )
 
     def picture(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
@@ -47,7 +47,7 @@ class Guide:
         return paths
 
 
-def _counts(train: Samples, num_classes: int) -> tuple[int, ...]:
+def _count_labels(train: Samples, num_classes: int) -> tuple[int, ...]:
     if isinstance(train, TrainingFiles):
         labels: Sequence[int] = train.listing.labels
     elif isinstance(train, TrainingImages):
@@ -58,7 +58,7 @@ def _counts(train: Samples, num_classes: int) -> tuple[int, ...]:
     return tuple(counted[number] for number in range(num_classes))
 
 
-def _sides(train: Samples) -> tuple[int, int] | None:
+def _measure_sides(train: Samples) -> tuple[int, int] | None:
     if isinstance(train, TrainingImages):
         width, height = np.median(train.images.sizes, axis=0)
         return int(width), int(height)

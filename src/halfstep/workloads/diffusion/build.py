@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from halfstep.data import noise
 from halfstep.data.image_folder import check_same_classes
 from halfstep.data.loader import Samples
-from halfstep.data.seeds import generator_for
+from halfstep.data.seeds import make_generator
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.latent_store import LatentDraws
 from halfstep.workloads.base.workload import Batch, Workload
@@ -158,7 +158,7 @@ def random_store(config: DiffusionConfig | VaeConfig) -> dict[str, Any]:
 
 def random_batch(config: DiffusionConfig | VaeConfig, store: Store) -> Batch:
     """Bytes as a loader delivers them; with text, tokens."""
-    generator, size, side = generator_for(config.train.seed), config.train.batch_size, config.data.image_size
+    generator, size, side = make_generator(config.train.seed), config.train.batch_size, config.data.image_size
     image = torch.randint(256, (size, side, side, 3), dtype=torch.uint8, generator=generator)
     label = torch.randint(NUM_CLASSES, (size,), generator=generator)
     batch = {"image": image, "label": label, "index": torch.arange(size)}

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from halfstep.data import noise
-from halfstep.data.files import PICTURES, BadFiles, held_out, list_pictures, natural_key, require_folder, some_of
+from halfstep.data.files import PICTURES, BadFiles, list_pictures, list_some, natural_key, require_folder, split_off
 from halfstep.data.image_folder import (
     FolderLayout,
     ImageFolder,
     Listing,
     check_images,
     find_images,
-    split_folders,
+    find_split_folders,
 )
 from halfstep.data.image_samples import EvaluationFiles
-from halfstep.data.metadata_file import CLASS_COLUMNS, captions_in
+from halfstep.data.metadata_file import CLASS_COLUMNS, read_captions
 from halfstep.errors import DataError, format_count
 from halfstep.workloads.base.workload import Batch
 from halfstep.workloads.diffusion.config import Conditioning, DiffusionDataConfig, PictureDataConfig
@@ -126,7 +126,7 @@ class CaptionedFolder:
 def find_pictures(root: Path, layout: FolderLayout) -> CaptionedFolder:
     """Every picture of a data folder, whatever folders they lie in."""
     require_folder(root)
-    train_folders, val_folders = split_folders(root, layout)
+    train_folders, val_folders = find_split_folders(root, layout)
     train, val = (
         [path for folder in folders for path in list_pictures(folder)] for folders in (train_folders, val_folders)
     )
@@ -136,9 +136,9 @@ def find_pictures(root: Path, layout: FolderLayout) -> CaptionedFolder:
 def find_captioned(root: Path, layout: FolderLayout, column: str) -> CaptionedFolder:
     """The pictures that a table has captions for."""
     require_folder(root)
-    train_folders, val_folders = split_folders(root, layout)
+    train_folders, val_folders = find_split_folders(root, layout)
     train, val = (
-        {path: text for folder in folders for path, text in captions_in(folder, root, column).items()}
+        {path: text for folder in folders for path, text in read_captions(folder, root, column).items()}
         for folders in (train_folders, val_folders)
     )
     _refuse_few(root, len(train) + len(val), "with a caption", "add captions to the table, a line for each picture")
@@ -168,7 +168,9 @@ def class_names(path: Path) -> tuple[str, ...]:
         raise DataError(f"cannot read the class file {path}", why=str(error), fix="text, one class per line") from error
     names = tuple(line for line in lines if line)
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise DataError(f"{path} names {some_of(twice)} twice", why="a class has one number", fix="one line per class")
+        raise DataError(
+            f"{path} names {list_some(twice)} twice", why="a class has one number", fix="one line per class"
+        )
     return names
 
 
@@ -176,8 +178,8 @@ def _renumbered(images: ImageFolder, names: Sequence[str], source: Path) -> Imag
     if set(names) != set(images.classes):
         missing = [name for name in images.classes if name not in names]
         extra = [name for name in names if name not in images.classes]
-        parts = [f"it lacks {some_of(missing)}"] if missing else []
-        parts += [f"no pictures are of {some_of(extra)}"] if extra else []
+        parts = [f"it lacks {list_some(missing)}"] if missing else []
+        parts += [f"no pictures are of {list_some(extra)}"] if extra else []
         raise DataError(
             f"{source} does not match the classes of {images.root}",
             why="; ".join(parts),
@@ -196,7 +198,7 @@ def _divided(root: Path, train: list[Path], val: list[Path], layout: FolderLayou
     if divided and not (train and val):
         raise DataError(f"no pictures in the {'validation' if train else 'training'} folder of {root}")
     if not divided and layout.val_fraction > 0:
-        train, val = held_out(train, layout.val_fraction, f"{layout.seed} pictures")
+        train, val = split_off(train, layout.val_fraction, f"{layout.seed} pictures")
     listings = [Listing(paths=tuple(paths), labels=(0,) * len(paths)) for paths in (train, val)]
     source = "its own folder" if divided else f"{layout.val_fraction:.0%} of the pictures"
     return ImageFolder(root=root, classes=("",), train=listings[0], val=listings[1], val_source=source)

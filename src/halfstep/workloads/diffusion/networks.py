@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfstep.data import noise
-from halfstep.data.files import some_of
+from halfstep.data.files import list_some
 from halfstep.errors import ConfigError, ModelError, explain_refused_pickle, format_count, suggest_install
 from halfstep.islands import fp32_island
 from halfstep.workloads.base.workload import Batch, FrozenPart
@@ -184,7 +184,7 @@ class ClassConditions(Conditions):
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names, self.num_classes = tuple(names), len(names) + 1
-        self.about = f"its class, of {len(names)}: {some_of(names, SHOWN_CLASSES)}"
+        self.about = f"its class, of {len(names)}: {list_some(names, SHOWN_CLASSES)}"
 
     def dropped(self, batch: Batch, *, key: tuple[int, ...], share: float) -> Batch:
         label = batch["label"]

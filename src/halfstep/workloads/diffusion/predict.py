@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from halfstep.data.files import PICTURES, some_of
-from halfstep.data.image_samples import centre_square
+from halfstep.data.files import PICTURES, list_some
+from halfstep.data.image_samples import crop_centre
 from halfstep.data.images import open_picture
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError
@@ -69,7 +69,7 @@ class SamplePredictor:
         with trained.inside():
             return self.maker.images(
                 trained.model,
-                Key.of_sampling(int(asked["seed"]), start),
+                Key.for_sampling(int(asked["seed"]), start),
                 num,
                 told=told(self.parts.conditions, asked, num, trained.device),
                 kept=PATH_STATES if start == 0 else 0,
@@ -97,7 +97,7 @@ def _number(conditions: ClassConditions, name: str) -> int:
         return conditions.names.index(name)
     if name.isdecimal() and int(name) < len(conditions.names):
         return int(name)
-    raise ConfigError(f"--class {name} is none of the model's", fix=f"one of {some_of(conditions.names, 10)}")
+    raise ConfigError(f"--class {name} is none of the model's", fix=f"one of {list_some(conditions.names, 10)}")
 
 
 class ReconstructionPredictor(FilePredictor):
@@ -111,7 +111,7 @@ class ReconstructionPredictor(FilePredictor):
     def answer_file(self, item: Input, trained: Trained, wishes: Wishes) -> Answer:
         assert wishes.out is not None
         with open_picture(item.path) as picture:
-            pixels = torch.from_numpy(centre_square(picture, self.config.data.image_size, 1.0)).unsqueeze(0)
+            pixels = torch.from_numpy(crop_centre(picture, self.config.data.image_size, 1.0)).unsqueeze(0)
         with trained.inside():
             image = unit_images({"image": pixels.to(trained.device)}, key=(), flip=0.0)
             found = to_bytes(cast(VaeNet, trained.model).decode_means(image))

@@ -18,7 +18,7 @@ from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.language.tokens import TokenSamples
 
 
-def num_counted(batch: Mapping[str, Tensor]) -> Tensor:
+def count_targets(batch: Mapping[str, Tensor]) -> Tensor:
     """Targets that count, on the device."""
     return (batch["targets"] >= 0).sum()
 
@@ -38,7 +38,7 @@ class LanguageMetrics(Sums):
         targets = batch["targets"]
         if self.byte_lengths is not None and self.byte_lengths.device != targets.device:
             self.byte_lengths = self.byte_lengths.to(targets.device)
-        count = num_counted(batch).double()
+        count = count_targets(batch).double()
         num_bytes = torch.zeros_like(count)
         if self.byte_lengths is not None:
             lengths = self.byte_lengths[targets.clamp(min=0)]

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from halfstep.data import noise
 from halfstep.data.loader import Batch, Samples
-from halfstep.data.seeds import generator_for
+from halfstep.data.seeds import make_generator
 from halfstep.errors import format_count
 from halfstep.models.recompute import set_recompute
-from halfstep.models.weights import Weights, load_file_
+from halfstep.models.weights import Weights, load_weights_file_
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.latent_store import LatentDraws
 from halfstep.workloads.base.vae_format import chosen_format, training_device
@@ -74,9 +74,9 @@ def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Wo
     model = unet_of(config, store)
     if is_new:  # a stored run's checkpoint brings its own weights
         if config.model.pyramid.weights:
-            load_file_(model.condition, config.model.pyramid.weights, pyramid_weights)
+            load_weights_file_(model.condition, config.model.pyramid.weights, pyramid_weights)
         if weights:
-            load_file_(model, weights, unet_weights)
+            load_weights_file_(model, weights, unet_weights)
     return workload_of(
         config,
         store,
@@ -286,7 +286,7 @@ def random_store(config: RadioConfig) -> dict[str, Any]:
 
 
 def random_batch(config: RadioConfig, store: Store) -> Batch:
-    generator, size, side = generator_for(config.train.seed), config.train.batch_size, config.data.image_size
+    generator, size, side = make_generator(config.train.seed), config.train.batch_size, config.data.image_size
     shapes = {"gain": (size, 1, side, side), "condition": (size, 3, side, side)}
     drawn = {name: torch.randint(256, shape, dtype=torch.uint8, generator=generator) for name, shape in shapes.items()}
     return {**drawn, "index": torch.arange(size)}

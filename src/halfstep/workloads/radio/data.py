@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from halfstep.config.schema import RunConfig
-from halfstep.data.files import BadFiles, some_of
+from halfstep.data.files import BadFiles, list_some
 from halfstep.errors import DataError, format_count
 from halfstep.workloads.radio.config import RadioDataConfig
 from halfstep.workloads.radio.maps import RadioMaps, RadioTree, Role, Split, checked, public_split, trained_elsewhere
@@ -75,9 +75,9 @@ def split_of(wish: RadioDataConfig, tree: RadioTree) -> Split:
     if wish.val_maps:
         if strange := sorted({*wish.val_maps, *wish.test_maps} - set(here)):
             raise DataError(
-                f"no map {some_of(strange)} in {tree.gain_dir}",
+                f"no map {list_some(strange)} in {tree.gain_dir}",
                 why="data.val_maps or data.test_maps names it",
-                fix=f"there are {some_of(here)}",
+                fix=f"there are {list_some(here)}",
             )
         held_out = {*wish.val_maps, *wish.test_maps}
         return {
@@ -96,8 +96,8 @@ def part_of(wish: RadioDataConfig, tree: RadioTree, split: Split, role: Role, ba
     if not found:
         here = tree.numbers()
         whose = "by data.val_maps and data.test_maps" if wish.val_maps else f"in {SPLIT_NAMES[wish.split]}'s split"
-        none = f"of its {format_count(len(here), 'map')} ({some_of(here)}) none is one {whose}"
-        left_out = f"files were left out: {some_of(error.what for error in bad_files.skipped)}"
+        none = f"of its {format_count(len(here), 'map')} ({list_some(here)}) none is one {whose}"
+        left_out = f"files were left out: {list_some(error.what for error in bad_files.skipped)}"
         raise DataError(
             f"no {ROLE_NAMES[role]} map in {tree.gain_dir}",
             why=left_out if numbers else none,
@@ -114,7 +114,7 @@ ROLE_NAMES: dict[Role, str] = {"train": "training", "val": "validation", "test":
 def _leaks(split: Split) -> list[str]:
     """Scores on maps that were trained on say little: who asked for such a split reads it."""
     return [
-        f"{format_count(len(numbers), f'{ROLE_NAMES[role]} map')} of this split trained too: {some_of(numbers)}; "
+        f"{format_count(len(numbers), f'{ROLE_NAMES[role]} map')} of this split trained too: {list_some(numbers)}; "
         f"scores there are too good (data.split=radiounet has none)"
         for role, numbers in trained_elsewhere(split).items()
     ]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from halfstep.data.files import new_folder
+from halfstep.data.files import create_folder
 from halfstep.workloads.radio.maps import public_split
 
 Array = np.ndarray[Any, Any]
@@ -40,7 +40,7 @@ def write_demo(
     split = public_split("radiounet", "DPM")
     counts = num_maps or NUM_MAPS
     numbers = [number for role, count in counts.items() for number in split[role][:count]]  # type: ignore[index]
-    with new_folder(folder) as unfinished:
+    with create_folder(folder) as unfinished:
         for number in numbers:
             _write_map(unfinished, number, np.random.default_rng([seed, number]), side, num_transmitters)
 

@@ -133,7 +133,7 @@ def sampled_maps(
     indices = range(start, min(start + size, len(maps)))
     loaded = default_collate([maps.sample(index, key=(seed, 0, index)) for index in indices])
     placed = {name: value.to(trained.device) for name, value in loaded.items()}
-    batch = denoising.prepare(placed, key=Key.of_validation(start), training=False)
+    batch = denoising.prepare(placed, key=Key.for_validation(start), training=False)
     with trained.inside():
         unet = cast(RadioUNet, trained.model)
         return {"map": denoising.sample(unet, unet.condition(batch["condition"]), batch)}, batch

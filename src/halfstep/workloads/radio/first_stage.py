@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfstep.disk import parse_json, write_atomically
 from halfstep.errors import ConfigError, ModelError, format_count
-from halfstep.models.weights import load_file_
+from halfstep.models.weights import load_weights_file_
 from halfstep.workloads.base.latent_store import NAME as MOMENTS
 from halfstep.workloads.base.latent_store import Encoding, WithColumn, refuse_uncached, told_of_pack, told_of_resume
 from halfstep.workloads.radio.config import FirstStageConfig, RadioDiffConfig, RadioVaeConfig
@@ -66,7 +66,7 @@ def weights_to_start_from(config: RadioVaeConfig | RadioDiffConfig) -> str:
 
 def load_vae_(vae: RadioVAE, path: str) -> None:
     """Weights of ours, or of a public checkpoint."""
-    load_file_(vae, path, partial(in_our_names, vae_name))
+    load_weights_file_(vae, path, partial(in_our_names, vae_name))
 
 
 def first_stage(config: RadioDiffConfig) -> FirstStage:

@@ -25,10 +25,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from halfstep.data.files import BadFiles, in_threads, some_of
-from halfstep.data.images import image_facts, read_image
+from halfstep.data.files import BadFiles, list_some, run_in_threads
+from halfstep.data.images import read_image, read_image_facts
 from halfstep.data.sample_cache import CACHE_BYTES, SampleCache
-from halfstep.data.seeds import generator_for
+from halfstep.data.seeds import make_generator
 from halfstep.errors import DataError, format_count, make_printable
 
 Role = Literal["train", "val", "test"]
@@ -182,7 +182,7 @@ class RadioTree:
     def _gains(self) -> list[tuple[int, int]]:
         found = [match for path in self.gain_dir.iterdir() if (match := GAIN_NAME.match(path.name))]
         if not found:
-            seen = some_of(sorted(path.name for path in self.gain_dir.iterdir())) or "nothing"
+            seen = list_some(sorted(path.name for path in self.gain_dir.iterdir())) or "nothing"
             raise DataError(
                 f"no gains in {self.gain_dir}", why=f"it holds {seen}", fix="files are named <map>_<transmitter>.png"
             )
@@ -190,7 +190,7 @@ class RadioTree:
 
     def _report(self, num_gains: int, missing: list[Path], bad_files: BadFiles) -> None:
         """All at once: a tree that lacks one antenna often lacks thousands."""
-        shown = some_of(path.relative_to(self.root) for path in dict.fromkeys(missing))
+        shown = list_some(path.relative_to(self.root) for path in dict.fromkeys(missing))
         bad_files.report(
             DataError(
                 f"{format_count(num_gains, 'gain')} of {self.gain_dir} without an input: no {shown}",
@@ -231,7 +231,7 @@ class RadioMaps:
             assert item.gain is not None
             version = 0
             if len(item.buildings) > 1:
-                version = int(torch.randint(len(item.buildings), (), generator=generator_for(*key)))
+                version = int(torch.randint(len(item.buildings), (), generator=make_generator(*key)))
             arrays = {
                 "gain": read_gray(item.gain, self.size)[None],
                 "condition": read_condition(item, self.size, version=version),
@@ -287,7 +287,7 @@ def checked(files: Sequence[RadioFiles], bad_files: BadFiles) -> tuple[RadioFile
     """Those whose pictures are of one size: headers are read, and every pixel where bad files are to be left out."""
     paths = list(dict.fromkeys(path for item in files for path in item.all()))
     look = _size_of_whole if bad_files.mode == "skip" else _size
-    seen = dict(zip(paths, in_threads(look, paths), strict=True))
+    seen = dict(zip(paths, run_in_threads(look, paths), strict=True))
     whole = []
     for item in files:
         if error := _fault(item, seen):
@@ -301,7 +301,7 @@ Seen = tuple[int, int] | DataError
 
 
 def _size(path: Path) -> tuple[int, int]:
-    return image_facts(path).size
+    return read_image_facts(path).size
 
 
 def _size_of_whole(path: Path) -> tuple[int, int]:

@@ -60,7 +60,7 @@ class MapPredictor(FilePredictor):
         denoising = Denoising(self.config, self.store, self.vae, steps=steps)
         size = (self.store["image_size"], self.store["image_size"])
         files = self._files(item.path)
-        key = Key.of_sampling(int(wishes.options["seed"]), files.number * MOST_TRANSMITTERS + files.transmitter)
+        key = Key.for_sampling(int(wishes.options["seed"]), files.number * MOST_TRANSMITTERS + files.transmitter)
         condition = read_condition(files, size)
         batch = {"condition": signed(torch.from_numpy(condition)[None].to(trained.device).float() / 255)}
         batch |= denoising.draws(key, 1, trained.device)

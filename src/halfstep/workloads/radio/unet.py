@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.islands import in_fp32
-from halfstep.models.recompute import Recomputing, block_runner
+from halfstep.models.recompute import Recomputing, choose_block_runner
 from halfstep.workloads.radio.layers import (
     FourierFilter,
     LinearAttention,
@@ -76,7 +76,7 @@ class Decoder(Recomputing):
     def forward(
         self, x: Tensor, stem: Tensor, skips: Sequence[Tensor], conditions: Sequence[Tensor], time: Tensor
     ) -> Tensor:
-        x, left, run = x + self.filter(x), list(skips), block_runner(self.recompute)
+        x, left, run = x + self.filter(x), list(skips), choose_block_runner(self.recompute)
         for level, condition in zip(_levels(self), reversed(conditions), strict=True):
             x = run(level.block1, torch.cat([x, left.pop()], dim=1), time)
             x = run(level.relation, condition, x)
@@ -149,7 +149,7 @@ class RadioUNet(Recomputing):
             finest = F.interpolate(finest, size=x.shape[2:], mode="bilinear")
         stem = self.stem(torch.cat([x.to(finest.dtype), finest], dim=1))
         conditions = [project(feature) for project, feature in zip(self.projections, features, strict=True)]
-        h, skips, run = stem, [], block_runner(self.recompute)
+        h, skips, run = stem, [], choose_block_runner(self.recompute)
         for level, condition in zip(_levels(self), conditions, strict=True):
             h = run(level.block1, h, embedded)
             skips.append(h)

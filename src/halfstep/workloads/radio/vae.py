@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from halfstep.kernels.group_norm import fits, group_norm_silu
 from halfstep.models.posterior import Codec, draw_and_decode, posterior
-from halfstep.models.recompute import Recomputing, block_runner
+from halfstep.models.recompute import Recomputing, choose_block_runner
 
 GROUPS = 32
 
@@ -128,7 +128,7 @@ class Encoder(Recomputing):
         self.norm_out, self.conv_out = group_norm(levels[-1]), conv3(levels[-1], 2 * z_channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, run = self.conv_in(x), block_runner(self.recompute)
+        x, run = self.conv_in(x), choose_block_runner(self.recompute)
         for level in self.down:
             x = run(level, x)
         return self.conv_out(norm_silu(self.norm_out, self.mid(x)))
@@ -149,7 +149,7 @@ class Decoder(Recomputing):
         self.norm_out, self.conv_out = group_norm(levels[0]), conv3(levels[0], channels)
 
     def forward(self, z: Tensor) -> Tensor:
-        x, run = self.mid(self.conv_in(z)), block_runner(self.recompute)
+        x, run = self.mid(self.conv_in(z)), choose_block_runner(self.recompute)
         for level in reversed(self.up):
             x = run(level, x)
         return self.conv_out(norm_silu(self.norm_out, x))

@@ -53,12 +53,12 @@ class PatientFile(io.FileIO):
             return len(memoryview(data))
 
 
-def make_patient() -> None:
+def wrap_standard_streams() -> None:
     """Both standard streams of a real process; those that somebody put in their place are left alone."""
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
-        sys.stdout = _patient(sys.stdout)
+        sys.stdout = _wrap_stream(sys.stdout)
     if sys.stderr is sys.__stderr__ and sys.stderr is not None:
-        sys.stderr = _patient(sys.stderr)
+        sys.stderr = _wrap_stream(sys.stderr)
 
 
 def flush_or_drop() -> None:
@@ -70,13 +70,13 @@ def flush_or_drop() -> None:
             redirect_to_null(stream.fileno())
 
 
-def _patient(stream: TextIO) -> TextIO:
+def _wrap_stream(stream: TextIO) -> TextIO:
     buffer = io.BufferedWriter(PatientFile(stream.fileno(), "w", closefd=False))
     # A terminal that lacks a character gets its number: output never ends a run.
     return io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=bool(stream.line_buffering))
 
 
-def unwrapped(docstring: str) -> str:
+def unwrap_paragraphs(docstring: str) -> str:
     """Each paragraph as one line: typer keeps a docstring's own line breaks, whatever the terminal's width."""
     paragraphs = inspect.cleandoc(docstring).split("\n\n")
     return "\n\n".join(re.sub(r"\n\s*", " ", paragraph) for paragraph in paragraphs)
@@ -94,7 +94,7 @@ USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 """The base of all of the parser's own errors; typer has no public name for it."""
 
 
-def refused(error: Any, context: Any = None) -> ConfigError:
+def explain_usage_error(error: Any, context: Any = None) -> ConfigError:
     """The parser's error in our words; `context` is that of the command which met it."""
     context = error.ctx or context
     what = getattr(error, "message", "") or error.format_message()
@@ -104,7 +104,7 @@ def refused(error: Any, context: Any = None) -> ConfigError:
     return ConfigError(what.rstrip("."), fix=f"{nearest}{called} --help explains every argument")
 
 
-def given(words: Sequence[str], parameter: Any) -> Iterator[str]:
+def find_occurrences(words: Sequence[str], parameter: Any) -> Iterator[str]:
     """Every place where the option is given, as it is written."""
     stop = list(words).index("--") if "--" in words else len(words)
     names = {*parameter.opts, *parameter.secondary_opts}
@@ -121,14 +121,14 @@ class OnceCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for parameter in self.params:
             if parameter.param_type_name == "option" and not parameter.multiple:
-                refuse_two(list(given(args, parameter)))
+                refuse_conflict(list(find_occurrences(args, parameter)))
         try:
             return super().parse_args(ctx, args)
         except USAGE_ERROR as error:
-            raise refused(error, ctx) from None
+            raise explain_usage_error(error, ctx) from None
 
 
-def refuse_two(said: Sequence[str]) -> None:
+def refuse_conflict(said: Sequence[str]) -> None:
     """One flag that was given two values."""
     different = list(dict.fromkeys(text.replace("=", " ", 1) for text in said))
     if len(different) > 1:
