@@ -245,7 +245,7 @@ def test_a_phase_that_fails_to_compile_goes_on_eager_and_is_resumed_so() -> None
     assert {name: own["mode"] for name, own in stored["phases"].items()} == {"generator": "compile", "critic": "eager"}
     again = PhasedEngine(parts, "compile", lambda text, level: None)
     again.restore(stored, is_same=True)
-    assert again.stored() == stored
+    assert again.state_dict() == stored
 
 
 def test_metrics_count_outputs_of_the_phase_that_says_so(tmp_path: Path) -> None:

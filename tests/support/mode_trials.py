@@ -49,7 +49,7 @@ class Scripted:
     machine: Machine
     plan: Plan
 
-    def cost(self, mode: str, time: TrialTime, *, cudnn_benchmark: bool | None = None) -> Cost:
+    def measure(self, mode: str, time: TrialTime, *, cudnn_benchmark: bool | None = None) -> Cost:
         label = mode if self.plan.channels_last else f"{mode} NCHW"
         label += " cudnn" if cudnn_benchmark or self.plan.cudnn_benchmark else ""
         label += " tuned" if self.plan.tunes_kernels else ""

@@ -233,7 +233,7 @@ class Costing:
     def __init__(self, plan: Plan, fails: str) -> None:
         self.plan, self.fails = plan, fails
 
-    def cost(self, mode: str) -> Cost:
+    def measure(self, mode: str) -> Cost:
         if self.plan.granted == self.fails:
             raise CannotRun("out of memory")
         return Cost(1.0, 1)
@@ -267,7 +267,7 @@ def test_who_commits_by_the_host_is_not_compiled_for_a_graph_first(demo: Path) -
 
 def test_a_trial_of_a_step_that_cannot_be_captured_times_what_the_run_would_do(demo: Path) -> None:
     class Uncaptured:
-        def cost(self, mode: str) -> Cost:
+        def measure(self, mode: str) -> Cost:
             if mode == "graph":
                 raise NotCaptured("it waits for the device")
             return Cost({"compile": 2.0, "eager": 3.0}[mode], 1)
@@ -290,7 +290,7 @@ def test_a_trial_that_failed_is_gone_when_the_next_begins(demo: Path, monkeypatc
             raise NotCaptured("it waits for the device")
         return Cost(2.0, 1)
 
-    monkeypatch.setattr(Trial, "cost", cost)
+    monkeypatch.setattr(Trial, "measure", cost)
     measure_cost("graph", *made(demo), rehearse_run)
     assert alive == [True, False]
 
