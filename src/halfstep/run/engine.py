@@ -29,7 +29,7 @@ from halfstep.data.seeds import Key
 from halfstep.distributed.world import Share
 from halfstep.errors import ConfigError, HalfstepError, summarise_error
 from halfstep.hardware.memory import release_unused_memory
-from halfstep.kernels.fast_forms import chains
+from halfstep.kernels.fast_forms import allow_chains
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import AssembledPhase, Assembly, assemble, make_all_due
 from halfstep.run.memory.out_of_memory import OutOfMemory, describe_halving, split_window
@@ -45,7 +45,7 @@ from halfstep.tune.fresh_thread import forget_compiled
 from halfstep.tune.memory_low import CannotRun, DoesNotFit
 from halfstep.tune.modes import UNCAPTURED, Batch, Level, Mode, Notice, allow_cudnn_trials
 from halfstep.tune.trials import Trial, load_first_batch
-from halfstep.workloads.base.over_ranks import over_ranks
+from halfstep.workloads.base.over_ranks import gather_over_ranks
 from halfstep.workloads.base.workload import Workload
 
 MOST_GRAPHS = 2  # each has its own memory; windows of further shapes run uncaptured
@@ -188,7 +188,7 @@ class Engine:
 
         def loss(batch: Batch) -> tuple[Tensor, Tensor | float]:
             region = self.parts.region if self._runs_compiled(batch) else self.parts.eager
-            with chains(on=self.mode == "graph"), self._share_samples(len(outputs)):
+            with allow_chains(on=self.mode == "graph"), self._share_samples(len(outputs)):
                 value, weight, found = region(batch)
             outputs.append(tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, found))
             return value, 0 if isinstance(batch, Idle) else weight
@@ -201,12 +201,12 @@ class Engine:
         if ranks is None or ranks.size == 1 or not self._sizes or self.pieces > 1:
             return nullcontext()
         world = ranks.world
-        rows = [world.rows(self._sizes[number], rank) for rank in range(world.size)]
+        rows = [world.count_rows(self._sizes[number], rank) for rank in range(world.size)]
 
         def talks() -> None:
             ranks.talks_in_backward = True
 
-        return over_ranks(rows, world.rank, talks)
+        return gather_over_ranks(rows, world.rank, talks)
 
     def _runs_compiled(self, batch: Batch) -> bool:
         if self.mode == "eager" or not self._is_full(batch):
@@ -264,7 +264,7 @@ class Engine:
         self._forget_code()
         self.notice(f"not captured as a CUDA graph, running compiled: {reason}", "warning")
         if self.guarded.ranks is not None:
-            self.guarded.ranks.fell_to("compile")
+            self.guarded.ranks.announce_mode("compile")
 
     def _forget_code(self) -> None:
         self.forget_graphs()
@@ -338,8 +338,8 @@ def _prepare_batches(
 ) -> Iterator[Batch]:
     place = 0
     for k, (batch, size) in enumerate(zip(window, sizes, strict=True)):
-        is_idle = share is not None and share.rows(size) == 0
-        row = 0 if share is None or is_idle else share.place(size)
+        is_idle = share is not None and share.count_rows(size) == 0
+        row = 0 if share is None or is_idle else share.find_first_row(size)
         key = Key.for_training(parts.config.train.seed, parts.step.attempted, k, place + row, row, size)
         prepared = match_layout(parts.model, parts.workload.prepared(batch, key=key, training=True))
         yield Idle(prepared) if is_idle else prepared

@@ -41,7 +41,7 @@ class RunRank:
 
     def on_first(self, make: Callable[[], Made]) -> Made:
         """Run on rank 0 and broadcast the result."""
-        return make() if self.world is None else self.world.from_first(make)
+        return make() if self.world is None else self.world.broadcast_from_first(make)
 
     def choose_device(self, config: RunConfig) -> str:
         return choose_device(config, self.launch)
@@ -71,7 +71,7 @@ class RunRank:
         """Return the config for trials: this rank's part of a batch, and no cutting into micro-batches."""
         if self.world is None:
             return config
-        rows = self.world.rows(config.train.batch_size)
+        rows = self.world.count_rows(config.train.batch_size)
         return config.changed(train={"batch_size": rows, "auto_batch": False})
 
 
@@ -97,7 +97,7 @@ class AgreedTrials:
         try:
             plan = make(self._lead)
         except HalfstepError as error:
-            self.world.from_first(partial(_raise, error))
+            self.world.broadcast_from_first(partial(_raise, error))
             raise
         self._broadcast("done", plan.to_json())
         return plan
@@ -112,7 +112,7 @@ class AgreedTrials:
                 trial = stack.enter_context(self.rehearse(config, self.workload, plan))
             except CannotRun as error:
                 own = _strip_frames(error)
-            _take_slowest(self.world.gathered(own))
+            _take_slowest(self.world.gather(own))
             yield trial
 
     # --- rank 0 ---
@@ -129,7 +129,7 @@ class AgreedTrials:
             self._broadcast("end")
 
     def _broadcast(self, *words: Any) -> None:
-        self.world.from_first(lambda: words)
+        self.world.broadcast_from_first(lambda: words)
 
     # --- the other ranks ---
 
@@ -148,10 +148,10 @@ class AgreedTrials:
     def _follow(self, trial: Trial) -> None:
         while (said := self._receive())[0] == "cost":
             mode, cudnn_benchmark = said[1:]
-            self.world.gathered(_run_trial(partial(trial.measure, mode, cudnn_benchmark=cudnn_benchmark)))
+            self.world.gather(_run_trial(partial(trial.measure, mode, cudnn_benchmark=cudnn_benchmark)))
 
     def _receive(self) -> tuple[Any, ...]:
-        return self.world.from_first(tuple)
+        return self.world.broadcast_from_first(tuple)
 
     def _set_batch(self, tried: int) -> RunConfig:
         """Return the config with as many samples as rank 0 tries, which has at most one more than others."""
@@ -165,9 +165,9 @@ class AgreedTrial(Trial):
         self.own, self.world, self.parts, self.engine, self.window = own, world, own.parts, own.engine, own.window
 
     def measure(self, mode: Mode, time: TrialTime | None = None, *, cudnn_benchmark: bool | None = None) -> Cost:
-        self.world.from_first(lambda: ("cost", mode, cudnn_benchmark))
+        self.world.broadcast_from_first(lambda: ("cost", mode, cudnn_benchmark))
         return _take_slowest(
-            self.world.gathered(_run_trial(lambda: self.own.measure(mode, time, cudnn_benchmark=cudnn_benchmark)))
+            self.world.gather(_run_trial(lambda: self.own.measure(mode, time, cudnn_benchmark=cudnn_benchmark)))
         )
 
 
