@@ -24,7 +24,7 @@ from halfstep.report.metrics_file import read
 from halfstep.run.assemble import build_workload
 from halfstep.run.train import train
 from halfstep.workloads import load
-from halfstep.workloads.slots.clusters import On, clustered, untrained
+from halfstep.workloads.slots.clusters import On, score_k_means, score_untrained
 from recording import store
 
 SCORES = ("fg_ari", "fg_ari_image", "mbo", "mbo_image", "loss")
@@ -63,7 +63,7 @@ def main() -> None:
             last = [record for record in read(run / "metrics.jsonl") if record["kind"] == "val"][-1]
         rows["trained"].append(kept(last))
     workload = build_workload(loaded.config)
-    rows["untrained"] = kept(untrained(workload))
+    rows["untrained"] = kept(score_untrained(workload))
     if arguments.workload == "slotcontrast":
         rows |= k_means_rows(workload, loaded.config.model.slots)
     for name, found in rows.items():
@@ -81,7 +81,7 @@ def k_means_rows(workload: Any, slots: int) -> dict[str, Any]:
     on: list[On] = ["features", "pixels"]
     return {
         f"k-means on {what}{' with coordinates' if with_it else ''}": kept(
-            clustered(workload, slots, on=what, coordinates=with_it)
+            score_k_means(workload, slots, on=what, coordinates=with_it)
         )
         for what in on
         for with_it in (False, True)

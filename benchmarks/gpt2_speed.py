@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.bench.problem import load_bench_config
-from halfstep.workloads.language.gpt2 import GPT2S, gpt2
+from halfstep.workloads.language.gpt2 import GPT2S, build_gpt2
 from recording import store
 from row_turns import Turn
 from step_rows import halfstep_row, rows, rows_parser, torch_row
@@ -161,7 +161,7 @@ def made(case: Case, row: str, small: bool) -> tuple[Any, Callable[[Any, Tensor]
     published = {"depth": size.depth, "heads": size.heads, "dim": size.dim, "vocab": size.vocab}
     context, shape = (SMALL_CONTEXT, SMALL_SHAPE) if small else (CONTEXT, published)
     if row == "stock":
-        return gpt2(case.workload, context=context, **shape), stock_loss, context
+        return build_gpt2(case.workload, context=context, **shape), stock_loss, context
     from transformers import GPT2Config, GPT2LMHeadModel
 
     theirs = GPT2Config(

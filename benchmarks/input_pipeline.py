@@ -38,7 +38,7 @@ from halfstep.data.image_samples import TrainingFiles, TrainingImages
 from halfstep.data.loader import Loader
 from halfstep.data.packed import PackSettings, pack
 from halfstep.data.prefetch import prefetch
-from halfstep.workloads.classification.augment import MEAN, STD, ImageChanges, model_images
+from halfstep.workloads.classification.augment import MEAN, STD, ImageChanges, prepare_images
 
 RESULTS = Path(__file__).parent / "results"
 LARGE = (500, 375)
@@ -106,7 +106,7 @@ def our_loop(samples: TrainingFiles | TrainingImages, options: argparse.Namespac
         if not ready:
             return counted((batch["image"] for batch in batches), options.device)
         changes = ImageChanges()
-        images = (model_images(b, options.size, changes=changes, key=(0, i)) for i, b in enumerate(batches))
+        images = (prepare_images(b, options.size, changes=changes, key=(0, i)) for i, b in enumerate(batches))
         return counted(images, options.device)
 
     return epoch

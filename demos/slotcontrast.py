@@ -20,7 +20,7 @@ from halfstep.report.metrics_file import read
 from halfstep.run.assemble import build_workload
 from halfstep.run.train import train
 from halfstep.workloads import load
-from halfstep.workloads.slots.clusters import On, clustered, untrained
+from halfstep.workloads.slots.clusters import On, score_k_means, score_untrained
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def scores(run: Path) -> dict[str, Any]:
     records = [record for record in read(run / "metrics.jsonl") if record["kind"] == "val"]
     on: list[On] = ["features", "pixels"]
     k_means = {
-        f"{what} {'with' if with_it else 'without'} coordinates": clustered(
+        f"{what} {'with' if with_it else 'without'} coordinates": score_k_means(
             workload, config.model.slots, on=what, coordinates=with_it
         )["fg_ari"]
         for what in on
@@ -58,7 +58,7 @@ def scores(run: Path) -> dict[str, Any]:
     }
     return {
         "slots": records[-1]["fg_ari"],
-        "untrained": untrained(workload)["fg_ari"],
+        "untrained": score_untrained(workload)["fg_ari"],
         "loss": [records[0]["loss"], records[-1]["loss"]],
         "k_means": k_means,
     }

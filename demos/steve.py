@@ -16,7 +16,7 @@ from halfstep.report.metrics_file import read
 from halfstep.run.assemble import build_workload
 from halfstep.run.train import train
 from halfstep.workloads import load
-from halfstep.workloads.slots.clusters import untrained
+from halfstep.workloads.slots.clusters import score_untrained
 
 FALLS = {"mse": 0.80, "cross_entropy": 0.15}
 """Shares of the untrained model's losses."""
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the run's folder; default: a new one in the temporary files")
     out = parser.parse_args().out or Path(tempfile.mkdtemp()) / "steve"
     run = train(load("steve", overrides=["precision=fp32", "device=cpu"]), out=out)
-    before = untrained(build_workload(load(str(run / "config.yaml")).config))
+    before = score_untrained(build_workload(load(str(run / "config.yaml")).config))
     after = [record for record in read(run / "metrics.jsonl") if record["kind"] == "val"][-1]
     for name, share in FALLS.items():
         fell = 1 - after[name] / before[name]

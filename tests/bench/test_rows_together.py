@@ -9,9 +9,10 @@ import pytest
 
 from halfstep.bench.bench import add_speedups, check_clocks, check_drift, check_losses, conclude, find_loss_reference
 from halfstep.bench.measure_row import Row
-from halfstep.bench.record import format_command_line, refuse_to_overwrite, summarise_results
+from halfstep.bench.record import format_command_line, summarise_results
+from halfstep.cli.options import refuse_to_overwrite
 from halfstep.errors import ConfigError
-from halfstep.hardware.gpus import known_gpu
+from halfstep.hardware.gpus import look_up_gpu
 
 
 def row(variant: str, precision: str, ms: float, *, spread: float = 0.2, **others: Any) -> Row:
@@ -32,10 +33,10 @@ def test_speedups_refer_to_eager_fp32_and_tf32() -> None:
 
 def test_the_rows_that_speedups_refer_to_are_named_whichever_they_are() -> None:
     rows = [row("auto", "fp32", 50.0), row("graph", "bf16", 10.0), row("tuned", "tf32", 20.0, name="plain")]
-    found = conclude(rows, flops=1, hardware=known_gpu("h200"))
+    found = conclude(rows, flops=1, hardware=look_up_gpu("h200"))
     assert found.bases == {"fp32": "halfstep auto fp32", "tf32": "plain tuned tf32"}
     assert summarise_results(found)["speedup_bases"] == found.bases
-    assert conclude(rows[1:2], flops=1, hardware=known_gpu("h200")).bases == {}
+    assert conclude(rows[1:2], flops=1, hardware=look_up_gpu("h200")).bases == {}
 
 
 def test_without_a_baseline_there_is_no_speedup() -> None:
@@ -61,7 +62,7 @@ def test_drift_beyond_the_spread_is_warned_of() -> None:
 
 def test_clocks_that_were_held_down_are_warned_of_by_row() -> None:
     rows = [row("eager", "fp32", 100.0), row("graph", "bf16", 10.0, clock_limits=("power cap",))]
-    assert check_clocks(rows) == "the device's clocks were held down in halfstep graph bf16 (power cap)"
+    assert check_clocks(rows) == "the device's clocks were throttled in halfstep graph bf16 (power cap)"
     assert check_clocks(rows[:1]) == ""
 
 
@@ -77,7 +78,7 @@ def test_files_are_overwritten_only_when_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "why", "fix"),
     [
-        (".", "", "name a file in it: --save {}/bench.json"),
+        (".", "", "name a file in it"),
         ("no where/bench.json", "the folder {}/no where does not exist", "make it first: mkdir -p '{}/no where'"),
         ("file/bench.json", "the folder {}/file is a file, not a folder", "another name"),
     ],

@@ -8,7 +8,7 @@ from colour_threshold import best_threshold_iou
 from halfstep.data.files import BadFiles
 from halfstep.data.layouts import PairLayout
 from halfstep.errors import DataError
-from halfstep.workloads.segmentation.data import Split, find_split
+from halfstep.workloads.segmentation.data import Split, find_pairs
 from halfstep.workloads.segmentation.demo import write_demo
 
 
@@ -21,7 +21,7 @@ def test_the_demo_is_a_function_of_its_seed_in_the_usual_layout(tmp_path: Path) 
         write_demo(tmp_path / name, seed=seed, num_images=4)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert contents(tmp_path / "a") != contents(tmp_path / "c")
-    found = find_split(tmp_path / "a", layout=PairLayout(), split=Split(val_fraction=0), bad_files=BadFiles("error"))
+    found = find_pairs(tmp_path / "a", layout=PairLayout(), split=Split(val_fraction=0), bad_files=BadFiles("error"))
     pairs = found.train
     assert [pair.mask.name for pair in pairs] == [f"00{i}_mask.png" for i in range(4)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from halfstep.data.binary_sets import idx_folder, read_idx
+from halfstep.data.binary_sets import find_idx_folder, read_idx
 from halfstep.errors import DataError
 from halfstep.workloads import from_dict
 from halfstep.workloads.classification.data import ImageData, open_image_data
@@ -62,7 +62,7 @@ def test_clothes_are_known_by_their_folder_and_have_titles(tmp_path: Path) -> No
 
 
 def test_a_folder_without_idx_files_is_none(tmp_path: Path) -> None:
-    assert idx_folder(tmp_path) is None
+    assert find_idx_folder(tmp_path) is None
 
 
 def test_a_missing_a_cut_and_a_strange_file_are_named(tmp_path: Path) -> None:

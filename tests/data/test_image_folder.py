@@ -11,7 +11,7 @@ import torch
 
 from data import data_sets
 from data.picture_folders import write_classes, write_split
-from halfstep.data.binary_sets import CLASSES, ROW_BYTES, cifar_folder, read_cifar
+from halfstep.data.binary_sets import CLASSES, ROW_BYTES, find_cifar_folder, read_cifar
 from halfstep.data.image_folder import FolderLayout, check_same_classes, find_images
 from halfstep.errors import DataError
 
@@ -104,12 +104,12 @@ def test_other_classes_than_those_trained_on_are_an_error_that_lists_them() -> N
 def test_cifar_batches_become_images_with_their_labels(tmp_path: Path) -> None:
     folder = tmp_path / "cifar-10-batches-bin"
     folder.mkdir()
-    assert cifar_folder(tmp_path) is None
+    assert find_cifar_folder(tmp_path) is None
     rows = np.random.default_rng(0).integers(0, 256, (6, ROW_BYTES)).astype(np.uint8)
     rows[:, 0] = [3, 1, 4, 1, 5, 9]
     for name, part in (("data_batch_1", rows[:2]), ("data_batch_2", rows[2:4]), ("test_batch", rows[4:])):
         (folder / f"{name}.bin").write_bytes(part.tobytes())
-    assert cifar_folder(tmp_path) == folder
+    assert find_cifar_folder(tmp_path) == folder
     classes, train, test = read_cifar(folder)
     assert classes == CLASSES
     assert train.labels.tolist() == [3, 1, 4, 1]

@@ -20,7 +20,7 @@ from halfstep.errors import DataError
 
 def decoded(path: Path) -> np.ndarray:
     with open_picture(path) as picture:
-        return np.asarray(picture.rgb()).astype(int)
+        return np.asarray(picture.to_rgb()).astype(int)
 
 
 def near(first: np.ndarray, second: np.ndarray, tolerance: float) -> bool:
@@ -73,14 +73,14 @@ def test_pictures_stand_upright_and_their_size_is_known_before_decoding(tmp_path
     stored.save(tmp_path / "a.jpg", quality=95, exif=exif)
     with open_picture(tmp_path / "a.jpg") as picture:
         assert picture.size == (40, 30)
-        assert near(np.asarray(picture.rgb()).astype(int), np.asarray(upright).astype(int), 3)
+        assert near(np.asarray(picture.to_rgb()).astype(int), np.asarray(upright).astype(int), 3)
 
 
 def test_a_reduced_decode_gives_a_smaller_picture_never_below_what_is_needed(tmp_path: Path) -> None:
     smooth_picture(5, (800, 600)).save(tmp_path / "a.jpg")
     for reduction, expected in ((1.9, (800, 600)), (2.0, (400, 300)), (5.0, (200, 150)), (100.0, (100, 75))):
         with open_picture(tmp_path / "a.jpg") as picture:
-            assert picture.rgb(reduction=reduction).size == expected
+            assert picture.to_rgb(reduction=reduction).size == expected
 
 
 def huge_png(path: Path, width: int, height: int) -> None:

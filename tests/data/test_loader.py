@@ -21,10 +21,10 @@ from halfstep.data.loader import (
     NamedSamples,
     WholeBatches,
     WorkerBatches,
-    offers,
+    implements,
 )
 from halfstep.data.prefetch import prefetch
-from halfstep.data.seeds import generator_for
+from halfstep.data.seeds import make_generator
 from halfstep.disk import is_alive
 from halfstep.errors import DataError
 from warm_processes import process
@@ -42,7 +42,7 @@ class Numbers:
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
         if index == self.bad:
             raise DataError("cannot read seven.png", why="cut short", fix="replace it")
-        noise = torch.rand(2, generator=generator_for(*key))
+        noise = torch.rand(2, generator=make_generator(*key))
         return {"image": torch.cat([torch.tensor([float(index)]), noise])}
 
 
@@ -55,7 +55,7 @@ class WithNames(Numbers):
 def test_attributes_of_a_users_own_are_not_taken_for_the_methods_of_that_name() -> None:
     own, plain = (list(Loader(kind(5), batch_size=2).epoch(0)) for kind in (WithNames, Numbers))
     assert all(mine["image"].equal(other["image"]) for mine, other in zip(own, plain, strict=True))
-    assert not any(offers(WithNames(5), kind) for kind in (FileSamples, WholeBatches, WorkerBatches, NamedSamples))
+    assert not any(implements(WithNames(5), kind) for kind in (FileSamples, WholeBatches, WorkerBatches, NamedSamples))
 
 
 class Dying(Numbers):

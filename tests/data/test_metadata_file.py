@@ -9,7 +9,7 @@ import pytest
 
 from data.picture_folders import smooth_picture
 from halfstep.data.image_folder import FolderLayout, ImageFolder, find_images
-from halfstep.data.packed import PackSettings, fingerprint
+from halfstep.data.packed import PackSettings, fingerprint_folder
 from halfstep.errors import DataError
 
 
@@ -114,7 +114,7 @@ def test_a_bad_row_is_named_by_its_line(tmp_path: Path, line: str, said: str) ->
 
 def test_a_pack_is_stale_once_a_label_changes(tmp_path: Path) -> None:
     write_table(tmp_path, rows_of("a", "b", "a", "b"))
-    before = fingerprint(found(tmp_path, val_fraction=0), PackSettings())
-    assert fingerprint(found(tmp_path, val_fraction=0), PackSettings()) == before
+    before = fingerprint_folder(found(tmp_path, val_fraction=0), PackSettings())
+    assert fingerprint_folder(found(tmp_path, val_fraction=0), PackSettings()) == before
     write_table(tmp_path, rows_of("b", "a", "a", "b"))
-    assert fingerprint(found(tmp_path, val_fraction=0), PackSettings()) != before
+    assert fingerprint_folder(found(tmp_path, val_fraction=0), PackSettings()) != before

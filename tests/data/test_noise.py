@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from halfstep.data import noise
-from halfstep.data.seeds import Key, generator_for
+from halfstep.data.seeds import Key, make_generator
 
 CPU = torch.device("cpu")
 
@@ -30,10 +30,10 @@ def test_the_bits_are_those_of_the_published_philox(word: int, expected: tuple[i
 @pytest.mark.parametrize("sizes", [(1, 6), (3, 4), (5, 1, 1)])
 @pytest.mark.parametrize("shape", [(), (3,), (3, 5, 7)])
 def test_a_sample_gets_the_same_numbers_in_a_batch_of_any_size(draw, sizes: tuple[int, ...], shape) -> None:
-    whole = draw(Key.of_training(3, 7), 7, shape, CPU)
+    whole = draw(Key.for_training(3, 7), 7, shape, CPU)
     parts, place = [], 0
     for k, size in enumerate(sizes):
-        parts.append(draw(Key.of_training(3, 7, k, place), size, shape, CPU))
+        parts.append(draw(Key.for_training(3, 7, k, place), size, shape, CPU))
         place += size
     assert torch.equal(torch.cat(parts), whole)
     assert whole.shape == (7, *shape)
@@ -41,26 +41,26 @@ def test_a_sample_gets_the_same_numbers_in_a_batch_of_any_size(draw, sizes: tupl
 
 
 def test_integers_follow_the_same_rule_and_stay_below_their_bound() -> None:
-    whole = noise.integers(Key.of_training(0, 1), 4000, 1000, CPU, stream="t")
-    assert torch.equal(whole[1500:], noise.integers(Key.of_training(0, 1, 1, 1500), 2500, 1000, CPU, stream="t"))
+    whole = noise.integers(Key.for_training(0, 1), 4000, 1000, CPU, stream="t")
+    assert torch.equal(whole[1500:], noise.integers(Key.for_training(0, 1, 1, 1500), 2500, 1000, CPU, stream="t"))
     assert whole.shape == (4000,)
     assert whole.dtype == torch.int64
     assert 0 <= int(whole.min()) < 10
     assert 990 < int(whole.max()) < 1000
-    assert noise.integers(Key.of_sampling(0), 2, 5, CPU, shape=(3,)).shape == (2, 3)
+    assert noise.integers(Key.for_sampling(0), 2, 5, CPU, shape=(3,)).shape == (2, 3)
 
 
 def test_seed_step_stream_and_purpose_each_give_other_numbers() -> None:
-    keys = [Key.of_training(0, 0), Key.of_training(1, 0), Key.of_training(0, 1), Key.of_training(0, 0, 0, 8),
-            Key.of_validation(), Key.of_sampling(0)]  # fmt: skip
+    keys = [Key.for_training(0, 0), Key.for_training(1, 0), Key.for_training(0, 1), Key.for_training(0, 0, 0, 8),
+            Key.for_validation(), Key.for_sampling(0)]  # fmt: skip
     drawn = [noise.normal(key, 8, (4,), CPU) for key in keys] + [noise.normal(keys[0], 8, (4,), CPU, stream="other")]
     assert len({tuple(d.flatten().tolist()) for d in drawn}) == len(drawn)
-    assert torch.equal(noise.normal(Key.of_validation(3), 1, (4,), CPU)[0], drawn[4][3])
+    assert torch.equal(noise.normal(Key.for_validation(3), 1, (4,), CPU)[0], drawn[4][3])
 
 
 def test_the_moments_are_those_of_the_distributions() -> None:
     """Within five standard errors of 200,000 draws."""
-    num, key = 200_000, Key.of_training(0, 0)
+    num, key = 200_000, Key.for_training(0, 0)
     error = 5 / math.sqrt(num)
     normal, uniform = noise.normal(key, num, (), CPU).double(), noise.uniform(key, num, (), CPU).double()
     assert abs(normal.mean()) < error
@@ -74,7 +74,7 @@ def test_the_moments_are_those_of_the_distributions() -> None:
 
 def test_normal_numbers_are_finite_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = torch.tensor([[[0, 2**32 - 1, 0, 2**32 - 1]]])
-    monkeypatch.setattr(noise, "_words", lambda *args: ends)
+    monkeypatch.setattr(noise, "_draw_words", lambda *args: ends)
     assert bool(noise.normal((), 1, (4,), CPU).isfinite().all())
 
 
@@ -85,8 +85,8 @@ def test_no_generator_moves_and_a_plain_tuple_is_a_key_too() -> None:
 
 
 def test_augmentations_of_earlier_runs_draw_what_they_drew() -> None:
-    key = Key.of_training(5, 9, 2, 64)
+    key = Key.for_training(5, 9, 2, 64)
     assert key == (5, 9, 2)
-    assert Key.of_validation(3) == ()
-    drawn = [torch.rand(3, generator=generator_for(*k)) for k in (key, (5, 9, 2))]
+    assert Key.for_validation(3) == ()
+    drawn = [torch.rand(3, generator=make_generator(*k)) for k in (key, (5, 9, 2))]
     assert torch.equal(drawn[0], drawn[1])

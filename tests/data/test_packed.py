@@ -17,15 +17,15 @@ from halfstep.data.packed import (
     PIXELS_AT,
     PackSettings,
     check_room,
-    default_pack_path,
+    choose_pack_path,
     open_or_pack,
     open_pack,
+    open_partial_file,
     pack,
-    partial_file,
     read_index,
 )
 from halfstep.errors import DataError
-from halfstep.workloads.classification.augment import ImageChanges, model_images
+from halfstep.workloads.classification.augment import ImageChanges, prepare_images
 from warm_processes import process
 from whole_runs import small_disk
 
@@ -56,10 +56,10 @@ def test_packed_crops_show_what_the_files_crops_show(folder: ImageFolder, tmp_pa
     files = next(Loader(TrainingFiles(folder.train, size=48), batch_size=10, seed=2).epoch(3))
     stored = next(Loader(TrainingImages(made.train), batch_size=10, seed=2).epoch(3))
     assert torch.equal(files["index"], stored["index"])
-    first, second = (model_images(batch, 48, changes=ImageChanges(), key=(0, 7)) for batch in (files, stored))
+    first, second = (prepare_images(batch, 48, changes=ImageChanges(), key=(0, 7)) for batch in (files, stored))
     # Smooth pictures: a few of 255 levels from JPEG and the second interpolation, where another crop differs by 50.
     assert (first - second).abs().mean() < 0.03
-    other = model_images(next(Loader(TrainingImages(made.train), batch_size=10, seed=2).epoch(4)), 48)
+    other = prepare_images(next(Loader(TrainingImages(made.train), batch_size=10, seed=2).epoch(4)), 48)
     assert (first - other).abs().mean() > 0.3
 
 
@@ -76,7 +76,7 @@ def test_another_evaluation_size_is_resampled_from_the_store(folder: ImageFolder
     made = pack(folder, tmp_path / "a.pack", SMALL)
     (files,) = Loader(EvaluationFiles(folder.val, size=40), batch_size=6, shuffle=False).epoch(0)
     (stored,) = Loader(EvaluationImages(made.val, size=40), batch_size=6, shuffle=False).epoch(0)
-    assert (model_images(files, 40) - model_images(stored, 40)).abs().mean() < 0.03
+    assert (prepare_images(files, 40) - prepare_images(stored, 40)).abs().mean() < 0.03
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
@@ -185,7 +185,7 @@ def test_a_pack_over_the_limit_or_the_disk_is_refused_before_any_work(folder: Im
 
 def test_only_one_process_packs_a_file_at_a_time(folder: ImageFolder, tmp_path: Path) -> None:
     with (
-        partial_file(tmp_path / "a.pack", 1, 32),
+        open_partial_file(tmp_path / "a.pack", 1, 32),
         pytest.raises(DataError, match="being packed by another process"),
     ):
         pack(folder, tmp_path / "a.pack", SMALL)
@@ -230,7 +230,7 @@ def test_a_killed_packing_leaves_the_old_file_and_can_start_again(folder: ImageF
 
 
 def test_the_pack_inside_a_folder_is_no_class_and_no_picture(folder: ImageFolder) -> None:
-    pack(folder, default_pack_path(folder.root, 32), SMALL)
+    pack(folder, choose_pack_path(folder.root, 32), SMALL)
     assert find_images(folder.root, FolderLayout()) == folder
 
 

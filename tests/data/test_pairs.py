@@ -7,7 +7,7 @@ import pytest
 from halfstep.data.files import BadFiles
 from halfstep.data.layouts import PairLayout
 from halfstep.errors import DataError
-from halfstep.workloads.segmentation.data import Pair, Split, find_split, split_pairs
+from halfstep.workloads.segmentation.data import Pair, Split, find_pairs, split_pairs
 
 
 def touch(root: Path, *names: str) -> None:
@@ -21,7 +21,7 @@ def ids(pairs: tuple[Pair, ...]) -> list[str]:
 
 
 def find(root: Path, **layout: str) -> tuple[Pair, ...]:
-    return find_split(root, layout=PairLayout(**layout), split=Split(val_fraction=0), bad_files=BadFiles("error")).train
+    return find_pairs(root, layout=PairLayout(**layout), split=Split(val_fraction=0), bad_files=BadFiles("error")).train
 
 
 def numbered(count: int) -> tuple[Pair, ...]:
@@ -43,7 +43,7 @@ def test_the_common_layouts_are_found_in_natural_order(tmp_path: Path, image: st
         touch(tmp_path, image.format(name), mask.format(name))
     touch(tmp_path, str(Path(image).parent / ".DS_Store"), str(Path(image).parent / "readme.txt"))
     split = Split(val_fraction=0)
-    found = find_split(tmp_path, layout=PairLayout(), split=split, bad_files=BadFiles("error"))
+    found = find_pairs(tmp_path, layout=PairLayout(), split=split, bad_files=BadFiles("error"))
     assert ids(found.train) == ["1", "2", "10"]
     assert found.val == ()
 
@@ -56,7 +56,7 @@ def test_folder_names_and_suffix_can_be_named(tmp_path: Path) -> None:
 
 def test_train_and_val_folders_are_the_split(tmp_path: Path) -> None:
     touch(tmp_path, "train/imgs/a.png", "train/masks/a_mask.png", "val/imgs/b.png", "val/masks/b_mask.png")
-    found = find_split(tmp_path, layout=PairLayout(), split=Split(), bad_files=BadFiles("error"))
+    found = find_pairs(tmp_path, layout=PairLayout(), split=Split(), bad_files=BadFiles("error"))
     assert (ids(found.train), ids(found.val)) == (["a"], ["b"])
 
 
@@ -88,7 +88,7 @@ def test_an_empty_or_missing_folder_is_an_error(tmp_path: Path) -> None:
 def test_lonely_files_are_skipped_and_counted_on_request(tmp_path: Path) -> None:
     touch(tmp_path, "imgs/a.png", "imgs/b.png", "masks/a_mask.png", "masks/c_mask.png")
     bad_files = BadFiles("skip")
-    found = find_split(tmp_path, layout=PairLayout(), split=Split(val_fraction=0), bad_files=bad_files)
+    found = find_pairs(tmp_path, layout=PairLayout(), split=Split(val_fraction=0), bad_files=bad_files)
     assert ids(found.train) == ["a"]
     assert len(bad_files.skipped) == 2
 

@@ -8,17 +8,17 @@ import torch
 from PIL import Image
 
 from halfstep.data.files import BadFiles
-from halfstep.data.images import describe_outliers, read_image, scale_for
+from halfstep.data.images import choose_scale, describe_outliers, read_image
 from halfstep.errors import DataError
 from halfstep.workloads.segmentation.data import ImageFormat, Pair, Scan, SegmentationData, discover_values, scan_pairs
 from halfstep.workloads.segmentation.masks import (
     IGNORED,
     MaskTable,
+    make_table,
+    parse_table,
     read_mask,
+    read_values,
     resize_mask,
-    table_from,
-    table_of,
-    values_in,
 )
 
 GRAY = np.arange(48, dtype=np.uint8).reshape(6, 8)
@@ -133,7 +133,7 @@ def ramp(low: float, high: float, dtype: str = "float32") -> np.ndarray:
 def test_floats_are_scaled_by_the_range_of_the_whole_set(tmp_path: Path, image: np.ndarray, scale: float) -> None:
     scan = scan_floats(tmp_path, image, image / 2, image * 0)
     assert scan.is_float
-    assert scale_for(scan.raw.values()).scale == scale
+    assert choose_scale(scan.raw.values()).scale == scale
     read = read_image(tmp_path / "0.npy", channels=1, raw_scale=scale)
     np.testing.assert_allclose(read[..., 0], image / scale, rtol=1e-6)
 
@@ -148,7 +148,7 @@ def test_one_outlying_pixel_does_not_change_the_scale(
     images = [ramp(0, high) for _ in range(num_files)]
     images[0][2, 3] = outlier
     scan = scan_floats(tmp_path, *images)
-    found = scale_for(scan.raw.values())
+    found = choose_scale(scan.raw.values())
     assert found.scale == pytest.approx(high)
     if abs(outlier) > high:
         [note] = describe_outliers(scan.raw, found.limit)
@@ -158,14 +158,14 @@ def test_one_outlying_pixel_does_not_change_the_scale(
 
 def test_one_odd_file_does_not_change_the_scale_of_the_others(tmp_path: Path) -> None:
     scan = scan_floats(tmp_path, ramp(0, 1), ramp(0, 255), ramp(0, 1))
-    found = scale_for(scan.raw.values())
+    found = choose_scale(scan.raw.values())
     assert found.scale == 1
     assert "(beyond 1, magnitudes up to 255) in 1 float image: 1.npy;" in describe_outliers(scan.raw, found.limit)[0]
 
 
 def test_one_dark_float_image_is_scaled_like_its_bright_neighbour(tmp_path: Path) -> None:
     scan = scan_floats(tmp_path, np.full((6, 8), 0.5, dtype=np.float32), np.full((6, 8), 255, dtype=np.float32))
-    assert scale_for(scan.raw.values()).scale == 255
+    assert choose_scale(scan.raw.values()).scale == 255
 
 
 def test_a_nan_is_found_before_training_starts(tmp_path: Path) -> None:
@@ -202,12 +202,12 @@ def test_mask_values_are_sorted_and_colours_are_classes(tmp_path: Path) -> None:
     colour[0], colour[1] = (255, 0, 0), (0, 0, 255)
     black = np.zeros((4, 4), dtype=np.uint8)
     pairs = [write_pair(tmp_path, "a", black, colour), write_pair(tmp_path, "b", black, black)]
-    table = table_of(discover_values(pairs, bad_files=BadFiles("error")), ignored=None)
+    table = make_table(discover_values(pairs, bad_files=BadFiles("error")), ignored=None)
     assert table.values == ((0, 0, 0), (0, 0, 255), (255, 0, 0))
-    classes = table.classes_of(read_mask(pairs[0].mask), pairs[0].mask)
+    classes = table.to_classes(read_mask(pairs[0].mask), pairs[0].mask)
     assert classes[:3, 0].tolist() == [2, 1, 0]
     assert np.array_equal(table.paint(classes), colour)
-    assert table.classes_of(read_mask(pairs[1].mask), pairs[1].mask).max() == 0
+    assert table.to_classes(read_mask(pairs[1].mask), pairs[1].mask).max() == 0
 
 
 def test_looking_at_data_leaves_no_trace_in_its_folder(tmp_path: Path) -> None:
@@ -224,22 +224,22 @@ def test_palette_masks_give_their_indices_and_255_can_be_ignored(tmp_path: Path)
     picture.putpalette([7, 7, 7] * 256)
     picture.save(tmp_path / "a_mask.png")
     pair = Pair(id="a", image=save(tmp_path / "a.png", indices), mask=tmp_path / "a_mask.png")
-    table = table_of(discover_values([pair], bad_files=BadFiles("error")), ignored=255)
+    table = make_table(discover_values([pair], bad_files=BadFiles("error")), ignored=255)
     assert table == MaskTable(values=(0, 1, 2), ignored=255)
-    assert table.classes_of(read_mask(pair.mask), pair.mask).tolist() == [[0, 1], [2, IGNORED]]
+    assert table.to_classes(read_mask(pair.mask), pair.mask).tolist() == [[0, 1], [2, IGNORED]]
 
 
 def test_sixteen_bit_masks_are_painted_back_with_their_values() -> None:
     table = MaskTable(values=(0, 1000, 40000))
     mask = np.array([[0, 40000], [1000, 0]], dtype=np.uint16)
-    painted = table.paint(table.classes_of(mask, Path("m.png")))
+    painted = table.paint(table.to_classes(mask, Path("m.png")))
     assert painted.dtype == np.uint16
     assert np.array_equal(painted, mask)
 
 
 def test_an_unknown_mask_value_names_file_and_value() -> None:
     with pytest.raises(DataError, match=r"m\.png has the unknown mask value 7") as caught:
-        BINARY.classes_of(np.array([[0, 7], [255, 255]]), Path("m.png"))
+        BINARY.to_classes(np.array([[0, 7], [255, 255]]), Path("m.png"))
     assert "0, 255" in str(caught.value)
 
 
@@ -247,19 +247,19 @@ def test_a_colour_mask_does_not_pass_for_gray_classes() -> None:
     blue_five = np.zeros((2, 2, 3), dtype=np.uint8)
     blue_five[..., 2] = 5
     with pytest.raises(DataError, match="colour mask"):
-        MaskTable(values=(0, 5)).classes_of(blue_five, Path("m.png"))
+        MaskTable(values=(0, 5)).to_classes(blue_five, Path("m.png"))
 
 
 def test_tables_of_other_projects_and_json_are_understood() -> None:
-    assert table_from([0, 255]) == BINARY
-    assert table_from([[0, 0, 0], [255, 0, 0]]).values == ((0, 0, 0), (255, 0, 0))
+    assert parse_table([0, 255]) == BINARY
+    assert parse_table([[0, 0, 0], [255, 0, 0]]).values == ((0, 0, 0), (255, 0, 0))
 
 
 def test_a_jpeg_mask_with_smeared_values_is_refused(tmp_path: Path) -> None:
     mask = np.zeros((32, 32), dtype=np.uint8)
     mask[5:20, 7:21] = 255
     with pytest.raises(DataError, match="JPEG is lossy"):
-        values_in(save(tmp_path / "m.jpg", mask))
+        read_values(save(tmp_path / "m.jpg", mask))
 
 
 def test_fractions_in_a_float_mask_are_refused(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from halfstep.workloads.language.tokenizers import (
     Characters,
     Tiktoken,
     Tokenizer,
-    identity,
-    tokenizer_at,
-    tokenizer_from,
+    identify,
+    read_tokenizer,
+    restore_tokenizer,
 )
 
 TEXT = "Äpfel and 汉字, twice: Äpfel and 汉字.\n  Spaces\tand 😀\n"
@@ -43,7 +43,12 @@ def small_bpe(folder: Path) -> Path:
 
 
 def each(folder: Path) -> list[Tokenizer]:
-    return [Bytes(), Characters.of([TEXT]), Characters.of([TEXT, "more"]), tokenizer_at(small_bpe(folder))]
+    return [
+        Bytes(),
+        Characters.from_texts([TEXT]),
+        Characters.from_texts([TEXT, "more"]),
+        read_tokenizer(small_bpe(folder)),
+    ]
 
 
 def lengths_of(tokenizer: Tokenizer) -> Any:
@@ -101,7 +106,7 @@ def test_words_without_their_spaces_do_not_say_how_many_bytes_they_are() -> None
 
 
 def test_a_text_is_never_cut_or_padded_as_a_file_says_that_served_another_purpose(tmp_path: Path) -> None:
-    whole = tokenizer_at(small_bpe(tmp_path))
+    whole = read_tokenizer(small_bpe(tmp_path))
     loaded = pytest.importorskip("tokenizers").Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     for setting in (lambda: loaded.enable_truncation(8), lambda: loaded.enable_padding(length=999)):
         setting()
@@ -119,8 +124,8 @@ def test_a_vocabulary_that_leaves_numbers_out_ends_with_its_largest(tmp_path: Pa
 
 def test_a_stored_tokenizer_gives_the_same_numbers(tmp_path: Path) -> None:
     for tokenizer in each(tmp_path):
-        again = tokenizer_from(json.loads(json.dumps(tokenizer.stored())))
-        assert identity(again) == identity(tokenizer)
+        again = restore_tokenizer(json.loads(json.dumps(tokenizer.to_dict())))
+        assert identify(again) == identify(tokenizer)
         assert again.encode(TEXT).tolist() == tokenizer.encode(TEXT).tolist()
         assert again.end == tokenizer.end
 
@@ -133,7 +138,7 @@ def test_the_end_of_a_document_is_no_text(tmp_path: Path) -> None:
 
 
 def test_vocab_and_merges_are_the_tokenizer_they_came_from(tmp_path: Path) -> None:
-    whole = tokenizer_at(small_bpe(tmp_path / "whole"))
+    whole = read_tokenizer(small_bpe(tmp_path / "whole"))
     assert isinstance(whole, Bpe)
     model = json.loads(whole.text)["model"]
     apart = tmp_path / "apart"
@@ -142,7 +147,7 @@ def test_vocab_and_merges_are_the_tokenizer_they_came_from(tmp_path: Path) -> No
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     (apart / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
     for named in (apart, apart / "vocab.json", apart / "merges.txt"):
-        found = tokenizer_at(named)
+        found = read_tokenizer(named)
         assert found.encode(TEXT).tolist() == whole.encode(TEXT).tolist()
         assert found.decode(found.encode(TEXT).tolist()) == TEXT
         assert found.end == whole.end
@@ -150,17 +155,17 @@ def test_vocab_and_merges_are_the_tokenizer_they_came_from(tmp_path: Path) -> No
 
 def test_a_character_that_is_not_known_is_named_with_its_place() -> None:
     with pytest.raises(DataError, match=r"notes\.txt has the character 'z' at position 3") as error:
-        Characters.of(["abc"]).encode("abcz", source="notes.txt")
+        Characters.from_texts(["abc"]).encode("abcz", source="notes.txt")
     assert "bytes" in error.value.fix
 
 
 def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     with pytest.raises(DataError, match="no tokenizer at"):
-        tokenizer_at(tmp_path)
+        read_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="cannot read the tokenizer"):
-        tokenizer_at(tmp_path)
+        read_tokenizer(tmp_path)
 
 
 def test_tiktoken_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

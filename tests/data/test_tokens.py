@@ -17,12 +17,12 @@ from halfstep.workloads.language.tokenizers import Bytes, Characters
 from halfstep.workloads.language.tokens import (
     Tokens,
     TokenSamples,
-    default_cache,
+    choose_cache_path,
     find_token_files,
-    nanogpt_tokenizer,
     open_ids,
     open_or_tokenise,
     open_tokens,
+    read_nanogpt_tokenizer,
 )
 from whole_runs import small_disk
 
@@ -115,7 +115,7 @@ def test_nanogpts_two_files_and_its_characters_are_read(tmp_path: Path) -> None:
     assert files is not None
     assert len(open_tokens(files.train, vocab=1000)) == 900
     assert open_tokens(files.val, vocab=1000).read(98, 2).tolist() == [98, 99]
-    found = nanogpt_tokenizer(tmp_path)
+    found = read_nanogpt_tokenizer(tmp_path)
     assert isinstance(found, Characters)
     assert found.alphabet == "ab"
 
@@ -125,19 +125,19 @@ def test_the_vocabulary_size_of_meta_pkl_must_be_the_number_of_its_characters(tm
     for size in (10**12, 1e12, 3, 1, 0, -2, 2.0, "2", True, None):
         (tmp_path / "meta.pkl").write_bytes(pickle.dumps({**meta, "vocab_size": size}))
         with pytest.raises(DataError, match="and lists 2 characters") as error:
-            nanogpt_tokenizer(tmp_path)
+            read_nanogpt_tokenizer(tmp_path)
         assert f"meta.pkl has vocab_size {size!r}" in error.value.what
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({**meta, "vocab_size": 2}))
-    assert isinstance(nanogpt_tokenizer(tmp_path), Characters)
+    assert isinstance(read_nanogpt_tokenizer(tmp_path), Characters)
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": {0: "a", 1: "a"}, "vocab_size": 2}))
     with pytest.raises(DataError, match="does not list single characters in order"):
-        nanogpt_tokenizer(tmp_path)
+        read_nanogpt_tokenizer(tmp_path)
 
 
 def test_a_pickle_with_an_object_in_it_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": Path("x")}))
     with pytest.raises(DataError, match="cannot read") as error:
-        nanogpt_tokenizer(tmp_path)
+        read_nanogpt_tokenizer(tmp_path)
     assert "object" in error.value.why
 
 
@@ -306,8 +306,8 @@ def test_documents_are_parted_by_their_end_and_a_text_is_tokenised_once(tmp_path
     (tmp_path / "a.txt").write_text("xy")
     train, _ = open_or_tokenise(texts_at(tmp_path), Bytes(), place)
     assert train.read(0, 2).tolist() == [120, 121], "other texts are tokenised again"
-    characters = Characters.of(["abcxy"])
-    assert default_cache(tmp_path, characters) != default_cache(tmp_path, Bytes())
+    characters = Characters.from_texts(["abcxy"])
+    assert choose_cache_path(tmp_path, characters) != choose_cache_path(tmp_path, Bytes())
 
 
 def test_a_long_text_is_the_same_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from data.picture_folders import smooth_picture
 from halfstep.workloads import load
-from halfstep.workloads.classification.augment import CHANGES, ImageChanges, model_images, trivially_augmented
+from halfstep.workloads.classification.augment import CHANGES, ImageChanges, augment_trivially_, prepare_images
 
 SIDE = 64
 WITHOUT_STRENGTH = ("stretch", "equalise")
@@ -87,7 +87,7 @@ def test_flat_images_survive_changes_by_frequency_and_range() -> None:
 
 def test_changes_are_a_function_of_the_key_and_all_kinds_come() -> None:
     many = as_batch([pictures()[1]] * 200)
-    first, again, other = (trivially_augmented(many.clone(), key=key) for key in ((0, 5, 0), (0, 5, 0), (0, 6, 0)))
+    first, again, other = (augment_trivially_(many.clone(), key=key) for key in ((0, 5, 0), (0, 5, 0), (0, 6, 0)))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     # 14 kinds with 31 strengths and signs: nearly no two of 200 are alike, and one in fourteen is as it was.
@@ -102,7 +102,7 @@ def test_the_quality_recipe_uses_it_and_nothing_else_is_reshuffled() -> None:
     pixels = torch.tensor(np.stack([np.asarray(image) for image in pictures() * 8]))
     batch = {"image": pixels, "box": torch.tensor([[0.0, 0.0, SIDE, SIDE]]).repeat(16, 1)}
     plain, changed = (
-        model_images(batch, SIDE, changes=ImageChanges(trivial=trivial), key=(0, 1)) for trivial in (False, True)
+        prepare_images(batch, SIDE, changes=ImageChanges(trivial=trivial), key=(0, 1)) for trivial in (False, True)
     )
     same = [torch.equal(a, b) for a, b in zip(plain, changed, strict=True)]
     assert any(same), "identity is one of the changes, and flips are as before"

@@ -13,8 +13,8 @@ from video_sets import clip, frame_folder, shards, steve_folder
 
 from halfstep.data.files import BadFiles
 from halfstep.errors import DataError
-from halfstep.workloads.slots.data import ClipForm, ClipSamples, crop_box, long_enough
-from halfstep.workloads.slots.video_layouts import DECODERS, find_videos, read_frames, video_facts
+from halfstep.workloads.slots.data import ClipForm, ClipSamples, compute_crop_box, split_by_length
+from halfstep.workloads.slots.video_layouts import DECODERS, find_videos, read_frames, read_video_facts
 
 ERROR = BadFiles("error")
 
@@ -65,7 +65,7 @@ def test_a_gif_is_a_video(tmp_path: Path) -> None:
     colours = [(250, 0, 0), (0, 250, 0), (0, 0, 250)]
     pictures = [Image.new("RGB", (10, 6), colour) for colour in colours]
     pictures[0].save(tmp_path / "a.gif", save_all=True, append_images=pictures[1:])
-    assert video_facts(tmp_path / "a.gif") == (3, (6, 10))
+    assert read_video_facts(tmp_path / "a.gif") == (3, (6, 10))
     assert read_frames(tmp_path / "a.gif", 1, 2)[:, 0, 0].argmax(-1).tolist() == [1, 2]
     assert find_videos(tmp_path, bad_files=ERROR).train.names == ("a.gif",)
 
@@ -78,7 +78,7 @@ def test_a_gif_cut_short_is_named_or_shorter_wherever_it_is_cut(tmp_path: Path) 
     for end in range(20, len(whole) - 1, 37):
         (tmp_path / "a.gif").write_bytes(whole[:end])
         with suppress(DataError):
-            count, _ = video_facts(tmp_path / "a.gif")
+            count, _ = read_video_facts(tmp_path / "a.gif")
             assert len(read_frames(tmp_path / "a.gif", 0, count)) == count
 
 
@@ -89,7 +89,7 @@ def test_a_video_file_without_a_decoder_says_what_to_install(tmp_path: Path) -> 
         pytest.skip("a video decoder is installed here")
     (tmp_path / "a.mp4").write_bytes(b"")
     with pytest.raises(DataError, match="a.mp4") as raised:
-        video_facts(tmp_path / "a.mp4")
+        read_video_facts(tmp_path / "a.mp4")
     assert "pip install av" in raised.value.fix
 
 
@@ -104,7 +104,7 @@ def test_an_mp4_is_a_video_where_a_decoder_is_installed(tmp_path: Path) -> None:
             picture[..., channel] = 250
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode())
-    assert video_facts(tmp_path / "a.mp4") == (3, (16, 32))
+    assert read_video_facts(tmp_path / "a.mp4") == (3, (16, 32))
     assert read_frames(tmp_path / "a.mp4", 1, 2)[:, 8, 16].argmax(-1).tolist() == [1, 2]
     with av.open(str(tmp_path / "sound.mkv"), "w") as container:
         stream = container.add_stream("pcm_s16le", rate=8000)
@@ -112,7 +112,7 @@ def test_an_mp4_is_a_video_where_a_decoder_is_installed(tmp_path: Path) -> None:
         frame.sample_rate = 8000
         container.mux(stream.encode(frame))
     with pytest.raises(DataError, match=r"sound\.mkv"):
-        video_facts(tmp_path / "sound.mkv")
+        read_video_facts(tmp_path / "sound.mkv")
 
 
 def test_frames_of_other_sizes_and_masks_without_frames_are_named(tmp_path: Path) -> None:
@@ -178,9 +178,9 @@ def test_a_flip_turns_frames_and_masks_alike(tmp_path: Path) -> None:
 
 
 def test_a_crop_is_a_square_of_the_shorter_side() -> None:
-    assert crop_box((10, 20), "central", ()) == (slice(0, 10), slice(5, 15))
-    assert crop_box((10, 20), "random", (0.3, 1.0)) == (slice(0, 10), slice(10, 20))
-    assert crop_box((10, 20), "none", ()) == (slice(0, 10), slice(0, 20))
+    assert compute_crop_box((10, 20), "central", ()) == (slice(0, 10), slice(5, 15))
+    assert compute_crop_box((10, 20), "random", (0.3, 1.0)) == (slice(0, 10), slice(10, 20))
+    assert compute_crop_box((10, 20), "none", ()) == (slice(0, 10), slice(0, 20))
 
 
 def test_frames_of_different_videos_are_brought_to_one_size(tmp_path: Path) -> None:
@@ -193,6 +193,6 @@ def test_frames_of_different_videos_are_brought_to_one_size(tmp_path: Path) -> N
 
 def test_a_video_shorter_than_the_chunk_is_named(tmp_path: Path) -> None:
     videos = of_shards(tmp_path).videos
-    kept, errors = long_enough(videos, (0, 1), 8)
+    kept, errors = split_by_length(videos, (0, 1), 8)
     assert kept == []
     assert "000000 has 7 frames, a chunk 8" in errors[0].what

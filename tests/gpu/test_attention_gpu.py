@@ -14,8 +14,8 @@ import halfstep as hs
 from halfstep.evidence import causes
 from halfstep.evidence.capsule import all_in
 from halfstep.kernels import attention_triton as kernels
-from halfstep.kernels.transformer_chain import attention, by_heads, is_short
-from halfstep.precision.contexts import is_at_fault
+from halfstep.kernels.transformer_chain import is_short, run_cudnn_attention, split_heads
+from halfstep.precision.contexts import has_cudnn_fault
 from tiny_training import plan
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +40,7 @@ def test_as_near_to_fp64_as_torch(tokens: int, head: int, dtype: torch.dtype) ->
     torch.manual_seed(0)
     qkv = torch.randn(3, tokens, 3 * 2 * head, device="cuda", dtype=dtype)
     d_out = torch.randn(3, tokens, 2 * head, device="cuda", dtype=dtype)
-    out, log_sum = attention(qkv, 2)
+    out, log_sum = run_cudnn_attention(qkv, 2)
     d_qkv, partials = kernels.attention_backward(d_out, qkv, out, log_sum)
     exact, theirs = by_torch(qkv.double(), d_out.double(), 2), by_torch(qkv, d_out, 2)
     for ours, torchs, best in zip((out, *d_qkv.chunk(3, 2)), theirs, exact, strict=True):
@@ -56,10 +56,10 @@ def test_as_near_to_fp64_as_torch(tokens: int, head: int, dtype: torch.dtype) ->
 def test_cudnn_gives_natural_logarithms_and_writes_token_by_token() -> None:
     qkv = torch.randn(2, 197, 3 * 4 * 64, device="cuda", dtype=torch.bfloat16)
     assert is_short(torch.empty(2, 197, 4 * 64, device="cuda"), torch.bfloat16, 4)
-    q, k, v = by_heads(qkv, 4)
+    q, k, v = split_heads(qkv, 4)
     raw = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, compute_log_sumexp=True)[0]
     assert raw.transpose(1, 2).is_contiguous()
-    _, log_sum = attention(qkv, 4)
+    _, log_sum = run_cudnn_attention(qkv, 4)
     expected = torch.logsumexp(q.double() @ k.double().transpose(2, 3) / 8, 3)
     torch.testing.assert_close(log_sum.double(), expected, rtol=1e-4, atol=1e-4)
 
@@ -86,7 +86,7 @@ def test_attention_is_finite_at_lengths_where_cudnn_gives_nan(precision: str, is
         with plan(precision, "cuda").forward():
             found = gradients(keys, dtype, is_compiled=is_compiled, heads=heads, queries=queries)
         assert found.isfinite().all()
-        if is_at_fault("cuda") and not is_compiled:
+        if has_cudnn_fault("cuda") and not is_compiled:
             raw = gradients(keys, dtype, is_compiled=False, heads=heads, queries=queries)
             assert raw.isnan().any(), "fixed: is_at_fault may ask for the version"
 
@@ -104,7 +104,7 @@ class Attending(nn.Module):
         return torchs_attention(*(part[:, None] for part in (q, k, x))).float()
 
 
-@pytest.mark.skipif(not is_at_fault("cuda"), reason="NOT tested: cuDNN of this GPU is right")
+@pytest.mark.skipif(not has_cudnn_fault("cuda"), reason="NOT tested: cuDNN of this GPU is right")
 def test_replay_blames_the_kernel_where_the_code_calls_torchs_attention_by_a_name_of_its_own(tmp_path: Path) -> None:
     model = Attending().cuda()
     step = hs.Step(model, torch.optim.AdamW(model.parameters(), fused=True), "bf16", capsules=tmp_path)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from halfstep.models.vit import vit
+from halfstep.models.vit import build_vit
 from halfstep.workloads import load
-from halfstep.workloads.classification.build import Prepared
-from halfstep.workloads.classification.resnet import resnet
+from halfstep.workloads.classification.build import PrepareImages
+from halfstep.workloads.classification.resnet import build_resnet
 from halfstep.workloads.classification.scores import ClassificationMetrics, Mixing, classification_loss, mix
 from no_waiting import no_host_wait
 
@@ -26,14 +26,14 @@ def bytes_on_gpu(num: int = 8, side: int = 96) -> dict[str, Tensor]:
     return {name: t.cuda() for name, t in {"image": pixels, "box": box, "label": torch.arange(num) % 10}.items()}
 
 
-def prepared_by(*words: str) -> Prepared:
+def prepared_by(*words: str) -> PrepareImages:
     config = load("resnet50", overrides=["data.image_size=64", *words]).config
-    return Prepared(config.data)  # type: ignore[arg-type]
+    return PrepareImages(config.data)  # type: ignore[arg-type]
 
 
 def test_nothing_waits_from_bytes_to_counts() -> None:
     prepare = prepared_by("data.augment.mixup=0.2", "data.augment.cutmix=1", "data.augment.erase=0.25")
-    model = resnet("resnet18", width=8, num_classes=10).cuda().to(memory_format=torch.channels_last)
+    model = build_resnet("resnet18", width=8, num_classes=10).cuda().to(memory_format=torch.channels_last)
     batch, metrics = bytes_on_gpu(), ClassificationMetrics(10, confusion=True)
     for step in range(2):  # the first meets the libraries' own set-up
         with no_host_wait() if step else torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
@@ -60,7 +60,7 @@ def test_the_gpu_mixes_as_the_cpu_does() -> None:
 
 def test_one_compilation_serves_every_share_and_agrees_with_eager() -> None:
     torch.manual_seed(0)
-    model = resnet("resnet50", blocks=(1, 1, 1, 1), width=16, num_classes=10).cuda()
+    model = build_resnet("resnet50", blocks=(1, 1, 1, 1), width=16, num_classes=10).cuda()
     model = model.to(memory_format=torch.channels_last)
 
     def region(batch: dict[str, Tensor]) -> Tensor:
@@ -81,7 +81,7 @@ def test_one_compilation_serves_every_share_and_agrees_with_eager() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_attention_runs_on_the_flash_kernel_in_half_precision(dtype: torch.dtype) -> None:
-    model = vit("vit_s_16", num_classes=10, image_size=64).cuda()
+    model = build_vit("vit_s_16", num_classes=10, image_size=64).cuda()
     with torch.autocast("cuda", dtype), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         model(torch.randn(2, 3, 64, 64, device="cuda")).sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.backend_flags import fp32_mode
-from halfstep.kernels.fast_forms import FORMS, Form, forced, wanted
+from halfstep.kernels.fast_forms import FORMS, Form, force, is_wanted
 from halfstep.models.layers import PatchConv2d
-from halfstep.models.vit import vit
+from halfstep.models.vit import build_vit
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +38,7 @@ def outcome(model: nn.Module, x: Tensor, dtype: torch.dtype, *forms: Form, on: b
     """Output, gradients of input and parameters, and buffers of a compiled copy."""
     model, x = copy.deepcopy(model), x.clone().requires_grad_()
     autocast = torch.autocast("cuda", dtype) if dtype is not torch.float32 else contextlib.nullcontext()
-    with forced(on, *forms), autocast:
+    with force(on, *forms), autocast:
         y = torch.compile(model, fullgraph=True)(x)
     y.backward(torch.linspace(-1, 1, y.numel(), device="cuda").sin().view(y.shape).to(y.dtype))
     assert x.grad is not None
@@ -62,7 +62,7 @@ def test_compiled_patches_in_their_fast_form_agree_with_torchs(dtype: torch.dtyp
 
 def test_a_compiled_vit_gives_the_same_gradients_in_fast_forms() -> None:
     torch.manual_seed(0)
-    model = vit("vit_s_16", depth=2, heads=2, dim=64, patch=16, image_size=64, num_classes=10)
+    model = build_vit("vit_s_16", depth=2, heads=2, dim=64, patch=16, image_size=64, num_classes=10)
     model = model.to("cuda", memory_format=torch.channels_last)  # type: ignore[call-overload]
     for parameter in model.parameters():  # a gain or a head of zero would hide what stands before it
         nn.init.normal_(parameter, std=0.3) if not parameter.any() else None
@@ -77,7 +77,7 @@ def test_compiled_code_on_the_gpu_wants_them_and_eager_code_does_not() -> None:
     seen = []
 
     def note(x: Tensor) -> Tensor:
-        seen.append(wanted("patches", x))
+        seen.append(is_wanted("patches", x))
         return x + 1
 
     note(image(1, 1, 1, 1))

@@ -14,7 +14,7 @@ from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
 from halfstep.step import tables as tabulated
-from halfstep.step.randomness import algorithms
+from halfstep.step.randomness import choose_algorithms
 from halfstep.workloads import from_dict
 from no_waiting import no_host_wait
 
@@ -25,7 +25,7 @@ STEPS = 9
 
 @pytest.fixture(autouse=True)
 def repeatable() -> Any:
-    with algorithms(deterministic=True):
+    with choose_algorithms(deterministic=True):
         yield
 
 
@@ -77,7 +77,7 @@ def test_a_captured_step_outlives_the_table_of_values(monkeypatch: pytest.Monkey
 
 
 def test_noise_has_the_same_bits_as_on_the_cpu_and_waits_for_nothing() -> None:
-    key = Key.of_training(1, 2, 0, 3)
+    key = Key.for_training(1, 2, 0, 3)
     noise.normal(key, 4, (5,), "cuda")
     with no_host_wait():
         drawn = [noise.uniform(key, 64, (33,), "cuda"), noise.integers(key, 64, 1000, "cuda"),

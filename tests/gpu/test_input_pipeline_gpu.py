@@ -12,7 +12,7 @@ from halfstep.data.image_samples import TrainingFiles, TrainingImages
 from halfstep.data.loader import Loader, Samples
 from halfstep.data.packed import PackSettings, pack
 from halfstep.data.prefetch import prefetch
-from halfstep.workloads.classification.augment import ImageChanges, model_images
+from halfstep.workloads.classification.augment import ImageChanges, prepare_images
 from no_waiting import no_host_wait
 
 pytestmark = pytest.mark.gpu
@@ -31,7 +31,7 @@ def samples(request: pytest.FixtureRequest, tmp_path: Path) -> Samples:
 def test_a_batch_becomes_the_same_images_on_the_gpu(samples: Samples) -> None:
     batch = next(Loader(samples, batch_size=16).epoch(0))
     on_gpu = {name: tensor.cuda() for name, tensor in batch.items()}
-    here, there = (model_images(b, 64, changes=EVERYTHING, key=(0, 3)) for b in (batch, on_gpu))
+    here, there = (prepare_images(b, 64, changes=EVERYTHING, key=(0, 3)) for b in (batch, on_gpu))
     # In units of a channel's deviation, of which a level of 255 is 0.017; positions are rounded to fp32.
     assert (here - there.cpu()).abs().max() < 0.02
     assert (here - there.cpu()).abs().mean() < 1e-4
@@ -41,10 +41,10 @@ def test_preparing_a_batch_never_waits_for_the_gpu(samples: Samples) -> None:
     batches = [{name: t.cuda() for name, t in batch.items()} for batch in Loader(samples, batch_size=8).epoch(0)]
     changes = dataclasses.replace(EVERYTHING, trivial=True)
     for warm_up in range(4):  # each meets other kinds of change
-        model_images(batches[0], 64, changes=changes, key=(0, warm_up))
+        prepare_images(batches[0], 64, changes=changes, key=(0, warm_up))
     with no_host_wait():
         for step, batch in enumerate(batches):
-            model_images(batch, 64, changes=changes, key=(0, step))
+            prepare_images(batch, 64, changes=changes, key=(0, step))
 
 
 def test_batches_of_a_pack_arrive_pinned_and_whole(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.workloads.slots.dvae import DVae, gumbel_noise, random_words
+from halfstep.workloads.slots.dvae import DVae, hash_bits, make_gumbel_noise
 from halfstep.workloads.slots.steve import Steve, SteveSize
 
 pytestmark = pytest.mark.gpu
@@ -22,12 +22,12 @@ def keys(num: int, start: int = 0) -> Tensor:
 
 
 def test_keyed_noise_has_the_same_bits_on_the_gpu_and_compiled() -> None:
-    expected = random_words(keys(3), 40, 300)
-    assert torch.equal(random_words(keys(3).cuda(), 40, 300).cpu(), expected)
-    compiled = torch.compile(random_words)(keys(3).cuda(), 40, 300)
+    expected = hash_bits(keys(3), 40, 300)
+    assert torch.equal(hash_bits(keys(3).cuda(), 40, 300).cpu(), expected)
+    compiled = torch.compile(hash_bits)(keys(3).cuda(), 40, 300)
     assert torch.equal(compiled.cpu(), expected)
-    noise = torch.compile(gumbel_noise)(keys(3).cuda(), 40, 300)
-    torch.testing.assert_close(noise.cpu(), gumbel_noise(keys(3), 40, 300))
+    noise = torch.compile(make_gumbel_noise)(keys(3).cuda(), 40, 300)
+    torch.testing.assert_close(noise.cpu(), make_gumbel_noise(keys(3), 40, 300))
 
 
 def losses_and_gradients(model: Steve, *, compiled: bool) -> tuple[list[Tensor], dict[str, Tensor]]:

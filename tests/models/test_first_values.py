@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from halfstep.models import first_values
-from halfstep.models.first_values import bare, draw_normal_, unfilled
+from halfstep.models.first_values import draw_normal_, make_bare, skip_first_values
 from halfstep.run.assemble import build_workload
 from halfstep.workloads import load
 from halfstep.workloads.language.gpt2 import GPT2, GPT2Size
@@ -76,7 +76,7 @@ def test_weights_of_another_dtype_are_drawn_as_well() -> None:
 def test_nothing_is_drawn_where_weights_are_loaded_anyway() -> None:
     weight = torch.full((10,), 7.0)
     before = torch.get_rng_state()
-    with unfilled():
+    with skip_first_values():
         draw_normal_([(weight, 1.0)])
     assert weight.eq(7.0).all()
     assert torch.equal(torch.get_rng_state(), before)
@@ -85,12 +85,12 @@ def test_nothing_is_drawn_where_weights_are_loaded_anyway() -> None:
 
 
 def test_a_bare_layer_is_of_its_own_class_and_where_layers_are_being_made() -> None:
-    layer = bare(nn.Linear, 4, 3, bias=False)
+    layer = make_bare(nn.Linear, 4, 3, bias=False)
     assert type(layer) is nn.Linear
     assert (layer.weight.shape, layer.weight.device.type, layer.bias) == ((3, 4), "cpu", None)
     assert layer.weight.requires_grad
     with torch.device("meta"):
-        assert bare(nn.Linear, 4, 3).weight.is_meta
+        assert make_bare(nn.Linear, 4, 3).weight.is_meta
         GPT2(SIZE)  # has nothing to fill
 
 

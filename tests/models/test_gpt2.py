@@ -15,15 +15,15 @@ from torch.nn import functional as F
 
 from halfstep.errors import ModelError
 from halfstep.models.recompute import set_recompute
-from halfstep.workloads.language.gpt2 import GPT2, GPT2S, gpt2
-from halfstep.workloads.language.gpt2_weights import for_transformers, load_gpt2_, save_gpt2
+from halfstep.workloads.language.gpt2 import GPT2, GPT2S, build_gpt2
+from halfstep.workloads.language.gpt2_weights import load_gpt2_, save_gpt2, to_transformers
 
 SMALL: dict[str, Any] = {"depth": 2, "heads": 2, "dim": 16, "context": 12, "vocab": 70}
 
 
 def small(**options: Any) -> GPT2:
     torch.manual_seed(0)
-    model = gpt2("gpt2", **{**SMALL, **options})
+    model = build_gpt2("gpt2", **{**SMALL, **options})
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:  # biases and gains are zeros and ones in a new model, which would hide a mistake
@@ -89,7 +89,7 @@ def test_released_files_without_a_prefix_and_with_masks_load(tmp_path: Path) -> 
     model, other = small(), small()
     with torch.no_grad():
         other.transformer.wte.weight.add_(1.0)
-    weights = {name.removeprefix("transformer."): tensor for name, tensor in for_transformers(model).items()}
+    weights = {name.removeprefix("transformer."): tensor for name, tensor in to_transformers(model).items()}
     weights["h.0.attn.bias"] = torch.ones(1, 1, 12, 12).tril()
     save_file(weights, tmp_path / "model.safetensors")
     load_gpt2_(other, tmp_path / "model.safetensors")
@@ -102,7 +102,7 @@ def test_released_files_without_a_prefix_and_with_masks_load(tmp_path: Path) -> 
 )
 def test_shards_of_a_folder_are_read_together(tmp_path: Path, index: str, save: Callable[[Any, Path], None]) -> None:
     model, other = small(), small()
-    weights, ending = list(for_transformers(model).items()), index.split(".")[1]
+    weights, ending = list(to_transformers(model).items()), index.split(".")[1]
     parts = {f"a.{ending}": dict(weights[:9]), f"b.{ending}": dict(weights[9:])}
     for name, part in parts.items():
         save(part, tmp_path / name)
@@ -155,7 +155,7 @@ def test_a_context_longer_than_the_weights_is_refused_and_a_shorter_one_taken(tm
 
 
 def test_an_output_layer_of_its_own_and_other_models_are_refused(tmp_path: Path) -> None:
-    weights = for_transformers(small())
+    weights = to_transformers(small())
     save_file(weights | {"lm_head.weight": torch.zeros(70, 16)}, tmp_path / "untied.safetensors")
     with pytest.raises(ModelError, match="output layer of its own"):
         load_gpt2_(small(), tmp_path / "untied.safetensors")
@@ -169,7 +169,7 @@ def test_an_output_layer_of_its_own_and_other_models_are_refused(tmp_path: Path)
 )
 def test_the_published_sizes(name: str, count: int) -> None:
     with torch.device("meta"):
-        model = gpt2(name)
+        model = build_gpt2(name)
     padding = (50304 - 50257) * GPT2S[name].dim
     assert sum(parameter.numel() for parameter in model.parameters()) - padding == count
 
@@ -189,7 +189,7 @@ def test_a_text_longer_than_the_context_is_refused() -> None:
 
 def test_keys_and_values_that_were_kept_give_the_logits_of_the_whole_text() -> None:
     model, tokens = small().eval(), ids()
-    memories = model.empty_memories()
+    memories = model.make_caches()
     with torch.no_grad():
         whole = model(tokens)
         pieces = [model.next_logits(piece, memories) for piece in tokens.split([4, 1, 3, 1, 3], dim=1)]

@@ -6,15 +6,15 @@ import math
 
 import torch
 
-from halfstep.workloads.slots.dvae import gumbel_noise, random_words
+from halfstep.workloads.slots.dvae import hash_bits, make_gumbel_noise
 
 KEYS = torch.tensor([[5, 7], [5, 8], [6, 7], [2**31 - 1, 0]])
 
 
 def test_a_frame_gets_the_same_noise_in_a_batch_of_any_size_and_with_any_vocabulary() -> None:
-    whole = gumbel_noise(KEYS, 6, 40)
-    assert torch.equal(gumbel_noise(KEYS[2:3], 6, 40)[0], whole[2])
-    assert torch.equal(gumbel_noise(KEYS, 4, 30), whole[:, :4, :30])
+    whole = make_gumbel_noise(KEYS, 6, 40)
+    assert torch.equal(make_gumbel_noise(KEYS[2:3], 6, 40)[0], whole[2])
+    assert torch.equal(make_gumbel_noise(KEYS, 4, 30), whole[:, :4, :30])
 
 
 def word_by_hand(first: int, second: int, position: int, word: int) -> int:
@@ -32,18 +32,18 @@ def word_by_hand(first: int, second: int, position: int, word: int) -> int:
 
 def test_bits_are_those_of_unsigned_arithmetic() -> None:
     """Products wrap around and shifts fill with zeros, on a type that has a sign."""
-    found = random_words(KEYS, 3, 50)
+    found = hash_bits(KEYS, 3, 50)
     by_hand = [[[word_by_hand(*pair, p, w) for w in range(50)] for p in range(3)] for pair in KEYS.tolist()]
     assert torch.equal(found.long() % 2**32, torch.tensor(by_hand))
 
 
 def test_noise_that_was_drawn_before_passes_through() -> None:
     drawn = torch.randn(2, 3, 4)
-    assert gumbel_noise(drawn, 3, 4) is drawn
+    assert make_gumbel_noise(drawn, 3, 4) is drawn
 
 
 def test_every_bit_is_fair_and_independent_of_the_word_position_and_keys() -> None:
-    words = random_words(KEYS, 64, 1024)
+    words = hash_bits(KEYS, 64, 1024)
     bits = torch.stack([(words >> place) & 1 for place in range(32)]).double()
     deviation = 0.5 / math.sqrt(words.numel())
     assert (bits.mean(dim=(1, 2, 3)) - 0.5).abs().max() < 5 * deviation
@@ -53,7 +53,7 @@ def test_every_bit_is_fair_and_independent_of_the_word_position_and_keys() -> No
 
 
 def test_it_has_the_mean_the_spread_and_the_tail_of_gumbels_distribution() -> None:
-    noise = gumbel_noise(torch.arange(64).view(32, 2), 64, 1024).double()
+    noise = make_gumbel_noise(torch.arange(64).view(32, 2), 64, 1024).double()
     error = math.pi / math.sqrt(6 * noise.numel())
     assert abs(noise.mean() - 0.5772156649) < 5 * error
     assert abs(noise.var() / (math.pi**2 / 6) - 1) < 0.01
@@ -66,5 +66,7 @@ def test_it_has_the_mean_the_spread_and_the_tail_of_gumbels_distribution() -> No
 def test_words_are_drawn_by_their_probabilities() -> None:
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
     keys = torch.stack([torch.arange(200), torch.arange(200) + 77], dim=1)
-    drawn = (probabilities.log() + gumbel_noise(keys, 100, 4)).argmax(dim=-1).flatten().bincount(minlength=4) / 20_000
+    drawn = (probabilities.log() + make_gumbel_noise(keys, 100, 4)).argmax(dim=-1).flatten().bincount(
+        minlength=4
+    ) / 20_000
     assert (drawn - probabilities).abs().max() < 0.015

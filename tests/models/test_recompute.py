@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.hardware.memory import LiveBytes
-from halfstep.kernels.fast_forms import forced
-from halfstep.models.recompute import COMPUTE_BOUND_TERMS, Recompute, how_it_recomputes, set_recompute
-from halfstep.models.vit import vit
-from halfstep.workloads.classification.resnet import resnet
+from halfstep.kernels.fast_forms import force
+from halfstep.models.recompute import COMPUTE_BOUND_TERMS, Recompute, get_recompute, set_recompute
+from halfstep.models.vit import build_vit
+from halfstep.workloads.classification.resnet import build_resnet
 from halfstep.workloads.segmentation.unet import UNet
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "unet": lambda: UNet(base_channels=4, depth=2),
     "unet-bilinear": lambda: UNet(base_channels=4, depth=2, bilinear=True),
-    "resnet": lambda: resnet("resnet50", blocks=(1, 1), width=4, num_classes=3),
-    "vit": lambda: vit("vit_s_16", depth=2, heads=2, dim=16, patch=4, image_size=16, num_classes=3),
+    "resnet": lambda: build_resnet("resnet50", blocks=(1, 1), width=4, num_classes=3),
+    "vit": lambda: build_vit("vit_s_16", depth=2, heads=2, dim=16, patch=4, image_size=16, num_classes=3),
 }
 HOW: list[Recompute] = ["pointwise", "alternate", "blocks"]
 WIDTH = 24
@@ -91,7 +91,7 @@ def test_the_compiled_model_recomputes_and_gives_the_same_gradients(name: str, h
     set_recompute(model, how)
     compiled = torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)
     state, gradients = step(plain, plain)
-    with forced(False):
+    with force(False):
         other_state, other_gradients = step(compiled, model)
     for key, gradient in gradients.items():
         torch.testing.assert_close(other_gradients[key], gradient, rtol=1e-4, atol=1e-6)
@@ -161,8 +161,8 @@ def test_a_compiled_model_keeps_the_outputs_of_its_expensive_convolutions_and_no
 
 def test_a_model_that_cannot_recompute_says_so() -> None:
     assert not set_recompute(nn.Linear(2, 2), "blocks")
-    assert how_it_recomputes(nn.Linear(2, 2)) == "none"
-    assert how_it_recomputes(UNet(base_channels=2, depth=1, checkpointing=True)) == "blocks"
+    assert get_recompute(nn.Linear(2, 2)) == "none"
+    assert get_recompute(UNet(base_channels=2, depth=1, checkpointing=True)) == "blocks"
 
 
 def test_evaluation_runs_plainly() -> None:

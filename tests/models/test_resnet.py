@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from halfstep.errors import ModelError
 from halfstep.models.weights import load_weights_, read_weights
 from halfstep.workloads.classification.build import load_classifier_
-from halfstep.workloads.classification.resnet import RESNETS, BasicBlock, Bottleneck, ResNet, resnet
+from halfstep.workloads.classification.resnet import RESNETS, BasicBlock, Bottleneck, ResNet, build_resnet
 
 TINY = {"blocks": (1, 1), "width": 4, "num_classes": 3}
 
@@ -47,18 +47,18 @@ def reference_names(name: str) -> set[str]:
 )
 def test_the_parameter_count_is_the_published_one(name: str, num_classes: int, count: int) -> None:
     with torch.device("meta"):
-        assert parameters_of(resnet(name, num_classes=num_classes)) == count
+        assert parameters_of(build_resnet(name, num_classes=num_classes)) == count
 
 
 @pytest.mark.parametrize("name", RESNETS)
 def test_layers_carry_torchvisions_names(name: str) -> None:
     with torch.device("meta"):
-        assert set(resnet(name).state_dict()) == reference_names(name)
+        assert set(build_resnet(name).state_dict()) == reference_names(name)
 
 
 def test_the_stride_stands_on_the_3x3_convolution() -> None:
     with torch.device("meta"):
-        model = resnet("resnet50")
+        model = build_resnet("resnet50")
     block = model.get_submodule("layer2.0")
     assert isinstance(block, Bottleneck)
     assert (block.conv1.stride, block.conv2.stride) == ((1, 1), (2, 2))
@@ -68,7 +68,7 @@ def test_the_stride_stands_on_the_3x3_convolution() -> None:
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 def test_every_block_begins_as_the_identity_on_its_shortcut(name: str) -> None:
     torch.manual_seed(0)
-    model = resnet(name, **TINY)
+    model = build_resnet(name, **TINY)
     for block in model.modules():
         if isinstance(block, (BasicBlock, Bottleneck)):
             width = block.conv1.weight.shape[1]
@@ -78,7 +78,7 @@ def test_every_block_begins_as_the_identity_on_its_shortcut(name: str) -> None:
 
 def test_convolutions_start_with_kaimings_fan_out_deviation() -> None:
     torch.manual_seed(0)
-    weight = resnet("resnet18", blocks=(1,), width=64).get_submodule("layer1.0").conv1.weight
+    weight = build_resnet("resnet18", blocks=(1,), width=64).get_submodule("layer1.0").conv1.weight
     assert isinstance(weight, Tensor)
     expected = (2 / (64 * 9)) ** 0.5
     # The deviation of n normal numbers is itself known to 1/√(2n): 0.4 % at 36,864; five of these.
@@ -110,7 +110,7 @@ def test_a_block_computes_what_the_paper_writes() -> None:
 
 @pytest.mark.parametrize(("stem", "size"), [("imagenet", 8), ("small", 32)])
 def test_the_small_stem_keeps_the_size_of_small_images(stem: str, size: int) -> None:
-    model = resnet("resnet18", blocks=(1,), width=2, stem=stem)
+    model = build_resnet("resnet18", blocks=(1,), width=2, stem=stem)
     seen: list[torch.Size] = []
     model.get_submodule("layer1").register_forward_hook(lambda _m, _x, y: seen.append(y.shape))
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 1000)
@@ -122,7 +122,7 @@ def test_checkpointing_changes_neither_gradients_nor_batchnorm_statistics() -> N
     found: list[tuple[dict[str, Tensor], list[Tensor | None]]] = []
     for checkpointing in (False, True):
         torch.manual_seed(1)
-        model = resnet("resnet50", **TINY, checkpointing=checkpointing)
+        model = build_resnet("resnet50", **TINY, checkpointing=checkpointing)
         model(x).square().mean().backward()
         found.append((model.state_dict(), [p.grad for p in model.parameters()]))
     (state, gradients), (other_state, other_gradients) = found
@@ -134,8 +134,8 @@ def test_checkpointing_changes_neither_gradients_nor_batchnorm_statistics() -> N
 def test_the_model_compiles_without_graph_breaks_in_channels_last(checkpointing: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 3, 16, 16).to(memory_format=torch.channels_last)
-    model = resnet("resnet50", **TINY, checkpointing=checkpointing).to(memory_format=torch.channels_last)
-    eager = resnet("resnet50", **TINY)
+    model = build_resnet("resnet50", **TINY, checkpointing=checkpointing).to(memory_format=torch.channels_last)
+    eager = build_resnet("resnet50", **TINY)
     eager.load_state_dict(model.state_dict())
     torch.compile(model, backend="aot_eager", fullgraph=True)(x).mean().backward()
     eager(x).mean().backward()
@@ -147,19 +147,19 @@ def test_the_model_compiles_without_graph_breaks_in_channels_last(checkpointing:
 
 def test_sizes_below_one_are_named() -> None:
     with pytest.raises(ModelError, match="width 0"):
-        resnet("resnet18", width=0)
+        build_resnet("resnet18", width=0)
 
 
 def test_a_pth_state_dict_loads_exactly(tmp_path: Path) -> None:
-    theirs = resnet("resnet50", **TINY)
+    theirs = build_resnet("resnet50", **TINY)
     torch.save(theirs.state_dict(), tmp_path / "resnet50-11ad3fa6.pth")
-    ours = resnet("resnet50", **TINY)
+    ours = build_resnet("resnet50", **TINY)
     load_weights_(ours, read_weights(tmp_path / "resnet50-11ad3fa6.pth")[0], source="theirs")
     assert all(torch.equal(value, ours.state_dict()[name]) for name, value in theirs.state_dict().items())
 
 
 def build(num_classes: int) -> ResNet:
-    return resnet("resnet18", blocks=(1,), width=2, num_classes=num_classes)
+    return build_resnet("resnet18", blocks=(1,), width=2, num_classes=num_classes)
 
 
 def test_another_number_of_classes_is_an_error_that_names_both_and_the_way_out() -> None:

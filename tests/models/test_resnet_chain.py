@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.kernels import resnet_chain
-from halfstep.kernels.fast_forms import forced
+from halfstep.kernels.fast_forms import force
 from halfstep.models.recompute import set_recompute
-from halfstep.workloads.classification.resnet import Bottleneck, ResNet, resnet
+from halfstep.workloads.classification.resnet import Bottleneck, ResNet, build_resnet
 
 pytest.importorskip("triton")
 
 
 def halving_early() -> ResNet:
     """Bottlenecks as first published, which halve the size in their 1×1 convolution: so does the shortcut."""
-    model = resnet("resnet50", blocks=(1, 2), width=4, num_classes=3)
+    model = build_resnet("resnet50", blocks=(1, 2), width=4, num_classes=3)
     first = model.get_submodule("layer2.0")
     assert isinstance(first, Bottleneck)
     first.conv1.stride, first.conv2.stride = (2, 2), (1, 1)
@@ -27,12 +27,12 @@ def halving_early() -> ResNet:
 
 
 MODELS: dict[str, tuple[Callable[[], ResNet], tuple[int, int]]] = {
-    "bottlenecks": (lambda: resnet("resnet50", blocks=(1, 2), width=4, num_classes=3), (33, 27)),
-    "bottlenecks, small": (lambda: resnet("resnet50", blocks=(2,), width=4, num_classes=3, stem="small"), (9, 8)),
+    "bottlenecks": (lambda: build_resnet("resnet50", blocks=(1, 2), width=4, num_classes=3), (33, 27)),
+    "bottlenecks, small": (lambda: build_resnet("resnet50", blocks=(2,), width=4, num_classes=3, stem="small"), (9, 8)),
     "bottlenecks, halving early": (halving_early, (32, 32)),
-    "basic": (lambda: resnet("resnet18", blocks=(1, 2), width=8, num_classes=3), (35, 32)),
-    "basic, small": (lambda: resnet("resnet18", blocks=(2, 1), width=8, num_classes=3, stem="small"), (9, 11)),
-    "our own stem": (lambda: resnet("resnet18", blocks=(1,), width=16, num_classes=3), (32, 32)),
+    "basic": (lambda: build_resnet("resnet18", blocks=(1, 2), width=8, num_classes=3), (35, 32)),
+    "basic, small": (lambda: build_resnet("resnet18", blocks=(2, 1), width=8, num_classes=3, stem="small"), (9, 11)),
+    "our own stem": (lambda: build_resnet("resnet18", blocks=(1,), width=16, num_classes=3), (32, 32)),
 }
 
 
@@ -53,11 +53,11 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.times = 0
-        monkeypatch.setattr("halfstep.workloads.classification.resnet.resnet_map", self)
+        monkeypatch.setattr("halfstep.workloads.classification.resnet.run_resnet_chain", self)
 
     def __call__(self, *args: object, **options: object) -> Tensor:
         self.times += 1
-        return resnet_chain.resnet_map(*args, **options)  # type: ignore[arg-type]
+        return resnet_chain.run_resnet_chain(*args, **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def chain(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
 def stepped(model: nn.Module, x: Tensor, *, is_chain: bool) -> dict[str, Tensor]:
     """Logits, gradients and buffers after a forward and a backward."""
-    with forced(False), forced(is_chain, "chain"):
+    with force(False), force(is_chain, "chain"):
         logits = model(x)
     logits.float().square().sum().backward()
     gradients = {f"d {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}

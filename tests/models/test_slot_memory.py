@@ -41,7 +41,7 @@ def slotcontrast_words() -> Case:
     def loss(model: nn.Module) -> Tensor:
         assert isinstance(model, SlotContrastWords)
         seen = model(features)
-        words = model.words_losses(seen["slots"], video, 0.5, **noise, hard=False)
+        words = model.compute_word_losses(seen["slots"], video, 0.5, **noise, hard=False)
         return torch.stack([seen["error"], words["mse"], words["cross_entropy"]]).sum()
 
     return SlotContrastWords(SLOTS, WORDS), loss
@@ -103,6 +103,6 @@ def test_compiled_code_that_recomputes_has_the_same_results(
         turns.append(function)
         return torch.compile(function, backend="aot_eager", dynamic=False)
 
-    monkeypatch.setattr(recompute, "_compiled", compiled_turn)  # inductor would take far longer
+    monkeypatch.setattr(recompute, "_compile", compiled_turn)  # inductor would take far longer
     torch.testing.assert_close(results(case, "blocks", compiled=True), results(case, "none"))
     assert turns

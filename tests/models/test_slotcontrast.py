@@ -13,11 +13,11 @@ from golden import assert_golden, golden, group
 from halfstep.models.recompute import set_recompute
 from halfstep.models.weights import load_weights_
 from halfstep.precision.simulate import simulate
-from halfstep.workloads.slots.backbones import dinov2, load_backbone_weights_
-from halfstep.workloads.slots.scores import cosines, slot_contrast, slot_labels
-from halfstep.workloads.slots.slot_attention import Mlp, recurrent_update
-from halfstep.workloads.slots.slot_decoder import SlotDecoder, even_chunk
-from halfstep.workloads.slots.slotcontrast import SlotContrast, SlotContrastSize, from_upstream
+from halfstep.workloads.slots.backbones import build_dinov2, load_backbone_weights_
+from halfstep.workloads.slots.scores import compute_cosines, label_pixels, slot_contrast
+from halfstep.workloads.slots.slot_attention import Mlp, update_recurrently
+from halfstep.workloads.slots.slot_decoder import SlotDecoder, choose_even_chunk
+from halfstep.workloads.slots.slotcontrast import SlotContrast, SlotContrastSize, rename_upstream
 
 TINY = SlotContrastSize(feature_dim=32, num_positions=16, num_slots=4, slot_dim=16, decoder_hidden=(48, 48, 48))
 
@@ -25,13 +25,13 @@ TINY = SlotContrastSize(feature_dim=32, num_positions=16, num_slots=4, slot_dim=
 def test_the_original_is_equalled_from_pixels_to_gradients() -> None:
     tensors, facts = golden("slotcontrast_tiny")
     state, out = group(tensors, "state/"), group(tensors, "out/")
-    backbone = dinov2("vit_small_patch14_dinov2", depth=2, heads=2, dim=32)
+    backbone = build_dinov2("vit_small_patch14_dinov2", depth=2, heads=2, dim=32)
     load_backbone_weights_(backbone, state, source="golden")
     with torch.no_grad():
         features = backbone(tensors["in/video"].flatten(0, 1)).unflatten(0, (2, 3))
     assert_golden(features, out["backbone_features"], name="features")
     model = SlotContrast(TINY)
-    load_weights_(model, from_upstream(state), source="golden")
+    load_weights_(model, rename_upstream(state), source="golden")
     found = model(features)
     assert_golden(model.encoder(features), out["features"], name="encoded")
     for ours, theirs in (("slots", "slots"), ("predicted", "slots_predicted"), ("shares", "attn"), ("masks", "masks")):
@@ -41,15 +41,15 @@ def test_the_original_is_equalled_from_pixels_to_gradients() -> None:
     assert_golden(masks.unflatten(0, (2, 3)), out["masks"], name="masks by layers")
     contrast = slot_contrast(found["slots"], temperature=0.1, across_batch=True)
     slots = F.normalize(found["slots"], dim=-1)
-    assert_golden(cosines(slots, slots, across_batch=True) / 0.1, out["contrast_logits"])
+    assert_golden(compute_cosines(slots, slots, across_batch=True) / 0.1, out["contrast_logits"])
     assert float(found["error"].detach()) == pytest.approx(facts["scalars"]["loss_featrec"], rel=1e-5)
     assert float(contrast.detach()) == pytest.approx(facts["scalars"]["loss_ss"], rel=1e-5)
     (found["error"] + 0.5 * contrast).backward()
-    gradients = from_upstream(group(tensors, "grad/"))
+    gradients = rename_upstream(group(tensors, "grad/"))
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         assert_golden(parameter.grad, gradients[name], name=name)
-    labels = slot_labels(found["masks"], (40, 40))
+    labels = label_pixels(found["masks"], (40, 40))
     assert int((labels != out["decoder_labels_40"]).sum()) <= 4, "margins are as small as 3e-6"
 
 
@@ -60,7 +60,7 @@ def test_features_equal_dinov2_of_transformers_at_the_tables_own_size() -> None:
     theirs = Dinov2Model(
         Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=56, layerscale_value=0.5)
     ).eval()
-    ours = dinov2("vit_small_patch14_dinov2", depth=2, heads=2, dim=32)
+    ours = build_dinov2("vit_small_patch14_dinov2", depth=2, heads=2, dim=32)
     load_backbone_weights_(ours, theirs.state_dict(), source="transformers")
     images = torch.randn(2, 3, 56, 56)
     with torch.no_grad():
@@ -82,7 +82,7 @@ def in_names_of_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def test_the_official_names_load_with_what_they_hold_besides() -> None:
     torch.manual_seed(0)
-    one, other = (dinov2("vit_small_patch14_dinov2", depth=2, heads=2, dim=32, grid=3) for _ in range(2))
+    one, other = (build_dinov2("vit_small_patch14_dinov2", depth=2, heads=2, dim=32, grid=3) for _ in range(2))
     file = in_names_of_timm(one.state_dict()) | {"mask_token": torch.zeros(1, 32)}
     assert "blocks.0.attn.qkv.weight" in file
     load_backbone_weights_(other, file, source="official")
@@ -92,7 +92,7 @@ def test_the_official_names_load_with_what_they_hold_besides() -> None:
 @pytest.mark.parametrize("named", [dict, in_names_of_timm])
 def test_features_of_an_earlier_block_come_from_the_whole_file(named: Callable[..., dict[str, Tensor]]) -> None:
     torch.manual_seed(0)
-    whole, part = (dinov2("vit_small_patch14_dinov2", depth=depth, heads=2, dim=32, grid=2) for depth in (3, 2))
+    whole, part = (build_dinov2("vit_small_patch14_dinov2", depth=depth, heads=2, dim=32, grid=2) for depth in (3, 2))
     load_backbone_weights_(part, named(whole.state_dict()), source="vit.pth")
     seen: list[Tensor] = []
     whole.get_submodule("encoder.layers.encoder_layer_1").register_forward_hook(lambda *call: seen.append(call[2]))
@@ -105,7 +105,7 @@ def test_features_of_an_earlier_block_come_from_the_whole_file(named: Callable[.
 def test_a_file_of_another_architecture_is_named() -> None:
     from halfstep.errors import ModelError
 
-    small, large = (dinov2("vit_small_patch14_dinov2", depth=depth, heads=2, dim=32, grid=2) for depth in (1, 2))
+    small, large = (build_dinov2("vit_small_patch14_dinov2", depth=depth, heads=2, dim=32, grid=2) for depth in (1, 2))
     with pytest.raises(ModelError, match="vit.pth do not fit") as raised:
         load_backbone_weights_(large, small.state_dict(), source="vit.pth")
     assert "encoder_layer_1" in raised.value.why
@@ -186,13 +186,13 @@ def test_less_memory_means_smaller_chunks() -> None:
     for how in ("none", "pointwise", "blocks"):
         set_recompute(made, how)  # type: ignore[arg-type]
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            chunks.append(made._chunk_of(torch.empty(256, 15, 128)))
+            chunks.append(made._choose_chunk(torch.empty(256, 15, 128)))
     assert chunks == [32, 8, 4]
 
 
 @pytest.mark.parametrize(("total", "limit", "chunk"), [(256, 18, 16), (4, 100, 4), (7, 3, 3), (97, 10, 10), (6, 1, 1)])
 def test_chunks_are_even(total: int, limit: int, chunk: int) -> None:
-    assert even_chunk(total, limit) == chunk
+    assert choose_even_chunk(total, limit) == chunk
 
 
 def test_frames_that_fill_up_a_clip_change_nothing() -> None:
@@ -218,7 +218,7 @@ def test_slots_stay_fp32_between_frames_and_the_cell_equals_torchs() -> None:
     cell = torch.nn.GRUCell(8, 8)
     update, state = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
     expected = cell(update.flatten(0, 1), state.flatten(0, 1)).unflatten(0, (2, 3))
-    torch.testing.assert_close(recurrent_update(cell, update, state), expected)
+    torch.testing.assert_close(update_recurrently(cell, update, state), expected)
     model = SlotContrast(TINY)
     with simulate("bf16"):
         found = model(torch.randn(2, 2, 16, 32))
@@ -249,7 +249,7 @@ def test_random_slots_come_from_the_draw_alone() -> None:
 def test_contrast_is_cross_entropy_against_the_identity() -> None:
     torch.manual_seed(0)
     slots = F.normalize(torch.randn(3, 4, 5, 6), dim=-1)
-    logits = cosines(slots, slots, across_batch=True) / 0.2
+    logits = compute_cosines(slots, slots, across_batch=True) / 0.2
     eye = torch.eye(15).expand(3, 15, 15)
     expected = F.cross_entropy(logits, eye)
     torch.testing.assert_close(slot_contrast(slots, temperature=0.2, across_batch=True), expected)

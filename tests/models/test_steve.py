@@ -13,9 +13,9 @@ from halfstep.errors import ModelError
 from halfstep.models.recompute import set_recompute
 from halfstep.precision.simulate import simulate
 from halfstep.workloads.slots import dvae as dvae_module
-from halfstep.workloads.slots.dvae import DVae, as_matrix
-from halfstep.workloads.slots.steve import RecurrentCell, Seen, Steve, SteveSize
-from halfstep.workloads.slots.word_decoder import Attention, WordDecoder
+from halfstep.workloads.slots.dvae import DVae, to_matrix
+from halfstep.workloads.slots.steve import RecurrentCell, Steve, SteveOutputs, SteveSize
+from halfstep.workloads.slots.word_decoder import CrossAttention, WordDecoder
 
 TINY = SteveSize(
     image_size=16, vocabulary=24, num_slots=3, slot_dim=16, cnn_channels=8, mlp_dim=16, dim=16, decoder_blocks=2,
@@ -27,9 +27,9 @@ def keys(num: int, start: int = 0) -> Tensor:
     return torch.arange(start, start + 2 * num).view(num, 2)
 
 
-def see(model: Steve, video: Tensor, *, hard: bool = False) -> Seen:
+def see(model: Steve, video: Tensor, *, hard: bool = False) -> SteveOutputs:
     num, frames = video.shape[:2]
-    seen: Seen = model(
+    seen: SteveOutputs = model(
         video, torch.tensor(0.5), soft_noise=keys(num * frames), word_noise=keys(num * frames, 1000),
         slot_draw=torch.linspace(-1, 1, num * 3 * 16).view(num, 3, 16), hard=hard,
     )  # fmt: skip
@@ -128,7 +128,7 @@ def test_greedy_decoding_with_kept_keys_equals_decoding_all_words_again_each_tim
     words = torch.zeros(2, 16, dtype=torch.int64)
     for position in range(16):
         words[:, position] = decoder.head(decoder(words, slots))[:, position].argmax(dim=-1)
-    assert torch.equal(decoder.greedy(slots), words)
+    assert torch.equal(decoder.decode_greedily(slots), words)
 
 
 def test_recomputing_blocks_with_dropout_gives_the_same_gradients(video: Tensor) -> None:
@@ -174,14 +174,14 @@ def test_a_dvae_of_fourteen_pixels_a_word_gives_images_of_the_size_it_got() -> N
     coded = model(torch.rand(2, 3, 28, 28), 1.0, keys(2), keys(2, 9))
     assert coded.reconstruction.shape == (2, 3, 28, 28)
     assert coded.words.shape == (2, 4)
-    assert model.image_of(coded.words, (2, 2)).shape == (2, 3, 28, 28)
+    assert model.decode_words(coded.words, (2, 2)).shape == (2, 3, 28, 28)
 
 
 def test_sizes_that_do_not_fit_are_refused_with_the_numbers() -> None:
     with pytest.raises(ModelError, match="30×30 pixels for words of 4×4"):
         Steve(replace(TINY, image_size=30))
     with pytest.raises(ModelError, match="3 attention heads for 16"):
-        Attention(16, 3, dropout=0.0, gain=1.0)
+        CrossAttention(16, 3, dropout=0.0, gain=1.0)
 
 
 def test_a_decoder_without_blocks_is_a_table_of_positions() -> None:
@@ -192,7 +192,7 @@ def test_a_decoder_without_blocks_is_a_table_of_positions() -> None:
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_a_gradient_of_a_kernel_lies_in_memory_as_the_kernel_does(layout: torch.memory_format) -> None:
     kernel = torch.randn(3, 4, 1, 1).to(memory_format=layout).requires_grad_()
-    matrix = as_matrix(kernel)
+    matrix = to_matrix(kernel)
     assert torch.equal(matrix, kernel.flatten(1))
     (gradient,) = torch.autograd.grad(matrix.square().sum(), kernel)
     assert gradient.stride() == kernel.stride()

@@ -107,8 +107,10 @@ def test_a_changed_word_moves_later_logits_only_and_all_are_the_originals(case: 
 def test_greedy_decoding_and_its_image_are_the_originals(case: Case) -> None:
     model, tensors, _ = case
     slots = tensors["greedy/slots"]
-    assert torch.equal(model.steve_decoder.greedy(model.steve_encoder.slot_proj(slots)), tensors["greedy/tokens"])
-    assert_golden(model.imagined(slots), tensors["greedy/image"])
+    assert torch.equal(
+        model.steve_decoder.decode_greedily(model.steve_encoder.slot_proj(slots)), tensors["greedy/tokens"]
+    )
+    assert_golden(model.imagine(slots), tensors["greedy/image"])
 
 
 def test_published_sizes_have_the_published_number_of_parameters() -> None:

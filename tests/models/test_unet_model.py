@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import ModelError
 from halfstep.models.weights import load_weights_, read_weights
-from halfstep.workloads.segmentation.unet import UNet, receptive_radius
+from halfstep.workloads.segmentation.unet import UNet, compute_receptive_radius
 
 
 def parameters_of(model: nn.Module) -> int:
@@ -93,7 +93,7 @@ def test_the_model_compiles_with_and_without_checkpointing() -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_receptive_radius_is_the_farthest_pixel_with_a_gradient(depth: int) -> None:
     torch.manual_seed(0)
-    radius = receptive_radius(depth)
+    radius = compute_receptive_radius(depth)
     side = 2 * radius + 16
     model = UNet(base_channels=8, depth=depth, in_channels=1).eval()
     reach = 0

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError
-from halfstep.models.vit import SelfAttention, ViT, ViTSize, resized_positions, vit
+from halfstep.models.vit import SelfAttention, ViT, ViTSize, build_vit, resize_positions
 from halfstep.workloads.classification.build import load_classifier_
 
 TINY = ViTSize(depth=2, heads=2, dim=8, mlp_dim=16, patch=4)
@@ -32,13 +32,13 @@ def state_as_saved_by_torchvision(model: ViT) -> dict[str, Tensor]:
 )
 def test_the_parameter_count_is_the_published_one(name: str, num_classes: int, count: int) -> None:
     with torch.device("meta"):
-        model = vit(name, num_classes=num_classes)
+        model = build_vit(name, num_classes=num_classes)
     assert sum(p.numel() for p in model.parameters()) == count
 
 
 def test_layers_carry_torchvisions_names() -> None:
     with torch.device("meta"):
-        names = set(vit("vit_b_16").state_dict())
+        names = set(build_vit("vit_b_16").state_dict())
     outer = {"class_token", "conv_proj.weight", "conv_proj.bias", "encoder.pos_embedding"}
     outer |= {"encoder.ln.weight", "encoder.ln.bias", "heads.head.weight", "heads.head.bias"}
     parts = ("ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias")
@@ -105,14 +105,14 @@ def test_weights_for_another_image_size_load_with_interpolated_positions() -> No
 
 def test_positions_of_the_models_own_size_are_untouched_and_the_class_tokens_always() -> None:
     positions = torch.randn(1, 17, 8)
-    assert resized_positions(positions, 4, 4) is positions
-    larger = resized_positions(positions, 6, 5)
+    assert resize_positions(positions, 4, 4) is positions
+    larger = resize_positions(positions, 6, 5)
     assert larger.shape == (1, 31, 8)
     assert torch.equal(larger[:, 0], positions[:, 0])
 
 
 def test_a_constant_position_grid_stays_constant_when_resized() -> None:
-    larger = resized_positions(torch.full((1, 17, 2), 0.5), 8, 8)
+    larger = resize_positions(torch.full((1, 17, 2), 0.5), 8, 8)
     torch.testing.assert_close(larger, torch.full((1, 65, 2), 0.5))
 
 

@@ -16,13 +16,13 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from halfstep.hardware.probe import probe
-from halfstep.kernels.fast_forms import decided
+from halfstep.kernels.fast_forms import is_forced_on
 from halfstep.run import engine as engine_module
 from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
 from halfstep.step import tables as tabulated
 from halfstep.step.facts import Facts
-from halfstep.step.graph import Batch, CaptureFailed, GraphedStep, tables_of
+from halfstep.step.graph import Batch, CaptureFailed, GraphedStep, list_tables
 from halfstep.step.step import LossFn, Step
 from halfstep.tune.modes import UNCAPTURED
 from halfstep.workloads import load
@@ -36,7 +36,7 @@ class OnTheHost(GraphedStep):
         if not all(committer.stepped for committer in step.committers):
             raise CaptureFailed("an optimizer has not made its first step")
         self.step, self.generation = step, step.generation
-        self.tables = tables_of(step)
+        self.tables = list_tables(step)
         with torch.random.fork_rng():
             for batch in window:
                 loss_fn(batch)
@@ -190,7 +190,7 @@ def test_chains_of_our_kernels_run_in_captured_steps_only(engine: Engine) -> Non
     eager = engine.parts.eager
 
     def region(batch: Batch) -> tuple[torch.Tensor, torch.Tensor | float, Any]:
-        seen.append(decided("chain", otherwise=True))
+        seen.append(is_forced_on("chain", otherwise=True))
         return eager(batch)
 
     engine.parts.region = region

@@ -75,7 +75,7 @@ def test_noise_in_validation_is_a_function_of_the_sample_not_of_the_runs_seed(ba
     Noted.noted.clear()
     loader = Loader(workload.val_samples, batch_size=batch_size, shuffle=False, seed=batch_size)
     validate(workload, parts.model, parts.plan, loader)
-    whole = noise.normal(Key.of_validation(), 9, (frozen_workload.WIDTH,), "cpu")
+    whole = noise.normal(Key.for_validation(), 9, (frozen_workload.WIDTH,), "cpu")
     assert torch.equal(torch.cat(Noted.noted), whole)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.data.seeds import generator_for
+from halfstep.data.seeds import make_generator
 from halfstep.workloads.base.workload import Batch, Workload
 
 
@@ -28,12 +28,12 @@ class Samples:
         return self.count
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        generator = generator_for(index)
+        generator = make_generator(index)
         label = index % 3
         image = torch.randn(2, 8, 8, generator=generator) + label
         # A sample may use its key: the epoch changes what is read.
         return {
-            "image": image + 0.01 * torch.randn(2, 8, 8, generator=generator_for(*key)),
+            "image": image + 0.01 * torch.randn(2, 8, 8, generator=make_generator(*key)),
             "label": torch.tensor(label),
         }
 
@@ -80,7 +80,7 @@ def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
             os.kill(os.getpid(), getattr(signal, options.get("signal", "SIGTERM")))
         if not training:
             return batch
-        image = batch["image"] + 0.1 * torch.randn(batch["image"].shape, generator=generator_for(*key)).to(
+        image = batch["image"] + 0.1 * torch.randn(batch["image"].shape, generator=make_generator(*key)).to(
             batch["image"]
         )
         if step in poisoned:

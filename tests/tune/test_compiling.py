@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import interpolate
 
 import tiny_workload
-from halfstep.data.seeds import generator_for
+from halfstep.data.seeds import make_generator
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.checkpoint import Checkpoint
@@ -87,7 +87,7 @@ class AnySize(nn.Module):
 
 
 def size_of(key: tuple[int, ...]) -> int:
-    return 8 + 2 * int(torch.randint(5, (), generator=generator_for(*key)))
+    return 8 + 2 * int(torch.randint(5, (), generator=make_generator(*key)))
 
 
 def build(config: Any, store: Any = None) -> Workload:

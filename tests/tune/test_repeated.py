@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from halfstep.kernels.fast_forms import chains, decided
+from halfstep.kernels.fast_forms import allow_chains, is_forced_on
 from halfstep.models.recompute import Recompute, set_recompute
 from halfstep.tune.modes import Blocks, by_blocks, one_for_all, repeats_blocks
-from halfstep.workloads.language.gpt2 import gpt2
+from halfstep.workloads.language.gpt2 import build_gpt2
 
 
 class Block(nn.Module):
@@ -31,7 +31,7 @@ class Halved(Block):
 
 def by_itself(block: Block, x: Tensor) -> Tensor:
     """What a captured step runs."""
-    assert decided("group_norm", otherwise=False)
+    assert is_forced_on("group_norm", otherwise=False)
     return x + torch.sin(x * block.scale) + 0.0
 
 
@@ -55,7 +55,7 @@ def test_blocks_run_in_their_own_form(blocks: Blocks, captured: bool, graphs: in
     expected = gradients(model, lambda batch: model(batch).square().sum(), x)
     before = counters["stats"]["unique_graphs"]
     region = by_blocks(lambda batch: model(batch).square().sum(), blocks, COMPILER)
-    with chains(on=captured):
+    with allow_chains(on=captured):
         found = gradients(model, region, x)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
@@ -68,7 +68,7 @@ def test_blocks_run_in_their_own_form(blocks: Blocks, captured: bool, graphs: in
 def test_a_deep_transformer_that_is_no_chain_compiles_one_block_for_all(how: Recompute, graphs: int) -> None:
     torch.manual_seed(0)
     torch.compiler.reset()
-    model = gpt2("gpt2", depth=8, heads=2, dim=16, context=8, vocab=20)
+    model = build_gpt2("gpt2", depth=8, heads=2, dim=16, context=8, vocab=20)
     ids = torch.randint(20, (2, 8))
     set_recompute(model, how)
     before = counters["stats"]["unique_graphs"]
@@ -79,7 +79,7 @@ def test_a_deep_transformer_that_is_no_chain_compiles_one_block_for_all(how: Rec
 
 
 def test_what_runs_as_a_chain_or_is_shallow_does_not_compile_one_block_for_all() -> None:
-    deep, shallow = (gpt2("gpt2", depth=depth, heads=2, dim=16, context=8, vocab=20) for depth in (8, 2))
+    deep, shallow = (build_gpt2("gpt2", depth=depth, heads=2, dim=16, context=8, vocab=20) for depth in (8, 2))
     assert repeats_blocks(deep, "bf16-true")
     assert not repeats_blocks(deep, "bf16"), "a chain of our own kernels"
     assert not repeats_blocks(shallow, "fp32"), "compiled whole"

@@ -23,9 +23,9 @@ from halfstep.use.open_run import choose_plan, load_weights, open_run, wrap_trai
 from halfstep.use.predict import predict
 from halfstep.workloads.base.using import Input, Wishes
 from halfstep.workloads.classification.config import ImageDataConfig
-from halfstep.workloads.classification.data import evaluation_share
+from halfstep.workloads.classification.data import get_evaluation_share
 from halfstep.workloads.segmentation.config import UNetConfig
-from halfstep.workloads.segmentation.predict import MaskPredictor, smallest_good_tile
+from halfstep.workloads.segmentation.predict import MaskPredictor, choose_tile
 from tiny_runs import Told, copied, press_ctrl_c, unet_run
 
 
@@ -108,7 +108,7 @@ def test_tiles_are_halved_where_memory_runs_out(unet: Path, large: Path, tmp_pat
 @pytest.mark.parametrize("depth", range(1, 8))
 def test_the_tile_taken_by_itself_fits_every_depth(depth: int) -> None:
     margin = 8 << depth
-    assert smallest_good_tile(depth) - 2 * margin >= 1 << depth
+    assert choose_tile(depth) - 2 * margin >= 1 << depth
 
 
 def test_prediction_needs_neither_data_nor_masks(unet: Path, large: Path, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_runs_stored_before_the_share_of_validation_was_are_predicted_as_validat
     path.write_text(json.dumps(seal(state)))
     answers = [predicted(one, large).answers[0].found for one in (resnet, run)]
     assert answers[0] == answers[1]
-    assert evaluation_share(ImageDataConfig(), {"classes": ["a"]}) == 0.875
+    assert get_evaluation_share(ImageDataConfig(), {"classes": ["a"]}) == 0.875
 
 
 def test_the_number_of_classes_shown_is_five_or_what_was_asked_for(resnet: Path, large: Path) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.workloads.classification.scores import Mixing, classification_loss, cut_box, mix, pasted
+from halfstep.workloads.classification.scores import Mixing, classification_loss, draw_cut_box, mix, paste
 
 BOTH = Mixing(mixup=0.2, cutmix=1.0)
 
@@ -97,9 +97,9 @@ def test_cutmix_shows_only_pixels_of_the_original_images_and_its_share_is_their_
 
 
 def test_a_box_at_the_corner_is_cut_off_and_counted_as_it_is() -> None:
-    box = cut_box(0.75, (0.0, 0.0), 8, 8)
+    box = draw_cut_box(0.75, (0.0, 0.0), 8, 8)
     assert box == (0, 2, 0, 2)
-    _, share = pasted(torch.zeros(1, 3, 8, 8), torch.ones(1, 3, 8, 8), box)
+    _, share = paste(torch.zeros(1, 3, 8, 8), torch.ones(1, 3, 8, 8), box)
     assert share == 1 - 4 / 64
 
 

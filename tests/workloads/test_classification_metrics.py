@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.workloads.classification.scores import ClassificationMetrics, ranks
+from halfstep.workloads.classification.scores import ClassificationMetrics, compute_ranks
 
 
 def counted(logits: Tensor, labels: Tensor, sizes: list[int], num_classes: int) -> ClassificationMetrics:
@@ -30,14 +30,14 @@ def test_few_classes_have_no_top5() -> None:
 
 
 def test_equal_logits_are_not_all_hits() -> None:
-    assert ranks(torch.zeros(4, 6), torch.tensor([0, 1, 2, 5])).tolist() == [0, 1, 2, 5]
+    assert compute_ranks(torch.zeros(4, 6), torch.tensor([0, 1, 2, 5])).tolist() == [0, 1, 2, 5]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_logits_that_are_not_numbers_are_never_a_hit_for_another_class(bad: float) -> None:
     logits = torch.zeros(2, 6)
     logits[:, 5] = bad
-    assert ranks(logits, torch.tensor([0, 1])).min() >= 1
+    assert compute_ranks(logits, torch.tensor([0, 1])).min() >= 1
 
 
 def test_a_model_that_gives_nan_everywhere_scores_zero() -> None:

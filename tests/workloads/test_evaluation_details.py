@@ -7,7 +7,7 @@ import torch
 
 from halfstep.workloads.classification.scores import ClassificationDetails
 from halfstep.workloads.segmentation.masks import IGNORED
-from halfstep.workloads.segmentation.scores import SegmentationDetails, SegmentationMetrics, predicted_classes
+from halfstep.workloads.segmentation.scores import SegmentationDetails, SegmentationMetrics, predict_classes
 
 NUM = 3
 
@@ -71,6 +71,6 @@ def test_an_image_counted_by_its_class_maps_has_the_counts_of_the_batch() -> Non
         batched, single = SegmentationDetails(NUM, background), SegmentationDetails(NUM, background)
         batched.update(logits, {"mask": mask, "index": torch.tensor([0, 1])})
         for index in range(2):
-            single.count(predicted_classes(logits)[index].byte(), mask[index], index)
+            single.count(predict_classes(logits)[index].byte(), mask[index], index)
         assert single.compute() == batched.compute()
         assert single.per_image() == batched.per_image()

@@ -17,7 +17,7 @@ from halfstep.errors import ConfigError, DataError, ModelError
 from halfstep.run.assemble import build_workload
 from halfstep.workloads import load
 from halfstep.workloads.base.workload import Workload
-from halfstep.workloads.classification.resnet import ResNet, resnet
+from halfstep.workloads.classification.resnet import ResNet, build_resnet
 from halfstep.workloads.classification.scores import ClassificationMetrics
 
 TINY = ["data.image_size=32", "model.width=4", "model.blocks=[1, 1]", "model.stem=small", "data.num_workers=0"]
@@ -161,7 +161,7 @@ def test_a_vit_that_cannot_tile_the_validation_image_is_refused_before_training(
 
 
 def test_official_weights_need_a_new_head_for_other_classes(folder: Path, tmp_path: Path) -> None:
-    theirs = resnet("resnet18", blocks=(1, 1), width=4, stem="small", num_classes=1000)
+    theirs = build_resnet("resnet18", blocks=(1, 1), width=4, stem="small", num_classes=1000)
     torch.save(theirs.state_dict(), tmp_path / "resnet18.pth")
     words = [*TINY, f"model.weights={tmp_path / 'resnet18.pth'}"]
     with pytest.raises(ModelError, match="1,000 classes, the data have 3"):
@@ -174,7 +174,7 @@ def test_official_weights_need_a_new_head_for_other_classes(folder: Path, tmp_pa
 
 def test_a_stored_run_is_built_again_without_the_weights_it_started_from(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "start.pth"
-    torch.save(resnet("resnet18", blocks=(1, 1), width=4, stem="small", num_classes=3).state_dict(), file)
+    torch.save(build_resnet("resnet18", blocks=(1, 1), width=4, stem="small", num_classes=3).state_dict(), file)
     config = load("resnet18", overrides=[f"data.dir={folder}", *TINY, f"model.weights={file}"]).config
     store = build_workload(config).store
     file.unlink()

@@ -26,10 +26,10 @@ from halfstep.workloads import load
 from halfstep.workloads.base.using import Wishes
 from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.language.config import LanguageConfig
-from halfstep.workloads.language.gpt2 import GPT2, gpt2
+from halfstep.workloads.language.gpt2 import GPT2, build_gpt2
 from halfstep.workloads.language.gpt2_weights import save_gpt2
 from halfstep.workloads.language.tokenizers import Bpe
-from halfstep.workloads.language.writing import Sampling, chances, continued, drawn, written
+from halfstep.workloads.language.writing import Sampling, compute_chances, continue_text, draw_token, write_tokens
 from tiny_runs import Told
 from whole_runs import final_state, resume
 
@@ -139,7 +139,7 @@ def test_a_text_that_changed_since_a_run_began_is_named_once(tmp_path: Path, tex
 
 
 def test_a_tokenizer_that_does_not_fit_the_weights_is_refused(tmp_path: Path, text: Path) -> None:
-    save_gpt2(gpt2("gpt2", depth=1, heads=2, dim=16, context=8, vocab=500), tmp_path / "weights")
+    save_gpt2(build_gpt2("gpt2", depth=1, heads=2, dim=16, context=8, vocab=500), tmp_path / "weights")
     with pytest.raises(ModelError, match=r"500 tokens, this tokenizer has 16"):
         built(text, model__weights=str(tmp_path / "weights"))
     with pytest.raises(ModelError, match=r"model\.vocab=400, the tokenizer has 16"):
@@ -169,7 +169,7 @@ def test_stored_weights_are_used_without_drawing_others(
 
 def test_weights_are_where_a_run_starts(tmp_path: Path, text: Path) -> None:
     torch.manual_seed(5)
-    original = gpt2("gpt2", depth=1, heads=2, dim=16, context=8, vocab=16)
+    original = build_gpt2("gpt2", depth=1, heads=2, dim=16, context=8, vocab=16)
     save_gpt2(original, tmp_path / "weights")
     model = built(text, model__weights=str(tmp_path / "weights")).model
     assert torch.equal(model.state_dict()["transformer.wpe.weight"], original.transformer.wpe.weight)
@@ -179,13 +179,13 @@ def test_the_tokenizer_beside_the_weights_is_taken_where_none_is_named(tmp_path:
     tokenizers = pytest.importorskip("tokenizers")
     bpe = tokenizers.ByteLevelBPETokenizer()
     bpe.train_from_iterator([TEXT], vocab_size=280, special_tokens=["<|endoftext|>"])
-    save_gpt2(gpt2("gpt2", depth=1, heads=2, dim=16, context=8, vocab=bpe.get_vocab_size()), tmp_path / "weights")
+    save_gpt2(build_gpt2("gpt2", depth=1, heads=2, dim=16, context=8, vocab=bpe.get_vocab_size()), tmp_path / "weights")
     bpe.save(str(tmp_path / "weights" / "tokenizer.json"))
     for weights in (tmp_path / "weights", tmp_path / "weights" / "model.safetensors"):
         workload = built(text, model__weights=str(weights), data__tokenizer="auto")
         assert workload.store["vocab"] == bpe.get_vocab_size()
         assert dict(workload.about)["tokenizer"].startswith("BPE")
-    padded = gpt2("gpt2", depth=1, heads=2, dim=16, context=8, vocab=512)  # more than our own padding
+    padded = build_gpt2("gpt2", depth=1, heads=2, dim=16, context=8, vocab=512)  # more than our own padding
     save_gpt2(padded, tmp_path / "weights")
     workload = built(text, model__weights=str(tmp_path / "weights"), data__tokenizer="auto")
     rows = workload.model.get_parameter("transformer.wte.weight")[: bpe.get_vocab_size()]
@@ -309,13 +309,13 @@ def test_nanogpts_words_for_its_settings_are_known() -> None:
 
 def test_temperature_top_k_and_top_p_say_what_may_be_drawn() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    assert chances(logits, Sampling()).tolist() == pytest.approx([0.5, 0.3, 0.15, 0.05])
+    assert compute_chances(logits, Sampling()).tolist() == pytest.approx([0.5, 0.3, 0.15, 0.05])
     for coldest in (0, 1e-45):
-        assert chances(logits, Sampling(temperature=coldest)).tolist() == [1, 0, 0, 0]
-    assert chances(logits, Sampling(top_k=2)).tolist() == pytest.approx([0.625, 0.375, 0, 0])
-    assert chances(logits, Sampling(top_p=0.8)).tolist() == pytest.approx([0.625, 0.375, 0, 0])
-    assert chances(logits, Sampling(top_p=0.01)).tolist() == [1, 0, 0, 0]
-    cold = chances(logits, Sampling(temperature=0.5))
+        assert compute_chances(logits, Sampling(temperature=coldest)).tolist() == [1, 0, 0, 0]
+    assert compute_chances(logits, Sampling(top_k=2)).tolist() == pytest.approx([0.625, 0.375, 0, 0])
+    assert compute_chances(logits, Sampling(top_p=0.8)).tolist() == pytest.approx([0.625, 0.375, 0, 0])
+    assert compute_chances(logits, Sampling(top_p=0.01)).tolist() == [1, 0, 0, 0]
+    cold = compute_chances(logits, Sampling(temperature=0.5))
     assert cold.tolist() == pytest.approx((logits * 2).softmax(0).tolist())
 
 
@@ -327,22 +327,22 @@ def test_what_nothing_can_be_drawn_by_is_refused(wrong: dict[str, float]) -> Non
 
 def test_what_is_drawn_from_the_cache_is_what_the_whole_text_would_give() -> None:
     torch.manual_seed(0)
-    model = gpt2("gpt2", depth=2, heads=2, dim=16, context=32, vocab=20).eval()
+    model = build_gpt2("gpt2", depth=2, heads=2, dim=16, context=32, vocab=20).eval()
     sampling = Sampling(seed=4)
     start = torch.tensor([1, 2, 3])
     with torch.no_grad():
-        found = list(written(model, start, num_tokens=12, sampling=sampling, end=None))
+        found = list(write_tokens(model, start, num_tokens=12, sampling=sampling, end=None))
         seen = start.tolist()
         for number, token in enumerate(found):
-            assert drawn(chances(model(torch.tensor([seen]))[0, -1], sampling), 4, number) == token
+            assert draw_token(compute_chances(model(torch.tensor([seen]))[0, -1], sampling), 4, number) == token
             seen.append(token)
 
 
 def test_a_text_ends_where_a_document_does() -> None:
     torch.manual_seed(0)
-    model = gpt2("gpt2", depth=1, heads=1, dim=8, context=8, vocab=3).eval()
+    model = build_gpt2("gpt2", depth=1, heads=1, dim=8, context=8, vocab=3).eval()
     with torch.no_grad():
-        found = list(written(model, torch.tensor([0]), num_tokens=200, sampling=Sampling(), end=2))
+        found = list(write_tokens(model, torch.tensor([0]), num_tokens=200, sampling=Sampling(), end=2))
     assert found[-1] == 2
     assert 2 not in found[:-1]
 
@@ -351,9 +351,9 @@ def test_what_is_written_goes_on_after_the_prompt_with_the_space_between() -> No
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    model = gpt2("gpt2", depth=1, heads=1, dim=8, context=8, vocab=2).eval()
+    model = build_gpt2("gpt2", depth=1, heads=1, dim=8, context=8, vocab=2).eval()
     with torch.no_grad():
-        more = continued(
+        more = continue_text(
             model, Bpe(words.to_str()), "a b", num_tokens=3, sampling=Sampling(), device=torch.device("cpu")
         )
     assert re.fullmatch("( [ab]){3}", more)

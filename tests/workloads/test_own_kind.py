@@ -14,7 +14,7 @@ from halfstep.cli.main import main
 from halfstep.workloads import KINDS, load
 from halfstep.workloads.base.sums import Means
 from halfstep.workloads.classification.config import ResNetConfig, ViTConfig
-from halfstep.workloads.language.build import model_size
+from halfstep.workloads.language.build import get_model_size
 from halfstep.workloads.language.config import LanguageConfig
 
 EXAMPLE = "own_workload:KIND"
@@ -114,7 +114,7 @@ def changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("changed")
 def test_a_familys_kind_at_an_import_path_is_its_usual_model() -> None:
     sizes = {"GPT2": 12, "MEDIUM": 24}
-    assert {name: model_size(text_config(name), {"vocab": 9}).depth for name in sizes} == sizes
+    assert {name: get_model_size(text_config(name), {"vocab": 9}).depth for name in sizes} == sizes
     assert isinstance(load("changed_kinds:RESNET").config, ResNetConfig)
     assert isinstance(load("changed_kinds:VIT").config, ViTConfig)
 

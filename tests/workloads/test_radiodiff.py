@@ -13,7 +13,7 @@ from torch import nn
 
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, DataError, ModelError, TrainingStopped
-from halfstep.models.weights import load_file_
+from halfstep.models.weights import load_weights_file_
 from halfstep.report.metrics_file import read
 from halfstep.report.run_report import RunReport
 from halfstep.use.evaluate import evaluate
@@ -22,7 +22,7 @@ from halfstep.workloads import build
 from halfstep.workloads.base.latent_store import open_latents, write_latents
 from halfstep.workloads.base.sheets import CELL, GAP
 from halfstep.workloads.base.using import Wishes
-from halfstep.workloads.radio.build import pyramid_weights, unet_of, unet_weights
+from halfstep.workloads.radio.build import build_unet, select_pyramid_weights, select_unet_weights
 from halfstep.workloads.radio.maps import read_gray
 from halfstep.workloads.radio.vae import RadioVAE
 from tiny_radio import DIFFUSION, settings, train_diffusion, write_tiny_demo, write_tiny_vae
@@ -52,7 +52,7 @@ def untrained_loss(data: Path, vae: Path) -> float:
     workload = build(settings("radiodiff", data, DIFFUSION, model__vae=str(vae)).config)
     samples = [workload.val_samples.sample(index, key=(0, 0, index)) for index in range(len(workload.val_samples))]
     loaded = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
-    batch = workload.prepared(loaded, key=Key.of_validation(), training=False)
+    batch = workload.prepared(loaded, key=Key.for_validation(), training=False)
     with torch.no_grad():
         return float(workload.weighed_loss(workload.forward(workload.model.eval(), batch), batch)[0])
 
@@ -185,9 +185,9 @@ def test_a_samples_noise_is_its_own_whatever_the_batch(data: Path, vae: Path) ->
     workload = build(settings("radiodiff", data, DIFFUSION, model__vae=str(vae)).config)
     loaded = [workload.val_samples.sample(index, key=(0, 0, index)) for index in range(3)]
     whole = {name: torch.stack([one[name] for one in loaded]) for name in loaded[0]}
-    together = workload.prepared(whole, key=Key.of_validation(), training=False)
+    together = workload.prepared(whole, key=Key.for_validation(), training=False)
     alone = workload.prepared(
-        {name: value[2:] for name, value in whole.items()}, key=Key.of_validation(2), training=False
+        {name: value[2:] for name, value in whole.items()}, key=Key.for_validation(2), training=False
     )
     for name in ("posterior_noise", "noise", "time", "start", "draws"):
         assert torch.equal(together[name][2:], alone[name]), name
@@ -197,7 +197,7 @@ def test_forward_leaves_the_global_generator_alone_in_evaluation(data: Path, vae
     workload = build(settings("radiodiff", data, DIFFUSION, model__vae=str(vae)).config)
     loaded = workload.val_samples.sample(0, key=(0, 0, 0))
     batch = workload.prepared(
-        {name: value[None] for name, value in loaded.items()}, key=Key.of_validation(), training=False
+        {name: value[None] for name, value in loaded.items()}, key=Key.for_validation(), training=False
     )
     state = torch.get_rng_state()
     with torch.no_grad():
@@ -270,14 +270,14 @@ def test_public_checkpoints_and_torchvisions_swin_load_by_their_own_names(
 ) -> None:
     config = settings("radiodiff", data, DIFFUSION, model__vae=str(vae)).config
     store = build(config).store
-    model = unet_of(config, store)  # type: ignore[arg-type]
+    model = build_unet(config, store)  # type: ignore[arg-type]
     swin = {
         name: value + 1 if value.is_floating_point() else value for name, value in model.condition.state_dict().items()
     }
     torch.save({**swin, "norm.weight": torch.ones(8), "head.weight": torch.ones(1000, 8)}, tmp_path / "swin.pth")
-    load_file_(model.condition, str(tmp_path / "swin.pth"), pyramid_weights)
+    load_weights_file_(model.condition, str(tmp_path / "swin.pth"), select_pyramid_weights)
     assert_same_bits(dict(model.condition.state_dict()), swin)
-    other = unet_of(config, store)  # type: ignore[arg-type]
+    other = build_unet(config, store)  # type: ignore[arg-type]
     torch.save({"model": {f"model.{name}": value for name, value in model.state_dict().items()}}, tmp_path / "ours.pt")
-    load_file_(other, str(tmp_path / "ours.pt"), unet_weights)
+    load_weights_file_(other, str(tmp_path / "ours.pt"), select_unet_weights)
     assert_same_bits(dict(other.state_dict()), dict(model.state_dict()))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from halfstep.workloads import build, load
-from halfstep.workloads.slots.clusters import On, clustered, k_means, untrained, with_coordinates
+from halfstep.workloads.slots.clusters import On, add_coordinates, run_k_means, score_k_means, score_untrained
 from halfstep.workloads.slots.demo import write_shard
 
 
@@ -17,14 +17,14 @@ def test_far_apart_points_are_told_apart() -> None:
     generator = torch.Generator().manual_seed(0)
     centres = torch.tensor([[0.0, 0.0], [9.0, 0.0], [0.0, 9.0]])
     points = centres.repeat_interleave(20, dim=0) + torch.randn(60, 2, generator=generator) * 0.1
-    labels = k_means(points, 3, generator).view(3, 20)
+    labels = run_k_means(points, 3, generator).view(3, 20)
     assert all(len(group.unique()) == 1 for group in labels)
     assert len(labels.unique()) == 3
 
 
 def test_coordinates_tell_equal_looks_apart() -> None:
     points = torch.tensor([1.0, -1.0]).repeat(8).view(1, 16, 1)
-    rows = with_coordinates(points).view(4, 4, 3)
+    rows = add_coordinates(points).view(4, 4, 3)
     assert not torch.equal(rows[0, 0], rows[0, 2])
     assert torch.equal(rows[0, 0, 1:], -rows[3, 3, 1:])
 
@@ -41,5 +41,5 @@ def test_objects_of_two_colours_are_clusters(tmp_path: Path, on: On) -> None:
              "model.slots=3", "model.slot_dim=8", "model.decoder_hidden=[8]")  # fmt: skip
     config = load("slotcontrast", overrides=list(words)).config
     workload = build(config)
-    assert clustered(workload, 3, on=on, coordinates=False)["fg_ari"] > 0.95  # masks are enlarged bilinearly
-    assert untrained(workload)["fg_ari"] < 0.9
+    assert score_k_means(workload, 3, on=on, coordinates=False)["fg_ari"] > 0.95  # masks are enlarged bilinearly
+    assert score_untrained(workload)["fg_ari"] < 0.9

@@ -11,7 +11,7 @@ import torch
 
 from golden import golden
 from halfstep.workloads.slots import scores as slot_metrics
-from halfstep.workloads.slots.scores import SCORES, SlotMetrics, slot_labels
+from halfstep.workloads.slots.scores import SCORES, SlotMetrics, label_pixels
 
 GOLDEN_NAMES = {name: name if name.endswith("_image") else f"{name}_video" for name in SCORES}
 
@@ -118,14 +118,14 @@ def test_counting_goes_on_from_a_stored_state() -> None:
 
 def test_masks_of_a_long_video_are_resized_some_frames_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     masks = torch.rand(2, 5, 3, 16, generator=torch.Generator().manual_seed(0)).softmax(2)
-    whole = slot_labels(masks, (7, 9))
+    whole = label_pixels(masks, (7, 9))
     monkeypatch.setattr(slot_metrics, "RESIZED", 2 * 3 * 7 * 9)
-    assert torch.equal(slot_labels(masks, (7, 9)), whole)
+    assert torch.equal(label_pixels(masks, (7, 9)), whole)
 
 
 def test_soft_masks_are_resized_before_the_largest_is_taken() -> None:
     masks = torch.rand(1, 1, 3, 16, generator=torch.Generator().manual_seed(0)).softmax(2)
-    labels = slot_labels(masks, (40, 40))
+    labels = label_pixels(masks, (40, 40))
     assert labels.shape == (1, 1, 40, 40)
-    small = slot_labels(masks, (4, 4))
+    small = label_pixels(masks, (4, 4))
     assert (small.flatten() == masks[0, 0].argmax(0)).all()

@@ -22,9 +22,9 @@ from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
 from halfstep.workloads import build, load
 from halfstep.workloads.base.using import Wishes
-from halfstep.workloads.slots.backbones import dinov2
+from halfstep.workloads.slots.backbones import build_dinov2
 from halfstep.workloads.slots.demo import add_array, write_demo
-from halfstep.workloads.slots.pictures import slot_colours, tinted, write_gif
+from halfstep.workloads.slots.pictures import colour_slots, tint, write_gif
 from tiny_runs import press_ctrl_c
 from tiny_training import assert_same_bits
 from whole_runs import final_state, resume
@@ -176,7 +176,7 @@ def test_a_backbone_without_weights_is_an_error_and_random_ones_are_said_aloud(c
 
 def test_a_backbone_file_is_loaded_and_named_as_the_frozen_parts_source(tmp_path: Path, clips: Path) -> None:
     torch.manual_seed(1)
-    saved = dinov2("vit_small_patch14_dinov2", depth=1, heads=6, dim=24)
+    saved = build_dinov2("vit_small_patch14_dinov2", depth=1, heads=6, dim=24)
     torch.save(saved.state_dict(), tmp_path / "vit.pth")
     asked = {**VIT, "model.backbone_weights": str(tmp_path / "vit.pth")}
     part = build(settings(clips, asked).config).frozen["backbone"]
@@ -215,7 +215,7 @@ def test_large_frames_are_small_in_a_gif_and_keep_their_slots_colours(tmp_path: 
     with Image.open(tmp_path / "a.gif") as moving:
         assert (moving.size, moving.n_frames) == ((1024, 256), 1), "equal frames are one page"
         seen = np.asarray(moving.convert("RGB"))
-    expected = tinted(np.zeros((2, 3), np.uint8), slot_colours(np.arange(2)))
+    expected = tint(np.zeros((2, 3), np.uint8), colour_slots(np.arange(2)))
     assert np.abs(seen[128, [600, 900]].astype(int) - expected).max() <= 2
 
 

@@ -29,7 +29,7 @@ from halfstep.workloads.base.using import Wishes
 from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.slots.config import SteveConfig
 from halfstep.workloads.slots.demo import write_demo
-from halfstep.workloads.slots.scores import start_scale, temperature
+from halfstep.workloads.slots.scores import choose_start_scale, compute_temperature
 from tiny_training import assert_same_bits
 from whole_runs import final_state, resume
 
@@ -75,7 +75,7 @@ def untrained(workload: Workload) -> dict[str, float]:
     batch = next(Loader(workload.val_samples, batch_size=2).epoch(0))
     workload.model.eval()
     with torch.no_grad():
-        prepared = workload.prepared(batch, key=Key.of_validation(), training=False)
+        prepared = workload.prepared(batch, key=Key.for_validation(), training=False)
         metrics.update(workload.forward(workload.model, prepared), prepared)
     return metrics.compute()
 
@@ -131,7 +131,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(steve: Trainer, tmp_path: Pat
 def test_summed_losses_start_in_fp16_with_a_scale_that_holds_them(steve: Trainer) -> None:
     """At 65536, GradScaler's start, the first gradients are infinite."""
     scale = with_settled(steve.config().config, steve.workload()).scaler.init_scale
-    assert scale == start_scale(16) == 2.0**4
+    assert scale == choose_start_scale(16) == 2.0**4
     assert (
         with_settled(
             steve.config(**{"model.loss": "mean"}).config, steve.workload(**{"model.loss": "mean"})
@@ -156,10 +156,10 @@ def test_summed_losses_start_in_fp16_with_a_scale_that_holds_them(steve: Trainer
 
 @pytest.mark.parametrize("side", [32, 64, 128, 256])
 def test_that_scale_leaves_room_for_every_pixel(side: int) -> None:
-    assert 2 * side**2 * start_scale(side) <= 65504 / 2
+    assert 2 * side**2 * choose_start_scale(side) <= 65504 / 2
 
 
-KEY = Key.of_training(0, attempted=3)
+KEY = Key.for_training(0, attempted=3)
 
 
 def prepared_draws(workload: Workload, num: int, key: Key) -> Batch:
@@ -171,7 +171,7 @@ def test_draws_belong_to_the_clip_and_the_step_and_to_nothing_else(steve: Traine
     workload = steve.workload()
     whole = prepared_draws(workload, 4, KEY)
     names = ("soft_keys", "word_keys", "slot_draw")
-    again, next_step = prepared_draws(workload, 4, KEY), prepared_draws(workload, 4, Key.of_training(0, attempted=4))
+    again, next_step = prepared_draws(workload, 4, KEY), prepared_draws(workload, 4, Key.for_training(0, attempted=4))
     half = prepared_draws(workload, 2, KEY)
     for name in names:
         assert torch.equal(again[name], whole[name])
@@ -206,13 +206,15 @@ def test_temperature_and_learning_rates_are_the_public_projects(steve: Trainer) 
         )
     )
     for step, tau, warmup, decay in zip(*(expected[k] for k in ("steps", "tau", "lr_warmup", "lr_decay")), strict=True):
-        assert temperature(config.model, step) == pytest.approx(tau, rel=1e-12)
+        assert compute_temperature(config.model, step) == pytest.approx(tau, rel=1e-12)
         assert schedule(step) == pytest.approx(warmup * decay, rel=1e-12)
 
 
 def test_the_temperature_is_a_cosine_that_ends(steve: Trainer) -> None:
     model = SteveConfig(workload="steve").model
-    assert [temperature(model, step) for step in (0, 15_000, 30_000, 99_999)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
+    assert [compute_temperature(model, step) for step in (0, 15_000, 30_000, 99_999)] == pytest.approx(
+        [1.0, 0.55, 0.1, 0.1]
+    )
 
 
 def test_three_groups_follow_their_own_schedules_and_the_temperature_its_own(steve: Trainer) -> None:
@@ -226,7 +228,7 @@ def test_three_groups_follow_their_own_schedules_and_the_temperature_its_own(ste
     found = {names[id(group["params"][0])]: float(group["lr"]) for group in parts.step.optimizers[0].param_groups}
     decay = 4 / 5 * 0.5 ** (3 / config.schedule.half_life_steps)
     assert found == pytest.approx({"dvae": 5e-3, "steve_encoder": 2e-3 * decay, "steve_decoder": 1e-3 * decay})
-    assert workload.values["tau"](3) == pytest.approx(temperature(config.model, 3))
+    assert workload.values["tau"](3) == pytest.approx(compute_temperature(config.model, 3))
 
 
 def test_weights_of_the_public_project_load_without_their_masks(steve: Trainer, tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ from halfstep.workloads.segmentation.pictures import (
     MISSED,
     NO_CLASS,
     SheetRow,
-    class_colours,
-    contact_sheet,
-    error_picture,
-    overlay,
+    colour_classes,
+    draw_contact_sheet,
+    draw_errors,
+    draw_overlay,
 )
 from halfstep.workloads.segmentation.predict import predict_file, predict_image
 from halfstep.workloads.segmentation.unet import UNet
@@ -142,7 +142,7 @@ def test_no_class_has_the_colour_of_an_error() -> None:
 def test_errors_are_coloured_by_their_kind() -> None:
     truth = np.array([[0, 1], [1, IGNORED]], dtype=np.uint8)
     prediction = np.array([[1, 0], [1, 1]], dtype=np.uint8)
-    picture = error_picture(np.full((2, 2, 1), 255, dtype=np.uint8), truth, prediction)
+    picture = draw_errors(np.full((2, 2, 1), 255, dtype=np.uint8), truth, prediction)
     assert tuple(picture[0, 0]) == FALSE_ALARM
     assert tuple(picture[0, 1]) == MISSED
     assert tuple(picture[1, 0]) == (255, 255, 255)
@@ -150,7 +150,7 @@ def test_errors_are_coloured_by_their_kind() -> None:
 
 def test_an_overlay_tints_classes_and_leaves_the_background() -> None:
     image = np.full((2, 2, 3), 100, dtype=np.uint8)
-    tinted = np.asarray(overlay(image, np.array([[0, 0], [0, 1]], dtype=np.uint8)))
+    tinted = np.asarray(draw_overlay(image, np.array([[0, 0], [0, 1]], dtype=np.uint8)))
     assert (tinted[0] == 100).all()
     assert tinted[1, 1].tolist() == [round((100 + int(c)) / 2) for c in CLASS_COLOURS[0]]
 
@@ -158,27 +158,27 @@ def test_an_overlay_tints_classes_and_leaves_the_background() -> None:
 def test_without_a_background_every_class_is_tinted_and_every_error_is_a_wrong_class() -> None:
     image = np.full((1, 2, 3), 100, dtype=np.uint8)
     classes = np.array([[0, 1]], dtype=np.uint8)
-    assert (np.asarray(overlay(image, classes, background=None)) != 100).any(axis=-1).all()
-    assert (class_colours(classes, None) != 0).any(axis=-1).all()
-    assert (error_picture(image, classes, classes[:, ::-1], None) == CONFUSED).all()
+    assert (np.asarray(draw_overlay(image, classes, background=None)) != 100).any(axis=-1).all()
+    assert (colour_classes(classes, None) != 0).any(axis=-1).all()
+    assert (draw_errors(image, classes, classes[:, ::-1], None) == CONFUSED).all()
 
 
 @pytest.mark.parametrize("background", [0, 7, None])
 def test_forty_classes_have_forty_colours_that_eyes_can_tell_apart(background: int | None) -> None:
-    colours = class_colours(np.arange(40, dtype=np.uint8)[None], background)[0].astype(int)
+    colours = colour_classes(np.arange(40, dtype=np.uint8)[None], background)[0].astype(int)
     apart = np.abs(colours[:, None] - colours[None]).sum(-1) + 999 * np.eye(40)
     assert apart.min() > 40  # of 3 · 255
 
 
 def test_beyond_the_last_colour_they_start_again_without_the_backgrounds() -> None:
-    colours = class_colours(np.arange(1, 200, dtype=np.uint8)[None])
+    colours = colour_classes(np.arange(1, 200, dtype=np.uint8)[None])
     assert (colours.sum(axis=-1) > 0).all()
 
 
 def test_the_contact_sheet_has_a_row_a_sample() -> None:
     classes = np.zeros((10, 20), dtype=np.uint8)
     row = SheetRow(name="a", image=np.zeros((10, 20, 1), dtype=np.float32), truth=classes, prediction=classes)
-    one, two = contact_sheet([row]), contact_sheet([row, row])
+    one, two = draw_contact_sheet([row]), draw_contact_sheet([row, row])
     assert one.width > len(COLUMNS) * CELL
     assert two.height - one.height > CELL
-    assert contact_sheet([row], names=["0: sky"]).height > one.height  # a legend of the classes
+    assert draw_contact_sheet([row], names=["0: sky"]).height > one.height  # a legend of the classes

@@ -53,7 +53,7 @@ def built(demo: Path, **more: Any) -> Workload:
 
 def first_outputs(workload: Workload) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     raw = next(Loader(workload.train_samples, batch_size=4).epoch(0))
-    batch = workload.prepared(raw, key=Key.of_training(0, attempted=0), training=True)
+    batch = workload.prepared(raw, key=Key.for_training(0, attempted=0), training=True)
     return workload.forward(workload.model, batch), batch
 
 
@@ -93,7 +93,7 @@ def test_frames_that_fill_up_a_clip_do_not_count(demo: Path) -> None:
 
     def losses(frames: int, is_real: torch.Tensor | None) -> dict[str, torch.Tensor]:
         cut = {name: batch[name][:1, :frames] for name in ("video", "soft_keys", "word_keys")}
-        return model.words_losses(
+        return model.compute_word_losses(
             outputs["slots"][:1, :frames], cut["video"], 0.5, soft_noise=cut["soft_keys"].flatten(0, 1),
             word_noise=cut["word_keys"].flatten(0, 1), hard=True, is_real=is_real,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Keys of other tools and which of ours they mean: one table for files, flags and overrides."""
+"""Keys of other tools and the settings they mean: one table for files, flags and overrides."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from halfstep.config.section import typed
+from halfstep.config.section import parse_scalar
 
 Role = Literal["name", "switch", "switch or name", "type", "fp16", "bf16", "optimizations"]
-"""What a key says about the precision: its name, mixed on or off, which half format, or one format on or off."""
+"""What a key sets: the precision's name, mixed precision on or off, which half format, or one format on or off."""
 
 PRECISION_KEYS: dict[str, Role] = {
     "precision": "name",
@@ -33,19 +33,19 @@ PRECISION_KEYS |= {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alias:
-    """Where a foreign key lives in our tree, and how its value is said there."""
+    """The setting that a foreign key means, and how its value is converted."""
 
     path: str
     convert: Callable[[object], object] = lambda value: value
 
 
-def fast_path(compile_model: object) -> object:
-    """Guide 0's `compile_model` is our `train.fast`: two switches for one thing could disagree."""
-    is_on = typed(compile_model) if isinstance(compile_model, str) else compile_model
+def convert_compile_model(compile_model: object) -> object:
+    """Convert guide 0's `compile_model` to `train.fast`: two switches for one thing could disagree."""
+    is_on = parse_scalar(compile_model) if isinstance(compile_model, str) else compile_model
     return {"True": "compile", "False": "off"}.get(str(is_on), compile_model)
 
 
-def clip_type(algorithm: object) -> object:
+def convert_clip_type(algorithm: object) -> object:
     return {"norm": "l2"}.get(str(algorithm), algorithm)
 
 
@@ -82,7 +82,7 @@ FOREIGN_KEYS: dict[str, tuple[str, ...]] = {
     "data.num_workers": ("num_workers", "workers", "dataset.num_workers"),
     "data.image_size": ("image_size", "img_size"),
     "model.path": ("model",),
-    # nanoGPT's and transformers' words for the size of a GPT-2.
+    # nanoGPT's and transformers' names for the size of a GPT-2.
     "model.depth": ("n_layer",),
     "model.heads": ("n_head",),
     "model.dim": ("n_embd",),
@@ -99,11 +99,13 @@ FOREIGN_KEYS: dict[str, tuple[str, ...]] = {
     "log.ledger_every": ("ledger_every",),
 }
 KEY_ALIASES: dict[str, Alias] = {key: Alias(path=path) for path, keys in FOREIGN_KEYS.items() for key in keys}
-KEY_ALIASES |= dict.fromkeys(("compile_model", "compile", "train.compile"), Alias(path="train.fast", convert=fast_path))
+KEY_ALIASES |= dict.fromkeys(
+    ("compile_model", "compile", "train.compile"), Alias(path="train.fast", convert=convert_compile_model)
+)
 KEY_ALIASES |= dict.fromkeys(
     ("clip_type", "gradient_clip_algorithm", "trainer.gradient_clip_algorithm"),
-    Alias(path="train.clip_type", convert=clip_type),
+    Alias(path="train.clip_type", convert=convert_clip_type),
 )
 
 GLOBAL_ALIASES = {"BATCH_SIZE_PER_GPU": "train.batch_size"}
-"""Globals of guide 3 that mean a setting of ours where nothing refers to them."""
+"""Globals of guide 3 that set one of our settings if nothing refers to them."""

@@ -1,8 +1,8 @@
-"""What all precision keys of one layer say together: they are one statement.
+"""Read all precision keys of one layer together, as one statement.
 
 `use_amp: false` with `amp_dtype: bfloat16` is fp32, because the switch is off; `amp: true` with `fp16: false` is bf16,
-because mixed precision is on and fp16 is not it. So a layer's keys are first sorted into four parts, a name, a switch,
-a type and exclusions, and then read as a whole. Parts that disagree are an error that names both.
+because mixed precision is on and fp16 is excluded. So a layer's keys are first sorted into a name, a switch, a type and
+exclusions, and then read together. Keys that contradict each other are an error that names both.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from halfstep.config.aliases import PRECISION_KEYS
-from halfstep.config.precision_names import MIXED, precision_name
-from halfstep.config.section import typed
+from halfstep.config.precision_names import MIXED, normalise_precision
+from halfstep.config.section import parse_scalar
 from halfstep.config.statements import Layer, Origin, Statement
 from halfstep.errors import ConfigError
 
 HALF_TYPES = ("bf16", "fp16")
-"""What a bare `use_amp: true` takes, the safer one first."""
+"""The candidates for `use_amp: true` without a type, the safer one first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stated:
-    """What the layers so far say: the precision (empty: nothing), and the last half type that was named."""
+    """The result of the layers so far: the precision (empty if not set), and the last half type that was named."""
 
     value: str = ""
     type: str = ""
@@ -31,8 +31,8 @@ class Stated:
 
 
 @dataclass(kw_only=True, slots=True)
-class Parts:
-    """The precision keys of one layer, sorted by what they speak of; each part agrees with itself."""
+class PrecisionKeys:
+    """The precision keys of one layer, sorted by what they set; two keys for the same thing must agree."""
 
     name: str = ""
     switch: bool | None = None
@@ -46,7 +46,7 @@ class Parts:
         if earlier is statement:
             setattr(self, part, value)
         elif getattr(self, part) != value:
-            raise disagreement(earlier, statement)
+            raise make_disagreement(earlier, statement)
 
 
 SAME_PLACE: dict[Layer, str] = {
@@ -59,46 +59,46 @@ SAME_PLACE: dict[Layer, str] = {
 }
 
 
-def disagreement(one: Statement, other: Statement) -> ConfigError:
-    """The error for two statements of one layer that cannot both hold."""
+def make_disagreement(one: Statement, other: Statement) -> ConfigError:
+    """Return the error for two statements of one layer that contradict each other."""
     why = SAME_PLACE[one.origin.layer] + ", so neither wins over the other"
     return ConfigError(f"{one} and {other} disagree", why=why, fix="keep one of them")
 
 
-def stated_by(statements: Sequence[Statement], below: Stated) -> Stated:
-    """What one layer's precision keys say on top of the layers below it."""
-    parts = sorted_parts(statements)
+def read_layer(statements: Sequence[Statement], below: Stated) -> Stated:
+    """Return the precision after one layer's keys, on top of the layers below it."""
+    parts = sort_keys(statements)
     check_name(parts)
     value, notes = read_together(parts, below)
     if not value:
         return replace(below, notes=notes) if notes else below
     kind = parts.type or (parts.name if parts.name in MIXED else "") or below.type
-    return Stated(value=value, type=kind, origin=joint_origin(statements), notes=notes)
+    return Stated(value=value, type=kind, origin=join_origins(statements), notes=notes)
 
 
-def sorted_parts(statements: Iterable[Statement]) -> Parts:
-    parts = Parts()
+def sort_keys(statements: Iterable[Statement]) -> PrecisionKeys:
+    parts = PrecisionKeys()
     for statement in statements:
         role = PRECISION_KEYS[statement.path]
-        value = typed(statement.value) if isinstance(statement.value, str) else statement.value
+        value = parse_scalar(statement.value) if isinstance(statement.value, str) else statement.value
         if role == "switch or name":
             role = "switch" if isinstance(value, bool) else "name"
         if role in ("name", "type"):
-            name = precision_name(statement.value, str(statement.origin))
+            name = normalise_precision(statement.value, str(statement.origin))
             # `amp_dtype: float32` names a precision; only a half format can be the type of mixed precision.
             parts.say(role if name in MIXED else "name", name, statement)
         else:
-            sort_switch(parts, role, as_bool(value, statement), statement)
+            sort_switch(parts, role, read_bool(value, statement), statement)
     return parts
 
 
-def sort_switch(parts: Parts, role: str, is_on: bool, statement: Statement) -> None:
+def sort_switch(parts: PrecisionKeys, role: str, is_on: bool, statement: Statement) -> None:
     if role == "switch":
         parts.say("switch", is_on, statement)
     elif role == "optimizations":
         parts.say("optimizations", is_on, statement)
     elif is_on:
-        # `fp16: true` says two things: mixed precision is on, and it is fp16.
+        # `fp16: true` sets two things: mixed precision is on, and its type is fp16.
         parts.say("switch", True, statement)
         parts.say("type", role, statement)
     else:
@@ -106,14 +106,14 @@ def sort_switch(parts: Parts, role: str, is_on: bool, statement: Statement) -> N
         parts.said_by[f"not {role}"] = statement
 
 
-def as_bool(value: object, statement: Statement) -> bool:
+def read_bool(value: object, statement: Statement) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{statement}: expected true or false", fix="to name a precision: `precision: bf16`")
     return value
 
 
-def check_name(parts: Parts) -> None:
-    """A precision named outright must fit what the layer's switches say."""
+def check_name(parts: PrecisionKeys) -> None:
+    """Check that a precision named outright agrees with the layer's switches."""
     if not parts.name:
         return
     fits_switch = {None: True, True: parts.name in MIXED, False: parts.name in ("fp32", "tf32")}[parts.switch]
@@ -127,19 +127,19 @@ def check_name(parts: Parts) -> None:
     }
     for part, holds in fits.items():
         if not holds:
-            raise disagreement(parts.said_by["name"], parts.said_by[part])
+            raise make_disagreement(parts.said_by["name"], parts.said_by[part])
 
 
-def read_together(parts: Parts, below: Stated) -> tuple[str, tuple[str, ...]]:
-    """The precision the sorted parts mean as a whole (empty: they say none), and what the user should know."""
+def read_together(parts: PrecisionKeys, below: Stated) -> tuple[str, tuple[str, ...]]:
+    """Return the precision that the sorted keys mean together (empty if none), and notes for the user."""
     if parts.name:
         return parts.name, ()
     if parts.switch:
-        return switched_on(parts, below), ()
+        return choose_half_type(parts, below), ()
     if parts.switch is False:
         return ("tf32" if parts.optimizations else "fp32"), ()
     if parts.type:
-        return type_alone(parts, below)
+        return read_type_alone(parts, below)
     if parts.excluded and below.value in {"", *parts.excluded}:
         return "fp32", ()
     if parts.optimizations and below.value == "fp32":
@@ -147,34 +147,34 @@ def read_together(parts: Parts, below: Stated) -> tuple[str, tuple[str, ...]]:
     return "", ()
 
 
-def switched_on(parts: Parts, below: Stated) -> str:
+def choose_half_type(parts: PrecisionKeys, below: Stated) -> str:
     if parts.type:
         if parts.type in parts.excluded:
-            raise disagreement(parts.said_by["type"], parts.said_by[f"not {parts.type}"])
+            raise make_disagreement(parts.said_by["type"], parts.said_by[f"not {parts.type}"])
         return parts.type
     already = [below.value] if below.value in MIXED else []
     wanted = [*already, *([below.type] if below.type else []), *HALF_TYPES]
     allowed = [name for name in wanted if name not in parts.excluded]
     if not allowed:
-        raise disagreement(parts.said_by["switch"], parts.said_by["not bf16"])
+        raise make_disagreement(parts.said_by["switch"], parts.said_by["not bf16"])
     return allowed[0]
 
 
-def type_alone(parts: Parts, below: Stated) -> tuple[str, tuple[str, ...]]:
-    """A type switches nothing on that is off; but by default, `auto`, mixed precision is on where it pays."""
+def read_type_alone(parts: PrecisionKeys, below: Stated) -> tuple[str, tuple[str, ...]]:
+    """Read a type without a switch: it does not turn mixed precision on, but under `auto` it may be on already."""
     said = parts.said_by["type"]
     if parts.type in parts.excluded:
-        raise disagreement(said, parts.said_by[f"not {parts.type}"])
+        raise make_disagreement(said, parts.said_by[f"not {parts.type}"])
     if below.value in MIXED:
         return parts.type, ()
     if below.value in ("", "auto"):
-        others = "scripts that know this key ignore it unless mixed precision is switched on, and train in fp32"
+        others = "scripts with this key ignore it unless mixed precision is switched on, and train in fp32"
         return parts.type, (f"{said} is taken as precision={parts.type}; {others}",)
     off = f"precision is {below.value} ({below.origin})"
     return "", (f"{said} changes nothing: {off}; precision={parts.type} would change it",)
 
 
-def joint_origin(statements: Sequence[Statement]) -> Origin:
+def join_origins(statements: Sequence[Statement]) -> Origin:
     first = statements[0].origin
     where = list(dict.fromkeys(statement.origin.where for statement in statements))
     key = list(dict.fromkeys(statement.origin.key for statement in statements))

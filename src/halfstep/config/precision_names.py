@@ -1,4 +1,4 @@
-"""Every spelling of a precision that users bring. Needs neither pydantic nor YAML: hs.Step reads it without them.
+"""Every spelling of a precision that other tools use. Imports neither pydantic nor YAML: hs.Step works without them.
 
 Names come from the guides, Lightning (`bf16-mixed`, `16`), Accelerate (`no`, `fp16`), Composer (`amp_bf16`), Hugging
 Face (`fp16: true`), torch (`bfloat16`, `high`).
@@ -6,11 +6,11 @@ Face (`fp16: true`), torch (`bfloat16`, `high`).
 
 from __future__ import annotations
 
-from halfstep.errors import ConfigError, nearest
+from halfstep.errors import ConfigError, suggest_nearest
 
 PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16", "fp8", "bf16-true")
 MIXED = ("bf16", "fp16", "fp8")
-"""Precisions that compute in fewer bits than the weights have: what `use_amp: true` can mean."""
+"""Precisions that compute in fewer bits than the weights are stored in: what `use_amp: true` can mean."""
 
 SPELLINGS: dict[str, tuple[str, ...]] = {
     "auto": ("auto",),
@@ -46,8 +46,8 @@ REFUSED: dict[str, tuple[str, str]] = {
 """Spellings with a clear meaning that halfstep does not offer: why, and what to use."""
 
 
-def precision_name(value: object, where: str = "") -> str:
-    """The one precision this spelling means; `where` says in an error who wrote it."""
+def normalise_precision(value: object, where: str = "") -> str:
+    """Return the precision that a spelling means; `where` names its origin in an error."""
     word = str(value).strip().lower().removeprefix("torch.")
     if word in PRECISION_NAMES:
         return PRECISION_NAMES[word]
@@ -55,5 +55,5 @@ def precision_name(value: object, where: str = "") -> str:
     if word in REFUSED:
         why, fix = REFUSED[word]
         raise ConfigError(f"precision {value!s} is not offered{at}", why=why, fix=fix)
-    fix = nearest(word, PRECISIONS) if word else f"one of {', '.join(PRECISIONS)}"
+    fix = suggest_nearest(word, PRECISIONS) if word else f"one of {', '.join(PRECISIONS)}"
     raise ConfigError(f"unknown precision {str(value)!r}{at}", fix=fix)

@@ -1,8 +1,8 @@
 """YAML files as values with line numbers, without YAML's traps.
 
-PyYAML scans and composes; we walk its nodes ourselves. That keeps the text of every scalar (`Plain` decides its type
-later), finds duplicate keys with both lines, and never builds an object a tag asks for. Anchors and `<<` work, within
-bounds: a few lines of nested aliases may otherwise expand to gigabytes.
+PyYAML scans and composes; we walk its nodes ourselves. That keeps the text of every scalar (its type is decided later,
+see `Plain`), finds duplicate keys with both lines, and never builds an object for a tag. Anchors and `<<` work, within
+bounds: a few lines of nested aliases could otherwise expand to gigabytes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 import yaml
 
 from halfstep.config.section import Plain
-from halfstep.errors import ConfigError, suggested
+from halfstep.errors import ConfigError, suggest_command
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 20_000
 MAX_DEPTH = 40
 ALLOWED_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "map", "seq", "int", "float", "bool", "null")}
-"""`!!float 1e-4`, as some projects write it, says what we read anyway."""
+"""`!!float 1e-4`, as some projects write it, is read as the same number without the tag."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,27 +33,27 @@ class Document:
     lines: dict[tuple[str, ...], int] = field(default_factory=dict)
 
     def changed_by(self, other: Document) -> Document:
-        """With the values of another file in place of its own; lines are those of the file that says it last."""
+        """Return this document with the values of another file on top; values from that file have no line."""
         name = f"{self.name} with {other.name}"
         lines = {**self.lines, **dict.fromkeys(other.lines, 0)}
-        lines = {path: line for path, line in lines.items() if line}  # of two files, a line alone means nothing
-        return Document(name=name, values=_merged(self.values, other.values), lines=lines)
+        lines = {path: line for path, line in lines.items() if line}  # a line number alone is ambiguous with two files
+        return Document(name=name, values=_merge(self.values, other.values), lines=lines)
 
 
-def _merged(one: object, other: object) -> Any:
+def _merge(one: object, other: object) -> Any:
     if not (isinstance(one, dict) and isinstance(other, dict)):
         return other
-    return {**one, **{key: _merged(one[key], value) if key in one else value for key, value in other.items()}}
+    return {**one, **{key: _merge(one[key], value) if key in one else value for key, value in other.items()}}
 
 
 class NodeLoader(yaml.SafeLoader):
-    """Composes nodes and resolves no type: every plain scalar stays the text that was written."""
+    """Compose nodes without resolving types: every plain scalar stays the text that was written."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, Any]]] = {}
 
 
 def read_yaml(path: Path) -> Document:
-    """The document in this file, or an error that says where it is broken."""
+    """Read a YAML file; an error names the line at which it is invalid."""
     return parse_yaml(read_text(path), str(path))
 
 
@@ -65,7 +65,7 @@ def read_text(path: Path) -> str:
     if path.is_dir():
         raise ConfigError(
             f"{path} is a folder, not a config file",
-            fix=f"to continue a run: {suggested('train', '--resume', path)}; data are given with --data-dir",
+            fix=f"to continue a run: {suggest_command('train', '--resume', path)}; data are given with --data-dir",
         )
     try:
         content = path.read_bytes()
@@ -73,10 +73,10 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     if len(content) > MAX_BYTES:
         raise ConfigError(f"{path} has {len(content):,} bytes", why=f"a config is smaller than {MAX_BYTES:,} bytes")
-    return decoded(content, path)
+    return decode_text(content, path)
 
 
-def decoded(content: bytes, path: Path) -> str:
+def decode_text(content: bytes, path: Path) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -87,7 +87,7 @@ def decoded(content: bytes, path: Path) -> str:
 
 
 def parse_yaml(text: str, name: str) -> Document:
-    """The mapping this text describes; `name` stands in errors."""
+    """Parse a text that must be a mapping; `name` is used in errors."""
     root = compose(text, name)
     if root is None:
         return Document(name=name, values={})
@@ -101,7 +101,7 @@ def parse_yaml(text: str, name: str) -> Document:
 
 
 def parse_flow(text: str, name: str) -> object:
-    """One value written in YAML's flow style: `[a, b]`, `{a: 1}`, `"quoted"`."""
+    """Parse one value written in YAML's flow style: `[a, b]`, `{a: 1}`, `"quoted"`."""
     node = compose(text, name)
     return None if node is None else Walk(name).value(node, ())
 
@@ -114,14 +114,14 @@ def compose(text: str, name: str) -> yaml.Node | None:
         mark = error.problem_mark or error.context_mark
         at = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "an unknown place"
         problem = " ".join(part for part in (error.context, error.problem) if part)
-        raise ConfigError(f"{name}: bad YAML at {at}: {problem}", fix=hint_for(problem, text)) from error
+        raise ConfigError(f"{name}: bad YAML at {at}: {problem}", fix=suggest_yaml_fix(problem, text)) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: bad YAML: {' '.join(str(error).split())}") from error
     except RecursionError:
         raise ConfigError(f"{name}: nested too deeply", why=f"more than {MAX_DEPTH} levels") from None
 
 
-def hint_for(problem: str, text: str) -> str:
+def suggest_yaml_fix(problem: str, text: str) -> str:
     if "${" in text and "flow" in problem:
         return 'quote a reference inside { } or [ ]: "${globals.NAME}"'
     if "\n" not in text:
@@ -134,7 +134,7 @@ def hint_for(problem: str, text: str) -> str:
 
 
 class Walk:
-    """One pass over the nodes of a document: values out, lines noted, bounds kept."""
+    """One pass over the nodes of a document: collects values and lines, and enforces the bounds."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -25,40 +25,40 @@ NAMES_FILE = "batches.meta.txt"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
-def cifar_folder(root: Path) -> Path | None:
+def find_cifar_folder(root: Path) -> Path | None:
     """The folder with the binary batches, at `root` or in the one its archive makes; None where there is none."""
     return next((folder for folder in (root, root / FOLDER) if any(folder.glob("data_batch_*.bin"))), None)
 
 
 def read_cifar(folder: Path) -> tuple[tuple[str, ...], StoredImages, StoredImages]:
     """Class names, training images and test images."""
-    train, test = cifar_planes(folder)
-    return _class_names(folder), _images(*train), _images(*test)
+    train, test = read_cifar_planes(folder)
+    return _read_class_names(folder), _to_stored_images(*train), _to_stored_images(*test)
 
 
 Planes = tuple[torch.Tensor, torch.Tensor]
 """Pixels as they are stored, channels first, and labels."""
 
 
-def cifar_planes(folder: Path) -> tuple[Planes, Planes]:
+def read_cifar_planes(folder: Path) -> tuple[Planes, Planes]:
     """Training and test images, whose pixels lie in the files' own rows."""
     train, test = sorted(folder.glob("data_batch_*.bin")), folder / "test_batch.bin"
     if not test.is_file():
         raise DataError(f"no test_batch.bin in {folder}", fix="unpack the whole archive: cifar-10-binary.tar.gz")
-    return _planes(train), _planes([test])
+    return _read_planes(train), _read_planes([test])
 
 
-def _planes(paths: list[Path]) -> Planes:
-    rows = torch.from_numpy(np.concatenate([_rows(path) for path in paths]))
+def _read_planes(paths: list[Path]) -> Planes:
+    rows = torch.from_numpy(np.concatenate([_read_rows(path) for path in paths]))
     return rows[:, 1:].unflatten(1, (3, SIDE, SIDE)), rows[:, 0].long()
 
 
-def _images(planes: torch.Tensor, labels: torch.Tensor) -> StoredImages:
+def _to_stored_images(planes: torch.Tensor, labels: torch.Tensor) -> StoredImages:
     pixels = planes.permute(0, 2, 3, 1).contiguous()
     return StoredImages(pixels=pixels, sizes=np.full((len(labels), 2), SIDE), labels=labels)
 
 
-def _rows(path: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+def _read_rows(path: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     values = np.fromfile(path, dtype=np.uint8)
     if values.size == 0 or values.size % ROW_BYTES:
         raise DataError(
@@ -72,7 +72,7 @@ def _rows(path: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     return rows
 
 
-def _class_names(folder: Path) -> tuple[str, ...]:
+def _read_class_names(folder: Path) -> tuple[str, ...]:
     path = folder / NAMES_FILE
     names = tuple(path.read_text().split()) if path.is_file() else ()
     return names if len(names) == len(CLASSES) else CLASSES
@@ -86,14 +86,14 @@ BYTES = 8
 FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 
 
-def idx_folder(root: Path) -> Path | None:
+def find_idx_folder(root: Path) -> Path | None:
     """The folder with the files; None where there is none."""
-    return next((root / name for name in FOLDERS if _file(root / name, TRAIN, "images", 3) is not None), None)
+    return next((root / name for name in FOLDERS if _find_idx_file(root / name, TRAIN, "images", 3) is not None), None)
 
 
 def read_idx(folder: Path) -> tuple[tuple[str, ...], StoredImages, StoredImages]:
     """Class names (the digits), training images and test images."""
-    train, test = (_idx_images(folder, part) for part in (TRAIN, TEST))
+    train, test = (_read_idx_images(folder, part) for part in (TRAIN, TEST))
     num_classes = int(train.labels.max()) + 1
     if int(test.labels.max()) >= num_classes:
         raise DataError(
@@ -102,14 +102,14 @@ def read_idx(folder: Path) -> tuple[tuple[str, ...], StoredImages, StoredImages]
     return tuple(str(number) for number in range(num_classes)), train, test
 
 
-def idx_titles(folder: Path) -> dict[str, str]:
+def find_idx_titles(folder: Path) -> dict[str, str]:
     """Names of Fashion-MNIST's classes, which its files lack; its folder is called so."""
     is_fashion = any("fashion" in part.lower() for part in folder.absolute().parts[-2:])
     return {str(number): title for number, title in enumerate(FASHION)} if is_fashion else {}
 
 
-def _idx_images(folder: Path, part: str) -> StoredImages:
-    pixels, labels = (_array(folder, part, kind, axes) for kind, axes in (("images", 3), ("labels", 1)))
+def _read_idx_images(folder: Path, part: str) -> StoredImages:
+    pixels, labels = (_read_idx_array(folder, part, kind, axes) for kind, axes in (("images", 3), ("labels", 1)))
     if len(pixels) != len(labels) or len(pixels) == 0:
         raise DataError(f"{folder} holds {len(pixels)} {part} images and {len(labels)} labels", fix="download it again")
     if pixels.shape[1] != pixels.shape[2]:
@@ -122,13 +122,13 @@ def _idx_images(folder: Path, part: str) -> StoredImages:
     )
 
 
-def _file(folder: Path, part: str, kind: str, axes: int) -> Path | None:
+def _find_idx_file(folder: Path, part: str, kind: str, axes: int) -> Path | None:
     names = (f"{part}-{kind}{mark}idx{axes}-ubyte{end}" for mark in "-." for end in ("", ".gz"))
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-def _array(folder: Path, part: str, kind: str, axes: int) -> Array:
-    path = _file(folder, part, kind, axes)
+def _read_idx_array(folder: Path, part: str, kind: str, axes: int) -> Array:
+    path = _find_idx_file(folder, part, kind, axes)
     if path is None:
         raise DataError(
             f"no {part}-{kind}-idx{axes}-ubyte in {folder}", fix="all four files belong there, or their .gz"

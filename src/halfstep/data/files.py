@@ -68,7 +68,7 @@ class BadFiles:
         if num_before and not num_left:
             raise DataError(
                 f"no usable file is left for validation: all {num_before} were left out",
-                why=some_of(error.what for error in self.skipped),
+                why=list_some(error.what for error in self.skipped),
                 fix="repair them, split differently, or train without validation: data.val_fraction=0",
             )
 
@@ -89,7 +89,7 @@ def require_folder(folder: str | Path | None) -> Path:
 ELSEWHERE = "name a file elsewhere: data.cache_file=FILE (pack: --out FILE)"
 
 
-def refuse_no_room(path: Path, num_bytes: int, what: str) -> None:
+def check_free_space(path: Path, num_bytes: int, what: str) -> None:
     """A cache that cannot be written, or has no room, where it is to be."""
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise DataError(f"cannot write {path}", why="no such folder, or not writable", fix=ELSEWHERE)
@@ -102,7 +102,7 @@ def refuse_no_room(path: Path, num_bytes: int, what: str) -> None:
 
 
 @contextmanager
-def naming_no_room(path: Path, what: str) -> Iterator[None]:
+def explain_full_disk(path: Path, what: str) -> Iterator[None]:
     """A disk or a quota that is spent while a cache is written inside."""
     try:
         yield
@@ -114,7 +114,7 @@ def naming_no_room(path: Path, what: str) -> Iterator[None]:
         ) from error
 
 
-def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result | DataError]:
+def run_in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result | DataError]:
     """`work` on every item, or what is wrong with it, in order; Pillow decodes without the interpreter's lock."""
 
     def attempt(item: Item) -> Result | DataError:
@@ -132,7 +132,7 @@ def num_held_out(num_items: int, fraction: float) -> int:
     return min(num_items - 1, max(1, round(num_items * fraction))) if fraction > 0 else 0
 
 
-def held_out(items: Sequence[Item], fraction: float, seed: int | str) -> tuple[list[Item], list[Item]]:
+def split_off(items: Sequence[Item], fraction: float, seed: int | str) -> tuple[list[Item], list[Item]]:
     """Training and validation parts: the same for the same items and seed, at least one in each where it can be."""
     num = num_held_out(len(items), fraction)
     chosen = set(random.Random(seed).sample(range(len(items)), num))
@@ -178,7 +178,7 @@ def list_pictures(folder: Path) -> list[Path]:
 def describe_content(folder: Path) -> str:
     """Return a few names of what a folder holds, for an error message."""
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-    return some_of(names) or "nothing"
+    return list_some(names) or "nothing"
 
 
 def natural_key(name: str) -> list[tuple[int, str]]:
@@ -193,19 +193,19 @@ def load_array(path: Path) -> Array:
             # Mapped, so that asking for the shape alone reads the header alone.
             return np.load(path, mmap_mode="r", allow_pickle=False)
     except UNREADABLE as error:
-        raise unreadable(path, error) from error
+        raise make_unreadable_error(path, error) from error
     try:
         tensor = torch.load(path, map_location="cpu", weights_only=True)
     except Interrupted:  # by a signal
         raise
     except Exception as error:  # a foreign file can break a reader in any way
-        raise _no_tensor(path, error) from error
+        raise _explain_torch_load(path, error) from error
     if not isinstance(tensor, torch.Tensor):
         raise DataError(f"{path} holds a {type(tensor).__name__}", why="a .pt file must hold one tensor")
     return tensor.numpy()
 
 
-def _no_tensor(path: Path, error: Exception) -> DataError:
+def _explain_torch_load(path: Path, error: Exception) -> DataError:
     """Explain why torch.load refused a file, without torch's advice to switch its check off."""
     why = explain_refused_pickle(error) or "it is not a file of torch.save, or it is damaged or incomplete"
     if isinstance(error, OSError) and error.strerror:
@@ -217,7 +217,7 @@ def _no_tensor(path: Path, error: Exception) -> DataError:
     )
 
 
-def unreadable(path: Path, error: BaseException) -> DataError:
+def make_unreadable_error(path: Path, error: BaseException) -> DataError:
     """The error for a file that is corrupt, truncated or not what its ending says."""
     why = summarise_error(error).replace(str(path), path.name)
     return DataError(
@@ -225,14 +225,14 @@ def unreadable(path: Path, error: BaseException) -> DataError:
     )
 
 
-def some_of(names: Iterable[object], count: int = 5) -> str:
+def list_some(names: Iterable[object], count: int = 5) -> str:
     """A few names for an error message, and how many more there are."""
     listed = [str(name) for name in names]
     return ", ".join(listed[:count]) + (f" and {len(listed) - count} more" if len(listed) > count else "")
 
 
 @contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
+def create_folder(folder: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `folder` at the end and vanishes on any error; none may be there."""
     if folder.exists():
         raise DataError(f"{folder} exists already", why="demo data never overwrite anything", fix="another --out")

@@ -23,16 +23,16 @@ from halfstep.data.files import (
     VALIDATION_NAMES,
     BadFiles,
     describe_content,
-    held_out,
-    in_threads,
     list_folders,
     list_pictures,
+    list_some,
     require_folder,
-    some_of,
+    run_in_threads,
+    split_off,
 )
 from halfstep.data.images import check_picture, open_picture
-from halfstep.data.layouts import pair_folders
-from halfstep.data.metadata_file import LABEL_COLUMNS, labels_in
+from halfstep.data.layouts import find_pair_folders
+from halfstep.data.metadata_file import LABEL_COLUMNS, read_labels
 from halfstep.disk import parse_json
 from halfstep.errors import DataError, format_count, make_printable
 
@@ -96,33 +96,33 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
     `known` are the classes of a model that is only evaluated: the folder may hold some of them.
     """
     require_folder(root)
-    train_folders, val_folders = split_folders(root, layout)
-    labelled = labels_in(train_folders[0], root, layout.label_column, usual=layout.label_columns)
+    train_folders, val_folders = find_split_folders(root, layout)
+    labelled = read_labels(train_folders[0], root, layout.label_column, usual=layout.label_columns)
     if labelled is None and not layout.train:
         _refuse_masks(root)
-    train = labelled or _by_class(train_folders)
+    train = labelled or _list_classes(train_folders)
     # The order of a table's labels is that of numbers, since they may be numbers.
     in_order = tuple(train) if labelled else tuple(sorted(train))
     classes = tuple(known) if set(train) <= set(known) else in_order
     if len(classes) < 2 and not known:
         raise DataError(
-            f"{some_of(train_folders)} holds one class, {classes[0]}",
+            f"{list_some(train_folders)} holds one class, {classes[0]}",
             why="there is nothing to tell apart",
             fix="one folder per class: train/<class>/*.jpg",
         )
     if val_folders:
-        val = labels_in(val_folders[0], root, layout.label_column, usual=layout.label_columns)
-        val = val or _by_class(val_folders)
+        val = read_labels(val_folders[0], root, layout.label_column, usual=layout.label_columns)
+        val = val or _list_classes(val_folders)
         _refuse_unknown(sorted(set(val) - set(classes)), val_folders)
     else:
-        train, val = _split(train, layout)
+        train, val = _split_classes(train, layout)
     return ImageFolder(
         root=root,
         classes=classes,
-        train=_listing(train, classes),
-        val=_listing(val, classes),
-        titles=_titles(root),
-        val_source=some_of(val_folders) if val_folders else f"{layout.val_fraction:.0%} of each class",
+        train=_make_listing(train, classes),
+        val=_make_listing(val, classes),
+        titles=_read_titles(root),
+        val_source=list_some(val_folders) if val_folders else f"{layout.val_fraction:.0%} of each class",
         has_table=labelled is not None,
     )
 
@@ -132,8 +132,8 @@ def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:
     if tuple(trained) == tuple(found):
         return
     missing, extra = [c for c in trained if c not in found], [c for c in found if c not in trained]
-    differences = [f"missing: {some_of(missing, 10)}"] if missing else []
-    differences += [f"unknown: {some_of(extra, 10)}"] if extra else []
+    differences = [f"missing: {list_some(missing, 10)}"] if missing else []
+    differences += [f"unknown: {list_some(extra, 10)}"] if extra else []
     raise DataError(
         f"the data have {format_count(len(found), 'class', 'classes')}, the model was trained on {len(trained)}",
         why="; ".join(differences) or "they are the same names in another order",
@@ -143,7 +143,7 @@ def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:
 
 def _refuse_masks(root: Path) -> None:
     """Images and their masks in two folders look like two classes."""
-    if names := pair_folders(root):
+    if names := find_pair_folders(root):
         raise DataError(
             f"{root} holds images and masks ({names}), not classes",
             why="a classifier would learn to tell pictures from masks",
@@ -152,19 +152,20 @@ def _refuse_masks(root: Path) -> None:
         )
 
 
-def split_folders(root: Path, layout: FolderLayout) -> tuple[list[Path], list[Path]]:
+def find_split_folders(root: Path, layout: FolderLayout) -> tuple[list[Path], list[Path]]:
     """Where training and validation pictures lie; the whole folder, and none, where it is not divided."""
     if not (layout.train or layout.val) and (parts := sorted(root.glob(KAGGLE_TRAIN))):
         return parts, sorted(root.glob(KAGGLE_VALIDATION))
     train, val = (
-        _named(root, named, usual) for named, usual in ((layout.train, TRAIN_NAMES), (layout.val, VALIDATION_NAMES))
+        _find_named(root, named, usual)
+        for named, usual in ((layout.train, TRAIN_NAMES), (layout.val, VALIDATION_NAMES))
     )
     if train is None and val is not None:
         raise DataError(f"{root} holds {val.name}/ but no train/", fix="name the training folder: data.train_folder")
     return [train or root], [val] if val else []
 
 
-def _named(root: Path, named: str, usual: Sequence[str]) -> Path | None:
+def _find_named(root: Path, named: str, usual: Sequence[str]) -> Path | None:
     if named:
         if not (root / named).is_dir():
             raise DataError(f"no folder {named} in {root}", why=f"it holds {describe_content(root)}")
@@ -172,34 +173,34 @@ def _named(root: Path, named: str, usual: Sequence[str]) -> Path | None:
     return next((root / name for name in usual if (root / name).is_dir()), None)
 
 
-def _by_class(folders: Sequence[Path]) -> dict[str, list[Path]]:
+def _list_classes(folders: Sequence[Path]) -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     for parent in folders:
         for folder in list_folders(parent):
             found.setdefault(make_printable(folder.name), []).extend(list_pictures(folder))
     if not found:
         raise DataError(
-            f"no class folders in {some_of(folders)}",
+            f"no class folders in {list_some(folders)}",
             why=f"it holds {describe_content(folders[0])}",
             fix="one folder per class: train/<class>/*.jpg and val/<class>/*.jpg",
         )
     empty = sorted(name for name, paths in found.items() if not paths)
     if empty:
         raise DataError(
-            f"no pictures in class {some_of(empty)} of {some_of(folders)}",
+            f"no pictures in class {list_some(empty)} of {list_some(folders)}",
             why="a class without examples cannot be learned, and would shift the numbers of the others",
             fix="add pictures (" + " ".join(PICTURES) + ") or remove the folder",
         )
     return found
 
 
-def _split(
+def _split_classes(
     found: Mapping[str, list[Path]], layout: FolderLayout
 ) -> tuple[dict[str, list[Path]], dict[str, list[Path]]]:
     """Hold out the same share of every class, at least one picture and never the last."""
     train, val = {}, {}
     for name, paths in found.items():
-        train[name], val[name] = held_out(paths, layout.val_fraction, f"{layout.seed} {name}")
+        train[name], val[name] = split_off(paths, layout.val_fraction, f"{layout.seed} {name}")
     if layout.val_fraction > 0 and not any(val.values()):
         raise DataError(
             "every class has one picture: nothing is left for validation",
@@ -212,19 +213,19 @@ def _split(
 def _refuse_unknown(extra: Sequence[str], folders: Sequence[Path]) -> None:
     if extra:
         raise DataError(
-            f"only in {some_of(folders)}: {some_of(extra, 10)}",
+            f"only in {list_some(folders)}: {list_some(extra, 10)}",
             why="the model never sees these classes in training",
             fix="add them to the training folder, or remove them",
         )
 
 
-def _listing(found: Mapping[str, list[Path]], classes: Sequence[str]) -> Listing:
+def _make_listing(found: Mapping[str, list[Path]], classes: Sequence[str]) -> Listing:
     numbers = {name: number for number, name in enumerate(classes)}
     rows = [(path, numbers[name]) for name in sorted(found) for path in found[name]]
     return Listing(paths=tuple(path for path, _ in rows), labels=tuple(label for _, label in rows))
 
 
-def _titles(root: Path) -> dict[str, str]:
+def _read_titles(root: Path) -> dict[str, str]:
     path = root / KAGGLE_TITLES
     if not path.is_file():
         return {}
@@ -246,7 +247,7 @@ def check_images(folder: ImageFolder, *, bad_files: BadFiles) -> ImageFolder:
     cut short. To leave bad files out, every one is decoded, since only that finds them all.
     """
     paths = folder.train.paths + folder.val.paths
-    outcomes = in_threads(check_picture if bad_files.mode == "skip" else check_header_and_end, paths)
+    outcomes = run_in_threads(check_picture if bad_files.mode == "skip" else check_header_and_end, paths)
     found = {path: error for path, error in zip(paths, outcomes, strict=True) if error is not None}
     for error in found.values():
         bad_files.report(error)

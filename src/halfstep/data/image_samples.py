@@ -31,7 +31,7 @@ from torch import Tensor
 from halfstep.data.files import Array
 from halfstep.data.image_folder import Listing
 from halfstep.data.images import Picture, open_picture
-from halfstep.data.loader import shared_bytes
+from halfstep.data.loader import make_shared_bytes
 from halfstep.errors import make_printable
 
 ATTEMPTS = 10
@@ -49,13 +49,13 @@ class CropRange:
     """Width over height, drawn uniformly in its logarithm."""
 
 
-def random_boxes(sizes: Array, spec: CropRange, *, seed: int, epoch: int, indices: Array) -> Array:
+def draw_boxes(sizes: Array, spec: CropRange, *, seed: int, epoch: int, indices: Array) -> Array:
     """Boxes (N, 4) as left, top, right, bottom in whole pixels, inside images of sizes (N, 2) as width, height."""
-    draws = uniform(seed, epoch, indices, count=2 * ATTEMPTS + 2)
+    draws = draw_uniform(seed, epoch, indices, count=2 * ATTEMPTS + 2)
     width, height = sizes[:, 0].astype(np.float64), sizes[:, 1].astype(np.float64)
-    side = np.sqrt(_between(draws[:, :ATTEMPTS], *spec.area) * (width * height)[:, None])
+    side = np.sqrt(_scale_to(draws[:, :ATTEMPTS], *spec.area) * (width * height)[:, None])
     low, high = (math.log(bound) / 2 for bound in spec.ratio)
-    stretch = np.exp(_between(draws[:, ATTEMPTS:-2], low, high))
+    stretch = np.exp(_scale_to(draws[:, ATTEMPTS:-2], low, high))
     wide, tall = np.maximum(np.rint(side * stretch), 1), np.maximum(np.rint(side / stretch), 1)
     fits = (wide <= width[:, None]) & (tall <= height[:, None])
     rows, first = np.arange(len(sizes)), fits.argmax(axis=1)
@@ -70,28 +70,28 @@ def random_boxes(sizes: Array, spec: CropRange, *, seed: int, epoch: int, indice
     return boxes
 
 
-def centre_boxes(sizes: Array, share: float) -> Array:
+def make_centre_boxes(sizes: Array, share: float) -> Array:
     """Centred squares (N, 4) whose side is `share` of the shorter side: resize and centre crop in one box."""
     half = share * sizes.min(axis=1, keepdims=True) / 2
     middle = sizes / 2
     return np.concatenate([middle - half, middle + half], axis=1).astype(np.float32)
 
 
-def uniform(seed: int, epoch: int, indices: Array, *, count: int) -> Array:
+def draw_uniform(seed: int, epoch: int, indices: Array, *, count: int) -> Array:
     """Numbers (N, count) in [0, 1), each row a function of (seed, epoch, index) alone."""
-    rows = _mix(_key(seed, epoch) ^ np.asarray(indices).astype(np.uint64))
-    bits: Array = _mix(rows[:, None] + _steps(count)) >> np.uint64(11)  # 53 bits, a float64's whole mantissa
+    rows = _mix(_hash_key(seed, epoch) ^ np.asarray(indices).astype(np.uint64))
+    bits: Array = _mix(rows[:, None] + _make_steps(count)) >> np.uint64(11)  # 53 bits, a float64's whole mantissa
     return bits * 2.0**-53
 
 
 @lru_cache(maxsize=16)
-def _key(seed: int, epoch: int) -> Array:
+def _hash_key(seed: int, epoch: int) -> Array:
     # An array of one: numpy's scalars would warn where arrays wrap around, as meant here.
     return _mix(_mix(np.array([seed], dtype=np.uint64) + np.uint64(GOLDEN)) ^ np.uint64(epoch))
 
 
 @lru_cache(maxsize=16)
-def _steps(count: int) -> Array:
+def _make_steps(count: int) -> Array:
     return np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
 
 
@@ -101,7 +101,7 @@ def _mix(bits: Array) -> Array:
     return bits ^ (bits >> np.uint64(31))
 
 
-def _between(draws: Array, low: float, high: float) -> Array:
+def _scale_to(draws: Array, low: float, high: float) -> Array:
     return low + draws * (high - low)
 
 
@@ -125,7 +125,7 @@ class StoredImages:
         return make_printable(self.names[index]) if self.names else ""
 
 
-class _Batched:
+class _StoredSamples:
     """Samples of stored images by index, each as its batch has it."""
 
     images: StoredImages
@@ -137,13 +137,13 @@ class _Batched:
         return self.images.name_of(index)
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        return first_of(self.batch(torch.tensor([index]), seed=key[0], epoch=key[1]))
+        return take_first(self.batch(torch.tensor([index]), seed=key[0], epoch=key[1]))
 
     def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
         raise NotImplementedError
 
 
-class TrainingImages(_Batched):
+class TrainingImages(_StoredSamples):
     """Whole stored images with the `box` that (seed, epoch, index) draws: `image` (S, S, 3) bytes, `box`, `label`."""
 
     def __init__(self, images: StoredImages, *, crops: CropRange | None = None) -> None:
@@ -151,13 +151,13 @@ class TrainingImages(_Batched):
 
     def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
         sizes, side = self.images.sizes[indices.numpy()], self.images.pixels.shape[1]
-        boxes = torch.from_numpy(random_boxes(sizes, self.crops, seed=seed, epoch=epoch, indices=indices.numpy()))
+        boxes = torch.from_numpy(draw_boxes(sizes, self.crops, seed=seed, epoch=epoch, indices=indices.numpy()))
         stretch = side / torch.from_numpy(sizes).float()
-        image, labels = gathered(self.images.pixels, indices), self.images.labels[indices]
+        image, labels = gather_images(self.images.pixels, indices), self.images.labels[indices]
         return {"image": image, "box": boxes * stretch.tile(1, 2), "label": labels}
 
 
-class EvaluationImages(_Batched):
+class EvaluationImages(_StoredSamples):
     """The middle of stored centre squares, `share` of a side; with a `box` where it is not `size` pixels already."""
 
     def __init__(self, images: StoredImages, *, size: int, share: float = 0.875) -> None:
@@ -170,23 +170,23 @@ class EvaluationImages(_Batched):
     def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
         pixels, labels = self.images.pixels, self.images.labels[indices]
         if self._box is not None:
-            return {"image": gathered(pixels, indices), "box": self._box.repeat(len(indices), 1), "label": labels}
+            return {"image": gather_images(pixels, indices), "box": self._box.repeat(len(indices), 1), "label": labels}
         inner = slice(self._margin, pixels.shape[1] - self._margin)
-        return {"image": gathered(pixels[:, inner, inner], indices), "label": labels}
+        return {"image": gather_images(pixels[:, inner, inner], indices), "label": labels}
 
 
-def gathered(pixels: Tensor, indices: Tensor) -> Tensor:
+def gather_images(pixels: Tensor, indices: Tensor) -> Tensor:
     """Those images, straight into pinned memory where CUDA is in use: to pin them later would copy them again."""
     room = torch.empty(len(indices), *pixels.shape[1:], dtype=pixels.dtype, pin_memory=torch.cuda.is_initialized())
     return torch.index_select(pixels, 0, indices, out=room)
 
 
-def first_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def take_first(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The only sample of a batch of one."""
     return {name: tensor[0] for name, tensor in batch.items()}
 
 
-PIXELS_A_READING = 1.5
+PIXELS_PER_READING = 1.5
 """Most stored pixels that one bilinear reading may stand for; from 2 on it would miss some."""
 REDUCING_GAP = 2.0
 """Pillow shrinks by whole factors first while this many times the wanted pixels are left; its documented safe value."""
@@ -195,7 +195,7 @@ OPEN_AT_ONCE = 16
 """Pictures whose sizes are read before their crops are drawn together; far below any limit on open files."""
 
 
-class _Listed:
+class _FileSamples:
     listing: Listing
 
     def __len__(self) -> int:
@@ -208,21 +208,21 @@ class _Listed:
         return self.listing.paths
 
 
-class TrainingFiles(_Listed):
+class TrainingFiles(_FileSamples):
     """Random crops: `image` (canvas, canvas, 3) bytes, `box` the part that counts, `label`."""
 
     def __init__(self, listing: Listing, *, size: int, crops: CropRange | None = None) -> None:
         self.listing, self.size, self.crops = listing, size, crops or CropRange()
         self._labels = torch.tensor(listing.labels, dtype=torch.int64)
-        self.canvas = int(size * PIXELS_A_READING)
+        self.canvas = int(size * PIXELS_PER_READING)
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
         """The crop of image `index` that (seed, epoch, index) draws."""
-        return first_of(self.filled([index], seed=key[0], epoch=key[1]))
+        return take_first(self.filled([index], seed=key[0], epoch=key[1]))
 
     def filled(self, indices: Sequence[int], *, seed: int, epoch: int) -> dict[str, Tensor]:
         """Many samples at once, each the same as alone."""
-        image = shared_bytes(len(indices), self.canvas, self.canvas, 3)
+        image = make_shared_bytes(len(indices), self.canvas, self.canvas, 3)
         boxes = np.empty((len(indices), 4), dtype=np.float32)
         for start in range(0, len(indices), OPEN_AT_ONCE):
             some = slice(start, start + OPEN_AT_ONCE)
@@ -233,14 +233,14 @@ class TrainingFiles(_Listed):
         with ExitStack() as opened:
             pictures = [opened.enter_context(open_picture(self.listing.paths[index])) for index in indices]
             sizes = np.array([picture.size for picture in pictures])
-            drawn = random_boxes(sizes, self.crops, seed=seed, epoch=epoch, indices=np.array(indices))
+            drawn = draw_boxes(sizes, self.crops, seed=seed, epoch=epoch, indices=np.array(indices))
             for row, picture in enumerate(pictures):
                 boxes[row] = self._crop(picture, drawn[row], canvases[row])
                 picture.close()  # its pixels may be many
 
     def _crop(self, picture: Picture, box: Array, canvas: Array) -> tuple[float, float, float, float]:
         """Put the part of a picture into the corner of a canvas, and say which pixels of that it is exactly."""
-        image, (left, top, right, bottom) = decoded_for(picture, box, self.size)
+        image, (left, top, right, bottom) = decode_for_crop(picture, box, self.size)
         x, y = math.floor(left), math.floor(top)
         part = image.crop((x, y, min(math.ceil(right), image.width), min(math.ceil(bottom), image.height)))
         wide, tall = (self.size if side > self.canvas else side for side in part.size)
@@ -252,7 +252,7 @@ class TrainingFiles(_Listed):
         return (left - x) * scale_x, (top - y) * scale_y, (right - x) * scale_x, (bottom - y) * scale_y
 
 
-class EvaluationFiles(_Listed):
+class EvaluationFiles(_FileSamples):
     """Centre crops: `image` (size, size, 3) bytes, `label`; share 0.875 is resize to 256, then centre crop of 224."""
 
     def __init__(self, listing: Listing, *, size: int, share: float = 0.875) -> None:
@@ -261,28 +261,28 @@ class EvaluationFiles(_Listed):
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
         """The centre of image `index`; nothing is random."""
         with open_picture(self.listing.paths[index]) as picture:
-            pixels = centre_square(picture, self.size, self.share)
+            pixels = crop_centre(picture, self.size, self.share)
         return {"image": torch.from_numpy(pixels), "label": torch.tensor(self.listing.labels[index])}
 
 
-def centre_square(picture: Picture, size: int, share: float) -> Array:
+def crop_centre(picture: Picture, size: int, share: float) -> Array:
     """The middle of a picture at (size, size): a square of `share` of the shorter side."""
-    (box,) = centre_boxes(np.array([picture.size]), share)
-    image, box = decoded_for(picture, box, size)
-    return np.array(shrunk(image, box, size))
+    (box,) = make_centre_boxes(np.array([picture.size]), share)
+    image, box = decode_for_crop(picture, box, size)
+    return np.array(shrink_crop(image, box, size))
 
 
-def decoded_for(picture: Picture, box: Array, size: int) -> tuple[Image.Image, Array]:
+def decode_for_crop(picture: Picture, box: Array, size: int) -> tuple[Image.Image, Array]:
     """The picture at the smallest scale at which the box still has `size` pixels per side, and the box there."""
     sides = box[2:] - box[:2]
-    image = picture.rgb(reduction=float(sides.min()) / size)
+    image = picture.to_rgb(reduction=float(sides.min()) / size)
     if image.size == picture.size:
         return image, box
     scale = np.array(image.size * 2, dtype=np.float32) / np.array(picture.size * 2, dtype=np.float32)
     return image, box * scale
 
 
-def shrunk(image: Image.Image, box: Array, size: int) -> Image.Image:
+def shrink_crop(image: Image.Image, box: Array, size: int) -> Image.Image:
     """The box of an image at (size, size), antialiased."""
     left, top, right, bottom = (float(edge) for edge in box)
     inside = (max(left, 0), max(top, 0), min(right, image.width), min(bottom, image.height))

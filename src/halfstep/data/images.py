@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 from PIL import Image, ImageOps
 
-from halfstep.data.files import ARRAYS, UNREADABLE, Array, load_array, some_of, unreadable
+from halfstep.data.files import ARRAYS, UNREADABLE, Array, list_some, load_array, make_unreadable_error
 from halfstep.errors import DataError, format_count
 
 Kind = Literal["uint8", "uint16", "raw"]
@@ -44,15 +44,15 @@ class ImageFacts:
     kind: Kind
 
 
-def image_facts(path: Path) -> ImageFacts:
+def read_image_facts(path: Path) -> ImageFacts:
     """Size and kind of an image or mask file."""
     if path.suffix.lower() in ARRAYS:
-        array = channels_last(load_array(path), path)
+        array = move_channels_last(load_array(path), path)
         channels = 3 if array.shape[2] == 4 else array.shape[2]
-        return ImageFacts(size=(array.shape[0], array.shape[1]), channels=channels, kind=_kind_of_array(array))
+        return ImageFacts(size=(array.shape[0], array.shape[1]), channels=channels, kind=_classify_array(array))
     with open_image(path) as image:
         channels = 1 if image.mode[0] in "1LIF" and image.mode != "LAB" else 3
-        return ImageFacts(size=(image.height, image.width), channels=channels, kind=_kind_of_picture(image))
+        return ImageFacts(size=(image.height, image.width), channels=channels, kind=_classify_image(image))
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def open_image(path: Path) -> Iterator[Image.Image]:
         with Image.open(path) as image:
             yield image
     except UNREADABLE as error:
-        raise unreadable(path, error) from error
+        raise make_unreadable_error(path, error) from error
 
 
 def read_image(path: Path, *, channels: int, raw_scale: float | None = None) -> Array:
@@ -71,7 +71,7 @@ def read_image(path: Path, *, channels: int, raw_scale: float | None = None) -> 
     if kind == "uint16":
         array = array.astype(np.float32) / 65535
     elif kind == "raw":
-        values = _finite(array, path)
+        values = _require_finite(array, path)
         if raw_scale is None:
             raise DataError(
                 f"{path} holds {array.dtype} pixels, and no scale is known for them",
@@ -79,7 +79,7 @@ def read_image(path: Path, *, channels: int, raw_scale: float | None = None) -> 
                 fix="save it with 8 or 16 bits; for U-Net, train with such images or with data.scale",
             )
         array = values / np.float32(raw_scale)
-    return _with_channels(array, channels, path)
+    return _convert_channels(array, channels, path)
 
 
 def to_bytes(pixels: Array) -> Array:
@@ -115,9 +115,9 @@ class RawScale:
     """Larger values are outliers."""
 
 
-def raw_range(path: Path) -> RawRange:
+def measure_raw_range(path: Path) -> RawRange:
     """Measure a raw image, for the data set's scale."""
-    array = _finite(_decode(path)[0], path)
+    array = _require_finite(_decode(path)[0], path)
     values = array[array != 0]
     if not values.size:
         return RawRange(usual=0.0, largest=0.0, is_signed=False)
@@ -130,7 +130,7 @@ def raw_range(path: Path) -> RawRange:
     )
 
 
-def scale_for(ranges: Iterable[RawRange]) -> RawScale:
+def choose_scale(ranges: Iterable[RawRange]) -> RawScale:
     """Decide the scale of a data set by its median file.
 
     Negative values: normalised, kept as they are. About 0..1, overshoots included: kept. Up to 255: bytes stored as
@@ -160,11 +160,11 @@ def describe_outliers(ranges: Mapping[Path, RawRange], limit: float) -> list[str
     return [
         f"outlying values (beyond {limit:g}, magnitudes up to {largest:g}) in "
         f"{format_count(len(beyond), 'float image')}: "
-        f"{some_of(path.name for path in beyond)}; they stay as they are and do not change the scale (data.scale)"
+        f"{list_some(path.name for path in beyond)}; they stay as they are and do not change the scale (data.scale)"
     ]
 
 
-def _finite(array: Array, path: Path) -> Array:
+def _require_finite(array: Array, path: Path) -> Array:
     """Raw values as float32; NaN and infinity are refused."""
     with np.errstate(over="ignore"):  # a float64 too large for float32 becomes infinite and is counted
         array = array.astype(np.float32)
@@ -190,7 +190,7 @@ def resize_image(image: Array, size: tuple[int, int]) -> Array:
     return resized if image.dtype == np.uint8 else resized.clip(image.min(), image.max())
 
 
-def channels_last(array: Array, path: Path) -> Array:
+def move_channels_last(array: Array, path: Path) -> Array:
     """An array file's (H, W), (H, W, C) or (C, H, W) as (H, W, C)."""
     if array.ndim == 2:
         return array[..., None]
@@ -203,36 +203,36 @@ def channels_last(array: Array, path: Path) -> Array:
 
 def _decode(path: Path) -> tuple[Array, Kind]:
     if path.suffix.lower() in ARRAYS:
-        array = channels_last(load_array(path), path)
-        kind = _kind_of_array(array)
+        array = move_channels_last(load_array(path), path)
+        kind = _classify_array(array)
         return (array * np.uint8(255) if array.dtype == np.bool_ else array), kind
     with open_image(path) as image:
-        kind = _kind_of_picture(image)
+        kind = _classify_image(image)
         is_plain = kind != "uint8" or image.mode in ("L", "RGB", "RGBA")
-        array = np.asarray(image if is_plain else image.convert(_plain_mode(image)))
+        array = np.asarray(image if is_plain else image.convert(_choose_plain_mode(image)))
     return (array[..., None] if array.ndim == 2 else array), kind
 
 
-def _kind_of_array(array: Array) -> Kind:
+def _classify_array(array: Array) -> Kind:
     if array.dtype in (np.uint8, np.bool_):
         return "uint8"
     return "uint16" if array.dtype == np.uint16 else "raw"
 
 
-def _kind_of_picture(picture: Image.Image) -> Kind:
+def _classify_image(picture: Image.Image) -> Kind:
     # Older Pillow opens 16-bit PNGs as 32-bit integers; PNG itself has nothing wider than 16.
     if picture.mode in SIXTEEN_BIT_MODES or (picture.mode == "I" and picture.format == "PNG"):
         return "uint16"
     return "raw" if picture.mode in ("I", "F") else "uint8"
 
 
-def _plain_mode(picture: Image.Image) -> str:
+def _choose_plain_mode(picture: Image.Image) -> str:
     if picture.mode == "P":
         return "RGBA" if "transparency" in picture.info else "RGB"
     return {"1": "L", "LA": "L", "La": "L"}.get(picture.mode, "RGB")
 
 
-def _with_channels(array: Array, channels: int, path: Path) -> Array:
+def _convert_channels(array: Array, channels: int, path: Path) -> Array:
     have = array.shape[2]
     if have == channels:
         return array
@@ -260,7 +260,7 @@ MAX_PIXELS = 178_956_970
 
 
 class Picture:
-    """An open picture file: `size` is known at once, pixels are decoded by `rgb`."""
+    """An open picture file: `size` is known at once, pixels are decoded by `to_rgb`."""
 
     def __init__(self, path: Path, image: Image.Image) -> None:
         self.path, self._image = path, image
@@ -274,7 +274,7 @@ class Picture:
         """Let go of file and pixels."""
         self._image.close()
 
-    def rgb(self, *, reduction: float = 1.0) -> Image.Image:
+    def to_rgb(self, *, reduction: float = 1.0) -> Image.Image:
         """All pixels, upright; up to `reduction` times smaller where the file can be decoded so."""
         try:
             factor = next((k for k in JPEG_REDUCTIONS if k <= reduction), 1)
@@ -283,7 +283,7 @@ class Picture:
             upright = ImageOps.exif_transpose(self._image) if self._orientation != 1 else self._image
             return _to_rgb(upright)
         except UNREADABLE as error:
-            raise unreadable(self.path, error) from error
+            raise make_unreadable_error(self.path, error) from error
 
 
 @contextmanager
@@ -300,17 +300,19 @@ def open_picture(path: Path) -> Iterator[Picture]:
             fix="shrink the picture, or leave such files out: data.on_bad_file=skip",
         ) from error
     except UNREADABLE as error:
-        raise unreadable(path, error) from error
+        raise make_unreadable_error(path, error) from error
     with image:
         if image.mode in ("I", "F") and image.format != "PNG":
-            raise unreadable(path, ValueError(f"pixels of 32 bits (mode {image.mode}) have no defined brightness"))
+            raise make_unreadable_error(
+                path, ValueError(f"pixels of 32 bits (mode {image.mode}) have no defined brightness")
+            )
         yield Picture(path, image)
 
 
 def check_picture(path: Path) -> None:
     """Decode every pixel, at the smallest scale: only that finds every broken file."""
     with open_picture(path) as picture:
-        picture.rgb(reduction=math.inf)
+        picture.to_rgb(reduction=math.inf)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

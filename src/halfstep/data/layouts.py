@@ -24,8 +24,8 @@ from halfstep.data.files import (
     VALIDATION_NAMES,
     describe_content,
     list_folders,
+    list_some,
     natural_key,
-    some_of,
 )
 from halfstep.errors import DataError
 
@@ -49,25 +49,25 @@ class NamePattern:
     def base(self) -> str:
         """The folder up to the first part that varies."""
         parts = self.text.split("/")[:-1]
-        fixed = next((k for k, part in enumerate(parts) if _varies(part)), len(parts))
+        fixed = next((k for k, part in enumerate(parts) if _is_variable(part)), len(parts))
         return "/".join(parts[:fixed]) or "."
 
-    def found(self, root: Path) -> dict[str, list[Path]]:
+    def find(self, root: Path) -> dict[str, list[Path]]:
         """All that fit by id, in natural order; several of one id differ in their ending, or in what `*` is."""
-        files = sorted(self.each(root), key=lambda one: natural_key(one[1].relative_to(root).as_posix()))
+        files = sorted(self.iterate(root), key=lambda one: natural_key(one[1].relative_to(root).as_posix()))
         by_id: dict[str, list[Path]] = {}
         for name, path in files:
             by_id.setdefault(name, []).append(path)
         return by_id
 
-    def each(self, root: Path) -> Iterator[tuple[str, Path]]:
+    def iterate(self, root: Path) -> Iterator[tuple[str, Path]]:
         """Ids and paths as the folders list them."""
         *folders, last = self.text.removesuffix("/").split("/")
         wants_folder = self.text.endswith("/")
-        for above, name, folder in _below(root, folders, "", None):
-            for entry in _entries(folder, _stem_of(last)):
+        for above, name, folder in _walk_folders(root, folders, "", None):
+            for entry in _list_entries(folder, _find_stem(last)):
                 if entry.is_dir() if wants_folder else self._is_wanted(entry):
-                    fits = _fit(_stem_of(last), entry.name if wants_folder else entry.stem, name)
+                    fits = _match_part(_find_stem(last), entry.name if wants_folder else entry.stem, name)
                     if fits is not None:
                         yield above + (fits or ""), entry
 
@@ -78,41 +78,43 @@ class NamePattern:
 
     @property
     def _own_ending(self) -> str:
-        return _ending_of(self.text.rpartition("/")[2])
+        return _find_ending(self.text.rpartition("/")[2])
 
 
-def _below(folder: Path, parts: list[str], above: str, name: str | None) -> Iterator[tuple[str, str | None, Path]]:
+def _walk_folders(
+    folder: Path, parts: list[str], above: str, name: str | None
+) -> Iterator[tuple[str, str | None, Path]]:
     """The folders that fit the pattern's folders: what `**` stood for, the id if it is known by then, the folder."""
     if not parts:
         yield above, name, folder
         return
     head, *rest = parts
     if head == ANY_FOLDERS:
-        yield from _below(folder, rest, above, name)
-        for inner in _entries(folder, "*"):
+        yield from _walk_folders(folder, rest, above, name)
+        for inner in _list_entries(folder, "*"):
             if inner.is_dir():
-                yield from _below(inner, parts, f"{above}{inner.name}/", name)
+                yield from _walk_folders(inner, parts, f"{above}{inner.name}/", name)
         return
-    for inner in _entries(folder, head):
-        fits = _fit(head, inner.name, name)
+    for inner in _list_entries(folder, head):
+        fits = _match_part(head, inner.name, name)
         if fits is not None and inner.is_dir():
-            yield from _below(inner, rest, above, fits or None)
+            yield from _walk_folders(inner, rest, above, fits or None)
 
 
-def _entries(folder: Path, part: str) -> list[Path]:
+def _list_entries(folder: Path, part: str) -> list[Path]:
     """What lies in a folder, hidden files aside; one entry where the pattern's part is a plain folder name."""
     if part in ("", "."):
         return [folder]
-    if not _varies(part) and (folder / part).is_dir():
+    if not _is_variable(part) and (folder / part).is_dir():
         return [folder / part]
     return [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
 
 
-def _fit(part: str, name: str, known: str | None) -> str | None:
+def _match_part(part: str, name: str, known: str | None) -> str | None:
     """The id that makes a name fit a part of the pattern (empty where the part has none), or None."""
     if part in ("", "."):
         return known or ""
-    if not _varies(part):
+    if not _is_variable(part):
         return (known or "") if part == name else None
     pieces = re.split(r"(\{id\}|\*)", part)
     expressions = {ID: re.escape(known) if known else "(?P<id>.+?)", "*": ".*"}
@@ -126,22 +128,22 @@ def _fit(part: str, name: str, known: str | None) -> str | None:
     return known or match.groupdict().get("id") or ""
 
 
-def _varies(part: str) -> bool:
+def _is_variable(part: str) -> bool:
     return ID in part or "*" in part
 
 
-def _ending_of(name: str) -> str:
+def _find_ending(name: str) -> str:
     ending = PurePosixPath(name).suffix.lower()
     return ending if ending in READABLE else ""
 
 
-def _stem_of(name: str) -> str:
-    is_ending = _ending_of(name) or name.endswith(".*")
+def _find_stem(name: str) -> str:
+    is_ending = _find_ending(name) or name.endswith(".*")
     return name.rpartition(".")[0] if is_ending else name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Names:
+class PairNames:
     """Patterns of one part's images and masks; of several for the masks, the first that fits an image counts."""
 
     images: str
@@ -162,8 +164,8 @@ class Layout:
     """One way to lay out a data set."""
 
     name: str
-    train: Names
-    val: Names | None = None
+    train: PairNames
+    val: PairNames | None = None
     lists: tuple[str, str] | None = None
     """Text files with the ids to train on and to validate."""
     ignored: int | None = None
@@ -174,8 +176,8 @@ class Layout:
     """Whether the smallest mask value stands for everything that is not a class."""
 
 
-def _known(name: str, train: tuple[str, str], val: tuple[str, str] | None = None, **more: object) -> Layout:
-    names = [Names(images=part[0], masks=(part[1],)) for part in (train, val) if part]
+def _make_known(name: str, train: tuple[str, str], val: tuple[str, str] | None = None, **more: object) -> Layout:
+    names = [PairNames(images=part[0], masks=(part[1],)) for part in (train, val) if part]
     return Layout(name=name, train=names[0], val=names[1] if val else None, **more)  # type: ignore[arg-type]
 
 
@@ -184,21 +186,23 @@ CITY_MASKS = "gtFine/{}/**/{{id}}_gtFine_{}"
 
 KNOWN: tuple[Layout, ...] = (
     # training/mask/ is the camera's field of view, no label.
-    _known(
+    _make_known(
         "DRIVE",
         ("training/images/{id}_training", "training/1st_manual/{id}_manual1"),
         ("test/images/{id}_test", "test/1st_manual/{id}_manual1"),
     ),
-    _known("DRIVE, one part", ("images/{id}_*", "1st_manual/{id}_manual1")),
+    _make_known("DRIVE, one part", ("images/{id}_*", "1st_manual/{id}_manual1")),
     # SegNet's version: 11 classes and, as value 11, everything else.
-    _known(
+    _make_known(
         "CamVid", ("train/{id}", "trainannot/{id}"), ("val/{id}", "valannot/{id}"), ignored=11, has_background=False
     ),
-    _known("CamVid", ("train/{id}", "train_labels/{id}_L"), ("val/{id}", "val_labels/{id}_L"), has_background=False),
-    _known("CamVid", ("images/{id}", "labels/{id}_P"), has_background=False),
+    _make_known(
+        "CamVid", ("train/{id}", "train_labels/{id}_L"), ("val/{id}", "val_labels/{id}_L"), has_background=False
+    ),
+    _make_known("CamVid", ("images/{id}", "labels/{id}_P"), has_background=False),
     # Of rows with one name the first that fits counts: the 19 classes for training, where they were made.
     *(
-        _known(
+        _make_known(
             "Cityscapes",
             (CITY_IMAGES.format("train"), CITY_MASKS.format("train", kind)),
             (CITY_IMAGES.format("val"), CITY_MASKS.format("val", kind)),
@@ -207,22 +211,22 @@ KNOWN: tuple[Layout, ...] = (
         )
         for kind, ignored in (("labelTrainIds", 255), ("labelIds", None))
     ),
-    _known(
+    _make_known(
         "Pascal VOC",
         ("JPEGImages/{id}", "SegmentationClass/{id}"),
         lists=("ImageSets/Segmentation/train.txt", "ImageSets/Segmentation/val.txt"),
         ignored=255,
         some_without_masks=True,
     ),
-    _known(
+    _make_known(
         "ADE20K",
         ("images/training/{id}", "annotations/training/{id}"),
         ("images/validation/{id}", "annotations/validation/{id}"),
         ignored=0,
         has_background=False,
     ),
-    _known("DSB2018", ("stage1_train/{id}/images/{id}", "stage1_train/{id}/masks/")),
-    _known("DSB2018", ("{id}/images/{id}", "{id}/masks/")),
+    _make_known("DSB2018", ("stage1_train/{id}/images/{id}", "stage1_train/{id}/masks/")),
+    _make_known("DSB2018", ("{id}/images/{id}", "{id}/masks/")),
 )
 
 FOLDER_NAMES = (
@@ -260,10 +264,10 @@ class PairLayout:
         """Whether known data sets are looked for: nothing was said about images, masks or their names."""
         return not (self.images or self.masks or self.val_images or self.image_suffix)
 
-    def names(self, images: str, masks: str) -> Names:
+    def names(self, images: str, masks: str) -> PairNames:
         """Folders, or patterns as they are, with the names of their files."""
         inner = (ID + self.mask_suffix, ID) if self.mask_suffix else (ID,)
-        return Names(
+        return PairNames(
             images=images if ID in images else f"{images}/{ID}{self.image_suffix}",
             masks=(masks,) if ID in masks else tuple(f"{masks}/{name}" for name in inner),
         )
@@ -271,57 +275,57 @@ class PairLayout:
 
 def find_layout(root: Path, asked: PairLayout) -> tuple[Path, Layout]:
     """The layout of a folder and where it starts: there, or in the only folder that an archive made in it."""
-    for folders in _levels(root):
-        fitting = [(folder, layout) for folder in folders if (layout := _layout_at(folder, asked)) is not None]
+    for folders in _list_levels(root):
+        fitting = [(folder, layout) for folder in folders if (layout := _find_layout_at(folder, asked)) is not None]
         if len(folders) > 1 and fitting:
             places = [folder for folder, _ in fitting]
             raise DataError(
-                f"{root} holds {len(folders)} folders, among them the data of {some_of(places)}",
+                f"{root} holds {len(folders)} folders, among them the data of {list_some(places)}",
                 why="which of them is meant is not for halfstep to guess",
                 fix=f"name it: data.dir={shlex.quote(str(places[0]))}",
             )
         if fitting:
             return fitting[0]
-    raise _nothing_found(root, asked)
+    raise _make_not_found_error(root, asked)
 
 
-def pair_folders(root: Path) -> str:
+def find_pair_folders(root: Path) -> str:
     """The folders of a data set of images and masks, where `root` is one or holds nothing else: their files share ids.
     Empty where not."""
-    for folders in _levels(root):
-        if len(folders) == 1 and (found := _pair_folders_at(folders[0])):
+    for folders in _list_levels(root):
+        if len(folders) == 1 and (found := _find_pair_folders_at(folders[0])):
             return found
     return ""
 
 
-def _pair_folders_at(root: Path) -> str:
+def _find_pair_folders_at(root: Path) -> str:
     try:
-        layout = _layout_at(root, PairLayout())
+        layout = _find_layout_at(root, PairLayout())
     except DataError as error:  # fits two
         return error.what.partition(": ")[2]
     if layout is None:
         return ""
     images, *masks = (
-        {name for name, _ in NamePattern(text).each(root)} for text in (layout.train.images, *layout.train.masks)
+        {name for name, _ in NamePattern(text).iterate(root)} for text in (layout.train.images, *layout.train.masks)
     )
-    return _text(layout) if any(images & found for found in masks) else ""
+    return _describe_layout(layout) if any(images & found for found in masks) else ""
 
 
-def _layout_at(root: Path, asked: PairLayout) -> Layout | None:
+def _find_layout_at(root: Path, asked: PairLayout) -> Layout | None:
     if asked.is_common:
         known: dict[str, Layout] = {}
         for layout in KNOWN:
-            if layout.name not in known and _holds_files(root, layout.train):
+            if layout.name not in known and _has_files(root, layout.train):
                 known[layout.name] = layout
-        if found := _only(root, list(known.values())):
-            return _with_its_validation(root, found)
-    for group in _usual(root, asked):
-        if found := _only(root, [layout for layout in group if holds_folders(root, layout.train)]):
+        if found := _require_one(root, list(known.values())):
+            return _keep_existing_validation(root, found)
+    for group in _list_usual(root, asked):
+        if found := _require_one(root, [layout for layout in group if has_folders(root, layout.train)]):
             return found
     return None
 
 
-def _usual(root: Path, asked: PairLayout) -> Iterator[list[Layout]]:
+def _list_usual(root: Path, asked: PairLayout) -> Iterator[list[Layout]]:
     """Pairs of folders, in the order in which a group of them counts: with a validation part first."""
     pairs = [(asked.images or images, asked.masks or masks) for images, masks in FOLDER_NAMES]
     pairs = list(dict.fromkeys(pairs))
@@ -330,71 +334,71 @@ def _usual(root: Path, asked: PairLayout) -> Iterator[list[Layout]]:
         Layout(name="", train=asked.names(*train), val=asked.names(*val))
         for images, masks in pairs
         for part in TRAIN_NAMES
-        for train, val in _divided(root, images, masks, part)
+        for train, val in _list_divided(root, images, masks, part)
         if own is None
     ]
     yield divided
     yield [Layout(name="", train=asked.names(images, masks), val=own) for images, masks in pairs]
     for part in TRAIN_NAMES:
-        for inside in _places(*pairs[0]):
-            both = [_in_part(images, masks, part, inside=inside) for images, masks in pairs]
+        for inside in _list_orders(*pairs[0]):
+            both = [_join_part(images, masks, part, inside=inside) for images, masks in pairs]
             yield [Layout(name="", train=asked.names(*names), val=own) for names in both]
 
 
-def _divided(root: Path, images: str, masks: str, part: str) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
+def _list_divided(root: Path, images: str, masks: str, part: str) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
     """`train/images` beside `val/images`, and `images/train` beside `images/val`: the first validation part counts."""
-    for inside in _places(images, masks):
+    for inside in _list_orders(images, masks):
         for other in VALIDATION_NAMES:
-            val = _in_part(images, masks, other, inside=inside)
+            val = _join_part(images, masks, other, inside=inside)
             if all((root / NamePattern(f"{name}/").base).is_dir() for name in val):
-                yield _in_part(images, masks, part, inside=inside), val
+                yield _join_part(images, masks, part, inside=inside), val
                 break
 
 
-def _in_part(images: str, masks: str, part: str, *, inside: bool) -> tuple[str, str]:
+def _join_part(images: str, masks: str, part: str, *, inside: bool) -> tuple[str, str]:
     if inside:
         return f"{part}/{images}", f"{part}/{masks}"
     return f"{images}/{part}", f"{masks}/{part}"
 
 
-def _places(images: str, masks: str) -> tuple[bool, ...]:
+def _list_orders(images: str, masks: str) -> tuple[bool, ...]:
     """Whether folders may lie inside a part (`train/images`), and a part in them (`images/train`): no pattern's can."""
     return (True,) if ID in images + masks else (True, False)
 
 
-def _with_its_validation(root: Path, layout: Layout) -> Layout:
+def _keep_existing_validation(root: Path, layout: Layout) -> Layout:
     """Without its validation part where that is not there, or comes without masks."""
-    has_val = layout.val is not None and _holds_files(root, layout.val)
+    has_val = layout.val is not None and _has_files(root, layout.val)
     has_lists = layout.lists is not None and all((root / name).is_file() for name in layout.lists)
     return replace(layout, val=layout.val if has_val else None, lists=layout.lists if has_lists else None)
 
 
-def _only(root: Path, fitting: list[Layout]) -> Layout | None:
+def _require_one(root: Path, fitting: list[Layout]) -> Layout | None:
     if len(fitting) > 1:
         first, second = fitting[:2]
         images, masks = first.train.in_short()
         raise DataError(
-            f"{root} fits two layouts: {_text(first)}, and {_text(second)}",
+            f"{root} fits two layouts: {_describe_layout(first)}, and {_describe_layout(second)}",
             why="which masks are meant is not for halfstep to guess",
             fix=f"name them: data.images={images} data.masks={masks}",
         )
     return fitting[0] if fitting else None
 
 
-def _text(layout: Layout) -> str:
+def _describe_layout(layout: Layout) -> str:
     return f"{layout.name} ({layout.train})" if layout.name else str(layout.train)
 
 
-def _holds_files(root: Path, names: Names) -> bool:
-    return all(any(True for _ in NamePattern(text).each(root)) for text in (names.images, names.masks[0]))
+def _has_files(root: Path, names: PairNames) -> bool:
+    return all(any(True for _ in NamePattern(text).iterate(root)) for text in (names.images, names.masks[0]))
 
 
-def holds_folders(root: Path, names: Names) -> bool:
+def has_folders(root: Path, names: PairNames) -> bool:
     """Whether the folders of one part are there, whatever they hold."""
     return all((root / NamePattern(text).base).is_dir() for text in (names.images, names.masks[0]))
 
 
-def _levels(root: Path) -> Iterator[list[Path]]:
+def _list_levels(root: Path) -> Iterator[list[Path]]:
     folders = [root]
     for _ in range(DEPTH + 1):
         if len(folders) > MANY_FOLDERS:  # class folders, or somebody's home: no archive's
@@ -403,7 +407,7 @@ def _levels(root: Path) -> Iterator[list[Path]]:
         folders = [path for folder in folders for path in list_folders(folder)]
 
 
-def _nothing_found(root: Path, asked: PairLayout) -> DataError:
+def _make_not_found_error(root: Path, asked: PairLayout) -> DataError:
     images, masks = (name if ID in name else f"{name}/" for name in (asked.images or "imgs", asked.masks or "masks"))
     return DataError(
         f"no {images} and {masks} in {root}",

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
 
-from halfstep.data.seeds import generator_for
+from halfstep.data.seeds import make_generator
 from halfstep.disk import is_alive
 from halfstep.errors import DataError, HalfstepError, format_count, summarise_error
 
@@ -36,7 +36,7 @@ Key = TypeVar("Key")
 Made = TypeVar("Made")
 Offered = TypeVar("Offered")
 
-BATCHES_A_THREAD = 2
+BATCHES_PER_THREAD = 2
 
 
 class WholeBatches(Protocol):
@@ -53,7 +53,7 @@ def read_ahead(make: Callable[[Key], Made], keys: Iterable[Key], *, num_threads:
         try:
             for key in waiting:
                 begun.append(threads.submit(make, key))
-                if len(begun) > BATCHES_A_THREAD * num_threads:
+                if len(begun) > BATCHES_PER_THREAD * num_threads:
                     yield begun.popleft().result()
             while begun:
                 yield begun.popleft().result()
@@ -61,7 +61,7 @@ def read_ahead(make: Callable[[Key], Made], keys: Iterable[Key], *, num_threads:
             threads.shutdown(cancel_futures=True)
 
 
-def pinned(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def pin_batch(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """In pinned memory where CUDA is in use, so that the copy to the device need not do it; as it is elsewhere."""
     if not torch.cuda.is_initialized():
         return batch
@@ -74,7 +74,7 @@ class WorkerBatches(Protocol):
     def filled(self, indices: Sequence[int], *, seed: int, epoch: int) -> dict[str, Tensor]: ...
 
 
-def shared_bytes(*shape: int) -> Tensor:
+def make_shared_bytes(*shape: int) -> Tensor:
     """Zero bytes; in a worker in shared memory, where the loader would have to copy others."""
     if get_worker_info() is None:
         return torch.zeros(shape, dtype=torch.uint8)
@@ -128,7 +128,7 @@ class FileSamples(Protocol):
         ...
 
 
-def offers(samples: object, protocol: Callable[..., Offered]) -> TypeGuard[Offered]:
+def implements(samples: object, protocol: Callable[..., Offered]) -> TypeGuard[Offered]:
     """Whether samples have the methods of one of these; a list that somebody calls `files` is not one."""
     return all(callable(getattr(samples, name, None)) for name in vars(protocol) if not name.startswith("_"))
 
@@ -169,7 +169,7 @@ class Loader:
     def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
         """The batches of one epoch from `start_batch` on; one iterator at a time. Workers live on for the next one."""
         self._order.epoch, self._order.start_batch = epoch, start_batch
-        if offers(self._fetch.samples, WholeBatches):
+        if implements(self._fetch.samples, WholeBatches):
             return self._checked(read_ahead(self._fetch.whole, self._order, num_threads=max(1, self.num_workers)))
         self._workers = self._workers or self._start()
         with warnings.catch_warnings():
@@ -194,7 +194,7 @@ class Loader:
                 self._fetch,
                 batch_sampler=self._order,
                 num_workers=self.num_workers,
-                collate_fn=_unchanged,
+                collate_fn=_return_unchanged,
                 worker_init_fn=functools.partial(_leave_signals_to_the_run, os.getpid()),
                 persistent_workers=self.num_workers > 0,
                 generator=torch.Generator(),  # else torch draws from the global one
@@ -239,13 +239,13 @@ class _Order(Sampler[list[tuple[int, int]]]):
         epoch, first = self.epoch, self.start_batch
         order = torch.arange(self.num_samples)
         if self.shuffle:
-            order = torch.randperm(self.num_samples, generator=generator_for(self.seed, epoch))
+            order = torch.randperm(self.num_samples, generator=make_generator(self.seed, epoch))
         for batch in range(first, len(self)):
             indices = order[batch * self.batch_size : (batch + 1) * self.batch_size]
-            yield [(epoch, index) for index in own_rows(indices.tolist(), *self.part)]
+            yield [(epoch, index) for index in take_own_rows(indices.tolist(), *self.part)]
 
 
-def own_rows(batch: list[int], rank: int, size: int) -> list[int]:
+def take_own_rows(batch: list[int], rank: int, size: int) -> list[int]:
     """The rows of one of several processes, in order. Where there are too few, the first stands in for none: a process
     without a sample must still take part in the step, with a weight of 0."""
     each, more = divmod(len(batch), size)
@@ -266,20 +266,20 @@ class _Fetch(Dataset[Batch | HalfstepError]):
         return batch | {"index": torch.tensor(indices)}
 
     def _made(self, indices: list[int], epoch: int) -> Batch:
-        if offers(self.samples, WorkerBatches):
+        if implements(self.samples, WorkerBatches):
             return self.samples.filled(indices, seed=self.seed, epoch=epoch)
         rows = [self.samples.sample(index, key=(self.seed, epoch, index)) for index in indices]
         return default_collate(rows)  # in a worker, straight into shared memory
 
     def whole(self, keys: list[tuple[int, int]]) -> Batch | HalfstepError:
         """The same at once, from samples that can."""
-        assert offers(self.samples, WholeBatches)
+        assert implements(self.samples, WholeBatches)
         indices = torch.tensor([index for _, index in keys])
         try:
             batch = self.samples.batch(indices, seed=self.seed, epoch=keys[0][0])
         except HalfstepError as error:
             return error
-        return pinned(batch | {"index": indices})
+        return pin_batch(batch | {"index": indices})
 
 
 def _allow_more_workers_than_cores() -> None:
@@ -287,7 +287,7 @@ def _allow_more_workers_than_cores() -> None:
     warnings.filterwarnings("ignore", message=".*worker processes.*", category=UserWarning)
 
 
-def _unchanged(batch: Any) -> Any:
+def _return_unchanged(batch: Any) -> Any:
     return batch
 
 
@@ -300,10 +300,10 @@ def _leave_signals_to_the_run(run: int, worker: int) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal: the run saves then, too
     if sys.platform == "linux":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_with, args=(run,), daemon=True).start()
+        threading.Thread(target=_exit_with_run, args=(run,), daemon=True).start()
 
 
-def _end_with(run: int) -> None:
+def _exit_with_run(run: int) -> None:
     while is_alive(run):
         word = signal.sigtimedwait({signal.SIGTERM}, LOOK_S)
         if word is not None and word.si_pid == run:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from halfstep.data.files import natural_key, some_of
+from halfstep.data.files import list_some, natural_key
 from halfstep.disk import parse_json
 from halfstep.errors import DataError
 
@@ -24,41 +24,44 @@ FEW_ROWS = 20
 """So many rows may each have a label of their own; among more, that is a caption."""
 
 
-def labels_in(
+def read_labels(
     folder: Path, root: Path, column: str = "", *, usual: Sequence[str] = LABEL_COLUMNS
 ) -> dict[str, list[Path]] | None:
     """The pictures of each class inside `folder`, by a table there or at the data's root; None where there is none.
 
     `usual` are the columns looked for where none is named."""
-    table = table_of(folder, root)
+    table = find_table(folder, root)
     if table is None:
         return None
     found: dict[str, list[Path]] = {}
     inside, rows = folder.resolve(), 0
-    for number, row in _rows(table):
-        if rows == 0 and not column and _is_beside_class_folders(row, folder):
+    for number, row in _iterate_rows(table):
+        if rows == 0 and not column and _has_class_folders_instead(row, folder):
             return None
-        label, path = _label(table, number, row, [column] if column else usual), _picture(table, number, row, root)
+        label, path = (
+            _read_label(table, number, row, [column] if column else usual),
+            _find_picture(table, number, row, root),
+        )
         rows += 1
         if path.resolve().is_relative_to(inside):
             found.setdefault(label, []).append(path)
     if rows > FEW_ROWS and len(found) > rows // 2:
         raise DataError(
-            f"{table} has {len(found)} different labels in {rows} rows: {some_of(found, 3)}",
+            f"{table} has {len(found)} different labels in {rows} rows: {list_some(found, 3)}",
             why="these are captions, not classes",
             fix="name the column with the classes: data.label_column=NAME",
         )
     return {name: sorted(found[name], key=lambda p: natural_key(str(p))) for name in sorted(found, key=natural_key)}
 
 
-def table_of(folder: Path, root: Path) -> Path | None:
+def find_table(folder: Path, root: Path) -> Path | None:
     """The table of a folder of pictures: there, or at the data's root."""
     return next((path for place in (folder, root) for name in TABLES if (path := place / name).is_file()), None)
 
 
-def captions_in(folder: Path, root: Path, column: str) -> dict[Path, str]:
+def read_captions(folder: Path, root: Path, column: str) -> dict[Path, str]:
     """The caption of each picture inside `folder` that a table names."""
-    table = table_of(folder, root)
+    table = find_table(folder, root)
     if table is None:
         raise DataError(
             f"no captions in {folder}",
@@ -67,16 +70,16 @@ def captions_in(folder: Path, root: Path, column: str) -> dict[Path, str]:
         )
     found: dict[Path, str] = {}
     inside = folder.resolve()
-    for number, row in _rows(table):
-        path, caption = _picture(table, number, row, root), row.get(column)
+    for number, row in _iterate_rows(table):
+        path, caption = _find_picture(table, number, row, root), row.get(column)
         if not isinstance(caption, str):
-            raise _no_caption(table, number, row, column)
+            raise _make_caption_error(table, number, row, column)
         if path.resolve().is_relative_to(inside):
             found[path] = caption
     return found
 
 
-def _no_caption(table: Path, number: int, row: dict[str, Any], column: str) -> DataError:
+def _make_caption_error(table: Path, number: int, row: dict[str, Any], column: str) -> DataError:
     if column in row:
         return DataError(
             f"{table}, line {number}: {column} is {row[column]!r}",
@@ -85,21 +88,21 @@ def _no_caption(table: Path, number: int, row: dict[str, Any], column: str) -> D
         )
     return DataError(
         f"{table}, line {number} has no caption in {column!r}",
-        why=f"it has {some_of(row, 10)}",
+        why=f"it has {list_some(row, 10)}",
         fix="name the column with the captions: data.text_column=NAME",
     )
 
 
-def _is_beside_class_folders(row: dict[str, Any], folder: Path) -> bool:
+def _has_class_folders_instead(row: dict[str, Any], folder: Path) -> bool:
     """Whether a table tells of boxes or captions, and folders of classes."""
     has_folders = any(path.is_dir() and not path.name.startswith(".") for path in folder.iterdir())
     return has_folders and not set(CLASS_COLUMNS) & set(row)
 
 
-def _rows(table: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _iterate_rows(table: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Line numbers and rows; a picture that two of them name would count twice, perhaps on both sides of a split."""
     lines: dict[str, int] = {}
-    for number, row in _read(table):
+    for number, row in _read_rows(table):
         name = os.path.normpath(str(row.get(FILE_COLUMN)))  # ./1.png is 1.png
         if (first := lines.setdefault(name, number)) != number:
             raise DataError(
@@ -110,7 +113,7 @@ def _rows(table: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, row
 
 
-def _read(table: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_rows(table: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         text = table.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -120,10 +123,10 @@ def _read(table: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         return
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            yield number, _parsed(table, number, line)
+            yield number, _parse_row(table, number, line)
 
 
-def _parsed(table: Path, number: int, line: str) -> dict[str, Any]:
+def _parse_row(table: Path, number: int, line: str) -> dict[str, Any]:
     try:
         row = parse_json(line)
     except ValueError as error:
@@ -135,12 +138,12 @@ def _parsed(table: Path, number: int, line: str) -> dict[str, Any]:
     return row
 
 
-def _label(table: Path, number: int, row: dict[str, Any], columns: Sequence[str]) -> str:
+def _read_label(table: Path, number: int, row: dict[str, Any], columns: Sequence[str]) -> str:
     name = next((one for one in columns if one in row), "")
     if not name:
         raise DataError(
             f"{table} has no column {' or '.join(columns)}",
-            why=f"line {number} has {some_of(row, 10)}",
+            why=f"line {number} has {list_some(row, 10)}",
             fix="name the column with the classes: data.label_column=NAME",
         )
     label = row[name]
@@ -151,12 +154,12 @@ def _label(table: Path, number: int, row: dict[str, Any], columns: Sequence[str]
     return str(label)
 
 
-def _picture(table: Path, number: int, row: dict[str, Any], root: Path) -> Path:
+def _find_picture(table: Path, number: int, row: dict[str, Any], root: Path) -> Path:
     name = row.get(FILE_COLUMN)
     if not isinstance(name, str) or not name:
         raise DataError(
             f"{table}, line {number} has no {FILE_COLUMN}",
-            why=f"it has {some_of(row, 10)}",
+            why=f"it has {list_some(row, 10)}",
             fix=f"each line names its picture in {FILE_COLUMN}"
             + ("; columns are separated by commas" if table.suffix == ".csv" else ""),
         )

@@ -31,16 +31,16 @@ Device = torch.device | str
 
 def normal(key: tuple[int, ...], num: int, shape: Shape, device: Device, stream: str = "eps") -> Tensor:
     """Standard normal numbers (num, *shape), by Box and Muller's transform in fp32."""
-    words = _words(key, num, shape, device, stream)
+    words = _draw_words(key, num, shape, device, stream)
     # From 2^-24 on, so that its log is finite: the largest number is 5.8.
     radius = ((words[:, :, :2] >> 8) + 1).float().mul_(2**-24).log_().mul_(-2).sqrt_()
     angle = (words[:, :, 2:] >> 8).float().mul_(2 * math.pi * 2**-24)
-    return _rows(torch.cat([radius * angle.cos(), radius * angle.sin()], dim=2), num, shape)
+    return _to_rows(torch.cat([radius * angle.cos(), radius * angle.sin()], dim=2), num, shape)
 
 
 def uniform(key: tuple[int, ...], num: int, shape: Shape, device: Device, stream: str = "uniform") -> Tensor:
     """Numbers (num, *shape) in 0 <= x < 1."""
-    return _rows((_words(key, num, shape, device, stream) >> 8).float().mul_(2**-24), num, shape)
+    return _to_rows((_draw_words(key, num, shape, device, stream) >> 8).float().mul_(2**-24), num, shape)
 
 
 def integers(
@@ -48,19 +48,19 @@ def integers(
 ) -> Tensor:
     """int64 numbers (num, *shape) in 0 <= x < high, for a high up to 2^31; each within 2^-32 of equally likely."""
     assert 0 < high <= 2**31, high
-    return _rows((_words(key, num, shape, device, stream) * high) >> 32, num, shape)
+    return _to_rows((_draw_words(key, num, shape, device, stream) * high) >> 32, num, shape)
 
 
-def _words(key: tuple[int, ...], num: int, shape: Shape, device: Device, stream: str) -> Tensor:
+def _draw_words(key: tuple[int, ...], num: int, shape: Shape, device: Device, stream: str) -> Tensor:
     """32 random bits each, (num, blocks, 4): as many blocks as hold a row of this shape."""
     root, place = (key.root, key.place) if isinstance(key, Key) else (key, 0)
     blocks = torch.arange(-(-math.prod(shape) // 4), device=device)
     places = torch.arange(place, place + num, device=device).view(-1, 1)
     counter = [blocks.expand(num, -1), (places & MASK).expand(-1, len(blocks)), (places >> 32).expand(-1, len(blocks))]
-    return philox([*counter, torch.zeros_like(counter[0])], _seed(root, stream))
+    return philox([*counter, torch.zeros_like(counter[0])], _make_seed(root, stream))
 
 
-def _seed(root: tuple[int, ...], stream: str) -> tuple[int, int]:
+def _make_seed(root: tuple[int, ...], stream: str) -> tuple[int, int]:
     mixed = np.random.SeedSequence((len(root), *root, zlib.crc32(stream.encode())))
     low, high = mixed.generate_state(2, np.uint32)
     return int(low), int(high)
@@ -71,7 +71,7 @@ def philox(counter: Sequence[Tensor], seed: tuple[int, int]) -> Tensor:
     device = counter[0].device
     # Words 0 and 2 are multiplied, 1 and 3 are what the products are mixed with, then cut to 32 bits.
     even, odd = torch.stack([counter[0], counter[2]]), torch.stack([counter[1], counter[3]])
-    multipliers, keys, weyl = (_pair(values, device, even.ndim) for values in (MULTIPLIERS, seed, WEYL))
+    multipliers, keys, weyl = (_fill_pair(values, device, even.ndim) for values in (MULTIPLIERS, seed, WEYL))
     for _ in range(ROUNDS):
         product = (even * multipliers).flip(0)
         even = (product >> 32).bitwise_xor_(odd).bitwise_xor_(keys).bitwise_and_(MASK)
@@ -81,10 +81,10 @@ def philox(counter: Sequence[Tensor], seed: tuple[int, int]) -> Tensor:
     return torch.stack([even[0], odd[0], even[1], odd[1]], dim=-1)
 
 
-def _pair(values: tuple[int, int], device: torch.device, ndim: int) -> Tensor:
+def _fill_pair(values: tuple[int, int], device: torch.device, ndim: int) -> Tensor:
     """Filled on the device: a copy from the host would wait for it."""
     return torch.stack([torch.full((1,) * (ndim - 1), value, device=device) for value in values])
 
 
-def _rows(drawn: Tensor, num: int, shape: Shape) -> Tensor:
+def _to_rows(drawn: Tensor, num: int, shape: Shape) -> Tensor:
     return drawn.flatten(1)[:, : math.prod(shape)].reshape(num, *shape).contiguous()

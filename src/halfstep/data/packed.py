@@ -31,9 +31,9 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from halfstep.data.files import Array, BadFiles, OnBadFile, naming_no_room, refuse_no_room
+from halfstep.data.files import Array, BadFiles, OnBadFile, check_free_space, explain_full_disk
 from halfstep.data.image_folder import ImageFolder, refuse_lost_classes
-from halfstep.data.image_samples import REDUCING_GAP, StoredImages, centre_square
+from halfstep.data.image_samples import REDUCING_GAP, StoredImages, crop_centre
 from halfstep.data.images import open_picture
 from halfstep.data.loader import read_ahead
 from halfstep.disk import parse_json, take_turn
@@ -82,7 +82,7 @@ class Pack:
 
 
 def open_pack(path: Path, *, fingerprint: str = "", verify_bytes: int = VERIFIED_BYTES) -> Pack:
-    """Map a packed cache after checking it; `fingerprint` is that of the folder it must belong to."""
+    """Map a packed cache after checking it; `fingerprint_folder` is that of the folder it must belong to."""
     index = read_index(path)
     if fingerprint and index.fingerprint != fingerprint:
         raise DataError(
@@ -107,22 +107,22 @@ def read_index(path: Path) -> PackIndex:
     try:
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
-                raise _broken(path, "it does not start as one")
+                raise _make_broken_error(path, "it does not start as one")
             length = file.seek(0, os.SEEK_END)
             file.seek(max(0, length - TRAILER.size))
             index_bytes, digest = TRAILER.unpack(file.read(TRAILER.size))
             pixels_end = length - TRAILER.size - index_bytes
             if pixels_end < PIXELS_AT:
-                raise _broken(path, "it is cut short")
+                raise _make_broken_error(path, "it is cut short")
             file.seek(pixels_end)
             text = file.read(index_bytes)
     except (OSError, struct.error) as error:
-        raise _broken(path, str(error)) from error
+        raise _make_broken_error(path, str(error)) from error
     if hashlib.sha256(text).digest() != digest:
-        raise _broken(path, "the checksum of its index is wrong")
-    index = _index_of(parse_json(text))
+        raise _make_broken_error(path, "the checksum of its index is wrong")
+    index = _parse_index(parse_json(text))
     if pixels_end != PIXELS_AT + len(index.names) * index.image_bytes:
-        raise _broken(path, f"it holds {pixels_end - PIXELS_AT:,} bytes of pixels, not those of its index")
+        raise _make_broken_error(path, f"it holds {pixels_end - PIXELS_AT:,} bytes of pixels, not those of its index")
     return index
 
 
@@ -134,13 +134,13 @@ def is_pack(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
-def crc_of(image: Array) -> int:
+def compute_crc(image: Array) -> int:
     """The checksum of one image's bytes."""
     return zlib.crc32(image.data)
 
 
 @contextmanager
-def partial_file(path: Path, num_images: int, size: int) -> Iterator[tuple[Array, Path]]:
+def open_partial_file(path: Path, num_images: int, size: int) -> Iterator[tuple[Array, Path]]:
     """Room for the pixels under a temporary name, which goes whatever happens; one writer at a time."""
     partial = path.with_name(path.name + ".partial")
     # Not "w": another process may be writing it, which only the lock tells.
@@ -159,7 +159,7 @@ def partial_file(path: Path, num_images: int, size: int) -> Iterator[tuple[Array
             partial.unlink(missing_ok=True)  # already renamed where all went well
 
 
-def finish(partial: Path, path: Path, pixels: Array, index: PackIndex) -> None:
+def finish_file(partial: Path, path: Path, pixels: Array, index: PackIndex) -> None:
     """Add the index, force all to the disk, and give the file its name."""
     assert isinstance(pixels, np.memmap)
     pixels.flush()
@@ -173,7 +173,7 @@ def finish(partial: Path, path: Path, pixels: Array, index: PackIndex) -> None:
     os.replace(partial, path)
 
 
-def fingerprint_of(root: Path, parts: Sequence[Sequence[Path]], settings: dict[str, Any]) -> str:
+def compute_fingerprint(root: Path, parts: Sequence[Sequence[Path]], settings: dict[str, Any]) -> str:
     """Changes when a file of the folder is added, removed, renamed, moved to another split or written, or a setting."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for number, paths in enumerate(parts):
@@ -207,17 +207,17 @@ def _verify(path: Path, index: PackIndex, pixels: Array, verify_bytes: int) -> N
     stride = max(1, -(-pixels.nbytes // max(1, verify_bytes)))
     rows = range(0, len(pixels), stride)
     with ThreadPoolExecutor(VERIFY_THREADS) as threads:  # zlib computes without the interpreter's lock
-        for row, found in zip(rows, threads.map(lambda i: crc_of(pixels[i]), rows), strict=True):
+        for row, found in zip(rows, threads.map(lambda i: compute_crc(pixels[i]), rows), strict=True):
             if found != index.checksums[row]:
-                raise _broken(path, f"the pixels of {index.names[row]} are not those that were written")
+                raise _make_broken_error(path, f"the pixels of {index.names[row]} are not those that were written")
 
 
-def _index_of(values: dict[str, Any]) -> PackIndex:
+def _parse_index(values: dict[str, Any]) -> PackIndex:
     values |= {name: tuple(values[name]) for name in ("classes", "names", "labels", "checksums", "left_out")}
     return PackIndex(**values | {"sizes": tuple((w, h) for w, h in values["sizes"])})
 
 
-def _broken(path: Path, why: str) -> DataError:
+def _make_broken_error(path: Path, why: str) -> DataError:
     return DataError(f"{path} is not a usable packed cache", why=why, fix="pack the folder again: halfstep pack DIR")
 
 
@@ -255,7 +255,7 @@ class PackingBar:
 
 DEFAULT_SIZE = 256
 """Pixels a side: the 256 to which ImageNet's evaluation resizes, of which training at 224 needs most."""
-Told = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """Told how many images of how many are done."""
 
 
@@ -270,37 +270,42 @@ class PackSettings:
     """Threads that decode; 0 means one a core."""
 
 
-def default_pack_path(root: Path, size: int) -> Path:
+def choose_pack_path(root: Path, size: int) -> Path:
     """Inside the folder, one file a size."""
     return root / f".halfstep-{size}.pack"
 
 
-def packed_sizes(root: Path) -> list[int]:
+def list_packed_sizes(root: Path) -> list[int]:
     """Sizes of the packs that lie inside the folder."""
     parts = (path.name.removeprefix(".halfstep-").removesuffix(".pack") for path in root.glob(".halfstep-*.pack"))
     return sorted(int(part) for part in parts if part.isdecimal())
 
 
-def open_or_pack(folder: ImageFolder, path: Path, settings: PackSettings, *, progress: Told | None = None) -> Pack:
+def open_or_pack(
+    folder: ImageFolder, path: Path, settings: PackSettings, *, progress: OnProgress | None = None
+) -> Pack:
     """The cache of a folder: the one at `path` where it is whole and fits the folder, else a new one."""
     with take_turn(path):
         if path.is_file():
             try:
-                return open_pack(path, fingerprint=fingerprint(folder, settings))
+                return open_pack(path, fingerprint=fingerprint_folder(folder, settings))
             except DataError:
                 pass  # stale or broken: made again, which the caller sees by its progress
         return pack(folder, path, settings, progress=progress)
 
 
-def pack(folder: ImageFolder, path: Path, settings: PackSettings, *, progress: Told | None = None) -> Pack:
+def pack(folder: ImageFolder, path: Path, settings: PackSettings, *, progress: OnProgress | None = None) -> Pack:
     """Decode the whole folder into a cache file at `path`, replacing what is there."""
     paths, labels = folder.train.paths + folder.val.paths, folder.train.labels + folder.val.labels
     check_room(path, len(paths), settings)
-    mark = fingerprint(folder, settings)
+    mark = fingerprint_folder(folder, settings)
     bad_files = BadFiles(settings.on_bad_file)
     rows: list[tuple[int, tuple[int, int], int]] = []
     num_train = 0
-    with naming_no_room(path, "the packed images"), partial_file(path, len(paths), settings.size) as (pixels, partial):
+    with (
+        explain_full_disk(path, "the packed images"),
+        open_partial_file(path, len(paths), settings.size) as (pixels, partial),
+    ):
         for done, (number, outcome) in enumerate(_decode_all(folder, settings, pixels), start=1):
             if isinstance(outcome, DataError):
                 bad_files.report(outcome)
@@ -308,7 +313,7 @@ def pack(folder: ImageFolder, path: Path, settings: PackSettings, *, progress: T
                 size, row = outcome, len(rows)
                 if row != number:
                     pixels[row] = pixels[number]  # closes the gap that a bad file left
-                rows.append((number, size, crc_of(pixels[row])))
+                rows.append((number, size, compute_crc(pixels[row])))
                 num_train += number < len(folder.train)
             if progress is not None:
                 progress(done, len(paths))
@@ -326,21 +331,21 @@ def pack(folder: ImageFolder, path: Path, settings: PackSettings, *, progress: T
         )
         refuse_lost_classes(index.classes, index.labels[:num_train], why="all of them were left out")
         bad_files.refuse_empty_validation(len(folder.val), len(rows) - num_train)
-        finish(partial, path, pixels, index)
+        finish_file(partial, path, pixels, index)
     return open_pack(path, verify_bytes=1)
 
 
-def fingerprint(folder: ImageFolder, settings: PackSettings) -> str:
+def fingerprint_folder(folder: ImageFolder, settings: PackSettings) -> str:
     """Of the folder's files and of the settings that change what is stored."""
     stored: dict[str, object] = {"size": settings.size, "on_bad_file": settings.on_bad_file, "classes": folder.classes}
     if folder.has_table:  # else the folders' names are the labels
         stored["labels"] = (folder.train.labels, folder.val.labels)
-    return fingerprint_of(folder.root, (folder.train.paths, folder.val.paths), stored)
+    return compute_fingerprint(folder.root, (folder.train.paths, folder.val.paths), stored)
 
 
-def why_stale(index: PackIndex, folder: ImageFolder, settings: PackSettings) -> str:
+def explain_stale(index: PackIndex, folder: ImageFolder, settings: PackSettings) -> str:
     """Why training on the folder would make a cache with this index again; empty where it would not."""
-    if index.fingerprint == fingerprint(folder, settings):
+    if index.fingerprint == fingerprint_folder(folder, settings):
         return ""
     now = {path.relative_to(folder.root).as_posix() for path in folder.train.paths + folder.val.paths}
     gone = len(set(index.names) - now)
@@ -370,21 +375,21 @@ def check_room(path: Path, num_images: int, settings: PackSettings) -> None:
             why="only an older cache is replaced",
             fix="delete it, or name another file: data.cache_file=FILE (--out FILE)",
         )
-    refuse_no_room(path, needed, what)
+    check_free_space(path, needed, what)
 
 
-def whole_stretched(path: Path, size: int) -> tuple[Array, tuple[int, int]]:
+def read_stretched(path: Path, size: int) -> tuple[Array, tuple[int, int]]:
     """A whole picture at (size, size), and its true size."""
     with open_picture(path) as picture:
-        image = picture.rgb(reduction=min(picture.size) / size)
+        image = picture.to_rgb(reduction=min(picture.size) / size)
         square = image.resize((size, size), Image.Resampling.BILINEAR, reducing_gap=REDUCING_GAP)
         return np.asarray(square), picture.size
 
 
-def centre_unstretched(path: Path, size: int) -> tuple[Array, tuple[int, int]]:
+def read_centre(path: Path, size: int) -> tuple[Array, tuple[int, int]]:
     """The centre square of a picture at (size, size), and its true size."""
     with open_picture(path) as picture:
-        return centre_square(picture, size, 1.0), picture.size
+        return crop_centre(picture, size, 1.0), picture.size
 
 
 def _decode_all(
@@ -394,7 +399,7 @@ def _decode_all(
     paths, num_train = folder.train.paths + folder.val.paths, len(folder.train)
 
     def fill(number: int) -> tuple[int, int] | DataError:
-        stored = whole_stretched if number < num_train else centre_unstretched
+        stored = read_stretched if number < num_train else read_centre
         try:
             pixels[number], size = stored(paths[number], settings.size)
         except DataError as error:

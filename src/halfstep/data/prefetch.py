@@ -61,6 +61,6 @@ def prefetch(batches: Iterable[Batch], device: torch.device | str, *, depth: int
     return Prefetcher(batches, device, depth if device.type == "cuda" else 1)
 
 
-def sent(numbers: Tensor, device: torch.device) -> Tensor:
+def send_to_device(numbers: Tensor, device: torch.device) -> Tensor:
     """A small CPU tensor on the device, without waiting for it."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 
-def generator_for(*key: int) -> torch.Generator:
+def make_generator(*key: int) -> torch.Generator:
     """A CPU generator whose stream depends on the whole key, such as (seed, epoch, index)."""
     mixed = int(np.random.SeedSequence((len(key), *key)).generate_state(1, np.uint64)[0])
     return torch.Generator().manual_seed(mixed >> 1)
@@ -15,7 +15,7 @@ def generator_for(*key: int) -> torch.Generator:
 class Key(tuple[int, ...]):
     """Which samples a batch holds, for whoever draws random numbers for them.
 
-    As a tuple it names a whole batch: what `generator_for(*key)` draws depends on how samples fell into batches.
+    As a tuple it names a whole batch: what `make_generator(*key)` draws depends on how samples fell into batches.
     `noise` draws by `root` and place, so that a sample gets the same numbers in a batch of any size.
     """
 
@@ -32,7 +32,7 @@ class Key(tuple[int, ...]):
     """Samples of that micro-batch; None: those that are there are all."""
 
     @classmethod
-    def of_training(
+    def for_training(
         cls, seed: int, attempted: int, micro_batch: int = 0, place: int = 0, row: int = 0, whole: int | None = None
     ) -> Key:
         """Of the micro-batch that begins with this place in its window, or of its part from this row on."""
@@ -43,7 +43,7 @@ class Key(tuple[int, ...]):
         return key
 
     @classmethod
-    def of_validation(cls, index: int = 0) -> Key:
+    def for_validation(cls, index: int = 0) -> Key:
         """Of samples that are evaluated or predicted, from this index on; it has nothing to augment by.
 
         Without the run's seed: runs of other seeds are judged by the same noise, or their scores would differ by it.
@@ -51,7 +51,7 @@ class Key(tuple[int, ...]):
         return cls._made((), (1,), index)
 
     @classmethod
-    def of_sampling(cls, seed: int, place: int = 0) -> Key:
+    def for_sampling(cls, seed: int, place: int = 0) -> Key:
         """Of what a model makes by itself, from this one on; the same each time."""
         return cls._made((), (2, seed), place)
 
@@ -62,12 +62,12 @@ class Key(tuple[int, ...]):
         return key
 
 
-class Drawn:
+class BatchDraws:
     """Draws for a micro-batch as a whole, of which each process keeps its own rows: the same for any number of them."""
 
     def __init__(self, key: tuple[int, ...], num: int, *stream: int) -> None:
         batch, row, whole = (key.batch, key.row, key.whole) if isinstance(key, Key) else (key, 0, None)
-        self.generator = generator_for(*batch, *stream)
+        self.generator = make_generator(*batch, *stream)
         self.whole, self.rows = whole or num, slice(row, row + num)
 
     def uniform(self, *shape: int) -> torch.Tensor:
@@ -79,6 +79,6 @@ class Drawn:
         return torch.randint(high, (self.whole,), generator=self.generator)[self.rows]
 
 
-def batch_key(key: tuple[int, ...]) -> tuple[int, ...]:
+def get_batch_key(key: tuple[int, ...]) -> tuple[int, ...]:
     """For what is drawn once for a whole micro-batch."""
     return key.batch if isinstance(key, Key) else key

@@ -1,4 +1,4 @@
-"""A look at a data folder before anything is decided: classes, counts, a few samples, and how fast they decode."""
+"""Look at a data folder: classes, counts, a few samples, and how fast they decode."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, Literal
 
 from PIL import Image, ImageDraw, ImageFont
 
-from halfstep.data.files import OnBadFile, some_of
+from halfstep.data.files import OnBadFile, list_some
 from halfstep.data.loader import Samples
 from halfstep.errors import DataError
 from halfstep.workloads import KINDS, from_dict
-from halfstep.workloads.base.guiding import Guiding, Opened, spread
-from halfstep.workloads.base.other_data import any_folder
+from halfstep.workloads.base.guiding import Guiding, OpenedData, spread_indices
+from halfstep.workloads.base.other_data import use_folder
 
 DataOrigin = Literal["folder", "demo"]
 DECODE_FILES, DECODE_S = 32, 1.0
-"""At most this many files and seconds to learn how fast pictures decode."""
+"""Most files and seconds spent on measuring the decoding speed."""
 GRID_SAMPLES, GRID_COLUMNS = 12, 4
 CELL, GAP, BAND = 160, 6, 20
-"""Sides in pixels: a picture, the space between two, a line of text."""
+"""Pixels: side of an image, gap between images, height of a caption."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,20 +35,20 @@ class DataLook:
     num_val: int
     classes: tuple[str, ...]
     counts: tuple[int, ...]
-    """Training samples of each class; empty for masks, where one picture holds many classes."""
+    """Training samples per class; empty for masks, where one image has many classes."""
     store: Mapping[str, Any]
-    """What a model must know of the data, as a run stores it."""
+    """Facts about the data that a model needs, as a run stores them."""
     decoded_per_s: float
-    """Samples that one process reads a second, measured."""
+    """Samples per second that one process reads, measured."""
     on_bad_file: OnBadFile
     notes: tuple[str, ...]
     pictures: tuple[tuple[str, Image.Image], ...]
     sides: tuple[int, int] | None = None
-    """Width and height of the median picture; None where nobody looked."""
+    """Width and height of the median image; None if not determined."""
 
 
 def look_at(workload: str, folder: Path) -> DataLook:
-    """Read a folder as training would; where only single files are bad, without them, and the look says so."""
+    """Read a folder as training would; if only single files are bad, skip them and note it."""
     try:
         return _look(workload, folder, "folder", "error")
     except DataError as first:
@@ -61,7 +61,7 @@ def look_at(workload: str, folder: Path) -> DataLook:
 
 
 def look_at_demo(workload: str, folder: Path) -> DataLook:
-    """The same for the demo data of a workload, which are written to `folder`."""
+    """Write the demo data of a workload to `folder` and look at them."""
     if not folder.exists():
         KINDS.of(workload).write_demo(workload, folder, seed=0)
     return _look(workload, folder, "demo", "error")
@@ -74,18 +74,18 @@ def describe(look: DataLook) -> list[tuple[str, str]]:
         ("folder", "demo data, generated" if look.source == "demo" else str(look.folder)),
         ("samples", f"{look.num_train:,} to train on, {look.num_val:,} to validate"),
         *([("pictures", f"{look.sides[0]}×{look.sides[1]} pixels (median)")] if look.sides else []),
-        ("classes", f"{len(look.classes)}: {some_of(sizes, 12)}"),
+        ("classes", f"{len(look.classes)}: {list_some(sizes, 12)}"),
         ("reading", f"{look.decoded_per_s:,.0f} samples/s in one process (measured)"),
     ]
     if look.counts and max(look.counts) > 10 * min(look.counts):
         rows.append(("balance", f"the largest class has {max(look.counts) / min(look.counts):.0f}x the smallest"))
     if look.on_bad_file == "skip":
-        rows.append(("bad files", f"{len(look.notes)} left out (data.on_bad_file: skip): {some_of(look.notes, 3)}"))
+        rows.append(("bad files", f"{len(look.notes)} left out (data.on_bad_file: skip): {list_some(look.notes, 3)}"))
     return rows
 
 
 def save_grid(look: DataLook, path: Path) -> None:
-    """A picture with a few samples and their classes."""
+    """Save a picture with a few samples and their classes."""
     num_rows = -(-len(look.pictures) // GRID_COLUMNS)
     sheet = Image.new("RGB", (GRID_COLUMNS * (CELL + GAP) + GAP, num_rows * (CELL + BAND + GAP) + GAP), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
@@ -98,9 +98,9 @@ def save_grid(look: DataLook, path: Path) -> None:
 
 
 def _look(workload: str, folder: Path, source: DataOrigin, on_bad_file: OnBadFile) -> DataLook:
-    # Without a folder the config has the demo's image size.
+    # Without a folder the config uses the demo's image size.
     config = from_dict(workload, {"data": {"dir": str(folder)}} if source == "folder" else {}).config
-    config = any_folder(config, folder, on_bad_file=on_bad_file)
+    config = use_folder(config, folder, on_bad_file=on_bad_file)
     family: Guiding = KINDS.of(workload).make_guide()
     opened = family.open(config)
     return DataLook(
@@ -122,7 +122,7 @@ def _look(workload: str, folder: Path, source: DataOrigin, on_bad_file: OnBadFil
 def _measure_decoding(samples: Samples) -> float:
     began = time.perf_counter()
     num_read = 0
-    for index in spread(len(samples), DECODE_FILES):
+    for index in spread_indices(len(samples), DECODE_FILES):
         samples.sample(index, key=(0, 0, index))
         num_read += 1
         if time.perf_counter() - began > DECODE_S:
@@ -130,7 +130,7 @@ def _measure_decoding(samples: Samples) -> float:
     return num_read / max(time.perf_counter() - began, 1e-9)
 
 
-def _draw_pictures(family: Guiding, opened: Opened) -> Iterator[tuple[str, Image.Image]]:
+def _draw_pictures(family: Guiding, opened: OpenedData) -> Iterator[tuple[str, Image.Image]]:
     samples = opened.val if len(opened.val) else opened.train
-    for index in spread(len(samples), GRID_SAMPLES):
+    for index in spread_indices(len(samples), GRID_SAMPLES):
         yield family.picture(samples.sample(index, key=(0, 0, index)), index, opened.classes)

@@ -1,10 +1,10 @@
-"""First values of large models: drawn once, by several threads, and only where somebody reads them.
+"""First values of large models: drawn once, by several threads, and only if they are needed.
 
-torch fills every layer when it is made, on one core, and a model that has values of its own then fills it again: a
-minute for 1.5 billion weights. Here layers are made `bare`, and `draw_normal_` gives every piece of a weight a stream
-of its own (SFC64), so that the numbers follow from torch's seed alone, whatever the number of threads.
+torch fills every layer when it is created, on one core, and a model with its own initialisation then fills it again: a
+minute for 1.5 billion weights. Here `make_bare` creates layers without values, and `draw_normal_` gives every block of
+a weight its own stream (SFC64), so the numbers follow from torch's seed alone, for any number of threads.
 
-Inside `unfilled` nothing is drawn: for whoever loads all weights afterwards, or looks at their shapes alone.
+Inside `skip_first_values` nothing is drawn: for callers that load all weights afterwards, or only look at shapes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Arguments = ParamSpec("Arguments")
 
 
 @contextmanager
-def unfilled() -> Iterator[None]:
+def skip_first_values() -> Iterator[None]:
     """Models built inside hold whatever memory holds where `draw_normal_` would fill them."""
     token = _draws.set(False)
     try:
@@ -37,7 +37,7 @@ def unfilled() -> Iterator[None]:
         _draws.reset(token)
 
 
-def bare(layer: Callable[Arguments, Layer], *args: Arguments.args, **settings: Arguments.kwargs) -> Layer:
+def make_bare(layer: Callable[Arguments, Layer], *args: Arguments.args, **settings: Arguments.kwargs) -> Layer:
     """A layer of torch's without its first values, on the device where layers are being made."""
     place = torch.get_default_device()
     with torch.device("meta"):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as of_all_modules
 
-from halfstep.kernels.fast_forms import wanted
+from halfstep.kernels.fast_forms import is_wanted
 
 
 class CentredConv2d(nn.Conv2d):
@@ -40,8 +40,8 @@ class PatchConv2d(nn.Conv2d):
         super().__init__(in_channels, out_channels, kernel_size=patch, stride=patch)
 
     def forward(self, input: Tensor) -> Tensor:
-        if wanted("patches", input) and self.is_as_built():
-            return patches_conv2d(input, self.weight, self.bias)
+        if is_wanted("patches", input) and self.is_as_built():
+            return convolve_patches(input, self.weight, self.bias)
         return super().forward(input)
 
     def is_as_built(self) -> bool:
@@ -108,7 +108,7 @@ def has_hooks(module: nn.Module) -> bool:
     return any((*own, *forward, *backward))
 
 
-def always(_: nn.Module) -> bool:
+def accept_any(_: nn.Module) -> bool:
     """For a class that can be told nothing that matters, or whose owner looks at its parts."""
     return True
 
@@ -122,7 +122,7 @@ def consists_of(parts: Iterable[nn.Module], *classes: type[nn.Module]) -> bool:
 CONVOLUTIONAL: Checks = {
     CentredConv2d: CentredConv2d.is_as_built,
     BatchNorm2d: BatchNorm2d.is_as_built,
-    **dict.fromkeys((nn.ReLU, nn.Sequential), always),
+    **dict.fromkeys((nn.ReLU, nn.Sequential), accept_any),
 }
 """What both of the convolutional models' chains know."""
 
@@ -141,7 +141,7 @@ def is_exact(gelu: nn.GELU) -> bool:
     return gelu.approximate == "none"
 
 
-def patches_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def convolve_patches(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A convolution whose stride is its kernel size, as one matmul over patches; the result is channels_last."""
     n, c, height, width = x.shape
     out, _, p, q = weight.shape

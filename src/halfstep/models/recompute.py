@@ -16,7 +16,7 @@ runs a second time and its running statistics need shielding.
 
 Loops over chunks save memory in a similar way, and must stay out of compiled code: a compiler unrolls the loop, which
 takes minutes, and fuses what the iterations share, so that the activations of all chunks are alive together.
-`turn_of` compiles one iteration instead.
+`make_iteration` compiles one iteration instead.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def set_recompute(model: nn.Module, how: Recompute) -> bool:
         for relu in (part for part in module.modules() if isinstance(part, nn.ReLU)):
             relu.inplace = not is_selective(how)  # such a region may hold no in-place operation when compiled
     if is_selective(how):
-        logging.getLogger("torch._higher_order_ops.wrap").addFilter(is_no_reminder)
+        logging.getLogger("torch._higher_order_ops.wrap").addFilter(is_not_reminder)
     return bool(able)
 
 
@@ -109,7 +109,7 @@ def keeps_every_product(how: Recompute) -> bool:
     return how in ("none", "pointwise")
 
 
-def how_it_recomputes(model: nn.Module) -> Recompute:
+def get_recompute(model: nn.Module) -> Recompute:
     """What `set_recompute` was told last, or the model was built with."""
     return next((module.recompute for module in model.modules() if isinstance(module, Recomputing)), "none")
 
@@ -120,10 +120,10 @@ class Blocks(Recomputing, nn.Sequential):
         self.recompute = "blocks" if checkpointing else "none"
 
     def forward(self, x: Tensor) -> Tensor:
-        return region_runner(self.recompute)(self._one_by_one, x)
+        return choose_region_runner(self.recompute)(self._one_by_one, x)
 
     def _one_by_one(self, x: Tensor) -> Tensor:
-        run = block_runner(self.recompute, _each_by)
+        run = choose_block_runner(self.recompute, _each_by)
         for block in self:
             x = run(block, x)
         return x
@@ -133,7 +133,7 @@ _each_by: Callable[[Run], Run] | None = None
 
 
 @contextlib.contextmanager
-def each_compiled(compiler: Callable[[Run], Run]) -> Iterator[None]:
+def compile_each_block(compiler: Callable[[Run], Run]) -> Iterator[None]:
     """Within, `Blocks` compile one of theirs for all; not in code that is compiled as a whole."""
     global _each_by
     before, _each_by = _each_by, compiler
@@ -143,13 +143,13 @@ def each_compiled(compiler: Callable[[Run], Run]) -> Iterator[None]:
         _each_by = before
 
 
-def region_runner(how: Recompute) -> Run:
+def choose_region_runner(how: Recompute) -> Run:
     """How a model's forward calls all its blocks together."""
     is_one_region = how == "pointwise" and torch.compiler.is_compiling() and torch.is_grad_enabled()
     return run_pointwise_compiled if is_one_region else run
 
 
-def block_runner(how: Recompute, compiler: Callable[[Run], Run] | None = None) -> Run:
+def choose_block_runner(how: Recompute, compiler: Callable[[Run], Run] | None = None) -> Run:
     """How it calls each of them: plainly, or to be recomputed where a backward will come. A compiler makes one block
     for all."""
     recomputes, is_compiling = how != "none" and torch.is_grad_enabled(), torch.compiler.is_compiling()
@@ -161,10 +161,10 @@ def block_runner(how: Recompute, compiler: Callable[[Run], Run] | None = None) -
         one, whole, selective = run, run_checkpointed, run_pointwise
     if not recomputes or how == "pointwise" and is_compiling:  # a compiled region is pointwise as one
         return one
-    return {"pointwise": selective, "blocks": whole}.get(how) or in_turn(whole, selective)
+    return {"pointwise": selective, "blocks": whole}.get(how) or alternate(whole, selective)
 
 
-def in_turn(*runners: Run) -> Run:
+def alternate(*runners: Run) -> Run:
     """Each runs one block, then the next one."""
     turns = itertools.cycle(runners)
     return lambda block, *inputs: next(turns)(block, *inputs)
@@ -175,47 +175,47 @@ def run(block: Run, *inputs: Tensor) -> Tensor:
 
 
 def run_checkpointed(block: Run, *inputs: Tensor) -> Tensor:
-    return recomputed(block, *inputs, context_fn=contexts_of(block, "blocks"), preserve_rng_state=_draws(block))
+    return run_recomputed(block, *inputs, context_fn=make_contexts(block, "blocks"), preserve_rng_state=_draws(block))
 
 
 def run_checkpointed_compiled(block: Run, *inputs: Tensor) -> Tensor:
     """The same inside a compiled region."""
-    return recomputed(block, *inputs)
+    return run_recomputed(block, *inputs)
 
 
 def run_pointwise(block: Run, *inputs: Tensor) -> Tensor:
     """Call the block and keep its inputs and what was expensive; of one that draws random numbers, its inputs alone."""
     if _draws(block):
         return run_checkpointed(block, *inputs)
-    with no_autocast_cache():
-        return recomputed(block, *inputs, context_fn=contexts_of(block, "pointwise"))
+    with disable_autocast_cache():
+        return run_recomputed(block, *inputs, context_fn=make_contexts(block, "pointwise"))
 
 
 def run_pointwise_compiled(region: Run, *inputs: Tensor) -> Tensor:
     """The same for a whole region inside compiled code."""
-    return recomputed(region, *inputs, **compiled_contexts("pointwise"))
+    return run_recomputed(region, *inputs, **make_compiled_contexts("pointwise"))
 
 
-def contexts_of(block: Run, how: Recompute) -> Callable[[], Contexts]:
+def make_contexts(block: Run, how: Recompute) -> Callable[[], Contexts]:
     """What the two forward passes of a block run in, uncompiled."""
 
     def contexts() -> Contexts:
         if how == "blocks":
             return contextlib.nullcontext(), _spare_statistics(block)
         keeping, replaying = create_selective_checkpoint_contexts(_keep_expensive)
-        return keeping, _both(_spare_statistics(block), replaying)
+        return keeping, _enter_both(_spare_statistics(block), replaying)
 
     return contexts
 
 
-def compiled_contexts(how: Recompute) -> dict[str, Any]:
+def make_compiled_contexts(how: Recompute) -> dict[str, Any]:
     """What `checkpoint` is given inside compiled code."""
     if how == "blocks":
         return {}
     return {"context_fn": functools.partial(create_selective_checkpoint_contexts, _keep_in_partitioner)}
 
 
-def recomputed(function: Run, *inputs: Tensor, **options: Any) -> Tensor:
+def run_recomputed(function: Run, *inputs: Tensor, **options: Any) -> Tensor:
     """Call a function and keep only its inputs; one that draws nothing, unless `preserve_rng_state` is given."""
     out = checkpoint(function, *inputs, use_reentrant=False, **{"preserve_rng_state": False} | options)
     assert isinstance(out, Tensor)
@@ -261,19 +261,19 @@ def _is_expensive_convolution(
     return terms >= COMPUTE_BOUND_TERMS or channels_out * zoom < channels_in
 
 
-def is_no_reminder(record: logging.LogRecord) -> bool:
+def is_not_reminder(record: logging.LogRecord) -> bool:
     """torch reminds everybody who compiles a selective region to have no in-place operation in it; we have none."""
     return "context_fn is passed" not in record.getMessage()
 
 
 @contextlib.contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+def _enter_both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
     with outer, inner:
         yield
 
 
 @contextlib.contextmanager
-def no_autocast_cache(is_off: bool = True) -> Iterator[None]:
+def disable_autocast_cache(is_off: bool = True) -> Iterator[None]:
     """Autocast keeps its copies of weights for the length of a forward. A second forward would then cast nothing, while
     recomputing it casts again, and a selective region must run the same operations twice."""
     before = torch.is_autocast_cache_enabled()
@@ -298,15 +298,15 @@ def _spare_statistics(block: Run) -> Iterator[None]:
             norm._buffers.update(buffers)
 
 
-Turn = TypeVar("Turn", bound=Callable[..., Any])
+Iteration = TypeVar("Iteration", bound=Callable[..., Any])
 
 
-def turn_of(function: Turn, *, is_compiled: bool) -> Turn:
+def make_iteration(function: Iteration, *, is_compiled: bool) -> Iteration:
     """One turn of a loop, to be called without gradients and with chunks of few shapes."""
-    return (_compiled if is_compiled else _plain)(function)
+    return (_compile if is_compiled else _wrap_plain)(function)
 
 
-def _plain(function: Any) -> Any:
+def _wrap_plain(function: Any) -> Any:
     """The function itself, in a frame by which the memory plan knows what a compiled step compiles."""
 
     def run_turn(*inputs: Any, **options: Any) -> Any:
@@ -315,9 +315,9 @@ def _plain(function: Any) -> Any:
     return run_turn
 
 
-TURN = _plain(None).__code__
+ITERATION_CODE = _wrap_plain(None).__code__
 
 
 @functools.cache
-def _compiled(function: Any) -> Any:
+def _compile(function: Any) -> Any:
     return torch.compile(function, dynamic=False)

@@ -18,12 +18,12 @@ from torch.nn import functional as F
 
 from halfstep.errors import ModelError
 from halfstep.islands import fp32_island, get_matmul_dtype, to_fp32
-from halfstep.kernels.fast_forms import decided, has_half_autocast, has_room_for_tiles, has_triton, wanted
-from halfstep.kernels.transformer_chain import Block, Stream, through_blocks
+from halfstep.kernels.fast_forms import has_half_autocast, has_room_for_tiles, has_triton, is_forced_on, is_wanted
+from halfstep.kernels.transformer_chain import Stream, TransformerBlock, run_blocks
 from halfstep.models.layers import (
     Checks,
     PatchConv2d,
-    always,
+    accept_any,
     are_plain,
     consists_of,
     has_bias,
@@ -113,16 +113,16 @@ class EncoderBlock(nn.Module):
             nn.init.normal_(linear.bias, std=1e-6)
 
     def forward(self, x: Tensor) -> Tensor:
-        num_read = 1 if self.is_last and wanted("class_token", x) else x.shape[1]
+        num_read = 1 if self.is_last and is_wanted("class_token", x) else x.shape[1]
         x = x[:, :num_read] + self.ls_1(self.self_attention(self.ln_1(x), num_read))
         return x + self.ls_2(self.mlp(self.ln_2(x)))
 
-    def layers_of_chain(self) -> Block:
-        """This block for `through_blocks`, which gives what `forward` does if there is no layer scale."""
+    def layers_of_chain(self) -> TransformerBlock:
+        """This block for `run_blocks`, which gives what `forward` does if there is no layer scale."""
         attention, first, second = self.self_attention, self.mlp[0], self.mlp[2]
         assert isinstance(first, nn.Linear)
         assert isinstance(second, nn.Linear)
-        return Block(
+        return TransformerBlock(
             num_heads=attention.heads, norm_1=self.ln_1, in_weight=attention.in_proj_weight,
             in_bias=attention.in_proj_bias, out=attention.out_proj, norm_2=self.ln_2, first=first, second=second,
         )  # fmt: skip
@@ -145,7 +145,7 @@ class Encoder(nn.Module):
         self.ln = nn.LayerNorm(size.dim, eps=1e-6)
 
     def forward(self, tokens: Tensor, rows: int, columns: int) -> Tensor:
-        tokens = tokens + resized_positions(self.pos_embedding, rows, columns)
+        tokens = tokens + resize_positions(self.pos_embedding, rows, columns)
         if self.num_registers:
             registers = self.register_tokens.expand(len(tokens), -1, -1)
             tokens = torch.cat([tokens[:, :1], registers, tokens[:, 1:]], dim=1)
@@ -153,7 +153,7 @@ class Encoder(nn.Module):
         return self.ln(self._through_layers(tokens)[:, 0])
 
     def _through_layers(self, tokens: Tensor) -> Tensor:
-        if not (self.training and chain_wanted(self.layers, tokens) and self._suits_chain()):
+        if not (self.training and wants_chain(self.layers, tokens) and self._suits_chain()):
             return self.layers(tokens)
         x, branch, bias = self._chained(tokens)
         # The last block is the compiler's: of its tokens one is read, so that between its matmuls little is left to do.
@@ -173,16 +173,16 @@ class Encoder(nn.Module):
         if not self._suits_chain():  # compiled code asked once, and since then a layer may have been frozen or replaced
             return Stream(nn.Sequential(*blocks)(tokens), None, None)
         layers = [block.layers_of_chain() for block in blocks if isinstance(block, EncoderBlock)]
-        return through_blocks(layers, tokens, get_matmul_dtype(tokens), keep=self.layers.recompute == "none")
+        return run_blocks(layers, tokens, get_matmul_dtype(tokens), keep=self.layers.recompute == "none")
 
 
-def chain_wanted(blocks: nn.Module, tokens: Tensor) -> bool:
+def wants_chain(blocks: nn.Module, tokens: Tensor) -> bool:
     """Whether all blocks but the last should run as a chain of our own kernels between matmuls: compiled, on a GPU, and
     under autocast, where rows are half as wide; or when forced."""
     is_fast = torch.compiler.is_compiling() and tokens.is_cuda and has_half_autocast(tokens)
     are_kept = isinstance(blocks, Blocks) and len(blocks) > 1 and keeps_every_product(blocks.recompute)
     is_possible = torch.is_grad_enabled() and tokens.dtype == torch.float32 and are_kept
-    return is_possible and decided("chain", otherwise=is_fast) and has_triton()
+    return is_possible and is_forced_on("chain", otherwise=is_fast) and has_triton()
 
 
 def is_whole(block: EncoderBlock) -> bool:
@@ -199,7 +199,7 @@ CHAINED: Checks = {
     nn.GELU: is_exact,
     SelfAttention: lambda part: type(part.out_proj) is nn.Linear,
     EncoderBlock: is_whole,
-    **dict.fromkeys((nn.Identity, nn.Sequential, Blocks), always),
+    **dict.fromkeys((nn.Identity, nn.Sequential, Blocks), accept_any),
 }
 """What `kernels.transformer_chain` takes the place of."""
 
@@ -228,7 +228,7 @@ class ViT(nn.Module):
                 fix="the published sizes are vit_s_16, vit_b_16 and vit_l_16 at 224 pixels",
             )
         self.patch = size.patch
-        self.grid = checked_grid(image_size, image_size, size.patch)[0]
+        self.grid = compute_grid(image_size, image_size, size.patch)[0]
         self.conv_proj = PatchConv2d(in_channels, size.dim, size.patch)
         self.class_token = nn.Parameter(torch.zeros(1, 1, size.dim))
         self.encoder = Encoder(
@@ -241,13 +241,13 @@ class ViT(nn.Module):
             nn.init.zeros_(zero)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, columns = checked_grid(x.shape[2], x.shape[3], self.patch)
+        rows, columns = compute_grid(x.shape[2], x.shape[3], self.patch)
         patches = self.conv_proj(x).flatten(2).transpose(1, 2)
         tokens = torch.cat([self.class_token.expand(len(x), -1, -1), patches], dim=1)
         return self.heads(self.encoder(tokens, rows, columns))
 
 
-def checked_grid(height: int, width: int, patch: int) -> tuple[int, int]:
+def compute_grid(height: int, width: int, patch: int) -> tuple[int, int]:
     """Rows and columns of patches."""
     if height % patch or width % patch:
         raise ModelError(
@@ -258,7 +258,7 @@ def checked_grid(height: int, width: int, patch: int) -> tuple[int, int]:
     return height // patch, width // patch
 
 
-def resized_positions(positions: Tensor, rows: int, columns: int, *, antialias: bool = False) -> Tensor:
+def resize_positions(positions: Tensor, rows: int, columns: int, *, antialias: bool = False) -> Tensor:
     """Position embeddings (1, 1 + side², dim) for another grid: bicubic, in fp32; the class token's stays."""
     side = math.isqrt(positions.shape[1] - 1)
     if (rows, columns) == (side, side):
@@ -269,7 +269,7 @@ def resized_positions(positions: Tensor, rows: int, columns: int, *, antialias: 
         return torch.cat([positions[:, :1], grid.flatten(2).transpose(1, 2).to(positions.dtype)], dim=1)
 
 
-def vit(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, patch: int = 0, **options: Any) -> ViT:
+def build_vit(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, patch: int = 0, **options: Any) -> ViT:
     """`vit_s_16`, `vit_b_16` or `vit_l_16`, with the options of `ViT`; a size above 0 replaces the published one."""
     given = {"depth": depth, "heads": heads, "dim": dim, "mlp_dim": 4 * dim, "patch": patch}
     return ViT(replace(VITS[name], **{part: value for part, value in given.items() if value}), **options)

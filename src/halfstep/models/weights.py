@@ -50,18 +50,18 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         content: Any = load_file(path) if path.suffix == ".safetensors" else _load_tensors(path)
     except Exception as error:  # a foreign file can break a reader in any way
-        raise _unreadable(path, error) from error
+        raise _explain_unreadable(path, error) from error
     if not isinstance(content, Mapping):
         raise ModelError(f"{path} holds a {type(content).__name__}, not a state dict", fix="save model.state_dict()")
     beside: dict[str, Any] = {}
     while nest := next((key for key in NESTS if isinstance(content.get(key), Mapping) and content[key]), None):
         beside |= {name: value for name, value in content.items() if name != nest}
         content = content[nest]
-    tensors = {plain(str(name)): value for name, value in content.items() if isinstance(value, Tensor)}
+    tensors = {strip_torch_prefixes(str(name)): value for name, value in content.items() if isinstance(value, Tensor)}
     if not tensors:
         raise ModelError(
             f"{path} holds no weights",
-            why=f"its keys are {_few(map(str, content))}" if content else "it is empty",
+            why=f"its keys are {_name_few(map(str, content))}" if content else "it is empty",
             fix="save model.state_dict(), alone or below the key state_dict",
         )
     return tensors, beside | {name: value for name, value in content.items() if not isinstance(value, Tensor)}
@@ -76,12 +76,12 @@ def _load_tensors(path: Path) -> Any:
 def load_weights_(model: nn.Module, weights: Mapping[str, Tensor], *, source: str) -> None:
     """Copy `weights` into `model`; anything missing, unknown, of another shape or not finite is one error naming it."""
     own = model.state_dict()
-    named = {plain(name): name for name in own}
+    named = {strip_torch_prefixes(name): name for name in own}
     # Files from before torch 0.4.1 have no counters; torch loads them without, too.
-    weights = {name: own[own_name] for name, own_name in named.items() if BATCH_COUNTER in name} | in_names_of(
+    weights = {name: own[own_name] for name, own_name in named.items() if BATCH_COUNTER in name} | match_names(
         named, weights
     )
-    if differences := _differences({name: own[own_name] for name, own_name in named.items()}, weights):
+    if differences := _list_differences({name: own[own_name] for name, own_name in named.items()}, weights):
         raise ModelError(
             f"the weights of {source} do not fit the model",
             why="; ".join(differences),
@@ -90,7 +90,7 @@ def load_weights_(model: nn.Module, weights: Mapping[str, Tensor], *, source: st
     broken = [name for name in named if not bool(weights[name].isfinite().all())]
     if broken:
         raise ModelError(
-            f"the weights of {source} are not finite: {_few(broken)}",
+            f"the weights of {source} are not finite: {_name_few(broken)}",
             why="NaN or infinity in a weight makes every loss NaN; the run that wrote them had diverged",
             fix="an earlier checkpoint of that run",
         )
@@ -100,25 +100,25 @@ def load_weights_(model: nn.Module, weights: Mapping[str, Tensor], *, source: st
 Weights = dict[str, Tensor]
 
 
-def load_file_(model: nn.Module, path: str, named: Callable[[Weights], Weights] = dict) -> None:
+def load_weights_file_(model: nn.Module, path: str, named: Callable[[Weights], Weights] = dict) -> None:
     """Copy a file's weights into `model`, under the names that `named` gives them."""
     load_weights_(model, named(read_weights(Path(path))[0]), source=path)
 
 
-def _differences(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[str]:
+def _list_differences(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[str]:
     """What each side has that the other has not, and tensors of other shapes."""
     missing, unknown = ([name for name in one if name not in other] for one, other in ((own, weights), (weights, own)))
     shapes = [
-        f"{name} is {_shape(weights[name])} there, {_shape(own[name])} here"
+        f"{name} is {_format_shape(weights[name])} there, {_format_shape(own[name])} here"
         for name in own
         if name in weights and weights[name].shape != own[name].shape
     ]
-    found = [f"the file lacks {_few(missing)}"] if missing else []
-    found += [f"the model has no {_few(unknown)}"] if unknown else []
+    found = [f"the file lacks {_name_few(missing)}"] if missing else []
+    found += [f"the model has no {_name_few(unknown)}"] if unknown else []
     return found + shapes[:SHOWN] + ([f"and {len(shapes) - SHOWN} more shapes"] if len(shapes) > SHOWN else [])
 
 
-def _unreadable(path: Path, error: Exception) -> ModelError:
+def _explain_unreadable(path: Path, error: Exception) -> ModelError:
     with path.open("rb") as file:
         start = file.read(64).lstrip()
     for beginning, (why, fix) in NOT_WEIGHTS.items():
@@ -149,12 +149,12 @@ def _unreadable(path: Path, error: Exception) -> ModelError:
     )
 
 
-def _few(names: Iterable[str]) -> str:
+def _name_few(names: Iterable[str]) -> str:
     listed = sorted(names, key=lambda name: BATCH_COUNTER in name)
     return ", ".join(listed[:SHOWN]) + (f" and {len(listed) - SHOWN} more" if len(listed) > SHOWN else "")
 
 
-def _shape(tensor: Tensor) -> str:
+def _format_shape(tensor: Tensor) -> str:
     return "×".join(map(str, tensor.shape)) or "a scalar"
 
 
@@ -162,18 +162,18 @@ WRAPPERS = ("module.", "model.", "net.", "network.", "backbone.", "base_model.")
 """DataParallel and DDP, Lightning, and what scripts call their only part."""
 COMPILED = "_orig_mod."  # torch.compile puts it before the names of each part it wrapped, wherever that is
 
-Table = tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]
+NameTable = tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]
 _LAYER = r"encoder.layers.encoder_layer_\1"
 _THIRDS = {"q": "#0", "k": "#1", "v": "#2"}
 """Queries, keys and values that a file keeps apart are one tensor here: its thirds, in this order."""
 
-RELEASED_VIT: Table = (
+RELEASED_VIT: NameTable = (
     (r"encoder\.layers\.encoder_layer_(\d+)\.mlp\.linear_1\.", rf"{_LAYER}.mlp.0."),
     (r"encoder\.layers\.encoder_layer_(\d+)\.mlp\.linear_2\.", rf"{_LAYER}.mlp.3."),
 )
 """torchvision renamed these layers after it had released its ViT weights."""
 
-TIMM_VIT: Table = (
+TIMM_VIT: NameTable = (
     (r"cls_token$", "class_token"),
     (r"pos_embed$", "encoder.pos_embedding"),
     (r"(?:reg_token|register_tokens)$", "encoder.register_tokens"),
@@ -190,7 +190,7 @@ TIMM_VIT: Table = (
 """Also DeiT's, DINO's and MAE's."""
 
 _HF_LAYER = r"(?:(?:vit|dinov2)\.)?(?:encoder\.layer|layers)\.(\d+)"
-HF_VIT: Table = (
+HF_VIT: NameTable = (
     (r"(?:(?:vit|dinov2)\.)?embeddings\.cls_token$", "class_token"),
     (r"(?:(?:vit|dinov2)\.)?embeddings\.position_embeddings$", "encoder.pos_embedding"),
     (r"(?:(?:vit|dinov2)\.)?embeddings\.patch_embeddings\.projection\.", "conv_proj."),
@@ -209,7 +209,7 @@ HF_VIT: Table = (
 """Of released files, and since version 5 of `state_dict()`."""
 
 _DINOV2_LAYER = r"(?:dinov2\.)?encoder\.layer\.(\d+)"
-HF_DINOV2: Table = (
+HF_DINOV2: NameTable = (
     (rf"{_DINOV2_LAYER}\.norm([12])\.", rf"{_LAYER}.ln_\2."),
     (rf"{_DINOV2_LAYER}\.layer_scale([12])\.lambda1$", rf"{_LAYER}.ls_\2.gamma"),
     (rf"{_DINOV2_LAYER}\.attention\.output\.dense\.", rf"{_LAYER}.self_attention.out_proj."),
@@ -218,7 +218,7 @@ HF_DINOV2: Table = (
 """DINOv2's, whose blocks have other names for norms and layer scale than the ViT's."""
 
 _HF_BLOCK = r"(?:resnet\.)?encoder\.stages\.(\d+)\.layers\.(\d+)"
-HF_RESNET: Table = (
+HF_RESNET: NameTable = (
     (r"(?:resnet\.)?embedder\.embedder\.convolution\.", "conv1."),
     (r"(?:resnet\.)?embedder\.embedder\.normalization\.", "bn1."),
     (rf"{_HF_BLOCK}\.shortcut\.convolution\.", lambda m: f"layer{int(m[1]) + 1}.{m[2]}.downsample.0."),
@@ -227,27 +227,27 @@ HF_RESNET: Table = (
     (rf"{_HF_BLOCK}\.layer\.(\d+)\.normalization\.", lambda m: f"layer{int(m[1]) + 1}.{m[2]}.bn{int(m[3]) + 1}."),
     (r"classifier\.1\.", "fc."),
 )
-TABLES: tuple[Table, ...] = ((), RELEASED_VIT, TIMM_VIT, HF_VIT, HF_DINOV2, HF_RESNET)
+NAME_TABLES: tuple[NameTable, ...] = ((), RELEASED_VIT, TIMM_VIT, HF_VIT, HF_DINOV2, HF_RESNET)
 
 UNUSED = re.compile(r"(?:(?:vit|dinov2)\.)?pooler\.dense\.")
 """A layer that Hugging Face's headless ViT carries and its classifier does not use either."""
 
 
-def plain(name: str) -> str:
+def strip_torch_prefixes(name: str) -> str:
     """Without what torch itself puts in."""
     return name.replace(COMPILED, "").removeprefix("module.")
 
 
-def in_names_of(own: Iterable[str], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def match_names(own: Iterable[str], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights under the names, of those they may have, that most of `own` are among."""
     wanted = set(own)
-    given = {plain(name): tensor for name, tensor in weights.items()}
-    inner = (given, _unwrapped(given), _without_shared_start(given))
-    forms = (_renamed(names, table) for names in inner for table in TABLES)
+    given = {strip_torch_prefixes(name): tensor for name, tensor in weights.items()}
+    inner = (given, _strip_wrappers(given), _strip_shared_prefix(given))
+    forms = (_rename_by_table(names, table) for names in inner for table in NAME_TABLES)
     return max(forms, key=lambda form: len(wanted & form.keys()))
 
 
-def _unwrapped(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def _strip_wrappers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Without wrappers' prefixes; a name that would then be there twice stays as it is."""
     found: dict[str, Tensor] = {}
     for name, tensor in weights.items():
@@ -258,23 +258,23 @@ def _unwrapped(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _without_shared_start(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def _strip_shared_prefix(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Of a file that holds one part of another model, whatever its name there: `encoder.conv1.weight`."""
     shared = ".".join([*os.path.commonprefix([name.split(".")[:-1] for name in weights]), ""])
     return {name.removeprefix(shared): tensor for name, tensor in weights.items()}
 
 
-def _renamed(weights: dict[str, Tensor], table: Table) -> dict[str, Tensor]:
+def _rename_by_table(weights: dict[str, Tensor], table: NameTable) -> dict[str, Tensor]:
     if not table:
         return weights
-    found = {_ours(name, table): tensor for name, tensor in weights.items() if not UNUSED.match(name)}
+    found = {_rename(name, table): tensor for name, tensor in weights.items() if not UNUSED.match(name)}
     for whole in [name.removesuffix("#0") for name in found if name.endswith("#0")]:
         if {f"{whole}#{third}" for third in range(3)} <= found.keys():
             found[whole] = torch.cat([found.pop(f"{whole}#{third}") for third in range(3)])
     return found
 
 
-def _ours(name: str, table: Table) -> str:
+def _rename(name: str, table: NameTable) -> str:
     for theirs, ours in table:
         if match := re.match(theirs, name):
             return (match.expand(ours) if isinstance(ours, str) else ours(match)) + name[match.end() :]

@@ -25,9 +25,9 @@ from halfstep.distributed.world import World
 from halfstep.errors import ConfigError
 from halfstep.evidence.recorder import Recorder
 from halfstep.hardware.facts import Hardware
-from halfstep.hardware.gpus import known_gpu
+from halfstep.hardware.gpus import look_up_gpu
 from halfstep.hardware.probe import probe
-from halfstep.models.first_values import unfilled
+from halfstep.models.first_values import skip_first_values
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 from halfstep.run.folder import with_absolute_paths
@@ -85,13 +85,13 @@ class Assembly:
     def full_batch(self) -> int:
         """Samples of a whole batch that this process has."""
         whole = min(self.config.train.batch_size, len(self.workload.train_samples))
-        return whole if self.world is None else self.world.rows(whole)
+        return whole if self.world is None else self.world.count_rows(whole)
 
     def ask_to_stop(self) -> None:
         steps = self.step.steps.values() if isinstance(self.step, PhasedStep) else [self.step]
         for step in steps:
             if step.ranks is not None:
-                step.ranks.ask()
+                step.ranks.ask_to_stop()
 
 
 def plan_for(config: RunConfig, workload: Workload, hardware: Hardware) -> Plan:
@@ -172,7 +172,7 @@ def build_workload(config: RunConfig, store: dict[str, Any] | None = None) -> Wo
 
     A stored run's weights are in its checkpoint as well: whoever gives its store loads all of them."""
     seed_everything(config.train.seed)
-    with nullcontext() if store is None else unfilled():
+    with nullcontext() if store is None else skip_first_values():
         return build(config, store)
 
 
@@ -382,12 +382,12 @@ DEMO_PLAN_NOTE = (
 def plan_config(config: RunConfig, *, gpu: str | None = None) -> Plan:
     """Build the model as training would, on demo data where none are given, and decide for the hardware."""
     if gpu:
-        return _with_what_is_untimed(_plan_on(config, known_gpu(gpu)))
+        return _with_what_is_untimed(_plan_on(config, look_up_gpu(gpu)))
     return _plan_on(config, probe(config.device))
 
 
 def _plan_on(config: RunConfig, hardware: Hardware) -> Plan:
-    with data_at_hand(config) as with_data, unfilled():
+    with data_at_hand(config) as with_data, skip_first_values():
         decided = plan_for(with_data, build_workload(with_data), hardware)
         return _with_warning(decided, DEMO_PLAN_NOTE) if is_demo(config) else decided
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfstep.config.dump import to_yaml
 from halfstep.config.schema import RunConfig
-from halfstep.data.loader import Loader, NamedSamples, offers
+from halfstep.data.loader import Loader, NamedSamples, implements
 from halfstep.distributed.world import Share
 from halfstep.errors import CheckpointError, HardwareError, summarise_error
 from halfstep.evidence import capsule as capsules
@@ -27,7 +27,7 @@ from halfstep.evidence.replay import Replayed
 from halfstep.evidence.replay import replay as replayed
 from halfstep.evidence.updates import Update
 from halfstep.hardware.probe import probe
-from halfstep.kernels.fast_forms import chains, forced
+from halfstep.kernels.fast_forms import allow_chains, force
 from halfstep.precision.decide import decide, decide_again
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly, assemble, build_workload
@@ -106,7 +106,7 @@ def load_window(parts: Assembly, reading: Reading) -> list[dict[str, Tensor]] | 
 
 def _names(workload: Workload, ids: Sequence[int]) -> list[str]:
     samples = workload.train_samples
-    return [samples.name_of(index) for index in ids] if offers(samples, NamedSamples) else []
+    return [samples.name_of(index) for index in ids] if implements(samples, NamedSamples) else []
 
 
 # --- the step again ---
@@ -178,7 +178,7 @@ def _subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[str, T
         variants=_variants(parts.plan, region),
         frozen=modules_of(parts.workload.frozen),
         beside_state=dict(frozen),
-        trained=step.trained_parameters(),
+        trained=step.find_trained_parameters(),
     )
 
 
@@ -199,11 +199,11 @@ def _variants(plan: Plan, region: Region) -> dict[str, LossFn]:
         return {}
 
     def as_it_was(batch: Any) -> Any:
-        with chains(on=plan.mode == "graph"):
+        with allow_chains(on=plan.mode == "graph"):
             return region(batch)
 
     def without_kernels(batch: Any) -> Any:
-        with forced(False):
+        with force(False):
             return region(batch)
 
     return {"as it was": as_it_was, "kernels off": without_kernels}

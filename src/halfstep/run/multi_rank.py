@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from halfstep import __version__
 from halfstep.config.schema import RunConfig
-from halfstep.distributed.world import World, agreed
+from halfstep.distributed.world import World, mark_agreed
 from halfstep.errors import ConfigError, HalfstepError, format_count
 from halfstep.run.folder import digest_of_contents
 from halfstep.run.frozen_modules import checksum
 from halfstep.run.memory.out_of_memory import OutOfMemory
 from halfstep.run.resume import flattened
 from halfstep.step.facts import PhasedReading, Reading
-from halfstep.step.phases import without_gradients_of_others
-from halfstep.step.ranks import Ranks, refuse_other_settings, wrapped_regions
+from halfstep.step.phases import freeze_others
+from halfstep.step.ranks import Ranks, refuse_other_settings, wrap_regions
 from halfstep.tune.modes import Batch, Region
 from halfstep.workloads.base.workload import Workload
 
@@ -51,12 +51,12 @@ def connected(
         except Exception as error:
             found = eager(batch)  # what fails here as well is not the compiler's
             ranks.uncompiled = error
-            ranks.fell_to("eager")
+            ranks.announce_mode("eager")
             return found
 
     own = [p for p in model.parameters() if p.requires_grad] if trained is None else trained
-    with without_gradients_of_others(model, own):
-        wrapped = wrapped_regions(
+    with freeze_others(model, own):
+        wrapped = wrap_regions(
             model,
             {"eager": eager, "compiled": compiled_or_eager},
             device,
@@ -78,7 +78,7 @@ def synchronised(config: RunConfig, model: nn.Module, device: torch.device, worl
     if world is None or not config.train.sync_batch_norm:
         return model
     if device.type != "cuda":
-        raise agreed(
+        raise mark_agreed(
             ConfigError(
                 f"train.sync_batch_norm=true on {device.type}",
                 why="torch has SyncBatchNorm for GPUs only",
@@ -94,7 +94,7 @@ def notes_on(config: RunConfig, workload: Workload, model: nn.Module, world: Wor
     if world is None or world.size == 1:
         return []
     notes = [f"over the samples of one process, not of the whole batch: {what}" for what in workload.by_batch]
-    each = world.rows(config.train.batch_size, world.size - 1)
+    each = world.count_rows(config.train.batch_size, world.size - 1)
     has_norm = any(type(m).__name__.startswith("BatchNorm") for m in model.modules())
     if has_norm and each < 16 and not config.train.sync_batch_norm:
         notes += [
@@ -108,7 +108,7 @@ def refuse_unfit(config: RunConfig, world: World) -> None:
     """What several processes cannot train, found before anything is made."""
     size, train = world.size, config.train
     if size > train.batch_size:
-        raise agreed(
+        raise mark_agreed(
             ConfigError(
                 f"train.batch_size={train.batch_size} for {size} processes",
                 why="batch_size counts samples over all processes, and each needs one at least",
@@ -141,7 +141,7 @@ def with_all_samples(world: World, reading: Reading) -> Reading:
     """A bad step's reading with the samples of the processes that made it so; asked of all at the same step."""
     if not reading.is_bad:
         return reading
-    ids = world.gathered(reading.sample_ids)
+    ids = world.gather(reading.sample_ids)
     # A reading that was stored may be of more processes than there are now.
     faulty = [rank for rank in reading.faulty_ranks if rank < world.size] or range(world.size)
     found = tuple(dict.fromkeys(number for rank in faulty for number in ids[rank]))

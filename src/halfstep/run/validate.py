@@ -22,7 +22,7 @@ from halfstep.errors import CheckpointError, ConfigError
 from halfstep.precision.plan import Plan
 from halfstep.run.memory.out_of_memory import split_window
 from halfstep.step.phases import PhasedStep
-from halfstep.step.randomness import generator_states, restore_generators
+from halfstep.step.randomness import read_generators, restore_generators
 from halfstep.step.step import Step
 from halfstep.tune.channels_last import in_layout_of
 from halfstep.workloads.base.workload import Workload
@@ -47,7 +47,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def averaged(step: Step | PhasedStep) -> Iterator[None]:
     """The model holds its averaged weights inside, where the step keeps an average."""
-    with step.ema.swapped_in() if step.ema is not None else nullcontext():
+    with step.ema.swap_in() if step.ema is not None else nullcontext():
         yield
 
 
@@ -69,11 +69,11 @@ def validate(
     index = 0
     with evaluating(model):
         for batch, size in zip(prefetch(loader.epoch(0), device), loader.sizes(0, len(loader)), strict=True):
-            place = 0 if world is None else world.place(size)
-            key = Key.of_validation(index + place)
+            place = 0 if world is None else world.find_first_row(size)
+            key = Key.for_validation(index + place)
             index += size
             advance()
-            if world is not None and world.rows(size) == 0:
+            if world is not None and world.count_rows(size) == 0:
                 continue
             prepared = in_layout_of(model, workload.prepared(batch, key=key, training=False))
             with plan.forward():
@@ -84,9 +84,9 @@ def validate(
                     weight_sum += weight
                     metrics.update(outputs, part)
     if world is not None:
-        sums = world.summed({"loss": loss_sum, "weight": weight_sum}, device)
+        sums = world.sum_over_ranks({"loss": loss_sum, "weight": weight_sum}, device)
         loss_sum, weight_sum = sums["loss"], sums["weight"]
-        metrics.load_state_dict(world.summed(metrics.state_dict(), device))
+        metrics.load_state_dict(world.sum_over_ranks(metrics.state_dict(), device))
     return {"loss": float(loss_sum / weight_sum), **metrics.compute()}
 
 
@@ -98,11 +98,11 @@ FORM = "a str, or a uint8 array of shape (height, width) or (height, width, 3)"
 def sample(parts: Assembly, folder: Path) -> list[Path]:
     """Call the workload's `sample` with the weights that validation uses; no generator is any further afterwards."""
     assert parts.workload.sample is not None
-    generators = generator_states()
+    generators = read_generators()
     parts.values.refresh()
     try:
         with averaged(parts.step), evaluating(parts.model), parts.plan.forward():
-            found = parts.workload.sample(parts.model, Key.of_sampling(parts.config.train.seed))
+            found = parts.workload.sample(parts.model, Key.for_sampling(parts.config.train.seed))
     finally:
         restore_generators(generators)
     return write_samples(folder, found)

@@ -22,23 +22,23 @@ from torch.optim import Optimizer
 from halfstep.errors import CheckpointError
 from halfstep.step.batches import Batch, Window
 from halfstep.step.ema import Ema
-from halfstep.step.facts import Facts, PhasedFacts, Reading, parts_of
+from halfstep.step.facts import Facts, PhasedFacts, Reading, split_phases
 from halfstep.step.guard import CONTINUE, COUNTERS, Action, Guard, GuardOptions, Verdict
 from halfstep.step.scaler import Scaler
 from halfstep.step.step import LossFn, Step
-from halfstep.step.step_state import load_into, refuse_unfit, state_of
+from halfstep.step.step_state import collect_state, load_state, refuse_unfit
 
 
 class PhaseStep(Step):
     """A step that trains its own parameters only: all others of the model get no gradients while it runs."""
 
     def forward_backward(self, loss_fn: LossFn, window: Window) -> Facts:
-        with without_gradients_of_others(self.model, self.trained_parameters()):
+        with freeze_others(self.model, self.find_trained_parameters()):
             return super().forward_backward(loss_fn, window)
 
 
 @contextmanager
-def without_gradients_of_others(model: nn.Module, trained: Iterable[Tensor]) -> Iterator[None]:
+def freeze_others(model: nn.Module, trained: Iterable[Tensor]) -> Iterator[None]:
     """Autograd, eager or compiled, leaves out what does not require gradients: time and memory, not only `.grad`."""
     own = {id(parameter) for parameter in trained}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
@@ -58,17 +58,17 @@ class Averages:
         self.own = own
 
     @contextmanager
-    def swapped_in(self) -> Iterator[None]:
+    def swap_in(self) -> Iterator[None]:
         with ExitStack() as all_of_them:
             for average in self.own:
-                all_of_them.enter_context(average.swapped_in())
+                all_of_them.enter_context(average.swap_in())
             yield
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: value for average in self.own for name, value in average.state_dict().items()}
 
-    def restarted(self) -> dict[str, Tensor]:
-        return {name: value for average in self.own for name, value in average.restarted().items()}
+    def restart(self) -> dict[str, Tensor]:
+        return {name: value for average in self.own for name, value in average.restart().items()}
 
 
 class PhasedStep:
@@ -118,31 +118,31 @@ class PhasedStep:
             "scaler": self.scaler.state_dict(),
             "ema": self.ema.state_dict() if self.ema is not None else {},
             "phases": {
-                name: {key: value for key, value in state_of(step).items() if key not in ("scaler", "ema")}
+                name: {key: value for key, value in collect_state(step).items() if key not in ("scaler", "ema")}
                 for name, step in self.steps.items()
             },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        parts = self._parts(state)
+        parts = self._split_state(state)
         for name, step in self.steps.items():
             refuse_unfit(step, parts[name])
         for name, step in self.steps.items():
-            load_into(step, parts[name])
+            load_state(step, parts[name])
         self.attempted = int(state["attempted"])
         self.committed.fill_(int(state["committed"]))
 
-    def _parts(self, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def _split_state(self, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         stored = state.get("phases", {})
         if stored.keys() != self.steps.keys():
             raise CheckpointError(
                 f"the stored state is of the phases {', '.join(stored) or 'none'}, not {', '.join(self.steps)}",
                 fix="resume with the workload the run was started with",
             )
-        averages = self._averages(state["ema"])
+        averages = self._split_averages(state["ema"])
         return {name: {**stored[name], "scaler": state["scaler"], "ema": averages[name]} for name in self.steps}
 
-    def _averages(self, stored: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    def _split_averages(self, stored: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         """Each phase's own; names that belong to none go to the first, which refuses them."""
         own = {name: list(step.ema.state_dict()) if step.ema is not None else [] for name, step in self.steps.items()}
         known = {key for names in own.values() for key in names}
@@ -168,13 +168,13 @@ class PhasedGuard(Guard):
 
     def judge(self, reading: Reading) -> Verdict:
         """The gravest verdict on any phase. Where a rollback goes is counted in iterations, not in a phase's steps."""
-        parts = parts_of(reading)
+        parts = split_phases(reading)
         before = reading.committed - any(not part.is_bad for part in parts.values())
-        found = [self._of_phase(name, part, before) for name, part in parts.items()]
+        found = [self._judge_phase(name, part, before) for name, part in parts.items()]
         self.num_skipped = sum(guard.num_skipped for guard in self.phases.values())
         return max(found, key=lambda verdict: FROM_MILDEST.index(verdict.action), default=CONTINUE)
 
-    def _of_phase(self, name: str, reading: Reading, committed: int) -> Verdict:
+    def _judge_phase(self, name: str, reading: Reading, committed: int) -> Verdict:
         guard = self.phases[name]
         guard.num_rollbacks = self.num_rollbacks
         verdict = guard.judge(replace(reading, committed=committed))

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from halfstep import __version__
-from halfstep.distributed.world import World, agreed
+from halfstep.distributed.world import World, mark_agreed
 from halfstep.errors import ConfigError, ModelError
 from halfstep.step.facts import FELL, PER_RANK, Reading, Slower
 
@@ -47,7 +47,7 @@ class Agreed:
     said: Tensor
     """Who asked to stop (how many), then of each rank the flags, the seconds it waited for the others, and its rate."""
 
-    def any_said(self, flag: int) -> Tensor:
+    def has_any(self, flag: int) -> Tensor:
         return (self.said[1 : 1 + len(self.said) // PER_RANK].long() & flag).any()
 
 
@@ -86,16 +86,16 @@ class Ranks:
         """Whether DDP has settled its buckets and measured its first iterations."""
         return self._num_reduced >= UNCAPTURED
 
-    def ask(self) -> None:
+    def ask_to_stop(self) -> None:
         """Have the next step tell all ranks that the run is to end."""
         self.asked.fill_(1)
 
-    def fell_to(self, mode: Slower) -> None:
+    def announce_mode(self, mode: Slower) -> None:
         """Have the next verdict tell all ranks that this one's steps run in a slower mode from now on."""
         self._fell.fill_(FELL[mode])
 
     @contextmanager
-    def reducing(self, *, is_last: bool) -> Iterator[None]:
+    def reduce_last(self, *, is_last: bool) -> Iterator[None]:
         """Around forward and backward: gradients travel with the window's last micro-batch only."""
         self._entered.clear()
         with ExitStack() as quiet:
@@ -105,15 +105,15 @@ class Ranks:
             yield
         self._num_reduced += is_last
 
-    def unit(self, weight: Tensor | float | int) -> Tensor:
+    def agree_on_unit(self, weight: Tensor | float | int) -> Tensor:
         """The mean of all ranks' first weights: equal ones count exactly 1 each, as in plain DDP."""
-        mean = self._tensor(weight) / self.size
-        with self._timed():
+        mean = self._to_tensor(weight) / self.size
+        with self._time_wait():
             dist.all_reduce(mean)
         return torch.where(mean > 0, mean, torch.ones_like(mean)).float()
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _time_wait(self) -> Iterator[None]:
         """How long this rank waits for the others where they first meet in a step: the slowest one waits least. On CUDA
         it is known one step later, and of captured steps it is not."""
         if self.device.type != "cuda":
@@ -131,7 +131,7 @@ class Ranks:
         yield
         self._marks[1].record(torch.cuda.current_stream(self.device))
 
-    def nothing(self, loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    def make_empty_loss(self, loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         """A loss of 0 whose backward pass reaches every parameter: the other ranks wait for this one's gradients."""
         if self.talks_in_backward:
             return loss * 0
@@ -140,7 +140,7 @@ class Ranks:
 
     def agree(self, loss_sum: Tensor, weight: Tensor | float | int, ruined: Tensor, rate: Tensor) -> Agreed:
         """One SUM over all ranks of what their windows came to."""
-        share = self._tensor(weight)
+        share = self._to_tensor(weight)
         loss_sum = torch.where(share == 0, torch.zeros_like(share), loss_sum.double())
         flags = BAD * (loss_sum - loss_sum != 0).double() + RUINED * ruined.double() + EMPTY * (share == 0).double()
         waited_s = self._waited_s
@@ -152,7 +152,7 @@ class Ranks:
         loss = torch.where(both[0] == 0, torch.full_like(both[0], float("nan")), both[1] / both[0])
         return Agreed(weight=both[0].float(), loss=loss.float(), said=both[2:])
 
-    def any_of(self, flag: Tensor) -> Tensor:
+    def agree_on_any(self, flag: Tensor) -> Tensor:
         found = flag.float()
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return found > 0
@@ -186,7 +186,7 @@ class Ranks:
                 fix="train.find_unused=true (in your own loop DDP(..., find_unused_parameters=True)), or freeze them",
             )
 
-    def _tensor(self, weight: Tensor | float | int) -> Tensor:
+    def _to_tensor(self, weight: Tensor | float | int) -> Tensor:
         if isinstance(weight, Tensor):
             return weight.detach().to(self.device, torch.float64).reshape(())
         return torch.full((), float(weight), dtype=torch.float64, device=self.device)
@@ -206,7 +206,7 @@ class Regions(nn.Module):
         return self.regions[name](batch)
 
 
-def wrapped_regions(
+def wrap_regions(
     model: nn.Module,
     regions: Mapping[str, Callable[..., Any]],
     device: torch.device,
@@ -233,14 +233,14 @@ def wrapped_regions(
     formats = {p.dtype for p in model.parameters() if p.requires_grad}
     if formats != {SUMMED_IN[reduce]}:
         # A lambda: of annotations torch takes none but its own class, and ours are texts.
-        wrapped.register_comm_hook(SUMMED_IN[reduce], lambda dtype, bucket: averaged_in(dtype, bucket))
+        wrapped.register_comm_hook(SUMMED_IN[reduce], lambda dtype, bucket: average_in(dtype, bucket))
     return wrapped
 
 
 SUMMED_IN: dict[Reduce, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def averaged_in(dtype: torch.dtype, bucket: Any) -> torch.futures.Future[Tensor]:
+def average_in(dtype: torch.dtype, bucket: Any) -> torch.futures.Future[Tensor]:
     """DDP's mean over the ranks, summed in a number format of its own. Torch's own hook for bf16 is for NCCL alone."""
     own: Tensor = bucket.buffer()
     sums = own.to(dtype, copy=True).div_(dist.get_world_size())
@@ -256,11 +256,11 @@ def averaged_in(dtype: torch.dtype, bucket: Any) -> torch.futures.Future[Tensor]
 # --- models that the user wrapped in DDP ---
 
 
-OF_OWN_LOOPS = "start all ranks again from your last checkpoint; torchrun --max-restarts=3 starts them by itself"
-SHOWN = 4  # names that a message has room for
+RESTART_RANKS = "start all ranks again from your last checkpoint; torchrun --max-restarts=3 starts them by itself"
+MOST_NAMES = 4  # names that a message has room for
 
 
-def ranks_of(model: nn.Module, trained: Sequence[Tensor], device: torch.device) -> Ranks | None:
+def find_ranks(model: nn.Module, trained: Sequence[Tensor], device: torch.device) -> Ranks | None:
     """The step's part in the world; None where there is neither a world nor a DDP."""
     size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
@@ -269,7 +269,7 @@ def ranks_of(model: nn.Module, trained: Sequence[Tensor], device: torch.device) 
     if not wrapped:
         return None
     patience_s = c10d._get_default_group()._get_backend(device).options._timeout.total_seconds()
-    return Ranks(World(limit_s=patience_s, limit_name="", go_on=OF_OWN_LOOPS), wrapped, device)
+    return Ranks(World(limit_s=patience_s, limit_name="", go_on=RESTART_RANKS), wrapped, device)
 
 
 def _refuse_unwrapped(
@@ -294,7 +294,7 @@ def _refuse_unwrapped(
     outside = [p for p in trained if p.requires_grad and id(p) not in summed]
     if outside:
         names = {id(p): name for name, p in model.named_parameters()}
-        shown = ", ".join(names.get(id(p), f"one of shape {tuple(p.shape)}") for p in outside[:SHOWN])
+        shown = ", ".join(names.get(id(p), f"one of shape {tuple(p.shape)}") for p in outside[:MOST_NAMES])
         raise ConfigError(
             f"{len(outside)} trained parameters are in no DistributedDataParallel: {shown}",
             why="their gradients are not summed: each rank would train values of its own",
@@ -313,19 +313,19 @@ def refuse_other_steps(world: World, optimizers: Sequence[Optimizer], settings: 
 
 def refuse_other_settings(world: World, own: Mapping[str, Any], *, why: str, fix: str) -> None:
     """What all ranks must have alike, compared; every one of them is told who differs."""
-    first, *others = world.gathered({name: str(value) for name, value in own.items()})
+    first, *others = world.gather({name: str(value) for name, value in own.items()})
     for rank, other in enumerate(others, 1):
         keys = [key for key in first | other if first.get(key) != other.get(key)]
         if keys:
-            shown = "; ".join(f"{key}: {first.get(key)} and {other.get(key)}" for key in keys[:SHOWN])
-            raise agreed(ConfigError(f"rank 0 and rank {rank} differ in {shown}", why=why, fix=fix))
+            shown = "; ".join(f"{key}: {first.get(key)} and {other.get(key)}" for key in keys[:MOST_NAMES])
+            raise mark_agreed(ConfigError(f"rank 0 and rank {rank} differ in {shown}", why=why, fix=fix))
 
 
 def refuse_other_rates(facts: object, reading: Reading) -> None:
     """A learning rate that one rank was given alone, as by a scheduler that saw its own score."""
     for rank, rate in enumerate(reading.rates):
         if not math.isclose(rate, reading.rates[0], rel_tol=1e-6):
-            raise agreed(
+            raise mark_agreed(
                 ConfigError(
                     f"learning rates differ at step {reading.attempted}: {reading.rates[0]:g} on rank 0, "
                     f"{rate:g} on rank {rank}",

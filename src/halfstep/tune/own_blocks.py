@@ -20,12 +20,12 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.models import recompute
 from halfstep.models.recompute import Recompute, Recomputing
-from halfstep.precision.parts import Part, original_class, swap_class
+from halfstep.precision.swapped import SwappedModule, find_original_class, swap_class
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-class Recomputed(Part):
+class Recomputed(SwappedModule):
     """Keeps its inputs for backward, and of the rest what `how` says."""
 
     how: ClassVar[Recompute]
@@ -35,7 +35,9 @@ class Recomputed(Part):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return checkpoint(forward, *args, use_reentrant=False, **recompute.compiled_contexts(self.how), **kwargs)
+            return checkpoint(
+                forward, *args, use_reentrant=False, **recompute.make_compiled_contexts(self.how), **kwargs
+            )
         # Flat, so that each tensor's device is seen, whose generator is kept, and each write into one is noticed.
         inputs, shape = tree_flatten((args, kwargs), is_leaf=_is_cache)
 
@@ -43,12 +45,12 @@ class Recomputed(Part):
             positional, named = tree_unflatten([None if _is_cache(value) else value for value in flat], shape)
             return forward(*positional, **named)
 
-        contexts = recompute.contexts_of(self, self.how)
-        with recompute.no_autocast_cache(self.how == "pointwise"):
+        contexts = recompute.make_contexts(self, self.how)
+        with recompute.disable_autocast_cache(self.how == "pointwise"):
             return checkpoint(run, *inputs, use_reentrant=False, context_fn=contexts)
 
 
-class OutOfPlace(Part):
+class OutOfPlace(SwappedModule):
     """A layer that writes into its input does not, where that input may be what a selective region keeps."""
 
     inplace = property(lambda self: False, lambda self, value: None)
@@ -66,7 +68,7 @@ def recompute_blocks_(model: nn.Module, how: Recompute, names: Collection[str]) 
     for module in model.modules():
         if isinstance(module, (Recomputed, OutOfPlace)):
             object.__setattr__(module, "__class__", module.made_from[0])
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(recompute.is_no_reminder)
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(recompute.is_not_reminder)
     ways: tuple[Recompute, ...] = ("blocks", "pointwise") if how == "alternate" else (how,)
     for name, way in zip(names if how != "none" else (), cycle(ways), strict=False):
         block = model.get_submodule(name)
@@ -97,8 +99,8 @@ def found_blocks(model: nn.Module, uncalled: Collection[str] = ()) -> list[str]:
 
 
 def _kind(module: nn.Module) -> tuple[type[nn.Module], ...]:
-    parts = module.children() if original_class(module) is nn.Sequential else ()
-    return (original_class(module), *map(original_class, parts))
+    parts = module.children() if find_original_class(module) is nn.Sequential else ()
+    return (find_original_class(module), *map(find_original_class, parts))
 
 
 def _may_be_block(module: nn.Module) -> bool:
@@ -129,7 +131,7 @@ def by_kind(model: nn.Module, names: Iterable[str]) -> list[list[str]]:
 
 def described(model: nn.Module, names: Iterable[str]) -> str:
     """`12 x Block (transformer.h.0 ... transformer.h.11)`."""
-    alike = [(original_class(model.get_submodule(some[0])), some) for some in by_kind(model, names)]
+    alike = [(find_original_class(model.get_submodule(some[0])), some) for some in by_kind(model, names)]
     ends = [" ... ".join(dict.fromkeys((some[0], some[-1]))) for _, some in alike]
     return ", ".join(f"{len(some)} x {kind.__name__} ({end})" for (kind, some), end in zip(alike, ends, strict=True))
 

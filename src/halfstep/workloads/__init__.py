@@ -49,10 +49,10 @@ DEMO_WORKLOAD = "unet"
 """The one that commands show where none is named."""
 
 load = partial(configs.load, kinds=KINDS)
-from_dict = partial(configs.from_dict, kinds=KINDS)
+from_dict = partial(configs.load_dict, kinds=KINDS)
 
 
-def model_of(config: RunConfig) -> str:
+def get_model_name(config: RunConfig) -> str:
     return KINDS.of(config.workload).model_of(config.workload)
 
 

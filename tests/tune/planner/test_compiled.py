@@ -8,7 +8,7 @@ import random
 import torch
 from torch import Tensor
 
-from halfstep.models.recompute import turn_of
+from halfstep.models.recompute import make_iteration
 from halfstep.run.memory.compiled import _Cut, compiled_timeline
 from halfstep.run.memory.step_trace import AllocationRecorder, Op, StepTrace, Value, eager_timeline
 
@@ -102,7 +102,7 @@ def test_what_is_computed_again_for_two_readers_from_many_values_is_stored_betwe
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def left_alone(x: Tensor) -> Tensor:
     wide = x.repeat(1, 9).exp()
-    return turn_of(torch.sigmoid, is_compiled=False)(wide.sum())
+    return make_iteration(torch.sigmoid, is_compiled=False)(wide.sum())
 
 
 def test_a_function_that_is_not_compiled_takes_its_eager_memory_forward_and_backward() -> None:

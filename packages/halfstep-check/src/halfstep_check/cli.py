@@ -19,12 +19,12 @@ from halfstep_check.shared.errors import ConfigError, HalfstepError
 from halfstep_check.shared.terminal import (
     USAGE_ERROR,
     OnceCommand,
+    explain_usage_error,
     flush_or_drop,
-    make_patient,
     option,
-    refused,
     show_error,
-    unwrapped,
+    unwrap_paragraphs,
+    wrap_standard_streams,
 )
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ MAX_SOURCES = 100
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exit code 0 for aligned input, 1 for findings, 2 for input that cannot be read."""
     words = list(sys.argv[1:] if argv is None else argv)
-    make_patient()
+    wrap_standard_streams()
     app = typer.Typer(
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -53,12 +53,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     command = make_command()
-    app.command(help=unwrapped(command.__doc__ or ""), cls=OnceCommand)(command)
+    app.command(help=unwrap_paragraphs(command.__doc__ or ""), cls=OnceCommand)(command)
     try:
         # Not standalone: typer would draw its own errors, in another form than ours.
         sys.exit(app(words, prog_name="halfstep-check", standalone_mode=False) or 0)
     except USAGE_ERROR as error:
-        show_error(refused(error))
+        show_error(explain_usage_error(error))
         sys.exit(2)
     except HalfstepError as error:
         show_error(error)
@@ -205,9 +205,9 @@ def device_asked(gpu: str, here: bool, host: Host) -> Device | None:
         raise ConfigError(f"--gpu {gpu} and --hardware both name a device", fix="give one of them")
     if gpu:
         from halfstep_check.hardware_gap import Device
-        from halfstep_check.shared.gpus import known_gpu
+        from halfstep_check.shared.gpus import look_up_gpu
 
-        known = known_gpu(gpu)
+        known = look_up_gpu(gpu)
         return Device(name=f"{known.vendor} {known.name}", has=known.has)
     if host.probe is None:
         raise ConfigError(

@@ -26,7 +26,7 @@ from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from halfstep.models.recompute import TURN
+from halfstep.models.recompute import ITERATION_CODE
 
 Owner = Literal["", "half copies", "gradients"]
 """The known kind of an allocation; activations and workspaces are distinguished by their lifetimes."""
@@ -158,7 +158,7 @@ def _inside_disabled() -> bool:
     """True if a disabled function is running and no compiled one within it. Torch's own disabled functions do not
     count, nor does `__torch_dispatch__`, through which every operation passes."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not TURN:
+    while frame is not None and frame.f_code is not ITERATION_CODE:
         if frame.f_code is DISABLED:
             wrapped = frame.f_locals["fn"]
             is_of_torch = str(getattr(wrapped, "__module__", "")).startswith("torch.")

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.data.image_samples import PIXELS_A_READING
-from halfstep.data.prefetch import sent
-from halfstep.data.seeds import Drawn
+from halfstep.data.image_samples import PIXELS_PER_READING
+from halfstep.data.prefetch import send_to_device
+from halfstep.data.seeds import BatchDraws
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Of ImageNet's channels in 0..1; official weights expect them."""
@@ -59,7 +59,7 @@ class ImageChanges:
 UNCHANGED = ImageChanges(flip=0.0)
 
 
-def model_images(
+def prepare_images(
     batch: Mapping[str, Tensor], size: int, *, changes: ImageChanges = UNCHANGED, key: tuple[int, ...] = (0,)
 ) -> Tensor:
     """Normalised float images (N, 3, size, size) from `image` (N, H, W, 3) bytes.
@@ -69,27 +69,27 @@ def model_images(
     pixels = batch["image"]
     num, stored = pixels.shape[:2]
     # Drawn whatever is switched on, so that one setting does not reshuffle the others.
-    draws = Drawn(key, num).uniform(NUM_DRAWS).T.contiguous()
+    draws = BatchDraws(key, num).uniform(NUM_DRAWS).T.contiguous()
     image = pixels.permute(0, 3, 1, 2).float()
     box = batch.get("box")
     if box is not None:
         # A mirror image costs nothing as part of the grid; training batches always have a box.
-        flip = sent(draws[0] < changes.flip, pixels.device)
-        image = resample(image, mirrored(box, flip), size)
+        flip = send_to_device(draws[0] < changes.flip, pixels.device)
+        image = resample(image, mirror_boxes(box, flip), size)
     else:
         assert stored == size, f"images of {stored} pixels without a box, asked for {size}"
     if changes.colours:
-        image = recoloured(image, draws[1:4], changes)
+        image = change_colours(image, draws[1:4], changes)
     if changes.trivial:
-        image = trivially_augmented(image, key=key)
-    scale, shift = (sent(torch.tensor(values), pixels.device).view(1, 3, 1, 1) for values in (SCALE, SHIFT))
+        image = augment_trivially_(image, key=key)
+    scale, shift = (send_to_device(torch.tensor(values), pixels.device).view(1, 3, 1, 1) for values in (SCALE, SHIFT))
     image = torch.addcmul(shift, image, scale)
     if changes.erase:
-        image = torch.where(sent(erased(draws[4:8], size, changes), pixels.device), 0.0, image)
+        image = torch.where(send_to_device(draw_erased(draws[4:8], size, changes), pixels.device), 0.0, image)
     return image
 
 
-def mirrored(box: Tensor, flip: Tensor) -> Tensor:
+def mirror_boxes(box: Tensor, flip: Tensor) -> Tensor:
     """The boxes with left and right exchanged where `flip` says so: read backwards, they show a mirror image."""
     left, top, right, bottom = box.unbind(dim=1)
     # Not by a list of columns: that would be copied to the device, with a wait.
@@ -99,29 +99,29 @@ def mirrored(box: Tensor, flip: Tensor) -> Tensor:
 def resample(image: Tensor, box: Tensor, size: int) -> Tensor:
     """The pixels inside each box, enlarged or shrunk to (size, size); what is outside a box is never read."""
     height, width = image.shape[2:]
-    readings = max(1, math.ceil(max(height, width) / (PIXELS_A_READING * size)))
+    readings = max(1, math.ceil(max(height, width) / (PIXELS_PER_READING * size)))
     steps = (torch.arange(size * readings, device=image.device, dtype=torch.float32) + 0.5) / (size * readings)
     left, top, right, bottom = box.T.unsqueeze(2)
-    x = _positions(left, right, steps) * (2 / width) - 1
-    y = _positions(top, bottom, steps) * (2 / height) - 1
+    x = _spread_positions(left, right, steps) * (2 / width) - 1
+    y = _spread_positions(top, bottom, steps) * (2 / height) - 1
     num, side = len(box), size * readings
     grid = torch.stack([x.unsqueeze(1).expand(num, side, side), y.unsqueeze(2).expand(num, side, side)], dim=-1)
     read = F.grid_sample(image, grid, mode="bilinear", padding_mode="border", align_corners=False)
     return F.avg_pool2d(read, readings) if readings > 1 else read
 
 
-def recoloured(image: Tensor, draws: Tensor, changes: ImageChanges) -> Tensor:
+def change_colours(image: Tensor, draws: Tensor, changes: ImageChanges) -> Tensor:
     """Brightness, contrast and saturation of images in 0..255, each changed by its own factor."""
     reach = torch.tensor([changes.brightness, changes.contrast, changes.saturation]).unsqueeze(1)
-    factors = sent(1 + (draws * 2 - 1) * reach, image.device).view(3, -1, 1, 1, 1)
+    factors = send_to_device(1 + (draws * 2 - 1) * reach, image.device).view(3, -1, 1, 1, 1)
     brightness, contrast, saturation = factors.unbind()
     image = (image * brightness).clamp(0, 255)
-    middle = gray(image).mean(dim=(2, 3), keepdim=True)
+    middle = to_gray(image).mean(dim=(2, 3), keepdim=True)
     image = torch.lerp(middle, image, contrast).clamp(0, 255)
-    return torch.lerp(gray(image), image, saturation).clamp(0, 255)
+    return torch.lerp(to_gray(image), image, saturation).clamp(0, 255)
 
 
-def erased(draws: Tensor, size: int, changes: ImageChanges) -> Tensor:
+def draw_erased(draws: Tensor, size: int, changes: ImageChanges) -> Tensor:
     """Booleans (N, 1, size, size) that are true inside each image's blanked rectangle."""
     happens, area, shape, place = draws
     low, high = changes.erase_area
@@ -139,7 +139,7 @@ def erased(draws: Tensor, size: int, changes: ImageChanges) -> Tensor:
     return inside.unsqueeze(1)
 
 
-def _positions(start: Tensor, end: Tensor, steps: Tensor) -> Tensor:
+def _spread_positions(start: Tensor, end: Tensor, steps: Tensor) -> Tensor:
     """Pixel positions (N, side) from start to end, at least half a pixel inside."""
     low, high = torch.minimum(start, end) + 0.5, torch.maximum(start, end) - 0.5
     middle = (start + end) / 2  # of a box narrower than a pixel
@@ -150,7 +150,7 @@ def _positions(start: Tensor, end: Tensor, steps: Tensor) -> Tensor:
 LUMA = (0.299, 0.587, 0.114)  # ITU-R 601
 
 
-def gray(image: Tensor) -> Tensor:
+def to_gray(image: Tensor) -> Tensor:
     """Luma (N, 1, H, W)."""
     red, green, blue = image.unbind(dim=1)
     return (red * LUMA[0] + green * LUMA[1] + blue * LUMA[2]).unsqueeze(1)
@@ -166,16 +166,16 @@ Change = Callable[[Tensor, Tensor], Tensor]
 """Images (N, 3, S, S) and how strong each is changed, in -1..1 (N, on the host) to changed images."""
 
 
-def trivially_augmented(image: Tensor, *, key: tuple[int, ...]) -> Tensor:
+def augment_trivially_(image: Tensor, *, key: tuple[int, ...]) -> Tensor:
     """Every image with one random change; `image` itself is overwritten."""
-    drawn = Drawn(key, len(image), STREAM)
+    drawn = BatchDraws(key, len(image), STREAM)
     chosen = drawn.integers(len(CHANGES))
     strengths = drawn.integers(STRENGTHS) / (STRENGTHS - 1)
     signs = drawn.integers(2) * 2 - 1
     for number, change in enumerate(CHANGES.values()):
         rows = (chosen == number).nonzero().flatten()
         if len(rows):
-            there = sent(rows, image.device)
+            there = send_to_device(rows, image.device)
             image[there] = change(image[there], (strengths * signs)[rows])
     return image
 
@@ -183,15 +183,15 @@ def trivially_augmented(image: Tensor, *, key: tuple[int, ...]) -> Tensor:
 # --- moved ---
 
 
-def turned(image: Tensor, strength: Tensor) -> Tensor:
+def rotate(image: Tensor, strength: Tensor) -> Tensor:
     """Counter-clockwise around the middle."""
     angle, middle = strength * -math.radians(LARGEST_TURN), image.shape[-1] / 2
     cos, sin = angle.cos(), angle.sin()
     rows = {(0, 0): cos, (0, 1): sin, (1, 0): -sin, (1, 1): cos}
-    return moved(image, rows | {(0, 2): middle * (1 - cos - sin), (1, 2): middle * (1 - cos + sin)})
+    return move(image, rows | {(0, 2): middle * (1 - cos - sin), (1, 2): middle * (1 - cos + sin)})
 
 
-def moved(image: Tensor, entries: dict[tuple[int, int], Tensor]) -> Tensor:
+def move(image: Tensor, entries: dict[tuple[int, int], Tensor]) -> Tensor:
     """Each pixel read at a·x + b·y + c and d·x + e·y + f in pixels from the corner, black outside; else identity."""
     num, side = len(image), image.shape[-1]
     matrix = torch.eye(2, 3).repeat(num, 1, 1)
@@ -199,46 +199,46 @@ def moved(image: Tensor, entries: dict[tuple[int, int], Tensor]) -> Tensor:
         matrix[:, row, column] = values
     # affine_grid counts from the middle in half sides; x = (u + 1) · side / 2.
     matrix[:, :, 2] = matrix[:, :, 0] + matrix[:, :, 1] + matrix[:, :, 2] * (2 / side) - 1
-    grid = F.affine_grid(sent(matrix, image.device), list(image.shape), align_corners=False)
+    grid = F.affine_grid(send_to_device(matrix, image.device), list(image.shape), align_corners=False)
     return F.grid_sample(image, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
 
 # --- recoloured ---
 
 
-def sharpened(image: Tensor, strength: Tensor) -> Tensor:
+def sharpen(image: Tensor, strength: Tensor) -> Tensor:
     """Against Pillow's SMOOTH filter, which leaves the outermost pixels as they are."""
     smooth = image.clone()
     around = F.avg_pool2d(image, 3, stride=1) * 9
     smooth[..., 1:-1, 1:-1] = (around + 4 * image[..., 1:-1, 1:-1]) / 13
-    return blended(smooth, image, strength)
+    return blend(smooth, image, strength)
 
 
-def blended(nothing: Tensor, image: Tensor, strength: Tensor) -> Tensor:
+def blend(nothing: Tensor, image: Tensor, strength: Tensor) -> Tensor:
     """From `nothing` at a factor of 0 over the image at 1 to beyond it."""
-    factor = sent((1 + strength * LARGEST_FACTOR).view(-1, 1, 1, 1), image.device)
+    factor = send_to_device((1 + strength * LARGEST_FACTOR).view(-1, 1, 1, 1), image.device)
     return torch.lerp(nothing.expand_as(image), image, factor).clamp(0, 255)
 
 
-def posterised(image: Tensor, strength: Tensor) -> Tensor:
+def posterise(image: Tensor, strength: Tensor) -> Tensor:
     """Only the leading bits: from all 8 down to 2."""
-    lost = sent(2.0 ** (strength.abs() * LOST_BITS).round().view(-1, 1, 1, 1), image.device)
+    lost = send_to_device(2.0 ** (strength.abs() * LOST_BITS).round().view(-1, 1, 1, 1), image.device)
     return (image.round() / lost).floor() * lost
 
 
-def solarised(image: Tensor, strength: Tensor) -> Tensor:
+def solarise(image: Tensor, strength: Tensor) -> Tensor:
     """Inverted from a level on: from 256, which none has, down to 0."""
-    threshold = sent((256 - strength.abs() * 256).floor().view(-1, 1, 1, 1), image.device)
+    threshold = send_to_device((256 - strength.abs() * 256).floor().view(-1, 1, 1, 1), image.device)
     return torch.where(image.round() >= threshold, 255 - image, image)
 
 
-def stretched(image: Tensor, strength: Tensor) -> Tensor:
+def stretch_contrast(image: Tensor, strength: Tensor) -> Tensor:
     """Each channel to the whole of 0..255 (autocontrast)."""
     low, high = image.amin(dim=(2, 3), keepdim=True), image.amax(dim=(2, 3), keepdim=True)
     return torch.where(high > low, (image - low) * (255 / (high - low).clamp(min=1e-6)), image).clamp(0, 255)
 
 
-def equalised(image: Tensor, strength: Tensor) -> Tensor:
+def equalise(image: Tensor, strength: Tensor) -> Tensor:
     """Each channel so that all levels are about as frequent, by Pillow's integer table."""
     levels = image.round().long().flatten(2)
     counts = torch.zeros(*levels.shape[:2], 256, dtype=torch.int64, device=image.device)
@@ -253,17 +253,17 @@ def equalised(image: Tensor, strength: Tensor) -> Tensor:
 
 CHANGES: dict[str, Change] = {
     "identity": lambda image, strength: image,
-    "shear x": lambda image, strength: moved(image, {(0, 1): strength * LARGEST_SHEAR}),
-    "shear y": lambda image, strength: moved(image, {(1, 0): strength * LARGEST_SHEAR}),
-    "shift x": lambda image, strength: moved(image, {(0, 2): strength * LARGEST_SHIFT}),
-    "shift y": lambda image, strength: moved(image, {(1, 2): strength * LARGEST_SHIFT}),
-    "turn": turned,
-    "brightness": lambda image, strength: blended(torch.zeros_like(image), image, strength),
-    "saturation": lambda image, strength: blended(gray(image), image, strength),
-    "contrast": lambda image, strength: blended(gray(image).mean(dim=(2, 3), keepdim=True), image, strength),
-    "sharpness": sharpened,
-    "posterise": posterised,
-    "solarise": solarised,
-    "stretch": stretched,
-    "equalise": equalised,
+    "shear x": lambda image, strength: move(image, {(0, 1): strength * LARGEST_SHEAR}),
+    "shear y": lambda image, strength: move(image, {(1, 0): strength * LARGEST_SHEAR}),
+    "shift x": lambda image, strength: move(image, {(0, 2): strength * LARGEST_SHIFT}),
+    "shift y": lambda image, strength: move(image, {(1, 2): strength * LARGEST_SHIFT}),
+    "turn": rotate,
+    "brightness": lambda image, strength: blend(torch.zeros_like(image), image, strength),
+    "saturation": lambda image, strength: blend(to_gray(image), image, strength),
+    "contrast": lambda image, strength: blend(to_gray(image).mean(dim=(2, 3), keepdim=True), image, strength),
+    "sharpness": sharpen,
+    "posterise": posterise,
+    "solarise": solarise,
+    "stretch": stretch_contrast,
+    "equalise": equalise,
 }

@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.config.section import of_settings
+from halfstep.config.section import fill_from_settings
 from halfstep.data.image_folder import check_same_classes
 from halfstep.data.loader import Batch, Samples
-from halfstep.data.seeds import generator_for
+from halfstep.data.seeds import make_generator
 from halfstep.errors import ConfigError, ModelError, format_count, summarise_error
-from halfstep.models.vit import ViT, checked_grid, resized_positions, vit
-from halfstep.models.weights import in_names_of, load_weights_, read_weights
-from halfstep.workloads import model_of
-from halfstep.workloads.base.import_path import imported
+from halfstep.models.vit import ViT, build_vit, compute_grid, resize_positions
+from halfstep.models.weights import load_weights_, match_names, read_weights
+from halfstep.workloads import get_model_name
+from halfstep.workloads.base.import_path import import_callable
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.workload import Prepare, Workload
-from halfstep.workloads.classification.augment import SCALE, SHIFT, ImageChanges, model_images
+from halfstep.workloads.classification.augment import SCALE, SHIFT, ImageChanges, prepare_images
 from halfstep.workloads.classification.config import ClassifierConfig, ImageDataConfig, ResNetConfig, ViTConfig
-from halfstep.workloads.classification.data import evaluation_size, open_image_data
-from halfstep.workloads.classification.resnet import ResNet, resnet
+from halfstep.workloads.classification.data import get_evaluation_size, open_image_data
+from halfstep.workloads.classification.resnet import ResNet, build_resnet
 from halfstep.workloads.classification.scores import ClassificationMetrics, Mixing, classification_loss, mix
 
 FRAGILE = ("loss.cross_entropy: log of probabilities near 0, and the shares of mixed labels",)
@@ -39,19 +39,19 @@ def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> W
     if store is None:
         store = {"classes": list(data.classes), "titles": dict(data.titles), "eval_share": data.eval_share}
     check_same_classes(store["classes"], data.classes)
-    model = model_from_store(config, store)
+    model = build_model(config, store)
     if is_new:
         check_last_batch(model, config, len(data.train))
     if is_new and config.model.weights:
-        start_from_(model, config.model.weights, replace_head=config.model.replace_head)
+        load_start_weights_(model, config.model.weights, replace_head=config.model.replace_head)
 
-    prepare = Prepared(config.data)
+    prepare = PrepareImages(config.data)
     about = {"notes": data.notes, "val_names": data.val_names, "about": data.about}
     by_batch = ("Mixup and CutMix",) if prepare.mixing.is_on else ()
-    return workload_of(config, model, data.train, data.val, store, prepare, by_batch=by_batch, **about)
+    return make_workload(config, model, data.train, data.val, store, prepare, by_batch=by_batch, **about)
 
 
-def workload_of(
+def make_workload(
     config: ClassifierConfig,
     model: nn.Module,
     train: Samples,
@@ -95,30 +95,30 @@ def check_last_batch(model: nn.Module, config: ClassifierConfig, num_train: int)
         ) from error
 
 
-class Prepared:
+class PrepareImages:
     """From bytes to what the model sees: crop, flip, colour, erasing and mixing when training, the centre else."""
 
     def __init__(self, config: ImageDataConfig) -> None:
         asked = config.augment
-        self.train_size, self.eval_size = config.image_size, evaluation_size(config)
-        self.changes = of_settings(ImageChanges, asked)
-        self.mixing = of_settings(Mixing, asked, chance=asked.mix_chance)
+        self.train_size, self.eval_size = config.image_size, get_evaluation_size(config)
+        self.changes = fill_from_settings(ImageChanges, asked)
+        self.mixing = fill_from_settings(Mixing, asked, chance=asked.mix_chance)
 
     def __call__(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         others = {name: tensor for name, tensor in batch.items() if name != "box"}
         if not training:
-            return others | {"image": model_images(batch, self.eval_size)}
-        seen = others | {"image": model_images(batch, self.train_size, changes=self.changes, key=key)}
+            return others | {"image": prepare_images(batch, self.eval_size)}
+        seen = others | {"image": prepare_images(batch, self.train_size, changes=self.changes, key=key)}
         return mix(seen, self.mixing, key=key) if self.mixing.is_on else seen
 
 
-def model_from_store(config: ClassifierConfig, store: Mapping[str, Any]) -> nn.Module:
+def build_model(config: ClassifierConfig, store: Mapping[str, Any]) -> nn.Module:
     """The model alone, for a checkpoint's weights: all that prediction needs."""
-    build_model = _own_model if config.model.path is None else _users_model
-    return build_model(config, len(store["classes"]))
+    build = _build_own_model if config.model.path is None else _build_users_model
+    return build(config, len(store["classes"]))
 
 
-def start_from_(model: nn.Module, path: str, *, replace_head: bool) -> None:
+def load_start_weights_(model: nn.Module, path: str, *, replace_head: bool) -> None:
     weights, _ = read_weights(Path(path))
     if isinstance(model, Classifier):
         load_classifier_(model, weights, source=path, replace_head=replace_head)
@@ -126,12 +126,12 @@ def start_from_(model: nn.Module, path: str, *, replace_head: bool) -> None:
         load_weights_(model, weights, source=path)
 
 
-def _own_model(config: ClassifierConfig, num_classes: int) -> Classifier:
+def _build_own_model(config: ClassifierConfig, num_classes: int) -> Classifier:
     checkpointing = config.train.activation_checkpointing
     if isinstance(config, ResNetConfig):
         shape = config.model
-        return resnet(
-            model_of(config),
+        return build_resnet(
+            get_model_name(config),
             blocks=shape.blocks,
             num_classes=num_classes,
             width=shape.width,
@@ -140,8 +140,8 @@ def _own_model(config: ClassifierConfig, num_classes: int) -> Classifier:
         )
     assert isinstance(config, ViTConfig)
     size = config.model
-    model = vit(
-        model_of(config),
+    model = build_vit(
+        get_model_name(config),
         depth=size.depth,
         heads=size.heads,
         dim=size.dim,
@@ -152,12 +152,12 @@ def _own_model(config: ClassifierConfig, num_classes: int) -> Classifier:
         registers=size.registers,
         checkpointing=checkpointing,
     )
-    eval_size = evaluation_size(config.data)
-    checked_grid(eval_size, eval_size, model.patch)  # now, not after the first epoch
+    eval_size = get_evaluation_size(config.data)
+    compute_grid(eval_size, eval_size, model.patch)  # now, not after the first epoch
     return model
 
 
-def _users_model(config: ClassifierConfig, num_classes: int) -> nn.Module:
+def _build_users_model(config: ClassifierConfig, num_classes: int) -> nn.Module:
     wish = config.model
     assert wish.path is not None
     if wish.replace_head:
@@ -166,17 +166,17 @@ def _users_model(config: ClassifierConfig, num_classes: int) -> nn.Module:
             why=f"which layer of {wish.path} is the head cannot be known",
             fix="replace the head in your own function",
         )
-    make = imported(wish.path, what="model.path", form="callable(**model.options) -> nn.Module")
-    options = {**({"num_classes": num_classes} if _takes(make, "num_classes") else {}), **wish.options}
+    make = import_callable(wish.path, what="model.path", form="callable(**model.options) -> nn.Module")
+    options = {**({"num_classes": num_classes} if _accepts(make, "num_classes") else {}), **wish.options}
     try:
         model: nn.Module = make(**options)
     except TypeError as error:
         raise ModelError(f"{wish.path} cannot be called with {options}", why=str(error), fix="model.options") from error
-    _check_logits(model, wish.path, num_classes, evaluation_size(config.data))
+    _check_logits(model, wish.path, num_classes, get_evaluation_size(config.data))
     return model
 
 
-def _takes(make: Any, name: str) -> bool:
+def _accepts(make: Any, name: str) -> bool:
     parameters = inspect.signature(make).parameters.values()
     return any(parameter.name == name or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
@@ -205,29 +205,29 @@ def _check_logits(model: object, path: str, num_classes: int, size: int) -> None
 IMAGENET_CLASSES = 1000
 
 
-def random_store(config: ClassifierConfig) -> dict[str, Any]:
+def make_random_store(config: ClassifierConfig) -> dict[str, Any]:
     return {"classes": [str(k) for k in range(IMAGENET_CLASSES)]}
 
 
-def random_batch(config: ClassifierConfig, store: Store) -> Batch:
+def make_random_batch(config: ClassifierConfig, store: Store) -> Batch:
     """Bytes as a loader delivers them, and labels that no model can guess."""
-    generator, size, side = generator_for(config.train.seed), config.train.batch_size, config.data.image_size
+    generator, size, side = make_generator(config.train.seed), config.train.batch_size, config.data.image_size
     image = torch.randint(256, (size, side, side, 3), dtype=torch.uint8, generator=generator)
     label = torch.randint(len(store["classes"]), (size,), generator=generator)
     return {"image": image, "label": label, "index": torch.arange(size)}
 
 
-def over(config: ClassifierConfig, store: Store, samples: Samples) -> Workload:
+def build_over(config: ClassifierConfig, store: Store, samples: Samples) -> Workload:
     """Without augmentation: it costs everybody the same and shows nothing."""
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
-        return batch | {"image": model_images(batch, batch["image"].shape[1], key=key)}
+        return batch | {"image": prepare_images(batch, batch["image"].shape[1], key=key)}
 
-    return workload_of(config, model_from_store(config, store), samples, samples, store, prepare)
+    return make_workload(config, build_model(config, store), samples, samples, store, prepare)
 
 
 def peer_prepare(device: torch.device) -> Callable[[Batch], Batch]:
-    """The same numbers as `model_images`, as a peer's user would write it: nothing drawn, constants on the device.
+    """The same numbers as `prepare_images`, as a peer's user would write it: nothing drawn, constants on the device.
 
     Contiguous, for pictures are stored channels last: who does not ask for this layout must not get it by accident.
     """
@@ -245,9 +245,9 @@ Classifier = ResNet | ViT
 
 def load_classifier_(model: Classifier, weights: dict[str, Tensor], *, source: str, replace_head: bool) -> None:
     """Copy weights into the model, all but the head with `replace_head`; what does not fit is an error naming it."""
-    weights = in_names_of(model.state_dict(), weights)
+    weights = match_names(model.state_dict(), weights)
     if isinstance(model, ViT) and "encoder.pos_embedding" in weights:
-        weights["encoder.pos_embedding"] = _positions_for(model, weights["encoder.pos_embedding"])
+        weights["encoder.pos_embedding"] = _fit_positions(model, weights["encoder.pos_embedding"])
     head = {name: value for name, value in model.state_dict().items() if name.startswith(f"{model.head_name}.")}
     if replace_head:
         weights |= head
@@ -261,8 +261,8 @@ def load_classifier_(model: Classifier, weights: dict[str, Tensor], *, source: s
     load_weights_(model, weights, source=source)
 
 
-def _positions_for(model: ViT, positions: Tensor) -> Tensor:
+def _fit_positions(model: ViT, positions: Tensor) -> Tensor:
     """Position embeddings on the model's grid; other than square grids fail the comparison of shapes."""
     num_patches = positions.shape[1] - 1
     is_square = positions.ndim == 3 and math.isqrt(max(num_patches, 0)) ** 2 == num_patches > 0
-    return resized_positions(positions, model.grid, model.grid) if is_square else positions
+    return resize_positions(positions, model.grid, model.grid) if is_square else positions

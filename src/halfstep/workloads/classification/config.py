@@ -173,15 +173,15 @@ SMALL_VIT: Preset = {"model.depth": 4, "model.heads": 3, "model.dim": 96, "model
 VIT_DEMO: Preset = {**DEMO, **SMALL_VIT, "optimizer.lr": 1e-3, "optimizer.lr_per": 0}
 
 
-def from_low_to_high(bounds: tuple[float, float]) -> tuple[float, float]:
+def check_order(bounds: tuple[float, float]) -> tuple[float, float]:
     if bounds[0] > bounds[1]:
         raise ValueError(f"the first number is the smaller one, unlike {bounds[0]:g}, {bounds[1]:g}")
     return bounds
 
 
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
-Shares = Annotated[tuple[PositiveShare, PositiveShare], AfterValidator(from_low_to_high)]
-Ratios = Annotated[tuple[Positive, Positive], AfterValidator(from_low_to_high)]
+Shares = Annotated[tuple[PositiveShare, PositiveShare], AfterValidator(check_order)]
+Ratios = Annotated[tuple[Positive, Positive], AfterValidator(check_order)]
 
 
 class ImageAugmentConfig(Section):

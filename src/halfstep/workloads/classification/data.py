@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from halfstep.data.binary_sets import cifar_folder, idx_folder, idx_titles, read_cifar, read_idx
-from halfstep.data.files import BadFiles, require_folder, some_of
+from halfstep.data.binary_sets import find_cifar_folder, find_idx_folder, find_idx_titles, read_cifar, read_idx
+from halfstep.data.files import BadFiles, list_some, require_folder
 from halfstep.data.image_folder import FolderLayout, ImageFolder, check_images, find_images
 from halfstep.data.image_samples import (
     CropRange,
@@ -20,7 +20,7 @@ from halfstep.data.image_samples import (
     TrainingImages,
 )
 from halfstep.data.loader import Samples
-from halfstep.data.packed import PackingBar, PackSettings, default_pack_path, open_or_pack
+from halfstep.data.packed import PackingBar, PackSettings, choose_pack_path, open_or_pack
 from halfstep.workloads.classification.config import ImageDataConfig
 
 PICTURE_SHARE, WHOLE = 0.875, 1.0
@@ -53,8 +53,8 @@ class StoredKind:
 
 
 STORED = (
-    StoredKind(name="CIFAR-10's binary batches", folder=cifar_folder, read=read_cifar),
-    StoredKind(name="MNIST's idx files", folder=idx_folder, read=read_idx, titles=idx_titles),
+    StoredKind(name="CIFAR-10's binary batches", folder=find_cifar_folder, read=read_cifar),
+    StoredKind(name="MNIST's idx files", folder=find_idx_folder, read=read_idx, titles=find_idx_titles),
 )
 
 
@@ -72,7 +72,7 @@ def open_image_data(
     root = require_folder(config.dir)
     for kind in STORED:
         if (place := kind.folder(root)) is not None:
-            return _stored(kind, place, config, evaluation_share(config, store, usual=WHOLE))
+            return _open_stored(kind, place, config, get_evaluation_share(config, store, usual=WHOLE))
     layout = FolderLayout(
         train=config.train_folder,
         val=config.val_folder,
@@ -83,27 +83,27 @@ def open_image_data(
     # The same folder twice is how `other_data` asks for everything to be evaluated.
     known = store["classes"] if store is not None and config.train_folder == config.val_folder != "" else ()
     folder = find_images(root, layout, known=known)
-    share = evaluation_share(config, store)
-    return _packed(folder, config, share, quiet=quiet) if config.is_packed else _files(folder, config, share)
+    share = get_evaluation_share(config, store)
+    return _open_packed(folder, config, share, quiet=quiet) if config.is_packed else _open_files(folder, config, share)
 
 
-def evaluation_size(config: ImageDataConfig) -> int:
+def get_evaluation_size(config: ImageDataConfig) -> int:
     return config.eval_size or config.image_size
 
 
-def evaluation_share(
+def get_evaluation_share(
     config: ImageDataConfig, store: Mapping[str, Any] | None, *, usual: float = PICTURE_SHARE
 ) -> float:
     """Of the shorter side: as asked for; else as in the run that stored it, which early ones did not; else as usual."""
     return config.eval_crop_ratio or float((store or {}).get("eval_share", usual))
 
 
-def _stored(kind: StoredKind, place: Path, config: ImageDataConfig, share: float) -> ImageData:
+def _open_stored(kind: StoredKind, place: Path, config: ImageDataConfig, share: float) -> ImageData:
     classes, train, val = kind.read(place)
     return ImageData(
         classes=classes,
-        train=_crops(train, config),
-        val=_centres(val, config, share),
+        train=_make_training_images(train, config),
+        val=_make_evaluation_images(val, config, share),
         eval_share=share,
         val_names=(),
         titles=kind.titles(place),
@@ -111,63 +111,65 @@ def _stored(kind: StoredKind, place: Path, config: ImageDataConfig, share: float
     )
 
 
-def _packed(folder: ImageFolder, config: ImageDataConfig, share: float, *, quiet: bool) -> ImageData:
+def _open_packed(folder: ImageFolder, config: ImageDataConfig, share: float, *, quiet: bool) -> ImageData:
     settings = PackSettings(
         size=config.cache_size,
         limit_gb=config.cache_limit_gb,
         on_bad_file=config.on_bad_file,
         workers=config.num_workers,
     )
-    path = Path(config.cache_file) if config.cache_file else default_pack_path(folder.root, config.cache_size)
+    path = Path(config.cache_file) if config.cache_file else choose_pack_path(folder.root, config.cache_size)
     with nullcontext() if quiet else PackingBar(path) as progress:
         pack = open_or_pack(folder, path, settings, progress=progress)
     return ImageData(
         classes=pack.index.classes,
-        train=_crops(pack.train, config),
-        val=_centres(pack.val, config, share),
+        train=_make_training_images(pack.train, config),
+        val=_make_evaluation_images(pack.val, config, share),
         eval_share=share,
         val_names=pack.index.names[pack.index.num_train :],
         titles=pack.index.titles,
-        about=_about(folder),
-        notes=(*(f"left out: {why}" for why in pack.index.left_out), *_unvalidated(folder)),
+        about=_describe_layout(folder),
+        notes=(*(f"left out: {why}" for why in pack.index.left_out), *_note_unvalidated(folder)),
     )
 
 
-def _files(folder: ImageFolder, config: ImageDataConfig, share: float) -> ImageData:
+def _open_files(folder: ImageFolder, config: ImageDataConfig, share: float) -> ImageData:
     bad_files = BadFiles(config.on_bad_file)
     folder = check_images(folder, bad_files=bad_files)
     return ImageData(
         classes=folder.classes,
-        train=TrainingFiles(folder.train, size=config.image_size, crops=_crop_range(config)),
-        val=EvaluationFiles(folder.val, size=evaluation_size(config), share=share),
+        train=TrainingFiles(folder.train, size=config.image_size, crops=_make_crop_range(config)),
+        val=EvaluationFiles(folder.val, size=get_evaluation_size(config), share=share),
         eval_share=share,
         val_names=tuple(path.relative_to(folder.root).as_posix() for path in folder.val.paths),
         titles=folder.titles,
-        about=_about(folder),
-        notes=(*bad_files.notes, *_unvalidated(folder)),
+        about=_describe_layout(folder),
+        notes=(*bad_files.notes, *_note_unvalidated(folder)),
     )
 
 
-def _about(folder: ImageFolder) -> tuple[tuple[str, str], ...]:
+def _describe_layout(folder: ImageFolder) -> tuple[tuple[str, str], ...]:
     labels = "labels of a metadata table" if folder.has_table else "class folders"
     return (("layout", f"{labels}; validation: {folder.val_source}"),)
 
 
-def _unvalidated(folder: ImageFolder) -> list[str]:
+def _note_unvalidated(folder: ImageFolder) -> list[str]:
     seen = set(folder.val.labels)
     missing = [name for number, name in enumerate(folder.classes) if number not in seen]
     return (
-        [f"no validation picture of {some_of(missing, 10)}: nothing will be known of them"] if missing and seen else []
+        [f"no validation picture of {list_some(missing, 10)}: nothing will be known of them"]
+        if missing and seen
+        else []
     )
 
 
-def _crops(images: StoredImages, config: ImageDataConfig) -> TrainingImages:
-    return TrainingImages(images, crops=_crop_range(config))
+def _make_training_images(images: StoredImages, config: ImageDataConfig) -> TrainingImages:
+    return TrainingImages(images, crops=_make_crop_range(config))
 
 
-def _centres(images: StoredImages, config: ImageDataConfig, share: float) -> EvaluationImages:
-    return EvaluationImages(images, size=evaluation_size(config), share=share)
+def _make_evaluation_images(images: StoredImages, config: ImageDataConfig, share: float) -> EvaluationImages:
+    return EvaluationImages(images, size=get_evaluation_size(config), share=share)
 
 
-def _crop_range(config: ImageDataConfig) -> CropRange:
+def _make_crop_range(config: ImageDataConfig) -> CropRange:
     return CropRange(area=config.augment.crop_area, ratio=config.augment.crop_ratio)

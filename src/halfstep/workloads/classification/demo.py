@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from halfstep.data.files import Array, new_folder
+from halfstep.data.files import Array, create_folder
 
 SIDE = 64
 NUM_TRAIN, NUM_VAL = 100, 20  # images of each class
@@ -35,7 +35,7 @@ def write_demo(
     folder: Path, *, seed: int = 0, num_train: int = NUM_TRAIN, num_val: int = NUM_VAL, side: int = SIDE
 ) -> None:
     """Write `train/<class>/*.jpg` and `val/<class>/*.jpg` into `folder`, which appears only when it is complete."""
-    with new_folder(folder) as unfinished:
+    with create_folder(folder) as unfinished:
         for split, (split_name, num_images) in enumerate((("train", num_train), ("val", num_val))):
             for label, name in enumerate(CLASSES):
                 class_folder = unfinished / split_name / name
@@ -52,14 +52,14 @@ def draw_image(name: str, rng: np.random.Generator, side: int) -> Array:
     angle, wave = rng.uniform(-0.2, 0.2), 2 * np.pi / (PERIODS[grain] * rng.uniform(0.9, 1.1))
     dx, dy = x - rng.uniform(0.25, 0.75), y - rng.uniform(0.25, 0.75)
     u, v = (dx * np.cos(angle) + dy * np.sin(angle)) * wave, (dy * np.cos(angle) - dx * np.sin(angle)) * wave
-    low, high = _two_colours(rng)
+    low, high = _draw_two_colours(rng)
     share = (PATTERNS[pattern](u, v)[..., None] + 1) / 2
     light = 1 + 0.3 * (rng.uniform(-1, 1) * (x - 0.5) + rng.uniform(-1, 1) * (y - 0.5))[..., None]
     image = (low + (high - low) * share) * light + rng.normal(0, 0.06, (side, side, 3))
     return np.asarray((image.clip(0, 1) * 255).round().astype(np.uint8))
 
 
-def _two_colours(rng: np.random.Generator) -> tuple[Array, Array]:
+def _draw_two_colours(rng: np.random.Generator) -> tuple[Array, Array]:
     """Of a brightness that differs by at least a quarter; either may be the darker one."""
     while True:
         one, other = rng.uniform(0, 1, (2, 3))

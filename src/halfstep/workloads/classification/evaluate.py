@@ -12,8 +12,8 @@ from torch import Tensor
 
 from halfstep.report.picture_file import BAD, FAINT, GOOD, INK, new_figure, save_figure, shorten_name
 from halfstep.report.results import Cell
-from halfstep.workloads.base.other_data import pictures_folder
-from halfstep.workloads.base.using import Look, PlainEvaluation
+from halfstep.workloads.base.other_data import use_all_pictures
+from halfstep.workloads.base.using import LookAt, PlainEvaluation
 from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.classification.scores import ClassificationDetails, Mistake
 
@@ -26,12 +26,12 @@ SHOWN_MISTAKES = 24
 
 class ClassificationEvaluation(PlainEvaluation):
     ranking = "accuracy"
-    config_for = staticmethod(pictures_folder)
+    config_for = staticmethod(use_all_pictures)
     metrics: ClassificationDetails
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
-        self.names = class_names(workload.store)
+        self.names = get_class_names(workload.store)
         self.metrics = ClassificationDetails(len(self.names))
 
     def classes(self) -> tuple[dict[str, Cell], ...]:
@@ -51,7 +51,7 @@ class ClassificationEvaluation(PlainEvaluation):
             )
         return tuple(rows)
 
-    def draw(self, folder: Path, look: Look) -> list[Path]:
+    def draw(self, folder: Path, look: LookAt) -> list[Path]:
         """The confusion matrix, and the mistakes where there are any."""
         paths = [folder / "confusion.png"]
         draw_confusion(self.metrics.confusion().tolist(), self.names, paths[0])
@@ -71,7 +71,7 @@ class ClassificationEvaluation(PlainEvaluation):
     def _shown(self, mistake: Mistake) -> ShownMistake:
         names = self.workload.val_names
         return ShownMistake(
-            image=pixels_of(self.workload.val_samples.sample(mistake.index, key=(0, 0, mistake.index))),
+            image=get_shown_pixels(self.workload.val_samples.sample(mistake.index, key=(0, 0, mistake.index))),
             truth=self.names[mistake.label],
             answer=self.names[mistake.predicted],
             confidence=mistake.confidence,
@@ -79,12 +79,12 @@ class ClassificationEvaluation(PlainEvaluation):
         )
 
 
-def class_names(store: Any) -> list[str]:
+def get_class_names(store: Any) -> list[str]:
     """What people call the classes: their titles where the data brought them, else the folders' names."""
     return [store["titles"].get(name, name) for name in store["classes"]]
 
 
-def pixels_of(sample: dict[str, Tensor]) -> np.ndarray[Any, Any]:
+def get_shown_pixels(sample: dict[str, Tensor]) -> np.ndarray[Any, Any]:
     """The bytes of one validation sample; of a stored image only the part that the model sees."""
     image = sample["image"].numpy()
     if "box" not in sample:

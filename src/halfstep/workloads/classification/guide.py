@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfstep.data.image_samples import TrainingFiles, TrainingImages
 from halfstep.data.loader import Samples
-from halfstep.workloads.base.guiding import Opened, file_size, median_size
+from halfstep.workloads.base.guiding import OpenedData, measure_median_size, read_size
 from halfstep.workloads.classification.config import ClassifierConfig, ResNetConfig, ViTConfig
 from halfstep.workloads.classification.data import open_image_data
 
@@ -23,16 +23,16 @@ SMALL_SIDE, PATCHES_A_SIDE = 64, 8
 class Guide:
     small_on_cpu = {"data.image_size": 128, "data.eval_size": 0}
 
-    def open(self, config: ClassifierConfig) -> Opened:
+    def open(self, config: ClassifierConfig) -> OpenedData:
         data = open_image_data(config.data)
-        return Opened(
+        return OpenedData(
             train=data.train,
             val=data.val,
             store={"classes": list(data.classes)},
             classes=tuple(data.titles.get(name, name) for name in data.classes),
-            counts=_counts(data.train, len(data.classes)),
+            counts=_count_labels(data.train, len(data.classes)),
             notes=data.notes,
-            sides=_sides(data.train),
+            sides=_measure_sides(data.train),
         )
 
     def picture(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
@@ -47,7 +47,7 @@ class Guide:
         return paths
 
 
-def _counts(train: Samples, num_classes: int) -> tuple[int, ...]:
+def _count_labels(train: Samples, num_classes: int) -> tuple[int, ...]:
     if isinstance(train, TrainingFiles):
         labels: Sequence[int] = train.listing.labels
     elif isinstance(train, TrainingImages):
@@ -58,10 +58,10 @@ def _counts(train: Samples, num_classes: int) -> tuple[int, ...]:
     return tuple(counted[number] for number in range(num_classes))
 
 
-def _sides(train: Samples) -> tuple[int, int] | None:
+def _measure_sides(train: Samples) -> tuple[int, int] | None:
     if isinstance(train, TrainingImages):
         width, height = np.median(train.images.sizes, axis=0)
         return int(width), int(height)
     if isinstance(train, TrainingFiles):
-        return median_size(len(train), lambda index: file_size(train.listing.paths[index]))
+        return measure_median_size(len(train), lambda index: read_size(train.listing.paths[index]))
     return None

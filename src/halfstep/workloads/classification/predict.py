@@ -10,27 +10,27 @@ import torch
 from torch import Tensor
 
 from halfstep.data.files import PICTURES
-from halfstep.data.image_samples import centre_square
+from halfstep.data.image_samples import crop_centre
 from halfstep.data.images import open_picture
 from halfstep.errors import DataError
 from halfstep.report.progress import Bar
 from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
-from halfstep.workloads.base.using import Input, Trained, Wishes, failure_of
-from halfstep.workloads.classification.build import Prepared, model_from_store
+from halfstep.workloads.base.using import Input, Trained, Wishes, describe_failure
+from halfstep.workloads.classification.build import PrepareImages, build_model
 from halfstep.workloads.classification.config import ClassifierConfig
-from halfstep.workloads.classification.data import evaluation_share, evaluation_size
-from halfstep.workloads.classification.evaluate import class_names
-from halfstep.workloads.classification.scores import probabilities
+from halfstep.workloads.classification.data import get_evaluation_share, get_evaluation_size
+from halfstep.workloads.classification.evaluate import get_class_names
+from halfstep.workloads.classification.scores import compute_probabilities
 
 
 class ClassPredictor:
     endings = PICTURES
 
     def __init__(self, config: ClassifierConfig, store: Store) -> None:
-        self.config, self.classes, self.names = config, store["classes"], class_names(store)
-        self.model = model_from_store(config, store)
-        self.prepare, self.eval_share = Prepared(config.data), evaluation_share(config.data, store)
+        self.config, self.classes, self.names = config, store["classes"], get_class_names(store)
+        self.model = build_model(config, store)
+        self.prepare, self.eval_share = PrepareImages(config.data), get_evaluation_share(config.data, store)
 
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
         """Answers in the order of the files; a batch is as large as in training."""
@@ -48,13 +48,13 @@ class ClassPredictor:
         data = self.config.data
         try:
             with open_picture(item.path) as picture:
-                return torch.from_numpy(centre_square(picture, evaluation_size(data), self.eval_share))
+                return torch.from_numpy(crop_centre(picture, get_evaluation_size(data), self.eval_share))
         except DataError as error:
-            return failure_of(item, error)
+            return describe_failure(item, error)
 
     def _probabilities(self, pictures: list[Tensor], trained: Trained) -> list[list[float]]:
         batch = self.prepare({"image": torch.stack(pictures).to(trained.device)}, key=(), training=False)
-        return probabilities(trained(batch["image"])).tolist()
+        return compute_probabilities(trained(batch["image"])).tolist()
 
     def _answer(self, item: Input, chances: list[float], top_k: int) -> Answer:
         best = sorted(range(len(chances)), key=lambda k: (-chances[k], k))[:top_k]

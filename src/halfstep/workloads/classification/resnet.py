@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError
-from halfstep.kernels.fast_forms import chain_fits, has_room_for_tiles
-from halfstep.kernels.resnet_chain import Block, Layer, resnet_map
+from halfstep.kernels.fast_forms import can_chain, has_room_for_tiles
+from halfstep.kernels.resnet_chain import Layer, ResNetBlock, run_resnet_chain
 from halfstep.models.layers import (
     CONVOLUTIONAL,
     BatchNorm2d,
     CentredConv2d,
     Checks,
     HalvingMaxPool2d,
-    always,
+    accept_any,
     are_plain,
     consists_of,
 )
-from halfstep.models.recompute import Blocks, how_it_recomputes, keeps_every_product
+from halfstep.models.recompute import Blocks, get_recompute, keeps_every_product
 
 Stem = Literal["imagenet", "small"]
 
@@ -41,7 +41,7 @@ class BasicBlock(nn.Module):
         self.conv2 = CentredConv2d(width, width, 3)
         self.bn2 = BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
-        self.downsample = shortcut(in_channels, width, stride)
+        self.downsample = make_shortcut(in_channels, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.relu(self.bn1(self.conv1(x)))
@@ -67,7 +67,7 @@ class Bottleneck(nn.Module):
         self.conv3 = CentredConv2d(width, width * self.expansion, 1)
         self.bn3 = BatchNorm2d(width * self.expansion)
         self.relu = nn.ReLU(inplace=True)
-        self.downsample = shortcut(in_channels, width * self.expansion, stride)
+        self.downsample = make_shortcut(in_channels, width * self.expansion, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.relu(self.bn1(self.conv1(x)))
@@ -121,10 +121,10 @@ class ResNet(nn.Module):
             self.add_module(f"layer{number + 1}", Blocks(named, checkpointing=checkpointing))
             channels = outer
         self.fc = nn.Linear(channels, num_classes)
-        self.apply(start_)
+        self.apply(initialise_)
 
     def forward(self, x: Tensor) -> Tensor:
-        is_chain = not x.requires_grad and chain_fits(x, is_training=self.training)
+        is_chain = not x.requires_grad and can_chain(x, is_training=self.training)
         x = self._chained(x) if is_chain and self._suits_chain() else self._layer_by_layer(x)
         return self.fc(x.mean(dim=(2, 3)))
 
@@ -143,17 +143,17 @@ class ResNet(nn.Module):
         parts = (self.conv1, self.bn1, self.relu, *self._stages())
         is_whole = consists_of(parts, CentredConv2d, BatchNorm2d, nn.ReLU, *[Blocks] * self.num_stages)
         is_known = is_whole and type(self.maxpool) in (nn.Identity, HalvingMaxPool2d) and are_plain(replaced, CHAINED)
-        return (
-            is_known and keeps_every_product(how_it_recomputes(self)) and has_room_for_tiles(self.conv1.weight.device)
-        )
+        return is_known and keeps_every_product(get_recompute(self)) and has_room_for_tiles(self.conv1.weight.device)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _chained(self, image: Tensor) -> Tensor:
         if not self._suits_chain():  # compiled code asked once, and since then a layer may have been frozen or hooked
             return self._layer_by_layer(image)
-        blocks = [chain_block(block, keep=stage.recompute == "none") for stage in self._stages() for block in stage]
+        blocks = [
+            make_chain_block(block, keep=stage.recompute == "none") for stage in self._stages() for block in stage
+        ]
         is_pooled = isinstance(self.maxpool, HalvingMaxPool2d)
-        return resnet_map(image, (self.conv1, self.bn1), blocks, is_pooled=is_pooled)
+        return run_resnet_chain(image, (self.conv1, self.bn1), blocks, is_pooled=is_pooled)
 
 
 def has_blocks_only(stage: Blocks) -> bool:
@@ -171,31 +171,31 @@ def is_whole(block: BasicBlock | Bottleneck) -> bool:
 CHAINED: Checks = {
     **CONVOLUTIONAL,
     HalvingMaxPool2d: lambda layer: layer.is_as_built() and layer.kernel == 3,
-    nn.Identity: always,
+    nn.Identity: accept_any,
     Blocks: has_blocks_only,
     **dict.fromkeys((BasicBlock, Bottleneck), is_whole),
 }
 """What `kernels.resnet_chain` takes the place of."""
 
 
-def chain_block(block: nn.Module, *, keep: bool) -> Block:
+def make_chain_block(block: nn.Module, *, keep: bool) -> ResNetBlock:
     """A block's layers as the chain takes them."""
     assert isinstance(block, BasicBlock | Bottleneck)
     match [*block.downsample.children()]:
         case [nn.Conv2d() as convolution, nn.BatchNorm2d() as norm]:
-            return Block(layers=block.layers(), projection=(convolution, norm), keep=keep)
+            return ResNetBlock(layers=block.layers(), projection=(convolution, norm), keep=keep)
         case _:
-            return Block(layers=block.layers(), projection=None, keep=keep)
+            return ResNetBlock(layers=block.layers(), projection=None, keep=keep)
 
 
-def shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | nn.Identity:
+def make_shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | nn.Identity:
     """What the sum of a block adds: its input, projected where the shape changes."""
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
     return nn.Sequential(CentredConv2d(in_channels, out_channels, 1, stride), BatchNorm2d(out_channels))
 
 
-def start_(module: nn.Module) -> None:
+def initialise_(module: nn.Module) -> None:
     """Initial weights of one module; for `Module.apply`, which visits a block after its parts."""
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -214,7 +214,7 @@ RESNETS: dict[str, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]] 
 }
 
 
-def resnet(name: str, *, blocks: tuple[int, ...] = (), **options: Any) -> ResNet:
+def build_resnet(name: str, *, blocks: tuple[int, ...] = (), **options: Any) -> ResNet:
     """`resnet18` to `resnet152`, with the options of `ResNet`; `blocks` replaces the number of blocks a stage."""
     block, published = RESNETS[name]
     return ResNet(block, blocks or published, **options)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.data.prefetch import sent
-from halfstep.data.seeds import batch_key
+from halfstep.data.prefetch import send_to_device
+from halfstep.data.seeds import get_batch_key
 from halfstep.islands import fp32_island, to_fp32
 from halfstep.workloads.base.sums import Sums
 
@@ -43,7 +43,7 @@ class Mixing:
 def mix(batch: Mapping[str, Tensor], spec: Mixing, *, key: tuple[int, ...]) -> dict[str, Tensor]:
     """The batch with each image mixed with its neighbour's, `label_b` the neighbour's label, `lam` the own share."""
     image, label = batch["image"], batch["label"]
-    random = np.random.default_rng((*batch_key(key), MIX_STREAM))
+    random = np.random.default_rng((*get_batch_key(key), MIX_STREAM))
     # All numbers are drawn whatever happens, so that one setting does not reshuffle the others.
     happens, kind, *centre = random.random(4)
     cuts = spec.cutmix > 0 and (kind < spec.cutmix_share or spec.mixup == 0)
@@ -53,14 +53,14 @@ def mix(batch: Mapping[str, Tensor], spec: Mixing, *, key: tuple[int, ...]) -> d
     # written, and keeps the memory layout, which `roll` does not.
     partner = torch.cat([image[-1:], image[:-1]])
     if lam < 1 and cuts:
-        image, lam = pasted(image, partner, cut_box(lam, centre, image.shape[-2], image.shape[-1]))
+        image, lam = paste(image, partner, draw_cut_box(lam, centre, image.shape[-2], image.shape[-1]))
     elif lam < 1:
         image = torch.lerp(partner, image, lam)
     shares = torch.full(label.shape, lam, dtype=torch.float32, device=label.device)
     return {**batch, "image": image, "label_b": label.roll(1), "lam": shares}
 
 
-def cut_box(lam: float, centre: Sequence[float], height: int, width: int) -> tuple[int, int, int, int]:
+def draw_cut_box(lam: float, centre: Sequence[float], height: int, width: int) -> tuple[int, int, int, int]:
     """Top, bottom, left and right of a box of share 1 - lam around the centre, cut off at the image's edge."""
     side = math.sqrt(1 - lam)
     edges: list[int] = []
@@ -71,7 +71,7 @@ def cut_box(lam: float, centre: Sequence[float], height: int, width: int) -> tup
     return top, bottom, left, right
 
 
-def pasted(image: Tensor, partner: Tensor, box: tuple[int, int, int, int]) -> tuple[Tensor, float]:
+def paste(image: Tensor, partner: Tensor, box: tuple[int, int, int, int]) -> tuple[Tensor, float]:
     """The images with the partner's pixels in the box, and the share that is still their own."""
     top, bottom, left, right = box
     mixed = image.clone()
@@ -91,7 +91,7 @@ def classification_loss(logits: Tensor, batch: Mapping[str, Tensor], *, smoothin
         return F.cross_entropy(logits, own * lam + other * (1 - lam), label_smoothing=smoothing)
 
 
-def ranks(logits: Tensor, label: Tensor) -> Tensor:
+def compute_ranks(logits: Tensor, label: Tensor) -> Tensor:
     """How many classes come before the true one: 0 is a hit. Of equal logits the first wins; NaN never wins."""
     own = logits.gather(1, label.unsqueeze(1))
     classes = torch.arange(logits.shape[1], device=logits.device)
@@ -112,9 +112,9 @@ class ClassificationMetrics(Sums):
         self.sums = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
 
     def update(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> None:
-        label, rank = batch["label"], ranks(outputs, batch["label"])
+        label, rank = batch["label"], compute_ranks(outputs, batch["label"])
         if self.sums["counts"].device != label.device:
-            self.sums = {name: sent(count, label.device) for name, count in self.sums.items()}
+            self.sums = {name: send_to_device(count, label.device) for name, count in self.sums.items()}
         facts = torch.stack([torch.ones_like(rank), rank < 1, rank < TOP])
         self.sums["counts"].scatter_add_(1, label.expand(3, -1), facts)
         if "pairs" in self.sums:
@@ -159,7 +159,7 @@ class ClassificationDetails(ClassificationMetrics):
     def update(self, outputs: Tensor, batch: Mapping[str, Tensor]) -> None:
         super().update(outputs, batch)
         predicted = outputs.argmax(dim=1)
-        confidence = probabilities(outputs).gather(1, predicted.unsqueeze(1)).squeeze(1)
+        confidence = compute_probabilities(outputs).gather(1, predicted.unsqueeze(1)).squeeze(1)
         # Numbers of samples and classes are exact in fp64.
         columns = (batch["index"], batch["label"], predicted, confidence)
         self._answers.append(torch.stack([column.double() for column in columns]))
@@ -175,6 +175,6 @@ class ClassificationDetails(ClassificationMetrics):
         return sorted(wrong, key=lambda m: (-m.confidence if math.isfinite(m.confidence) else 0.0, m.index))
 
 
-def probabilities(logits: Tensor) -> Tensor:
+def compute_probabilities(logits: Tensor) -> Tensor:
     with fp32_island():
         return to_fp32(logits).softmax(dim=1)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from halfstep.data.files import new_folder
+from halfstep.data.files import create_folder
 
 Array = np.ndarray[Any, Any]
 
@@ -24,7 +24,7 @@ COLOURS = {"red": (0.9, 0.2, 0.2), "green": (0.2, 0.8, 0.3), "blue": (0.2, 0.4, 
 
 def write_demo(folder: Path, *, seed: int = 0, num_images: int = NUM_IMAGES, side: int = SIDE) -> None:
     """Write `<shape>/<number>.png` and metadata.jsonl with captions into `folder`, which appears when complete."""
-    with new_folder(folder) as unfinished:
+    with create_folder(folder) as unfinished:
         rows = []
         for number in range(num_images):
             random = np.random.default_rng([seed, number])

@@ -9,11 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from halfstep.kernels.group_norm import add_branch, convolved, fits, group_norm_silu, is_plain_norm
+from halfstep.kernels.group_norm import (
+    add_branch,
+    apply_group_norm_silu,
+    can_fuse_group_norm,
+    convolve_group_norm_silu,
+    is_plain_norm,
+)
 from halfstep.workloads.diffusion.diffusers_nets import Net
 
 
-def blocks_of(net: Net) -> Mapping[type[nn.Module], Callable[..., Any] | None]:
+def find_blocks(net: Net) -> Mapping[type[nn.Module], Callable[..., Any] | None]:
     """Its residual blocks and attention; with text its transformers, which are compiled."""
     from diffusers.models.attention_processor import Attention
     from diffusers.models.resnet import ResnetBlock2D
@@ -24,12 +30,12 @@ def blocks_of(net: Net) -> Mapping[type[nn.Module], Callable[..., Any] | None]:
     def forward(block: Any, input_tensor: Tensor, temb: Tensor | None = None, *rest: Any, **more: Any) -> Tensor:
         if rest or more or not is_plain(block, input_tensor, temb):
             return own(block, input_tensor, temb, *rest, **more)
-        return residual(block, input_tensor, temb)
+        return run_residual_block(block, input_tensor, temb)
 
     found: dict[type[nn.Module], Callable[..., Any] | None] = {ResnetBlock2D: forward}
     if any(isinstance(module, Transformer2DModel) for module in net.modules()):
         return found | {Transformer2DModel: None}
-    return found | {Attention: attention(Attention.forward)}
+    return found | {Attention: make_attention_forward(Attention.forward)}
 
 
 def is_plain(block: Any, x: Tensor, temb: Tensor | None) -> bool:
@@ -39,11 +45,11 @@ def is_plain(block: Any, x: Tensor, temb: Tensor | None) -> bool:
     told = temb is None or block.time_embedding_norm in ("default", "scale_shift")
     knows = told and isinstance(block.nonlinearity, nn.SiLU)
     convolves = is_plain_convolution(block.conv1) and is_plain_convolution(block.conv2)
-    return knows and convolves and not resizes and fits(x, block.norm1) and is_plain_norm(block.norm2)
+    return knows and convolves and not resizes and can_fuse_group_norm(x, block.norm1) and is_plain_norm(block.norm2)
 
 
-def residual(block: Any, x: Tensor, temb: Tensor | None) -> Tensor:
-    hidden, added = convolved(block.norm1, block.conv1, x), block.conv1.bias.expand(len(x), -1)
+def run_residual_block(block: Any, x: Tensor, temb: Tensor | None) -> Tensor:
+    hidden, added = convolve_group_norm_silu(block.norm1, block.conv1, x), block.conv1.bias.expand(len(x), -1)
     if block.time_emb_proj is not None and temb is not None:
         temb = block.time_emb_proj(temb if block.skip_time_act else block.nonlinearity(temb))
     between: tuple[Tensor | None, ...] = (added, None, None)
@@ -53,10 +59,10 @@ def residual(block: Any, x: Tensor, temb: Tensor | None) -> Tensor:
     elif temb is not None:
         between = (added + temb, None, None)
     if block.training and block.dropout.p > 0:
-        dropped = block.dropout(group_norm_silu(block.norm2, hidden, *between))
+        dropped = block.dropout(apply_group_norm_silu(block.norm2, hidden, *between))
         hidden = block.conv2._conv_forward(dropped, block.conv2.weight, None)
     else:
-        hidden = convolved(block.norm2, block.conv2, hidden, *between)
+        hidden = convolve_group_norm_silu(block.norm2, block.conv2, hidden, *between)
     straight = x if block.conv_shortcut is None else block.conv_shortcut(x)
     found = add_branch(straight, hidden, block.conv2.bias)
     return found if block.output_scale_factor == 1 else found / block.output_scale_factor
@@ -74,7 +80,7 @@ MOST_SCORES = 2**25
 """That are kept: 128 MiB in fp32."""
 
 
-def attention(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def make_attention_forward(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """By matmuls and a softmax in fp32 where one head has all channels, and scores are few."""
 
     def forward(layer: Any, hidden_states: Tensor, *rest: Any, **more: Any) -> Tensor:

@@ -10,20 +10,25 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.data.loader import Batch, Samples
-from halfstep.data.seeds import Key, generator_for
+from halfstep.data.seeds import Key, make_generator
 from halfstep.errors import ConfigError, DataError, ModelError
-from halfstep.models.first_values import unfilled
-from halfstep.workloads import model_of
+from halfstep.models.first_values import skip_first_values
+from halfstep.workloads import get_model_name
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.workload import Sample, Workload
 from halfstep.workloads.language.config import LanguageConfig, context_of
-from halfstep.workloads.language.data import LanguageData, is_of_weights, open_language_data, stored_tokenizer
-from halfstep.workloads.language.gpt2 import GPT2, GPT2S, GPT2Size, size_of
+from halfstep.workloads.language.data import (
+    LanguageData,
+    is_weights_tokenizer,
+    load_stored_tokenizer,
+    open_language_data,
+)
+from halfstep.workloads.language.gpt2 import GPT2, GPT2S, GPT2Size, get_size
 from halfstep.workloads.language.gpt2_weights import load_gpt2_, save_gpt2
-from halfstep.workloads.language.scores import LanguageMetrics, num_counted
+from halfstep.workloads.language.scores import LanguageMetrics, count_targets
 from halfstep.workloads.language.tokenizers import Tokenizer, save_tokenizer
 from halfstep.workloads.language.tokens import Tokens, TokenSamples
-from halfstep.workloads.language.writing import Sampling, continued
+from halfstep.workloads.language.writing import Sampling, continue_text
 
 SAMPLE_TOKENS = 200
 FRAGILE = ("loss.cross_entropy: log of a sum over the whole vocabulary, and sums over all tokens of a step",)
@@ -35,23 +40,23 @@ def build(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> Wor
     is_new = store is None
     if store is None:
         _check_vocab(config, data)
-        stored = data.tokenizer.stored() if data.tokenizer is not None else None
+        stored = data.tokenizer.to_dict() if data.tokenizer is not None else None
         store = {"vocab": data.vocab, "tokenizer": stored}
     if is_new:
-        _check_length(data.train, model_size(config, store).context)
-    model = _with_weights(config, store) if is_new and config.model.weights else model_from_store(config, store)
-    return over_samples(
+        _check_length(data.train, get_model_size(config, store).context)
+    model = _load_start_weights(config, store) if is_new and config.model.weights else build_model(config, store)
+    return make_workload(
         config,
         store,
         model,
-        train=_samples(data.train, model, is_training=True),
-        val=_samples(data.val, model, is_training=False),
+        train=_make_samples(data.train, model, is_training=True),
+        val=_make_samples(data.val, model, is_training=False),
         about=data.about,
         notes=data.notes,
     )
 
 
-def over_samples(
+def make_workload(
     config: LanguageConfig,
     store: Mapping[str, Any],
     model: GPT2,
@@ -61,14 +66,14 @@ def over_samples(
     about: tuple[tuple[str, str], ...] = (),
     notes: tuple[str, ...] = (),
 ) -> Workload:
-    lengths = _byte_lengths(stored_tokenizer(store), model.size.vocab)
+    lengths = _read_byte_lengths(load_stored_tokenizer(store), model.size.vocab)
     return Workload(
         name=config.workload,
         model=model,
         train_samples=train,
         val_samples=val,
         forward=lambda model, batch: model(batch["tokens"], batch["targets"]),
-        loss=lambda outputs, batch: (outputs, num_counted(batch)),
+        loss=lambda outputs, batch: (outputs, count_targets(batch)),
         metrics=lambda: LanguageMetrics(lengths),
         metric="perplexity",
         mode="min",
@@ -77,13 +82,13 @@ def over_samples(
         store=store,
         about=about,
         notes=notes,
-        sample=_sampler(store),
+        sample=_make_sampler(store),
     )
 
 
-def _sampler(store: Mapping[str, Any]) -> Sample | None:
+def _make_sampler(store: Mapping[str, Any]) -> Sample | None:
     """Two texts for the report, the same draws each time."""
-    tokenizer = stored_tokenizer(store)
+    tokenizer = load_stored_tokenizer(store)
     if tokenizer is None:
         return None
 
@@ -91,7 +96,7 @@ def _sampler(store: Mapping[str, Any]) -> Sample | None:
         assert isinstance(model, GPT2)
         device = model.transformer.wte.weight.device
         return {
-            f"text_{seed}": continued(
+            f"text_{seed}": continue_text(
                 model,
                 tokenizer,
                 "",
@@ -105,15 +110,17 @@ def _sampler(store: Mapping[str, Any]) -> Sample | None:
     return sample
 
 
-def _with_weights(config: LanguageConfig, store: Store) -> GPT2:
+def _load_start_weights(config: LanguageConfig, store: Store) -> GPT2:
     assert config.model.weights is not None
-    with unfilled():
-        model = model_from_store(config, store)
-    load_gpt2_(model, Path(config.model.weights), has_its_tokenizer=is_of_weights(stored_tokenizer(store), config))
+    with skip_first_values():
+        model = build_model(config, store)
+    load_gpt2_(
+        model, Path(config.model.weights), has_its_tokenizer=is_weights_tokenizer(load_stored_tokenizer(store), config)
+    )
     return model
 
 
-def model_from_store(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2:
+def build_model(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2:
     """The model alone, for a checkpoint's weights: all that prediction needs."""
     if config.model.path is not None:
         raise ConfigError(
@@ -122,17 +129,17 @@ def model_from_store(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2:
             fix="a workload of your own: halfstep train my_pkg.my_mod:build (examples/own_workload.py)",
         )
     return GPT2(
-        model_size(config, store),
+        get_model_size(config, store),
         dropout=config.model.dropout,
         bias=config.model.bias,
         checkpointing=config.train.activation_checkpointing,
     )
 
 
-def model_size(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2Size:
+def get_model_size(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2Size:
     wish = config.model
-    return size_of(
-        model_of(config),
+    return get_size(
+        get_model_name(config),
         depth=wish.depth,
         heads=wish.heads,
         dim=wish.dim,
@@ -141,11 +148,11 @@ def model_size(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2Size:
     )
 
 
-def _samples(tokens: Tokens, model: GPT2, *, is_training: bool) -> TokenSamples:
+def _make_samples(tokens: Tokens, model: GPT2, *, is_training: bool) -> TokenSamples:
     return TokenSamples(tokens, context=model.size.context, vocab=model.size.vocab, is_training=is_training)
 
 
-def _byte_lengths(tokenizer: Tokenizer | None, vocab: int) -> Tensor | None:
+def _read_byte_lengths(tokenizer: Tokenizer | None, vocab: int) -> Tensor | None:
     known = tokenizer.byte_lengths() if tokenizer is not None else None
     if known is None:
         return None
@@ -173,19 +180,19 @@ def _check_length(train: Tokens, context: int) -> None:
         )
 
 
-def random_store(config: LanguageConfig) -> dict[str, Any]:
-    return {"vocab": config.model.vocab or GPT2S[model_of(config)].vocab, "tokenizer": None}
+def make_random_store(config: LanguageConfig) -> dict[str, Any]:
+    return {"vocab": config.model.vocab or GPT2S[get_model_name(config)].vocab, "tokenizer": None}
 
 
-def random_batch(config: LanguageConfig, store: Store) -> Batch:
+def make_random_batch(config: LanguageConfig, store: Store) -> Batch:
     """Ids as a loader delivers them."""
-    generator, size = generator_for(config.train.seed), config.train.batch_size
+    generator, size = make_generator(config.train.seed), config.train.batch_size
     ids = torch.randint(store["vocab"], (size, context_of(config) + 1), generator=generator)
     return {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous(), "index": torch.arange(size)}
 
 
-def over(config: LanguageConfig, store: Store, samples: Samples) -> Workload:
-    return over_samples(config, store, model_from_store(config, store), train=samples, val=samples)
+def build_over(config: LanguageConfig, store: Store, samples: Samples) -> Workload:
+    return make_workload(config, store, build_model(config, store), train=samples, val=samples)
 
 
 def peer_prepare(device: torch.device) -> Callable[[Batch], Batch]:
@@ -195,13 +202,13 @@ def peer_prepare(device: torch.device) -> Callable[[Batch], Batch]:
 def flops_per_sample(config: LanguageConfig, store: Store) -> float:
     """Six for each weight of a matmul and token, and attention's 12 · depth · dim · context (Chowdhery et al. 2022), of
     which a causal mask leaves half to do; it is counted whole, as others count it."""
-    size, context = model_size(config, store), context_of(config)
+    size, context = get_model_size(config, store), context_of(config)
     in_blocks = 12 * size.depth * size.dim**2
     return 6.0 * context * (in_blocks + size.vocab * size.dim) + 12.0 * size.depth * size.dim * context**2
 
 
 def export(model: nn.Module, config: LanguageConfig, store: Store, folder: Path) -> None:
-    tokenizer = stored_tokenizer(store)
+    tokenizer = load_stored_tokenizer(store)
     save_gpt2(model, folder, ends_at=tokenizer.end if tokenizer is not None else None)
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)

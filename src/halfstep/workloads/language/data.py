@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.data.files import BadFiles, some_of
+from halfstep.data.files import BadFiles, list_some
 from halfstep.errors import DataError, format_count
 from halfstep.workloads.language.config import LanguageConfig
 from halfstep.workloads.language.text_files import TextFiles, find_texts, read_text
@@ -19,19 +19,19 @@ from halfstep.workloads.language.tokenizers import (
     Tokenizer,
     disagree,
     has_tokenizer,
-    identity,
-    tokenizer_at,
-    tokenizer_from,
+    identify,
+    read_tokenizer,
+    restore_tokenizer,
 )
 from halfstep.workloads.language.tokens import (
     TokenFiles,
     Tokens,
-    default_cache,
+    choose_cache_path,
     find_token_files,
-    nanogpt_tokenizer,
     open_or_tokenise,
     open_tokens,
-    tokenised,
+    read_nanogpt_tokenizer,
+    tokenise,
 )
 
 CHARACTERS = ("characters", "chars", "char")
@@ -57,27 +57,27 @@ def open_language_data(config: LanguageConfig, store: Mapping[str, Any] | None =
     root = Path(config.data.dir)
     if not root.exists():
         raise DataError(f"no text at {root}", why="it does not exist", fix="--data-dir: a text file or a folder")
-    known = stored_tokenizer(store)
+    known = load_stored_tokenizer(store)
     if (files := find_token_files(root)) is not None:
-        return _ids(config, root, files, known, store)
-    return _texts(config, root, known)
+        return _open_ids(config, root, files, known, store)
+    return _open_texts(config, root, known)
 
 
-def stored_tokenizer(store: Mapping[str, Any] | None) -> Tokenizer | None:
+def load_stored_tokenizer(store: Mapping[str, Any] | None) -> Tokenizer | None:
     stored = (store or {}).get("tokenizer")
-    return tokenizer_from(stored) if stored else None
+    return restore_tokenizer(stored) if stored else None
 
 
-def _texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> LanguageData:
+def _open_texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> LanguageData:
     config = whole.data
     bad_files = BadFiles(config.on_bad_file)
     texts = find_texts(root, val_fraction=config.val_fraction, bad_files=bad_files)
-    named = known or _named_tokenizer(config.tokenizer, root) or _of_weights(whole)
-    tokenizer = named or _of_texts(config.tokenizer, texts)
+    named = known or _find_named_tokenizer(config.tokenizer, root) or _find_weights_tokenizer(whole)
+    tokenizer = named or _make_text_tokenizer(config.tokenizer, texts)
     if known is None:
-        _refuse_another_than_the_weights(tokenizer, whole)
-    path = Path(config.cache_file) if config.cache_file else default_cache(root, tokenizer)
-    train, val = open_or_tokenise(texts, tokenizer, path) if config.cache else tokenised(texts, tokenizer)
+        _refuse_other_tokenizer(tokenizer, whole)
+    path = Path(config.cache_file) if config.cache_file else choose_cache_path(root, tokenizer)
+    train, val = open_or_tokenise(texts, tokenizer, path) if config.cache else tokenise(texts, tokenizer)
     place = f"cached in {path}" if config.cache else "in memory"
     return LanguageData(
         train=train,
@@ -85,50 +85,59 @@ def _texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> Langua
         vocab=tokenizer.num_tokens,
         tokenizer=tokenizer,
         about=(
-            ("text", f"{format_count(len(texts.all), 'file')}, {_in_words(train, val)}; validation: {texts.source}"),
+            (
+                "text",
+                f"{format_count(len(texts.all), 'file')}, {_describe_sizes(train, val)}; validation: {texts.source}",
+            ),
             ("tokenizer", f"{tokenizer.name}, {tokenizer.num_tokens:,} tokens; {place}"),
         ),
-        notes=(*bad_files.notes, *_not_read(texts)),
+        notes=(*bad_files.notes, *_note_not_read(texts)),
     )
 
 
-def _not_read(texts: TextFiles) -> Iterator[str]:
+def _note_not_read(texts: TextFiles) -> Iterator[str]:
     if texts.beside:
-        names = some_of((path.relative_to(texts.root).as_posix() for path in texts.beside), 3)
+        names = list_some((path.relative_to(texts.root).as_posix() for path in texts.beside), 3)
         yield f"not read: {format_count(len(texts.beside), 'file')} beside the texts: {names}"
 
 
-def _ids(
+def _open_ids(
     config: LanguageConfig, root: Path, files: TokenFiles, known: Tokenizer | None, store: Mapping[str, Any] | None
 ) -> LanguageData:
     folder = root if root.is_dir() else root.parent
     tokenizer = (
-        known or _named_tokenizer(config.data.tokenizer, root) or nanogpt_tokenizer(folder) or _of_weights(config)
+        known
+        or _find_named_tokenizer(config.data.tokenizer, root)
+        or read_nanogpt_tokenizer(folder)
+        or _find_weights_tokenizer(config)
     )
-    _refuse_ids_of_another(tokenizer, root)
+    _refuse_other_ids(tokenizer, root)
     vocab = int((store or {}).get("vocab", 0)) or (tokenizer.num_tokens if tokenizer else config.model.vocab or 50257)
     train, val = (open_tokens(paths, vocab=vocab) for paths in (files.train, files.val))
+    num_files = format_count(len(files.train) + len(files.val), "file")
     named = f"{tokenizer.name}, {vocab:,} tokens" if tokenizer else f"none: {vocab:,} ids without their text"
     return LanguageData(
         train=train,
         val=val,
         vocab=vocab,
         tokenizer=tokenizer,
-        about=(("token ids", f"{format_count(len(files.train) + len(files.val), 'file')}, {_in_words(train, val)}"),
-               ("tokenizer", named)),
-        notes=() if files.val else (f"nothing is validated: {_why_no_validation(root)}",),
-    )  # fmt: skip
+        about=(
+            ("token ids", f"{num_files}, {_describe_sizes(train, val)}"),
+            ("tokenizer", named),
+        ),
+        notes=() if files.val else (f"nothing is validated: {_explain_no_validation(root)}",),
+    )
 
 
-def _why_no_validation(root: Path) -> str:
+def _explain_no_validation(root: Path) -> str:
     return f"{root} has no .bin with `val` in its name" if root.is_dir() else f"{root.name} is named, not its folder"
 
 
-def _refuse_ids_of_another(tokenizer: Tokenizer | None, root: Path) -> None:
+def _refuse_other_ids(tokenizer: Tokenizer | None, root: Path) -> None:
     """Ids mean nothing but by their own tokenizer: with another one every score is of other words."""
     folder = root if root.is_dir() else root.parent
-    beside = _named_tokenizer("auto", root) or nanogpt_tokenizer(folder)
-    if tokenizer is not None and beside is not None and beside.stored() != tokenizer.stored():
+    beside = _find_named_tokenizer("auto", root) or read_nanogpt_tokenizer(folder)
+    if tokenizer is not None and beside is not None and beside.to_dict() != tokenizer.to_dict():
         raise DataError(
             f"the ids in {folder} are of another tokenizer: {beside.name}, {beside.num_tokens:,} tokens",
             why=f"a file beside them says so; this model's is {tokenizer.name}, {tokenizer.num_tokens:,} tokens",
@@ -136,41 +145,41 @@ def _refuse_ids_of_another(tokenizer: Tokenizer | None, root: Path) -> None:
         )
 
 
-def _named_tokenizer(wish: str, root: Path) -> Tokenizer | None:
+def _find_named_tokenizer(wish: str, root: Path) -> Tokenizer | None:
     """What was asked for, or lies beside the data; None where the text itself has to say, or nobody does."""
     folder = root if root.is_dir() else root.parent
     if wish == "auto":
-        return tokenizer_at(folder) if has_tokenizer(folder) else None
+        return read_tokenizer(folder) if has_tokenizer(folder) else None
     if wish in CHARACTERS:
         return None
     if wish == "bytes":
         return Bytes()
     if wish.startswith(TIKTOKEN):
         return Tiktoken(wish.removeprefix(TIKTOKEN))
-    return tokenizer_at(Path(wish))
+    return read_tokenizer(Path(wish))
 
 
-def _of_weights(config: LanguageConfig) -> Tokenizer | None:
+def _find_weights_tokenizer(config: LanguageConfig) -> Tokenizer | None:
     """The one that lies beside the weights to start from: their rows are its tokens."""
-    return _beside_weights(config) if config.data.tokenizer == "auto" else None
+    return _read_weights_tokenizer(config) if config.data.tokenizer == "auto" else None
 
 
-def _beside_weights(config: LanguageConfig) -> Tokenizer | None:
+def _read_weights_tokenizer(config: LanguageConfig) -> Tokenizer | None:
     if not config.model.weights:
         return None
     weights = Path(config.model.weights)
     folder = weights if weights.is_dir() else weights.parent
-    return tokenizer_at(folder) if has_tokenizer(folder) else None
+    return read_tokenizer(folder) if has_tokenizer(folder) else None
 
 
-def is_of_weights(tokenizer: Tokenizer | None, config: LanguageConfig) -> bool:
-    theirs = _beside_weights(config)
-    return tokenizer is not None and theirs is not None and identity(theirs) == identity(tokenizer)
+def is_weights_tokenizer(tokenizer: Tokenizer | None, config: LanguageConfig) -> bool:
+    theirs = _read_weights_tokenizer(config)
+    return tokenizer is not None and theirs is not None and identify(theirs) == identify(tokenizer)
 
 
-def _refuse_another_than_the_weights(tokenizer: Tokenizer, config: LanguageConfig) -> None:
+def _refuse_other_tokenizer(tokenizer: Tokenizer, config: LanguageConfig) -> None:
     """As many tokens are not the same tokens."""
-    theirs = _beside_weights(config)
+    theirs = _read_weights_tokenizer(config)
     if theirs is not None and disagree(tokenizer, theirs):
         raise DataError(
             f"{config.model.weights} was trained with another tokenizer: {theirs.name}, {theirs.num_tokens:,} tokens",
@@ -179,9 +188,9 @@ def _refuse_another_than_the_weights(tokenizer: Tokenizer, config: LanguageConfi
         )
 
 
-def _of_texts(wish: str, texts: TextFiles) -> Tokenizer:
-    return Characters.of(read_text(path) for path in texts.all) if wish in CHARACTERS else Bytes()
+def _make_text_tokenizer(wish: str, texts: TextFiles) -> Tokenizer:
+    return Characters.from_texts(read_text(path) for path in texts.all) if wish in CHARACTERS else Bytes()
 
 
-def _in_words(train: Tokens, val: Tokens) -> str:
+def _describe_sizes(train: Tokens, val: Tokens) -> str:
     return f"{len(train):,} + {len(val):,} tokens"

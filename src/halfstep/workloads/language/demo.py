@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from halfstep.data.files import new_folder
+from halfstep.data.files import create_folder
 
 NUM_TRAIN, NUM_VAL = 40_000, 2_000
 """Lines of each part."""
@@ -71,7 +71,7 @@ class Lines:
 
 def write_demo(folder: Path, *, seed: int = 0, num_train: int = NUM_TRAIN, num_val: int = NUM_VAL) -> None:
     """`train.txt`, `val.txt` and what they cost in nats per character, into `folder`, which appears when complete."""
-    with new_folder(folder) as unfinished:
+    with create_folder(folder) as unfinished:
         costs = {}
         for number, (part, num_lines) in enumerate((("train", num_train), ("val", num_val))):
             lines = Lines(np.random.default_rng([seed, number]))

@@ -21,12 +21,12 @@ from halfstep.errors import ModelError
 from halfstep.islands import fp32_island, get_matmul_dtype
 from halfstep.kernels.cross_entropy import linear_cross_entropy
 from halfstep.kernels.fast_forms import has_room_for_tiles
-from halfstep.kernels.transformer_chain import Block as Layers
-from halfstep.kernels.transformer_chain import Stream, through_blocks
-from halfstep.models.first_values import bare, draw_normal_
-from halfstep.models.layers import Checks, always, are_plain, consists_of, has_bias, has_gain_and_bias
+from halfstep.kernels.transformer_chain import Stream, run_blocks
+from halfstep.kernels.transformer_chain import TransformerBlock as Layers
+from halfstep.models.first_values import draw_normal_, make_bare
+from halfstep.models.layers import Checks, accept_any, are_plain, consists_of, has_bias, has_gain_and_bias
 from halfstep.models.recompute import Blocks
-from halfstep.models.vit import chain_wanted
+from halfstep.models.vit import wants_chain
 
 PAD_MULTIPLE = 64
 
@@ -51,13 +51,13 @@ GPT2S = {
 
 
 @dataclass(slots=True)
-class KeysAndValues:
+class KeyValueCache:
     """What one block remembers of the tokens so far: (N, heads, tokens, channels) of each."""
 
     keys: Tensor | None = None
     values: Tensor | None = None
 
-    def extended(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if self.keys is not None and self.values is not None:
             keys, values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
         self.keys, self.values = keys, values
@@ -70,18 +70,18 @@ class CausalAttention(nn.Module):
     def __init__(self, size: GPT2Size, *, dropout: float, bias: bool) -> None:
         super().__init__()
         self.heads, self.dropout = size.heads, dropout
-        self.c_attn = bare(nn.Linear, size.dim, 3 * size.dim, bias=bias)
-        self.c_proj = bare(nn.Linear, size.dim, size.dim, bias=bias)
+        self.c_attn = make_bare(nn.Linear, size.dim, 3 * size.dim, bias=bias)
+        self.c_proj = make_bare(nn.Linear, size.dim, size.dim, bias=bias)
         self.resid_dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, memory: KeysAndValues | None = None) -> Tensor:
+    def forward(self, x: Tensor, memory: KeyValueCache | None = None) -> Tensor:
         batch, tokens, dim = x.shape
         qkv = self.c_attn(x).view(batch, tokens, 3, self.heads, dim // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         if memory is not None:
-            k, v = memory.extended(k, v)
+            k, v = memory.extend(k, v)
         # One new token may look at all before it; several at once come without a past, or are the first ones.
-        mask = None if tokens in (1, k.shape[2]) else _after_past(tokens, k.shape[2], x.device)
+        mask = None if tokens in (1, k.shape[2]) else _attend_after_past(tokens, k.shape[2], x.device)
         attended = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=tokens > 1 and mask is None,
             dropout_p=self.dropout if self.training else 0.0,
@@ -89,15 +89,15 @@ class CausalAttention(nn.Module):
         return self.resid_dropout(self.c_proj(attended.transpose(1, 2).reshape(batch, tokens, dim)))
 
 
-def _after_past(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+def _attend_after_past(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
     return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
 
 
 class Perceptron(nn.Module):
     def __init__(self, size: GPT2Size, *, dropout: float, bias: bool) -> None:
         super().__init__()
-        self.c_fc = bare(nn.Linear, size.dim, 4 * size.dim, bias=bias)
-        self.c_proj = bare(nn.Linear, 4 * size.dim, size.dim, bias=bias)
+        self.c_fc = make_bare(nn.Linear, size.dim, 4 * size.dim, bias=bias)
+        self.c_proj = make_bare(nn.Linear, 4 * size.dim, size.dim, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -114,12 +114,12 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(size.dim, bias=bias)
         self.mlp = Perceptron(size, dropout=dropout, bias=bias)
 
-    def forward(self, x: Tensor, memory: KeysAndValues | None = None) -> Tensor:
+    def forward(self, x: Tensor, memory: KeyValueCache | None = None) -> Tensor:
         x = x + self.attn(self.ln_1(x), memory)
         return x + self.mlp(self.ln_2(x))
 
     def layers_of_chain(self) -> Layers:
-        """This block for `through_blocks`, which gives what `forward` does without a memory."""
+        """This block for `run_blocks`, which gives what `forward` does without a memory."""
         return Layers(
             num_heads=self.attn.heads, norm_1=self.ln_1, in_weight=self.attn.c_attn.weight,
             in_bias=self.attn.c_attn.bias, out=self.attn.c_proj, norm_2=self.ln_2, first=self.mlp.c_fc,
@@ -132,14 +132,14 @@ class Transformer(nn.Module):
 
     def __init__(self, size: GPT2Size, *, dropout: float, bias: bool, checkpointing: bool) -> None:
         super().__init__()
-        self.wte = bare(nn.Embedding, padded(size.vocab), size.dim)
-        self.wpe = bare(nn.Embedding, size.context, size.dim)
+        self.wte = make_bare(nn.Embedding, pad_vocab(size.vocab), size.dim)
+        self.wpe = make_bare(nn.Embedding, size.context, size.dim)
         self.drop = nn.Dropout(dropout)
         blocks = {str(number): Block(size, dropout=dropout, bias=bias) for number in range(size.depth)}
         self.h = Blocks(blocks, checkpointing=checkpointing)
         self.ln_f = nn.LayerNorm(size.dim, bias=bias)
 
-    def forward(self, tokens: Tensor, memories: list[KeysAndValues] | None = None, start: int = 0) -> Tensor:
+    def forward(self, tokens: Tensor, memories: list[KeyValueCache] | None = None, start: int = 0) -> Tensor:
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         x = self.drop(self.wte(tokens) + self.wpe(positions))
         if memories is None:
@@ -150,7 +150,7 @@ class Transformer(nn.Module):
         return self.ln_f(x)
 
     def _through_blocks(self, x: Tensor) -> Tensor:
-        if not (self.training and chain_wanted(self.h, x) and self._suits_chain()):
+        if not (self.training and wants_chain(self.h, x) and self._suits_chain()):
             return self.h(x)
         x, branch, bias = self._chained(x)
         return x if branch is None or bias is None else x + (branch + bias)
@@ -168,9 +168,7 @@ class Transformer(nn.Module):
         if not self._suits_chain():  # compiled code asked once, and since then a layer may have been frozen or replaced
             return Stream(nn.Sequential(*self.h)(x), None, None)
         layers = [block.layers_of_chain() for block in self.h if isinstance(block, Block)]
-        return through_blocks(
-            layers, x, get_matmul_dtype(x), keep=False
-        )  # outputs of LayerNorm and GELU are made again
+        return run_blocks(layers, x, get_matmul_dtype(x), keep=False)  # outputs of LayerNorm and GELU are made again
 
 
 def is_whole(block: Block) -> bool:
@@ -188,7 +186,7 @@ CHAINED: Checks = {
     nn.Dropout: lambda part: part.p == 0,
     CausalAttention: lambda part: part.dropout == 0,
     Block: is_whole,
-    **dict.fromkeys((Perceptron, Blocks), always),
+    **dict.fromkeys((Perceptron, Blocks), accept_any),
 }
 """What `kernels.transformer_chain` takes the place of."""
 
@@ -214,14 +212,14 @@ class GPT2(nn.Module):
         features = self.transformer(tokens)
         return self.logits(features) if targets is None else self.loss(features, targets)
 
-    def next_logits(self, tokens: Tensor, memories: list[KeysAndValues]) -> Tensor:
+    def next_logits(self, tokens: Tensor, memories: list[KeyValueCache]) -> Tensor:
         """Logits (N, vocab) of the token after these, which follow those that `memories` hold."""
         past = 0 if memories[0].keys is None else memories[0].keys.shape[2]
         self.check_length(past + tokens.shape[1])
         return self.logits(self.transformer(tokens, memories, past)[:, -1])
 
-    def empty_memories(self) -> list[KeysAndValues]:
-        return [KeysAndValues() for _ in range(self.size.depth)]
+    def make_caches(self) -> list[KeyValueCache]:
+        return [KeyValueCache() for _ in range(self.size.depth)]
 
     def logits(self, features: Tensor) -> Tensor:
         all_logits: Tensor = F.linear(features, self.transformer.wte.weight)
@@ -231,7 +229,7 @@ class GPT2(nn.Module):
         """The mean over the targets that count; 0 where none does."""
         dtype = get_matmul_dtype(features)
         with fp32_island():
-            summed = _chunked_loss(features, self.transformer.wte.weight, targets, self.size.vocab, dtype)
+            summed = _compute_chunked_loss(features, self.transformer.wte.weight, targets, self.size.vocab, dtype)
             return summed / (targets >= 0).sum().clamp(min=1)
 
     def check_length(self, tokens: int) -> None:
@@ -256,22 +254,22 @@ class GPT2(nn.Module):
         self.transformer.wte.weight[self.size.vocab :] = 0.0
 
 
-def padded(vocab: int) -> int:
+def pad_vocab(vocab: int) -> int:
     return -(-vocab // PAD_MULTIPLE) * PAD_MULTIPLE
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _chunked_loss(features: Tensor, weight: Tensor, targets: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
+def _compute_chunked_loss(features: Tensor, weight: Tensor, targets: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
     """Not compiled: it consists of matmuls and one kernel, and a compiler would unroll its chunks."""
     return linear_cross_entropy(features.flatten(0, 1), weight, targets.flatten(), num_classes=vocab, dtype=dtype)
 
 
-def size_of(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, context: int = 0, vocab: int = 0) -> GPT2Size:
+def get_size(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, context: int = 0, vocab: int = 0) -> GPT2Size:
     """The published size of a model; a number above 0 replaces its own."""
     given = {"depth": depth, "heads": heads, "dim": dim, "context": context, "vocab": vocab}
     return replace(GPT2S[name], **{part: value for part, value in given.items() if value})
 
 
-def gpt2(name: str, *, dropout: float = 0.0, bias: bool = True, checkpointing: bool = False, **size: int) -> GPT2:
-    """`gpt2` to `gpt2_xl`, at their published size or another."""
-    return GPT2(size_of(name, **size), dropout=dropout, bias=bias, checkpointing=checkpointing)
+def build_gpt2(name: str, *, dropout: float = 0.0, bias: bool = True, checkpointing: bool = False, **size: int) -> GPT2:
+    """`build_gpt2` to `gpt2_xl`, at their published size or another."""
+    return GPT2(get_size(name, **size), dropout=dropout, bias=bias, checkpointing=checkpointing)

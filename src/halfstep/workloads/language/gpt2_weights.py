@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from halfstep.disk import parse_json
 from halfstep.errors import ModelError
 from halfstep.models.weights import load_weights_, read_weights
-from halfstep.workloads.language.gpt2 import GPT2, padded
+from halfstep.workloads.language.gpt2 import GPT2, pad_vocab
 
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 MASKS = (".attn.bias", ".attn.masked_bias")
@@ -38,8 +38,8 @@ FUNCTION: dict[str, tuple[Any, ...]] = {
 def load_gpt2_(model: GPT2, path: Path, *, has_its_tokenizer: bool = False) -> None:
     """A file or a folder of Hugging Face's or nanoGPT's into a new model. With the tokenizer that lies beside them,
     rows past its tokens are padding, however many; otherwise more than padding are of another tokenizer."""
-    read, description = _read(path)
-    weights = {_ours(name): tensor for name, tensor in read.items() if not name.endswith(MASKS)}
+    read, description = _read_any(path)
+    weights = {_rename(name): tensor for name, tensor in read.items() if not name.endswith(MASKS)}
     if EMBEDDING not in weights and "lm_head.weight" in weights:
         weights[EMBEDDING] = weights["lm_head.weight"]  # safetensors keeps one name of two for a shared tensor
     head = weights.pop("lm_head.weight", None)
@@ -51,10 +51,10 @@ def load_gpt2_(model: GPT2, path: Path, *, has_its_tokenizer: bool = False) -> N
             fix="weights with a tied embedding",
         )
     _refuse_other_function(model, description, path, len(weights[POSITIONS]))
-    weights = _as_linear_layers(weights)
+    weights = _to_linear_layers(weights)
     embedding = weights[EMBEDDING][: model.size.vocab] if has_its_tokenizer else weights[EMBEDDING]
-    weights[EMBEDDING] = _with_padding(embedding, model.size.vocab, path)
-    weights[POSITIONS] = _positions(weights[POSITIONS], model.size.context, path)
+    weights[EMBEDDING] = _pad_embedding(embedding, model.size.vocab, path)
+    weights[POSITIONS] = _cut_positions(weights[POSITIONS], model.size.context, path)
     load_weights_(model, weights, source=str(path))
 
 
@@ -62,11 +62,11 @@ def save_gpt2(model: nn.Module, folder: Path, *, ends_at: int | None = None) -> 
     """`config.json` and `model.safetensors` as transformers' `GPT2LMHeadModel.from_pretrained(folder)` reads them."""
     assert isinstance(model, GPT2)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(for_transformers(model), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(_config_of(model, ends_at), indent=2) + "\n")
+    save_file(to_transformers(model), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(_make_config(model, ends_at), indent=2) + "\n")
 
 
-def for_transformers(model: GPT2) -> dict[str, Tensor]:
+def to_transformers(model: GPT2) -> dict[str, Tensor]:
     """The weights as Hugging Face has them: fp32, transposed, without padding, biases of zero where there are none."""
     found: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
@@ -80,7 +80,7 @@ def for_transformers(model: GPT2) -> dict[str, Tensor]:
     return found
 
 
-def _config_of(model: GPT2, ends_at: int | None) -> dict[str, Any]:
+def _make_config(model: GPT2, ends_at: int | None) -> dict[str, Any]:
     size = model.size
     return {
         "architectures": ["GPT2LMHeadModel"],
@@ -98,17 +98,17 @@ def _config_of(model: GPT2, ends_at: int | None) -> dict[str, Any]:
     }
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read_any(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The weights, and what is said of the model: in config.json beside them, or in a checkpoint of nanoGPT's."""
     if path.name in INDEXES:
-        return _read_shards(path), _config_json(path.parent)
+        return _read_shards(path), _read_config(path.parent)
     if not path.is_dir():
         weights, beside = read_weights(path)
         args = beside.get("model_args")
-        return weights, dict(args) if isinstance(args, Mapping) else _config_json(path.parent)
+        return weights, dict(args) if isinstance(args, Mapping) else _read_config(path.parent)
     for name in (INDEXES[0], "model.safetensors", INDEXES[1], "pytorch_model.bin", "ckpt.pt"):
         if (path / name).is_file():
-            return _read(path / name)
+            return _read_any(path / name)
     raise ModelError(
         f"no weights in {path}",
         why="there is no model.safetensors, pytorch_model.bin or ckpt.pt",
@@ -116,7 +116,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     )
 
 
-def _config_json(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         return {}
@@ -178,13 +178,13 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
     return {name: tensor for file in names for name, tensor in read_weights(index.parent / file)[0].items()}
 
 
-def _ours(name: str) -> str:
+def _rename(name: str) -> str:
     """GPT2Model's files, and the released ones, have no `transformer.` in front."""
     return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
 
 
 def _refuse_other_family(weights: Mapping[str, Tensor], path: Path) -> None:
-    lacking = [name for name in (EMBEDDING, POSITIONS, _first_projection(weights)) if name not in weights]
+    lacking = [name for name in (EMBEDDING, POSITIONS, _find_first_projection(weights)) if name not in weights]
     if lacking:
         raise ModelError(
             f"{path} holds no GPT-2",
@@ -193,32 +193,32 @@ def _refuse_other_family(weights: Mapping[str, Tensor], path: Path) -> None:
         )
 
 
-def _first_projection(weights: Mapping[str, Tensor]) -> str:
+def _find_first_projection(weights: Mapping[str, Tensor]) -> str:
     return next((name for name in weights if name.endswith("attn.c_attn.weight")), "attn.c_attn.weight")
 
 
-def _as_linear_layers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _to_linear_layers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """One layer's shape tells for all of them, since another one's is square."""
-    rows, columns = weights[_first_projection(weights)].shape
+    rows, columns = weights[_find_first_projection(weights)].shape
     if rows > columns:
         return dict(weights)
     return {name: tensor.t() if name.endswith(TRANSPOSED) else tensor for name, tensor in weights.items()}
 
 
-def _with_padding(embedding: Tensor, vocab: int, path: Path) -> Tensor:
+def _pad_embedding(embedding: Tensor, vocab: int, path: Path) -> Tensor:
     rows = len(embedding)
-    if not vocab <= rows <= padded(vocab):
+    if not vocab <= rows <= pad_vocab(vocab):
         raise ModelError(
             f"{path} knows {rows:,} tokens, this tokenizer has {vocab:,}",
             why="each token's meaning is a row of the embedding: with another tokenizer all of them are wrong",
             fix="data.tokenizer: the tokenizer.json that belongs to these weights",
         )
-    filled = embedding.new_zeros(padded(vocab), embedding.shape[1])
+    filled = embedding.new_zeros(pad_vocab(vocab), embedding.shape[1])
     filled[:vocab] = embedding[:vocab]
     return filled
 
 
-def _positions(positions: Tensor, context: int, path: Path) -> Tensor:
+def _cut_positions(positions: Tensor, context: int, path: Path) -> Tensor:
     if len(positions) < context:
         raise ModelError(
             f"model.context={context} is longer than that of {path}, {len(positions)} tokens",

@@ -9,12 +9,12 @@ from halfstep.report.progress import Bar
 from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.using import Input, Trained, Wishes
-from halfstep.workloads.language.build import model_from_store
+from halfstep.workloads.language.build import build_model
 from halfstep.workloads.language.config import LanguageConfig
-from halfstep.workloads.language.data import stored_tokenizer
+from halfstep.workloads.language.data import load_stored_tokenizer
 from halfstep.workloads.language.gpt2 import GPT2
 from halfstep.workloads.language.tokenizers import Tokenizer
-from halfstep.workloads.language.writing import Sampling, continued
+from halfstep.workloads.language.writing import Sampling, continue_text
 
 
 class Writer:
@@ -23,8 +23,8 @@ class Writer:
     endings = ()
 
     def __init__(self, config: LanguageConfig, store: Store) -> None:
-        self.model = model_from_store(config, store)
-        tokenizer = stored_tokenizer(store)
+        self.model = build_model(config, store)
+        tokenizer = load_stored_tokenizer(store)
         if tokenizer is None:
             raise DataError(
                 "this run has no tokenizer: it was trained on token ids alone",
@@ -38,7 +38,7 @@ class Writer:
         bar.total = asked["num"]
         model, prompt = trained.model, asked["prompt"]
         assert isinstance(model, GPT2)
-        _refuse_no_utf8(prompt)
+        _refuse_bad_utf8(prompt)
         for number in range(asked["num"]):
             sampling = Sampling(
                 temperature=asked["temperature"],
@@ -47,14 +47,14 @@ class Writer:
                 seed=asked["seed"] + number,
             )
             with trained.inside():
-                more = continued(
+                more = continue_text(
                     model, self.tokenizer, prompt, num_tokens=asked["tokens"], sampling=sampling, device=trained.device
                 )
             found = {"prompt": prompt, "seed": sampling.seed, "text": prompt + more}
             yield Answer(file=f"text {number + 1}", found=found, brief={"text": prompt + more})
 
 
-def _refuse_no_utf8(prompt: str) -> None:
+def _refuse_bad_utf8(prompt: str) -> None:
     """Bytes of the command line that are no text come as halves of characters, which cannot be encoded."""
     try:
         prompt.encode()

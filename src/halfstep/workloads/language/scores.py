@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from halfstep.config.schema import RunConfig
-from halfstep.workloads.base.other_data import any_folder
+from halfstep.workloads.base.other_data import use_folder
 from halfstep.workloads.base.sums import Sums
 from halfstep.workloads.base.using import PlainEvaluation
 from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.language.tokens import TokenSamples
 
 
-def num_counted(batch: Mapping[str, Tensor]) -> Tensor:
+def count_targets(batch: Mapping[str, Tensor]) -> Tensor:
     """Targets that count, on the device."""
     return (batch["targets"] >= 0).sum()
 
@@ -38,7 +38,7 @@ class LanguageMetrics(Sums):
         targets = batch["targets"]
         if self.byte_lengths is not None and self.byte_lengths.device != targets.device:
             self.byte_lengths = self.byte_lengths.to(targets.device)
-        count = num_counted(batch).double()
+        count = count_targets(batch).double()
         num_bytes = torch.zeros_like(count)
         if self.byte_lengths is not None:
             lengths = self.byte_lengths[targets.clamp(min=0)]
@@ -60,7 +60,7 @@ class LanguageEvaluation(PlainEvaluation):
 
     @staticmethod
     def config_for(config: RunConfig, folder: Path) -> RunConfig:
-        return any_folder(config, folder, val_fraction=0.0, cache=False)  # nothing is written beside others' texts
+        return use_folder(config, folder, val_fraction=0.0, cache=False)  # nothing is written beside others' texts
 
     @staticmethod
     def on_all(workload: Workload) -> Workload:

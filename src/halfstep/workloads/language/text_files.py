@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from halfstep.data.files import TRAIN_NAMES, VALIDATION_NAMES, BadFiles, list_files, some_of
+from halfstep.data.files import TRAIN_NAMES, VALIDATION_NAMES, BadFiles, list_files, list_some
 from halfstep.errors import DataError, format_count
 
 PROSE = (".txt", ".text", ".md", ".rst", ".tex")
@@ -50,24 +50,26 @@ class TextFiles:
 def find_texts(root: Path, *, val_fraction: float, bad_files: BadFiles) -> TextFiles:
     """The texts at `root`: a file, a folder with parts of its own, or a folder whose last texts are for validation."""
     if root.is_file():
-        _check([root], BadFiles("error"))
-        return _one(root, root, val_fraction)
+        _check_texts([root], BadFiles("error"))
+        return _use_one_file(root, root, val_fraction)
     if not root.is_dir():
         raise DataError(f"no text at {root}", why="it does not exist", fix="--data-dir: a text file or a folder")
     prose, code = (list_files(root, endings, recursive=True) for endings in (PROSE, CODE))
     endings = PROSE if prose else CODE
-    train, val = _named_part(root, TRAIN_NAMES, endings), _named_part(root, VALIDATION_NAMES, endings)
+    train, val = _find_named_part(root, TRAIN_NAMES, endings), _find_named_part(root, VALIDATION_NAMES, endings)
     if not train and not val:
-        words = [_with_word(prose or code, names) for names in (TRAIN_NAMES, VALIDATION_NAMES)]
+        words = [_find_by_word(prose or code, names) for names in (TRAIN_NAMES, VALIDATION_NAMES)]
         train, val = words if all(words) else ([], [])  # a single one may be a book about trains
     if val and not train:
         train = [path for path in prose or code if path not in val]
     used = {*train, *val} if train else {*(prose or code)}
     beside = tuple(path for path in (*prose, *code) if path not in used)
     if train and val:
-        train, val = _check(train, bad_files), _check(val, bad_files)
-        return TextFiles(root=root, train=tuple(train), val=tuple(val), source=_place(root, val), beside=beside)
-    files = _check(train or prose or code, bad_files)  # beside a training part of its own lies what is about it
+        train, val = _check_texts(train, bad_files), _check_texts(val, bad_files)
+        return TextFiles(
+            root=root, train=tuple(train), val=tuple(val), source=_describe_place(root, val), beside=beside
+        )
+    files = _check_texts(train or prose or code, bad_files)  # beside a training part of its own lies what is about it
     if not files:
         ids = next(root.rglob("*.bin"), None)
         raise DataError(
@@ -75,7 +77,7 @@ def find_texts(root: Path, *, val_fraction: float, bad_files: BadFiles) -> TextF
             why="no file ends in " + " ".join(PROSE + CODE),
             fix=f"--data-dir {ids.parent}, for token ids" if ids else "--data-dir: a text file or a folder",
         )
-    found = _one(root, files[0], val_fraction) if len(files) == 1 else _split(root, files, val_fraction)
+    found = _use_one_file(root, files[0], val_fraction) if len(files) == 1 else _split_files(root, files, val_fraction)
     return replace(found, beside=beside)
 
 
@@ -107,12 +109,12 @@ def read_text(path: Path) -> str:
     return text
 
 
-def _one(root: Path, file: Path, val_fraction: float) -> TextFiles:
+def _use_one_file(root: Path, file: Path, val_fraction: float) -> TextFiles:
     source = f"the last {100 * val_fraction:.3g}% of {file.name}" if val_fraction else "none"
     return TextFiles(root=root, train=(file,), val=(), cut=val_fraction, source=source)
 
 
-def _split(root: Path, files: list[Path], val_fraction: float) -> TextFiles:
+def _split_files(root: Path, files: list[Path], val_fraction: float) -> TextFiles:
     """Whole documents: a part of one that was trained on would flatter the rest of it."""
     if not val_fraction:
         return TextFiles(root=root, train=tuple(files), val=(), source="none")
@@ -123,15 +125,15 @@ def _split(root: Path, files: list[Path], val_fraction: float) -> TextFiles:
         size += files[-taken].stat().st_size
     train, val = tuple(files[:-taken]), tuple(files[-taken:])
     last = format_count(taken, "file") if taken > 1 else "file"
-    source = f"the last {last}, {size / total:.0%} of the bytes: {some_of(val, 2)}"
+    source = f"the last {last}, {size / total:.0%} of the bytes: {list_some(val, 2)}"
     return TextFiles(root=root, train=train, val=val, source=source)
 
 
-def _place(root: Path, files: list[Path]) -> str:
+def _describe_place(root: Path, files: list[Path]) -> str:
     return files[0].name if len(files) == 1 else f"{files[0].relative_to(root).parts[0]}, {len(files)} files"
 
 
-def _named_part(root: Path, names: tuple[str, ...], endings: tuple[str, ...]) -> list[Path]:
+def _find_named_part(root: Path, names: tuple[str, ...], endings: tuple[str, ...]) -> list[Path]:
     for name in names:
         if (root / name).is_dir():
             return list_files(root / name, endings, recursive=True)
@@ -140,13 +142,13 @@ def _named_part(root: Path, names: tuple[str, ...], endings: tuple[str, ...]) ->
     return []
 
 
-def _with_word(files: list[Path], names: tuple[str, ...]) -> list[Path]:
+def _find_by_word(files: list[Path], names: tuple[str, ...]) -> list[Path]:
     """Of `ptb.train.txt`, `ptb.valid.txt` and `ptb.test.txt` those with a word that names a part."""
     found = ([path for path in files if name in NO_WORD.split(path.stem.lower())] for name in names)
     return next(filter(None, found), [])
 
 
-def _check(files: list[Path], bad_files: BadFiles) -> list[Path]:
+def _check_texts(files: list[Path], bad_files: BadFiles) -> list[Path]:
     """Before anything is written: each must be text."""
     good = []
     for path in files:

@@ -16,7 +16,7 @@ import numpy as np
 
 from halfstep.data.files import Array
 from halfstep.disk import parse_json
-from halfstep.errors import DataError, nearest, suggest_install, summarise_error
+from halfstep.errors import DataError, suggest_install, suggest_nearest, summarise_error
 
 END_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "[SEP]")
 """What tokenizers call the end of a document."""
@@ -46,7 +46,7 @@ class Tokenizer(Protocol):
         """UTF-8 bytes that each token stands for; 0 for the end of a document. None where tokens do not say."""
         ...
 
-    def stored(self) -> dict[str, Any]: ...
+    def to_dict(self) -> dict[str, Any]: ...
 
 
 class Bytes:
@@ -63,7 +63,7 @@ class Bytes:
     def byte_lengths(self) -> Array:
         return np.array([1] * 256 + [0])
 
-    def stored(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {"kind": "bytes"}
 
 
@@ -80,7 +80,7 @@ class Characters:
         self.num_tokens = len(alphabet) + has_end
 
     @classmethod
-    def of(cls, texts: Iterable[str]) -> Characters:
+    def from_texts(cls, texts: Iterable[str]) -> Characters:
         alphabets = [set(text) for text in texts]
         return cls("".join(sorted(set().union(*alphabets))), has_end=len(alphabets) > 1)
 
@@ -103,7 +103,7 @@ class Characters:
     def byte_lengths(self) -> Array:
         return np.array([len(character.encode()) for character in self.alphabet] + [0] * (self.end is not None))
 
-    def stored(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {"kind": "characters", "alphabet": self.alphabet, "has_end": self.end is not None}
 
 
@@ -131,7 +131,7 @@ class Bpe:
         self.end: int | None = next((end for end in ends if end is not None), None)
 
     @classmethod
-    def of_vocab_and_merges(cls, vocab: Path, merges: Path) -> Bpe:
+    def from_vocab_and_merges(cls, vocab: Path, merges: Path) -> Bpe:
         """GPT-2's two files."""
         from tokenizers import Tokenizer as Loaded
         from tokenizers import decoders, models, pre_tokenizers
@@ -167,7 +167,7 @@ class Bpe:
             lengths[token] = 0 if added.special else len(added.content.encode())
         return lengths
 
-    def stored(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {"kind": "bpe", "json": self.text}
 
 
@@ -187,7 +187,7 @@ class Tiktoken:
             self.loaded = tiktoken.get_encoding(encoding)
         except ValueError as error:
             raise DataError(
-                f"tiktoken has no encoding {encoding!r}", fix=nearest(encoding, tiktoken.list_encoding_names())
+                f"tiktoken has no encoding {encoding!r}", fix=suggest_nearest(encoding, tiktoken.list_encoding_names())
             ) from error
         except Exception as error:  # no network, a damaged file
             raise DataError(
@@ -212,11 +212,11 @@ class Tiktoken:
                     lengths[token] = len(self.loaded.decode_single_token_bytes(token))
         return lengths
 
-    def stored(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {"kind": "tiktoken", "encoding": self.encoding}
 
 
-def tokenizer_from(stored: Mapping[str, Any]) -> Tokenizer:
+def restore_tokenizer(stored: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer that a run stored."""
     kind = stored["kind"]
     if kind == "characters":
@@ -229,32 +229,32 @@ def tokenizer_from(stored: Mapping[str, Any]) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Into a folder that `tokenizer_at` reads."""
+    """Into a folder that `read_tokenizer` reads."""
     if isinstance(tokenizer, Bpe):
         (folder / "tokenizer.json").write_text(tokenizer.text, encoding="utf-8")
     else:
-        (folder / OWN_FILE).write_text(identity(tokenizer), encoding="utf-8")
+        (folder / OWN_FILE).write_text(identify(tokenizer), encoding="utf-8")
 
 
-def tokenizer_at(path: Path) -> Tokenizer:
+def read_tokenizer(path: Path) -> Tokenizer:
     """A local tokenizer.json, vocab.json with merges.txt beside it, a folder with these, or that of a run's weights."""
     if (path / OWN_FILE).is_file():
-        return tokenizer_from(parse_json((path / OWN_FILE).read_text(encoding="utf-8")))
+        return restore_tokenizer(parse_json((path / OWN_FILE).read_text(encoding="utf-8")))
     if path.name in PAIR:
-        return _of_pair(path.parent)
+        return _read_pair(path.parent)
     file = path / "tokenizer.json" if path.is_dir() else path
     if file.is_file():
         try:
             return Bpe(file.read_text(encoding="utf-8"), source=str(file))
         except UnicodeDecodeError as error:
             raise DataError(f"cannot read the tokenizer {file}", why="it is not UTF-8") from error
-    return _of_pair(path)
+    return _read_pair(path)
 
 
-def _of_pair(folder: Path) -> Tokenizer:
+def _read_pair(folder: Path) -> Tokenizer:
     vocab, merges = (folder / name for name in PAIR)
     if vocab.is_file() and merges.is_file():
-        return Bpe.of_vocab_and_merges(vocab, merges)
+        return Bpe.from_vocab_and_merges(vocab, merges)
     raise DataError(
         f"no tokenizer at {folder}",
         why="neither a tokenizer.json nor vocab.json and merges.txt are there",
@@ -271,9 +271,9 @@ def disagree(one: Tokenizer, other: Tokenizer) -> bool:
     """Whether a number means another text for each; of two kinds (tiktoken's and a file) nobody can say."""
     if isinstance(one, Bpe) and isinstance(other, Bpe):
         return bool(one.loaded.get_vocab() != other.loaded.get_vocab())
-    return type(one) is type(other) and identity(one) != identity(other)
+    return type(one) is type(other) and identify(one) != identify(other)
 
 
-def identity(tokenizer: Tokenizer) -> str:
+def identify(tokenizer: Tokenizer) -> str:
     """Text that is the same for two tokenizers that give the same numbers."""
-    return json.dumps(tokenizer.stored(), sort_keys=True)
+    return json.dumps(tokenizer.to_dict(), sort_keys=True)

@@ -36,12 +36,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.data.files import Array, naming_no_room, natural_key, refuse_no_room
-from halfstep.data.seeds import generator_for
+from halfstep.data.files import Array, check_free_space, explain_full_disk, natural_key
+from halfstep.data.seeds import make_generator
 from halfstep.disk import atomic_file, parse_json, take_turn
 from halfstep.errors import DataError
 from halfstep.workloads.language.text_files import PROSE, TextFiles
-from halfstep.workloads.language.tokenizers import Characters, Tokenizer, identity
+from halfstep.workloads.language.tokenizers import Characters, Tokenizer, identify
 
 UNCOUNTED = -1
 PRINTABLE = np.frombuffer(string.printable.encode(), dtype=np.uint8)
@@ -101,7 +101,7 @@ class TokenSamples:
         room = min(self.context, len(self.tokens) - self.num * self.context)
         if not self.is_training or room <= 1:
             return 0
-        return int(torch.randint(room, (), generator=generator_for(seed, epoch, PHASE_STREAM)))
+        return int(torch.randint(room, (), generator=make_generator(seed, epoch, PHASE_STREAM)))
 
     def _cut(self, start: int) -> dict[str, Tensor]:
         ids = self.tokens.read(start, min(self.context + 1, len(self.tokens) - start))
@@ -172,7 +172,7 @@ def open_ids(path: Path) -> np.ndarray[Any, Any]:
     if size >= 4 * HEADER_NUMBERS:
         magic, version, count = (int(number) for number in np.fromfile(path, dtype=np.int32, count=3))
         if magic in LLMC:
-            return _shard(path, size, magic, version, count)
+            return _open_shard(path, size, magic, version, count)
     with path.open("rb") as file:
         if file.read(len(NUMPY_FILE)) == NUMPY_FILE:
             raise DataError(
@@ -203,7 +203,7 @@ def open_ids(path: Path) -> np.ndarray[Any, Any]:
     return ids
 
 
-def _shard(path: Path, size: int, magic: int, version: int, count: int) -> np.ndarray[Any, Any]:
+def _open_shard(path: Path, size: int, magic: int, version: int, count: int) -> np.ndarray[Any, Any]:
     known, kind = LLMC[magic]
     begin, itemsize = 4 * HEADER_NUMBERS, np.dtype(kind).itemsize
     if version != known:
@@ -217,7 +217,7 @@ def _shard(path: Path, size: int, magic: int, version: int, count: int) -> np.nd
     return np.memmap(path, dtype=kind, mode="r", offset=begin, shape=(count,))
 
 
-def nanogpt_tokenizer(folder: Path) -> Tokenizer | None:
+def read_nanogpt_tokenizer(folder: Path) -> Tokenizer | None:
     """The characters in nanoGPT's meta.pkl, of which nothing but plain values is unpickled."""
     path = folder / "meta.pkl"
     if not path.is_file():
@@ -259,25 +259,25 @@ CUT = re.compile(r"\S\n(?=\S)")
 
 def open_or_tokenise(texts: TextFiles, tokenizer: Tokenizer, path: Path) -> tuple[Tokens, Tokens]:
     """The ids of both parts, from `path` or into it."""
-    wanted = {"texts": _fingerprint(texts), "tokenizer": _digest(identity(tokenizer)), "cut": texts.cut}
+    wanted = {"texts": _fingerprint_texts(texts), "tokenizer": _digest(identify(tokenizer)), "cut": texts.cut}
     with take_turn(path):
-        if not path.exists() or _header(path)["made_from"] != wanted:
-            _write(texts, tokenizer, path, wanted)
-    return _opened(path, _header(path))
+        if not path.exists() or _read_header(path)["made_from"] != wanted:
+            _write_cache(texts, tokenizer, path, wanted)
+    return _open_cache(path, _read_header(path))
 
 
-def default_cache(root: Path, tokenizer: Tokenizer) -> Path:
+def choose_cache_path(root: Path, tokenizer: Tokenizer) -> Path:
     """Beside the texts, hidden."""
     folder, name = (root, root.name) if root.is_dir() else (root.parent, root.name)
-    return folder / f".{name}-{_digest(identity(tokenizer))[:8]}{ENDING}"
+    return folder / f".{name}-{_digest(identify(tokenizer))[:8]}{ENDING}"
 
 
-def _write(texts: TextFiles, tokenizer: Tokenizer, path: Path, made_from: dict[str, Any]) -> None:
-    kind = _kind_for(tokenizer)
-    with naming_no_room(path, "the token cache"):
+def _write_cache(texts: TextFiles, tokenizer: Tokenizer, path: Path, made_from: dict[str, Any]) -> None:
+    kind = _choose_dtype(tokenizer)
+    with explain_full_disk(path, "the token cache"):
         path.parent.mkdir(parents=True, exist_ok=True)
         # A guess on the low side, as a token of most texts stands for four bytes or more; a full disk is an error too.
-        refuse_no_room(path, sum(file.stat().st_size for file in texts.all) * kind.itemsize // 4, "the token cache")
+        check_free_space(path, sum(file.stat().st_size for file in texts.all) * kind.itemsize // 4, "the token cache")
         with atomic_file(path, follows_links=True) as hidden, hidden.open("wb") as file:
             file.write(MAGIC)
             counts, checks = _write_ids(file, texts, tokenizer, kind)
@@ -316,36 +316,36 @@ def _write_ids(
     """How many ids each part has, and the CRCs of all bytes."""
     out, ends = _CheckedFile(file), [0]
     for part in ("train", "val"):
-        for ids in _encoded(texts, tokenizer, part):
+        for ids in _encode(texts, tokenizer, part):
             out.write(ids.astype(kind).tobytes())
         ends.append(out.num_bytes // kind.itemsize)
     return [ends[1], ends[2] - ends[1]], out.close()
 
 
-def tokenised(texts: TextFiles, tokenizer: Tokenizer) -> tuple[Tokens, Tokens]:
+def tokenise(texts: TextFiles, tokenizer: Tokenizer) -> tuple[Tokens, Tokens]:
     """The same in memory, for a text that is read once."""
-    kind = _kind_for(tokenizer)
+    kind = _choose_dtype(tokenizer)
     train, val = (
-        np.concatenate([np.empty(0, kind), *(ids.astype(kind) for ids in _encoded(texts, tokenizer, part))])
+        np.concatenate([np.empty(0, kind), *(ids.astype(kind) for ids in _encode(texts, tokenizer, part))])
         for part in ("train", "val")
     )
     return Tokens([train]), Tokens([val])
 
 
-def _kind_for(tokenizer: Tokenizer) -> np.dtype[Any]:
+def _choose_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
     return np.dtype(np.uint16 if tokenizer.num_tokens <= 2**16 else np.uint32)
 
 
-def _encoded(texts: TextFiles, tokenizer: Tokenizer, part: str) -> Iterator[np.ndarray[Any, Any]]:
+def _encode(texts: TextFiles, tokenizer: Tokenizer, part: str) -> Iterator[np.ndarray[Any, Any]]:
     """Piece by piece; documents are parted by their end, unless both parts are of the same one."""
     for source, text in texts.documents(part):
-        for piece in _pieces(text):
+        for piece in _split_text(text):
             yield tokenizer.encode(piece, source=str(source))
         if tokenizer.end is not None and not texts.cut:
             yield np.array([tokenizer.end])
 
 
-def _pieces(text: str) -> Iterator[str]:
+def _split_text(text: str) -> Iterator[str]:
     start = 0
     while len(text) - start > PIECE and (cut := CUT.search(text, start + PIECE)):
         yield text[start : cut.end()]
@@ -353,7 +353,7 @@ def _pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _header(path: Path) -> dict[str, Any]:
+def _read_header(path: Path) -> dict[str, Any]:
     begin = b""
     try:
         with path.open("rb") as file:
@@ -376,7 +376,7 @@ def _header(path: Path) -> dict[str, Any]:
     return header
 
 
-def _opened(path: Path, header: dict[str, Any]) -> tuple[Tokens, Tokens]:
+def _open_cache(path: Path, header: dict[str, Any]) -> tuple[Tokens, Tokens]:
     _check_blocks(path, header)
     kind, (num_train, num_val) = np.dtype(header["dtype"]), header["counts"]
     parts = []
@@ -403,7 +403,7 @@ def _check_blocks(path: Path, header: dict[str, Any]) -> None:
                 )
 
 
-def _fingerprint(texts: TextFiles) -> str:
+def _fingerprint_texts(texts: TextFiles) -> str:
     entries = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in texts.all]
     return _digest(repr((len(texts.train), entries)))
 

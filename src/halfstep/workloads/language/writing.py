@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfstep.data.seeds import generator_for
+from halfstep.data.seeds import make_generator
 from halfstep.errors import ConfigError
 from halfstep.islands import fp32_island
 from halfstep.workloads.language.gpt2 import GPT2
@@ -37,7 +37,7 @@ class Sampling:
             )
 
 
-def chances(logits: Tensor, sampling: Sampling) -> Tensor:
+def compute_chances(logits: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities (N, vocab) in fp32 after temperature, top-k and top-p, in this order."""
     with fp32_island():
         logits = logits.float()
@@ -48,11 +48,11 @@ def chances(logits: Tensor, sampling: Sampling) -> Tensor:
             least = logits.topk(sampling.top_k).values[..., -1:]
             logits = logits.masked_fill(logits < least, float("-inf"))
         if sampling.top_p < 1:
-            logits = _without_tail(logits, sampling.top_p)
+            logits = _cut_tail(logits, sampling.top_p)
         return logits.softmax(-1)
 
 
-def _without_tail(logits: Tensor, top_p: float) -> Tensor:
+def _cut_tail(logits: Tensor, top_p: float) -> Tensor:
     """The smallest set of most probable tokens that reaches top_p; the first one always stays."""
     ordered, order = logits.sort(descending=True)
     probabilities = ordered.softmax(-1)
@@ -60,48 +60,48 @@ def _without_tail(logits: Tensor, top_p: float) -> Tensor:
     return logits.masked_fill(torch.zeros_like(is_tail).scatter(-1, order, is_tail), float("-inf"))
 
 
-def written(model: GPT2, start: Tensor, *, num_tokens: int, sampling: Sampling, end: int | None) -> Iterator[int]:
+def write_tokens(model: GPT2, start: Tensor, *, num_tokens: int, sampling: Sampling, end: int | None) -> Iterator[int]:
     """Tokens after `start` (T), until the end of the document or `num_tokens`.
 
     Keys and values of what stands before are kept; at the end of the context the last half of it is read again.
     Tokens are drawn on the CPU by inversion, token by token from its own key: a text depends on the seed and on
     probabilities alone, not on the device.
     """
-    context, memories = model.size.context, model.empty_memories()
+    context, memories = model.size.context, model.make_caches()
     seen = start[-context:].tolist()
     fresh = seen
     for number in range(num_tokens):
         if len(seen) > context:
             seen = seen[-max(1, context // 2) :]
-            fresh, memories = seen, model.empty_memories()
+            fresh, memories = seen, model.make_caches()
         logits = model.next_logits(torch.tensor([fresh], device=start.device), memories)
-        token = drawn(chances(logits[0], sampling), sampling.seed, number)
+        token = draw_token(compute_chances(logits[0], sampling), sampling.seed, number)
         yield token
         if token == end:
             return
         seen, fresh = [*seen, token], [token]
 
 
-def drawn(probabilities: Tensor, seed: int, number: int) -> int:
+def draw_token(probabilities: Tensor, seed: int, number: int) -> int:
     """The token of a number of its own between 0 and 1 among the added probabilities."""
     total = probabilities.double().cpu().cumsum(0)
-    draw = torch.rand((), dtype=torch.float64, generator=generator_for(seed, number)) * total[-1]
+    draw = torch.rand((), dtype=torch.float64, generator=make_generator(seed, number)) * total[-1]
     return int(torch.searchsorted(total, draw, right=True).clamp(max=len(total) - 1))
 
 
-def continued(
+def continue_text(
     model: GPT2, tokenizer: Tokenizer, prompt: str, *, num_tokens: int, sampling: Sampling, device: torch.device
 ) -> str:
     """What the model writes after `prompt`; without one, what follows the end of a document, or a line break."""
-    ids = tokenizer.encode(prompt or _beginning(tokenizer), source="the prompt").tolist()
+    ids = tokenizer.encode(prompt or _choose_beginning(tokenizer), source="the prompt").tolist()
     start = torch.tensor(ids or [tokenizer.end or 0], device=device)
-    new = list(written(model, start, num_tokens=num_tokens, sampling=sampling, end=tokenizer.end))
+    new = list(write_tokens(model, start, num_tokens=num_tokens, sampling=sampling, end=tokenizer.end))
     # Many tokenizers drop the space in front of a text, which here stands in the middle of one.
     before, whole = tokenizer.decode(ids), tokenizer.decode([*ids, *new])
     return whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(new)
 
 
-def _beginning(tokenizer: Tokenizer) -> str:
+def _choose_beginning(tokenizer: Tokenizer) -> str:
     if tokenizer.end is not None:
         return ""
     return "\n" if not isinstance(tokenizer, Characters) or "\n" in tokenizer.alphabet else ""

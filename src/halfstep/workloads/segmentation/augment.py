@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from halfstep.data.prefetch import sent
-from halfstep.data.seeds import Drawn
+from halfstep.data.prefetch import send_to_device
+from halfstep.data.seeds import BatchDraws
 from halfstep.workloads.segmentation.masks import IGNORED
 
 ELASTIC_KNOTS = 6
@@ -48,27 +48,27 @@ class Augmentation:
 def augment(image: Tensor, mask: Tensor, spec: Augmentation, *, key: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Change float images (N, C, H, W) in 0..1 and class maps (N, H, W) alike; what came from outside is ignored."""
     num, _, height, width = image.shape
-    drawn = Drawn(key, num)
+    drawn = BatchDraws(key, num)
     # All numbers are drawn whatever is switched on, so that one setting does not reshuffle the others.
     draws = drawn.uniform(9)
     knots = drawn.uniform(2, ELASTIC_KNOTS, ELASTIC_KNOTS) * 2 - 1
     numbers = draws.T.contiguous()
     if spec.moves_pixels:
-        grid = _affine_grid(sent(_affine(numbers, spec), image.device), height, width)
+        grid = _make_affine_grid(send_to_device(_draw_affine(numbers, spec), image.device), height, width)
         if spec.elastic_pixels:
             reach = torch.tensor([2 / width, 2 / height]).view(1, 2, 1, 1) * spec.elastic_pixels
             shift = F.interpolate(
-                sent(knots * reach, image.device), (height, width), mode="bicubic", align_corners=True
+                send_to_device(knots * reach, image.device), (height, width), mode="bicubic", align_corners=True
             )
             grid = grid + shift.permute(0, 2, 3, 1)
         image, mask = _sample(image, mask, grid)
     if spec.brightness:
-        gain, offset = sent((numbers[7:9] * 2 - 1) * spec.brightness, image.device).view(2, num, 1, 1, 1)
+        gain, offset = send_to_device((numbers[7:9] * 2 - 1) * spec.brightness, image.device).view(2, num, 1, 1, 1)
         image = image * (1 + gain) + offset
     return image, mask
 
 
-def _affine(numbers: Tensor, spec: Augmentation) -> Tensor:
+def _draw_affine(numbers: Tensor, spec: Augmentation) -> Tensor:
     """Rows (2, 3) that take an output position in -1..1 to the input position it shows."""
     flip_x, flip_y, turn, zoom, cut, move_x, move_y = numbers[:7]
     angle = (turn * 2 - 1) * math.radians(spec.rotate_degrees)
@@ -81,7 +81,7 @@ def _affine(numbers: Tensor, spec: Augmentation) -> Tensor:
     return torch.stack(rows, dim=1).view(-1, 2, 3)
 
 
-def _affine_grid(affine: Tensor, height: int, width: int) -> Tensor:
+def _make_affine_grid(affine: Tensor, height: int, width: int) -> Tensor:
     y, x = (
         ((torch.arange(side, device=affine.device, dtype=torch.float32) + 0.5) * 2 - side) / side
         for side in (height, width)

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.config.section import of_settings
-from halfstep.data.files import BadFiles, some_of
-from halfstep.data.images import USUAL, describe_outliers, scale_for
+from halfstep.config.section import fill_from_settings
+from halfstep.data.files import BadFiles, list_some
+from halfstep.data.images import USUAL, choose_scale, describe_outliers
 from halfstep.data.layouts import PairLayout
 from halfstep.data.loader import Batch, Samples
-from halfstep.data.seeds import generator_for
+from halfstep.data.seeds import make_generator
 from halfstep.errors import ConfigError, DataError, format_count
-from halfstep.models.weights import load_file_
+from halfstep.models.weights import load_weights_file_
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.workload import Loss, Workload
 from halfstep.workloads.segmentation.augment import Augmentation, augment
@@ -33,10 +33,10 @@ from halfstep.workloads.segmentation.data import (
     SegmentationData,
     Split,
     discover_values,
-    find_split,
+    find_pairs,
     scan_pairs,
 )
-from halfstep.workloads.segmentation.masks import IGNORED, MaskTable, MaskValue, table_from, table_of
+from halfstep.workloads.segmentation.masks import IGNORED, MaskTable, MaskValue, make_table, parse_table
 from halfstep.workloads.segmentation.scores import SegmentationMetrics, segmentation_loss
 from halfstep.workloads.segmentation.unet import UNet
 
@@ -64,24 +64,24 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
     about = {"layout": found.layout}
     settled: dict[str, Any] = {}
     if store is None:
-        store, settled, why = _decided(config, found, scan, bad_files)
+        store, settled, why = _decide(config, found, scan, bad_files)
         about |= why
         if "model.background" in settled:
             config = config.changed(model={"background": None})
     elif config.data.image_size != store["image_size"]:
-        store = _resized(store, config.data.image_size)
+        store = _resize_store(store, config.data.image_size)
     scaling, scale_notes = _describe_scale(store["raw_scale"], scan)
     about |= scaling
-    table, image = table_of_store(store), image_format_of_store(store)
+    table, image = read_table(store), read_image_format(store)
     _check_class_weights(config, num_classes=store["num_classes"])
-    background = background_class(config, table)
-    model = model_from_store(config, store)
+    background = find_background(config, table)
+    model = build_model(config, store)
     if is_new and config.model.weights:  # a stored run's checkpoint brings its own
-        load_file_(model, config.model.weights)
-    augmentation = of_settings(Augmentation, config.data.augment)
+        load_weights_file_(model, config.model.weights)
+    augmentation = fill_from_settings(Augmentation, config.data.augment)
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
-        pixels, mask = unit_range(batch["image"]), batch["mask"]
+        pixels, mask = to_unit_range(batch["image"]), batch["mask"]
         if training:
             pixels, mask = augment(pixels, mask, augmentation, key=key)
         return batch | {"image": pixels, "mask": mask}
@@ -93,50 +93,50 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
         val_samples=SegmentationData(val_pairs, table=table, image=image),
         prepare=prepare,
         forward=lambda model, batch: model(batch["image"]),
-        loss=loss_of(config),
+        loss=make_loss(config),
         metrics=lambda: SegmentationMetrics(store["num_classes"], background),
         metric="iou",
         mode="max",
         fragile=FRAGILE,
-        scoring=_scoring(table, background),
+        scoring=_describe_scoring(table, background),
         by_batch=("the Dice part of the loss",) if config.model.dice_weight else (),
         store=store,
-        notes=(*_many_values(config, found, table), *scale_notes, *bad_files.notes),
+        notes=(*_note_many_values(config, found, table), *scale_notes, *bad_files.notes),
         val_names=tuple(pair.image.name for pair in val_pairs),
         about=tuple(about.items()),
         settled=settled,
     )
 
 
-def _decided(
+def _decide(
     config: UNetConfig, found: FoundPairs, scan: Scan, bad_files: BadFiles
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
     """The store of a new run, the settings that its data decided, and why."""
     seen = discover_values(scan.pairs, bad_files=bad_files)
-    ignored, why_ignored = ignored_value(config, found, seen)
-    side, why_side = image_side(config, scan)
+    ignored, why_ignored = find_ignored_value(config, found, seen)
+    side, why_side = choose_image_side(config, scan)
     settled: dict[str, Any] = {"data.image_size": side}
     why = {"ignored mask value": why_ignored, "image size": why_side}
     if scores_all_classes(config, found):
         settled["model.background"] = None
         why["background"] = "none in this data set, all classes count (model.background)"
-    store = _store(config, scan, table_of(seen, ignored=ignored), side)
+    store = _make_store(config, scan, make_table(seen, ignored=ignored), side)
     if scan.raw:
         settled["data.scale"] = store["raw_scale"]
     return store, settled, {name: text for name, text in why.items() if text}
 
 
-def _raw_scale(config: UNetConfig, scan: Scan) -> float | None:
+def _choose_raw_scale(config: UNetConfig, scan: Scan) -> float | None:
     if config.data.scale != "auto":
         return config.data.scale
-    return scale_for(scan.raw.values()).scale if scan.raw else None
+    return choose_scale(scan.raw.values()).scale if scan.raw else None
 
 
 def _describe_scale(scale: float | None, scan: Scan) -> tuple[dict[str, str], list[str]]:
     """What the header says of float images and 32-bit integers, and what to warn about."""
     if scale is None or not scan.raw:
         return {}, []
-    own = scale_for(scan.raw.values())
+    own = choose_scale(scan.raw.values())
     values = f"{USUAL:.1%} of a typical file's values are at most {own.usual:g}"
     notes = describe_outliers(scan.raw, own.limit)
     if not scale / 10 <= own.scale <= scale * 10:
@@ -144,13 +144,13 @@ def _describe_scale(scale: float | None, scan: Scan) -> tuple[dict[str, str], li
     return {"float images": f"divided by {scale:g} (data.scale): {values}"}, notes
 
 
-def _resized(store: Mapping[str, Any], side: int) -> dict[str, Any]:
+def _resize_store(store: Mapping[str, Any], side: int) -> dict[str, Any]:
     """What a run knows of its data, from here on with images of another size."""
     factor = side / store["image_size"]
     return {**store, "image_size": side, "resize": [factor * share for share in store["resize"]]}
 
 
-def loss_of(config: UNetConfig) -> Loss:
+def make_loss(config: UNetConfig) -> Loss:
     wish = config.model
 
     def loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
@@ -166,16 +166,16 @@ def loss_of(config: UNetConfig) -> Loss:
     return loss
 
 
-def unit_range(pixels: Tensor) -> Tensor:
+def to_unit_range(pixels: Tensor) -> Tensor:
     """Bytes to floats in 0..1; floats were scaled when they were read."""
     return pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
 
 
-def table_of_store(store: Mapping[str, Any]) -> MaskTable:
-    return table_from(store["mask_values"], ignored=store["ignored_value"])
+def read_table(store: Mapping[str, Any]) -> MaskTable:
+    return parse_table(store["mask_values"], ignored=store["ignored_value"])
 
 
-def image_format_of_store(store: Mapping[str, Any]) -> ImageFormat:
+def read_image_format(store: Mapping[str, Any]) -> ImageFormat:
     """How images were read in training."""
     return ImageFormat(
         size=(store["image_size"], store["image_size"]),
@@ -185,20 +185,20 @@ def image_format_of_store(store: Mapping[str, Any]) -> ImageFormat:
     )
 
 
-def background_class(config: UNetConfig, table: MaskTable) -> int | None:
+def find_background(config: UNetConfig, table: MaskTable) -> int | None:
     """The class that `iou` and `dice` leave out."""
     asked = config.model.background
     if asked is None or asked == "first":
         return None if asked is None else 0
     if asked not in table.values:
         raise ConfigError(
-            f"model.background={asked} is not a value of the masks: {some_of(table.values, SHOWN_VALUES)}",
+            f"model.background={asked} is not a value of the masks: {list_some(table.values, SHOWN_VALUES)}",
             fix="a mask value, first for the smallest, or null to count all classes",
         )
     return table.values.index(asked)
 
 
-def _scoring(table: MaskTable, background: int | None) -> str:
+def _describe_scoring(table: MaskTable, background: int | None) -> str:
     if background is None:
         return "iou and dice are means over all classes, as iou_all and dice_all are (model.background=null)"
     return (
@@ -207,7 +207,7 @@ def _scoring(table: MaskTable, background: int | None) -> str:
     )
 
 
-def _store(config: UNetConfig, scan: Scan, table: MaskTable, side: int) -> dict[str, Any]:
+def _make_store(config: UNetConfig, scan: Scan, table: MaskTable, side: int) -> dict[str, Any]:
     found, asked = len(table.values), config.model.classes
     if found < 2:
         raise DataError(
@@ -217,7 +217,7 @@ def _store(config: UNetConfig, scan: Scan, table: MaskTable, side: int) -> dict[
         )
     if asked not in ("auto", found) and not (asked == 1 and found == 2):
         raise DataError(
-            f"model.classes is {asked}, the masks hold {found} values: {some_of(table.values, SHOWN_VALUES)}",
+            f"model.classes is {asked}, the masks hold {found} values: {list_some(table.values, SHOWN_VALUES)}",
             fix=f"model.classes={found} (or auto), or model.ignore_index for a value that is not a class",
         )
     return {
@@ -227,18 +227,18 @@ def _store(config: UNetConfig, scan: Scan, table: MaskTable, side: int) -> dict[
         "image_size": side,
         "channels": scan.channels if config.data.channels == "auto" else config.data.channels,
         "is_float": scan.is_float,
-        "raw_scale": _raw_scale(config, scan),
+        "raw_scale": _choose_raw_scale(config, scan),
         # Later images are shrunk as much as these were, so that things have the size the model knows.
         "resize": [side / median(size[axis] for size in scan.sizes) for axis in (0, 1)],
     }
 
 
-def _many_values(config: UNetConfig, data: FoundPairs, table: MaskTable) -> list[str]:
+def _note_many_values(config: UNetConfig, data: FoundPairs, table: MaskTable) -> list[str]:
     found = len(table.values)
     # ADE20K has 150 classes, and whoever says how many there are has counted them.
     if found <= MANY_VALUES or data.ignored is not None or config.model.classes == found:
         return []
-    shown = some_of(table.values, SHOWN_VALUES)
+    shown = list_some(table.values, SHOWN_VALUES)
     hint = "if these are edges blurred by JPEG or by resizing, save the masks again as PNG with exact values"
     return [f"the masks hold {found} different values, each a class of its own: {shown}; {hint}"]
 
@@ -252,7 +252,7 @@ def _check_class_weights(config: UNetConfig, *, num_classes: int) -> None:
         )
 
 
-def model_from_store(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
+def build_model(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
     """The model alone, for a checkpoint's weights: all that prediction needs."""
     side, depth = store["image_size"], config.model.depth
     if side < 2 ** (depth + 1):
@@ -280,17 +280,19 @@ MANY_VALUES = 64
 def find_data(config: UNetConfig, bad_files: BadFiles) -> FoundPairs:
     """The pairs at `data.dir`."""
     data = config.data
-    layout = of_settings(PairLayout, data)
+    layout = fill_from_settings(PairLayout, data)
     split = Split(
         val_fraction=data.val_fraction,
         seed=data.split_seed,
         train_list=Path(data.train_list) if data.train_list else None,
         val_list=Path(data.val_list) if data.val_list else None,
     )
-    return find_split(data.dir, layout=layout, split=split, bad_files=bad_files)
+    return find_pairs(data.dir, layout=layout, split=split, bad_files=bad_files)
 
 
-def ignored_value(config: UNetConfig, found: FoundPairs, seen: Collection[MaskValue]) -> tuple[MaskValue | None, str]:
+def find_ignored_value(
+    config: UNetConfig, found: FoundPairs, seen: Collection[MaskValue]
+) -> tuple[MaskValue | None, str]:
     """The mask value that counts nowhere, and why where nobody asked for it."""
     asked = config.model.ignore_index
     if asked != "auto":
@@ -313,7 +315,7 @@ def scores_all_classes(config: UNetConfig, found: FoundPairs) -> bool:
     return not found.has_background and "background" not in config.model.model_fields_set
 
 
-def image_side(config: UNetConfig, scan: Scan) -> tuple[int, str]:
+def choose_image_side(config: UNetConfig, scan: Scan) -> tuple[int, str]:
     """The side of the images, and why where nobody asked for it: the usual one, less where the pictures have less."""
     usual = config.data.image_size
     if "image_size" in config.data.model_fields_set:
@@ -327,36 +329,36 @@ def image_side(config: UNetConfig, scan: Scan) -> tuple[int, str]:
     return side, f"{side}: {pictures}, and more would be blown up (data.image_size)"
 
 
-def random_store(config: UNetConfig) -> dict[str, Any]:
+def make_random_store(config: UNetConfig) -> dict[str, Any]:
     return {
         "channels": 3 if config.data.channels == "auto" else config.data.channels,
         "num_classes": 2 if config.model.classes == "auto" else config.model.classes,
     }
 
 
-def random_batch(config: UNetConfig, store: Store) -> Batch:
+def make_random_batch(config: UNetConfig, store: Store) -> Batch:
     """Bytes as a loader delivers them, and masks that no model can guess."""
-    generator, size, side = generator_for(config.train.seed), config.train.batch_size, config.data.image_size
+    generator, size, side = make_generator(config.train.seed), config.train.batch_size, config.data.image_size
     image = torch.randint(256, (size, store["channels"], side, side), dtype=torch.uint8, generator=generator)
     classes = max(2, store["num_classes"])
     mask = torch.randint(classes, (size, side, side), dtype=torch.uint8, generator=generator)
     return {"image": image, "mask": mask, "index": torch.arange(size)}
 
 
-def over(config: UNetConfig, store: Store, samples: Samples) -> Workload:
+def build_over(config: UNetConfig, store: Store, samples: Samples) -> Workload:
     """Without augmentation: it costs everybody the same and shows nothing."""
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
-        return batch | {"image": unit_range(batch["image"])}
+        return batch | {"image": to_unit_range(batch["image"])}
 
     return Workload(
         name=config.workload,
-        model=model_from_store(config, {**store, "image_size": config.data.image_size}),
+        model=build_model(config, {**store, "image_size": config.data.image_size}),
         train_samples=samples,
         val_samples=samples,
         prepare=prepare,
         forward=lambda model, batch: model(batch["image"]),
-        loss=loss_of(config),
+        loss=make_loss(config),
         metrics=lambda: SegmentationMetrics(store["num_classes"]),
         metric="iou",
         fragile=FRAGILE,

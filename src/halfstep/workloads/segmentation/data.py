@@ -18,25 +18,33 @@ from halfstep.data.files import (
     BadFiles,
     Item,
     Result,
-    held_out,
-    in_threads,
     list_images,
+    list_some,
     natural_key,
     require_folder,
-    some_of,
+    run_in_threads,
+    split_off,
 )
-from halfstep.data.images import ImageFacts, RawRange, image_facts, raw_range, read_image, resize_image, to_bytes
-from halfstep.data.layouts import ID, Layout, NamePattern, Names, PairLayout, find_layout
+from halfstep.data.images import (
+    ImageFacts,
+    RawRange,
+    measure_raw_range,
+    read_image,
+    read_image_facts,
+    resize_image,
+    to_bytes,
+)
+from halfstep.data.layouts import ID, Layout, NamePattern, PairLayout, PairNames, find_layout
 from halfstep.data.sample_cache import CACHE_BYTES, SampleCache
-from halfstep.errors import DataError, make_printable, nearest
+from halfstep.errors import DataError, make_printable, suggest_nearest
 from halfstep.workloads.segmentation.masks import (
     MaskTable,
     MaskValue,
-    mask_facts,
-    mask_files,
+    list_mask_files,
     read_mask,
+    read_mask_facts,
+    read_values,
     resize_mask,
-    values_in,
 )
 
 
@@ -73,21 +81,23 @@ class FoundPairs:
     has_background: bool = True
 
 
-def find_split(root: str | Path | None, *, layout: PairLayout, split: Split, bad_files: BadFiles) -> FoundPairs:
+def find_pairs(root: str | Path | None, *, layout: PairLayout, split: Split, bad_files: BadFiles) -> FoundPairs:
     """The training and validation pairs of a data folder."""
     root = require_folder(root)
     folder, found = find_layout(root, layout)
     parts = [names for names in (found.train, found.val) if names]
-    pairs = [_paired(folder, names, layout, bad_files, some_without_masks=found.some_without_masks) for names in parts]
-    for lonely in _lonely_masks(folder, parts, pairs, layout):
-        bad_files.report(_lonely(lonely, f"an image {found.train.images}"))
-    where, asked_lists = _described(root, folder, found), split.train_list or split.val_list
+    pairs = [
+        _match_pairs(folder, names, layout, bad_files, some_without_masks=found.some_without_masks) for names in parts
+    ]
+    for lonely in _find_lonely_masks(folder, parts, pairs, layout):
+        bad_files.report(_make_lonely_error(lonely, f"an image {found.train.images}"))
+    where, asked_lists = _describe_place(root, folder, found), split.train_list or split.val_list
     if found.lists and not asked_lists:
         lists = [folder / name for name in found.lists]
         split = replace(split, train_list=lists[0], val_list=lists[1])
         where += f"; split by {found.lists[0]} and {found.lists[1]}"
     elif found.val is None and not asked_lists:
-        where += _unused_list(folder)
+        where += _note_unused_list(folder)
     if found.val is None or asked_lists:
         train, val = split_pairs([pair for part in pairs for pair in part], split)
     else:
@@ -96,28 +106,28 @@ def find_split(root: str | Path | None, *, layout: PairLayout, split: Split, bad
     return FoundPairs(train=train, val=val, layout=where, ignored=found.ignored, has_background=found.has_background)
 
 
-def _unused_list(folder: Path) -> str:
+def _note_unused_list(folder: Path) -> str:
     """A list beside the images is not a known part of the layout: it is named, and the user decides."""
     path = next((path for name in VALIDATION_NAMES if (path := folder / f"{name}.txt").is_file()), None)
     return f"; {path.name} is not used: data.val_list={path} splits by it" if path else ""
 
 
-def _described(root: Path, folder: Path, found: Layout) -> str:
+def _describe_place(root: Path, folder: Path, found: Layout) -> str:
     inside = "" if folder == root else f" in {folder.relative_to(root)}/"
     return f"{found.name}{': ' if found.name else ''}{found.train}{inside}"
 
 
-def _paired(
-    root: Path, names: Names, asked: PairLayout, bad_files: BadFiles, *, some_without_masks: bool
+def _match_pairs(
+    root: Path, names: PairNames, asked: PairLayout, bad_files: BadFiles, *, some_without_masks: bool
 ) -> tuple[Pair, ...]:
     """Every pair of one part in natural order; an image without its mask is a bad file."""
     image_names = NamePattern(names.images).with_ending(asked.image_ext)
-    images = _one_each(root, image_names, "data.image_ext")
+    images = _find_one_each(root, image_names, "data.image_ext")
     mask_names = [NamePattern(text).with_ending(asked.mask_ext) for text in names.masks]
-    masks = [_one_each(root, pattern, "data.mask_ext") for pattern in mask_names]
+    masks = [_find_one_each(root, pattern, "data.mask_ext") for pattern in mask_names]
     for pattern, found in ((image_names, images), (mask_names[-1], any(masks))):
         if not found:
-            raise _none_called(root, pattern)
+            raise _make_no_match_error(root, pattern)
     are_masks = set(masks[0].values())  # images and masks may share a folder
     pairs = []
     for name, image in images.items():
@@ -126,7 +136,7 @@ def _paired(
             pairs.append(Pair(id=name, image=image, mask=mask))
         elif not (some_without_masks or image in are_masks):
             wanted = " or ".join(text.replace(ID, name) + ".*" for text in names.masks)
-            bad_files.report(_lonely(image, wanted))
+            bad_files.report(_make_lonely_error(image, wanted))
     if not pairs:
         raise DataError(
             f"no image in {root / image_names.base} has a mask",
@@ -135,13 +145,15 @@ def _paired(
     return tuple(pairs)
 
 
-def _lonely_masks(root: Path, parts: Sequence[Names], pairs: Sequence[Sequence[Pair]], asked: PairLayout) -> list[Path]:
+def _find_lonely_masks(
+    root: Path, parts: Sequence[PairNames], pairs: Sequence[Sequence[Pair]], asked: PairLayout
+) -> list[Path]:
     """Masks whose image is in no part; two parts may share a folder of masks, and masks may lie beside images."""
     is_used: dict[Path, bool] = {}
     for names, part in zip(parts, pairs, strict=True):
         ids = {pair.id for pair in part}
         for text in names.masks:
-            for name, path in NamePattern(text).with_ending(asked.mask_ext).each(root):
+            for name, path in NamePattern(text).with_ending(asked.mask_ext).iterate(root):
                 is_used[path] = is_used.get(path, False) or name in ids
     images = {pair.image for part in pairs for pair in part}
     return sorted(path for path, used in is_used.items() if not used and path not in images)
@@ -159,26 +171,26 @@ def split_pairs(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ...], 
             why="an image that was trained on proves nothing",
             fix="add images, or train without validation: data.val_fraction=0",
         )
-    train, val = held_out(pairs, split.val_fraction, split.seed)
+    train, val = split_off(pairs, split.val_fraction, split.seed)
     return tuple(train), tuple(val)
 
 
 def _split_by_lists(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
-    val = _listed(pairs, split.val_list)
-    train = _listed(pairs, split.train_list)
+    val = _read_list(pairs, split.val_list)
+    train = _read_list(pairs, split.train_list)
     if split.val_list is None:
         val = tuple(pair for pair in pairs if pair not in train)
     if split.train_list is None:
         train = tuple(pair for pair in pairs if pair not in val)
     both = sorted({pair.id for pair in train} & {pair.id for pair in val}, key=natural_key)
     if both:
-        raise DataError(f"in both lists: {some_of(both)}", why="an image that was trained on proves nothing")
+        raise DataError(f"in both lists: {list_some(both)}", why="an image that was trained on proves nothing")
     if not train:
         raise DataError("the lists leave no image to train on", fix="check data.train_list and data.val_list")
     return train, val
 
 
-def _listed(pairs: Sequence[Pair], path: Path | None) -> tuple[Pair, ...]:
+def _read_list(pairs: Sequence[Pair], path: Path | None) -> tuple[Pair, ...]:
     if path is None:
         return ()
     if not path.is_file():
@@ -189,14 +201,14 @@ def _listed(pairs: Sequence[Pair], path: Path | None) -> tuple[Pair, ...]:
     unknown = [name for name in wanted if name not in by_name]
     if unknown:
         raise DataError(
-            f"{path} lists {some_of(unknown)}, but no pair is called that", fix=nearest(unknown[0], by_name)
+            f"{path} lists {list_some(unknown)}, but no pair is called that", fix=suggest_nearest(unknown[0], by_name)
         )
     return tuple(dict.fromkeys(by_name[name] for name in wanted))
 
 
-def _one_each(root: Path, names: NamePattern, key: str) -> dict[str, Path]:
+def _find_one_each(root: Path, names: NamePattern, key: str) -> dict[str, Path]:
     """The file of each id; several endings of one id are refused with the key that chooses."""
-    found = names.found(root)
+    found = names.find(root)
     for name, paths in found.items():
         if len(paths) > 1:
             raise DataError(
@@ -207,17 +219,17 @@ def _one_each(root: Path, names: NamePattern, key: str) -> dict[str, Path]:
     return {name: paths[0] for name, paths in found.items()}
 
 
-def _none_called(root: Path, names: NamePattern) -> DataError:
+def _make_no_match_error(root: Path, names: NamePattern) -> DataError:
     folder = root / names.base
     files = list_images(folder)  # raises where there is none at all
     return DataError(
         f"no file in {folder} is called {names.text}{names.ending}",
-        why=f"it holds {some_of(path.name for path in files)}",
+        why=f"it holds {list_some(path.name for path in files)}",
         fix="check data.images, data.masks and their suffixes and endings",
     )
 
 
-def _lonely(path: Path, wanted: str) -> DataError:
+def _make_lonely_error(path: Path, wanted: str) -> DataError:
     return DataError(
         f"{path} has no partner",
         why=f"it needs {wanted}",
@@ -269,10 +281,10 @@ class SegmentationData:
 
     def files(self) -> Iterator[Path]:
         """Every image with its mask."""
-        return (path for pair in self.pairs for path in (pair.image, *mask_files(pair.mask)))
+        return (path for pair in self.pairs for path in (pair.image, *list_mask_files(pair.mask)))
 
     def _read_classes(self, pair: Pair) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-        return self.table.classes_of(resize_mask(read_mask(pair.mask), self.image.size), pair.mask)
+        return self.table.to_classes(resize_mask(read_mask(pair.mask), self.image.size), pair.mask)
 
 
 def read_planes(path: Path, image: ImageFormat) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
@@ -301,11 +313,11 @@ class Scan:
 def scan_pairs(pairs: Sequence[Pair], *, bad_files: BadFiles) -> Scan:
     """Read every header; where bad files are to be left out, every pixel, since only that finds them all."""
     inspect = _inspect_fully if bad_files.mode == "skip" else _inspect
-    found = [(pair, facts) for pair, facts in _for_each(inspect, pairs, bad_files) if facts is not None]
+    found = [(pair, facts) for pair, facts in _run_for_each(inspect, pairs, bad_files) if facts is not None]
     if not found:
         raise DataError("no usable pair of image and mask is left", why=f"{len(bad_files.skipped)} were left out")
     raw_images = [pair.image for pair, facts in found if facts.kind == "raw"]
-    ranges = _for_each(raw_range, raw_images, bad_files)
+    ranges = _run_for_each(measure_raw_range, raw_images, bad_files)
     return Scan(
         pairs=tuple(pair for pair, _ in found),
         sizes=tuple(facts.size for _, facts in found),
@@ -317,15 +329,15 @@ def scan_pairs(pairs: Sequence[Pair], *, bad_files: BadFiles) -> Scan:
 
 def discover_values(pairs: Sequence[Pair], *, bad_files: BadFiles) -> set[MaskValue]:
     """The mask values of all pairs. Every mask is decoded; a run's store keeps the table for later."""
-    found = _for_each(values_in, [pair.mask for pair in pairs], bad_files)
+    found = _run_for_each(read_values, [pair.mask for pair in pairs], bad_files)
     return {value for _, values in found for value in values or ()}
 
 
 def _inspect(pair: Pair) -> ImageFacts:
-    image, mask = image_facts(pair.image), mask_facts(pair.mask)
+    image, mask = read_image_facts(pair.image), read_mask_facts(pair.mask)
     if image.size != mask.size:
         raise DataError(
-            f"{pair.image} is {_text(image.size)}, its mask {pair.mask.name} is {_text(mask.size)}",
+            f"{pair.image} is {_format_size(image.size)}, its mask {pair.mask.name} is {_format_size(mask.size)}",
             why="each pixel of the image needs its class",
             fix="export both at one size, or leave such pairs out: data.on_bad_file=skip",
         )
@@ -335,21 +347,21 @@ def _inspect(pair: Pair) -> ImageFacts:
 def _inspect_fully(pair: Pair) -> ImageFacts:
     facts = _inspect(pair)
     read_image(pair.image, channels=facts.channels, raw_scale=1.0)
-    values_in(pair.mask)
+    read_values(pair.mask)
     return facts
 
 
-def _for_each(
+def _run_for_each(
     work: Callable[[Item], Result], items: Sequence[Item], bad_files: BadFiles
 ) -> list[tuple[Item, Result | None]]:
     """`work` on every item in threads, errors reported in the items' order."""
     results: list[tuple[Item, Result | None]] = []
-    for item, outcome in zip(items, in_threads(work, items), strict=True):
+    for item, outcome in zip(items, run_in_threads(work, items), strict=True):
         if isinstance(outcome, DataError):
             bad_files.report(outcome)
         results.append((item, None if isinstance(outcome, DataError) else outcome))
     return results
 
 
-def _text(size: tuple[int, int]) -> str:
+def _format_size(size: tuple[int, int]) -> str:
     return f"{size[1]}×{size[0]} pixels"

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from halfstep.data.files import Array, new_folder
+from halfstep.data.files import Array, create_folder
 
 NUM_IMAGES = 100
 SIDE = 64
@@ -19,7 +19,7 @@ SIDE = 64
 
 def write_demo(folder: Path, *, seed: int = 0, num_images: int = NUM_IMAGES, side: int = SIDE) -> None:
     """Write the set into `folder`, which appears only when it is complete."""
-    with new_folder(folder) as unfinished:
+    with create_folder(folder) as unfinished:
         for part in ("imgs", "masks"):
             (unfinished / part).mkdir()
         for number in range(num_images):
@@ -31,22 +31,24 @@ def write_demo(folder: Path, *, seed: int = 0, num_images: int = NUM_IMAGES, sid
 def draw_sample(rng: np.random.Generator, side: int) -> tuple[Array, Array]:
     """One image (side, side, 3) and its mask with the values 0 and 255, both uint8."""
     grid = (np.mgrid[:side, :side] + 0.5) / side
-    colour = np.stack([_smooth_noise(rng, side, 3) + 0.3 * _smooth_noise(rng, side, 12) for _ in range(3)], axis=-1)
+    colour = np.stack(
+        [_draw_smooth_noise(rng, side, 3) + 0.3 * _draw_smooth_noise(rng, side, 12) for _ in range(3)], axis=-1
+    )
     image = 0.2 + 0.6 * (colour - colour.min()) / np.ptp(colour)
     mask = np.zeros((side, side), dtype=bool)
     for _ in range(rng.integers(2, 5)):
-        shape = _shape(rng, grid)
+        shape = _draw_shape(rng, grid)
         lift = rng.choice([-1, 1]) * rng.uniform(0.22, 0.32)
         image[shape & ~mask] += lift
         mask |= shape
-    image += 0.12 * (_stripes(rng, grid) * mask)[..., None]
+    image += 0.12 * (_draw_stripes(rng, grid) * mask)[..., None]
     for _ in range(3):
-        image[_line(rng, grid)] += rng.choice([-1, 1]) * 0.15
+        image[_draw_line(rng, grid)] += rng.choice([-1, 1]) * 0.15
     image += rng.normal(0, 0.02, image.shape)
     return (image.clip(0, 1) * 255).round().astype(np.uint8), mask.astype(np.uint8) * 255
 
 
-def _smooth_noise(rng: np.random.Generator, side: int, knots: int) -> Array:
+def _draw_smooth_noise(rng: np.random.Generator, side: int, knots: int) -> Array:
     """Random values at `knots` points per side, in between linear."""
     values = rng.random((knots, knots))
     at = np.linspace(0, knots - 1, side)
@@ -56,13 +58,13 @@ def _smooth_noise(rng: np.random.Generator, side: int, knots: int) -> Array:
     return np.asarray(rows[:, low] * (1 - part) + rows[:, low + 1] * part)
 
 
-def _stripes(rng: np.random.Generator, grid: Array) -> Array:
+def _draw_stripes(rng: np.random.Generator, grid: Array) -> Array:
     angle, period = rng.uniform(0, np.pi), 4 / grid.shape[1]
     y, x = grid
     return np.asarray(np.sin((x * np.cos(angle) + y * np.sin(angle)) * 2 * np.pi / period))
 
 
-def _shape(rng: np.random.Generator, grid: Array) -> Array:
+def _draw_shape(rng: np.random.Generator, grid: Array) -> Array:
     """A disc, a box or a triangle, turned at random."""
     kind, angle, size = rng.integers(3), rng.uniform(0, 2 * np.pi), rng.uniform(0.15, 0.26)
     centre_y, centre_x = rng.uniform(0.15, 0.85, 2)
@@ -75,7 +77,7 @@ def _shape(rng: np.random.Generator, grid: Array) -> Array:
     return np.asarray((v > -0.6 * size) & (v + 1.7 * abs(u) < 1.3 * size))
 
 
-def _line(rng: np.random.Generator, grid: Array) -> Array:
+def _draw_line(rng: np.random.Generator, grid: Array) -> Array:
     angle, offset = rng.uniform(0, np.pi), rng.uniform(-0.5, 0.5)
     y, x = grid - 0.5
     return np.asarray(abs(x * np.cos(angle) + y * np.sin(angle) - offset) < 0.6 / grid.shape[1])

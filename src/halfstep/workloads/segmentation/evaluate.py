@@ -9,51 +9,51 @@ from typing import Any
 
 import torch
 
-from halfstep.data.files import Array, BadFiles, some_of
+from halfstep.data.files import Array, BadFiles, list_some
 from halfstep.data.images import read_image
-from halfstep.data.layouts import PairLayout, holds_folders
+from halfstep.data.layouts import PairLayout, has_folders
 from halfstep.errors import ConfigError, DataError
 from halfstep.report.progress import Bar
 from halfstep.report.results import Cell
-from halfstep.workloads.base.sheets import worst_to_best
-from halfstep.workloads.base.using import Look, Phase, PlainEvaluation, Trained
+from halfstep.workloads.base.sheets import pick_worst_to_best
+from halfstep.workloads.base.using import LookAt, PlainEvaluation, ShowProgress, Trained
 from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.data import SegmentationData, discover_values
-from halfstep.workloads.segmentation.masks import as_colour, read_mask, table_of
-from halfstep.workloads.segmentation.pictures import SheetRow, contact_sheet
+from halfstep.workloads.segmentation.masks import make_table, read_mask, to_colour
+from halfstep.workloads.segmentation.pictures import SheetRow, draw_contact_sheet
 from halfstep.workloads.segmentation.predict import WholeImages
-from halfstep.workloads.segmentation.scores import SegmentationDetails, SegmentationMetrics, predicted_classes
+from halfstep.workloads.segmentation.scores import SegmentationDetails, SegmentationMetrics, predict_classes
 
 SHOWN_VALUES = 8  # of masks, in an error
 SHOWN_EACH = 3  # images of each kind on the sheet: more makes it longer than a page
 
 
-def pairs_folder(config: UNetConfig, folder: Path) -> UNetConfig:
-    """No split: `with_all_pairs` evaluates what would be trained on."""
+def use_pairs_folder(config: UNetConfig, folder: Path) -> UNetConfig:
+    """No split: `use_all_pairs` evaluates what would be trained on."""
     values: dict[str, Any] = {"dir": str(folder), "val_fraction": 0.0, "val_list": None, "train_list": None}
     named = (getattr(config.data, "val_images", ""), getattr(config.data, "val_masks", ""))
-    if any(named) and not holds_folders(folder, PairLayout().names(*named)):
+    if any(named) and not has_folders(folder, PairLayout().names(*named)):
         values |= {"val_images": "", "val_masks": ""}  # those of the run's own folder
     return config.changed(data=values)
 
 
-def with_all_pairs(workload: Workload) -> Workload:
+def use_all_pairs(workload: Workload) -> Workload:
     """Where the folder has no validation part, all its pairs; masks of another encoding are read as the run's."""
     samples = workload.val_samples if len(workload.val_samples) else workload.train_samples
     assert isinstance(samples, SegmentationData)
-    samples, notes = _in_classes_of_the_run(samples)
+    samples, notes = _map_to_run_classes(samples)
     names = tuple(pair.image.name for pair in samples.pairs)
     return replace(workload, val_samples=samples, val_names=names, notes=(*workload.notes, *notes))
 
 
-def _in_classes_of_the_run(samples: SegmentationData) -> tuple[SegmentationData, list[str]]:
+def _map_to_run_classes(samples: SegmentationData) -> tuple[SegmentationData, list[str]]:
     """Two values that are not the run's two are its classes in the same order (0 and 255 for 0 and 1)."""
     own = samples.table
-    found = table_of(discover_values(samples.pairs, bad_files=BadFiles("error")), ignored=own.ignored)
-    if {as_colour(value) for value in found.values} <= {as_colour(value) for value in own.values}:
+    found = make_table(discover_values(samples.pairs, bad_files=BadFiles("error")), ignored=own.ignored)
+    if {to_colour(value) for value in found.values} <= {to_colour(value) for value in own.values}:
         return samples, []
-    theirs, ours = (some_of(table.values, SHOWN_VALUES) for table in (found, own))
+    theirs, ours = (list_some(table.values, SHOWN_VALUES) for table in (found, own))
     if not len(found.values) == len(own.values) == 2:
         raise DataError(
             f"these masks hold the values {theirs}, the run's classes are {ours}",
@@ -67,8 +67,8 @@ def _in_classes_of_the_run(samples: SegmentationData) -> tuple[SegmentationData,
 class SegmentationEvaluation:
     ranking = "IoU"
     to_validate = staticmethod(PlainEvaluation.to_validate)
-    config_for = staticmethod(pairs_folder)
-    on_all = staticmethod(with_all_pairs)
+    config_for = staticmethod(use_pairs_folder)
+    on_all = staticmethod(use_all_pairs)
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -88,7 +88,12 @@ class SegmentationEvaluation:
         return f"{side}×{side} pixels, as in training; --full-size scores masks at the size that predict writes"
 
     def scored(
-        self, config: UNetConfig, trained: Trained, options: Mapping[str, Any], phase: Phase, batch_size: int | None
+        self,
+        config: UNetConfig,
+        trained: Trained,
+        options: Mapping[str, Any],
+        phase: ShowProgress,
+        batch_size: int | None,
     ) -> dict[str, float] | None:
         """With --full-size every validation image at its own size; there is no loss to report."""
         if not options["full_size"]:
@@ -129,14 +134,14 @@ class SegmentationEvaluation:
             for number, pixels in enumerate(found)
         )
 
-    def draw(self, folder: Path, look: Look) -> list[Path]:
-        rows = [self._row(*shown, look) for shown in worst_to_best(self.metrics.per_image(), SHOWN_EACH)]
+    def draw(self, folder: Path, look: LookAt) -> list[Path]:
+        rows = [self._row(*shown, look) for shown in pick_worst_to_best(self.metrics.per_image(), SHOWN_EACH)]
         path = folder / "contact_sheet.png"
         names = [f"{number}: {value}" for number, value in enumerate(self.values)]
-        contact_sheet(rows, background=self.background, names=names).save(path)
+        draw_contact_sheet(rows, background=self.background, names=names).save(path)
         return [path]
 
-    def _row(self, kind: str, index: int, score: float, look: Look) -> SheetRow:
+    def _row(self, kind: str, index: int, score: float, look: LookAt) -> SheetRow:
         names = self.workload.val_names
         name = f"{kind}: {names[index] if names else index}, IoU {score:.3f}"
         if self._at_full_size is not None:
@@ -147,7 +152,7 @@ class SegmentationEvaluation:
             name=name,
             image=batch["image"][0].permute(1, 2, 0).float().cpu().numpy(),
             truth=batch["mask"][0].cpu().numpy(),
-            prediction=predicted_classes(logits)[0].cpu().numpy(),
+            prediction=predict_classes(logits)[0].cpu().numpy(),
         )
 
 
@@ -158,7 +163,7 @@ class FullSize:
     def maps(self, index: int) -> tuple[Array, Array]:
         """Truth and prediction; the file is read and predicted again each time, since many would not fit in memory."""
         pair = self._samples.pairs[index]
-        return self._samples.table.classes_of(read_mask(pair.mask), pair.mask), self._images.classes(
+        return self._samples.table.to_classes(read_mask(pair.mask), pair.mask), self._images.classes(
             pair.image, self._bar
         )
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from halfstep.data.files import ARRAYS, Array, list_images, load_array, some_of
-from halfstep.data.images import ImageFacts, channels_last, image_facts, open_image
+from halfstep.data.files import ARRAYS, Array, list_images, list_some, load_array
+from halfstep.data.images import ImageFacts, move_channels_last, open_image, read_image_facts
 from halfstep.errors import DataError
 
 MaskValue = int | tuple[int, int, int]
@@ -31,7 +31,7 @@ class MaskTable:
     def __post_init__(self) -> None:
         if not 1 <= len(self.values) < IGNORED or len(set(self.values)) < len(self.values):
             raise DataError(
-                f"a mask table with {len(self.values)} values: {some_of(self.values)}",
+                f"a mask table with {len(self.values)} values: {list_some(self.values)}",
                 why=f"1 to {IGNORED - 1} different values can be classes",
             )
 
@@ -40,23 +40,23 @@ class MaskTable:
         """Whether any class is an RGB colour."""
         return any(isinstance(value, tuple) for value in (*self.values, self.ignored))
 
-    def classes_of(self, mask: Array, path: Path) -> Array:
+    def to_classes(self, mask: Array, path: Path) -> Array:
         """The class map (uint8) of a mask as read; a value outside the table is an error naming file and value."""
         if mask.ndim == 3 and not self.is_colour:
             raise DataError(
-                f"{path} is a colour mask", why=f"the classes are the gray values {some_of(self.values, 8)}"
+                f"{path} is a colour mask", why=f"the classes are the gray values {list_some(self.values, 8)}"
             )
-        codes = _codes(mask, colour=self.is_colour)
+        codes = _encode(mask, colour=self.is_colour)
         known = [*self.values, *([] if self.ignored is None else [self.ignored])]
-        known_codes = np.array([_code(value, colour=self.is_colour) for value in known])
+        known_codes = np.array([_encode_value(value, colour=self.is_colour) for value in known])
         order = np.argsort(known_codes)
         found = order[np.searchsorted(known_codes, codes, sorter=order).clip(max=len(known) - 1)]
         wrong = known_codes[found] != codes
         if wrong.any():
-            strange = [_value(int(code), colour=self.is_colour) for code in np.unique(codes[wrong])]
+            strange = [_decode_value(int(code), colour=self.is_colour) for code in np.unique(codes[wrong])]
             raise DataError(
-                f"{path} has the unknown mask value {some_of(strange)}",
-                why=f"the classes are {some_of(self.values, 8)}",
+                f"{path} has the unknown mask value {list_some(strange)}",
+                why=f"the classes are {list_some(self.values, 8)}",
                 fix="correct the mask, or name the value to ignore",
             )
         return np.where(found == len(self.values), IGNORED, found).astype(np.uint8)
@@ -64,27 +64,28 @@ class MaskTable:
     def paint(self, classes: Array) -> Array:
         """The mask with the original values: (H, W) uint8 or uint16, or (H, W, 3) uint8."""
         if self.is_colour:
-            return np.array([as_colour(value) for value in self.values], dtype=np.uint8)[classes]
+            return np.array([to_colour(value) for value in self.values], dtype=np.uint8)[classes]
         values = np.array(self.values)
         return values.astype(np.uint8 if values.max() < 256 else np.uint16)[classes]
 
 
-def table_from(values: Sequence[Any], *, ignored: Any = None) -> MaskTable:
+def parse_table(values: Sequence[Any], *, ignored: Any = None) -> MaskTable:
     """A table from plain lists, as JSON, a config or another project's checkpoint gives them."""
     return MaskTable(
-        values=tuple(_plain(value) for value in values), ignored=None if ignored is None else _plain(ignored)
+        values=tuple(_parse_value(value) for value in values),
+        ignored=None if ignored is None else _parse_value(ignored),
     )
 
 
-def mask_files(path: Path) -> list[Path]:
+def list_mask_files(path: Path) -> list[Path]:
     """The files of a mask: itself, or all of a folder in which each file shows one thing."""
     return list_images(path) if path.is_dir() else [path]
 
 
-def mask_facts(path: Path) -> ImageFacts:
+def read_mask_facts(path: Path) -> ImageFacts:
     """Size and kind of a mask; the files of a folder must have one size."""
-    files = mask_files(path)
-    facts = [image_facts(file) for file in files]
+    files = list_mask_files(path)
+    facts = [read_image_facts(file) for file in files]
     odd = next((file for file, one in zip(files, facts, strict=True) if one.size != facts[0].size), None)
     if odd is not None:
         raise DataError(
@@ -101,10 +102,10 @@ def read_mask(path: Path) -> Array:
     Of a folder it is 255 wherever one of its files is not 0: things of one kind, a file each.
     """
     if path.is_dir():
-        shown = [np.atleast_3d(read_mask(file)).any(axis=2) for file in mask_files(path)]
+        shown = [np.atleast_3d(read_mask(file)).any(axis=2) for file in list_mask_files(path)]
         return np.where(np.any(shown, axis=0), FOREGROUND, 0).astype(np.uint8)
     if path.suffix.lower() in ARRAYS:
-        array = channels_last(load_array(path), path)
+        array = move_channels_last(load_array(path), path)
     else:
         with open_image(path) as image:
             direct = image.mode in ("1", "L", "P", "LA", "PA", "RGB", "RGBA", "F") or image.mode[0] == "I"
@@ -114,43 +115,43 @@ def read_mask(path: Path) -> Array:
         colour = np.asarray(array[..., :3])
         is_gray = (colour == colour[..., :1]).all()
         return colour[..., 0] if is_gray else colour
-    return _integers(np.asarray(array[..., 0]), path)
+    return _to_integers(np.asarray(array[..., 0]), path)
 
 
-def values_in(path: Path) -> list[MaskValue]:
+def read_values(path: Path) -> list[MaskValue]:
     """The distinct values of one mask, sorted."""
     mask = read_mask(path)
     colour = mask.ndim == 3
     if mask.dtype == np.uint8 and not colour:
         found = np.flatnonzero(np.bincount(mask.ravel()))  # many times faster than sorting the pixels
     else:
-        found = np.unique(_codes(mask, colour=colour))
+        found = np.unique(_encode(mask, colour=colour))
     if len(found) > 2 and path.suffix.lower() in (".jpg", ".jpeg"):
         raise DataError(
             f"{path} has {len(found)} different values",
             why="JPEG is lossy: it blurs the classes at every edge",
             fix="save masks as PNG",
         )
-    return [_value(int(code), colour=colour) for code in found]
+    return [_decode_value(int(code), colour=colour) for code in found]
 
 
-def table_of(values: Iterable[MaskValue], *, ignored: MaskValue | None = None) -> MaskTable:
+def make_table(values: Iterable[MaskValue], *, ignored: MaskValue | None = None) -> MaskTable:
     """The table of all values seen in a data set, sorted; gray ones join the colours where there are any."""
     seen = set(values)
     if any(isinstance(value, tuple) for value in seen):
-        seen = {as_colour(value) for value in seen}
-        ignored = None if ignored is None else as_colour(ignored)
+        seen = {to_colour(value) for value in seen}
+        ignored = None if ignored is None else to_colour(ignored)
     classes = sorted(seen - {ignored}, key=lambda value: value if isinstance(value, tuple) else (value,))
     if len(classes) >= IGNORED:
         raise DataError(
-            f"the masks have {len(classes)} different values: {some_of(classes)}",
+            f"the masks have {len(classes)} different values: {list_some(classes)}",
             why="that is not a set of classes; masks saved lossily or with smooth edges look like that",
             fix="save masks as PNG with one value per class",
         )
     return MaskTable(values=tuple(classes), ignored=ignored)
 
 
-def as_colour(value: MaskValue) -> tuple[int, int, int]:
+def to_colour(value: MaskValue) -> tuple[int, int, int]:
     """A gray value as the colour that it looks like."""
     return value if isinstance(value, tuple) else (value, value, value)
 
@@ -163,7 +164,7 @@ def resize_mask(mask: Array, size: tuple[int, int]) -> Array:
     return mask if mask.shape[:2] == size else mask[rows][:, columns]
 
 
-def _integers(array: Array, path: Path) -> Array:
+def _to_integers(array: Array, path: Path) -> Array:
     if array.dtype == np.bool_:
         return array.astype(np.uint8)
     if np.issubdtype(array.dtype, np.floating):
@@ -173,22 +174,22 @@ def _integers(array: Array, path: Path) -> Array:
     return array
 
 
-def _codes(mask: Array, *, colour: bool) -> Array:
+def _encode(mask: Array, *, colour: bool) -> Array:
     wide = mask.astype(np.int64)
     if mask.ndim == 3:
         return (wide[..., 0] << 16) | (wide[..., 1] << 8) | wide[..., 2]
     return wide * 0x010101 if colour else wide
 
 
-def _code(value: MaskValue, *, colour: bool) -> int:
-    return int(_codes(np.array([[value]]), colour=colour).item())
+def _encode_value(value: MaskValue, *, colour: bool) -> int:
+    return int(_encode(np.array([[value]]), colour=colour).item())
 
 
-def _value(code: int, *, colour: bool) -> MaskValue:
+def _decode_value(code: int, *, colour: bool) -> MaskValue:
     return (code >> 16 & 255, code >> 8 & 255, code & 255) if colour else code
 
 
-def _plain(value: Any) -> MaskValue:
+def _parse_value(value: Any) -> MaskValue:
     if isinstance(value, (list, tuple)):
         red, green, blue = (int(part) for part in value)
         return red, green, blue

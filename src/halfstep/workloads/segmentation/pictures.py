@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from halfstep.workloads.base.sheets import BAND, GAP, Array, table
+from halfstep.workloads.base.sheets import BAND, GAP, Array, draw_table
 from halfstep.workloads.segmentation.masks import IGNORED
 
 # Okabe and Ito's seven can be told apart by colour-blind readers: three mark errors, four are the first classes.
@@ -39,67 +39,69 @@ class SheetRow:
     prediction: Array  # class maps (H, W)
 
 
-def overlay(image: Array, classes: Array, *, background: int | None = 0) -> Image.Image:
+def draw_overlay(image: Array, classes: Array, *, background: int | None = 0) -> Image.Image:
     """The image with every class but the background tinted."""
-    picture = _rgb(image).astype(np.float32)
-    tinted = (picture + class_colours(classes, background)) * np.float32(0.5)
-    is_plain = _is(classes, background)[..., None]
+    picture = _to_rgb(image).astype(np.float32)
+    tinted = (picture + colour_classes(classes, background)) * np.float32(0.5)
+    is_plain = _is_background(classes, background)[..., None]
     return Image.fromarray(np.where(is_plain, picture, tinted).round().astype(np.uint8))
 
 
-def contact_sheet(rows: Sequence[SheetRow], *, background: int | None = 0, names: Sequence[str] = ()) -> Image.Image:
+def draw_contact_sheet(
+    rows: Sequence[SheetRow], *, background: int | None = 0, names: Sequence[str] = ()
+) -> Image.Image:
     """One row per sample, with a heading and a legend of the errors and of the classes, where they have names."""
-    legends = [LEGEND if background is not None else LEGEND[2:], *_class_legends(rows, names, background)]
-    sheet = table(COLUMNS, [(row.name, _cells(row, background)) for row in rows], bands=len(legends))
+    legends = [LEGEND if background is not None else LEGEND[2:], *_make_class_legends(rows, names, background)]
+    sheet = draw_table(COLUMNS, [(row.name, _draw_cells(row, background)) for row in rows], bands=len(legends))
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
     for number, legend in enumerate(legends):
         _write_legend(draw, font, sheet.height - (len(legends) - number) * BAND, legend)
     return sheet
 
 
-def class_colours(classes: Array, background: int | None = 0) -> Array:
+def colour_classes(classes: Array, background: int | None = 0) -> Array:
     """(H, W, 3) colours of a class map; past the last colour they start again, background aside."""
     colours = CLASS_COLOURS[(classes.astype(np.int64) - 1) % len(CLASS_COLOURS)]
-    colours[_is(classes, background)] = BACKGROUND
+    colours[_is_background(classes, background)] = BACKGROUND
     colours[classes == IGNORED] = NO_CLASS
     return colours
 
 
-def error_picture(image: Array, truth: Array, prediction: Array, background: int | None = 0) -> Array:
+def draw_errors(image: Array, truth: Array, prediction: Array, background: int | None = 0) -> Array:
     """The image in pale gray with every wrong pixel in the colour of its kind of error."""
-    gray = _rgb(image).mean(axis=-1, keepdims=True).repeat(3, axis=-1)
+    gray = _to_rgb(image).mean(axis=-1, keepdims=True).repeat(3, axis=-1)
     picture: Array = (255 - (255 - gray) * 0.5).astype(np.uint8)
     wrong = (truth != prediction) & (truth != IGNORED)
     picture[wrong] = CONFUSED
-    picture[wrong & _is(prediction, background)] = MISSED
-    picture[wrong & _is(truth, background)] = FALSE_ALARM
+    picture[wrong & _is_background(prediction, background)] = MISSED
+    picture[wrong & _is_background(truth, background)] = FALSE_ALARM
     picture[truth == IGNORED] = NO_CLASS
     return picture
 
 
-def _is(classes: Array, background: int | None) -> Array:
+def _is_background(classes: Array, background: int | None) -> Array:
     """Where the background is; nowhere if there is none."""
     return np.zeros(classes.shape, dtype=bool) if background is None else classes == background
 
 
-def _cells(row: SheetRow, background: int | None) -> tuple[Array, ...]:
-    errors = error_picture(row.image, row.truth, row.prediction, background)
-    maps = (class_colours(classes, background) for classes in (row.truth, row.prediction))
-    return _rgb(row.image), *maps, errors
+def _draw_cells(row: SheetRow, background: int | None) -> tuple[Array, ...]:
+    errors = draw_errors(row.image, row.truth, row.prediction, background)
+    maps = (colour_classes(classes, background) for classes in (row.truth, row.prediction))
+    return _to_rgb(row.image), *maps, errors
 
 
-def _class_legends(rows: Sequence[SheetRow], names: Sequence[str], background: int | None) -> list[Legend]:
+def _make_class_legends(rows: Sequence[SheetRow], names: Sequence[str], background: int | None) -> list[Legend]:
     """Lines of the classes that the sheet shows."""
     shown = {int(k) for row in rows for classes in (row.truth, row.prediction) for k in np.unique(classes)}
     entries = [
-        (names[k], tuple(int(part) for part in class_colours(np.array([[k]]), background)[0, 0]))
+        (names[k], tuple(int(part) for part in colour_classes(np.array([[k]]), background)[0, 0]))
         for k in sorted(shown)
         if k < len(names)
     ]
     return [tuple(entries[start : start + LEGEND_COLUMNS]) for start in range(0, len(entries), LEGEND_COLUMNS)]
 
 
-def _rgb(image: Array) -> Array:
+def _to_rgb(image: Array) -> Array:
     pixels: Array = image if image.dtype == np.uint8 else (image.clip(0, 1) * 255).round().astype(np.uint8)
     return pixels.repeat(3, axis=-1) if pixels.shape[-1] == 1 else pixels[..., :3]
 

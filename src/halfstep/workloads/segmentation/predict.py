@@ -21,48 +21,48 @@ from PIL import Image
 from torch import Tensor
 
 from halfstep.data.files import READABLE, Array
-from halfstep.data.images import image_facts, read_image
+from halfstep.data.images import read_image, read_image_facts
 from halfstep.errors import ConfigError, DataError
 from halfstep.report.progress import Bar
 from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
-from halfstep.workloads.base.using import Input, Trained, Wishes, each_answered, saved_picture
+from halfstep.workloads.base.using import Input, Trained, Wishes, answer_each, save_picture
 from halfstep.workloads.segmentation.build import (
-    background_class,
-    image_format_of_store,
-    model_from_store,
-    table_of_store,
-    unit_range,
+    build_model,
+    find_background,
+    read_image_format,
+    read_table,
+    to_unit_range,
 )
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.data import read_planes
-from halfstep.workloads.segmentation.pictures import overlay
-from halfstep.workloads.segmentation.scores import predicted_classes
-from halfstep.workloads.segmentation.unet import receptive_radius
+from halfstep.workloads.segmentation.pictures import draw_overlay
+from halfstep.workloads.segmentation.scores import predict_classes
+from halfstep.workloads.segmentation.unet import compute_receptive_radius
 
 
 class MaskPredictor:
     endings = READABLE
 
     def __init__(self, config: UNetConfig, store: Store) -> None:
-        self.config, self.store, self.table = config, store, table_of_store(store)
-        self.model = model_from_store(config, store)
+        self.config, self.store, self.table = config, store, read_table(store)
+        self.model = build_model(config, store)
 
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
         out = wishes.out
         assert out is not None
         images = WholeImages(trained, store=self.store, depth=self.config.model.depth, tile=wishes.options["tile"])
-        return each_answered(inputs, lambda item: self._written(item, images.classes(item.path, bar), out))
+        return answer_each(inputs, lambda item: self._written(item, images.classes(item.path, bar), out))
 
     def _written(self, item: Input, classes: Array, out: Path) -> Answer:
         name = item.name.with_suffix("")
         painted = Image.fromarray(self.table.paint(classes))
-        mask = saved_picture(painted, out / "masks" / f"{name}{self.config.data.mask_suffix}.png")
-        with any_size():
+        mask = save_picture(painted, out / "masks" / f"{name}{self.config.data.mask_suffix}.png")
+        with allow_any_size():
             image = read_image(item.path, channels=self.store["channels"], raw_scale=self.store["raw_scale"])
         shown = image if image.shape[-1] != 2 else image[..., :1]
-        laid_over = overlay(shown, classes, background=background_class(self.config, self.table))
-        picture = saved_picture(laid_over, out / "overlays" / f"{name}_overlay.png")
+        laid_over = draw_overlay(shown, classes, background=find_background(self.config, self.table))
+        picture = save_picture(laid_over, out / "overlays" / f"{name}_overlay.png")
         shares = {str(value): float((classes == k).mean()) for k, value in enumerate(self.table.values)}
         return Answer(
             file=str(item.path),
@@ -98,12 +98,12 @@ def predict_file(
     tell: Tell = lambda done, total: None,
 ) -> Array:
     """The class map (uint8) of an image file at its own size, computed at the scale the model was trained at."""
-    original = image_facts(path).size
+    original = read_image_facts(path).size
     _refuse_huge(path, original)
     height, width = (
         max(2**depth, round(side * factor)) for side, factor in zip(original, store["resize"], strict=True)
     )
-    planes = read_planes(path, replace(image_format_of_store(store), size=(height, width)))
+    planes = read_planes(path, replace(read_image_format(store), size=(height, width)))
     image = torch.from_numpy(planes).to(device)
     return predict_image(forward, image, depth=depth, tile=tile, size=original, tell=tell).numpy()
 
@@ -125,10 +125,10 @@ def predict_image(
     """
     _, height, width = image.shape
     classes = torch.empty(size or (height, width), dtype=torch.uint8)
-    tiles = list(itertools.product(_spans(height, tile, depth), _spans(width, tile, depth)))
+    tiles = list(itertools.product(_list_spans(height, tile, depth), _list_spans(width, tile, depth)))
     for number, ((rows, used_rows), (columns, used_columns)) in enumerate(tiles):
         tell(number, len(tiles))
-        logits = forward(unit_range(image[None, :, slice(*rows), slice(*columns)]))
+        logits = forward(to_unit_range(image[None, :, slice(*rows), slice(*columns)]))
         _paint(classes, logits, _Axis(height, classes.shape[0], rows, used_rows),
                _Axis(width, classes.shape[1], columns, used_columns))  # fmt: skip
     return classes
@@ -156,11 +156,11 @@ def _paint(classes: Tensor, logits: Tensor, rows: _Axis, columns: _Axis) -> None
         ),
         strict=True,
     ):
-        resampled = _resampled(_resampled(logits.float(), places, 2), columns.places, 3)
-        classes[lines, columns.own] = predicted_classes(resampled)[0].to(torch.uint8).cpu()
+        resampled = _resample(_resample(logits.float(), places, 2), columns.places, 3)
+        classes[lines, columns.own] = predict_classes(resampled)[0].to(torch.uint8).cpu()
 
 
-def _resampled(logits: Tensor, places: Tensor, axis: int) -> Tensor:
+def _resample(logits: Tensor, places: Tensor, axis: int) -> Tensor:
     """Linear interpolation at `places` along one axis; at whole numbers the logits themselves."""
     before = places.floor()
     weight = (places - before).to(logits.device).view(-1, *[1] * (logits.ndim - axis - 1))
@@ -169,19 +169,19 @@ def _resampled(logits: Tensor, places: Tensor, axis: int) -> Tensor:
     return torch.lerp(logits.index_select(axis, first), logits.index_select(axis, second), weight)
 
 
-def margin_of(depth: int) -> int:
+def compute_margin(depth: int) -> int:
     """What a tile must see around the part that is used, and one pixel more for the interpolation at its edge."""
     step = 1 << depth
-    return -(-(receptive_radius(depth) + 1) // step) * step
+    return -(-(compute_receptive_radius(depth) + 1) // step) * step
 
 
-def _spans(length: int, tile: int, depth: int) -> Iterator[tuple[Span, Span]]:
+def _list_spans(length: int, tile: int, depth: int) -> Iterator[tuple[Span, Span]]:
     """Along one axis: what each tile sees, and the part of it whose result is used; the parts cover the axis once."""
     if length <= tile:
         yield (0, length), (0, length)
         return
     step = 1 << depth
-    margin = margin_of(depth)
+    margin = compute_margin(depth)
     core = (tile - 2 * margin) // step * step
     if core < step:
         raise ConfigError(
@@ -204,7 +204,7 @@ class WholeImages:
 
     def __init__(self, trained: Trained, *, store: Mapping[str, Any], depth: int, tile: int | None = None) -> None:
         self.trained, self.store, self.depth = trained, store, depth
-        self.tile = tile or smallest_good_tile(depth)
+        self.tile = tile or choose_tile(depth)
 
     def classes(self, path: Path, bar: Bar) -> Array:
         """One file's class map; while it takes several tiles, the bar counts them."""
@@ -214,7 +214,7 @@ class WholeImages:
 
         while True:
             try:
-                with any_size():
+                with allow_any_size():
                     return predict_file(
                         path,
                         self.trained,
@@ -231,9 +231,9 @@ class WholeImages:
                 self.trained.warn(f"out of memory: going on with tiles of {self.tile} pixels")
 
 
-def smallest_good_tile(depth: int) -> int:
+def choose_tile(depth: int) -> int:
     """`TILE`, or for a very deep model what leaves eight pooled cells between the margins."""
-    return max(TILE, 2 * margin_of(depth) + 8 * (1 << depth))
+    return max(TILE, 2 * compute_margin(depth) + 8 * (1 << depth))
 
 
 MAX_PIXELS = 1_000_000_000
@@ -251,7 +251,7 @@ def _refuse_huge(path: Path, size: tuple[int, int]) -> None:
 
 
 @contextmanager
-def any_size() -> Iterator[None]:
+def allow_any_size() -> Iterator[None]:
     """Lift Pillow's limit of 179 million pixels: `MAX_PIXELS` is the one for files that the user named."""
     limit = Image.MAX_IMAGE_PIXELS
     Image.MAX_IMAGE_PIXELS = None

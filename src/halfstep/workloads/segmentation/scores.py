@@ -37,7 +37,7 @@ def segmentation_loss(
     """(Binary) cross-entropy + (1 - mean Dice of the classes), in fp32; zero where every pixel is ignored."""
     with fp32_island():
         logits = to_fp32(logits)
-        truth = one_hot(mask, max(2, logits.shape[1]))
+        truth = encode_one_hot(mask, max(2, logits.shape[1]))
         weights = truth.to(logits.dtype)
         if class_weights:
             # Python numbers, not a tensor: nothing to copy to the device and wait for.
@@ -52,11 +52,11 @@ def segmentation_loss(
         tiny = torch.finfo(logits.dtype).tiny
         cross_entropy = -torch.where(truth, log_probability * weights, 0).sum() / weights.sum().clamp(min=tiny)
         valid = truth.any(dim=1, keepdim=True)
-        dice = dice_per_class(torch.where(valid, probability, 0), foreground)
+        dice = compute_dice(torch.where(valid, probability, 0), foreground)
         return ce_weight * cross_entropy + dice_weight * (1 - dice.mean())
 
 
-def dice_per_class(probability: Tensor, truth: Tensor) -> Tensor:
+def compute_dice(probability: Tensor, truth: Tensor) -> Tensor:
     """Soft Dice of each class, summed over batch and pixels in fp32: 8·512² terms would overflow fp16."""
     pixels = (0, 2, 3)
     overlap = 2 * torch.where(truth, probability, 0).sum(pixels)
@@ -65,25 +65,25 @@ def dice_per_class(probability: Tensor, truth: Tensor) -> Tensor:
     return (overlap + DICE_EPS) / (sizes + DICE_EPS)
 
 
-def one_hot(classes: Tensor, num_classes: int) -> Tensor:
+def encode_one_hot(classes: Tensor, num_classes: int) -> Tensor:
     """Booleans (N, C, H, W); an ignored pixel belongs to no class."""
     return classes.unsqueeze(1) == torch.arange(num_classes, device=classes.device).view(1, -1, 1, 1)
 
 
-def predicted_classes(logits: Tensor) -> Tensor:
+def predict_classes(logits: Tensor) -> Tensor:
     """The class map (N, H, W) that the logits say."""
     return (logits[:, 0] > 0).long() if logits.shape[1] == 1 else logits.argmax(dim=1)
 
 
-def pixel_counts(classes: Tensor, mask: Tensor, num_classes: int) -> Tensor:
+def count_pixels(classes: Tensor, mask: Tensor, num_classes: int) -> Tensor:
     """Integers (3, N, C): the pixels of each class in each image (N, H, W) that were hit, predicted and true."""
-    truth = one_hot(mask, num_classes)
-    predicted = one_hot(classes, num_classes) & (mask != IGNORED).unsqueeze(1)
+    truth = encode_one_hot(mask, num_classes)
+    predicted = encode_one_hot(classes, num_classes) & (mask != IGNORED).unsqueeze(1)
     pixels = (2, 3)
     return torch.stack([(truth & predicted).sum(pixels), predicted.sum(pixels), truth.sum(pixels)])
 
 
-def image_counts(classes: Tensor, mask: Tensor, num_classes: int) -> Tensor:
+def count_images(classes: Tensor, mask: Tensor, num_classes: int) -> Tensor:
     """The same integers (3, C) of one image (H, W) on the CPU, without a copy for each class: it may be very large."""
     is_counted = mask != IGNORED
     kinds = (classes[is_counted & (classes == mask)], classes[is_counted], mask[is_counted])
@@ -103,7 +103,7 @@ class SegmentationMetrics(Sums):
         self.num_classes, self.background = max(2, num_classes), background
 
     def update(self, logits: Tensor, batch: Mapping[str, Tensor]) -> None:
-        self.add(counts=pixel_counts(predicted_classes(logits), batch["mask"], self.num_classes).sum(1))
+        self.add(counts=count_pixels(predict_classes(logits), batch["mask"], self.num_classes).sum(1))
 
     def compute(self) -> dict[str, float]:
         """`iou`, `dice`, `accuracy`, `iou_all`, `dice_all`; of each class K that occurs `iou/K`, `dice/K`, and
@@ -118,8 +118,8 @@ class SegmentationMetrics(Sums):
         scores |= {f"predicted/{k}": float(predicted[k] / predicted.sum()) for k in occurs}
         accuracy = float(hit.sum() / true.sum()) if true.sum() > 0 else 1.0
         kinds = ("iou", "dice")
-        means = {kind: _mean([scores[f"{kind}/{k}"] for k in occurs if k != self.background]) for kind in kinds}
-        of_all = {f"{kind}_all": _mean([scores[f"{kind}/{k}"] for k in occurs]) for kind in kinds}
+        means = {kind: _average([scores[f"{kind}/{k}"] for k in occurs if k != self.background]) for kind in kinds}
+        of_all = {f"{kind}_all": _average([scores[f"{kind}/{k}"] for k in occurs]) for kind in kinds}
         return means | {"accuracy": accuracy} | of_all | scores
 
 
@@ -136,7 +136,7 @@ def one_class_everywhere(scores: Mapping[str, float]) -> str:
     return ""
 
 
-def _mean(values: list[float]) -> float:
+def _average(values: list[float]) -> float:
     return sum(values) / len(values) if values else 1.0
 
 
@@ -153,19 +153,19 @@ class ClassPixels:
 
     @property
     def iou(self) -> float | None:
-        return _share(self.hit, self.predicted + self.true - self.hit)
+        return _divide(self.hit, self.predicted + self.true - self.hit)
 
     @property
     def dice(self) -> float | None:
-        return _share(2 * self.hit, self.predicted + self.true)
+        return _divide(2 * self.hit, self.predicted + self.true)
 
     @property
     def precision(self) -> float | None:
-        return _share(self.hit, self.predicted)
+        return _divide(self.hit, self.predicted)
 
     @property
     def recall(self) -> float | None:
-        return _share(self.hit, self.true)
+        return _divide(self.hit, self.true)
 
 
 class SegmentationDetails(SegmentationMetrics):
@@ -174,15 +174,15 @@ class SegmentationDetails(SegmentationMetrics):
         self._scored: list[Tensor] = []
 
     def update(self, logits: Tensor, batch: Mapping[str, Tensor]) -> None:
-        self._add(pixel_counts(predicted_classes(logits), batch["mask"], self.num_classes), batch["index"])
+        self._add(count_pixels(predict_classes(logits), batch["mask"], self.num_classes), batch["index"])
 
     def count(self, classes: Tensor, truth: Tensor, index: int) -> None:
         """Count one image of any size by its class maps (H, W)."""
-        self._add(image_counts(classes, truth, self.num_classes).unsqueeze(1), torch.tensor([index]))
+        self._add(count_images(classes, truth, self.num_classes).unsqueeze(1), torch.tensor([index]))
 
     def _add(self, counts: Tensor, indices: Tensor) -> None:
         self.add(counts=counts.sum(1))
-        self._scored.append(torch.stack([indices.double(), image_iou(counts, self.background)]))
+        self._scored.append(torch.stack([indices.double(), compute_image_iou(counts, self.background)]))
 
     def per_class(self) -> list[ClassPixels]:
         """Every class in order; waits for the device."""
@@ -195,7 +195,7 @@ class SegmentationDetails(SegmentationMetrics):
         return sorted(((int(index), score) for index, score in scored), key=lambda found: (found[1], found[0]))
 
 
-def image_iou(counts: Tensor, background: int | None = 0) -> Tensor:
+def compute_image_iou(counts: Tensor, background: int | None = 0) -> Tensor:
     """Mean IoU (N) of the classes but the background that an image shows; 1 where there was nothing to find."""
     hit, predicted, true = counts.double()
     union = predicted + true - hit
@@ -206,5 +206,5 @@ def image_iou(counts: Tensor, background: int | None = 0) -> Tensor:
     return torch.where(occurs.any(dim=1), sums / occurs.sum(dim=1).clamp(min=1), 1.0)
 
 
-def _share(part: int, whole: int) -> float | None:
+def _divide(part: int, whole: int) -> float | None:
     return part / whole if whole else None

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from halfstep.errors import ModelError
 from halfstep.islands import get_matmul_dtype
 from halfstep.kernels.chain import NormReluConv, cast_together
-from halfstep.kernels.fast_forms import chain_fits, has_room_for_tiles
-from halfstep.kernels.normalise import normalisation
-from halfstep.kernels.stem import stem_fits
+from halfstep.kernels.fast_forms import can_chain, has_room_for_tiles
+from halfstep.kernels.normalise import compute_norm
+from halfstep.kernels.stem import can_run_stem
 from halfstep.kernels.unet_chain import MOST_CLASSES, MOST_HEAD_CHANNELS, Head, PoolConv, StemNormReluConv, UpConcatConv
 from halfstep.models.layers import (
     CONVOLUTIONAL,
@@ -31,7 +31,7 @@ from halfstep.models.layers import (
     consists_of,
     is_plain,
 )
-from halfstep.models.recompute import Recomputing, block_runner, keeps_every_product, region_runner
+from halfstep.models.recompute import Recomputing, choose_block_runner, choose_region_runner, keeps_every_product
 
 
 class DoubleConv(nn.Module):
@@ -148,11 +148,11 @@ class UNet(Recomputing):
                 fix="a larger image_size, or a smaller model.depth",
             )
         is_chain = (
-            keeps_every_product(self.recompute) and not x.requires_grad and chain_fits(x, is_training=self.training)
+            keeps_every_product(self.recompute) and not x.requires_grad and can_chain(x, is_training=self.training)
         )
         if is_chain and self._suits_chain():
             return self._chained(x)
-        return region_runner(self.recompute)(self._down_and_up, x)
+        return choose_region_runner(self.recompute)(self._down_and_up, x)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _suits_chain(self) -> bool:
@@ -168,7 +168,7 @@ class UNet(Recomputing):
         depths = range(1, self.depth + 1)
         downs: list[Down] = [getattr(self, f"down{depth}") for depth in depths]
         ups: list[Up] = [getattr(self, f"up{depth}") for depth in depths]
-        return chained_logits(
+        return compute_chained_logits(
             x,
             [Level.of(block.double_conv) for block in (self.inc, *(down.convolutions() for down in downs))],
             [(up.transposed(), Level.of(up.conv.double_conv)) for up in ups],
@@ -177,7 +177,7 @@ class UNet(Recomputing):
         )
 
     def _down_and_up(self, x: Tensor) -> Tensor:
-        run = block_runner(self.recompute)
+        run = choose_block_runner(self.recompute)
         skips = [run(self.inc, x)]
         for level in range(1, self.depth + 1):
             skips.append(run(self.get_submodule(f"down{level}"), skips[-1]))
@@ -217,7 +217,7 @@ CHAINED: Checks = {
 """What the chain takes the place of."""
 
 
-def receptive_radius(depth: int) -> int:
+def compute_receptive_radius(depth: int) -> int:
     """How many pixels away, at most, an input pixel can change an output pixel (transposed upsampling).
 
     Four convolutions a level reach 2**level pixels each, two more at the bottom 2**depth, and a pixel lies up to
@@ -244,7 +244,7 @@ class Level(NamedTuple):
         return cls(convolution, norm, next_convolution, last_norm)
 
 
-def chained_logits(
+def compute_chained_logits(
     image: Tensor,
     downs: Sequence[Level],
     ups: Sequence[tuple[nn.ConvTranspose2d, Level]],
@@ -258,38 +258,38 @@ def chained_logits(
     cast = cast_together([convolution.weight for convolution in convolutions], get_matmul_dtype(image))
     weights = dict(zip(convolutions, cast, strict=True))  # all but the stem's
     level, skips = downs[0], []
-    y = first_raw_map(image, level, weights, keep=keep)
+    y = compute_first_raw_map(image, level, weights, keep=keep)
     for below in downs[1:]:
-        norm, how = level.last_norm, normalisation(y.detach(), level.last_norm)
+        norm, how = level.last_norm, compute_norm(y.detach(), level.last_norm)
         affine = (norm.weight, norm.bias)
         u, promise = PoolConv.apply(y, *affine, weights[below.convolution], how)  # type: ignore[no-untyped-call]
         skips.append((promise, y.detach(), how))
-        level, y = below, second_raw_map(u, below, weights, keep=keep)
+        level, y = below, compute_second_raw_map(u, below, weights, keep=keep)
     for up, above in ups:
-        norm, how = level.last_norm, normalisation(y.detach(), level.last_norm)
+        norm, how = level.last_norm, compute_norm(y.detach(), level.last_norm)
         deep = (y, norm.weight, norm.bias, up.weight, up.bias)
         u = UpConcatConv.apply(*skips.pop(), *deep, weights[above.convolution], how, keep)  # type: ignore[no-untyped-call]
         # Memory is highest in the last concatenation's backward. What is let go of before may stay until then.
-        level, y = above, second_raw_map(u, above, weights, keep=keep or not skips)
-    norm, how = level.last_norm, normalisation(y.detach(), level.last_norm)
+        level, y = above, compute_second_raw_map(u, above, weights, keep=keep or not skips)
+    norm, how = level.last_norm, compute_norm(y.detach(), level.last_norm)
     return Head.apply(y, norm.weight, norm.bias, head.weight, head.bias, how)  # type: ignore[no-untyped-call]
 
 
 Weights = Mapping[nn.Conv2d, Tensor]  # of convolutions, in the format they compute in
 
 
-def first_raw_map(image: Tensor, level: Level, weights: Weights, *, keep: bool) -> Tensor:
+def compute_first_raw_map(image: Tensor, level: Level, weights: Weights, *, keep: bool) -> Tensor:
     convolution, norm, next_convolution, _ = level
-    if not stem_fits(image, convolution.weight, 1, 1):
+    if not can_run_stem(image, convolution.weight, 1, 1):
         u: Tensor = convolution(image)
-        return second_raw_map(u.contiguous(memory_format=torch.channels_last), level, weights, keep=keep)
+        return compute_second_raw_map(u.contiguous(memory_format=torch.channels_last), level, weights, keep=keep)
     parameters = (convolution.weight, norm.weight, norm.bias, weights[next_convolution])
     return StemNormReluConv.apply(  # type: ignore[no-untyped-call]
         image, *parameters, norm, get_matmul_dtype(image), keep
     )
 
 
-def second_raw_map(u: Tensor, level: Level, weights: Weights, *, keep: bool) -> Tensor:
+def compute_second_raw_map(u: Tensor, level: Level, weights: Weights, *, keep: bool) -> Tensor:
     _, norm, convolution, _ = level
     parameters = (norm.weight, norm.bias, weights[convolution])
     return NormReluConv.apply(u, *parameters, norm, 1, 1, keep)  # type: ignore[no-untyped-call]

@@ -26,8 +26,8 @@ from halfstep.errors import ModelError
 from halfstep.islands import fp32_island, to_fp32
 from halfstep.models.layers import PatchConv2d
 from halfstep.models.recompute import Blocks
-from halfstep.models.vit import EncoderBlock, ViTSize, checked_grid, resized_positions
-from halfstep.models.weights import in_names_of, load_weights_, read_weights
+from halfstep.models.vit import EncoderBlock, ViTSize, compute_grid, resize_positions
+from halfstep.models.weights import load_weights_, match_names, read_weights
 
 DINOV2 = {
     "vit_small_patch14_dinov2": ViTSize(depth=12, heads=6, dim=384, mlp_dim=1536, patch=14),
@@ -53,7 +53,7 @@ class FeatureEncoder(nn.Module):
         self.ln = nn.LayerNorm(size.dim, eps=1e-6)
 
     def forward(self, tokens: Tensor, rows: int, columns: int) -> Tensor:
-        tokens = tokens + resized_positions(self.pos_embedding, rows, columns, antialias=True)
+        tokens = tokens + resize_positions(self.pos_embedding, rows, columns, antialias=True)
         return self.layers(tokens)
 
 
@@ -73,13 +73,13 @@ class DinoV2(nn.Module):
 
     def tokens(self, images: Tensor) -> Tensor:
         """The class token's and every patch's, as the last block leaves them."""
-        rows, columns = checked_grid(images.shape[2], images.shape[3], self.patch)
+        rows, columns = compute_grid(images.shape[2], images.shape[3], self.patch)
         patches = self.conv_proj(images).flatten(2).transpose(1, 2)
         tokens = torch.cat([self.class_token.expand(len(images), -1, -1).to(patches.dtype), patches], dim=1)
         return self.encoder(tokens, rows, columns)
 
 
-def dinov2(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, grid: int = TABLE_GRID) -> DinoV2:
+def build_dinov2(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, grid: int = TABLE_GRID) -> DinoV2:
     """A model by timm's name; a size above 0 replaces the published one."""
     given = {"depth": depth, "heads": heads, "dim": dim, "mlp_dim": 4 * dim}
     size = replace(DINOV2[name], **{part: value for part, value in given.items() if value})
@@ -101,17 +101,17 @@ def load_backbone_weights_(model: DinoV2, weights: Mapping[str, Tensor], *, sour
     inside = {name: value for name, value in weights.items() if name.startswith(IN_SLOTCONTRAST)}
     weights = {name.removeprefix(IN_SLOTCONTRAST): value for name, value in (inside or weights).items()}
     own = model.state_dict()
-    named = in_names_of(own, {name: value for name, value in weights.items() if name not in NOT_NEEDED})
+    named = match_names(own, {name: value for name, value in weights.items() if name not in NOT_NEEDED})
     table = named.get("encoder.pos_embedding")
     if table is not None and table.ndim == 3 and table.shape[2] == model.dim:
         model.encoder.pos_embedding = nn.Parameter(torch.empty_like(table))  # its own grid, resampled when used
     # Files of feature extractors end with the last block.
     named = {name: own[name] for name in ("encoder.ln.weight", "encoder.ln.bias")} | named
     depth = len(model.encoder.layers)
-    load_weights_(model, {name: value for name, value in named.items() if _block(name) < depth}, source=source)
+    load_weights_(model, {name: value for name, value in named.items() if _find_block(name) < depth}, source=source)
 
 
-def _block(name: str) -> int:
+def _find_block(name: str) -> int:
     """A weight's block; -1 outside. Blocks behind the last one that is asked for have no part in its features."""
     found = re.match(r"encoder\.layers\.encoder_layer_(\d+)\.", name)
     return int(found[1]) if found else -1
@@ -148,22 +148,22 @@ class FilterBank(nn.Module):
             # Colours are all triples of levels, so a softmax over them is the product of one for each channel.
             nearness = torch.softmax(-SHARPNESS * (images.unsqueeze(2) - levels).square(), dim=2)
             red, green, blue = nearness.unbind(1)
-            nearness = _products(_products(red, green), blue)
+            nearness = _multiply_channels(_multiply_channels(red, green), blue)
             grey = images.mean(1, keepdim=True)
             strength = F.conv2d(F.pad(grey, (1, 1, 1, 1), mode="replicate"), edges).abs()
             pooled = F.avg_pool2d(torch.cat([nearness, 4 * strength, grey], dim=1), self.patch)
             # Against the frame's own mean: what it is all made of tells nothing apart.
             looks = (pooled - pooled.mean((2, 3), keepdim=True)) / SPREAD
-            places = _places(looks.shape[2], looks.shape[3], looks.device).expand(len(looks), -1, -1, -1)
+            places = _encode_positions(looks.shape[2], looks.shape[3], looks.device).expand(len(looks), -1, -1, -1)
             return torch.cat([looks, places], dim=1).flatten(2).transpose(1, 2)
 
 
-def _products(one: Tensor, other: Tensor) -> Tensor:
+def _multiply_channels(one: Tensor, other: Tensor) -> Tensor:
     """Every channel of (N, C, H, W) times every one of (N, D, H, W): (N, C · D, H, W)."""
     return (one.unsqueeze(2) * other.unsqueeze(1)).flatten(1, 2)
 
 
-def _places(rows: int, columns: int, device: torch.device) -> Tensor:
+def _encode_positions(rows: int, columns: int, device: torch.device) -> Tensor:
     """Cosines (1, 8, rows, columns) of where a patch is, down and across."""
     down, across = ((torch.arange(count, device=device) + 0.5) / count for count in (rows, columns))
     waves = [torch.cos(math.pi * wave * down).view(-1, 1).expand(rows, columns) for wave in WAVES]

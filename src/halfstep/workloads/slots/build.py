@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.config.section import of_settings
+from halfstep.config.section import fill_from_settings
 from halfstep.data import noise
 from halfstep.data.loader import Batch, Samples
-from halfstep.data.seeds import generator_for
+from halfstep.data.seeds import make_generator
 from halfstep.errors import ConfigError, format_count
-from halfstep.models.weights import load_file_
+from halfstep.models.weights import load_weights_file_
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.workload import Forward, FrozenPart, Group, Loss, Prepare, Workload
-from halfstep.workloads.slots.backbones import FilterBank, dinov2, load_backbone_
+from halfstep.workloads.slots.backbones import FilterBank, build_dinov2, load_backbone_
 from halfstep.workloads.slots.config import DINO_PATCH, SlotContrastConfig
-from halfstep.workloads.slots.data import normalised, notes_on, open_clips, prepared_masks, unit_pixels
-from halfstep.workloads.slots.pictures import sample_pictures
+from halfstep.workloads.slots.data import normalise, note_surprises, open_clips, prepare_masks, to_unit_pixels
+from halfstep.workloads.slots.pictures import make_sampler
 from halfstep.workloads.slots.scores import SlotMetrics, slot_contrast
-from halfstep.workloads.slots.slotcontrast import SlotContrast, SlotContrastSize, from_upstream
+from halfstep.workloads.slots.slotcontrast import SlotContrast, SlotContrastSize, rename_upstream
 
 FRAGILE = (
     "slot attention: softmax over slots, renormalised with an epsilon that half formats round away",
@@ -39,9 +39,9 @@ def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) ->
     backbone = build_backbone(config)
     model = build_model(config, backbone.module)
     if store is None and config.model.weights:  # a stored run's checkpoint brings its own
-        load_file_(model, config.model.weights, from_upstream)
-    metric, scoring = _scoring(config, found)
-    plain = over_samples(config, model, backbone, clips.train, clips.val, found)
+        load_weights_file_(model, config.model.weights, rename_upstream)
+    metric, scoring = _choose_scoring(config, found)
+    plain = make_workload(config, model, backbone, clips.train, clips.val, found)
     return replace(
         plain,
         metric=metric,
@@ -49,14 +49,14 @@ def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) ->
         groups=tuple(Group(**group.model_dump()) for group in config.optimizer.groups),
         scoring=scoring,
         by_batch=("validation loss, by the slots that a slot is told from",) if config.model.contrast_weight else (),
-        notes=(*_said_aloud(config), *_negatives(config), *notes_on(config.data, clips), *clips.notes),
+        notes=(*_note_backbone(config), *_note_negatives(config), *note_surprises(config.data, clips), *clips.notes),
         val_names=clips.val_names,
         about=clips.about,
-        sample=sample_pictures(clips.val, plain.prepare, plain.forward),
+        sample=make_sampler(clips.val, plain.prepare, plain.forward),
     )
 
 
-def over_samples(
+def make_workload(
     config: SlotContrastConfig, model: SlotContrast, backbone: FrozenPart, train: Samples, val: Samples, store: Store
 ) -> Workload:
     """What needs no data folder; the loss alone is watched."""
@@ -65,10 +65,10 @@ def over_samples(
         model=model,
         train_samples=train,
         val_samples=val,
-        prepare=prepare_of(config),
-        forward=forward_of(backbone.module),
-        loss=loss_of(config),
-        metrics=lambda: metrics_of(config, store),
+        prepare=make_prepare(config),
+        forward=make_forward(backbone.module),
+        loss=make_loss(config),
+        metrics=lambda: make_metrics(config, store),
         metric="loss",
         mode="min",
         fragile=FRAGILE,
@@ -83,11 +83,11 @@ def build_model(
     """What trains."""
     m = config.model
     model = make(
-        of_settings(
+        fill_from_settings(
             SlotContrastSize,
             m,
-            feature_dim=feature_dim(backbone),
-            num_positions=(config.data.image_size // patch_of(config)) ** 2,
+            feature_dim=get_feature_dim(backbone),
+            num_positions=(config.data.image_size // get_patch(config)) ** 2,
             num_slots=m.slots,
             num_iterations=m.iterations,
         )
@@ -98,13 +98,13 @@ def build_model(
     return model
 
 
-def feature_dim(backbone: nn.Module) -> int:
+def get_feature_dim(backbone: nn.Module) -> int:
     dim = backbone.dim
     assert isinstance(dim, int)
     return dim
 
 
-def patch_of(config: SlotContrastConfig) -> int:
+def get_patch(config: SlotContrastConfig) -> int:
     """Side of a patch; images that it does not tile are refused."""
     patch = config.model.patch if config.model.backbone == "filters" else DINO_PATCH
     side = config.data.image_size
@@ -127,14 +127,14 @@ def build_backbone(config: SlotContrastConfig) -> FrozenPart:
             why="halfstep downloads nothing",
             fix="model.backbone_weights=FILE with timm's, the official or Hugging Face's weights, or =random",
         )
-    backbone = dinov2(m.backbone, depth=m.backbone_depth, heads=m.backbone_heads, dim=m.backbone_dim)
+    backbone = build_dinov2(m.backbone, depth=m.backbone_depth, heads=m.backbone_heads, dim=m.backbone_dim)
     if m.backbone_weights != RANDOM:
         load_backbone_(backbone, m.backbone_weights)
     source = "" if m.backbone_weights == RANDOM else m.backbone_weights
     return FrozenPart(module=backbone.requires_grad_(False), source=source)
 
 
-def _said_aloud(config: SlotContrastConfig) -> tuple[str, ...]:
+def _note_backbone(config: SlotContrastConfig) -> tuple[str, ...]:
     if config.model.backbone == "filters":
         return ("the backbone is a small one of our own: fixed colour and edge filters, not DINOv2 (model.backbone)",)
     if config.model.backbone_weights == RANDOM:
@@ -142,7 +142,7 @@ def _said_aloud(config: SlotContrastConfig) -> tuple[str, ...]:
     return ()
 
 
-def _negatives(config: SlotContrastConfig) -> tuple[str, ...]:
+def _note_negatives(config: SlotContrastConfig) -> tuple[str, ...]:
     """A micro-batch decides how many slots a slot is told from, so accumulation is not the same as a larger batch."""
     t = config.train
     if not config.model.contrast_weight or not config.model.contrast_batch or (t.accumulate == 1 and not t.auto_batch):
@@ -154,15 +154,15 @@ def _negatives(config: SlotContrastConfig) -> tuple[str, ...]:
     )
 
 
-def prepare_of(config: SlotContrastConfig) -> Prepare:
+def make_prepare(config: SlotContrastConfig) -> Prepare:
     """From loaded bytes to what the backbone sees, and the draw that random slots start from."""
     data, m = config.data, config.model
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
-        pixels = unit_pixels(batch["video"], data.image_size, mode="bicubic")  # as upstream
+        pixels = to_unit_pixels(batch["video"], data.image_size, mode="bicubic")  # as upstream
         if m.backbone != "filters":
-            pixels = normalised(pixels, data.normalise)
-        prepared = batch | {"video": pixels} | prepared_masks(batch, data)
+            pixels = normalise(pixels, data.normalise)
+        prepared = batch | {"video": pixels} | prepare_masks(batch, data)
         if m.initial_slots == "random":
             prepared["draw"] = noise.normal(key, len(pixels), (m.slots, m.slot_dim), pixels.device, stream="slots")
         return prepared
@@ -170,7 +170,7 @@ def prepare_of(config: SlotContrastConfig) -> Prepare:
     return prepare
 
 
-def forward_of(backbone: nn.Module) -> Forward:
+def make_forward(backbone: nn.Module) -> Forward:
     def forward(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         video = batch["video"]
         with torch.no_grad():
@@ -180,7 +180,7 @@ def forward_of(backbone: nn.Module) -> Forward:
     return forward
 
 
-def loss_of(config: SlotContrastConfig) -> Loss:
+def make_loss(config: SlotContrastConfig) -> Loss:
     """Reconstruction and contrast; the weight of a batch is its clips."""
     m = config.model
 
@@ -196,11 +196,11 @@ def loss_of(config: SlotContrastConfig) -> Loss:
     return loss
 
 
-def metrics_of(config: SlotContrastConfig, store: Mapping[str, Any]) -> SlotMetrics:
-    return SlotMetrics(**_counting(config, bool(store.get("background_is_labelled", True))))
+def make_metrics(config: SlotContrastConfig, store: Mapping[str, Any]) -> SlotMetrics:
+    return SlotMetrics(**_choose_counting(config, bool(store.get("background_is_labelled", True))))
 
 
-def _counting(config: SlotContrastConfig, background_is_labelled: bool) -> dict[str, bool]:
+def _choose_counting(config: SlotContrastConfig, background_is_labelled: bool) -> dict[str, bool]:
     """Pixels that nobody labelled are not background to find, whatever the config says."""
     return {
         "ignore_background": config.model.ignore_background or not background_is_labelled,
@@ -208,11 +208,11 @@ def _counting(config: SlotContrastConfig, background_is_labelled: bool) -> dict[
     }
 
 
-def _scoring(config: SlotContrastConfig, found: Mapping[str, Any]) -> tuple[str, str]:
+def _choose_scoring(config: SlotContrastConfig, found: Mapping[str, Any]) -> tuple[str, str]:
     if not found["has_masks"]:
         return "loss", "the validation videos have no masks, so the loss alone is watched"
     side = config.data.mask_size or config.data.image_size
-    ignores, skips = _counting(config, found["background_is_labelled"]).values()
+    ignores, skips = _choose_counting(config, found["background_is_labelled"]).values()
     empty = "are left out of FG-ARI" if skips else "count as 1 in FG-ARI, as upstream (`empty`)"
     return (
         "fg_ari" if ignores else "ari",
@@ -233,13 +233,13 @@ def sample_size(config: SlotContrastConfig) -> str:
     return f"{config.data.chunk_size} frames of {config.data.image_size} pixels"
 
 
-def random_store(config: SlotContrastConfig) -> dict[str, Any]:
+def make_random_store(config: SlotContrastConfig) -> dict[str, Any]:
     return {"background_is_labelled": True, "has_masks": False}
 
 
-def random_batch(config: SlotContrastConfig, store: Store) -> Batch:
+def make_random_batch(config: SlotContrastConfig, store: Store) -> Batch:
     """Bytes as a loader delivers them."""
-    generator, size = generator_for(config.train.seed), config.train.batch_size
+    generator, size = make_generator(config.train.seed), config.train.batch_size
     shape = (size, config.data.chunk_size, 3, FILE_SIDE, FILE_SIDE)
     return {
         "video": torch.randint(256, shape, dtype=torch.uint8, generator=generator),
@@ -247,9 +247,9 @@ def random_batch(config: SlotContrastConfig, store: Store) -> Batch:
     }
 
 
-def over(config: SlotContrastConfig, store: Store, samples: Samples) -> Workload:
+def build_over(config: SlotContrastConfig, store: Store, samples: Samples) -> Workload:
     """With a random backbone where no weights are named: they cost the same."""
     if config.model.backbone_weights is None:
         config = config.changed(model={"backbone_weights": RANDOM})
     backbone = build_backbone(config)
-    return over_samples(config, build_model(config, backbone.module), backbone, samples, samples, store)
+    return make_workload(config, build_model(config, backbone.module), backbone, samples, samples, store)

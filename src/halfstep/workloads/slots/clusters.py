@@ -25,43 +25,47 @@ PIXELS = 4
 """Side of the squares whose mean colour is a point."""
 
 
-def clustered(workload: Workload, num_clusters: int, *, on: On, coordinates: bool) -> dict[str, float]:
+def score_k_means(workload: Workload, num_clusters: int, *, on: On, coordinates: bool) -> dict[str, float]:
     """The scores of k-means on the validation clips of a slot workload with a frozen backbone."""
     backbone, generator = workload.frozen["backbone"].module, torch.Generator().manual_seed(0)
     metrics = SlotMetrics()
     for index, batch in enumerate(Loader(workload.val_samples, batch_size=1, shuffle=False).epoch(0)):
-        prepared = workload.prepared(batch, key=Key.of_validation(index), training=False)
-        points = _features(backbone, prepared["video"][0]) if on == "features" else colours(batch["video"][0])
-        rows = with_coordinates(points) if coordinates else points.flatten(0, 1)
-        labels = k_means(rows, num_clusters, generator).view(points.shape[:2])
+        prepared = workload.prepared(batch, key=Key.for_validation(index), training=False)
+        points = (
+            _compute_features(backbone, prepared["video"][0])
+            if on == "features"
+            else average_colours(batch["video"][0])
+        )
+        rows = add_coordinates(points) if coordinates else points.flatten(0, 1)
+        labels = run_k_means(rows, num_clusters, generator).view(points.shape[:2])
         metrics.update({"masks": F.one_hot(labels, num_clusters).transpose(1, 2).float().unsqueeze(0)}, prepared)
     return metrics.compute()
 
 
 @torch.no_grad()
-def _features(backbone: Any, frames: Tensor) -> Tensor:
+def _compute_features(backbone: Any, frames: Tensor) -> Tensor:
     """Without the channels that say where a patch is: coordinates are asked for apart."""
     features: Tensor = backbone(frames)
     return features[..., : getattr(backbone, "look_dim", None)]
 
 
-def colours(frames: Tensor) -> Tensor:
+def average_colours(frames: Tensor) -> Tensor:
     """Mean colours (T, positions, 3) of squares of frames (T, 3, H, W) in bytes."""
     return F.avg_pool2d(frames.float() / 255, PIXELS).flatten(2).transpose(1, 2)
 
 
-def untrained(workload: Workload) -> dict[str, float]:
+def score_untrained(workload: Workload) -> dict[str, float]:
     """The scores of a workload's first weights on its validation clips."""
     metrics = workload.metrics()
     workload.model.eval()
     for index, batch in enumerate(Loader(workload.val_samples, batch_size=1, shuffle=False).epoch(0)):
-        prepared = workload.prepared(batch, key=Key.of_validation(index), training=False)
+        prepared = workload.prepared(batch, key=Key.for_validation(index), training=False)
         with torch.no_grad():
             metrics.update(workload.forward(workload.model, prepared), prepared)
     return metrics.compute()
 
 
-def with_coordinates(points: Tensor) -> Tensor:
+def add_coordinates(points: Tensor) -> Tensor:
     """Points (T, positions, channels) of a square grid as rows, with their place."""
     frames, positions, _ = points.shape
     line = torch.linspace(-1, 1, round(positions**0.5))
@@ -69,13 +73,13 @@ def with_coordinates(points: Tensor) -> Tensor:
     return torch.cat([points, grid * points.std() * COORDINATES], dim=-1).flatten(0, 1)
 
 
-def k_means(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
+def run_k_means(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
     """The labels of the best of some starts by its own error, each by k-means++."""
-    found = [_one_start(points, k, generator) for _ in range(STARTS)]
+    found = [_run_one_start(points, k, generator) for _ in range(STARTS)]
     return min(found, key=lambda labels_and_error: labels_and_error[1])[0]
 
 
-def _one_start(points: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, float]:
+def _run_one_start(points: Tensor, k: int, generator: torch.Generator) -> tuple[Tensor, float]:
     centres = points[torch.randint(len(points), (1,), generator=generator)]
     while len(centres) < k:
         distance = torch.cdist(points, centres).amin(1).square()

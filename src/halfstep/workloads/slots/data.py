@@ -20,11 +20,11 @@ from torch.nn import functional as F
 
 from halfstep.data.files import Array, BadFiles
 from halfstep.data.loader import Batch
-from halfstep.data.seeds import generator_for
+from halfstep.data.seeds import make_generator
 from halfstep.errors import DataError, format_count, make_printable
 from halfstep.workloads.slots.config import SlotVideoConfig, VideoDataConfig
-from halfstep.workloads.slots.video_layouts import VideoPart, find_videos
-from halfstep.workloads.slots.videos import Videos, what_was_left_out
+from halfstep.workloads.slots.video_layouts import VideoSplit, find_videos
+from halfstep.workloads.slots.videos import Videos, describe_left_out
 
 Crop = Literal["none", "central", "random"]
 
@@ -61,18 +61,18 @@ class ClipSamples:
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
         video, chunk = self.places[index]
-        draw = torch.rand(4, generator=generator_for(*key), dtype=torch.float64).tolist()
+        draw = torch.rand(4, generator=make_generator(*key), dtype=torch.float64).tolist()
         if self.cut == "one":
             chunk = int(draw[0] * self._chunks[video])
         first = chunk * self.form.frames
         count = min(self.form.frames, self.videos.videos[video].num_frames - first)
-        box = crop_box(self.videos.videos[video].size, self.form.crop, draw[1:3])
+        box = compute_crop_box(self.videos.videos[video].size, self.form.crop, draw[1:3])
         is_flipped = draw[3] < self.form.flip
         frames = self._cut(self.videos.frames(video, first, count), box, is_flipped)
-        clip = {"video": self._filled(self._sized(frames.movedim(-1, 1), "bicubic"))}
+        clip = {"video": self._pad(self._resize(frames.movedim(-1, 1), "bicubic"))}
         if self.form.with_masks:
             masks = self._cut(self.videos.masks(video, first, count), box, is_flipped)
-            clip["masks"] = self._filled(self._sized(masks.unsqueeze(1), "nearest-exact").squeeze(1))
+            clip["masks"] = self._pad(self._resize(masks.unsqueeze(1), "nearest-exact").squeeze(1))
         if self.are_filled:
             clip["is_real"] = torch.arange(self.form.frames) < count
         return clip
@@ -81,7 +81,7 @@ class ClipSamples:
         cut = rows[(slice(None), *box)]
         return torch.from_numpy(np.array(cut[:, :, ::-1] if is_flipped else cut))  # a copy: what was read is read-only
 
-    def _sized(self, pixels: Tensor, mode: str) -> Tensor:
+    def _resize(self, pixels: Tensor, mode: str) -> Tensor:
         side = self.form.size
         if side is None or pixels.shape[2:] == (side, side):
             return pixels.contiguous()
@@ -89,7 +89,7 @@ class ClipSamples:
             return F.interpolate(pixels, (side, side), mode=mode)
         return F.interpolate(pixels.float(), (side, side), mode=mode).round().clamp(0, 255).to(torch.uint8)
 
-    def _filled(self, rows: Tensor) -> Tensor:
+    def _pad(self, rows: Tensor) -> Tensor:
         short = self.form.frames - len(rows)
         return torch.cat([rows, rows[-1:].expand(short, *rows.shape[1:])]) if short > 0 else rows
 
@@ -102,7 +102,7 @@ class ClipSamples:
         return self.videos.files()
 
 
-def crop_box(size: tuple[int, int], crop: Crop, draw: Sequence[float]) -> tuple[slice, slice]:
+def compute_crop_box(size: tuple[int, int], crop: Crop, draw: Sequence[float]) -> tuple[slice, slice]:
     """Rows and columns of the crop; `draw` places a random one."""
     height, width = size
     if crop == "none":
@@ -113,7 +113,7 @@ def crop_box(size: tuple[int, int], crop: Crop, draw: Sequence[float]) -> tuple[
     return slice(top, top + side), slice(left, left + side)
 
 
-def long_enough(videos: Videos, members: Sequence[int], frames: int) -> tuple[list[int], list[DataError]]:
+def split_by_length(videos: Videos, members: Sequence[int], frames: int) -> tuple[list[int], list[DataError]]:
     """The videos that hold a chunk, and what is wrong with the others."""
     short = [index for index in members if videos.videos[index].num_frames < frames]
     errors = [
@@ -134,7 +134,7 @@ COLOURS = {
 """Mean and deviation of red, green and blue."""
 
 
-def notes_on(data: SlotVideoConfig, clips: ClipData) -> list[str]:
+def note_surprises(data: SlotVideoConfig, clips: ClipData) -> list[str]:
     """What a user may not expect of the validation videos."""
     notes, found = [], len(clips.val)
     if data.val_size and data.val_size != found:
@@ -144,7 +144,7 @@ def notes_on(data: SlotVideoConfig, clips: ClipData) -> list[str]:
     return notes
 
 
-def normalised(pixels: Tensor, how: str) -> Tensor:
+def normalise(pixels: Tensor, how: str) -> Tensor:
     mean, deviation = COLOURS[how]
     shape = (1, 1, 3, 1, 1)
     # Filled on the device: a copy from the host would wait for it.
@@ -155,24 +155,26 @@ def normalised(pixels: Tensor, how: str) -> Tensor:
     return (pixels - centre) / spread
 
 
-def sized_masks(masks: Tensor, side: int) -> Tensor:
+def resize_masks(masks: Tensor, side: int) -> Tensor:
     """Labels (B, T, h, w) at the size they are compared at: the nearest pixel's."""
     if masks.shape[-2:] == (side, side):
         return masks
     return F.interpolate(masks, (side, side), mode="nearest-exact")
 
 
-def prepared_masks(batch: Mapping[str, Tensor], data: SlotVideoConfig) -> Batch:
+def prepare_masks(batch: Mapping[str, Tensor], data: SlotVideoConfig) -> Batch:
     """The masks of a batch, where it has any."""
-    return {"masks": sized_masks(batch["masks"], data.mask_size or data.image_size)} if "masks" in batch else {}
+    return {"masks": resize_masks(batch["masks"], data.mask_size or data.image_size)} if "masks" in batch else {}
 
 
-def all_clips(samples: ClipSamples) -> ClipSamples:
+def make_whole_clips(samples: ClipSamples) -> ClipSamples:
     """Whole videos with their masks in place of training's chunks: a folder without a validation part, evaluated."""
     members = sorted({video for video, _ in samples.places})
-    part = VideoPart(videos=samples.videos, members=tuple(members))
+    part = VideoSplit(videos=samples.videos, members=tuple(members))
     longest = max(part.videos.videos[index].num_frames for index in members)
-    form = ClipForm(frames=longest, size=samples.form.size, crop=steady(samples.form.crop), with_masks=part.have_masks)
+    form = ClipForm(
+        frames=longest, size=samples.form.size, crop=choose_steady_crop(samples.form.crop), with_masks=part.have_masks
+    )
     return ClipSamples(part.videos, part.members, form, cut="whole")
 
 
@@ -199,21 +201,21 @@ def open_clips(config: VideoDataConfig) -> ClipData:
         val_fraction=config.val_fraction,
         bad_files=bad_files,
     )
-    members, errors = long_enough(found.train.videos, found.train.members, config.chunk_size)
+    members, errors = split_by_length(found.train.videos, found.train.members, config.chunk_size)
     for error in errors:
         bad_files.report(error)
     if not members:
         raise DataError(
             "no video is left to train on",
-            why=what_was_left_out(bad_files),
+            why=describe_left_out(bad_files),
             fix="fix what was left out, or cut shorter clips: data.chunk_size",
         )
     train_form = ClipForm(
-        frames=config.chunk_size, size=_own_size(config, found.train), crop=config.crop, flip=config.flip
+        frames=config.chunk_size, size=_choose_size(config, found.train), crop=config.crop, flip=config.flip
     )
     train = ClipSamples(found.train.videos, members, train_form, cut=config.chunks)
-    val_part = found.val or VideoPart(videos=found.train.videos, members=())
-    val = _validation(config, val_part)
+    val_part = found.val or VideoSplit(videos=found.train.videos, members=())
+    val = _make_validation(config, val_part)
     return ClipData(
         train=train,
         val=val,
@@ -224,30 +226,30 @@ def open_clips(config: VideoDataConfig) -> ClipData:
     )
 
 
-def _validation(config: VideoDataConfig, part: VideoPart) -> ClipSamples:
+def _make_validation(config: VideoDataConfig, part: VideoSplit) -> ClipSamples:
     lengths = [part.videos.videos[index].num_frames for index in part.members] or [1]
     wanted = config.val_chunk_size
     form = ClipForm(
         frames=min(wanted, *lengths, wanted) if wanted else max(lengths),
-        size=_own_size(config, part),
-        crop=steady(config.crop),
+        size=_choose_size(config, part),
+        crop=choose_steady_crop(config.crop),
         with_masks=part.have_masks,
     )
     return ClipSamples(part.videos, part.members, form, cut="all" if wanted else "whole")
 
 
-def _own_size(config: VideoDataConfig, part: VideoPart) -> int | None:
+def _choose_size(config: VideoDataConfig, part: VideoSplit) -> int | None:
     """Where frames share a size, the device resizes them; cut to squares they may differ."""
     sizes = {part.videos.videos[index].size for index in part.members}
     return None if len(sizes) <= 1 and config.crop == "none" else config.image_size
 
 
-def steady(crop: Crop) -> Crop:
+def choose_steady_crop(crop: Crop) -> Crop:
     """Where nothing is drawn at random, the middle."""
     return "none" if crop == "none" else "central"
 
 
-def unit_pixels(video: Tensor, side: int, **resized: Any) -> Tensor:
+def to_unit_pixels(video: Tensor, side: int, **resized: Any) -> Tensor:
     """Bytes (B, T, 3, h, w) as numbers in 0..1 at the model's size; `resized` is how, in words of F.interpolate."""
     frames = video.flatten(0, 1).float().div_(255)
     if frames.shape[-2:] != (side, side):

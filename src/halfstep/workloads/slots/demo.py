@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from halfstep.data.files import Array, new_folder
+from halfstep.data.files import Array, create_folder
 
 NUM_TRAIN, NUM_VAL, PER_SHARD = 96, 16, 16
 FRAMES, SIDE = 12, 64
@@ -30,8 +30,8 @@ def write_demo(
     frames: int = FRAMES, side: int = SIDE, per_shard: int = PER_SHARD,
 ) -> None:  # fmt: skip
     """Write `demo-train-000000.tar`, … and `demo-validation-000000.tar`, … into `folder`, whole or not at all."""
-    ground = _texture(np.random.default_rng([seed, GROUND]), side, knots=4, strength=0.25) * 0.8 + 0.1
-    with new_folder(folder) as unfinished:
+    ground = _draw_texture(np.random.default_rng([seed, GROUND]), side, knots=4, strength=0.25) * 0.8 + 0.1
+    with create_folder(folder) as unfinished:
         first = 0
         for part, count in (("train", num_train), ("validation", num_val)):
             for shard, start in enumerate(range(0, count, per_shard)):
@@ -86,7 +86,7 @@ class _Object:
         self.start, self.end = rng.uniform(0.15, 0.85, 2), rng.uniform(0.15, 0.85, 2)
         self.angles = rng.uniform(0, 2 * np.pi) + np.array([0, rng.uniform(-1.5, 1.5)])
         self.colour = colour
-        self.texture = _texture(rng, side, knots=10, strength=0.5)
+        self.texture = _draw_texture(rng, side, knots=10, strength=0.5)
 
     def drawn(self, grid: Array, time: float) -> tuple[Array, Array]:
         centre = self.start + (self.end - self.start) * time
@@ -105,14 +105,14 @@ class _Object:
         return np.asarray((v > -0.6 * self.size) & (v + 1.7 * abs(u) < 1.3 * self.size))
 
 
-def _texture(rng: np.random.Generator, side: int, *, knots: int, strength: float) -> Array:
+def _draw_texture(rng: np.random.Generator, side: int, *, knots: int, strength: float) -> Array:
     """Smooth colours with finer noise on top (side, side, 3) in 0..1."""
-    coarse = np.stack([_smooth(rng, side, knots) for _ in range(3)], axis=-1)
-    fine = _smooth(rng, side, 4 * knots)[..., None]
+    coarse = np.stack([_draw_smooth(rng, side, knots) for _ in range(3)], axis=-1)
+    fine = _draw_smooth(rng, side, 4 * knots)[..., None]
     return np.asarray((1 - strength) * coarse + strength * fine)
 
 
-def _smooth(rng: np.random.Generator, side: int, knots: int) -> Array:
+def _draw_smooth(rng: np.random.Generator, side: int, knots: int) -> Array:
     """Random values at `knots` points per side, in between linear."""
     values = rng.random((knots, knots))
     at = np.linspace(0, knots - 1, side)

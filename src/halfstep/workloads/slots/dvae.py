@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from halfstep.errors import ModelError
 from halfstep.islands import fp32_island
-from halfstep.models.recompute import Recomputing, block_runner, region_runner, turn_of
+from halfstep.models.recompute import Recomputing, choose_block_runner, choose_region_runner, make_iteration
 
 WIDTH, IMAGE_CHANNELS = 64, 3
 CHUNK_BYTES = 2**27
@@ -57,9 +57,9 @@ class DVae(Recomputing):
         super().__init__()
         self.recompute = "blocks" if checkpointing else "none"
         self.vocabulary = vocabulary
-        self.encoder = nn.Sequential(*_encoder_layers(downs), convolution(WIDTH, vocabulary, 1))
+        self.encoder = nn.Sequential(*_make_encoder_layers(downs), make_convolution(WIDTH, vocabulary, 1))
         self.decoder = nn.Sequential(
-            ConvRelu(vocabulary, WIDTH, 1), *_decoder_layers(ups), convolution(WIDTH, IMAGE_CHANNELS, 1)
+            ConvRelu(vocabulary, WIDTH, 1), *_make_decoder_layers(ups), make_convolution(WIDTH, IMAGE_CHANNELS, 1)
         )
 
     def forward(
@@ -69,47 +69,47 @@ class DVae(Recomputing):
         (N, positions, words). `hard`: the decoder sees one word at each position, gradients go through the softmax."""
         hidden: Tensor = self.encoder[:-1](images)
         rows = hidden.permute(0, 2, 3, 1).flatten(1, 2)
-        embedded = self.embedded_softly(rows, tau, soft_noise, hard=hard)
-        return Coded(self.decoded(embedded, hidden.shape[2:]), self.drawn_words(rows.detach(), word_noise))
+        embedded = self.embed_softly(rows, tau, soft_noise, hard=hard)
+        return Coded(self.decode(embedded, hidden.shape[2:]), self.draw_words(rows.detach(), word_noise))
 
-    def embedded_softly(self, rows: Tensor, tau: Tensor | float, noise: Tensor, *, hard: bool) -> Tensor:
+    def embed_softly(self, rows: Tensor, tau: Tensor | float, noise: Tensor, *, hard: bool) -> Tensor:
         """The decoder's first layer on softmax((logits + noise) / tau), before its bias: (N, positions, 64)."""
-        paint = as_matrix(self._first_convolution().weight)
+        paint = to_matrix(self._first_convolution().weight)
         tau = torch.as_tensor(tau, dtype=torch.float32, device=rows.device)
-        return _softly(torch.compiler.is_compiling(), hard, rows, noise, tau, *self._to_logits(), paint)
+        return _embed_softly(torch.compiler.is_compiling(), hard, rows, noise, tau, *self._to_logits(), paint)
 
     @torch.no_grad()
-    def drawn_words(self, rows: Tensor, noise: Tensor) -> Tensor:
+    def draw_words(self, rows: Tensor, noise: Tensor) -> Tensor:
         """One word for each position, drawn by the logits' probabilities: the argmax of logits + Gumbel noise."""
-        return _argmax(torch.compiler.is_compiling(), rows, noise, *self._to_logits())
+        return _draw_words(torch.compiler.is_compiling(), rows, noise, *self._to_logits())
 
     def _to_logits(self) -> tuple[Tensor, Tensor]:
         last = self.encoder[-1]
         assert isinstance(last, nn.Conv2d)
         assert last.bias is not None
-        return as_matrix(last.weight), last.bias
+        return to_matrix(last.weight), last.bias
 
-    def decoded(self, embedded: Tensor, grid: Sequence[int]) -> Tensor:
+    def decode(self, embedded: Tensor, grid: Sequence[int]) -> Tensor:
         """The image from the first layer's output before its bias, (N, positions, 64)."""
         bias = self._first_convolution().bias
         assert bias is not None
         first = torch.relu(embedded + bias.to(embedded.dtype))
         maps = first.unflatten(1, tuple(grid)).permute(0, 3, 1, 2)
-        return region_runner(self.recompute)(self._through_decoder, maps)
+        return choose_region_runner(self.recompute)(self._through_decoder, maps)
 
     def _through_decoder(self, maps: Tensor) -> Tensor:
         """Zoom after zoom, and the last layer with the last one; where blocks are recomputed, what lies between is
         kept."""
-        run = block_runner(self.recompute)
+        run = choose_block_runner(self.recompute)
         last = len(self.decoder) - 1
         ends = [place + 1 for place, layer in enumerate(self.decoder) if isinstance(layer, nn.PixelShuffle)]
         for start, end in zip([1, *ends], [*ends[:-1], last + 1], strict=False):
             maps = run(self.decoder[start:end], maps)
         return maps
 
-    def image_of(self, words: Tensor, grid: Sequence[int]) -> Tensor:
+    def decode_words(self, words: Tensor, grid: Sequence[int]) -> Tensor:
         """What (N, positions) words look like."""
-        return self.decoded(F.embedding(words, self._first_convolution().weight.flatten(1).t()), grid)
+        return self.decode(F.embedding(words, self._first_convolution().weight.flatten(1).t()), grid)
 
     def _first_convolution(self) -> nn.Conv2d:
         block = self.decoder[0]
@@ -122,13 +122,13 @@ class ConvRelu(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int, stride: int = 1, padding: int = 0) -> None:
         super().__init__()
-        self.m = convolution(in_channels, out_channels, kernel, stride, padding, before_relu=True)
+        self.m = make_convolution(in_channels, out_channels, kernel, stride, padding, before_relu=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.m(x))
 
 
-def convolution(
+def make_convolution(
     in_channels: int, out_channels: int, kernel: int, stride: int = 1, padding: int = 0, *, before_relu: bool = False
 ) -> nn.Conv2d:
     """Started as upstream does: Kaiming before a ReLU, Xavier else, no bias at first."""
@@ -142,13 +142,13 @@ def convolution(
     return made
 
 
-def as_matrix(kernel: Tensor) -> Tensor:
+def to_matrix(kernel: Tensor) -> Tensor:
     """A 1×1 kernel (out, in, 1, 1) as (out, in), whose gradient comes back with the kernel's own strides: DDP compares
     them with those of its buckets, those of sides of length 1 too."""
     return kernel.flatten(1) if kernel.stride(2) == 1 else kernel.movedim(1, 3).flatten(1)
 
 
-def _encoder_layers(downs: Sequence[tuple[int, int]]) -> list[nn.Module]:
+def _make_encoder_layers(downs: Sequence[tuple[int, int]]) -> list[nn.Module]:
     layers: list[nn.Module] = []
     for stride, num_pointwise in downs:
         layers.append(ConvRelu(WIDTH if layers else IMAGE_CHANNELS, WIDTH, stride, stride))
@@ -156,7 +156,7 @@ def _encoder_layers(downs: Sequence[tuple[int, int]]) -> list[nn.Module]:
     return layers
 
 
-def _decoder_layers(ups: Sequence[int]) -> list[nn.Module]:
+def _make_decoder_layers(ups: Sequence[int]) -> list[nn.Module]:
     layers: list[nn.Module] = []
     for factor in ups:
         layers += [ConvRelu(WIDTH, WIDTH, 3, padding=1), ConvRelu(WIDTH, WIDTH, 1), ConvRelu(WIDTH, WIDTH, 1)]
@@ -165,19 +165,19 @@ def _decoder_layers(ups: Sequence[int]) -> list[nn.Module]:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _softly(is_compiled: bool, hard: bool, *inputs: Tensor) -> Tensor:
-    return _Softly.apply(is_compiled, hard, *inputs)  # type: ignore[no-untyped-call]
+def _embed_softly(is_compiled: bool, hard: bool, *inputs: Tensor) -> Tensor:
+    return _SoftEmbedding.apply(is_compiled, hard, *inputs)  # type: ignore[no-untyped-call]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _argmax(is_compiled: bool, rows: Tensor, noise: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    turn, chunk = turn_of(_drawn, is_compiled=is_compiled), _chunk(rows, len(weight))
+def _draw_words(is_compiled: bool, rows: Tensor, noise: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    turn, chunk = make_iteration(_draw_chunk, is_compiled=is_compiled), _choose_chunk(rows, len(weight))
     with fp32_island():
         pairs = zip(rows.split(chunk), noise.split(chunk), strict=True)
         return torch.cat([turn(*pair, weight, bias) for pair in pairs])
 
 
-class _Softly(torch.autograd.Function):
+class _SoftEmbedding(torch.autograd.Function):
     """Shares of words, embedded, chunk by chunk; backward computes the shares again, and sums gradients of weights in
     fp32."""
 
@@ -185,7 +185,7 @@ class _Softly(torch.autograd.Function):
     def forward(ctx: Any, is_compiled: bool, hard: bool, rows: Tensor, noise: Tensor, *rest: Tensor) -> Tensor:
         ctx.save_for_backward(rows, noise, *rest)
         ctx.is_compiled, ctx.hard = is_compiled, hard
-        turn, chunk = turn_of(_embedded, is_compiled=is_compiled), _chunk(rows, rest[-1].shape[1])
+        turn, chunk = make_iteration(_embed_chunk, is_compiled=is_compiled), _choose_chunk(rows, rest[-1].shape[1])
         with fp32_island():
             pairs = zip(rows.split(chunk), noise.split(chunk), strict=True)
             return torch.cat([turn(*pair, *rest, hard=hard) for pair in pairs])
@@ -194,7 +194,10 @@ class _Softly(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, noise, *rest = ctx.saved_tensors
-        turn, chunk = turn_of(_embedded_backward, is_compiled=ctx.is_compiled), _chunk(rows, rest[-1].shape[1])
+        turn, chunk = (
+            make_iteration(_embed_chunk_backward, is_compiled=ctx.is_compiled),
+            _choose_chunk(rows, rest[-1].shape[1]),
+        )
         at_rows, sums = torch.empty_like(rows), [torch.zeros_like(weight, dtype=torch.float32) for weight in rest[1:]]
         pieces = (part.split(chunk) for part in (at_rows, grad, rows, noise))
         with fp32_island():
@@ -206,19 +209,19 @@ class _Softly(torch.autograd.Function):
         return None, None, at_rows, None, None, *(s.to(w.dtype) for s, w in zip(sums, rest[1:], strict=True))
 
 
-def _logits(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def _compute_logits(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.linear(rows, weight.to(rows.dtype), bias.to(rows.dtype)).float()
 
 
-def _drawn(rows: Tensor, noise: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return (_logits(rows, weight, bias) + gumbel_noise(noise, rows.shape[1], len(weight))).argmax(dim=-1)
+def _draw_chunk(rows: Tensor, noise: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return (_compute_logits(rows, weight, bias) + make_gumbel_noise(noise, rows.shape[1], len(weight))).argmax(dim=-1)
 
 
-def _shares(
+def _compute_shares(
     rows: Tensor, noise: Tensor, tau: Tensor, weight: Tensor, bias: Tensor, *, hard: bool
 ) -> tuple[Tensor, Tensor]:
     """Each word's share in fp32, and what the decoder sees of it: the same, or one word alone."""
-    noisy = _logits(rows, weight, bias) + gumbel_noise(noise, rows.shape[1], len(weight))
+    noisy = _compute_logits(rows, weight, bias) + make_gumbel_noise(noise, rows.shape[1], len(weight))
     shares = torch.softmax(noisy / tau, dim=-1)
     if not hard:
         return shares, shares.to(rows.dtype)
@@ -226,18 +229,18 @@ def _shares(
     return shares, (noisy.argmax(dim=-1, keepdim=True) == every).to(rows.dtype)
 
 
-def _embedded(
+def _embed_chunk(
     rows: Tensor, noise: Tensor, tau: Tensor, weight: Tensor, bias: Tensor, paint: Tensor, *, hard: bool
 ) -> Tensor:
-    _, seen = _shares(rows, noise, tau, weight, bias, hard=hard)
+    _, seen = _compute_shares(rows, noise, tau, weight, bias, hard=hard)
     return F.linear(seen, paint.to(rows.dtype))
 
 
-def _embedded_backward(
+def _embed_chunk_backward(
     grad: Tensor, rows: Tensor, noise: Tensor, tau: Tensor, weight: Tensor, bias: Tensor, paint: Tensor, *, hard: bool
 ) -> tuple[Tensor, ...]:
     """Gradients at rows, weight, bias and paint."""
-    shares, seen = _shares(rows, noise, tau, weight, bias, hard=hard)
+    shares, seen = _compute_shares(rows, noise, tau, weight, bias, hard=hard)
     at_shares = F.linear(grad, paint.t().to(rows.dtype)).float()
     at_logits = shares * (at_shares - (shares * at_shares).sum(dim=-1, keepdim=True)) / tau
     half = at_logits.to(rows.dtype).flatten(0, 1)
@@ -246,14 +249,14 @@ def _embedded_backward(
     return at_rows, torch.mm(half.t(), rows.flatten(0, 1)).float(), half.sum(0, dtype=torch.float32), for_paint
 
 
-def _chunk(rows: Tensor, vocabulary: int) -> int:
+def _choose_chunk(rows: Tensor, vocabulary: int) -> int:
     """How many frames each turn takes, as even as it gets."""
     num_frames, num_positions = rows.shape[:2]
     num_chunks = max(1, -(-num_frames * num_positions * vocabulary * 4 // CHUNK_BYTES))
     return -(-num_frames // num_chunks)
 
 
-def words_grid(height: int, width: int, factor: int) -> tuple[int, int]:
+def compute_word_grid(height: int, width: int, factor: int) -> tuple[int, int]:
     """Rows and columns of words of an image."""
     if height % factor or width % factor:
         raise ModelError(
@@ -270,33 +273,33 @@ BITS = 31
 LARGEST_BELOW_ONE = 1 - 2**-24
 
 
-def gumbel_noise(source: Tensor, num_positions: int, num_words: int) -> Tensor:
+def make_gumbel_noise(source: Tensor, num_positions: int, num_words: int) -> Tensor:
     """Noise (N, positions, words) in fp32 by keys (N, 2); noise that was drawn before passes through."""
     if source.is_floating_point():
         return source
     # 31 bits and a half: never 0, and at most 1 - 2^-24, so that both logarithms are finite. Small numbers keep all
     # their bits and become the largest noise, up to 22.
-    inside = ((random_words(source, num_positions, num_words) & (2**BITS - 1)).float() + 0.5) * 2.0**-BITS
+    inside = ((hash_bits(source, num_positions, num_words) & (2**BITS - 1)).float() + 0.5) * 2.0**-BITS
     return -torch.log(-torch.log1p(-inside.clamp(max=LARGEST_BELOW_ONE)))
 
 
-def random_words(keys: Tensor, num_positions: int, num_words: int) -> Tensor:
+def hash_bits(keys: Tensor, num_positions: int, num_words: int) -> Tensor:
     """32 random bits (N, positions, words) for keys (N, 2), as int32."""
     first, second = keys.to(torch.int32).unsqueeze(-1).unbind(1)
     position = torch.arange(num_positions, device=keys.device, dtype=torch.int32)
     word = torch.arange(num_words, device=keys.device, dtype=torch.int32)
-    row = mixed(mixed(position + first) ^ second).unsqueeze(-1)
-    other = mixed(mixed(position + second) ^ first).unsqueeze(-1)
-    return mixed(mixed(word + row) ^ other)
+    row = mix_bits(mix_bits(position + first) ^ second).unsqueeze(-1)
+    other = mix_bits(mix_bits(position + second) ^ first).unsqueeze(-1)
+    return mix_bits(mix_bits(word + row) ^ other)
 
 
-def mixed(x: Tensor) -> Tensor:
+def mix_bits(x: Tensor) -> Tensor:
     """A bijection of 32 bits in which every input bit flips every output bit about half the time."""
-    x = (x ^ _shifted(x, 16)) * FIRST
-    x = (x ^ _shifted(x, 15)) * SECOND
-    return x ^ _shifted(x, 16)
+    x = (x ^ _shift_right(x, 16)) * FIRST
+    x = (x ^ _shift_right(x, 15)) * SECOND
+    return x ^ _shift_right(x, 16)
 
 
-def _shifted(x: Tensor, by: int) -> Tensor:
+def _shift_right(x: Tensor, by: int) -> Tensor:
     """To the right, filled with zeros: torch's shift of a negative number fills with ones."""
     return (x >> by) & ((1 << 32 - by) - 1)

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from halfstep.config.schema import RunConfig
 from halfstep.report.results import Cell
-from halfstep.workloads.base.other_data import any_folder
-from halfstep.workloads.base.using import Look, PlainEvaluation
+from halfstep.workloads.base.other_data import use_folder
+from halfstep.workloads.base.using import LookAt, PlainEvaluation
 from halfstep.workloads.base.workload import Workload
-from halfstep.workloads.slots.data import ClipSamples, all_clips
-from halfstep.workloads.slots.pictures import clip_views, sheet, write_gif
-from halfstep.workloads.slots.scores import SlotMetrics, SteveMetrics, slot_labels
+from halfstep.workloads.slots.data import ClipSamples, make_whole_clips
+from halfstep.workloads.slots.pictures import draw_sheet, make_views, write_gif
+from halfstep.workloads.slots.scores import SlotMetrics, SteveMetrics, label_pixels
 
 SHOWN_EACH = 2
 
@@ -34,11 +34,11 @@ class SlotDetails(SlotMetrics):
         masks = outputs["masks"]
         is_real = batch.get("is_real", torch.ones(masks.shape[:2], dtype=torch.bool, device=masks.device))
         side = round(masks.shape[-1] ** 0.5)
-        winners = torch.nn.functional.one_hot(slot_labels(masks, (side, side)).flatten(2), masks.shape[2])
+        winners = torch.nn.functional.one_hot(label_pixels(masks, (side, side)).flatten(2), masks.shape[2])
         self._shares.append((winners.sum(2) * is_real.unsqueeze(-1)).sum((0, 1)))
         if "masks" in batch:
             true = batch["masks"]
-            labels = slot_labels(masks, (true.shape[-2], true.shape[-1]))
+            labels = label_pixels(masks, (true.shape[-2], true.shape[-1]))
             scores = self.count(true, labels, masks.shape[2], batch.get("is_real"))
             self._scored.append((batch["index"], scores))
 
@@ -70,7 +70,7 @@ class SlotEvaluation(PlainEvaluation):
     @staticmethod
     def config_for(config: RunConfig, folder: Path) -> RunConfig:
         """Another folder's own shards and split; where it has none, `on_all` takes all its videos."""
-        return any_folder(config, folder, train_shards="", val_shards="", val_videos=(), val_size=0, val_fraction=0.0)
+        return use_folder(config, folder, train_shards="", val_shards="", val_videos=(), val_size=0, val_fraction=0.0)
 
     @staticmethod
     def on_all(workload: Workload) -> Workload:
@@ -78,22 +78,22 @@ class SlotEvaluation(PlainEvaluation):
             return workload
         samples = workload.train_samples
         assert isinstance(samples, ClipSamples)
-        whole = all_clips(samples)
+        whole = make_whole_clips(samples)
         names = tuple(whole.name_of(index) for index in range(len(whole)))
         return replace(workload, val_samples=whole, val_names=names)
 
     def classes(self) -> tuple[dict[str, Cell], ...]:
         return tuple({"slot": str(k), "share of pixels": share} for k, share in enumerate(self.metrics.shares()))
 
-    def draw(self, folder: Path, look: Look) -> list[Path]:
+    def draw(self, folder: Path, look: LookAt) -> list[Path]:
         """A sheet and a gif of each chosen clip."""
         written = []
         for kind, index in self._chosen():
             _, outputs = look(index)
             sample = self.workload.val_samples.sample(index, key=(0, 0, index))
-            frames, slots, truth = clip_views({name: value.unsqueeze(0) for name, value in sample.items()}, outputs)
+            frames, slots, truth = make_views({name: value.unsqueeze(0) for name, value in sample.items()}, outputs)
             picture, moving = folder / f"{kind}_clip_{index}.png", folder / f"{kind}_clip_{index}.gif"
-            Image.fromarray(sheet(frames, slots, truth)).save(picture)
+            Image.fromarray(draw_sheet(frames, slots, truth)).save(picture)
             write_gif(moving, frames, slots)
             written += [picture, moving]
         return written

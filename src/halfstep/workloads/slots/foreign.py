@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from halfstep.config.foreign import Foreign, Reader
+from halfstep.config.foreign import Foreign, ForeignReader
 from halfstep.errors import ConfigError
 from halfstep.workloads.slots.config import DINO_PATCH
 
@@ -60,23 +60,30 @@ def claim(document: Mapping[str, Any], name: str) -> Foreign | None:
         return None
     if "dataset" not in document or "optimizer" not in document:
         return None
-    return translated(document)
+    return translate(document)
 
 
-def translated(document: Mapping[str, Any]) -> Foreign:
+def translate(document: Mapping[str, Any]) -> Foreign:
     """All sections, one after another."""
-    read = Reader(document)
-    values = {**_run(read), **_optimizer(read), **_model(read), **_losses(read), **_data(read), **_metrics(read)}
+    read = ForeignReader(document)
+    values = {
+        **_translate_run(read),
+        **_translate_optimizer(read),
+        **_translate_model(read),
+        **_translate_losses(read),
+        **_translate_data(read),
+        **_translate_metrics(read),
+    }
     read.unused |= {key: why for key, why in UNUSED.items() if key not in read.unused}
-    workload = "slotcontrast_steve" if has_words(read) else "slotcontrast"
-    return Foreign(workload=workload, values=_said(values), used=sorted(read.used), unused=read.unused)
+    workload = "slotcontrast_steve" if _has_words(read) else "slotcontrast"
+    return Foreign(workload=workload, values=_drop_unset(values), used=sorted(read.used), unused=read.unused)
 
 
-def _said(values: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_unset(values: Mapping[str, Any]) -> dict[str, Any]:
     return {path: value for path, value in values.items() if value is not None}
 
 
-def _run(read: Reader) -> dict[str, Any]:
+def _translate_run(read: ForeignReader) -> dict[str, Any]:
     devices = read("trainer.devices", 1)
     if devices not in (1, "1", "auto", [0], -1):
         read.unused["trainer.devices"] = f"{PROCESSES}; the batch is that of one GPU"
@@ -88,7 +95,7 @@ def _run(read: Reader) -> dict[str, Any]:
     return {
         "train.seed": read("seed"),
         "train.checkpoint_every": read("checkpoint_every_n_steps", 1000),
-        "train.max_steps": _max_steps(read),
+        "train.max_steps": _read_max_steps(read),
         "train.validate_every_steps": interval,
         "train.report_every": read("trainer.log_every_n_steps", 100),
         "train.clip_norm": read("trainer.gradient_clip_val", 0),
@@ -100,17 +107,17 @@ def _run(read: Reader) -> dict[str, Any]:
     }
 
 
-def _max_steps(read: Reader) -> Any:
+def _read_max_steps(read: ForeignReader) -> Any:
     return read("trainer.max_steps", 100_000)
 
 
 # --- optimizer ---
 
 
-def _optimizer(read: Reader) -> dict[str, Any]:
-    steps, at = _max_steps(read), "optimizer.lr_scheduler"
-    schedule = _schedule(read(at, {}), at, steps)
-    groups = [_group(group, place, steps) for place, group in enumerate(read("optimizer.param_groups", []))]
+def _translate_optimizer(read: ForeignReader) -> dict[str, Any]:
+    steps, at = _read_max_steps(read), "optimizer.lr_scheduler"
+    schedule = _translate_schedule(read(at, {}), at, steps)
+    groups = [_translate_group(group, place, steps) for place, group in enumerate(read("optimizer.param_groups", []))]
     return {
         "optimizer.name": str(read("optimizer.name", "adam")).lower(),
         "optimizer.lr": read("optimizer.lr"),
@@ -122,7 +129,7 @@ def _optimizer(read: Reader) -> dict[str, Any]:
     }
 
 
-def _schedule(given: Any, where: str, max_steps: Any) -> dict[str, Any]:
+def _translate_schedule(given: Any, where: str, max_steps: Any) -> dict[str, Any]:
     """Upstream's schedules: decay counts from the end of the warmup, which is 1000 steps unless said."""
     known = {"name", "warmup_steps", "decay_steps", "decay_rate"}
     if not isinstance(given, Mapping) or (strange := sorted(set(given) - known)):
@@ -148,7 +155,7 @@ def _schedule(given: Any, where: str, max_steps: Any) -> dict[str, Any]:
     return shape | {"half_life_steps": max(1, round((decay - warmup) * math.log(0.5) / math.log(rate)))}
 
 
-def _group(given: Any, place: int, max_steps: Any) -> dict[str, Any]:
+def _translate_group(given: Any, place: int, max_steps: Any) -> dict[str, Any]:
     where = f"optimizer.param_groups[{place}]"
     if not isinstance(given, Mapping):
         raise ConfigError(f"{where} is {given!r}", fix="a mapping with modules and lr")
@@ -161,12 +168,12 @@ def _group(given: Any, place: int, max_steps: Any) -> dict[str, Any]:
             fix=f"modules among {', '.join(sorted(MODULES))}",
         )
     scheduled = given.get("lr_scheduler")
-    return _said(
+    return _drop_unset(
         {
             "modules": modules,
             "lr": given.get("lr"),
             "weight_decay": given.get("weight_decay"),
-            "schedule": scheduled and _schedule(scheduled, f"{where}.lr_scheduler", max_steps),
+            "schedule": scheduled and _translate_schedule(scheduled, f"{where}.lr_scheduler", max_steps),
         }
     )
 
@@ -174,7 +181,7 @@ def _group(given: Any, place: int, max_steps: Any) -> dict[str, Any]:
 # --- model ---
 
 
-def _model(read: Reader) -> dict[str, Any]:
+def _translate_model(read: ForeignReader) -> dict[str, Any]:
     read.must_be("model.input_type", "video", why="slots are tracked over frames")
     read.must_be("model.target_type", "features", why="the decoder paints the backbone's features")
     for part in ("target_encoder", "mask_resizers", "eval_mode_config", "modules_to_load"):
@@ -182,16 +189,16 @@ def _model(read: Reader) -> dict[str, Any]:
             raise ConfigError(f"model.{part} is not offered", fix="leave it out")
     every = read("model.visualize_every_n_steps", 1000)
     return {
-        **_backbone(read),
-        **_slots(read),
-        **_decoder(read),
-        **(words_of(read) if has_words(read) else _switched_off(read)),
+        **_translate_backbone(read),
+        **_translate_slots(read),
+        **_translate_decoder(read),
+        **(_translate_words(read) if _has_words(read) else _note_switched_off(read)),
         "model.weights": read("model.load_weights"),
         "train.sample_every": every if read("model.visualize", False) else None,
     }
 
 
-def _switched_off(read: Reader) -> dict[str, Any]:
+def _note_switched_off(read: ForeignReader) -> dict[str, Any]:
     """The fork's other half, where the file does not use it."""
     temperatures = ("gumbel_start_temp", "gumbel_final_temp", "gumbel_anneal_steps")
     for key in ("dvae", "steve_decoder", *temperatures, "decoder.steve", "decoder.vocab_size"):
@@ -199,7 +206,7 @@ def _switched_off(read: Reader) -> dict[str, Any]:
     return {}
 
 
-def _backbone(read: Reader) -> dict[str, Any]:
+def _translate_backbone(read: ForeignReader) -> dict[str, Any]:
     at = "model.encoder"
     read.must_be(f"{at}.use_silicon_vit", False, why="its weights are another project's")
     read.must_be(f"{at}.backbone.name", "TimmExtractor", why="features come from a vision transformer")
@@ -219,13 +226,13 @@ def _backbone(read: Reader) -> dict[str, Any]:
     return {
         "model.backbone": read(f"{at}.backbone.model"),
         "model.backbone_weights": "random" if is_random else weights,
-        "model.backbone_depth": _block(read, kwargs),
+        "model.backbone_depth": _find_block(read, kwargs),
         "model.backbone_dim": kwargs.get("embed_dim"),
         "model.backbone_heads": kwargs.get("num_heads"),
     }
 
 
-def _block(read: Reader, kwargs: Mapping[str, Any]) -> int | None:
+def _find_block(read: ForeignReader, kwargs: Mapping[str, Any]) -> int | None:
     """The block whose tokens are the features: a backbone of so many blocks gives the same."""
     asked = read("model.encoder.backbone.features", "vit_block12")
     named = [asked] if isinstance(asked, str) else list(asked)
@@ -241,7 +248,7 @@ def _block(read: Reader, kwargs: Mapping[str, Any]) -> int | None:
     return kwargs.get("depth", block if block != 12 else None)
 
 
-def _slots(read: Reader) -> dict[str, Any]:
+def _translate_slots(read: ForeignReader) -> dict[str, Any]:
     initial = {"FixedLearnedInit": "learned", "RandomInit": "random", None: None}
     name = read("model.initializer.name")
     if name not in initial:
@@ -268,7 +275,7 @@ def _slots(read: Reader) -> dict[str, Any]:
     }
 
 
-def _decoder(read: Reader) -> dict[str, Any]:
+def _translate_decoder(read: ForeignReader) -> dict[str, Any]:
     read.must_be("model.decoder.name", "MLPDecoder", why="features are painted position by position")
     read.must_be("model.decoder.activation", "relu", why="its layers have ReLU between them")
     if read("model.decoder.eval_output_size") is not None:
@@ -283,20 +290,20 @@ def _decoder(read: Reader) -> dict[str, Any]:
     return {"model.decoder_hidden": read("model.decoder.hidden_dims")}
 
 
-def _losses(read: Reader) -> dict[str, Any]:
+def _translate_losses(read: ForeignReader) -> dict[str, Any]:
     """By class, weighed by the weights of the same keys; upstream drops a loss of weight 0."""
     losses, weights = read.parts("model.losses"), read.section("model.loss_weights")
     values: dict[str, Any] = {"model.feature_weight": 0.0 if losses else 1.0, "model.contrast_weight": 0.0}
-    if has_words(read):
+    if _has_words(read):
         values |= {"model.dvae_weight": 0.0, "model.words_weight": 0.0}
     for key, given in losses.items():
         weight, kind = weights.get(key, 1.0), given.get("name")
         at = f"model.losses.{key}"
         if kind in COMPARED:
             _refuse_other_parts(read, at, kind)
-            values |= {"model.feature_weight": weight} if kind == "MSELoss" else _contrast(read, at, weight)
-        elif kind in (VAE_LOSS, WORDS_LOSS) and has_words(read):
-            values |= word_loss(given, weight, at)
+            values |= {"model.feature_weight": weight} if kind == "MSELoss" else _translate_contrast(read, at, weight)
+        elif kind in (VAE_LOSS, WORDS_LOSS) and _has_words(read):
+            values |= _translate_word_loss(given, weight, at)
             read(at)
         else:
             read.unused[at] = f"{kind} needs the discrete VAE, which is off"
@@ -308,7 +315,7 @@ def _losses(read: Reader) -> dict[str, Any]:
     return values
 
 
-def _contrast(read: Reader, at: str, weight: Any) -> dict[str, Any]:
+def _translate_contrast(read: ForeignReader, at: str, weight: Any) -> dict[str, Any]:
     return {
         "model.contrast_weight": weight,
         "model.temperature": read(f"{at}.temperature", 0.1),
@@ -316,7 +323,7 @@ def _contrast(read: Reader, at: str, weight: Any) -> dict[str, Any]:
     }
 
 
-def _refuse_other_parts(read: Reader, at: str, kind: str) -> None:
+def _refuse_other_parts(read: ForeignReader, at: str, kind: str) -> None:
     """A loss of other tensors, or of a part of them, would train another model."""
     predicted, target = COMPARED[kind]
     read.must_be(f"{at}.pred_key", predicted, why=f"{kind} is of {predicted}")
@@ -331,7 +338,7 @@ def _refuse_other_parts(read: Reader, at: str, kind: str) -> None:
 # --- data ---
 
 
-def _data(read: Reader) -> dict[str, Any]:
+def _translate_data(read: ForeignReader) -> dict[str, Any]:
     read.must_be("dataset.name", "WebdatasetDataModule", why="data are webdataset shards")
     train, val = "dataset.train_pipeline", "dataset.val_pipeline"
     size, val_size = read(f"{train}.transforms.input_size"), read(f"{val}.transforms.input_size")
@@ -348,8 +355,8 @@ def _data(read: Reader) -> dict[str, Any]:
     chunk = read(f"{train}.chunk_size", 6)
     uses_chunks = read(f"{val}.use_chunks", True)
     return {
-        "data.train_shards": _shards(read("dataset.train_shards")),
-        "data.val_shards": _shards(read("dataset.val_shards")),
+        "data.train_shards": _to_list(read("dataset.train_shards")),
+        "data.val_shards": _to_list(read("dataset.val_shards")),
         "train.batch_size": read("dataset.batch_size", 32),
         "train.val_batch_size": read("dataset.val_batch_size"),
         "data.val_size": read("dataset.val_size"),
@@ -365,11 +372,11 @@ def _data(read: Reader) -> dict[str, Any]:
     }
 
 
-def _shards(given: Any) -> Any:
+def _to_list(given: Any) -> Any:
     return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else given
 
 
-def _metrics(read: Reader) -> dict[str, Any]:
+def _translate_metrics(read: ForeignReader) -> dict[str, Any]:
     """All four are always computed; what they differ in is the background."""
     ignores: set[bool] = set()
     for key, given in read.parts("val_metrics").items():
@@ -403,7 +410,7 @@ SIZES = {
 """Our settings by their keys below `model`."""
 
 
-def has_words(read: Reader) -> bool:
+def _has_words(read: ForeignReader) -> bool:
     """Whether the file switches the VAE on."""
     is_on, predicts = bool(read("model.use_dvae", False)), bool(read("model.use_steve_decoder", False))
     if predicts and not is_on:
@@ -415,8 +422,8 @@ def has_words(read: Reader) -> bool:
     return is_on
 
 
-def words_of(read: Reader) -> dict[str, Any]:
-    """Sizes and temperatures; losses come with the others (`word_loss`)."""
+def _translate_words(read: ForeignReader) -> dict[str, Any]:
+    """Sizes and temperatures; losses come with the others (`_translate_word_loss`)."""
     vocabulary, side = read("model.dvae.vocab_size"), read("dataset.train_pipeline.transforms.input_size")
     read.must_be("model.dvae.img_channels", 3, why="frames have three colours")
     read.must_be("model.dvae.encode_only", False, why="without its decoder nothing trains the VAE")
@@ -429,7 +436,7 @@ def words_of(read: Reader) -> dict[str, Any]:
     return values
 
 
-def word_loss(given: Mapping[str, Any], weight: float, where: str) -> dict[str, Any]:
+def _translate_word_loss(given: Mapping[str, Any], weight: float, where: str) -> dict[str, Any]:
     """One of the two losses of the words, in our settings."""
     reduction = given.get("reduction", "mean")
     if reduction not in ("sum", "mean") or (reduction == "sum" and not given.get("normalize", True)):

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from halfstep.data.seeds import Key
 from halfstep.islands import to_fp32
-from halfstep.workloads.base.sheets import Array, grid
+from halfstep.workloads.base.sheets import Array, arrange_grid
 from halfstep.workloads.base.workload import Forward, Prepare, Sample
 from halfstep.workloads.segmentation.pictures import CLASS_COLOURS
 from halfstep.workloads.slots.data import ClipSamples
-from halfstep.workloads.slots.scores import slot_labels
+from halfstep.workloads.slots.scores import label_pixels
 from halfstep.workloads.slots.steve import Steve
 
 SHOWN_FRAMES = 6
@@ -29,33 +29,33 @@ GIF_SIDE = 512
 """Longest side of a frame in a gif, in pixels."""
 
 
-def slot_colours(labels: Array) -> Array:
+def colour_slots(labels: Array) -> Array:
     """(..., 3) uint8, the same for a number always."""
     return CLASS_COLOURS[labels.astype(np.int64) % len(CLASS_COLOURS)]
 
 
-def object_colours(labels: Array) -> Array:
+def colour_objects(labels: Array) -> Array:
     """The same for true objects; background is black."""
-    return np.where(labels[..., None] > 0, slot_colours(np.maximum(labels.astype(np.int64) - 1, 0)), 0).astype(np.uint8)
+    return np.where(labels[..., None] > 0, colour_slots(np.maximum(labels.astype(np.int64) - 1, 0)), 0).astype(np.uint8)
 
 
-def tinted(frames: Array, colours: Array) -> Array:
+def tint(frames: Array, colours: Array) -> Array:
     """Frames (..., 3) uint8 under their slots' colours."""
     return (frames * 0.45 + colours * 0.55).round().astype(np.uint8)
 
 
-def spread(count: int, shown: int = SHOWN_FRAMES) -> list[int]:
+def choose_frames(count: int, shown: int = SHOWN_FRAMES) -> list[int]:
     """Frames over the whole clip."""
     return [round(place * (count - 1) / max(min(count, shown) - 1, 1)) for place in range(min(count, shown))]
 
 
-def sheet(frames: Array, slots: Array, truth: Array | None) -> Array:
+def draw_sheet(frames: Array, slots: Array, truth: Array | None) -> Array:
     """Rows of a few frames: as they are, under their slots, slots alone, and true objects where they are known."""
-    picked = spread(len(frames))
-    colours = slot_colours(slots[picked])
-    rows = [frames[picked], tinted(frames[picked], colours), colours]
-    rows += [object_colours(truth[picked])] if truth is not None else []
-    return grid(np.concatenate(rows), columns=len(picked), gap=4)
+    picked = choose_frames(len(frames))
+    colours = colour_slots(slots[picked])
+    rows = [frames[picked], tint(frames[picked], colours), colours]
+    rows += [colour_objects(truth[picked])] if truth is not None else []
+    return arrange_grid(np.concatenate(rows), columns=len(picked), gap=4)
 
 
 def write_gif(path: Path, frames: Array, slots: Array) -> None:
@@ -68,12 +68,12 @@ def write_gif(path: Path, frames: Array, slots: Array) -> None:
     pictures = []
     for frame, of in zip(frames, slots, strict=True):
         frame = np.asarray(Image.fromarray(frame).resize((len(across), len(down))))
-        pair = [frame, tinted(frame, slot_colours(of[down[:, None], across]))]
+        pair = [frame, tint(frame, colour_slots(of[down[:, None], across]))]
         pictures.append(Image.fromarray(np.concatenate(pair, axis=1)))
     pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=MS_PER_FRAME, loop=0)
 
 
-def shown_frames(video: Tensor, size: tuple[int, int]) -> Array:
+def to_frames(video: Tensor, size: tuple[int, int]) -> Array:
     """Loaded bytes (T, 3, h, w) as frames (T, H, W, 3)."""
     frames = np.moveaxis(video.cpu().numpy(), 1, -1)
     if frames.shape[1:3] == size:
@@ -81,17 +81,17 @@ def shown_frames(video: Tensor, size: tuple[int, int]) -> Array:
     return np.stack([np.asarray(Image.fromarray(frame).resize((size[1], size[0]))) for frame in frames])
 
 
-def clip_views(raw: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> tuple[Array, Array, Array | None]:
+def make_views(raw: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> tuple[Array, Array, Array | None]:
     """Frames, slots and true labels of a batch of one, as loaded and as the model answered, at the frames' own size."""
     count = int(raw["is_real"][0].sum()) if "is_real" in raw else raw["video"].shape[1]
     video = raw["video"][0, :count]
     size = (video.shape[-2], video.shape[-1])
-    slots = slot_labels(outputs["masks"][:, :count], size)[0].cpu().numpy()
+    slots = label_pixels(outputs["masks"][:, :count], size)[0].cpu().numpy()
     truth = raw["masks"][0, :count].cpu().numpy() if "masks" in raw else None
-    return shown_frames(video, size), slots, truth
+    return to_frames(video, size), slots, truth
 
 
-def sample_pictures(samples: ClipSamples, prepare: Prepare, forward: Forward) -> Sample | None:
+def make_sampler(samples: ClipSamples, prepare: Prepare, forward: Forward) -> Sample | None:
     """Sheets of the first validation clips, for the report while training."""
     if len(samples) == 0:
         return None
@@ -103,7 +103,9 @@ def sample_pictures(samples: ClipSamples, prepare: Prepare, forward: Forward) ->
             loaded = samples.sample(index, key=(0, 0, index))
             raw = {name: value.unsqueeze(0).to(device) for name, value in loaded.items()}
             with torch.no_grad():
-                found[f"clip_{index}"] = sheet(*clip_views(raw, forward(model, prepare(raw, key=key, training=False))))
+                found[f"clip_{index}"] = draw_sheet(
+                    *make_views(raw, forward(model, prepare(raw, key=key, training=False)))
+                )
         return found
 
     return sample
@@ -113,7 +115,7 @@ IMAGINED_FRAMES = 3
 """Of the first clip: each is a word after a word."""
 
 
-def sample_of(samples: ClipSamples, prepare: Prepare, forward: Forward) -> Sample | None:
+def make_steve_sampler(samples: ClipSamples, prepare: Prepare, forward: Forward) -> Sample | None:
     """Pictures of the first validation clip, for the report while training."""
     if len(samples) == 0:
         return None
@@ -127,14 +129,14 @@ def sample_of(samples: ClipSamples, prepare: Prepare, forward: Forward) -> Sampl
             outputs = forward(model, prepared)
             shown = slice(0, IMAGINED_FRAMES)
             rows = [prepared["video"][0, shown], outputs["reconstruction"][0, shown]]
-            rows.append(model.imagined(outputs["slots"][0, shown]))
-        frames, slots, truth = clip_views(raw, outputs)
-        return {"clip_0": sheet(frames, slots, truth), "frames_vae_slots": page(rows)}
+            rows.append(model.imagine(outputs["slots"][0, shown]))
+        frames, slots, truth = make_views(raw, outputs)
+        return {"clip_0": draw_sheet(frames, slots, truth), "frames_vae_slots": draw_rows(rows)}
 
     return sample
 
 
-def page(rows: list[Tensor]) -> Array:
+def draw_rows(rows: list[Tensor]) -> Array:
     """Rows of images (N, 3, H, W) in 0…1 below each other."""
     lines = [torch.cat(list(to_fp32(row).clamp(0, 1)), dim=2) for row in rows]
     pixels = (torch.cat(lines, dim=1) * 255).round().to(torch.uint8)

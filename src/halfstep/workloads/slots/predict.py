@@ -21,15 +21,15 @@ from halfstep.errors import CheckpointError, DataError, format_count
 from halfstep.report.progress import Bar
 from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
-from halfstep.workloads.base.using import Input, Trained, Wishes, failure_of
+from halfstep.workloads.base.using import Input, Trained, Wishes, describe_failure
 from halfstep.workloads.base.workload import Forward, FrozenPart, Prepare
-from halfstep.workloads.slots.build import build_backbone, build_model, forward_of, prepare_of
+from halfstep.workloads.slots.build import build_backbone, build_model, make_forward, make_prepare
 from halfstep.workloads.slots.config import SlotContrastConfig, SteveConfig, WordsConfig
-from halfstep.workloads.slots.data import crop_box, steady
-from halfstep.workloads.slots.pictures import sheet, write_gif
-from halfstep.workloads.slots.scores import slot_labels
+from halfstep.workloads.slots.data import choose_steady_crop, compute_crop_box
+from halfstep.workloads.slots.pictures import draw_sheet, write_gif
+from halfstep.workloads.slots.scores import label_pixels
 from halfstep.workloads.slots.steve import Steve
-from halfstep.workloads.slots.steve_build import Prepared, model_of, words_model
+from halfstep.workloads.slots.steve_build import PrepareClips, build_steve, build_words_model
 from halfstep.workloads.slots.video_layouts import (
     FRAME_ENDINGS,
     FRAME_FOLDERS,
@@ -37,7 +37,7 @@ from halfstep.workloads.slots.video_layouts import (
     is_mask,
     read_frame_files,
     read_frames,
-    video_facts,
+    read_video_facts,
 )
 from halfstep.workloads.slots.videos import ShardVideos
 
@@ -57,30 +57,30 @@ class SlotPredictor:
         backbone = build_backbone(config)
         self.frozen = {"backbone": backbone}
         self.model = build_model(config, backbone.module)
-        self._forward, self._prepare = forward_of(backbone.module), prepare_of(config)
+        self._forward, self._prepare = make_forward(backbone.module), make_prepare(config)
 
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
         """One for each video: for a folder of frames, a file, or a tar of several."""
         assert wishes.out is not None
         inputs = [item for item in inputs if not is_mask(item.path)] or inputs
-        videos = [list(items) for _, items in groupby(inputs, key=_source)]
+        videos = [list(items) for _, items in groupby(inputs, key=_find_source)]
         bar.total = len(videos)
         for items in videos:
             try:
-                found = [self._written(name, frames, trained, wishes.out) for name, frames in _videos(items)]
-                yield _answer(_source(items[0]), found)
+                found = [self._written(name, frames, trained, wishes.out) for name, frames in _read_videos(items)]
+                yield _make_answer(_find_source(items[0]), found)
             except DataError as error:
-                yield failure_of(replace(items[0], path=_source(items[0])), error)
+                yield describe_failure(replace(items[0], path=_find_source(items[0])), error)
 
     def _written(self, name: Path, frames: Array, trained: Trained, out: Path) -> tuple[Path, list[float]]:
-        box = crop_box((frames.shape[1], frames.shape[2]), steady(self.config.data.crop), ())
+        box = compute_crop_box((frames.shape[1], frames.shape[2]), choose_steady_crop(self.config.data.crop), ())
         frames = np.array(frames[(slice(None), *box)])
         slots = self._slots(torch.from_numpy(frames).movedim(-1, 1), trained)
-        place = _unused(out / name)
+        place = _choose_unused(out / name)
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             write_gif(place.with_name(f"{place.name}.gif"), frames, slots)
-            Image.fromarray(sheet(frames, slots, None)).save(place.with_name(f"{place.name}.png"))
+            Image.fromarray(draw_sheet(frames, slots, None)).save(place.with_name(f"{place.name}.png"))
             np.save(place.with_name(f"{place.name}_slots.npy"), slots.astype(np.uint8))
         except OSError as error:
             raise CheckpointError(f"cannot write below {out}: {error}", fix="make room, or --out DIR") from error
@@ -93,7 +93,7 @@ class SlotPredictor:
             prepared = self._prepare(batch, key=(0,), training=False)
         with trained.inside():
             outputs = self._forward(trained.model, prepared)
-        labels = slot_labels(outputs["masks"], (video.shape[-2], video.shape[-1]))
+        labels = label_pixels(outputs["masks"], (video.shape[-2], video.shape[-1]))
         return labels[0].cpu().numpy()
 
 
@@ -101,15 +101,15 @@ def _is_frame(item: Input) -> bool:
     return item.path.suffix.lower() in FRAME_ENDINGS
 
 
-def _source(item: Input) -> Path:
+def _find_source(item: Input) -> Path:
     return item.path.parent if _is_frame(item) else item.path
 
 
-def _videos(items: list[Input]) -> Iterator[tuple[Path, Array]]:
+def _read_videos(items: list[Input]) -> Iterator[tuple[Path, Array]]:
     """Names without endings, and frames (T, H, W, 3) uint8."""
     item = items[0]
     if _is_frame(item):
-        yield _name_of(item), read_frame_files([entry.path for entry in items])
+        yield _choose_name(item), read_frame_files([entry.path for entry in items])
     elif item.path.suffix.lower() == ".tar":
         shard = ShardVideos(item.path.parent, item.path.name, bad_files=BadFiles("error"))
         for index, video in enumerate(shard.videos):
@@ -121,11 +121,11 @@ def _videos(items: list[Input]) -> Iterator[tuple[Path, Array]]:
             raise DataError(f"{item.path} holds {frames.dtype} {frames.shape}", why="a video is uint8 (T, H, W, 3)")
         yield item.name.with_suffix(""), frames
     else:
-        count, _ = video_facts(item.path)
+        count, _ = read_video_facts(item.path)
         yield item.name.with_suffix(""), read_frames(item.path, 0, count)
 
 
-def _name_of(item: Input) -> Path:
+def _choose_name(item: Input) -> Path:
     """Of the folder with the frames; `frames/` inside a video's folder has that one's."""
     inside, up = item.name.parent, 0
     if inside.name in FRAME_FOLDERS:
@@ -133,7 +133,7 @@ def _name_of(item: Input) -> Path:
     return inside if inside.name else Path(item.path.resolve().parents[up].name)
 
 
-def _unused(place: Path) -> Path:
+def _choose_unused(place: Path) -> Path:
     """Videos of one name from several folders get numbers."""
     number, free = 1, place
     while free.with_name(f"{free.name}.gif").exists():
@@ -142,7 +142,7 @@ def _unused(place: Path) -> Path:
     return free
 
 
-def _answer(source: Path, found: list[tuple[Path, list[float]]]) -> Answer:
+def _make_answer(source: Path, found: list[tuple[Path, list[float]]]) -> Answer:
     gifs = [f"{place}.gif" for place, _ in found]
     shares = {f"slot {k}": share for k, share in enumerate(found[0][1])}
     taking = sum(share > 0.01 for share in found[0][1])
@@ -159,8 +159,8 @@ class StevePredictor(SlotPredictor):
     """One gif, one sheet and one array a video."""
 
     def __init__(self, config: SteveConfig, store: Store) -> None:
-        self.config, self.frozen, self.model = config, {}, model_of(config)
-        self._forward, self._prepare = masks_alone, Prepared(config)
+        self.config, self.frozen, self.model = config, {}, build_steve(config)
+        self._forward, self._prepare = compute_masks, PrepareClips(config)
 
 
 class WordsPredictor(SlotPredictor):
@@ -168,11 +168,15 @@ class WordsPredictor(SlotPredictor):
 
     def __init__(self, config: WordsConfig, store: Store) -> None:
         backbone = build_backbone(config)
-        self.config, self.frozen, self.model = config, {"backbone": backbone}, words_model(config, backbone.module)
-        self._forward, self._prepare = forward_of(backbone.module), prepare_of(config)
+        self.config, self.frozen, self.model = (
+            config,
+            {"backbone": backbone},
+            build_words_model(config, backbone.module),
+        )
+        self._forward, self._prepare = make_forward(backbone.module), make_prepare(config)
 
 
-def masks_alone(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+def compute_masks(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     assert isinstance(model, Steve)
     _, attention = model.steve_encoder(batch["video"], batch["slot_draw"])
     return {"masks": attention.flatten(3)}

@@ -22,9 +22,9 @@ from torch.nn import functional as F
 
 from halfstep.config.schema import RunConfig
 from halfstep.islands import fp32_island, to_fp32
-from halfstep.workloads.base.over_ranks import all_rows, total
+from halfstep.workloads.base.over_ranks import gather_rows, sum_over_ranks
 from halfstep.workloads.base.sums import Sums
-from halfstep.workloads.slots.steve import Seen
+from halfstep.workloads.slots.steve import SteveOutputs
 
 NUM_LABELS = 256
 """Masks are bytes; a table of all labels is small, and asking for the largest would wait for the device."""
@@ -33,7 +33,7 @@ RESIZED = 2**26
 SCORES = ("fg_ari", "fg_ari_image", "ari", "ari_image", "mbo", "mbo_image")
 
 
-def slot_labels(masks: Tensor, size: tuple[int, int]) -> Tensor:
+def label_pixels(masks: Tensor, size: tuple[int, int]) -> Tensor:
     """The slot (B, T, H, W) of each pixel from soft masks (B, T, K, P) on a square grid: resized, then the largest."""
     with fp32_island():
         batch, frames, slots, patches = masks.shape
@@ -44,7 +44,7 @@ def slot_labels(masks: Tensor, size: tuple[int, int]) -> Tensor:
         return labels.view(batch, frames, *size)
 
 
-def label_table(true: Tensor, slots: Tensor, num_slots: int) -> Tensor:
+def count_labels(true: Tensor, slots: Tensor, num_slots: int) -> Tensor:
     """Pixels (B, T, labels, slots) as float64 from label maps (B, T, H, W)."""
     batch, frames = true.shape[:2]
     cells = true.long().flatten(2) * num_slots + slots.long().flatten(2)
@@ -57,14 +57,14 @@ def adjusted_rand_index(table: Tensor) -> Tensor:
     """ARI (...) of tables (..., labels, slots); 1 where both sides are one cluster, or hold no two pixels together."""
     rows, columns = table.sum(-1), table.sum(-2)
     total = rows.sum(-1)
-    together = pairs(table).sum((-1, -2))
-    in_truth, in_slots = pairs(rows).sum(-1), pairs(columns).sum(-1)
-    expected = in_truth * in_slots / pairs(total).clamp(min=1)
+    together = count_pairs(table).sum((-1, -2))
+    in_truth, in_slots = count_pairs(rows).sum(-1), count_pairs(columns).sum(-1)
+    expected = in_truth * in_slots / count_pairs(total).clamp(min=1)
     room = (in_truth + in_slots) / 2 - expected
     return torch.where(room != 0, (together - expected) / torch.where(room != 0, room, 1), 1.0)
 
 
-def pairs(count: Tensor) -> Tensor:
+def count_pairs(count: Tensor) -> Tensor:
     """Ordered pairs of so many points."""
     return count * (count - 1)
 
@@ -92,12 +92,12 @@ class SlotMetrics(Sums):
         if "masks" not in batch:
             return
         true = batch["masks"]
-        slots = slot_labels(outputs["masks"], (true.shape[-2], true.shape[-1]))
+        slots = label_pixels(outputs["masks"], (true.shape[-2], true.shape[-1]))
         self.count(true, slots, outputs["masks"].shape[2], batch.get("is_real"))
 
     def count(self, true: Tensor, slots: Tensor, num_slots: int, is_real: Tensor | None = None) -> Tensor:
         """Count label maps (B, T, H, W); gives FG-ARI of each clip. Frames that are not real do not count."""
-        frames = label_table(true, slots, num_slots)
+        frames = count_labels(true, slots, num_slots)
         real = torch.ones(frames.shape[:2], dtype=torch.bool, device=true.device) if is_real is None else is_real
         frames = frames * real[..., None, None]
         clips = frames.sum(1)
@@ -142,20 +142,20 @@ def slot_contrast(slots: Tensor, *, temperature: float, across_batch: bool, is_r
     """
     with fp32_island():
         slots = F.normalize(to_fp32(slots), dim=-1)
-        everyone, begin = all_rows(slots) if across_batch else (slots, 0)
+        everyone, begin = gather_rows(slots) if across_batch else (slots, 0)
         if begin + len(slots) > len(everyone):
             return everyone.sum() * 0  # a process without clips of its own
-        logits = cosines(slots, everyone, across_batch=across_batch) / temperature
+        logits = compute_cosines(slots, everyone, across_batch=across_batch) / temperature
         right = torch.log_softmax(logits, dim=-2).diagonal(offset=-begin * slots.shape[2], dim1=-2, dim2=-1)
         if is_real is None:
             return -right.mean()
         counts = is_real[:, 1:].unsqueeze(-1).expand(-1, -1, slots.shape[2])  # a real frame follows real ones only
         weight = counts.transpose(0, 1).flatten(1) if across_batch else counts.flatten(0, 1)
-        whole = total(weight.sum()) * len(slots) / len(everyone) if across_batch else weight.sum()
+        whole = sum_over_ranks(weight.sum()) * len(slots) / len(everyone) if across_batch else weight.sum()
         return -(right * weight).sum() / whole.clamp(min=1)
 
 
-def cosines(slots: Tensor, everyone: Tensor, *, across_batch: bool) -> Tensor:
+def compute_cosines(slots: Tensor, everyone: Tensor, *, across_batch: bool) -> Tensor:
     """Of slots of unit length with those of all clips one frame earlier, (T - 1, all B·K, B·K), or within each clip,
     (B · (T - 1), K, K)."""
     if across_batch:
@@ -167,7 +167,7 @@ def cosines(slots: Tensor, everyone: Tensor, *, across_batch: bool) -> Tensor:
 HALF_LARGEST = 65504.0
 
 
-class Cooled(Protocol):
+class TemperatureSettings(Protocol):
     """Settings of a temperature."""
 
     @property
@@ -178,31 +178,31 @@ class Cooled(Protocol):
     def tau_steps(self) -> int: ...
 
 
-def temperature(model: Cooled, step: int) -> float:
+def compute_temperature(model: TemperatureSettings, step: int) -> float:
     """A cosine from tau_start to tau_final over tau_steps."""
     share = min(step / model.tau_steps, 1.0)
     return model.tau_final + (model.tau_start - model.tau_final) * 0.5 * (1 + math.cos(math.pi * share))
 
 
-def total_loss(seen: Seen, reduction: Literal["sum", "mean"]) -> Tensor:
+def compute_total_loss(seen: SteveOutputs, reduction: Literal["sum", "mean"]) -> Tensor:
     """Squared error of the VAE + cross-entropy of the words, each a sum over a frame or its mean."""
     if reduction == "sum":
         return seen.mse + seen.cross_entropy
     return seen.mse / seen.reconstruction[0, 0].numel() + seen.cross_entropy / seen.words.shape[1]
 
 
-def start_scale(image_size: int) -> float:
+def choose_start_scale(image_size: int) -> float:
     """A loss scale at which summed losses do not overflow fp16: the last bias sums 2 · error over all pixels of a
     frame, and layers before it have gradients of that order."""
     return 2.0 ** math.floor(math.log2(HALF_LARGEST / (8 * image_size**2)))
 
 
-def settled_scale(config: RunConfig) -> dict[str, float]:
+def settle_scale(config: RunConfig) -> dict[str, float]:
     """That scale, and a floor well below it, as settings, where the user named none."""
     named = config.scaler.model_fields_set
     if "init_scale" in named:
         return {}
-    scale = start_scale(config.data.image_size)
+    scale = choose_start_scale(config.data.image_size)
     floor = {} if "min_scale" in named else {"scaler.min_scale": min(config.scaler.min_scale, scale / 2**12)}
     return floor | {"scaler.init_scale": scale}
 

@@ -44,13 +44,13 @@ class Mlp(nn.Module):
         return x + out if self.residual else out
 
 
-def recurrent_update(cell: nn.GRUCell, update: Tensor, state: Tensor) -> Tensor:
+def update_recurrently(cell: nn.GRUCell, update: Tensor, state: Tensor) -> Tensor:
     """`nn.GRUCell` whose products compute in the plan's format and whose gates and state are fp32."""
     from_update = to_fp32(F.linear(update, cell.weight_ih, cell.bias_ih))
-    return gated(from_update, to_fp32(F.linear(state, cell.weight_hh, cell.bias_hh)), state)
+    return apply_gates(from_update, to_fp32(F.linear(state, cell.weight_hh, cell.bias_hh)), state)
 
 
-def gated(from_input: Tensor, from_state: Tensor, state: Tensor) -> Tensor:
+def apply_gates(from_input: Tensor, from_state: Tensor, state: Tensor) -> Tensor:
     """A GRU's next state, of both products."""
     of_input, of_state = from_input.chunk(3, dim=-1), from_state.chunk(3, dim=-1)
     reset = torch.sigmoid(of_input[0] + of_state[0])
@@ -95,7 +95,7 @@ class SlotAttention(nn.Module):
             shares = torch.softmax(to_fp32(queries) @ to_fp32(keys).transpose(1, 2) * self.scale, dim=1)
             weights = shares + EPSILON
             update = (weights / weights.sum(-1, keepdim=True)) @ to_fp32(values)
-        slots = recurrent_update(self.gru, update, state)
+        slots = update_recurrently(self.gru, update, state)
         return (to_fp32(self.mlp(slots)) if self.mlp is not None else slots), shares
 
 

@@ -4,7 +4,7 @@ Its hidden maps are what fills the memory: at MOVi-E's size (256 frames, 15 slot
 4.5 GB in bf16. So training streams: some frames at a time run forward, are compared with their target, and run backward
 at once, inside the forward pass. What is left of a chunk is its loss and the sum of its gradients; the backward pass
 only multiplies those by the gradient of the loss. Nothing is computed twice, and memory follows the chunk. The loop is
-not compiled, its turns are (`turn_of`).
+not compiled, its turns are (`make_iteration`).
 
 Three products are spared on the way, each equal to the plain form but for rounding:
 
@@ -27,8 +27,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from halfstep.islands import fp32_island, to_fp32
-from halfstep.models.layers import Checks, always, are_plain, has_bias
-from halfstep.models.recompute import Recompute, Recomputing, run_checkpointed, run_checkpointed_compiled, turn_of
+from halfstep.models.layers import Checks, accept_any, are_plain, has_bias
+from halfstep.models.recompute import (
+    Recompute,
+    Recomputing,
+    make_iteration,
+    run_checkpointed,
+    run_checkpointed_compiled,
+)
 from halfstep.workloads.slots.slot_attention import Mlp
 
 HIDDEN_BYTES: dict[Recompute, int] = {
@@ -36,7 +42,7 @@ HIDDEN_BYTES: dict[Recompute, int] = {
 }  # fmt: skip
 """Largest hidden map of a chunk, by what memory may cost: six of them are alive at once."""
 SEED = 2.0**-8
-KNOWN: Checks = {nn.Linear: has_bias, nn.ReLU: always, nn.Sequential: always, Mlp: lambda mlp: not mlp.residual}
+KNOWN: Checks = {nn.Linear: has_bias, nn.ReLU: accept_any, nn.Sequential: accept_any, Mlp: lambda mlp: not mlp.residual}
 
 
 class SlotDecoder(Recomputing):
@@ -52,66 +58,66 @@ class SlotDecoder(Recomputing):
 
     def forward(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Reconstruction and masks, layer by layer."""
-        parts = [self._painted(rows) for rows in slots.split(self._chunk_of(slots))]
+        parts = [self._paint(rows) for rows in slots.split(self._choose_chunk(slots))]
         return torch.cat([recon for recon, _ in parts]), torch.cat([masks for _, masks in parts])
 
     def squared_error(self, slots: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of squared errors of the reconstruction against features (N, P, F), and the masks."""
         if not (torch.is_grad_enabled() and self._can_stream()):
-            return self._error_by_layers(slots, target)
+            return self._compute_error_by_layers(slots, target)
         first, *hidden, last = (layer for layer in self.mlp.layers if isinstance(layer, nn.Linear))
         with fp32_island():
             of_slots = F.linear(to_fp32(slots), first.weight)
             of_positions = F.linear(self.pos_emb[0, 0], first.weight, first.bias)
         weights = [part for layer in hidden for part in (layer.weight, layer.bias)]
-        dtype = _compute_dtype(slots)
+        dtype = _get_compute_dtype(slots)
         is_compiled, inputs = torch.compiler.is_compiling(), (of_slots, of_positions, last.weight, last.bias, *weights)
-        error, masks = _streamed(self._chunk_of(slots), dtype, is_compiled, target, *inputs)
+        error, masks = _run_streamed(self._choose_chunk(slots), dtype, is_compiled, target, *inputs)
         return error, masks
 
     def _can_stream(self) -> bool:
         layers = list(self.mlp.layers)
         return len(layers) > 1 and are_plain((self.mlp, self.mlp.layers, *layers), KNOWN)
 
-    def _chunk_of(self, slots: Tensor) -> int:
+    def _choose_chunk(self, slots: Tensor) -> int:
         widest = max(layer.out_features for layer in self.mlp.layers if isinstance(layer, nn.Linear))
-        per_frame = slots.shape[1] * self.pos_emb.shape[2] * widest * _compute_dtype(slots).itemsize
-        return self.chunk or even_chunk(len(slots), max(1, HIDDEN_BYTES[self.recompute] // per_frame))
+        per_frame = slots.shape[1] * self.pos_emb.shape[2] * widest * _get_compute_dtype(slots).itemsize
+        return self.chunk or choose_even_chunk(len(slots), max(1, HIDDEN_BYTES[self.recompute] // per_frame))
 
-    def _painted(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def _paint(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         out = self.mlp(slots.unsqueeze(2) + self.pos_emb)
         with fp32_island():
             recons, alpha = to_fp32(out).split((self.feature_dim, 1), dim=-1)
             masks = torch.softmax(alpha, dim=1)
             return (recons * masks).sum(1), masks.squeeze(-1)
 
-    def _error_by_layers(self, slots: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_error_by_layers(self, slots: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """The plain form in chunks that are computed again in backward; where layers are hooked or replaced."""
-        chunk = self._chunk_of(slots)
+        chunk = self._choose_chunk(slots)
         errors, masks = [], []
         for rows, wanted in zip(slots.split(chunk), target.split(chunk), strict=True):
-            error, painted = self._error_of(rows, wanted, is_all=chunk >= len(slots))
+            error, painted = self._compute_chunk_error(rows, wanted, is_all=chunk >= len(slots))
             errors.append(error)
             masks.append(painted)
         return torch.stack(errors).sum(), torch.cat(masks)
 
-    def _error_of(self, slots: Tensor, target: Tensor, *, is_all: bool) -> tuple[Tensor, Tensor]:
+    def _compute_chunk_error(self, slots: Tensor, target: Tensor, *, is_all: bool) -> tuple[Tensor, Tensor]:
         def both(slots: Tensor, target: Tensor) -> Tensor:
-            recon, masks = self._painted(slots)
+            recon, masks = self._paint(slots)
             with fp32_island():
                 error = (recon - to_fp32(target)).square().sum()
             return torch.cat([error.unsqueeze(0), masks.flatten()])
 
-        again = run_checkpointed_compiled if torch.compiler.is_compiling() else _checkpointed_function
+        again = run_checkpointed_compiled if torch.compiler.is_compiling() else _run_checkpointed_function
         found = both(slots, target) if is_all or not torch.is_grad_enabled() else again(both, slots, target)
         return found[0], found[1:].view(*slots.shape[:2], -1).detach()
 
 
-def _checkpointed_function(function: Any, *inputs: Tensor) -> Tensor:
-    return run_checkpointed(_Called(function), *inputs)
+def _run_checkpointed_function(function: Any, *inputs: Tensor) -> Tensor:
+    return run_checkpointed(_FunctionModule(function), *inputs)
 
 
-class _Called(nn.Module):
+class _FunctionModule(nn.Module):
     """A function as a module, which recomputing asks for."""
 
     def __init__(self, function: Any) -> None:
@@ -122,31 +128,31 @@ class _Called(nn.Module):
         return self.function(*inputs)
 
 
-def even_chunk(total: int, limit: int) -> int:
+def choose_even_chunk(total: int, limit: int) -> int:
     """At most `limit`: a divisor of the total where one is not much smaller, so that all chunks have one shape."""
     limit = min(total, limit)
     divisor = next(size for size in range(limit, 0, -1) if total % size == 0)
     return divisor if 2 * divisor > limit else -(-total // -(-total // limit))
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
+def _get_compute_dtype(x: Tensor) -> torch.dtype:
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _streamed(*inputs: Any) -> Any:
-    return _Streamed.apply(*inputs)  # type: ignore[no-untyped-call]
+def _run_streamed(*inputs: Any) -> Any:
+    return _StreamedError.apply(*inputs)  # type: ignore[no-untyped-call]
 
 
-class _Streamed(torch.autograd.Function):
+class _StreamedError(torch.autograd.Function):
     """The error's sum and masks (N, K, P); gradients are computed with them."""
 
     @staticmethod
     def forward(
         ctx: Any, chunk: int, dtype: torch.dtype, is_compiled: bool, target: Tensor, of_slots: Tensor, *weights: Tensor
     ) -> Any:
-        turn = turn_of(_chunk_step, is_compiled=is_compiled)
+        turn = make_iteration(_run_chunk, is_compiled=is_compiled)
         errors, masks, slot_grads, sums = [], [], [], [torch.zeros_like(weight) for weight in weights]
         with fp32_island():
             for rows, wanted in zip(of_slots.split(chunk), target.split(chunk), strict=True):
@@ -168,7 +174,7 @@ class _Streamed(torch.autograd.Function):
         return None, None, None, None, *(saved * factor for saved in ctx.saved_tensors)
 
 
-def _chunk_step(
+def _run_chunk(
     of_slots: Tensor, target: Tensor, weights: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Error, masks, gradient at `of_slots` (all of the chunk), and gradients at the weights, SEED times too small."""
@@ -180,7 +186,7 @@ def _chunk_step(
     x = torch.relu(of_slots.unsqueeze(2) + of_positions).to(dtype).view(-1, width)
     maps = [x]
     for matrix, bias in zip(matrices, hidden[1::2], strict=True):
-        x = _relu_of_product(bias.to(dtype), x, matrix.t())
+        x = _multiply_and_relu(bias.to(dtype), x, matrix.t())
         maps.append(x)
     top = x.view(frames, slots, positions, -1)
     alpha_weight, paint = last_weight[-1], last_weight[:-1].to(dtype)
@@ -199,13 +205,13 @@ def _chunk_step(
         torch.cat([torch.mm(grad.t(), mixed).float(), at_alpha_weight.unsqueeze(0)]),
         torch.cat([grad.float().sum(0), at_alpha.sum().unsqueeze(0)]),
     ]
-    at = _through_relu(at_top.to(dtype), top).view(x.shape)
+    at = _backpropagate_relu(at_top.to(dtype), top).view(x.shape)
     for_hidden: list[Tensor] = []
     for place in reversed(range(len(matrices))):
         for_hidden = [torch.mm(at.t(), maps[place]).float(), at.sum(0, dtype=torch.float32), *for_hidden]
         at = torch.mm(at, matrices[place])
         if place > 0:
-            at = _through_relu(at, maps[place])
+            at = _backpropagate_relu(at, maps[place])
     # Signs of the first map come from the two small tensors it is the sum of: the map is not read again.
     at_first = torch.where(of_slots.unsqueeze(2) + of_positions > 0, at.view(frames, slots, positions, width), 0)
     at_slots = at_first.sum(2, dtype=torch.float32)
@@ -213,13 +219,13 @@ def _chunk_step(
     return error.square().sum(), masks, at_slots, [at_positions, *grads, *for_hidden]
 
 
-def _relu_of_product(bias: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
+def _multiply_and_relu(bias: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
     """On CUDA the ReLU rides in the product's own kernel, which spares a pass over the map."""
     if x.is_cuda:
         return torch._addmm_activation(bias, x, matrix)
     return torch.relu(torch.addmm(bias, x, matrix))
 
 
-def _through_relu(grad: Tensor, out: Tensor) -> Tensor:
+def _backpropagate_relu(grad: Tensor, out: Tensor) -> Tensor:
     """The gradient where the output is positive, 0 elsewhere, whatever the gradient is there."""
     return torch.ops.aten.threshold_backward(grad, out, 0)

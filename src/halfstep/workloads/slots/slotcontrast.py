@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.islands import fp32_island, to_fp32
-from halfstep.workloads.slots.dvae import DVae, words_grid
+from halfstep.workloads.slots.dvae import DVae, compute_word_grid
 from halfstep.workloads.slots.slot_attention import Mlp, Predictor, Processor, SlotAttention
 from halfstep.workloads.slots.slot_decoder import SlotDecoder
-from halfstep.workloads.slots.word_decoder import WordDecoder, linear, words_loss
+from halfstep.workloads.slots.word_decoder import WordDecoder, make_linear, words_loss
 
 BACKBONE = "encoder.module.backbone."
 
@@ -121,7 +121,7 @@ class SlotContrast(nn.Module):
         }
 
 
-def from_upstream(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def rename_upstream(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Upstream's state dict under our names; the frozen backbone's weights are left out."""
     kept = {name: value for name, value in weights.items() if not name.startswith(BACKBONE)}
     return {name.replace(".module.", ".", 1): value for name, value in kept.items()}
@@ -153,7 +153,7 @@ class SlotContrastWords(SlotContrast):
 
     def __init__(self, size: SlotContrastSize, words: WordsSize) -> None:
         super().__init__(size)
-        rows, columns = words_grid(words.image_size, words.image_size, words.word_side)
+        rows, columns = compute_word_grid(words.image_size, words.image_size, words.word_side)
         downs, ups = WORD_SIDES[words.word_side]
         self.dvae = DVae(words.vocabulary, downs=downs, ups=ups, checkpointing=words.dvae_checkpointing)
         if not words.num_blocks:
@@ -168,9 +168,9 @@ class SlotContrastWords(SlotContrast):
             checkpointing=words.checkpointing,
         )
         is_wide = size.slot_dim == words.dim
-        self.slot_proj = nn.Identity() if is_wide else linear(size.slot_dim, words.dim, bias=False)
+        self.slot_proj = nn.Identity() if is_wide else make_linear(size.slot_dim, words.dim, bias=False)
 
-    def words_losses(
+    def compute_word_losses(
         self,
         slots: Tensor,
         video: Tensor,
@@ -186,7 +186,7 @@ class SlotContrastWords(SlotContrast):
         coded = self.dvae(frames, tau, soft_noise, word_noise, hard=hard)
         with fp32_island():
             errors = (to_fp32(coded.reconstruction) - to_fp32(frames)).square().sum((1, 2, 3))
-            losses = {"mse": _averaged(errors, is_real)}
+            losses = {"mse": _average(errors, is_real)}
         if not hasattr(self, "steve_decoder"):
             return losses
         hidden = self.steve_decoder(coded.words, self.slot_proj(slots).flatten(0, 1))
@@ -197,5 +197,5 @@ class SlotContrastWords(SlotContrast):
         return losses | {"cross_entropy": total / (len(frames) if is_real is None else is_real.sum())}
 
 
-def _averaged(errors: Tensor, is_real: Tensor | None) -> Tensor:
+def _average(errors: Tensor, is_real: Tensor | None) -> Tensor:
     return errors.mean() if is_real is None else (errors * is_real.flatten()).sum() / is_real.sum()

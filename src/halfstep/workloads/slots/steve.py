@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.islands import fp32_island, to_fp32
-from halfstep.workloads.slots.dvae import ConvRelu, DVae, convolution, words_grid
-from halfstep.workloads.slots.slot_attention import gated
-from halfstep.workloads.slots.word_decoder import Encoder, WordDecoder, linear, words_loss
+from halfstep.workloads.slots.dvae import ConvRelu, DVae, compute_word_grid, make_convolution
+from halfstep.workloads.slots.slot_attention import apply_gates
+from halfstep.workloads.slots.word_decoder import TransformerEncoder, WordDecoder, make_linear, words_loss
 
 WORD_SIDE = 4
 """Pixels of a word's side."""
@@ -48,7 +48,7 @@ class SteveSize:
     dropout: float = 0.1
 
 
-class Seen(NamedTuple):
+class SteveOutputs(NamedTuple):
     """What a forward pass gives; losses are sums over pixels or words of a frame, averaged over frames."""
 
     mse: Tensor
@@ -70,7 +70,7 @@ class GridPositions(nn.Module):
 
     def __init__(self, dim: int, side: int) -> None:
         super().__init__()
-        self.projection = convolution(4, dim, 1)
+        self.projection = make_convolution(4, dim, 1)
         edges = torch.linspace(0.0, 1.0, side + 1)
         y, x = torch.meshgrid(*[(edges[:-1] + edges[1:]) / 2] * 2, indexing="ij")
         self.register_buffer("pe", torch.stack([x, y, 1 - x, 1 - y]).unsqueeze(0))
@@ -89,11 +89,13 @@ class SteveEncoder(nn.Module):
         self.cnn = nn.Sequential(
             ConvRelu(3, channels, 5, stride, 2),
             *(ConvRelu(channels, channels, 5, 1, 2) for _ in range(2)),
-            convolution(channels, size.dim, 5, 1, 2),
+            make_convolution(channels, size.dim, 5, 1, 2),
         )
         self.pos = GridPositions(size.dim, size.image_size // stride)
         self.layer_norm = nn.LayerNorm(size.dim)
-        self.mlp = nn.Sequential(linear(size.dim, size.dim, before_relu=True), nn.ReLU(), linear(size.dim, size.dim))
+        self.mlp = nn.Sequential(
+            make_linear(size.dim, size.dim, before_relu=True), nn.ReLU(), make_linear(size.dim, size.dim)
+        )
         self.savi = SlotAttentionVideo(
             size.dim,
             num_slots=size.num_slots,
@@ -103,7 +105,7 @@ class SteveEncoder(nn.Module):
             predictor_blocks=size.predictor_blocks,
             predictor_heads=size.predictor_heads,
         )
-        self.slot_proj = linear(size.slot_dim, size.dim, bias=False)
+        self.slot_proj = make_linear(size.slot_dim, size.dim, bias=False)
 
     def forward(self, video: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
         """Slots (B, T, slots, slot_dim) and attention as masks (B, T, slots, rows, columns)."""
@@ -120,7 +122,7 @@ class Steve(nn.Module):
     def __init__(self, size: SteveSize, *, checkpointing: bool = False) -> None:
         super().__init__()
         self.size = size
-        self.grid = words_grid(size.image_size, size.image_size, WORD_SIDE)
+        self.grid = compute_word_grid(size.image_size, size.image_size, WORD_SIDE)
         self.dvae = DVae(size.vocabulary, checkpointing=checkpointing)
         self.steve_encoder = SteveEncoder(size)
         self.steve_decoder = WordDecoder(
@@ -142,7 +144,7 @@ class Steve(nn.Module):
         word_noise: Tensor,
         slot_draw: Tensor,
         hard: bool = False,
-    ) -> Seen:
+    ) -> SteveOutputs:
         """The noise of B · T frames (`DVae.forward`), and a normal draw (B, slots, slot_dim) that slots start from."""
         frames = video.flatten(0, 1)
         coded = self.dvae(frames, tau, soft_noise, word_noise, hard=hard)
@@ -153,12 +155,12 @@ class Steve(nn.Module):
         hidden = self.steve_decoder(coded.words, self.steve_encoder.slot_proj(slots).flatten(0, 1))
         # Last, as the compiler ends its region there.
         cross_entropy = words_loss(hidden, self.steve_decoder.head.weight, coded.words) / len(frames)
-        return Seen(mse, cross_entropy, slots, attention, reconstruction, coded.words)
+        return SteveOutputs(mse, cross_entropy, slots, attention, reconstruction, coded.words)
 
-    def imagined(self, slots: Tensor) -> Tensor:
+    def imagine(self, slots: Tensor) -> Tensor:
         """Images (N, 3, H, W) of slots (N, slots, slot_dim), word after word."""
-        words = self.steve_decoder.greedy(self.steve_encoder.slot_proj(slots))
-        return to_fp32(self.dvae.image_of(words, self.grid)).clamp(0.0, 1.0)
+        words = self.steve_decoder.decode_greedily(self.steve_encoder.slot_proj(slots))
+        return to_fp32(self.dvae.decode_words(words, self.grid)).clamp(0.0, 1.0)
 
 
 EPSILON = 1e-8
@@ -177,7 +179,7 @@ class RecurrentCell(nn.GRUCell):
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
         assert hx is not None
         own = to_fp32([self.weight_ih, self.bias_ih, self.weight_hh, self.bias_hh])  # stored in bf16 by bf16-true
-        return gated(F.linear(input, own[0], own[1]), F.linear(hx, own[2], own[3]), hx)
+        return apply_gates(F.linear(input, own[0], own[1]), F.linear(hx, own[2], own[3]), hx)
 
 
 class SlotAttentionVideo(nn.Module):
@@ -202,12 +204,14 @@ class SlotAttentionVideo(nn.Module):
         self.norm_inputs = nn.LayerNorm(dim)
         self.norm_slots = nn.LayerNorm(slot_dim)
         self.norm_mlp = nn.LayerNorm(slot_dim)
-        self.project_q = linear(slot_dim, slot_dim, bias=False)
-        self.project_k = linear(dim, slot_dim, bias=False)
-        self.project_v = linear(dim, slot_dim, bias=False)
+        self.project_q = make_linear(slot_dim, slot_dim, bias=False)
+        self.project_k = make_linear(dim, slot_dim, bias=False)
+        self.project_v = make_linear(dim, slot_dim, bias=False)
         self.gru = RecurrentCell(slot_dim)
-        self.mlp = nn.Sequential(linear(slot_dim, mlp_dim, before_relu=True), nn.ReLU(), linear(mlp_dim, slot_dim))
-        self.predictor = Encoder(predictor_blocks, slot_dim, predictor_heads, dropout=0.0)
+        self.mlp = nn.Sequential(
+            make_linear(slot_dim, mlp_dim, before_relu=True), nn.ReLU(), make_linear(mlp_dim, slot_dim)
+        )
+        self.predictor = TransformerEncoder(predictor_blocks, slot_dim, predictor_heads, dropout=0.0)
 
     def forward(self, features: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
         """Slots (B, T, slots, slot_dim) in fp32, and which slot each position went to, (B, T, positions, slots)."""
@@ -216,13 +220,13 @@ class SlotAttentionVideo(nn.Module):
         keys, values = self.project_k(normed) * self.slot_dim**-0.5, self.project_v(normed)
         all_slots, all_shares = [], []
         for keys_now, values_now in zip(keys.unbind(1), values.unbind(1), strict=True):
-            slots, shares = self._corrected(slots, keys_now, to_fp32(values_now))
+            slots, shares = self._correct(slots, keys_now, to_fp32(values_now))
             all_slots.append(slots)
             all_shares.append(shares)
             slots = to_fp32(self.predictor(slots))
         return torch.stack(all_slots, dim=1), torch.stack(all_shares, dim=1)
 
-    def _corrected(self, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _correct(self, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Slots after all iterations on one frame, and the last one's attention."""
         for iteration in range(self.num_iterations):
             logits = keys @ self.project_q(self.norm_slots(slots)).transpose(1, 2)

@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.config.section import of_settings
+from halfstep.config.section import fill_from_settings
 from halfstep.data import noise
 from halfstep.data.loader import Batch, Samples
-from halfstep.models.weights import Weights, load_file_
+from halfstep.models.weights import Weights, load_weights_file_
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.scheduled import Scheduled
 from halfstep.workloads.base.workload import Group, Workload
 from halfstep.workloads.slots import build as slots
 from halfstep.workloads.slots.config import SteveConfig, WordsConfig
-from halfstep.workloads.slots.data import ClipData, ClipSamples, open_clips, unit_pixels
-from halfstep.workloads.slots.pictures import sample_of
-from halfstep.workloads.slots.scores import SteveMetrics, settled_scale, temperature, total_loss
-from halfstep.workloads.slots.slotcontrast import SlotContrastSize, SlotContrastWords, WordsSize, from_upstream
-from halfstep.workloads.slots.steve import Seen, Steve, SteveSize
+from halfstep.workloads.slots.data import ClipData, ClipSamples, open_clips, to_unit_pixels
+from halfstep.workloads.slots.pictures import make_steve_sampler
+from halfstep.workloads.slots.scores import SteveMetrics, compute_temperature, compute_total_loss, settle_scale
+from halfstep.workloads.slots.slotcontrast import SlotContrastSize, SlotContrastWords, WordsSize, rename_upstream
+from halfstep.workloads.slots.steve import Steve, SteveOutputs, SteveSize
 
 FRAGILE_WORDS = (
     "dvae.gumbel: logarithms of tiny numbers, and logits divided by a temperature down to 0.1",
@@ -41,26 +41,26 @@ THEIR_MASKS = ".self_attn_mask"
 def build(config: SteveConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """The workload for `config.data.dir`."""
     clips = open_clips(config.data)
-    workload = _workload(config, clips.train, clips.val, about=clips)
+    workload = _make_workload(config, clips.train, clips.val, about=clips)
     if store is None and config.model.weights:
-        load_file_(workload.model, config.model.weights, _without_masks)
+        load_weights_file_(workload.model, config.model.weights, _drop_masks)
     return workload
 
 
-def _without_masks(weights: Weights) -> Weights:
+def _drop_masks(weights: Weights) -> Weights:
     return {name: value for name, value in weights.items() if not name.endswith(THEIR_MASKS)}
 
 
-def over(config: SteveConfig, store: Store, samples: Samples) -> Workload:
+def build_over(config: SteveConfig, store: Store, samples: Samples) -> Workload:
     """On samples that are there already."""
-    return _workload(config, samples, samples)
+    return _make_workload(config, samples, samples)
 
 
-def _workload(config: SteveConfig, train: Samples, val: Samples, *, about: ClipData | None = None) -> Workload:
-    tau = Scheduled(lambda step: temperature(config.model, step))
+def _make_workload(config: SteveConfig, train: Samples, val: Samples, *, about: ClipData | None = None) -> Workload:
+    tau = Scheduled(lambda step: compute_temperature(config.model, step))
 
     def forward(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        seen: Seen = model(
+        seen: SteveOutputs = model(
             batch["video"],
             tau.value,
             soft_noise=batch["soft_keys"].flatten(0, 1),
@@ -69,13 +69,13 @@ def _workload(config: SteveConfig, train: Samples, val: Samples, *, about: ClipD
             hard=config.model.hard,
         )
         outputs = {"mse": seen.mse, "cross_entropy": seen.cross_entropy, "masks": seen.attention.flatten(3)}
-        outputs["loss"] = total_loss(seen, config.model.loss)
+        outputs["loss"] = compute_total_loss(seen, config.model.loss)
         return outputs if model.training else outputs | {"slots": seen.slots, "reconstruction": seen.reconstruction}
 
-    prepare = Prepared(config)
+    prepare = PrepareClips(config)
     return Workload(
         name=config.workload,
-        model=model_of(config),
+        model=build_steve(config),
         train_samples=train,
         val_samples=val,
         prepare=prepare,
@@ -91,21 +91,23 @@ def _workload(config: SteveConfig, train: Samples, val: Samples, *, about: ClipD
             Group(modules=("steve_encoder",), lr=config.optimizer.encoder_lr),
         ),
         values={"tau": tau},
-        settled=settled_scale(config) if config.model.loss == "sum" else {},
-        sample=sample_of(val, prepare, forward) if isinstance(val, ClipSamples) else None,
+        settled=settle_scale(config) if config.model.loss == "sum" else {},
+        sample=make_steve_sampler(val, prepare, forward) if isinstance(val, ClipSamples) else None,
         notes=about.notes if about else (),
         about=about.about if about else (),
         val_names=about.val_names if about else (),
     )
 
 
-def model_of(config: SteveConfig) -> Steve:
+def build_steve(config: SteveConfig) -> Steve:
     m = config.model
-    size = of_settings(SteveSize, m, image_size=config.data.image_size, num_slots=m.slots, num_iterations=m.iterations)
+    size = fill_from_settings(
+        SteveSize, m, image_size=config.data.image_size, num_slots=m.slots, num_iterations=m.iterations
+    )
     return Steve(size, checkpointing=config.train.activation_checkpointing)
 
 
-class Prepared:
+class PrepareClips:
     """Frames as numbers, and each clip's own draws: keys of both Gumbel draws (dvae.py), slots' start."""
 
     def __init__(self, config: SteveConfig) -> None:
@@ -114,9 +116,9 @@ class Prepared:
     def __call__(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         video = batch["video"]
         return batch | {
-            "video": unit_pixels(video, self.side, mode="bilinear", antialias=True),
+            "video": to_unit_pixels(video, self.side, mode="bilinear", antialias=True),
             "slot_draw": noise.normal(key, len(video), self.slots, video.device, stream="slots"),
-            **word_keys(video, key),
+            **draw_word_keys(video, key),
         }
 
 
@@ -125,28 +127,28 @@ class Prepared:
 
 def build_with_words(config: WordsConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """The workload for `config.data.dir`."""
-    workload = with_words(slots.build(config.changed(model={"weights": None}), store), config)
+    workload = add_words(slots.build(config.changed(model={"weights": None}), store), config)
     if store is None and config.model.weights:
-        load_file_(workload.model, config.model.weights, from_upstream)
+        load_weights_file_(workload.model, config.model.weights, rename_upstream)
     return workload
 
 
-def over_with_words(config: WordsConfig, store: Store, samples: Samples) -> Workload:
-    return with_words(slots.over(config, store, samples), config)
+def build_over_with_words(config: WordsConfig, store: Store, samples: Samples) -> Workload:
+    return add_words(slots.build_over(config, store, samples), config)
 
 
-def with_words(plain: Workload, config: WordsConfig) -> Workload:
+def add_words(plain: Workload, config: WordsConfig) -> Workload:
     """SlotContrast's workload with the words' model, draws and losses."""
     backbone, m = plain.frozen["backbone"].module, config.model
-    tau = Scheduled(lambda step: temperature(m, step))
+    tau = Scheduled(lambda step: compute_temperature(m, step))
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
-        return plain.prepare(batch, key=key, training=training) | word_keys(batch["video"], key)
+        return plain.prepare(batch, key=key, training=training) | draw_word_keys(batch["video"], key)
 
     def forward(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         assert isinstance(model, SlotContrastWords)
         outputs: dict[str, Tensor] = plain.forward(model, batch)
-        return outputs | model.words_losses(
+        return outputs | model.compute_word_losses(
             outputs["slots"],
             batch["video"],
             tau.value,
@@ -167,17 +169,17 @@ def with_words(plain: Workload, config: WordsConfig) -> Workload:
 
     return replace(
         plain,
-        model=words_model(config, backbone),
+        model=build_words_model(config, backbone),
         prepare=prepare,
         forward=forward,
         loss=loss,
         values={**plain.values, "tau": tau},
         fragile=(*plain.fragile, *FRAGILE_WORDS),
-        settled={**plain.settled, **(settled_scale(config) if m.dvae_loss == "sum" and m.dvae_weight else {})},
+        settled={**plain.settled, **(settle_scale(config) if m.dvae_loss == "sum" and m.dvae_weight else {})},
     )
 
 
-def words_model(config: WordsConfig, backbone: nn.Module) -> SlotContrastWords:
+def build_words_model(config: WordsConfig, backbone: nn.Module) -> SlotContrastWords:
     """What trains."""
     m, recomputes = config.model, config.train.activation_checkpointing
     words = WordsSize(
@@ -203,8 +205,8 @@ def words_model(config: WordsConfig, backbone: nn.Module) -> SlotContrastWords:
 KEY_RANGE = 2**31
 
 
-def word_keys(video: Tensor, key: tuple[int, ...]) -> Batch:
-    """Two separate draws for each frame of clips (B, T, …), by the clips' own key: `soft_keys` and `word_keys`."""
+def draw_word_keys(video: Tensor, key: tuple[int, ...]) -> Batch:
+    """Two separate draws for each frame of clips (B, T, …), by the clips' own key: `soft_keys` and `draw_word_keys`."""
 
     def keys(stream: str) -> Tensor:
         drawn = noise.integers(key, len(video), KEY_RANGE, video.device, stream=stream, shape=(video.shape[1], 2))

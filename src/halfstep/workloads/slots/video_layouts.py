@@ -34,14 +34,14 @@ from halfstep.data.files import (
     BadFiles,
     list_files,
     list_folders,
+    list_some,
+    make_unreadable_error,
     num_held_out,
     require_folder,
-    some_of,
-    unreadable,
 )
-from halfstep.data.images import image_facts, open_image, read_image, to_bytes
+from halfstep.data.images import open_image, read_image, read_image_facts, to_bytes
 from halfstep.errors import DataError, format_count
-from halfstep.workloads.slots.videos import ShardVideos, Video, Videos, small_labels, what_was_left_out
+from halfstep.workloads.slots.videos import ShardVideos, Video, Videos, describe_left_out, renumber_labels
 
 DECODED = (".mp4", ".mov", ".avi", ".webm", ".mkv", ".m4v")
 VIDEO_ENDINGS = (".gif", *DECODED)
@@ -61,7 +61,7 @@ class VideoFiles:
         self._videos: list[Video] = []
         for path in paths:
             try:
-                count, size = video_facts(path)
+                count, size = read_video_facts(path)
             except DataError as error:
                 bad_files.report(error)
                 continue
@@ -82,16 +82,16 @@ class VideoFiles:
         return self._paths
 
 
-def video_facts(path: Path) -> tuple[int, tuple[int, int]]:
+def read_video_facts(path: Path) -> tuple[int, tuple[int, int]]:
     """Frames, and height and width. A container's own count is often missing or wrong, so frames are counted."""
     if path.suffix.lower() == ".gif":
         try:
             with Image.open(path) as picture:
                 return int(getattr(picture, "n_frames", 1)), (picture.height, picture.width)
         except UNDECODABLE as error:
-            raise unreadable(path, error) from error
+            raise make_unreadable_error(path, error) from error
     count, size = 0, (0, 0)
-    for frame in _frames_of(path):
+    for frame in _iterate_frames(path):
         count, size = count + 1, (frame.shape[0], frame.shape[1])
     if count == 0:
         raise DataError(f"{path} holds no frame", fix="replace the file, or data.on_bad_file=skip")
@@ -100,22 +100,22 @@ def video_facts(path: Path) -> tuple[int, tuple[int, int]]:
 
 def read_frames(path: Path, first: int, count: int) -> Array:
     """Frames from `first` on as (count, H, W, 3) uint8."""
-    return np.stack(list(islice(_frames_of(path), first, first + count)))
+    return np.stack(list(islice(_iterate_frames(path), first, first + count)))
 
 
-def _frames_of(path: Path) -> Iterator[Array]:
+def _iterate_frames(path: Path) -> Iterator[Array]:
     try:
         if path.suffix.lower() == ".gif":
             with Image.open(path) as picture:
                 for frame in ImageSequence.Iterator(picture):
                     yield np.asarray(frame.convert("RGB"))
         else:
-            yield from _decoded(path)
+            yield from _decode(path)
     except UNDECODABLE as error:
-        raise unreadable(path, error) from error
+        raise make_unreadable_error(path, error) from error
 
 
-def _decoded(path: Path) -> Iterator[Array]:
+def _decode(path: Path) -> Iterator[Array]:
     found = next((name for name in DECODERS if importlib.util.find_spec(name)), None)
     if found is None:
         raise DataError(
@@ -124,16 +124,16 @@ def _decoded(path: Path) -> Iterator[Array]:
             fix="pip install av, or save the frames as pictures: a folder for each video",
         )
     library = importlib.import_module(found)
-    yield from _by_pyav(library, path) if found == "av" else _by_opencv(library, path)
+    yield from _decode_by_pyav(library, path) if found == "av" else _decode_by_opencv(library, path)
 
 
-def _by_pyav(av, path: Path) -> Iterator[Array]:  # type: ignore[no-untyped-def]
+def _decode_by_pyav(av, path: Path) -> Iterator[Array]:  # type: ignore[no-untyped-def]
     with av.open(str(path)) as container:
         for frame in container.decode(video=0):
             yield frame.to_ndarray(format="rgb24")
 
 
-def _by_opencv(cv2, path: Path) -> Iterator[Array]:  # type: ignore[no-untyped-def]
+def _decode_by_opencv(cv2, path: Path) -> Iterator[Array]:  # type: ignore[no-untyped-def]
     capture = cv2.VideoCapture(str(path))
     try:
         while True:
@@ -146,7 +146,7 @@ def _by_opencv(cv2, path: Path) -> Iterator[Array]:  # type: ignore[no-untyped-d
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VideoPart:
+class VideoSplit:
     """Some videos of a set."""
 
     videos: Videos
@@ -165,8 +165,8 @@ class VideoPart:
 class FoundVideos:
     """Both parts of a data folder, and how they were told apart."""
 
-    train: VideoPart
-    val: VideoPart | None
+    train: VideoSplit
+    val: VideoSplit | None
     layout: str
 
 
@@ -185,16 +185,18 @@ def find_videos(
         train = ShardVideos(root, train_shards, bad_files=bad_files)
         val = ShardVideos(root, val_shards, bad_files=bad_files) if val_shards else None
         if val is None:
-            return _split(train, val_videos, val_fraction, "shards", bad_files)
-        return _two(train, val, "shards by pattern")
+            return _split_videos(train, val_videos, val_fraction, "shards", bad_files)
+        return _use_both(train, val, "shards by pattern")
     tars = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*.tar"))]
     if tars:
-        return _tars(root, tars, val_videos, val_fraction, bad_files)
+        return _find_in_tars(root, tars, val_videos, val_fraction, bad_files)
     val_folder = next((root / name for name in VALIDATION_NAMES if (root / name).is_dir()), None)
     if (root / "train").is_dir() and val_folder is not None:
         train_set, val_set = (open_videos(path, bad_files=bad_files) for path in (root / "train", val_folder))
-        return _two(train_set, val_set, f"train/ and {val_folder.name}/")
-    return _split(open_videos(root, bad_files=bad_files), val_videos, val_fraction, "one set of videos", bad_files)
+        return _use_both(train_set, val_set, f"train/ and {val_folder.name}/")
+    return _split_videos(
+        open_videos(root, bad_files=bad_files), val_videos, val_fraction, "one set of videos", bad_files
+    )
 
 
 def open_videos(root: Path, *, bad_files: BadFiles) -> Videos:
@@ -211,7 +213,7 @@ def open_videos(root: Path, *, bad_files: BadFiles) -> Videos:
     return FrameFolders(root, bad_files=bad_files)
 
 
-def _tars(
+def _find_in_tars(
     root: Path, tars: list[str], val_videos: Sequence[str], val_fraction: float, bad_files: BadFiles
 ) -> FoundVideos:
     train = [name for name in tars if "train" in Path(name).name.lower()]
@@ -219,19 +221,19 @@ def _tars(
     val = [name for name in rest if any(word in Path(name).name.lower() for word in VALIDATION_NAMES)]
     if train and val:
         train_set, val_set = (ShardVideos(root, names, bad_files=bad_files) for names in (train, val))
-        return _two(train_set, val_set, "shards by name")
-    return _split(ShardVideos(root, tars, bad_files=bad_files), val_videos, val_fraction, "shards", bad_files)
+        return _use_both(train_set, val_set, "shards by name")
+    return _split_videos(ShardVideos(root, tars, bad_files=bad_files), val_videos, val_fraction, "shards", bad_files)
 
 
-def _two(train: Videos, val: Videos, layout: str) -> FoundVideos:
-    return FoundVideos(train=_whole(train), val=_whole(val), layout=layout)
+def _use_both(train: Videos, val: Videos, layout: str) -> FoundVideos:
+    return FoundVideos(train=_use_all(train), val=_use_all(val), layout=layout)
 
 
-def _whole(videos: Videos) -> VideoPart:
-    return VideoPart(videos=videos, members=tuple(range(len(videos.videos))))
+def _use_all(videos: Videos) -> VideoSplit:
+    return VideoSplit(videos=videos, members=tuple(range(len(videos.videos))))
 
 
-def _split(
+def _split_videos(
     videos: Videos, val_videos: Sequence[str], val_fraction: float, layout: str, bad_files: BadFiles
 ) -> FoundVideos:
     names = [video.name for video in videos.videos]
@@ -240,17 +242,17 @@ def _split(
         if len(held) in (0, len(names)):
             raise DataError(
                 f"data.val_videos {', '.join(val_videos)} fits {len(held)} of {format_count(len(names), 'video')}",
-                why=what_was_left_out(bad_files),
-                fix=f"the videos are {some_of(names)}",
+                why=describe_left_out(bad_files),
+                fix=f"the videos are {list_some(names)}",
             )
         how = "data.val_videos"
     else:
         count = num_held_out(len(names), val_fraction)
         held, how = list(range(len(names) - count, len(names))), "the last videos in order"
     train = tuple(place for place in range(len(names)) if place not in set(held))
-    val = VideoPart(videos=videos, members=tuple(held)) if held else None
+    val = VideoSplit(videos=videos, members=tuple(held)) if held else None
     kept = f"; validation: {how}" if held else "; no validation"
-    return FoundVideos(train=VideoPart(videos=videos, members=train), val=val, layout=layout + kept)
+    return FoundVideos(train=VideoSplit(videos=videos, members=train), val=val, layout=layout + kept)
 
 
 FRAME_ENDINGS = tuple(ending for ending in PICTURES if ending != ".gif")  # a gif is a video
@@ -291,12 +293,12 @@ class FrameFolders:
             )
 
     def _take(self, path: Path, *, all_frames: bool) -> None:
-        folder = frames_in(path)
+        folder = find_frames(path)
         if folder is None:
             return
-        sizes = {image_facts(frame).size: frame for frame in (folder.frames if all_frames else folder.frames[:1])}
+        sizes = {read_image_facts(frame).size: frame for frame in (folder.frames if all_frames else folder.frames[:1])}
         if len(sizes) > 1:
-            raise _other_size(path, *list(sizes.items())[:2])
+            raise _make_size_error(path, *list(sizes.items())[:2])
         self._folders.append(folder)
         size = next(iter(sizes))
         self._videos.append(
@@ -314,8 +316,8 @@ class FrameFolders:
     def masks(self, index: int, first: int, count: int) -> Array:
         folder, size = self._folders[index], self._videos[index].size
         wanted = folder.masks[first : first + count]
-        labels = [_from_objects(mask, size) if isinstance(mask, dict) else _labels(mask, size) for mask in wanted]
-        return small_labels(np.stack(labels), folder.path.name)
+        labels = [_merge_objects(mask, size) if isinstance(mask, dict) else _read_labels(mask, size) for mask in wanted]
+        return renumber_labels(np.stack(labels), folder.path.name)
 
     def files(self) -> Sequence[Path]:
         return [path for folder in self._folders for path in folder.frames]
@@ -329,7 +331,7 @@ def read_frame_files(paths: Sequence[Path], first: tuple[tuple[int, ...], Path] 
         size = (frame.shape[0], frame.shape[1])
         first = first or (size, path)
         if size != first[0]:
-            raise _other_size(path.parent, first, (size, path))
+            raise _make_size_error(path.parent, first, (size, path))
         frames.append(frame)
     return np.stack(frames)
 
@@ -341,13 +343,13 @@ def is_mask(path: Path) -> bool:
     return has_frames or STEVE_MASK.match(path.stem) is not None
 
 
-def frames_in(path: Path) -> FrameFolder | None:
+def find_frames(path: Path) -> FrameFolder | None:
     """What a folder holds as a video; None where there are no frames."""
     inner = next((path / name for name in FRAME_FOLDERS if (path / name).is_dir()), None)
     pictures = list_files(inner or path, FRAME_ENDINGS)
     steve = {found[1]: file for file in pictures if (found := STEVE_FRAME.search(file.stem))}
     if steve and inner is None:
-        return _steve_folder(path, steve, pictures)
+        return _find_steve_frames(path, steve, pictures)
     frames = tuple(pictures)
     mask_folders = [path / name for name in MASK_FOLDERS if (path / name).is_dir()]
     masks = list_files(mask_folders[0], FRAME_ENDINGS) if inner and mask_folders else []
@@ -363,29 +365,29 @@ def frames_in(path: Path) -> FrameFolder | None:
     return FrameFolder(path=path, frames=frames, masks=tuple(masks))
 
 
-def _steve_folder(path: Path, frames: dict[str, Path], pictures: list[Path]) -> FrameFolder:
+def _find_steve_frames(path: Path, frames: dict[str, Path], pictures: list[Path]) -> FrameFolder:
     objects: dict[str, dict[int, Path]] = {}
     for file in pictures:
         if found := STEVE_MASK.search(file.stem):
             objects.setdefault(found[1], {})[int(found[2])] = file
     without = [frames[number].name for number in frames if number not in objects]
     if objects and without:
-        raise DataError(f"{path}: frames without a mask: {some_of(without)}", fix="masks for all frames, or for none")
+        raise DataError(f"{path}: frames without a mask: {list_some(without)}", fix="masks for all frames, or for none")
     if alone := sorted(set(objects) - set(frames)):
-        raise DataError(f"{path}: masks without a frame: {some_of(alone)}", fix="add NUMBER_image.png")
+        raise DataError(f"{path}: masks without a frame: {list_some(alone)}", fix="add NUMBER_image.png")
     return FrameFolder(
         path=path, frames=tuple(frames.values()), masks=tuple(objects[number] for number in frames) if objects else ()
     )
 
 
-def _from_objects(objects: dict[int, Path], size: tuple[int, int]) -> Array:
+def _merge_objects(objects: dict[int, Path], size: tuple[int, int]) -> Array:
     labels = np.zeros(size, dtype=np.int64)
     for number, path in objects.items():
-        labels[_labels(path, size) > 0] = number
+        labels[_read_labels(path, size) > 0] = number
     return labels
 
 
-def _labels(path: Path, size: tuple[int, int]) -> Array:
+def _read_labels(path: Path, size: tuple[int, int]) -> Array:
     with open_image(path) as image:
         values = np.asarray(image)
     if values.ndim == 3:  # colours: one number each, black stays 0
@@ -396,7 +398,7 @@ def _labels(path: Path, size: tuple[int, int]) -> Array:
     return values.astype(np.int64)
 
 
-def _other_size(folder: Path, one: tuple[tuple[int, ...], Path], other: tuple[tuple[int, ...], Path]) -> DataError:
+def _make_size_error(folder: Path, one: tuple[tuple[int, ...], Path], other: tuple[tuple[int, ...], Path]) -> DataError:
     (size, file), (other_size, other_file) = one, other
     return DataError(
         f"frames of {folder} differ in size: {file.name} is {size[1]}×{size[0]}, "

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from halfstep.data.files import Array, BadFiles, some_of
+from halfstep.data.files import Array, BadFiles, list_some
 from halfstep.errors import DataError, format_count, summarise_error
 
 VIDEO_PART, MASK_PARTS = "video.npy", ("segmentations.npy", "segmentation.npy", "masks.npy")
@@ -77,8 +77,8 @@ class ShardVideos:
                 except DataError as error:
                     bad_files.report(error)
         if not self._videos:
-            named = some_of([patterns] if isinstance(patterns, str) else patterns)
-            raise DataError(f"no video is in {named} below {root}", why=what_was_left_out(bad_files), fix=WRITE_VIDEO)
+            named = list_some([patterns] if isinstance(patterns, str) else patterns)
+            raise DataError(f"no video is in {named} below {root}", why=describe_left_out(bad_files), fix=WRITE_VIDEO)
 
     def _take(self, path: Path, sample: ShardSample) -> None:
         where = f"sample {sample.name} of {path}"
@@ -89,13 +89,13 @@ class ShardVideos:
                 why=f"its parts are {', '.join(sample.parts)}",
                 fix=f"{WRITE_VIDEO}, or data.on_bad_file=skip",
             )
-        frames = stored_array(sample.parts[VIDEO_PART], f"{sample.name}.{VIDEO_PART}")
+        frames = read_array_header(sample.parts[VIDEO_PART], f"{sample.name}.{VIDEO_PART}")
         if len(frames.shape) != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8:
             raise DataError(
                 f"{where}: frames are {frames.dtype} {frames.shape}", fix="uint8 (T, H, W, 3), or data.on_bad_file=skip"
             )
         part = next((sample.parts[name] for name in MASK_PARTS if name in sample.parts), None)
-        masks = None if part is None else stored_array(part, f"{sample.name}'s masks")
+        masks = None if part is None else read_array_header(part, f"{sample.name}'s masks")
         if masks is not None:
             _check_masks(masks, frames.shape, where)
         self._arrays.append((frames, masks))
@@ -125,8 +125,8 @@ class ShardVideos:
         assert stored is not None, "a video without masks was asked for them"
         rows = stored.rows(first, count)
         if rows.ndim == 4 and rows.shape[3] > 1:
-            return from_planes(rows, self._videos[index].name)
-        return small_labels(rows.reshape(rows.shape[:3]), self._videos[index].name)
+            return merge_planes(rows, self._videos[index].name)
+        return renumber_labels(rows.reshape(rows.shape[:3]), self._videos[index].name)
 
     def files(self) -> Sequence[Path]:
         return self._paths
@@ -141,7 +141,7 @@ def _check_masks(masks: StoredArray, frames: tuple[int, ...], where: str) -> Non
         )
 
 
-def small_labels(labels: Array, name: str) -> Array:
+def renumber_labels(labels: Array, name: str) -> Array:
     """Labels as bytes; wider numbers are counted again, 0 stays 0."""
     if labels.dtype == np.uint8 or (labels.min() >= NO_OBJECT and labels.max() < 256):
         return labels.astype(np.uint8, copy=False)
@@ -155,7 +155,7 @@ def small_labels(labels: Array, name: str) -> Array:
     return numbered.reshape(labels.shape).astype(np.uint8)
 
 
-def from_planes(planes: Array, name: str) -> Array:
+def merge_planes(planes: Array, name: str) -> Array:
     """One label a pixel (T, H, W) from a plane for each object (T, H, W, objects); 0 where there is none."""
     is_there = planes != 0
     if bool((is_there.sum(-1, dtype=np.int32) > 1).any()):
@@ -167,7 +167,7 @@ def from_planes(planes: Array, name: str) -> Array:
     return np.where(is_there.any(-1), is_there.argmax(-1) + 1, NO_OBJECT).astype(np.uint8)
 
 
-def what_was_left_out(bad_files: BadFiles) -> str:
+def describe_left_out(bad_files: BadFiles) -> str:
     """Why there may be less than is expected; nothing where all was taken."""
     return f"{len(bad_files.skipped)} left out: {bad_files.skipped[0].what}" if bad_files.skipped else ""
 
@@ -181,13 +181,13 @@ MAX_SHARDS = 100_000
 def expand_braces(pattern: str) -> list[str]:
     """`{000000..000002}` and `{a,b}` as names, as a shell expands them; several in a pattern multiply."""
     parts = BRACES.split(pattern)
-    choices = [_choices(part, pattern) if place % 2 else [part] for place, part in enumerate(parts)]
+    choices = [_expand_choices(part, pattern) if place % 2 else [part] for place, part in enumerate(parts)]
     if np.prod([len(choice) for choice in choices], dtype=float) > MAX_SHARDS:
         raise DataError(f"{pattern} means more than {MAX_SHARDS:,} shards", fix="check the numbers in its braces")
     return ["".join(words) for words in itertools.product(*choices)]
 
 
-def _choices(inner: str, pattern: str) -> list[str]:
+def _expand_choices(inner: str, pattern: str) -> list[str]:
     if "," in inner:
         return inner.split(",")
     found = RANGE.fullmatch(inner)
@@ -217,7 +217,7 @@ def find_shards(root: Path, patterns: str | Sequence[str], *, bad_files: BadFile
     if missing:
         bad_files.report(
             DataError(
-                f"{format_count(len(missing), 'shard')} of {patterns} are not in {root}: {some_of(missing)}",
+                f"{format_count(len(missing), 'shard')} of {patterns} are not in {root}: {list_some(missing)}",
                 why=f"{len(found)} are there",
                 fix="download them, narrow the pattern, or go on without them: data.on_bad_file=skip",
             )
@@ -226,7 +226,7 @@ def find_shards(root: Path, patterns: str | Sequence[str], *, bad_files: BadFile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class ByteRange:
     """Bytes in a file."""
 
     path: Path
@@ -239,34 +239,34 @@ class ShardSample:
     """One sample: its name in the shard, and where its parts are, by their endings (`video.npy`)."""
 
     name: str
-    parts: dict[str, Place]
+    parts: dict[str, ByteRange]
 
 
 def index_shard(path: Path, *, bad_files: BadFiles) -> list[ShardSample]:
     """The samples of one shard in the order they stand in it: files of one name up to the first dot are one."""
-    samples: dict[str, dict[str, Place]] = {}
+    samples: dict[str, dict[str, ByteRange]] = {}
     try:
-        for name, place in _members(path):
+        for name, place in _iterate_members(path):
             folder, _, file = name.rpartition("/")
             key, _, ending = file.partition(".")
             if not key:  # of a file system: .DS_Store, ._video.npy
                 continue
             parts = samples.setdefault(f"{folder}/{key}" if folder else key, {})
             if ending.lower() in parts:
-                bad_files.report(_twice(path, name))
+                bad_files.report(_make_twice_error(path, name))
             parts[ending.lower()] = place
     except (tarfile.TarError, OSError, EOFError) as error:
         if samples:
             samples.popitem()  # the last one is cut, or may lack parts
-        bad_files.report(_damaged(path, error))
+        bad_files.report(_make_damaged_error(path, error))
     return [ShardSample(name=name, parts=parts) for name, parts in samples.items()]
 
 
-def _members(path: Path) -> Iterator[tuple[str, Place]]:
+def _iterate_members(path: Path) -> Iterator[tuple[str, ByteRange]]:
     with tarfile.open(path, "r:") as shard:
         for member in shard:
             if member.isreg():
-                yield member.name, Place(path=path, offset=member.offset_data, size=member.size)
+                yield member.name, ByteRange(path=path, offset=member.offset_data, size=member.size)
         # tarfile takes whatever is no header for the end: a cut, damage.
         assert shard.fileobj is not None
         shard.fileobj.seek(shard.offset)
@@ -274,7 +274,7 @@ def _members(path: Path) -> Iterator[tuple[str, Place]]:
             raise tarfile.ReadError(f"it does not go on at byte {shard.offset:,}, nor end there")
 
 
-def _twice(path: Path, name: str) -> DataError:
+def _make_twice_error(path: Path, name: str) -> DataError:
     return DataError(
         f"{path} holds {name} twice",
         why="one of them would never be seen",
@@ -282,7 +282,7 @@ def _twice(path: Path, name: str) -> DataError:
     )
 
 
-def _damaged(path: Path, error: Exception) -> DataError:
+def _make_damaged_error(path: Path, error: Exception) -> DataError:
     return DataError(
         f"{path} is not a complete tar file",
         why=f"{error}; packed tars (.tar.gz) cannot be read by offset" if _is_packed(path) else str(error),
@@ -299,7 +299,7 @@ def _is_packed(path: Path) -> bool:
 class StoredArray:
     """A `.npy` file inside another one: its header was read, its rows are read as they are asked for."""
 
-    place: Place
+    place: ByteRange
     data_offset: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -315,7 +315,7 @@ class StoredArray:
         return np.frombuffer(content, dtype=self.dtype).reshape(count, *self.shape[1:])
 
 
-def stored_array(place: Place, name: str) -> StoredArray:
+def read_array_header(place: ByteRange, name: str) -> StoredArray:
     """The header of an array in a shard; `name` stands in errors."""
     try:
         with place.path.open("rb") as file:

@@ -14,12 +14,12 @@ from torch.nn import functional as F
 from halfstep.errors import ModelError
 from halfstep.islands import fp32_island, get_matmul_dtype
 from halfstep.kernels.cross_entropy import linear_cross_entropy
-from halfstep.models.recompute import Recomputing, block_runner, region_runner
+from halfstep.models.recompute import Recomputing, choose_block_runner, choose_region_runner
 
 KeysAndValues = tuple[Tensor, Tensor]
 
 
-class Attention(nn.Module):
+class CrossAttention(nn.Module):
     """From each of x to all of a source, or to those of itself that came before."""
 
     def __init__(self, dim: int, heads: int, *, dropout: float, gain: float) -> None:
@@ -31,8 +31,8 @@ class Attention(nn.Module):
                 fix="numbers where heads divide channels",
             )
         self.heads, self.dropout = heads, dropout
-        self.proj_q, self.proj_k, self.proj_v = (linear(dim, dim, bias=False) for _ in range(3))
-        self.proj_o = linear(dim, dim, bias=False, gain=gain)
+        self.proj_q, self.proj_k, self.proj_v = (make_linear(dim, dim, bias=False) for _ in range(3))
+        self.proj_o = make_linear(dim, dim, bias=False, gain=gain)
         self.output_dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, source: Tensor, *, causal: bool = False) -> Tensor:
@@ -51,16 +51,16 @@ class Attention(nn.Module):
         return apart.transpose(1, 2)
 
 
-class EncoderBlock(nn.Module):
+class TransformerEncoderBlock(nn.Module):
     """Attention of all to all, then a two-layer perceptron."""
 
     def __init__(self, dim: int, heads: int, *, dropout: float, gain: float, is_first: bool) -> None:
         super().__init__()
         self.is_first = is_first
         self.attn_layer_norm = nn.LayerNorm(dim)
-        self.attn = Attention(dim, heads, dropout=dropout, gain=gain)
+        self.attn = CrossAttention(dim, heads, dropout=dropout, gain=gain)
         self.ffn_layer_norm = nn.LayerNorm(dim)
-        self.ffn = perceptron(dim, dropout=dropout, gain=gain)
+        self.ffn = make_perceptron(dim, dropout=dropout, gain=gain)
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.attn_layer_norm(x)
@@ -68,14 +68,14 @@ class EncoderBlock(nn.Module):
         return x + self.ffn(self.ffn_layer_norm(x))
 
 
-class Encoder(nn.Module):
+class TransformerEncoder(nn.Module):
     """Blocks of attention among all, and a last normalisation."""
 
     def __init__(self, num_blocks: int, dim: int, heads: int, *, dropout: float) -> None:
         super().__init__()
         gain = (2 * max(num_blocks, 1)) ** -0.5
         self.blocks = nn.ModuleList(
-            EncoderBlock(dim, heads, dropout=dropout, gain=gain, is_first=i == 0) for i in range(num_blocks)
+            TransformerEncoderBlock(dim, heads, dropout=dropout, gain=gain, is_first=i == 0) for i in range(num_blocks)
         )
         self.layer_norm = nn.LayerNorm(dim)
 
@@ -85,10 +85,10 @@ class Encoder(nn.Module):
         return self.layer_norm(x)
 
 
-class Memory:
+class DecoderCache:
     """What one block of a decoder remembers of the positions it has seen, and its view of the source."""
 
-    def __init__(self, block: DecoderBlock, source: Tensor, length: int) -> None:
+    def __init__(self, block: TransformerDecoderBlock, source: Tensor, length: int) -> None:
         self.source = block.encoder_decoder_attn.keys_and_values(source)
         keys, values = self.source
         shape = (*keys.shape[:2], length, keys.shape[3])
@@ -101,25 +101,25 @@ class Memory:
         return self.keys[:, :, : self.num_known], self.values[:, :, : self.num_known]
 
 
-class DecoderBlock(nn.Module):
+class TransformerDecoderBlock(nn.Module):
     """Attention to what came before, attention to the source, a two-layer perceptron."""
 
     def __init__(self, dim: int, heads: int, *, dropout: float, gain: float, is_first: bool) -> None:
         super().__init__()
         self.is_first = is_first
         self.self_attn_layer_norm = nn.LayerNorm(dim)
-        self.self_attn = Attention(dim, heads, dropout=dropout, gain=gain)
+        self.self_attn = CrossAttention(dim, heads, dropout=dropout, gain=gain)
         self.encoder_decoder_attn_layer_norm = nn.LayerNorm(dim)
-        self.encoder_decoder_attn = Attention(dim, heads, dropout=dropout, gain=gain)
+        self.encoder_decoder_attn = CrossAttention(dim, heads, dropout=dropout, gain=gain)
         self.ffn_layer_norm = nn.LayerNorm(dim)
-        self.ffn = perceptron(dim, dropout=dropout, gain=gain)
+        self.ffn = make_perceptron(dim, dropout=dropout, gain=gain)
 
     def forward(self, x: Tensor, source: Tensor) -> Tensor:
         normed = self.self_attn_layer_norm(x)
         x = (normed if self.is_first else x) + self.self_attn(normed, normed, causal=True)
         return self._rest(x, self.encoder_decoder_attn.keys_and_values(source))
 
-    def next(self, x: Tensor, memory: Memory) -> Tensor:
+    def next(self, x: Tensor, memory: DecoderCache) -> Tensor:
         """One position more, (N, 1, dim)."""
         normed = self.self_attn_layer_norm(x)
         known = memory.add(self.self_attn.keys_and_values(normed))
@@ -131,45 +131,50 @@ class DecoderBlock(nn.Module):
         return x + self.ffn(self.ffn_layer_norm(x))
 
 
-class Decoder(Recomputing):
+class TransformerDecoder(Recomputing):
     """Blocks of causal attention, and a last normalisation."""
 
     def __init__(self, num_blocks: int, dim: int, heads: int, *, dropout: float, checkpointing: bool = False) -> None:
         super().__init__()
         gain = (3 * max(num_blocks, 1)) ** -0.5
         self.blocks = nn.ModuleList(
-            DecoderBlock(dim, heads, dropout=dropout, gain=gain, is_first=i == 0) for i in range(num_blocks)
+            TransformerDecoderBlock(dim, heads, dropout=dropout, gain=gain, is_first=i == 0) for i in range(num_blocks)
         )
         self.layer_norm = nn.LayerNorm(dim)
         self.recompute = "blocks" if checkpointing else "none"
 
     def forward(self, x: Tensor, source: Tensor) -> Tensor:
-        return self.layer_norm(region_runner(self.recompute)(self._one_by_one, x, source))
+        return self.layer_norm(choose_region_runner(self.recompute)(self._one_by_one, x, source))
 
     def _one_by_one(self, x: Tensor, source: Tensor) -> Tensor:
-        run = block_runner(self.recompute)
+        run = choose_block_runner(self.recompute)
         for block in self.blocks:
             x = run(block, x, source)
         return x
 
-    def memories(self, source: Tensor, length: int) -> list[Memory]:
-        return [Memory(block, source, length) for block in self.blocks if isinstance(block, DecoderBlock)]
+    def make_caches(self, source: Tensor, length: int) -> list[DecoderCache]:
+        return [
+            DecoderCache(block, source, length) for block in self.blocks if isinstance(block, TransformerDecoderBlock)
+        ]
 
-    def next(self, x: Tensor, memories: list[Memory]) -> Tensor:
+    def next(self, x: Tensor, memories: list[DecoderCache]) -> Tensor:
         """The output of one position more, (N, 1, dim)."""
         for block, memory in zip(self.blocks, memories, strict=True):
-            assert isinstance(block, DecoderBlock)
+            assert isinstance(block, TransformerDecoderBlock)
             x = block.next(x, memory)
         return self.layer_norm(x)
 
 
-def perceptron(dim: int, *, dropout: float, gain: float) -> nn.Sequential:
+def make_perceptron(dim: int, *, dropout: float, gain: float) -> nn.Sequential:
     return nn.Sequential(
-        linear(dim, 4 * dim, before_relu=True), nn.ReLU(), linear(4 * dim, dim, gain=gain), nn.Dropout(dropout)
+        make_linear(dim, 4 * dim, before_relu=True),
+        nn.ReLU(),
+        make_linear(4 * dim, dim, gain=gain),
+        nn.Dropout(dropout),
     )
 
 
-def linear(
+def make_linear(
     in_features: int, out_features: int, *, bias: bool = True, before_relu: bool = False, gain: float = 1.0
 ) -> nn.Linear:
     """Started as upstream does: Kaiming before a ReLU, Xavier else, no bias at first."""
@@ -183,7 +188,7 @@ def linear(
     return made
 
 
-class Words(nn.Module):
+class WordEmbedding(nn.Module):
     """A vector for each word; upstream's name has two parts."""
 
     def __init__(self, vocabulary: int, dim: int) -> None:
@@ -194,7 +199,7 @@ class Words(nn.Module):
         return self.dictionary(words)
 
 
-class Positions(nn.Module):
+class LearnedPositions(nn.Module):
     """A learned vector for each position, and dropout of the sum."""
 
     def __init__(self, num_positions: int, dim: int, *, dropout: float) -> None:
@@ -223,13 +228,13 @@ class WordDecoder(nn.Module):
     ) -> None:
         super().__init__()
         self.num_positions = num_positions
-        self.dict = Words(vocabulary, dim)
+        self.dict = WordEmbedding(vocabulary, dim)
         self.bos = nn.Parameter(torch.empty(1, 1, dim))
         nn.init.xavier_uniform_(self.bos)
         # Upstream's table has a place for the last word too, which is never an input.
-        self.pos = Positions(1 + num_positions, dim, dropout=dropout)
-        self.tf = Decoder(num_blocks, dim, heads, dropout=dropout, checkpointing=checkpointing)
-        self.head = linear(dim, vocabulary, bias=False)
+        self.pos = LearnedPositions(1 + num_positions, dim, dropout=dropout)
+        self.tf = TransformerDecoder(num_blocks, dim, heads, dropout=dropout, checkpointing=checkpointing)
+        self.head = make_linear(dim, vocabulary, bias=False)
 
     def forward(self, words: Tensor, slots: Tensor) -> Tensor:
         """What is known of each word before it is seen: (N, positions, dim); `head` makes logits of it."""
@@ -237,9 +242,9 @@ class WordDecoder(nn.Module):
         return self.tf(self.pos(before), slots)
 
     @torch.no_grad()
-    def greedy(self, slots: Tensor) -> Tensor:
+    def decode_greedily(self, slots: Tensor) -> Tensor:
         """The likeliest word at each position given those before it: (N, positions). Keys and values are kept."""
-        memories = self.tf.memories(slots, self.num_positions)
+        memories = self.tf.make_caches(slots, self.num_positions)
         x, words = self.bos.expand(len(slots), -1, -1), []
         for position in range(self.num_positions):
             logits: Tensor = self.head(self.tf.next(self.pos(x, position), memories))
@@ -254,11 +259,11 @@ CHUNK_ROWS = 2**14
 
 def words_loss(hidden: Tensor, weight: Tensor, words: Tensor) -> Tensor:
     """The sum over all positions of -log p(word), where logits are hidden (N, positions, dim) · weightᵀ; fp32."""
-    return _by_chunks(hidden.flatten(0, 1), weight, words.flatten(), get_matmul_dtype(hidden))
+    return _sum_by_chunks(hidden.flatten(0, 1), weight, words.flatten(), get_matmul_dtype(hidden))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _by_chunks(rows: Tensor, weight: Tensor, words: Tensor, dtype: torch.dtype) -> Tensor:
+def _sum_by_chunks(rows: Tensor, weight: Tensor, words: Tensor, dtype: torch.dtype) -> Tensor:
     """Not compiled: it consists of matmuls and one kernel, and a compiler would unroll its chunks."""
     with fp32_island():
         return linear_cross_entropy(rows, weight, words, num_classes=len(weight), dtype=dtype, chunk_rows=CHUNK_ROWS)

@@ -18,7 +18,7 @@ MAX_DEPTH = 40
 
 
 class NodeLoader(yaml.SafeLoader):
-    """Composes nodes and resolves no type: every plain scalar stays the text that was written."""
+    """Compose nodes without resolving types: every plain scalar stays the text that was written."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, Any]]] = {}
 
@@ -31,14 +31,14 @@ def compose(text: str, name: str) -> yaml.Node | None:
         mark = error.problem_mark or error.context_mark
         at = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "an unknown place"
         problem = " ".join(part for part in (error.context, error.problem) if part)
-        raise ConfigError(f"{name}: bad YAML at {at}: {problem}", fix=hint_for(problem, text)) from error
+        raise ConfigError(f"{name}: bad YAML at {at}: {problem}", fix=suggest_yaml_fix(problem, text)) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: bad YAML: {' '.join(str(error).split())}") from error
     except RecursionError:
         raise ConfigError(f"{name}: nested too deeply", why=f"more than {MAX_DEPTH} levels") from None
 
 
-def hint_for(problem: str, text: str) -> str:
+def suggest_yaml_fix(problem: str, text: str) -> str:
     if "${" in text and "flow" in problem:
         return 'quote a reference inside { } or [ ]: "${globals.NAME}"'
     if "\n" not in text:
@@ -50,7 +50,7 @@ def hint_for(problem: str, text: str) -> str:
     return "check the line above as well: a missing colon, quote or bracket is often there"
 
 
-def decoded(content: bytes, path: Path) -> str:
+def decode_text(content: bytes, path: Path) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -69,8 +69,8 @@ NULLS = {"", "~", "null", "none"}
 BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-def typed(text: str) -> object:
-    """`3` is an int, `1e-5` a float, `no` a bool, `null` None; everything else is text."""
+def parse_scalar(text: str) -> object:
+    """Convert `3` to an int, `1e-5` to a float, `no` to a bool, `null` to None; everything else stays text."""
     word = text.strip().lower()
     if word in NULLS:
         return None
@@ -97,5 +97,5 @@ IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def is_import_path(name: str) -> bool:
-    """Whether this names a workload of the user's own, `my_pkg.my_mod:build`."""
+    """True if this is the import path of a custom workload, `my_pkg.my_mod:build`."""
     return IMPORT_PATH.fullmatch(name) is not None

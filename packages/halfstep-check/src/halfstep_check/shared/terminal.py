@@ -41,7 +41,7 @@ def redirect_to_null(file: int) -> None:
 
 
 class PatientFile(io.FileIO):
-    """Writes until nobody reads any more, then to nowhere."""
+    """A file that discards its output once the reader has closed the pipe."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
@@ -53,16 +53,16 @@ class PatientFile(io.FileIO):
             return len(memoryview(data))
 
 
-def make_patient() -> None:
-    """Both standard streams of a real process; those that somebody put in their place are left alone."""
+def wrap_standard_streams() -> None:
+    """Wrap stdout and stderr of this process, unless they were already replaced (as tests do)."""
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
-        sys.stdout = _patient(sys.stdout)
+        sys.stdout = _wrap_stream(sys.stdout)
     if sys.stderr is sys.__stderr__ and sys.stderr is not None:
-        sys.stderr = _patient(sys.stderr)
+        sys.stderr = _wrap_stream(sys.stderr)
 
 
 def flush_or_drop() -> None:
-    """What a full disk refused must not come up again when Python ends: that would change the exit code to 120."""
+    """Flush both streams; discard what a full disk refused, which would otherwise change the exit code to 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -70,14 +70,14 @@ def flush_or_drop() -> None:
             redirect_to_null(stream.fileno())
 
 
-def _patient(stream: TextIO) -> TextIO:
+def _wrap_stream(stream: TextIO) -> TextIO:
     buffer = io.BufferedWriter(PatientFile(stream.fileno(), "w", closefd=False))
-    # A terminal that lacks a character gets its number: output never ends a run.
+    # Escape characters that the terminal's encoding lacks: output must never end a run.
     return io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=bool(stream.line_buffering))
 
 
-def unwrapped(docstring: str) -> str:
-    """Each paragraph as one line: typer keeps a docstring's own line breaks, whatever the terminal's width."""
+def unwrap_paragraphs(docstring: str) -> str:
+    """Join each paragraph into one line: typer would keep a docstring's line breaks at any terminal width."""
     paragraphs = inspect.cleandoc(docstring).split("\n\n")
     return "\n\n".join(re.sub(r"\n\s*", " ", paragraph) for paragraph in paragraphs)
 
@@ -94,7 +94,7 @@ USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 """The base of all of the parser's own errors; typer has no public name for it."""
 
 
-def refused(error: Any, context: Any = None) -> ConfigError:
+def explain_usage_error(error: Any, context: Any = None) -> ConfigError:
     """The parser's error in our words; `context` is that of the command which met it."""
     context = error.ctx or context
     what = getattr(error, "message", "") or error.format_message()
@@ -104,8 +104,8 @@ def refused(error: Any, context: Any = None) -> ConfigError:
     return ConfigError(what.rstrip("."), fix=f"{nearest}{called} --help explains every argument")
 
 
-def given(words: Sequence[str], parameter: Any) -> Iterator[str]:
-    """Every place where the option is given, as it is written."""
+def find_occurrences(words: Sequence[str], parameter: Any) -> Iterator[str]:
+    """Yield every occurrence of the option, as written."""
     stop = list(words).index("--") if "--" in words else len(words)
     names = {*parameter.opts, *parameter.secondary_opts}
     for place, word in enumerate(words[:stop]):
@@ -121,15 +121,15 @@ class OnceCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for parameter in self.params:
             if parameter.param_type_name == "option" and not parameter.multiple:
-                refuse_two(list(given(args, parameter)))
+                refuse_conflict(list(find_occurrences(args, parameter)))
         try:
             return super().parse_args(ctx, args)
         except USAGE_ERROR as error:
-            raise refused(error, ctx) from None
+            raise explain_usage_error(error, ctx) from None
 
 
-def refuse_two(said: Sequence[str]) -> None:
-    """One flag that was given two values."""
+def refuse_conflict(said: Sequence[str]) -> None:
+    """Raise ConfigError if one flag was given two values."""
     different = list(dict.fromkeys(text.replace("=", " ", 1) for text in said))
     if len(different) > 1:
         raise ConfigError(" and ".join(f"`{text}`" for text in different) + " disagree", fix="keep one of them")
@@ -146,18 +146,18 @@ def print_text(console: Console, text: Text) -> None:
     """
     if console.is_terminal:
         text = text.copy()
-        text.plain = "\n".join(_broken(line, console.width) for line in text.plain.split("\n"))
+        text.plain = "\n".join(_break_line(line, console.width) for line in text.plain.split("\n"))
     console.print(text, soft_wrap=True)
 
 
-def _broken(line: str, width: int) -> str:
+def _break_line(line: str, width: int) -> str:
     # Not rich's wrapping, which folds or crops a word longer than the terminal.
     indent = " " * (len(line) - len(line.lstrip()))
     return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def plain_table(*titles: str) -> Table:
-    """Our style: no frame but a rule under the titles, readable at 80 columns. The first column stands out."""
+def make_plain_table(*titles: str) -> Table:
+    """Return an empty table in our style: a rule under the titles, no frame, the first column bold."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for index, title in enumerate(titles):
         table.add_column(title, style="bold" if index == 0 else "", no_wrap=index == 0)
