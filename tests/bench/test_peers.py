@@ -24,8 +24,8 @@ from halfstep.backend_flags import read_effective_leaves, read_flags
 from halfstep.bench.peers import PEERS, PeerMissing, PeerSetup, isolate_peer, list_peers
 from halfstep.bench.problem import Batch, Problem, Runner
 from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError
-from halfstep.kernels.fast_forms import FORMS, forced, wanted
-from halfstep.tune.fresh_thread import in_fresh_thread
+from halfstep.kernels.fast_forms import FORMS, force, is_wanted
+from halfstep.tune.fresh_thread import run_in_fresh_thread
 from halfstep.workloads import load
 from halfstep.workloads.segmentation.scores import segmentation_loss
 
@@ -136,7 +136,7 @@ def test_a_peer_trains_alike_in_a_thread_of_its_own(name: str) -> None:
     problem = Watched().problem
     expected = reference_losses(problem)
     for runner in runners(name, problem):
-        loss = in_fresh_thread(functools.partial(runner.train, STEPS, lambda: None), problem.device)
+        loss = run_in_fresh_thread(functools.partial(runner.train, STEPS, lambda: None), problem.device)
         assert loss == pytest.approx(expected[-1], rel=1e-5), runner.variant
 
 
@@ -151,7 +151,7 @@ def test_ctrl_c_ends_a_peer_in_a_thread_of_its_own(name: str) -> None:
 
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        in_fresh_thread(lambda: documented.train(STEPS, interrupted), torch.device("cpu"))
+        run_in_fresh_thread(lambda: documented.train(STEPS, interrupted), torch.device("cpu"))
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -348,10 +348,10 @@ def test_a_peers_name_stands_for_two_variants_and_the_third_is_asked_for() -> No
 
 def test_a_peer_computes_in_the_layers_of_torch_not_in_our_fast_forms() -> None:
     x = torch.zeros(1, 3, 4, 4)
-    with forced(True):
+    with force(True):
         with isolate_peer(torch.device("cpu")):
-            assert not any(wanted(form, x) for form in FORMS)
-        assert all(wanted(form, x) for form in FORMS)
+            assert not any(is_wanted(form, x) for form in FORMS)
+        assert all(is_wanted(form, x) for form in FORMS)
 
 
 def test_a_workload_of_several_phases_is_not_timed_against_loops_of_one_step() -> None:
