@@ -115,8 +115,7 @@ def explain_full_disk(path: Path, what: str) -> Iterator[None]:
 
 
 def run_in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result | DataError]:
-    """Return, in order, `work` of every item or the DataError it raised; Pillow decodes without the interpreter's lock.
-    """
+    """Return, in order, `work` of every item or its DataError; Pillow decodes without the interpreter's lock."""
 
     def attempt(item: Item) -> Result | DataError:
         try:
@@ -188,8 +187,7 @@ def natural_key(name: str) -> list[tuple[int, str]]:
 
 
 def load_array(path: Path) -> Array:
-    """Return the values of an array file unchanged, without unpickling code; a corrupt file is an error that names it.
-    """
+    """Return the values of an array file unchanged, without unpickling code; an error names a corrupt file."""
     try:
         if path.suffix.lower() == ".npy":
             # Mapped, so that asking for the shape alone reads the header alone.
@@ -235,8 +233,7 @@ def list_some(names: Iterable[object], count: int = 5) -> str:
 
 @contextmanager
 def create_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write into; it becomes `folder` at the end and vanishes on any error. `folder` must not exist.
-    """
+    """Yield a folder to write into; it becomes `folder`, which must not exist, and vanishes on any error."""
     if folder.exists():
         raise DataError(f"{folder} exists already", why="demo data never overwrite anything", fix="another --out")
     with atomic_folder(folder, flushes=False) as unfinished:  # thousands of files that can be made again

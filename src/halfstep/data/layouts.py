@@ -347,8 +347,7 @@ def _list_usual(root: Path, asked: PairLayout) -> Iterator[list[Layout]]:
 
 
 def _list_divided(root: Path, images: str, masks: str, part: str) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
-    """Yield `train/images` with `val/images`, and `images/train` with `images/val`; the first validation split counts.
-    """
+    """Yield `train/images` with `val/images`, `images/train` with `images/val`; the first validation split counts."""
     for inside in _list_orders(images, masks):
         for other in VALIDATION_NAMES:
             val = _join_part(images, masks, other, inside=inside)

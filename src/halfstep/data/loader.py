@@ -62,8 +62,7 @@ def read_ahead(make: Callable[[Key], Made], keys: Iterable[Key], *, num_threads:
 
 
 def pin_batch(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy a batch to pinned memory if CUDA is in use, so that the copy to the device does not have to; else return it.
-    """
+    """Copy a batch to pinned memory if CUDA is in use, so that the copy to the device does not have to."""
     if not torch.cuda.is_initialized():
         return batch
     return {name: tensor.pin_memory() for name, tensor in batch.items()}

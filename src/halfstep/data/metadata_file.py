@@ -102,8 +102,7 @@ def _has_class_folders_instead(row: dict[str, Any], folder: Path) -> bool:
 
 
 def _iterate_rows(table: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield line numbers and rows; raise if two rows name one picture, which would count twice, perhaps in both splits.
-    """
+    """Yield line numbers and rows; raise if two rows name one picture, which could end up in both splits."""
     lines: dict[str, int] = {}
     for number, row in _read_rows(table):
         name = os.path.normpath(str(row.get(FILE_COLUMN)))  # ./1.png is 1.png
