@@ -408,11 +408,11 @@ def without_attention(calls: list[str]) -> Replacements:
 
 
 def without_ema(calls: list[str]) -> Replacements:
-    return [refused(ema.takes, calls)]
+    return [refused(ema.can_use_kernel, calls)]
 
 
 def without_adamw(calls: list[str]) -> Replacements:
-    return [refused(commit.takes, calls)]
+    return [refused(commit.can_run_single_pass, calls)]
 
 
 def without_group_norm(calls: list[str]) -> Replacements:

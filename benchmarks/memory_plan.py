@@ -29,7 +29,7 @@ import torch
 from halfstep.bench.problem import build_random_workload, load_bench_config, set_mode, set_precision
 from halfstep.config.schema import RunConfig
 from halfstep.data.prefetch import prefetch
-from halfstep.hardware.memory import give_back, peak_memory_bytes, reset_peak
+from halfstep.hardware.memory import get_peak_memory_bytes, release_unused_memory, reset_peak
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import assemble, plan_for
 from halfstep.run.engine import engine_for
@@ -127,7 +127,7 @@ def measured(row: Row) -> dict[str, Any]:
     config, device = config_of(row), torch.device("cuda", 0)
     torch.cuda.init()
     torch._dynamo.reset()
-    give_back(device)
+    release_unused_memory(device)
     reset_peak(device)
     left_over = torch.cuda.memory_allocated()
     workload = build_random_workload(config)
@@ -142,12 +142,12 @@ def measured(row: Row) -> dict[str, Any]:
         engine([loaded])
         if number + 1 == SETTLED:
             torch.cuda.synchronize()
-            start_peak = peak_memory_bytes(device) or 0
+            start_peak = get_peak_memory_bytes(device) or 0
             reset_peak(device)
     torch.cuda.synchronize()
     if engine.mode != row.mode:
         raise RuntimeError("; ".join(said))
-    peak, reserved = peak_memory_bytes(device) or 0, torch.cuda.memory_reserved()
+    peak, reserved = get_peak_memory_bytes(device) or 0, torch.cuda.memory_reserved()
     engine.forget_graphs()
     return {
         "measured_gb": (peak - left_over) / 1e9,

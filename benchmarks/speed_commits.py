@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import torch
 
-from halfstep.hardware.memory import peak_memory_bytes, reset_peak
+from halfstep.hardware.memory import get_peak_memory_bytes, reset_peak
 
 GPT2 = "gpt2"
 WARM_UP, WINDOW = 20, 30
@@ -158,7 +158,7 @@ class WindowClock:
         else:
             answer(f"{(time.perf_counter() - self.started) / self.window * 1e3}")
         while (command := sys.stdin.readline().strip()) == MEMORY:
-            answer(f"{peak_memory_bytes(torch.device('cuda'))}")
+            answer(f"{get_peak_memory_bytes(torch.device('cuda'))}")
         if command != GO:
             raise SystemExit
         self.started = time.perf_counter()

@@ -21,7 +21,7 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.step.clip import Clip
 from halfstep.step.guard import Guard
-from halfstep.step.optim.by_name import build_optimizer, parameter_groups
+from halfstep.step.optim.by_name import build_optimizer, make_parameter_groups
 from halfstep.step.schedule import ScheduleOptions, build_schedule
 from halfstep.step.step import Step
 from halfstep.workloads.segmentation.scores import segmentation_loss
@@ -44,7 +44,7 @@ def guarded(precision: str, *, compiled: bool = False) -> Callable[[], object]:
     # Each in the layout that halfstep's `auto` begins with: strict fp32 gained nothing by channels_last (NOTES.md).
     model, batch = model_and_batch(torch.contiguous_format if precision == "fp32" else torch.channels_last)
     plan = decide(precision, probe("cuda"), model, strict=True)
-    optimizer = build_optimizer("adamw", parameter_groups(model, 0.01), lr=1e-4)
+    optimizer = build_optimizer("adamw", make_parameter_groups(model, 0.01), lr=1e-4)
     schedule = build_schedule(ScheduleOptions(name="cosine", total_steps=1000, warmup_steps=10))
     step = Step(plan.apply(model), optimizer, plan, clip=Clip(limit=1.0), schedules=[schedule])
     guard = Guard(scaling=plan.needs_loss_scaling)
@@ -58,7 +58,7 @@ def guarded(precision: str, *, compiled: bool = False) -> Callable[[], object]:
 
 def bare(*, compiled: bool = False) -> Callable[[], object]:
     model, batch = model_and_batch()
-    optimizer = torch.optim.AdamW(parameter_groups(model, 0.01), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(make_parameter_groups(model, 0.01), lr=1e-4, fused=True)
 
     def loss_fn(b: dict[str, torch.Tensor]) -> torch.Tensor:
         return segmentation_loss(model(b["image"]), b["mask"])

@@ -19,8 +19,8 @@ import halfstep as hs
 from doc_pages import PAGES, ROOT, Shown, after_halfstep, blocks, commands, inline, shell_lines
 from halfstep.cli.main import build_app, main, normalise_dashes
 from halfstep.config.aliases import KEY_ALIASES, PRECISION_KEYS
-from halfstep.config.keys import fields_of, sections_of
-from halfstep.config.statements import open_section_of
+from halfstep.config.keys import list_fields, list_sections
+from halfstep.config.statements import find_open_section
 from halfstep.data.seeds import Key
 from halfstep.guide.guide import QUESTIONS, read_answers
 from halfstep.workloads import KINDS, load
@@ -45,12 +45,12 @@ def named(shown: Shown) -> str:
 def all_keys() -> set[str]:
     """Every setting and section of every workload, by each of its spellings."""
     schemas = [KINDS.of(name).schema(name) for name in KINDS]
-    own = {key for schema in schemas for key in (*fields_of(schema), *sections_of(schema))}
+    own = {key for schema in schemas for key in (*list_fields(schema), *list_sections(schema))}
     return own | set(KEY_ALIASES) | set(PRECISION_KEYS)
 
 
 def is_known(key: str) -> bool:
-    if open_section_of(key):
+    if find_open_section(key):
         return True
     if key.endswith("*"):  # `ema.*`, `model.tau_*`: several of them
         return any(known.startswith(key.rstrip("*")) for known in all_keys())

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.errors import format_bytes, format_count, suggested, summarise_error
+from halfstep.errors import format_bytes, format_count, suggest_command, summarise_error
 
 
 @pytest.mark.parametrize("folder", ["runs/unet", "runs/my unet", "it's here", "a$b", "ä ö", "-x"])
 def test_a_suggested_command_survives_the_shell(folder: str) -> None:
-    assert shlex.split(suggested("train", "--resume", Path(folder))) == ["halfstep", "train", "--resume", folder]
+    assert shlex.split(suggest_command("train", "--resume", Path(folder))) == ["halfstep", "train", "--resume", folder]
 
 
 def test_a_plain_path_is_not_quoted() -> None:
-    assert suggested("evaluate", Path("runs/unet-1")) == "halfstep evaluate runs/unet-1"
+    assert suggest_command("evaluate", Path("runs/unet-1")) == "halfstep evaluate runs/unet-1"
 
 
 @pytest.mark.parametrize(("number", "words"), [(0, "0 files"), (1, "1 file"), (2, "2 files"), (2000, "2,000 files")])

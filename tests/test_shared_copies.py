@@ -22,7 +22,7 @@ ORIGINALS = {
     "terminal": ("cli/main", "cli/options", "report/tables", "disk"),
 }
 SHORTENED = {
-    "gpus": {"KnownGPU", "_model", "known_gpu"},  # without memory and rates; compared below
+    "gpus": {"KnownGPU", "_parse_model", "look_up_gpu"},  # without memory and rates; compared below
     "terminal": {"OnceCommand", "explain_usage_error", "show_error"},  # without settings and ranks
 }
 """What the copy has in a form of its own."""
@@ -59,7 +59,7 @@ def test_both_know_the_same_gpus_with_the_same_formats() -> None:
         (gpu.name, gpu.vendor, gpu.support) for gpu in gpus.KNOWN
     ]
     for name in ("v100", "rtx4090", "NVIDIA A100-SXM4-80GB", "Tesla T4", "M2 Max", "tpu v4"):
-        ours, copy = gpus.known_gpu(name), copied_gpus.known_gpu(name)
+        ours, copy = gpus.look_up_gpu(name), copied_gpus.look_up_gpu(name)
         assert ours.name == f"{copy.vendor} {copy.name}"
         assert all(ours.has(one) == copy.has(one) for one in ("fp64", "tf32", "bf16", "fp16", "fp8_e4m3", "fp8"))
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from halfstep.config.load import Loaded
-from halfstep.distributed.launch import launch_of
+from halfstep.distributed.launch import read_launch
 from halfstep.run.train import train as train_loaded
 from halfstep.workloads import load
 
@@ -28,5 +28,5 @@ def train(
         out=None if out is None else Path(out),
         resume=None if resume is None else Path(resume),
         allow_changes=allow_changes,
-        launch=launch_of(os.environ),
+        launch=read_launch(os.environ),
     )

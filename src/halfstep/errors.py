@@ -54,11 +54,11 @@ def make_printable(text: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         # Python reads such bytes as lone surrogates, which nothing but a file name may hold.
-        return re.sub("[\ud800-\udfff]", _escaped, text)
+        return re.sub("[\ud800-\udfff]", _escape, text)
     return text
 
 
-def _escaped(found: re.Match[str]) -> str:
+def _escape(found: re.Match[str]) -> str:
     code = ord(found.group())
     return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"\\u{code:04x}"
 
@@ -138,7 +138,7 @@ def explain_refused_pickle(error: BaseException | None) -> str:
     return ""
 
 
-def nearest(name: str, valid: Iterable[str], *, count: int = 3) -> str:
+def suggest_nearest(name: str, valid: Iterable[str], *, count: int = 3) -> str:
     """`did you mean 'a' or 'b'?` for a mistyped name, or the valid ones when nothing is near."""
     names = list(valid)
     close = difflib.get_close_matches(name.lower(), names, n=count, cutoff=0.5)
@@ -147,7 +147,7 @@ def nearest(name: str, valid: Iterable[str], *, count: int = 3) -> str:
     return "one of " + ", ".join(names)
 
 
-def suggested(*words: object) -> str:
+def suggest_command(*words: object) -> str:
     """A command to suggest, as a shell takes it: `halfstep evaluate 'runs/my unet'`."""
     return make_printable(shlex.join(["halfstep", *map(str, words)]))
 

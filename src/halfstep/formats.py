@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from halfstep.errors import FormatError, nearest
+from halfstep.errors import FormatError, suggest_nearest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,7 @@ def find_format(name: str) -> Format:
     try:
         return FORMATS[name.lower()]
     except KeyError:
-        raise FormatError(f"unknown number format {name!r}", fix=nearest(name, FORMATS)) from None
+        raise FormatError(f"unknown number format {name!r}", fix=suggest_nearest(name, FORMATS)) from None
 
 
 def round_value(x: float, fmt: Format) -> float:

@@ -15,7 +15,7 @@ from halfstep.bench.problem import (
 )
 from halfstep.bench.record import find_reduced_settings
 from halfstep.errors import ConfigError
-from halfstep.hardware.gpus import known_gpu
+from halfstep.hardware.gpus import look_up_gpu
 from halfstep.workloads import load
 from halfstep.workloads.classification.config import ResNetConfig
 from halfstep.workloads.segmentation.config import UNetConfig
@@ -111,5 +111,5 @@ def test_a_network_is_reduced_on_a_cpu_unless_it_is_given_a_folder_or_its_full_s
 
 
 def test_the_default_precisions_are_those_the_device_has() -> None:
-    assert choose_default_precisions(known_gpu("h200")) == ("fp32", "tf32", "bf16", "fp16")
-    assert choose_default_precisions(known_gpu("v100")) == ("fp32", "fp16")
+    assert choose_default_precisions(look_up_gpu("h200")) == ("fp32", "tf32", "bf16", "fp16")
+    assert choose_default_precisions(look_up_gpu("v100")) == ("fp32", "fp16")

@@ -11,7 +11,7 @@ from halfstep.bench.bench import add_speedups, check_clocks, check_drift, check_
 from halfstep.bench.measure_row import Row
 from halfstep.bench.record import format_command_line, refuse_to_overwrite, summarise_results
 from halfstep.errors import ConfigError
-from halfstep.hardware.gpus import known_gpu
+from halfstep.hardware.gpus import look_up_gpu
 
 
 def row(variant: str, precision: str, ms: float, *, spread: float = 0.2, **others: Any) -> Row:
@@ -32,10 +32,10 @@ def test_speedups_refer_to_eager_fp32_and_tf32() -> None:
 
 def test_the_rows_that_speedups_refer_to_are_named_whichever_they_are() -> None:
     rows = [row("auto", "fp32", 50.0), row("graph", "bf16", 10.0), row("tuned", "tf32", 20.0, name="plain")]
-    found = conclude(rows, flops=1, hardware=known_gpu("h200"))
+    found = conclude(rows, flops=1, hardware=look_up_gpu("h200"))
     assert found.bases == {"fp32": "halfstep auto fp32", "tf32": "plain tuned tf32"}
     assert summarise_results(found)["speedup_bases"] == found.bases
-    assert conclude(rows[1:2], flops=1, hardware=known_gpu("h200")).bases == {}
+    assert conclude(rows[1:2], flops=1, hardware=look_up_gpu("h200")).bases == {}
 
 
 def test_without_a_baseline_there_is_no_speedup() -> None:

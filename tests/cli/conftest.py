@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from halfstep.hardware.cache import measured_once
+from halfstep.hardware.cache import measure_once
 from halfstep.hardware.measure import Sizes, measure
 from halfstep.hardware.probe import probe
 
@@ -19,5 +19,5 @@ def known_rates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     sizes = Sizes(small_matmul=8, small_image=image, full_matmul=16, full_image=image, copy_bytes=2**16, budget_s=0.5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
-        measured_once(probe("cpu"), cache / "halfstep", functools.partial(measure, sizes=sizes))
+        measure_once(probe("cpu"), cache / "halfstep", functools.partial(measure, sizes=sizes))
         yield

@@ -115,7 +115,7 @@ def test_what_cannot_be_explained_at_all_is_refused_before_anything_is_measured(
     def measured(*_: object) -> None:
         raise AssertionError("measured")
 
-    monkeypatch.setattr("halfstep.hardware.cache.measured_once", measured)
+    monkeypatch.setattr("halfstep.hardware.cache.measure_once", measured)
     with pytest.raises(SystemExit) as ended:
         main([*TINY, "--device", "cpu", "--precisions", "fp32", "--explain", *wrong])
     assert ended.value.code == 2

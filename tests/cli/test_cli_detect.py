@@ -11,14 +11,14 @@ import pytest
 from halfstep.cli.main import main
 from halfstep.disk import find_cache_directory
 from halfstep.hardware import measure
-from halfstep.hardware.driver import Accelerator, Driver, Processor
+from halfstep.hardware.driver import Accelerator, CpuDescription, Driver
 from halfstep.hardware.gpus import KNOWN
 
 TINY = measure.Sizes(
     small_matmul=16, small_image=(1, 4, 8), full_matmul=32, full_image=(1, 4, 8), copy_bytes=4096, budget_s=10.0
 )
 T4 = Accelerator(kind="cuda", device="cuda:0", name="Tesla T4", capability=(7, 5), memory_total_bytes=15 * 2**30)
-XEON = Processor(
+XEON = CpuDescription(
     cpuinfo="model name\t: Intel(R) Xeon(R) 8480\nflags\t: avx512_bf16 amx_bf16\n",
     brand="",
     features=frozenset(),

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from halfstep.cli.main import main
-from halfstep.config.dump import plain, to_yaml
+from halfstep.config.dump import dump_values, to_yaml
 from halfstep.config.schema import RunConfig
 from halfstep.report.config_view import show_config
 from halfstep.run.folder import RunFolder, Settled
@@ -119,7 +119,7 @@ def test_the_schema_is_written_once_and_never_over_a_file(capsys: Capture, tmp_p
 
 def stored_run(path: Path, config: RunConfig, decided: dict[str, list[Any]] | None = None) -> None:
     (path / "config.yaml").write_text(to_yaml(config))
-    RunFolder(path).write_settled(Settled(settings=plain(config), decided=decided or {}, code={}))
+    RunFolder(path).write_settled(Settled(settings=dump_values(config), decided=decided or {}, code={}))
 
 
 def test_resume_reads_the_runs_own_config_and_takes_changes(capsys: Capture, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from halfstep.config.dump import json_schema, to_yaml
+from halfstep.config.dump import make_json_schema, to_yaml
 from halfstep.config.schema import RunConfig
 from halfstep.workloads import from_dict, load
 from halfstep.workloads.segmentation.config import UNetConfig
@@ -71,7 +71,7 @@ def test_any_config_round_trips_exactly(
 
 
 def test_the_json_schema_knows_descriptions_shorthands_and_references() -> None:
-    schema = json_schema(UNetConfig)
+    schema = make_json_schema(UNetConfig)
     assert json.loads(json.dumps(schema)) == schema
     train = schema["$defs"]["TrainConfig"]["properties"]
     assert train["epochs"]["description"] == "Passes over the training set"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from halfstep.config.keys import fields_of
+from halfstep.config.keys import list_fields
 from halfstep.config.load import Loaded
 from halfstep.config.schema import RunConfig
 from halfstep.config.statements import DEFAULT
@@ -105,7 +105,7 @@ def test_every_setting_has_a_source_and_a_description(tmp_path: Path) -> None:
     loaded = load_text(tmp_path, "globals: {A: 1}\nprecision: {modules: {'vae.*': fp32}}\n")
     assert {"globals.A", "precision.modules.vae.*"} <= set(loaded.origins)
     for schema in SCHEMAS:
-        assert [path for path, field in fields_of(schema).items() if not field.description] == []
+        assert [path for path, field in list_fields(schema).items() if not field.description] == []
 
 
 def test_a_preset_flag_replaces_the_files_preset(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_presets_are_guide_0s(preset: str, values: dict[str, object]) -> None:
 def test_every_preset_of_every_schema_names_settings_that_exist(schema: type[RunConfig]) -> None:
     assert set(schema.presets) >= {"fast", "quality", "lowmem", "stable", "debug"}
     for values in schema.presets.values():
-        assert set(values) <= set(fields_of(schema))
+        assert set(values) <= set(list_fields(schema))
 
 
 def test_yaml_words_mean_what_their_field_takes(tmp_path: Path) -> None:
@@ -343,7 +343,7 @@ def test_any_words_give_a_config_or_a_config_error(words: list[str]) -> None:
 
 
 @given(
-    key=st.sampled_from(sorted(fields_of(UNetConfig))),
+    key=st.sampled_from(sorted(list_fields(UNetConfig))),
     value=st.text(alphabet="0123456789.eE+-[]{},:'\"aofntrue_ ${}", max_size=12),
 )
 def test_any_value_for_any_setting_gives_a_config_or_a_config_error(key: str, value: str) -> None:

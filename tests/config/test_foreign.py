@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from halfstep.config.foreign import Foreign, resolved
+from halfstep.config.foreign import Foreign, resolve_document
 from halfstep.config.load import Loaded, load
 from halfstep.config.schema import RunConfig
 from halfstep.config.yaml_source import parse_yaml
@@ -100,7 +100,7 @@ def test_a_file_with_a_workload_is_ours_even_where_a_family_would_claim_it(tmp_p
 
 
 def values_of(text: str) -> dict[str, Any]:
-    return resolved(parse_yaml(text, "a.yaml").values)
+    return resolve_document(parse_yaml(text, "a.yaml").values)
 
 
 def test_references_are_resolved_as_omegaconf_does() -> None:

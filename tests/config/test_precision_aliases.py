@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from halfstep.config.aliases import FOREIGN_KEYS, KEY_ALIASES
-from halfstep.config.keys import fields_of
-from halfstep.config.precision_names import PRECISION_NAMES, PRECISIONS, precision_name
+from halfstep.config.keys import list_fields
+from halfstep.config.precision_names import PRECISION_NAMES, PRECISIONS, normalise_precision
 from halfstep.errors import ConfigError
 from halfstep.workloads import KINDS, from_dict, load
 
@@ -32,7 +32,7 @@ def test_every_spelling_has_one_meaning_in_python_in_yaml_and_as_an_override(
 ) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(f"workload: unet\nprecision: {spelling}\n")
-    assert precision_name(spelling) == meaning
+    assert normalise_precision(spelling) == meaning
     assert load(str(path)).config.precision.default == meaning
     assert load("unet", overrides=[f"trainer.precision={spelling}"]).config.precision.default == meaning
 
@@ -46,13 +46,13 @@ def test_the_rows_cover_the_whole_table() -> None:
     ("value", "meaning"), [(16, "fp16"), (32, "fp32"), (False, "fp32"), (None, "fp32"), (8, "fp8")]
 )
 def test_python_values_that_are_not_text(value: object, meaning: str) -> None:
-    assert precision_name(value) == meaning
+    assert normalise_precision(value) == meaning
 
 
 @pytest.mark.parametrize("word", ["fp16-true", "16-true", "half-true", "pure_fp16", "64", "double", "fp64", "e5m2"])
 def test_precisions_not_offered_are_refused_with_the_reason(word: str) -> None:
     with pytest.raises(ConfigError, match="is not offered") as caught:
-        precision_name(word, "here")
+        normalise_precision(word, "here")
     assert caught.value.why
     assert caught.value.fix.startswith("use ")
 
@@ -60,7 +60,7 @@ def test_precisions_not_offered_are_refused_with_the_reason(word: str) -> None:
 @pytest.mark.parametrize("word", ["fp7", "", "true", "bf17-mixed", "yes", "1", "17"])
 def test_unknown_precisions_are_refused_with_a_suggestion(word: str) -> None:
     with pytest.raises(ConfigError, match="unknown precision") as caught:
-        precision_name(word)
+        normalise_precision(word)
     assert "bf16" in caught.value.fix or "did you mean" in caught.value.fix
 
 
@@ -217,7 +217,7 @@ def test_module_precisions_are_canonical_too(tmp_path: Path) -> None:
 
 
 def test_every_foreign_key_leads_to_a_setting_that_exists_and_hides_none() -> None:
-    fields = {field for name in KINDS for field in fields_of(KINDS[name].schema(name))}
+    fields = {field for name in KINDS for field in list_fields(KINDS[name].schema(name))}
     assert {alias.path for alias in KEY_ALIASES.values()} <= fields
     assert not set(KEY_ALIASES) & fields
     assert sum(len(keys) for keys in FOREIGN_KEYS.values()) == len(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, JsonValue
 
-from halfstep.config.section import Plain, is_text_only, typed, typed_by_field
+from halfstep.config.section import Plain, convert_for_field, is_text_only, parse_scalar
 
 
 @pytest.mark.parametrize(
@@ -33,20 +33,20 @@ from halfstep.config.section import Plain, is_text_only, typed, typed_by_field
     ],
 )
 def test_a_number_is_what_a_person_calls_a_number(text: str, value: object) -> None:
-    assert typed(text) == value
-    assert type(typed(text)) is type(value)
+    assert parse_scalar(text) == value
+    assert type(parse_scalar(text)) is type(value)
 
 
 @pytest.mark.parametrize(
     "text", ["1:30", "12:30:45", "2024-01-01", "e5", ".", "-", "1e", "0x10", "v1", "1.2.3", "bf16"]
 )
 def test_yaml_1_1_surprises_stay_text(text: str) -> None:
-    assert typed(text) == text
+    assert parse_scalar(text) == text
 
 
 @given(st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.booleans() | st.none())
 def test_what_python_prints_reads_back(value: object) -> None:
-    assert typed(str(value)) == value
+    assert parse_scalar(str(value)) == value
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,11 @@ def test_a_field_says_whether_only_text_fits(annotation: object, text_only: bool
 
 
 def test_plain_text_is_settled_by_its_field_and_quoted_text_is_left_alone() -> None:
-    assert typed_by_field(Plain("off"), Literal["auto", "off"]) == "off"
-    assert typed_by_field(Plain("off"), bool) is False
+    assert convert_for_field(Plain("off"), Literal["auto", "off"]) == "off"
+    assert convert_for_field(Plain("off"), bool) is False
     for word in ("false", "False", "no", "off", "null"):
-        assert typed_by_field(Plain(word), Literal["auto", "off"]) == "off"
-    assert typed_by_field(Plain("false"), Literal["auto", "none"]) == "false", "no word of its own for it"
-    assert typed_by_field([Plain("001"), "002"], tuple[str, ...]) == ["001", "002"]
-    assert typed_by_field({"a": Plain("1e-3"), "b": "1e-3"}, dict[str, float | str]) == {"a": 1e-3, "b": "1e-3"}
-    assert typed_by_field(Plain("null"), str | None) is None
+        assert convert_for_field(Plain(word), Literal["auto", "off"]) == "off"
+    assert convert_for_field(Plain("false"), Literal["auto", "none"]) == "false", "no word of its own for it"
+    assert convert_for_field([Plain("001"), "002"], tuple[str, ...]) == ["001", "002"]
+    assert convert_for_field({"a": Plain("1e-3"), "b": "1e-3"}, dict[str, float | str]) == {"a": 1e-3, "b": "1e-3"}
+    assert convert_for_field(Plain("null"), str | None) is None

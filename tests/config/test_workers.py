@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from halfstep.config import section
-from halfstep.config.dump import json_schema, to_yaml
+from halfstep.config.dump import make_json_schema, to_yaml
 from halfstep.config.schema import DataConfig
 from halfstep.errors import ConfigError
 from halfstep.workloads import load
@@ -16,24 +16,24 @@ from halfstep.workloads.segmentation.config import UNetConfig
 def test_auto_is_one_worker_a_core_and_at_most_eight(
     monkeypatch: pytest.MonkeyPatch, cores: int, expected: int
 ) -> None:
-    monkeypatch.setattr(section, "num_cores", lambda: cores)
+    monkeypatch.setattr(section, "count_cores", lambda: cores)
     assert DataConfig().num_workers == expected
     assert DataConfig(num_workers="auto").num_workers == expected
 
 
 def test_the_source_of_the_default_says_how_many_cores_there_are() -> None:
     loaded = load("unet", overrides=["data.dir=x"])
-    assert str(loaded.origins["data.num_workers"]) == f"auto: {section.num_cores()} cores"
+    assert str(loaded.origins["data.num_workers"]) == f"auto: {section.count_cores()} cores"
     assert str(load("unet", overrides=["data.dir=x", "workers=3"]).origins["data.num_workers"]) == "workers=3"
-    assert f"num_workers: {section.auto_workers()}" in to_yaml(loaded.config)
+    assert f"num_workers: {section.choose_num_workers()}" in to_yaml(loaded.config)
 
 
 def test_off_and_numbers_and_nonsense() -> None:
     assert load("unet", overrides=["data.num_workers=null"]).config.data.num_workers == 0
-    assert load("unet", overrides=["data.num_workers=auto"]).config.data.num_workers == section.auto_workers()
+    assert load("unet", overrides=["data.num_workers=auto"]).config.data.num_workers == section.choose_num_workers()
     with pytest.raises(ConfigError, match="data.num_workers = 'many'"):
         load("unet", overrides=["data.num_workers=many"])
-    field = json_schema(UNetConfig)["$defs"]["UNetDataConfig"]["properties"]["num_workers"]
+    field = make_json_schema(UNetConfig)["$defs"]["UNetDataConfig"]["properties"]["num_workers"]
     assert {"const": "auto"} in field["anyOf"][0]["anyOf"]
 
 

@@ -15,7 +15,7 @@ from halfstep.evidence import causes
 from halfstep.evidence.capsule import all_in
 from halfstep.kernels import attention_triton as kernels
 from halfstep.kernels.transformer_chain import attention, by_heads, is_short
-from halfstep.precision.contexts import is_at_fault
+from halfstep.precision.contexts import has_cudnn_fault
 from tiny_training import plan
 
 pytestmark = pytest.mark.gpu
@@ -86,7 +86,7 @@ def test_attention_is_finite_at_lengths_where_cudnn_gives_nan(precision: str, is
         with plan(precision, "cuda").forward():
             found = gradients(keys, dtype, is_compiled=is_compiled, heads=heads, queries=queries)
         assert found.isfinite().all()
-        if is_at_fault("cuda") and not is_compiled:
+        if has_cudnn_fault("cuda") and not is_compiled:
             raw = gradients(keys, dtype, is_compiled=False, heads=heads, queries=queries)
             assert raw.isnan().any(), "fixed: is_at_fault may ask for the version"
 
@@ -104,7 +104,7 @@ class Attending(nn.Module):
         return torchs_attention(*(part[:, None] for part in (q, k, x))).float()
 
 
-@pytest.mark.skipif(not is_at_fault("cuda"), reason="NOT tested: cuDNN of this GPU is right")
+@pytest.mark.skipif(not has_cudnn_fault("cuda"), reason="NOT tested: cuDNN of this GPU is right")
 def test_replay_blames_the_kernel_where_the_code_calls_torchs_attention_by_a_name_of_its_own(tmp_path: Path) -> None:
     model = Attending().cuda()
     step = hs.Step(model, torch.optim.AdamW(model.parameters(), fused=True), "bf16", capsules=tmp_path)

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from halfstep.run.assemble import assemble
 from halfstep.run.engine import Engine, rehearsal
-from halfstep.step.randomness import algorithms
+from halfstep.step.randomness import choose_algorithms
 from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.tune.modes import UNCAPTURED, cudnn_trials
 
@@ -29,7 +29,7 @@ SMALL = {"model.depth": 1}
 def any_algorithm(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Four of them for each convolution, and few convolutions: cuDNN compiles some algorithms to try them."""
     monkeypatch.setattr(torch.backends.cudnn, "benchmark_limit", 4)
-    with algorithms(deterministic=False):
+    with choose_algorithms(deterministic=False):
         yield
 
 

@@ -22,9 +22,9 @@ from torch import Tensor
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
-from halfstep.step.facts import Reading, restore_rng, rng_state
+from halfstep.step.facts import Reading, read_rng_state, restore_rng
 from halfstep.step.guard import Guard
-from halfstep.step.randomness import algorithms
+from halfstep.step.randomness import choose_algorithms
 from halfstep.tune.channels_last import in_layout_of
 from halfstep.tune.memory_low import NORMAL, MemorySetting
 from halfstep.tune.modes import UNCAPTURED, Mode
@@ -143,7 +143,7 @@ def references(data: Path) -> dict[tuple[str, str], list[Reading]]:
     found = {}
     for workload, precision in dict.fromkeys((case.workload, case.precision) for case in CASES):
         plain = Case(workload=workload, mode="eager", precision=precision, channels_last=False)
-        with algorithms(deterministic=False):
+        with choose_algorithms(deterministic=False):
             found[workload, precision] = Run(plain, data).readings
     return found
 
@@ -151,7 +151,7 @@ def references(data: Path) -> dict[tuple[str, str], list[Reading]]:
 @pytest.fixture(scope="module", params=CASES, ids=str)
 def run(request: pytest.FixtureRequest, data: Path) -> Iterator[Run]:
     """One for the four tests, in their order: nothing is compiled twice."""
-    with algorithms(deterministic=request.param.deterministic):
+    with choose_algorithms(deterministic=request.param.deterministic):
         yield Run(request.param, data)
     torch.compiler.reset()
     gc.collect()
@@ -198,7 +198,7 @@ def test_a_stored_state_is_restored_to_the_bit_and_goes_on(run: Run) -> None:
     """Uncaptured at first, then captured again. Deterministic to the bit; otherwise close to how it went on before."""
     parts, batches = run.parts, run.batches[: 2 * UNCAPTURED]
     model, state = copy.deepcopy(parts.model.state_dict()), copy.deepcopy(parts.step.state_dict())
-    rng, before = rng_state(parts.device), everything(parts.step)
+    rng, before = read_rng_state(parts.device), everything(parts.step)
     first, then = run.train(batches), everything(parts.step)
     parts.model.load_state_dict(model)
     parts.step.load_state_dict(state)

@@ -27,7 +27,7 @@ from halfstep.step.clip import Clip
 from halfstep.step.facts import Facts, Reading
 from halfstep.step.graph import CaptureFailed, GraphedStep
 from halfstep.step.guard import Guard
-from halfstep.step.randomness import algorithms
+from halfstep.step.randomness import choose_algorithms
 from halfstep.step.step import Step
 from halfstep.tune.choose import tuned
 from halfstep.tune.modes import UNCAPTURED
@@ -43,7 +43,7 @@ SELECTED = ["adamw", "sgd", "adam", "rmsprop", "nadam"]
 
 @pytest.fixture(autouse=True)
 def repeatable() -> Any:
-    with algorithms(deterministic=True):
+    with choose_algorithms(deterministic=True):
         yield
 
 
@@ -235,7 +235,7 @@ def test_a_shape_that_changes_all_the_time_runs_uncaptured(tmp_path: Path) -> No
 
 
 def test_a_captured_run_outlives_its_table_of_learning_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with algorithms(deterministic=False):
+    with choose_algorithms(deterministic=False):
         expected, _ = curve(tmp_path, "eager")
         monkeypatch.setattr(tabulated, "TABLE_CHUNK", 7)  # grows at 7, 14 and 28 of 30 steps
         found, engine = curve(tmp_path, "graph")
@@ -310,7 +310,7 @@ def test_auto_measures_chooses_and_stores_and_the_next_run_does_not_measure(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    with algorithms(deterministic=False):
+    with choose_algorithms(deterministic=False):
         # So many steps are enough for compiling and cuDNN's trials, by the rule, whatever a step takes.
         loaded, workload, plan = made(tmp_path, **{"train.epochs": 1_000_000, "train.tune_kernels": False})
         before = {name: value.clone() for name, value in workload.model.state_dict().items()}

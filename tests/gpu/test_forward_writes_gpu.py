@@ -15,7 +15,7 @@ from halfstep.step import forward_writes
 from halfstep.step.facts import Facts
 from halfstep.step.graph import CaptureFailed, GraphedStep
 from halfstep.step.optim.by_name import build_optimizer
-from halfstep.step.randomness import algorithms
+from halfstep.step.randomness import choose_algorithms
 from halfstep.step.step import Step
 from no_waiting import no_host_wait
 from tiny_training import assert_same_bits, plan
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def repeatable() -> Any:
-    with algorithms(deterministic=True):
+    with choose_algorithms(deterministic=True):
         yield
 
 

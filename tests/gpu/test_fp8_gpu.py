@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from capture import captured
-from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, fp8_gain, gains_once
+from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, measure_fp8_gain, measure_gains_once
 from halfstep.hardware.probe import probe
 from halfstep.models.vit import build_vit
 from halfstep.precision.decide import decide
-from halfstep.precision.fp8 import layer_shapes, measured_gains
+from halfstep.precision.fp8 import find_layer_shapes, measure_layer_gains
 from halfstep.precision.plan import Plan
-from halfstep.step.optim.by_name import build_optimizer, parameter_groups
+from halfstep.step.optim.by_name import build_optimizer, make_parameter_groups
 from halfstep.step.step import Step
 
 pytestmark = [
@@ -51,8 +51,10 @@ def test_the_gain_of_a_large_layer_is_measured_and_that_of_a_small_one_is_none(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     began = time.perf_counter()
-    large = fp8_gain(4096, 16384, 16384, "cuda:0")
-    small = min((fp8_gain(256, 256, 1024, "cuda:0") for _ in range(3)), key=lambda gain: gain.ratio)  # tests beside it
+    large = measure_fp8_gain(4096, 16384, 16384, "cuda:0")
+    small = min(
+        (measure_fp8_gain(256, 256, 1024, "cuda:0") for _ in range(3)), key=lambda gain: gain.ratio
+    )  # tests beside it
     with capsys.disabled():
         print(f"\nlarge: {large}; small: {small}; {time.perf_counter() - began:.0f} s")
     assert large.ratio > 1.05
@@ -62,15 +64,15 @@ def test_the_gain_of_a_large_layer_is_measured_and_that_of_a_small_one_is_none(
 def test_gains_of_vit_l_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with torch.device("meta"):
         model = build_vit("vit_l_16", depth=2)
-    shapes = layer_shapes(model, lambda: model(torch.empty(64, 3, 224, 224, device="meta")))
-    gains = gains_once(shapes.values(), probe("cuda"), tmp_path)
+    shapes = find_layer_shapes(model, lambda: model(torch.empty(64, 3, 224, 224, device="meta")))
+    gains = measure_gains_once(shapes.values(), probe("cuda"), tmp_path)
     with capsys.disabled():
         print("\n" + "\n".join(f"{shape}: {gain}" for shape, gain in gains.items()))
 
     def never(*_shape: object) -> Fp8Gain:
         raise AssertionError("measured twice")
 
-    assert gains_once(shapes.values(), probe("cuda"), tmp_path, measure=never) == gains
+    assert measure_gains_once(shapes.values(), probe("cuda"), tmp_path, measure=never) == gains
     assert LayerShape(1024, 4096, 64 * 197) in gains
 
 
@@ -78,7 +80,7 @@ def test_the_plan_follows_what_was_measured(tmp_path: Path) -> None:
     model = net(64)
 
     def measured(folder: str) -> dict[str, Fp8Gain]:
-        return measured_gains(
+        return measure_layer_gains(
             model, lambda: model(torch.empty(256, 64, device="cuda")), probe("cuda"), tmp_path / folder
         )
 
@@ -120,7 +122,7 @@ def test_names_stay_and_the_weights_load_in_bf16(is_compiled: bool) -> None:
 def test_a_bad_step_leaves_every_bit_alone() -> None:
     model = net(64)
     plan = in_fp8(model)
-    step = Step(model, build_optimizer("adamw", parameter_groups(model, 0.01), lr=1e-3), plan)
+    step = Step(model, build_optimizer("adamw", make_parameter_groups(model, 0.01), lr=1e-3), plan)
     loss_fn = lambda x: model(x).float().square().mean()  # noqa: E731
     for _ in range(3):
         assert not step(loss_fn, [torch.randn(32, 64, device="cuda")]).read().is_bad

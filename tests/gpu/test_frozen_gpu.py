@@ -14,7 +14,7 @@ from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
 from halfstep.step import tables as tabulated
-from halfstep.step.randomness import algorithms
+from halfstep.step.randomness import choose_algorithms
 from halfstep.workloads import from_dict
 from no_waiting import no_host_wait
 
@@ -25,7 +25,7 @@ STEPS = 9
 
 @pytest.fixture(autouse=True)
 def repeatable() -> Any:
-    with algorithms(deterministic=True):
+    with choose_algorithms(deterministic=True):
         yield
 
 

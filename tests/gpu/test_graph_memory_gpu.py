@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.hardware.memory import give_back, peak_memory_bytes
-from halfstep.step.graph import SAID, SETTING, GraphedStep, growing_segments
+from halfstep.hardware.memory import get_peak_memory_bytes, release_unused_memory
+from halfstep.step.graph import CONFIG_KEY, SETTING, GraphedStep, use_growing_segments
 from halfstep.step.step import Step
 from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.tune.modes import UNCAPTURED
@@ -46,7 +46,7 @@ def counted() -> int:
     base = torch.cuda.memory_allocated()
     graph = captured_with_gaps()
     torch.cuda.reset_peak_memory_stats()
-    held = peak_memory_bytes(CUDA)
+    held = get_peak_memory_bytes(CUDA)
     assert held is not None
     graph.replay()
     torch.cuda.synchronize()
@@ -55,7 +55,7 @@ def counted() -> int:
 
 def test_a_graph_holds_little_more_than_its_tensors_ever_took() -> None:
     in_pieces = counted()
-    with growing_segments():
+    with use_growing_segments():
         grown = counted()
     assert grown >= (60 + 62) * MEGABYTE  # the two largest live at the same time
     assert in_pieces >= sum(range(34, 64, 2)) * MEGABYTE  # each has a piece of its own
@@ -64,7 +64,7 @@ def test_a_graph_holds_little_more_than_its_tensors_ever_took() -> None:
 
 @contextlib.contextmanager
 def told(words: str) -> Iterator[None]:
-    before = settings()[SAID]
+    before = settings()[CONFIG_KEY]
     torch._C._accelerator_setAllocatorSettings(words)
     try:
         yield
@@ -76,18 +76,18 @@ def told(words: str) -> Iterator[None]:
 def test_the_allocator_is_as_it_was_and_keeps_what_a_user_told_it() -> None:
     with told("max_split_size_mb:200"):
         for _ in range(3):
-            with growing_segments():
+            with use_growing_segments():
                 assert settings()[SETTING]
                 assert settings()["max_split_size"] == 200 * MEGABYTE
             assert not settings()[SETTING]
             assert settings()["max_split_size"] == 200 * MEGABYTE
-            assert settings()[SAID].count(SETTING) == 1
+            assert settings()[CONFIG_KEY].count(SETTING) == 1
 
 
 @pytest.mark.parametrize("word", ["True", "False"])
 def test_who_says_whether_segments_may_grow_is_not_overruled(word: str) -> None:
     with told(f"max_split_size_mb:{UNLIMITED_MB},expandable_segments:{word}"):
-        with growing_segments():
+        with use_growing_segments():
             assert settings()[SETTING] is (word == "True")
         assert settings()[SETTING] is (word == "True")
 
@@ -99,17 +99,17 @@ def test_nothing_is_left_of_a_graph_that_multiplied() -> None:
         left = torch.ones(1024, 1024, device=CUDA)
         left = left @ left  # a new thread's cuBLAS cannot start within a capture
         graph = torch.cuda.CUDAGraph()
-        with growing_segments(), torch.cuda.graph(graph):
+        with use_growing_segments(), torch.cuda.graph(graph):
             for _ in range(3):
                 left = left @ left
         return graph
 
-    give_back(CUDA)
+    release_unused_memory(CUDA)
     before = torch.cuda.memory_reserved()
     in_fresh_thread(captured, CUDA).replay()
     torch.cuda.synchronize()
     assert torch.cuda.memory_reserved() > before
-    give_back(CUDA)
+    release_unused_memory(CUDA)
     assert torch.cuda.memory_reserved() == before
 
 

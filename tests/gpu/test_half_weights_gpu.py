@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from halfstep.step.optim.adamw8bit import AdamW8bit
 from halfstep.step.optim.adamw_bf16 import LOW, AdamWBf16
-from halfstep.step.optim.half_weights import joined
-from halfstep.step.optim.single_pass import SinglePass, takes
+from halfstep.step.optim.half_weights import join
+from halfstep.step.optim.single_pass import SinglePass, can_run_single_pass
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +50,7 @@ def masters(model: list[Tensor], optimizer: Any) -> list[Tensor]:
     for parameter in model:
         low = optimizer.state[parameter][LOW]
         low = low if low.shape == parameter.shape else low.as_strided(parameter.shape, parameter.stride())
-        found.append(joined(parameter.detach(), low))
+        found.append(join(parameter.detach(), low))
     return found
 
 
@@ -65,7 +65,7 @@ def test_split_weights_in_one_pass_have_the_bits_of_torchs_fp32_adamw(
     for model, stepping in ((exact, theirs), (ours, optimizer)):
         give(model, 0, gradient if model is ours else None)
         stepping.step()
-    assert takes(optimizer, CUDA)
+    assert can_run_single_pass(optimizer, CUDA)
     single_pass = SinglePass(optimizer, CUDA)
     assert single_pass.fits_gradients
     scale = None if factor is None else torch.full((), factor, device=CUDA)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfstep.hardware.memory import memory_picture, peak_memory_bytes, reset_peak
+from halfstep.hardware.memory import describe_memory, get_peak_memory_bytes, reset_peak
 from halfstep.hardware.nvml import EnergyMeter
 
 pytestmark = pytest.mark.gpu
@@ -16,7 +16,7 @@ def test_the_peak_is_what_was_allocated_at_once() -> None:
     base = torch.cuda.memory_allocated(device)
     block = torch.empty(2**28, dtype=torch.uint8, device=device)
     del block
-    peak = peak_memory_bytes(device)
+    peak = get_peak_memory_bytes(device)
     assert peak is not None
     assert 2**28 <= peak - base < 2**28 + 2**21
 
@@ -30,7 +30,7 @@ def test_the_peak_counts_what_a_captured_graph_holds() -> None:
         total = (source * 2).sum()
     reset_peak(device)
     graph.replay()
-    peak = peak_memory_bytes(device)
+    peak = get_peak_memory_bytes(device)
     assert float(total) == 2**27
     assert peak is not None
     assert peak >= source.nbytes * 2
@@ -51,6 +51,6 @@ def test_a_busy_gpu_uses_energy() -> None:
 
 
 def test_the_picture_names_the_device_and_what_torch_holds() -> None:
-    picture = memory_picture(torch.device("cuda"))
+    picture = describe_memory(torch.device("cuda"))
     assert torch.cuda.get_device_name() in picture
     assert "in torch's tensors" in picture

@@ -17,7 +17,7 @@ from halfstep.hardware.probe import probe
 from halfstep.models.recompute import Recompute, set_recompute
 from halfstep.precision.decide import decide
 from halfstep.step.optim import adamw8bit_triton
-from halfstep.step.optim.adamw8bit import AdamW8bit, empty_state, update
+from halfstep.step.optim.adamw8bit import AdamW8bit, make_state, update
 from halfstep.step.optim.adamw_bf16 import Setting
 from halfstep.tune.memory_low import NORMAL, Cost, MemorySetting, choose_memory, levers_of, optimizer_for
 from halfstep.workloads.segmentation.unet import UNet
@@ -167,7 +167,7 @@ def test_the_kernel_has_the_bits_of_its_twin(dtype: torch.dtype, scale: float | 
         lr=torch.full((), 1e-2, device="cuda"), found_inf=torch.zeros((), device="cuda"), betas=(0.9, 0.999), eps=1e-8,
         weight_decay=0.1, grad_scale=None if scale is None else torch.full((), scale, device="cuda"),
     )  # fmt: skip
-    ours, theirs = ({"weights": weights.clone(), **empty_state(weights)} for _ in range(2))
+    ours, theirs = ({"weights": weights.clone(), **make_state(weights)} for _ in range(2))
     size = torch.logspace(-9, 3, 4099, device="cuda").repeat_interleave(256)
     for step in range(1, 6):
         gradient = (torch.randn_like(size) * size).to(dtype)

@@ -18,7 +18,7 @@ from halfstep.run.engine import PhasedEngine
 from halfstep.run.train import train
 from halfstep.step.facts import PhasedReading
 from halfstep.step.phases import PhasedStep
-from halfstep.step.randomness import algorithms
+from halfstep.step.randomness import choose_algorithms
 from halfstep.tune.modes import UNCAPTURED
 from halfstep.workloads import load
 from no_waiting import no_host_wait
@@ -33,7 +33,7 @@ LATER = UNCAPTURED + 2
 
 @pytest.fixture(autouse=True)
 def repeatable() -> Any:
-    with algorithms(deterministic=True):
+    with choose_algorithms(deterministic=True):
         yield
 
 

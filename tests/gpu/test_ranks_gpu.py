@@ -103,11 +103,11 @@ def test_one_and_seven_samples_with_sync_batch_norm_are_eight(tmp_path: Path) ->
 
 
 def test_processes_without_a_gpu_each_are_refused_unless_they_share_it(tmp_path: Path) -> None:
-    from halfstep.distributed.launch import device_of
+    from halfstep.distributed.launch import choose_device
     from halfstep.errors import ConfigError
 
     count = torch.cuda.device_count()
     launch = Launch(rank=count, size=count + 1, local_rank=count, address="127.0.0.1", port=free_port())
     config = load("rank_workload:build", overrides=["device=cuda", "data.dir=anywhere"]).config
     with pytest.raises(ConfigError, match="has no GPU"):
-        device_of(config, launch)
+        choose_device(config, launch)

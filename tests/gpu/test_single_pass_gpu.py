@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from halfstep.step.graph import GraphedStep
 from halfstep.step.optim.adamw_triton import LOW
-from halfstep.step.optim.single_pass import SinglePass, takes
+from halfstep.step.optim.single_pass import SinglePass, can_run_single_pass
 from halfstep.step.step import Step
 from halfstep.tune.modes import UNCAPTURED
 from tiny_training import assert_same_bits, batch, loss_of, make_step
@@ -88,8 +88,8 @@ def test_a_hundred_steps_have_the_bits_of_torchs_kernel(kind: str, weight_decay:
 
 
 def test_adams_coupled_decay_is_left_to_torch() -> None:
-    assert takes(made("adam", weight_decay=0.0)[1], CUDA)
-    assert not takes(made("adam", weight_decay=0.1)[1], CUDA)
+    assert can_run_single_pass(made("adam", weight_decay=0.0)[1], CUDA)
+    assert not can_run_single_pass(made("adam", weight_decay=0.1)[1], CUDA)
     assert not captured("adam")[1].passes
 
 
@@ -124,17 +124,17 @@ def test_a_captured_step_commits_by_our_kernel() -> None:
 
 
 def test_other_forms_are_left_to_torch() -> None:
-    assert takes(made()[1], CUDA)
-    assert not takes(made(amsgrad=True)[1], CUDA)
-    assert not takes(made(maximize=True)[1], CUDA)
-    assert not takes(made(fused=False, capturable=True)[1], CUDA)
+    assert can_run_single_pass(made()[1], CUDA)
+    assert not can_run_single_pass(made(amsgrad=True)[1], CUDA)
+    assert not can_run_single_pass(made(maximize=True)[1], CUDA)
+    assert not can_run_single_pass(made(fused=False, capturable=True)[1], CUDA)
     half = nn.Parameter(torch.zeros(8, device=CUDA, dtype=torch.bfloat16))
-    assert not takes(torch.optim.AdamW([half], fused=True), CUDA)
+    assert not can_run_single_pass(torch.optim.AdamW([half], fused=True), CUDA)
     hooked = made()[1]
     hooked.register_step_post_hook(lambda *_: None)
-    assert not takes(hooked, CUDA)
+    assert not can_run_single_pass(hooked, CUDA)
     sgd = torch.optim.SGD([nn.Parameter(torch.zeros(8, device=CUDA))], fused=True)
-    assert not takes(sgd, CUDA)
+    assert not can_run_single_pass(sgd, CUDA)
 
 
 def test_gradients_that_lie_otherwise_are_committed_by_torch_inside_the_graph() -> None:

@@ -10,8 +10,8 @@ import torch
 
 from halfstep.step.clip import Clip
 from halfstep.step.guard import Guard
-from halfstep.step.optim.by_name import OPTIMIZERS, build_optimizer, parameter_groups
-from halfstep.step.randomness import algorithms
+from halfstep.step.optim.by_name import OPTIMIZERS, build_optimizer, make_parameter_groups
+from halfstep.step.randomness import choose_algorithms
 from halfstep.step.schedule import ScheduleOptions, build_schedule
 from halfstep.step.step import Step
 from no_waiting import no_host_wait
@@ -60,11 +60,11 @@ def test_clipping_inside_the_optimizers_kernel_is_a_rounding_away_from_a_plain_l
     since torch 2.11, and which multiplications and additions are fused is the CUDA compiler's choice, branch by branch:
     a rounding of the momentum. Clipped, gradients are a spacing (1e-7) off, and Adam divides by their size; a factor
     applied twice or never would be off by its own size."""
-    with algorithms(deterministic=True):
+    with choose_algorithms(deterministic=True):
         model = make_model(device="cuda")
         reference = copy.deepcopy(model)
         mine, theirs = (
-            build_optimizer(optimizer, parameter_groups(m, 0.01), lr=1e-2, options=OPTIONS.get(optimizer))
+            build_optimizer(optimizer, make_parameter_groups(m, 0.01), lr=1e-2, options=OPTIONS.get(optimizer))
             for m in (model, reference)
         )
         step = Step(model, mine, plan("fp32", "cuda"), clip=Clip(limit=limit))
@@ -153,7 +153,7 @@ def test_the_gpu_does_not_idle_between_steps() -> None:
     """A trace of a model whose kernels outlast their launches: the gaps between kernels stay under 5 % of the time."""
     layers = [layer for _ in range(6) for layer in (torch.nn.Linear(4096, 4096), torch.nn.ReLU())]
     model = torch.nn.Sequential(*layers).cuda()
-    optimizer = build_optimizer("adamw", parameter_groups(model, 0.01), lr=1e-4)
+    optimizer = build_optimizer("adamw", make_parameter_groups(model, 0.01), lr=1e-4)
     schedule = build_schedule(ScheduleOptions(name="cosine", total_steps=100))
     step = Step(model, optimizer, plan("bf16", "cuda"), clip=Clip(limit=1.0), schedules=[schedule])
     guard, data = Guard(scaling=False), torch.randn(32768, 4096, device="cuda")

@@ -44,7 +44,7 @@ from halfstep.guide.suggest import (
 )
 from halfstep.guide.trial import Trial, Trials, measure_trial
 from halfstep.hardware.facts import Hardware, Measurement
-from halfstep.hardware.gpus import known_gpu
+from halfstep.hardware.gpus import look_up_gpu
 from halfstep.hardware.memory import LiveBytes
 from halfstep.precision.advice import EXAMPLE_SAMPLE_BYTES
 from halfstep.run.memory.sizing import StepCost, predict_step_cost
@@ -67,7 +67,7 @@ def measured(tflops: dict[str, float], *, free_gib: int = 16) -> Hardware:
         for op in ("matmul", "conv_nchw", "conv_nhwc")
         for name, rate in tflops.items()
     )
-    card = dataclasses.replace(known_gpu("a100"), device="cuda:0", memory_free_bytes=free_gib * 2**30)
+    card = dataclasses.replace(look_up_gpu("a100"), device="cuda:0", memory_free_bytes=free_gib * 2**30)
     return dataclasses.replace(card, measurements=rates, source="measured")
 
 
@@ -329,7 +329,7 @@ def test_without_a_trial_workers_follow_the_best_rate_that_was_measured() -> Non
     paths, (_, shown) = choose_workers(quick, config(), rate())
     assert paths == {"data.num_workers": 3}
     assert "halfstep pack" not in shown
-    unmeasured = rate(hardware=known_gpu("a100"))
+    unmeasured = rate(hardware=look_up_gpu("a100"))
     assert choose_workers(situation(), config(), unmeasured)[0] == {"data.num_workers": 8}
 
 
@@ -460,7 +460,7 @@ def test_speed_is_what_was_measured_and_no_promise(monkeypatch: pytest.MonkeyPat
     facts = dict(make_suggestions(situation())[0].facts)
     assert "matmul 10.0x" in facts["speed"]
     assert "a whole training step gains less" in facts["speed"]
-    looked_up = dataclasses.replace(known_gpu("t4"), kind="xpu", device="xpu:0")
+    looked_up = dataclasses.replace(look_up_gpu("t4"), kind="xpu", device="xpu:0")
     assert "published peak" in dict(make_suggestions(situation(hardware=looked_up))[0].facts)["speed"]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from halfstep.hardware.driver import Accelerator, Driver, Processor
+from halfstep.hardware.driver import Accelerator, CpuDescription, Driver
 from halfstep.hardware.measure import Sizes
 
 TINY = Sizes(
@@ -60,7 +60,7 @@ class FakeDriver(Driver):
         self.speedups = speedups or {}
         self.timed: list[str] = []
         self.clock = 0.0
-        self.cpu = Processor(
+        self.cpu = CpuDescription(
             cpuinfo=cpuinfo,
             brand=brand,
             features=frozenset(features),
@@ -76,7 +76,7 @@ class FakeDriver(Driver):
     def accelerators(self) -> tuple[Accelerator, ...]:
         return self.seen
 
-    def processor(self) -> Processor:
+    def processor(self) -> CpuDescription:
         return self.cpu
 
     def used_by_others(self, device: str) -> str:

@@ -7,18 +7,18 @@ import json
 import pytest
 from fake_driver import H100, T4, TINY, XEON, FakeDriver
 
-from halfstep.hardware.describe import format_columns
-from halfstep.hardware.gpus import KNOWN, known_gpu
+from halfstep.hardware.describe import make_format_columns
+from halfstep.hardware.gpus import KNOWN, look_up_gpu
 from halfstep.hardware.measure import measure
 from halfstep.hardware.probe import probe
-from halfstep.precision.advice import Advice, advise, what_is_lost
+from halfstep.precision.advice import HardwareAdvice, advise, describe_loss
 
 
-def advice_on(driver: FakeDriver) -> Advice:
+def advice_on(driver: FakeDriver) -> HardwareAdvice:
     return advise(measure(probe(driver=driver), sizes=TINY, driver=driver))
 
 
-def setting(advice: Advice, name: str) -> object:
+def setting(advice: HardwareAdvice, name: str) -> object:
     return next(s.value for s in advice.settings if s.name == name)
 
 
@@ -55,7 +55,7 @@ def test_every_sentence_shows_a_number_of_the_table() -> None:
     slow_matmul = {"matmul fp16": 0.00005, "conv_nchw fp16": 2.0, "conv_nhwc fp32": 1.3, "bf16": 0.00002}
     driver = FakeDriver(speedups=slow_matmul)
     hardware = measure(probe(driver=driver), sizes=TINY, driver=driver)
-    columns = format_columns(hardware)
+    columns = make_format_columns(hardware)
     fp32, fp16 = columns["format"].index("fp32"), columns["format"].index("fp16")
     matmul, unit = columns["matmul\nx fp32"][fp16], next(title[-6:] for title in columns if title.startswith("NHWC"))
     assert f"{matmul}x fp32 on matmul" in advise(hardware).headline
@@ -85,15 +85,15 @@ def test_a_small_memory_still_gets_a_batch_of_one() -> None:
 
 
 def test_what_is_lost_is_said_in_digits_and_range() -> None:
-    assert "2.4 of 7.2 decimal digits" in what_is_lost("bf16")
-    assert "range stays" in what_is_lost("bf16")
-    assert "65504" in what_is_lost("fp16")
-    assert "loss scaling" in what_is_lost("fp16")
+    assert "2.4 of 7.2 decimal digits" in describe_loss("bf16")
+    assert "range stays" in describe_loss("bf16")
+    assert "65504" in describe_loss("fp16")
+    assert "loss scaling" in describe_loss("fp16")
 
 
 @pytest.mark.parametrize("gpu", KNOWN, ids=lambda gpu: gpu.name)
 def test_every_known_device_gets_an_answer_that_a_script_can_read(gpu: object) -> None:
-    advice = advise(known_gpu(gpu.name))  # type: ignore[attr-defined]
+    advice = advise(look_up_gpu(gpu.name))  # type: ignore[attr-defined]
     assert json.loads(json.dumps(advice.to_dict()))["precision"] == advice.precision
     assert any("published peaks" in warning for warning in advice.warnings)
 
@@ -118,9 +118,9 @@ def test_every_known_device_gets_an_answer_that_a_script_can_read(gpu: object) -
     ],
 )
 def test_known_devices_get_what_their_units_are_good_for(name: str, precision: str) -> None:
-    assert advise(known_gpu(name)).precision == precision
+    assert advise(look_up_gpu(name)).precision == precision
 
 
 def test_compile_is_not_suggested_where_triton_cannot_run() -> None:
-    assert setting(advise(known_gpu("GTX 1080")), "compile") is False
-    assert setting(advise(known_gpu("V100")), "compile") is True
+    assert setting(advise(look_up_gpu("GTX 1080")), "compile") is False
+    assert setting(advise(look_up_gpu("V100")), "compile") is True

@@ -8,7 +8,7 @@ import pytest
 from fake_driver import FakeDriver
 
 from halfstep.hardware.facts import Hardware
-from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, gains_once
+from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, measure_gains_once
 from halfstep.hardware.probe import probe
 
 pytest.importorskip("torchao.float8", reason="torchao is not installed: NOT tested against it")
@@ -27,8 +27,8 @@ def test_each_shape_is_measured_once(tmp_path: Path) -> None:
         asked.append((in_features, out_features, tokens))
         return Fp8Gain(fp8_ms=1.0, bf16_ms=float(in_features))
 
-    first = gains_once([SMALL, SMALL], hardware(), tmp_path, measure=measure)
-    both = gains_once([SMALL, LARGE], hardware(), tmp_path, measure=measure)
+    first = measure_gains_once([SMALL, SMALL], hardware(), tmp_path, measure=measure)
+    both = measure_gains_once([SMALL, LARGE], hardware(), tmp_path, measure=measure)
     assert asked == [SMALL, LARGE]
     assert both[SMALL] == first[SMALL]
     assert both[LARGE].ratio == 64
@@ -38,7 +38,7 @@ def test_a_broken_file_is_measured_again(tmp_path: Path) -> None:
     def measure(*_shape: object) -> Fp8Gain:
         return Fp8Gain(fp8_ms=1.0, bf16_ms=2.0)
 
-    gains_once([SMALL], hardware(), tmp_path, measure=measure)
+    measure_gains_once([SMALL], hardware(), tmp_path, measure=measure)
     (path,) = tmp_path.glob("fp8-torchao-*.json")
     path.write_text("{")
-    assert gains_once([SMALL], hardware(), tmp_path, measure=measure)[SMALL].ratio == 2
+    assert measure_gains_once([SMALL], hardware(), tmp_path, measure=measure)[SMALL].ratio == 2

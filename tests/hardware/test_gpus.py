@@ -6,8 +6,8 @@ import pytest
 
 from halfstep.errors import HardwareError
 from halfstep.formats import FORMATS
-from halfstep.hardware.describe import identity
-from halfstep.hardware.gpus import KNOWN, KnownGPU, find_known, known_gpu, words
+from halfstep.hardware.describe import describe_identity
+from halfstep.hardware.gpus import KNOWN, KnownGPU, find_known, look_up_gpu, split_words
 from halfstep.precision.advice import advise
 
 
@@ -99,7 +99,7 @@ def test_another_model_or_an_ambiguous_name_finds_nothing(asked: str) -> None:
 @pytest.mark.parametrize(("asked", "near"), [("v1000", "V100"), ("rtx 4900", "RTX 4090"), ("mi300", "MI300X")])
 def test_an_unknown_name_suggests_the_nearest(asked: str, near: str) -> None:
     with pytest.raises(HardwareError, match="unknown GPU") as caught:
-        known_gpu(asked)
+        look_up_gpu(asked)
     assert asked in caught.value.what
     assert near in caught.value.fix.split(": ")[1].split(";")[0].split(", ")
     assert "halfstep detect --gpu list" in caught.value.fix
@@ -107,14 +107,14 @@ def test_an_unknown_name_suggests_the_nearest(asked: str, near: str) -> None:
 
 def test_a_name_of_several_gpus_lists_them() -> None:
     with pytest.raises(HardwareError, match="'rtx 4000' is the name of 2 GPUs") as caught:
-        known_gpu("rtx 4000")
+        look_up_gpu("rtx 4000")
     assert "Quadro RTX 4000, RTX 4000 Ada" in caught.value.fix
 
 
 @pytest.mark.parametrize("gpu", KNOWN, ids=lambda gpu: gpu.name)
 def test_every_row_is_found_by_its_own_name_and_holds_together(gpu: object) -> None:
     assert find_known(gpu.name) is gpu  # type: ignore[attr-defined]
-    hardware = known_gpu(gpu.name)  # type: ignore[attr-defined]
+    hardware = look_up_gpu(gpu.name)  # type: ignore[attr-defined]
     assert hardware.source == "table"
     assert hardware.device == ""
     assert hardware.published_source
@@ -128,7 +128,7 @@ def test_every_row_is_found_by_its_own_name_and_holds_together(gpu: object) -> N
 @pytest.mark.parametrize("gpu", KNOWN, ids=lambda gpu: gpu.name)
 def test_every_row_says_how_it_was_checked_and_detect_shows_it(gpu: KnownGPU) -> None:
     assert gpu.checked in ("datasheet", "secondary", "derived", "recalled")
-    assert dict(identity(known_gpu(gpu.name)))["checked"] == gpu.verification
+    assert dict(describe_identity(look_up_gpu(gpu.name)))["checked"] == gpu.verification
 
 
 @pytest.mark.parametrize("gpu", [gpu for gpu in KNOWN if gpu.checked == "derived"], ids=lambda gpu: gpu.name)
@@ -139,21 +139,21 @@ def test_a_derived_rate_is_its_units_times_two_times_its_clock(gpu: KnownGPU) ->
 def test_only_derived_rows_carry_units_and_only_rows_without_rates_are_unverified() -> None:
     assert {gpu.name for gpu in KNOWN if gpu.units} == {gpu.name for gpu in KNOWN if gpu.checked == "derived"}
     assert not any(gpu.tflops for gpu in KNOWN if gpu.checked == "recalled")
-    assert "recalled, not verified" in dict(identity(known_gpu("M3 Max"))).values()
+    assert "recalled, not verified" in dict(describe_identity(look_up_gpu("M3 Max"))).values()
 
 
 def test_no_two_rows_share_their_words() -> None:
-    assert len({words(gpu.name) for gpu in KNOWN}) == len(KNOWN)
+    assert len({split_words(gpu.name) for gpu in KNOWN}) == len(KNOWN)
 
 
 @pytest.mark.parametrize("name", ["T4", "V100", "RTX 2080 Ti", "Quadro RTX 6000", "GTX 1080", "GTX 980"])
 def test_bf16_is_not_native_before_ampere(name: str) -> None:
-    assert known_gpu(name).has("bf16") == "emulated"
+    assert look_up_gpu(name).has("bf16") == "emulated"
 
 
 @pytest.mark.parametrize("gpu", [gpu for gpu in KNOWN if gpu.kind == "cuda"], ids=lambda gpu: gpu.name)
 def test_native_formats_of_nvidia_follow_the_capability(gpu: object) -> None:
-    hardware = known_gpu(gpu.name)  # type: ignore[attr-defined]
+    hardware = look_up_gpu(gpu.name)  # type: ignore[attr-defined]
     assert hardware.capability is not None
     assert (hardware.has("bf16") == "native") == (hardware.capability >= (8, 0))
     assert (hardware.has("tf32") == "native") == (hardware.capability >= (8, 0))
@@ -161,32 +161,32 @@ def test_native_formats_of_nvidia_follow_the_capability(gpu: object) -> None:
 
 
 def test_fp16_gains_nothing_on_pascal_cards_but_doubles_on_the_p100() -> None:
-    assert known_gpu("gtx 1080").speedup("fp16") == pytest.approx(1 / 64, rel=0.01)
-    assert known_gpu("gtx 1080").has("fp16") == "emulated"
-    assert known_gpu("p100").speedup("fp16") == pytest.approx(2.0)
-    assert known_gpu("p100").has("fp16") == "native"
+    assert look_up_gpu("gtx 1080").speedup("fp16") == pytest.approx(1 / 64, rel=0.01)
+    assert look_up_gpu("gtx 1080").has("fp16") == "emulated"
+    assert look_up_gpu("p100").speedup("fp16") == pytest.approx(2.0)
+    assert look_up_gpu("p100").has("fp16") == "native"
 
 
 def test_rates_are_dense_and_with_fp32_accumulation() -> None:
     # The sparse numbers on the boxes are 624, 330 (fp16 accumulation: 330, sparse 660) and 1979.
-    assert known_gpu("A100").published_tflops["bf16"] == 312
-    assert known_gpu("RTX 4090").published_tflops["fp16"] == pytest.approx(165.2)
-    assert known_gpu("H100").published_tflops["bf16"] == 989.4
+    assert look_up_gpu("A100").published_tflops["bf16"] == 312
+    assert look_up_gpu("RTX 4090").published_tflops["fp16"] == pytest.approx(165.2)
+    assert look_up_gpu("H100").published_tflops["bf16"] == 989.4
 
 
 def test_a_memory_size_in_the_name_is_taken_and_others_are_told() -> None:
-    assert known_gpu("A100").memory_total_bytes == 40 * 2**30
-    assert known_gpu("A100 80GB").memory_total_bytes == 80 * 2**30
-    assert known_gpu("a100-80g").memory_total_bytes == 80 * 2**30
-    assert known_gpu("v100 32 GB").memory_total_bytes == 32 * 2**30
-    assert any("80 GB" in note for note in known_gpu("A100").notes)
+    assert look_up_gpu("A100").memory_total_bytes == 40 * 2**30
+    assert look_up_gpu("A100 80GB").memory_total_bytes == 80 * 2**30
+    assert look_up_gpu("a100-80g").memory_total_bytes == 80 * 2**30
+    assert look_up_gpu("v100 32 GB").memory_total_bytes == 32 * 2**30
+    assert any("80 GB" in note for note in look_up_gpu("A100").notes)
 
 
 def test_small_turing_chips_have_no_tensor_cores() -> None:
     for name in ("GTX 1660 Ti", "GTX 1650 Laptop", "T400", "T1000"):
-        assert not known_gpu(name).tensor_cores
+        assert not look_up_gpu(name).tensor_cores
     for name in ("RTX 2060", "RTX 2060 Laptop", "T4", "T4G"):
-        assert known_gpu(name).tensor_cores
+        assert look_up_gpu(name).tensor_cores
 
 
 @pytest.mark.parametrize(
@@ -204,25 +204,25 @@ def test_small_turing_chips_have_no_tensor_cores() -> None:
     ],
 )
 def test_capabilities_that_a_name_does_not_tell(name: str, capability: tuple[int, int]) -> None:
-    assert known_gpu(name).capability == capability
+    assert look_up_gpu(name).capability == capability
 
 
 def test_fp8_is_native_where_it_is_the_ocp_format() -> None:
     for name in ("H20", "RTX 4090 Laptop", "MI355X", "RX 9070"):
-        assert known_gpu(name).has("fp8_e4m3") == "native"
-    assert known_gpu("MI300X").has("fp8_e4m3") == "missing", "its fp8 is another one, fnuz"
+        assert look_up_gpu(name).has("fp8_e4m3") == "native"
+    assert look_up_gpu("MI300X").has("fp8_e4m3") == "missing", "its fp8 is another one, fnuz"
 
 
 def test_a_laptop_gpu_gets_advice_without_a_rate() -> None:
-    assert advise(known_gpu("RTX 4090 Laptop")).precision == "bf16"
-    assert advise(known_gpu("RTX 2060 Laptop")).precision == "fp16"
-    assert known_gpu("RTX 4090 Laptop").memory_total_bytes == 16 * 2**30
+    assert advise(look_up_gpu("RTX 4090 Laptop")).precision == "bf16"
+    assert advise(look_up_gpu("RTX 2060 Laptop")).precision == "fp16"
+    assert look_up_gpu("RTX 4090 Laptop").memory_total_bytes == 16 * 2**30
 
 
 def test_tpu_says_that_it_was_not_run() -> None:
-    assert any("not run here" in note for note in known_gpu("TPU v4").notes)
+    assert any("not run here" in note for note in look_up_gpu("TPU v4").notes)
 
 
 def test_volta_and_older_name_the_torch_build_they_need() -> None:
-    assert any("CUDA 12.6" in note for note in known_gpu("V100").notes)
-    assert not any("CUDA 12.6" in note for note in known_gpu("T4").notes)
+    assert any("CUDA 12.6" in note for note in look_up_gpu("V100").notes)
+    assert not any("CUDA 12.6" in note for note in look_up_gpu("T4").notes)

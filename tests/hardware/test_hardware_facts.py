@@ -7,9 +7,9 @@ import json
 import pytest
 from fake_driver import T4, TINY, FakeDriver
 
-from halfstep.hardware.describe import format_columns, identity
+from halfstep.hardware.describe import describe_identity, make_format_columns
 from halfstep.hardware.facts import Hardware, Measurement
-from halfstep.hardware.gpus import known_gpu
+from halfstep.hardware.gpus import look_up_gpu
 from halfstep.hardware.measure import measure
 from halfstep.hardware.probe import probe
 
@@ -44,7 +44,7 @@ def test_measured_speed_beats_the_published_one_and_unknown_is_none() -> None:
 
 @pytest.mark.parametrize("name", ["T4", "M2", "TPU v4", "MI300X"])
 def test_hardware_survives_json(name: str) -> None:
-    hardware = known_gpu(name)
+    hardware = look_up_gpu(name)
     assert Hardware.from_dict(json.loads(json.dumps(hardware.to_dict()))) == hardware
 
 
@@ -57,15 +57,15 @@ def test_measured_hardware_survives_json() -> None:
 def test_facts_read_well_in_words() -> None:
     driver = FakeDriver(T4, speedups={"bf16": 0.01})
     hardware = measure(probe(driver=driver), sizes=TINY, driver=driver)
-    words = dict(identity(hardware))
+    words = dict(describe_identity(hardware))
     assert words["architecture"] == "Turing, compute capability 7.5, tensor cores"
     assert words["memory"] == "15.0 GiB, 14.0 GiB free"
-    columns = format_columns(hardware)
+    columns = make_format_columns(hardware)
     bf16 = columns["format"].index("bf16")
     assert columns["support"][bf16] == "emulated"
     assert columns["matmul\nx fp32"][bf16] == "1/100"
 
 
 def test_columns_without_content_are_left_out() -> None:
-    assert set(format_columns(known_gpu("T4"))) == {"format", "support", "published\nTFLOPS"}
-    assert set(format_columns(known_gpu("M3"))) == {"format", "support"}
+    assert set(make_format_columns(look_up_gpu("T4"))) == {"format", "support", "published\nTFLOPS"}
+    assert set(make_format_columns(look_up_gpu("M3"))) == {"format", "support"}

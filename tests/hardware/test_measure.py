@@ -11,11 +11,11 @@ from fake_driver import H100, T4, TINY, XEON, FakeDriver
 from halfstep.bench.problem import compute_floor_ms
 from halfstep.errors import HardwareError
 from halfstep.formats import FORMATS
-from halfstep.hardware.describe import format_columns, rate
+from halfstep.hardware.describe import format_rate, make_format_columns
 from halfstep.hardware.driver import Driver
 from halfstep.hardware.facts import Hardware
-from halfstep.hardware.gpus import known_gpu
-from halfstep.hardware.measure import Convolution, Matmul, measure
+from halfstep.hardware.gpus import look_up_gpu
+from halfstep.hardware.measure import TimedConvolution, TimedMatmul, measure
 from halfstep.hardware.probe import probe
 
 
@@ -69,7 +69,7 @@ def test_what_is_too_slow_is_timed_small_and_a_note_says_so() -> None:
     small = hardware.measured("matmul", "bf16")
     assert small is not None
     assert small.small
-    fp32_rate = rate(small.tflops / small.speedup, hardware.measurements)
+    fp32_rate = format_rate(small.tflops / small.speedup, hardware.measurements)
     assert any(
         "bf16 was timed on a small problem only" in note and f"fp32 reaches {fp32_rate} (matmul)" in note
         for note in hardware.notes
@@ -78,7 +78,7 @@ def test_what_is_too_slow_is_timed_small_and_a_note_says_so() -> None:
 
 def test_a_rate_of_the_small_problem_is_marked_and_never_compared_with_a_full_one() -> None:
     hardware = measured(FakeDriver(cpuinfo=XEON, speedups={"conv_nchw bf16": 1e-5}))
-    columns = format_columns(hardware)
+    columns = make_format_columns(hardware)
     bf16 = columns["format"].index("bf16")
     marked = {title.split("\n")[0] for title, cells in columns.items() if cells[bf16].endswith("*")}
     assert marked == {"conv"}
@@ -105,16 +105,16 @@ def test_a_gpu_that_others_use_is_only_looked_at() -> None:
 
 def test_hardware_from_the_table_cannot_be_measured() -> None:
     with pytest.raises(HardwareError, match="NVIDIA V100 is not on this machine"):
-        measure(known_gpu("v100"))
+        measure(look_up_gpu("v100"))
 
 
 def test_a_format_without_a_kernel_is_a_note_and_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_kernel(self: Convolution, name: str) -> object:
+    def no_kernel(self: TimedConvolution, name: str) -> object:
         if name == "bf16":
             raise NotImplementedError("could not find an engine\nlong story")
         return lambda: torch.conv2d(self.images, self.weights, padding=1)
 
-    monkeypatch.setattr(Convolution, "kernel", no_kernel)
+    monkeypatch.setattr(TimedConvolution, "kernel", no_kernel)
     hardware = measured(FakeDriver(T4))
     assert hardware.measured("conv_nchw", "bf16") is None
     assert hardware.measured("conv_nchw", "fp16") is not None
@@ -122,13 +122,13 @@ def test_a_format_without_a_kernel_is_a_note_and_not_a_crash(monkeypatch: pytest
 
 
 def test_sums_in_the_low_format_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = Matmul.kernel
+    exact = TimedMatmul.kernel
 
-    def sloppy(self: Matmul, name: str) -> object:
+    def sloppy(self: TimedMatmul, name: str) -> object:
         kernel = exact(self, name)
         return (lambda: kernel() * 1.01) if name == "fp16" else kernel
 
-    monkeypatch.setattr(Matmul, "kernel", sloppy)
+    monkeypatch.setattr(TimedMatmul, "kernel", sloppy)
     notes = measured(FakeDriver(T4)).notes
     assert any("fp16 sums in fp16 here, not in fp32: matmul errs by 1e-02" in note for note in notes)
 

@@ -5,7 +5,7 @@ import mmap
 import pytest
 import torch
 
-from halfstep.hardware.memory import CLEAR_REFS, memory_picture, peak_memory_bytes, reset_peak
+from halfstep.hardware.memory import CLEAR_REFS, describe_memory, get_peak_memory_bytes, reset_peak
 
 CPU = torch.device("cpu")
 
@@ -21,16 +21,16 @@ def test_the_cpu_peak_remembers_memory_that_was_freed_until_it_is_reset() -> Non
         pytest.skip("only Linux can reset the peak: this was NOT tested")
     num_bytes = 200_000_000
     touch_and_free(num_bytes)
-    before = peak_memory_bytes(CPU)
+    before = get_peak_memory_bytes(CPU)
     reset_peak(CPU)
-    after = peak_memory_bytes(CPU)
+    after = get_peak_memory_bytes(CPU)
     assert before is not None
     assert after is not None
     assert before - after > 0.9 * num_bytes
 
 
 def test_the_picture_of_the_cpu_names_total_available_and_peak() -> None:
-    picture = memory_picture(CPU)
+    picture = describe_memory(CPU)
     assert [line.split(":")[0] for line in picture.splitlines()] == [
         "total on this machine",
         "available",
@@ -39,4 +39,4 @@ def test_the_picture_of_the_cpu_names_total_available_and_peak() -> None:
 
 
 def test_a_device_that_does_not_count_has_no_peak() -> None:
-    assert peak_memory_bytes(torch.device("meta")) is None
+    assert get_peak_memory_bytes(torch.device("meta")) is None

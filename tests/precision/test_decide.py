@@ -12,7 +12,7 @@ from torch import nn
 
 from halfstep.errors import ConfigError, HardwareError, PrecisionError
 from halfstep.hardware.facts import Hardware, Measurement, Support
-from halfstep.hardware.gpus import known_gpu
+from halfstep.hardware.gpus import look_up_gpu
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 
@@ -272,7 +272,7 @@ def test_islands_show_as_rows() -> None:
 
 def test_a_bf16_plan_on_cuda_warns_that_recurrent_layers_run_in_fp16() -> None:
     model = torch.nn.ModuleDict({"lstm": torch.nn.LSTM(4, 6), "head": torch.nn.Linear(6, 1)})
-    gpu = dataclasses.replace(known_gpu("h200"), device="cuda")
+    gpu = dataclasses.replace(look_up_gpu("h200"), device="cuda")
     (warning,) = decide("bf16", gpu, model).warnings
     assert "lstm" in warning
     assert "fp16" in warning

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from halfstep.formats import FP8_E4M3, FP8_E5M2, Format
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.decide import decide
-from halfstep.precision.fp8 import cast
+from halfstep.precision.fp8 import cast_to_fp8
 from halfstep.precision.simulate import round_to
 
 CPU = Hardware(kind="cpu", device="cpu", name="Test CPU", vendor="test", support=MappingProxyType({"fp32": "native"}))
@@ -27,13 +27,13 @@ def scaled_round(x: Tensor, fmt: Format) -> Tensor:
 @pytest.mark.parametrize("magnitude", [1e-6, 1.0, 1e6])
 def test_cast_scales_to_the_formats_range(fmt: Format, magnitude: float) -> None:
     x = torch.randn(33, 17) * magnitude
-    values, scale = cast(x, fmt)
+    values, scale = cast_to_fp8(x, fmt)
     torch.testing.assert_close(values.float() * scale, scaled_round(x, fmt), rtol=1e-6, atol=0)
     assert values.float().abs().max() == fmt.largest
 
 
 def test_cast_of_zeros_is_zero() -> None:
-    values, scale = cast(torch.zeros(4, 4), FP8_E4M3)
+    values, scale = cast_to_fp8(torch.zeros(4, 4), FP8_E4M3)
     assert (values.float() * scale == 0).all()
 
 

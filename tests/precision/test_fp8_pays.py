@@ -15,7 +15,7 @@ from halfstep.errors import HardwareError, PrecisionError
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape
 from halfstep.precision.decide import decide
-from halfstep.precision.fp8 import after_whole_steps, edge_layers, layer_shapes, measured_gains
+from halfstep.precision.fp8 import find_edge_layers, find_layer_shapes, judge_whole_steps, measure_layer_gains
 from halfstep.precision.plan import Plan
 
 FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2")
@@ -93,14 +93,14 @@ def test_a_part_that_gains_nothing_in_fp8_says_so() -> None:
 
 def test_edges_are_the_outermost_layers_with_a_matrix() -> None:
     net = nn.Sequential(nn.LayerNorm(4), nn.Conv2d(3, 4, 1), nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
-    assert edge_layers(net) == {"1", "3"}
-    assert edge_layers(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == set()
+    assert find_edge_layers(net) == {"1", "3"}
+    assert find_edge_layers(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == set()
 
 
 def test_shapes_are_found_without_computing_or_changing_anything() -> None:
     net = nn.Sequential(nn.Linear(32, 48), nn.BatchNorm1d(7), nn.Linear(48, 16), nn.Linear(16, 3)).train()
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    shapes = layer_shapes(net, lambda: net(torch.empty(5, 7, 32)))
+    shapes = find_layer_shapes(net, lambda: net(torch.empty(5, 7, 32)))
     assert shapes == {"0": LayerShape(32, 48, 48), "2": LayerShape(48, 16, 48)}  # 35 rows, padded
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
     assert all(module.training for module in net.modules())
@@ -115,7 +115,7 @@ def test_equal_shapes_are_measured_together_and_given_to_each_layer(tmp_path: Pa
         asked.extend(shapes)
         return dict.fromkeys(asked, FAST)
 
-    gains = measured_gains(net, lambda: net(torch.empty(16, 32)), HOPPER, tmp_path, measure=measure)
+    gains = measure_layer_gains(net, lambda: net(torch.empty(16, 32)), HOPPER, tmp_path, measure=measure)
     assert set(gains) == {"0", "1", "2"}
     assert set(asked) == {LayerShape(32, 32, 16), LayerShape(32, 64, 16)}
 
@@ -124,13 +124,13 @@ def test_nothing_is_measured_on_a_device_without_fp8(tmp_path: Path) -> None:
     cpu = Hardware(
         kind="cpu", device="cpu", name="Test CPU", vendor="test", support=MappingProxyType({"fp32": "native"})
     )
-    assert measured_gains(model(), lambda: 1 / 0, cpu, tmp_path) == {}
+    assert measure_layer_gains(model(), lambda: 1 / 0, cpu, tmp_path) == {}
 
 
 @pytest.mark.parametrize(("fp8_ms", "granted"), [(119.9, "bf16"), (100.0, "fp8")])
 def test_a_step_that_is_slower_as_a_whole_goes_back_to_bf16(fp8_ms: float, granted: str) -> None:
     plan = decide("fp8", HOPPER, model(), fp8_gains={"1": FAST})
-    after = after_whole_steps(plan, fp8_ms=fp8_ms, bf16_ms=110.1)
+    after = judge_whole_steps(plan, fp8_ms=fp8_ms, bf16_ms=110.1)
     assert after.granted == granted
     assert f"{fp8_ms:.1f} ms in fp8 and 110.1 ms in bf16" in after.reason
     assert (computes(after)["1"] == "fp8") == (granted == "fp8")
@@ -140,7 +140,7 @@ def test_a_step_that_is_slower_as_a_whole_goes_back_to_bf16(fp8_ms: float, grant
 def test_a_slower_step_under_strict_is_an_error() -> None:
     plan = decide("fp8", HOPPER, model(), fp8_gains={"1": FAST})
     with pytest.raises(HardwareError, match=r"119\.9 ms in fp8"):
-        after_whole_steps(plan, fp8_ms=119.9, bf16_ms=110.1, strict=True)
+        judge_whole_steps(plan, fp8_ms=119.9, bf16_ms=110.1, strict=True)
 
 
 def test_without_torchao_fp8_is_an_error_that_names_the_package(
@@ -154,4 +154,4 @@ def test_without_torchao_fp8_is_an_error_that_names_the_package(
         plan.apply(net)
     assert "pip install 'torchao>=0.17'" in caught.value.fix
     with pytest.raises(PrecisionError, match="torchao is not installed"):
-        measured_gains(net, lambda: net[:4](torch.empty(16, 64)), HOPPER, tmp_path)
+        measure_layer_gains(net, lambda: net[:4](torch.empty(16, 64)), HOPPER, tmp_path)

@@ -11,15 +11,15 @@ from torch import nn
 
 pytest.importorskip("torchao.float8", reason="torchao is not installed: NOT tested against it")
 
-from halfstep.precision.fp8 import InFp8, InTorchaoFp8, torchao_settings  # noqa: E402
-from halfstep.precision.parts import swap_class, undo_swaps  # noqa: E402
+from halfstep.precision.fp8 import InFp8, InTorchaoFp8, read_torchao_settings  # noqa: E402
+from halfstep.precision.swapped import swap_class, undo_swaps  # noqa: E402
 
 
 def swapped() -> nn.Sequential:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16, bias=False))
     for layer in net:
-        swap_class(layer, InTorchaoFp8, **torchao_settings(emulate=True))
+        swap_class(layer, InTorchaoFp8, **read_torchao_settings(emulate=True))
     return net
 
 

@@ -9,13 +9,15 @@ import sys
 import pytest
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.plan import Plan, Row, folded
+from halfstep.precision.plan import Plan, PlanRow, fold_rows
 
 
 def sample_plan() -> Plan:
-    layers = [Row(module=f"down.{i}", storage="fp32", compute="bf16", reason="the default") for i in range(30)]
-    head = Row(module="head", storage="fp32", compute="fp32", reason="asked for fp32", kind="module", precision="fp32")
-    island = Row(module="loss", storage="-", compute="fp32", reason="Dice sums", kind="island")
+    layers = [PlanRow(module=f"down.{i}", storage="fp32", compute="bf16", reason="the default") for i in range(30)]
+    head = PlanRow(
+        module="head", storage="fp32", compute="fp32", reason="asked for fp32", kind="module", precision="fp32"
+    )
+    island = PlanRow(module="loss", storage="-", compute="fp32", reason="Dice sums", kind="island")
     return Plan(
         asked="auto",
         granted="bf16",
@@ -43,7 +45,7 @@ def test_what_is_not_a_plan_is_refused_by_name(text: str) -> None:
 
 
 def test_equal_rows_are_folded_into_one() -> None:
-    groups = folded(sample_plan().rows)
+    groups = fold_rows(sample_plan().rows)
     assert [len(names) for names, _ in groups] == [30, 1, 1]
 
 

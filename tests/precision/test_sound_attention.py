@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from halfstep.precision import contexts
-from halfstep.precision.contexts import by_torch, sound_attention
+from halfstep.precision.contexts import sound_attention, torch_attention
 
 Run = Callable[..., Tensor]
 
@@ -28,10 +28,10 @@ def cudnn_was_on(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     def spying(*arguments: Any, **options: Any) -> Tensor:
         seen.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return by_torch(*arguments, **options)
+        return torch_attention(*arguments, **options)
 
-    monkeypatch.setattr(contexts, "is_at_fault", lambda device: True)
-    monkeypatch.setattr(contexts, "by_torch", spying)
+    monkeypatch.setattr(contexts, "has_cudnn_fault", lambda device: True)
+    monkeypatch.setattr(contexts, "torch_attention", spying)
     monkeypatch.setattr(F, "scaled_dot_product_attention", spying)
     return seen
 
@@ -59,7 +59,7 @@ def test_cudnn_is_left_out_at_lengths_where_it_fails(
         found = F.scaled_dot_product_attention(q, k, k, **options)
     assert cudnn_was_on == [is_left_to_cudnn]
     assert torch.backends.cuda.cudnn_sdp_enabled()
-    torch.testing.assert_close(found, by_torch(q, k, k, **options))
+    torch.testing.assert_close(found, torch_attention(q, k, k, **options))
 
 
 def test_a_user_who_allows_cudnn_alone_gets_it(cudnn_was_on: list[bool]) -> None:
@@ -80,13 +80,13 @@ def test_layers_of_torch_use_it(cudnn_was_on: list[bool]) -> None:
 
 def test_torchs_own_is_back_afterwards_and_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     with sound_attention("cpu"):
-        assert F.scaled_dot_product_attention is by_torch
-    monkeypatch.setattr(contexts, "is_at_fault", lambda device: True)
+        assert F.scaled_dot_product_attention is torch_attention
+    monkeypatch.setattr(contexts, "has_cudnn_fault", lambda device: True)
     with sound_attention("cuda"):
-        assert F.scaled_dot_product_attention is contexts.attention
+        assert F.scaled_dot_product_attention is contexts.run_attention
         with pytest.raises(ZeroDivisionError), sound_attention("cuda"):
             _ = 1 / 0
-    assert F.scaled_dot_product_attention is by_torch
+    assert F.scaled_dot_product_attention is torch_attention
     theirs = lambda *arguments: arguments[0]  # noqa: E731
     with sound_attention("cuda"):
         monkeypatch.setattr(F, "scaled_dot_product_attention", theirs)
@@ -97,7 +97,7 @@ def test_torchs_own_is_back_afterwards_and_what_the_user_set_stays(monkeypatch: 
 
 @pytest.mark.parametrize("keys", [64, 65])
 def test_compiled_code_takes_it_without_a_break(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
-    monkeypatch.setattr(contexts, "is_at_fault", lambda device: True)
+    monkeypatch.setattr(contexts, "has_cudnn_fault", lambda device: True)
     q, k = tokens(16).requires_grad_(), tokens(keys)
     called = list[str]()
 
@@ -108,7 +108,7 @@ def test_compiled_code_takes_it_without_a_break(monkeypatch: pytest.MonkeyPatch,
     attend = torch.compile(lambda: F.scaled_dot_product_attention(q, k, k), fullgraph=True, backend=keeping)
     with sound_attention("cuda"):
         found = attend()
-    torch.testing.assert_close(found, by_torch(q, k, k))
+    torch.testing.assert_close(found, torch_attention(q, k, k))
     assert any("_sdpa_kernel" in target for target in called) == (keys == 64)  # the compiled code switches kernels, too
 
 
@@ -128,19 +128,19 @@ class Attending(torch.nn.Module):
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_program_for_any_length_is_made_as_torch_makes_it(monkeypatch: pytest.MonkeyPatch, traced: Run) -> None:
-    monkeypatch.setattr(contexts, "is_at_fault", lambda device: True)
+    monkeypatch.setattr(contexts, "has_cudnn_fault", lambda device: True)
     with sound_attention("cuda"), warnings.catch_warnings():
         warnings.simplefilter("error", torch.jit.TracerWarning)
         program = traced(Attending(), tokens(70))
     x = tokens(64)
-    torch.testing.assert_close(program(x), by_torch(x, x, x))
+    torch.testing.assert_close(program(x), torch_attention(x, x, x))
 
 
 @pytest.mark.parametrize("wrong", [(), (0, None, 0), (torch.ones(2, 2), torch.ones(64), torch.ones(64, 2))])
 def test_a_wrong_call_has_torchs_own_error(monkeypatch: pytest.MonkeyPatch, wrong: tuple[Any, ...]) -> None:
-    monkeypatch.setattr(contexts, "is_at_fault", lambda device: True)
+    monkeypatch.setattr(contexts, "has_cudnn_fault", lambda device: True)
     said = []
-    for attend in (by_torch, contexts.attention):
+    for attend in (torch_attention, contexts.run_attention):
         with pytest.raises((TypeError, RuntimeError)) as caught:
             attend(*wrong)
         said.append(str(caught.value))
@@ -164,10 +164,10 @@ def test_threads_leave_no_kernel_switched_off(monkeypatch: pytest.MonkeyPatch) -
         else:
             is_second_in.set()
             threads[0].join()
-        return by_torch(*arguments)
+        return torch_attention(*arguments)
 
-    monkeypatch.setattr(contexts, "by_torch", slowly)
-    threads = [threading.Thread(target=contexts.attention, args=[tokens(64)] * 3) for _ in range(2)]
+    monkeypatch.setattr(contexts, "torch_attention", slowly)
+    threads = [threading.Thread(target=contexts.run_attention, args=[tokens(64)] * 3) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -177,15 +177,15 @@ def test_threads_leave_no_kernel_switched_off(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_one_of_two_threads_that_leaves_takes_nothing_from_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contexts, "is_at_fault", lambda device: True)
+    monkeypatch.setattr(contexts, "has_cudnn_fault", lambda device: True)
     first, second = sound_attention("cuda"), sound_attention("cuda")
     with first:
         second.__enter__()
-    assert F.scaled_dot_product_attention is contexts.attention
+    assert F.scaled_dot_product_attention is contexts.run_attention
     second.__exit__(None, None, None)
-    assert F.scaled_dot_product_attention is by_torch
+    assert F.scaled_dot_product_attention is torch_attention
 
 
 def test_what_the_user_set_before_halfstep_came_is_not_taken_for_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, layout="HND", causal=False: q)
-    assert runpy.run_path(str(contexts.__file__))["by_torch"] is by_torch
+    assert runpy.run_path(str(contexts.__file__))["torch_attention"] is torch_attention

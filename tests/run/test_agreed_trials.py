@@ -11,7 +11,7 @@ import torch
 
 import tiny_workload
 from halfstep.config.schema import RunConfig
-from halfstep.distributed.launch import Launch, joined
+from halfstep.distributed.launch import Launch, join_world
 from halfstep.distributed.world import World
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
@@ -101,7 +101,7 @@ def scenario(rank: int, size: int, port: int) -> dict[str, Any]:
     backends: list[Any] = ["aot_eager", no_kernels]
     torch.compile = lambda region, dynamic, options: compile_by(region, dynamic=dynamic, backend=backends[rank])
     launch = Launch(rank=rank, size=size, local_rank=rank, address="127.0.0.1", port=port, by_torchrun=False)
-    with joined(config_with(), launch) as world:
+    with join_world(config_with(), launch) as world:
         assert world is not None
         found: dict[str, Any] = {"searched": searched(world), "tried": tried(world)}
         backends[1] = "aot_eager"

@@ -19,7 +19,7 @@ from halfstep.run.folder import RunFolder
 from halfstep.run.loop import Loop
 from halfstep.run.resume import Changes
 from halfstep.run.stored_state import restore, stored
-from halfstep.step.randomness import algorithms, generator_states, restore_generators
+from halfstep.step.randomness import choose_algorithms, read_generators, restore_generators
 from halfstep.tune.choose import MEASURED_FOR
 from halfstep.workloads import load
 from whole_runs import TINY, learning_rates, newest, resume, run
@@ -168,7 +168,7 @@ def test_settings_that_cannot_be_written_are_a_clear_error_and_leave_no_run_behi
 
 
 def test_generators_of_gpus_that_are_gone_are_named() -> None:
-    states = generator_states()
+    states = read_generators()
     assert restore_generators(states) == []
     more = states | {"cuda": [*states["cuda"], torch.zeros(16, dtype=torch.uint8)]}
     assert "random generators of the others start over" in restore_generators(more)[0]
@@ -177,7 +177,7 @@ def test_generators_of_gpus_that_are_gone_are_named() -> None:
 def test_deterministic_mode_with_warnings_only_is_put_back_as_it_was() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with algorithms(deterministic=True):
+        with choose_algorithms(deterministic=True):
             assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert torch.is_deterministic_algorithms_warn_only_enabled()
     finally:

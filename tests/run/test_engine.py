@@ -22,7 +22,7 @@ from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
 from halfstep.step import tables as tabulated
 from halfstep.step.facts import Facts
-from halfstep.step.graph import Batch, CaptureFailed, GraphedStep, tables_of
+from halfstep.step.graph import Batch, CaptureFailed, GraphedStep, list_tables
 from halfstep.step.step import LossFn, Step
 from halfstep.tune.modes import UNCAPTURED
 from halfstep.workloads import load
@@ -36,7 +36,7 @@ class OnTheHost(GraphedStep):
         if not all(committer.stepped for committer in step.committers):
             raise CaptureFailed("an optimizer has not made its first step")
         self.step, self.generation = step, step.generation
-        self.tables = tables_of(step)
+        self.tables = list_tables(step)
         with torch.random.fork_rng():
             for batch in window:
                 loss_fn(batch)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfstep.config.schema import RunConfig
 from halfstep.errors import ConfigError, HardwareError, MemoryLimitError, ModelError
-from halfstep.hardware.gpus import known_gpu
+from halfstep.hardware.gpus import look_up_gpu
 from halfstep.hardware.memory import LiveBytes
 from halfstep.precision.decide import decide
 from halfstep.run.assemble import build_workload
@@ -240,7 +240,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(unet: MemoryPlanner) -
 def test_rows_that_fit_come_fastest_first_and_keep_the_effective_batch(unet: MemoryPlanner) -> None:
     config = unet.step.config
     limit = int(0.7 * unet.predict(cell("bf16")).total)
-    fits = find_fits(unet, config, limit, "eager", ("fp32", "bf16"), known_gpu("A100"), most=2)
+    fits = find_fits(unet, config, limit, "eager", ("fp32", "bf16"), look_up_gpu("A100"), most=2)
     assert [fit.relative_time for fit in fits] == sorted(fit.relative_time for fit in fits)
     assert fits[0].prediction.cell.precision == "bf16"
     assert fits[0].prediction.cell.setting == NORMAL
@@ -289,10 +289,10 @@ def test_levels_are_those_the_model_and_its_optimizer_have(gpt2: MemoryPlanner) 
 
 
 def test_a_gpu_is_asked_for_formats_it_has() -> None:
-    assert "bf16" not in list_precisions(known_gpu("v100"))
-    assert "bf16-true" in list_precisions(known_gpu("H200"))
+    assert "bf16" not in list_precisions(look_up_gpu("v100"))
+    assert "bf16-true" in list_precisions(look_up_gpu("H200"))
     with pytest.raises(HardwareError, match="unknown GPU"):
-        known_gpu("RTX 9999 Quantum")
+        look_up_gpu("RTX 9999 Quantum")
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_a_size_that_is_none_is_refused(text: str) -> None:
 
 def test_auto_batch_cuts_the_batch_by_the_plan(unet: MemoryPlanner) -> None:
     config = unet.step.config
-    plan = dataclasses.replace(decide("bf16", known_gpu("H200")), mode="eager")
+    plan = dataclasses.replace(decide("bf16", look_up_gpu("H200")), mode="eager")
     needed = unet.predict(cell("bf16")).total
     assert find_fitting_pieces(config, unet.step.workload, plan, needed) == 1
     pieces = find_fitting_pieces(config, unet.step.workload, plan, int(0.8 * needed))
@@ -332,7 +332,7 @@ def test_auto_batch_cuts_the_batch_by_the_plan(unet: MemoryPlanner) -> None:
 
 def test_an_out_of_memory_message_names_what_is_predicted_to_fit(unet: MemoryPlanner) -> None:
     config = unet.step.config
-    plan = dataclasses.replace(decide("fp32", known_gpu("H200")), mode="eager")
+    plan = dataclasses.replace(decide("fp32", look_up_gpu("H200")), mode="eager")
     limit = int(0.9 * unet.predict(cell("fp32")).total)
     ways = suggest_fitting_settings(config, plan, unet.step.workload.store, limit)
     assert len(ways) == 3
@@ -353,7 +353,7 @@ def test_a_comparisons_largest_batch_is_the_plans(unet: MemoryPlanner) -> None:
 def test_low_memory_tries_the_lever_first_that_is_predicted_to_save_most(unet: MemoryPlanner) -> None:
     small, recompute = [MemorySetting(optimizer_bits=8)], [MemorySetting(recompute="pointwise")]
     budget = [MemorySetting(activation_budget=0.5)]
-    plan = dataclasses.replace(decide("bf16", known_gpu("H200")), mode="compile")
+    plan = dataclasses.replace(decide("bf16", look_up_gpu("H200")), mode="compile")
     peak = make_peak_predictor(unet.step.config, unet.step.workload)
     ordered = by_predicted_peak([budget, small, recompute], lambda setting: peak(plan, setting))
     assert ordered == [recompute, small, budget]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules_of_torch
 
 import halfstep as hs
-from halfstep.own_loop.evidence import held_by
+from halfstep.own_loop.evidence import find_held_modules
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 
@@ -116,9 +116,9 @@ def test_a_replay_knows_the_networks_that_a_loss_names_each_once_and_not_the_mod
     def loss_fn(x: Tensor) -> Tensor:
         return trainer.loss(x) + critic(x).mean()
 
-    assert held_by(trainer.loss, trainer.model) == {"self.teacher": trainer.teacher}
-    assert held_by(functools.partial(trainer.loss), trainer.model) == {"self.teacher": trainer.teacher}
-    assert held_by(loss_fn, trainer.model) == {"critic": critic, "trainer.teacher": trainer.teacher}
+    assert find_held_modules(trainer.loss, trainer.model) == {"self.teacher": trainer.teacher}
+    assert find_held_modules(functools.partial(trainer.loss), trainer.model) == {"self.teacher": trainer.teacher}
+    assert find_held_modules(loss_fn, trainer.model) == {"critic": critic, "trainer.teacher": trainer.teacher}
 
 
 @pytest.mark.parametrize("is_early", [True, False])

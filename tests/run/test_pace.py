@@ -13,10 +13,10 @@ import pytest
 import tiny_workload
 from data.picture_folders import write_split
 from halfstep.config.schema import WITHOUT_END
-from halfstep.config.section import num_cores
+from halfstep.config.section import count_cores
 from halfstep.data.image_folder import FolderLayout, find_images
 from halfstep.data.image_samples import TrainingFiles
-from halfstep.hardware.gpus import known_gpu
+from halfstep.hardware.gpus import look_up_gpu
 from halfstep.precision.decide import decide
 from halfstep.run.journal import Lagging, Waiting, peak_flops, utilisation, way_out
 from halfstep.run.train import train
@@ -43,14 +43,14 @@ def test_gpt2_124m_at_half_a_million_tokens_a_second_takes_43_percent_of_an_h200
     unit = KINDS["gpt2"].unit_of(config, {"vocab": 50257})
     assert unit.per_sample == 1024
     assert unit.flops_per_sample / 1024 == pytest.approx(857e6, rel=0.01)
-    plan = dataclasses.replace(decide("bf16", known_gpu("H200")), device="cuda:0")
+    plan = dataclasses.replace(decide("bf16", look_up_gpu("H200")), device="cuda:0")
     peak = peak_flops(plan)
     assert peak == pytest.approx(989e12, rel=0.01)
     assert utilisation(unit, 500_000 / 1024, peak) == pytest.approx(0.433, abs=0.01)
 
 
 def test_nothing_is_said_of_a_cpu_or_of_a_model_whose_operations_are_not_counted() -> None:
-    plan = dataclasses.replace(decide("fp32", known_gpu("H200")), device="cpu")
+    plan = dataclasses.replace(decide("fp32", look_up_gpu("H200")), device="cpu")
     assert peak_flops(plan) is None
     assert utilisation(KINDS["unet"].unit_of(load("unet").config, {}), 10.0, 1e12) is None
 
@@ -84,7 +84,7 @@ def test_slow_data_show_on_the_bar_and_the_summary_names_the_setting(
     share = int(bar.split(" data ")[1].split("%")[0])
     assert 20 < share <= 100
     (row,) = [line for line in said.splitlines() if "waiting for data" in line]
-    assert f"data.num_workers={num_cores()} (now 0" in row
+    assert f"data.num_workers={count_cores()} (now 0" in row
 
 
 def test_the_first_step_of_a_run_is_its_start_and_the_others_are_not(

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import rank_workload
-from halfstep.distributed.launch import Launch, launch_of
+from halfstep.distributed.launch import Launch, read_launch
 from halfstep.errors import HalfstepError
 from halfstep.evidence import capsule
 from halfstep.hardware.probe import probe
@@ -44,12 +44,12 @@ def launched(by: str, rank: int, size: int, port: int) -> Launch | None:
     if by == "srun":
         job = {"SLURM_STEP_NUM_TASKS": size, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_JOB_ID": 7,
                "SLURM_STEP_NODELIST": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
-        return launch_of({name: str(value) for name, value in job.items()})
+        return read_launch({name: str(value) for name, value in job.items()})
     if by == "accelerate":
         of_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in of_torchrun.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", ACCELERATE_MIXED_PRECISION="no")
-        return launch_of(os.environ)
+        return read_launch(os.environ)
     return Launch(rank=rank, size=size, local_rank=rank, address="127.0.0.1", port=port, by_torchrun=False)
 
 

@@ -16,7 +16,7 @@ from halfstep.run.resume import Changes
 from halfstep.run.stored_state import restore, stored
 from halfstep.step import tables as tabulated
 from halfstep.step.ema import Ema
-from halfstep.step.tables import Values, set_to_
+from halfstep.step.tables import Values, write_values_
 from halfstep.workloads import from_dict
 from halfstep.workloads.base.scheduled import Scheduled
 from halfstep.workloads.base.workload import Group
@@ -105,7 +105,7 @@ def test_a_value_that_ends_is_an_error_only_when_a_step_needs_it() -> None:
 
 def test_a_trained_model_in_use_has_the_values_of_its_last_step() -> None:
     tau = Scheduled(lambda step: 10.0 - step)
-    set_to_({"tau": tau}, 4, CPU)
+    write_values_({"tau": tau}, 4, CPU)
     assert float(tau.value) == 6.0
 
 

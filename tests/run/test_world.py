@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from halfstep.cli.train import explain_killed_ranks, parse_gpus, remove_gpus_flag, start_on_gpus
 from halfstep.distributed import launch as world
-from halfstep.distributed.launch import first_host, launch_of, tell_before_meeting
+from halfstep.distributed.launch import choose_speaker, find_first_host, read_launch
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError, RankLost
 from ranks_together import together
@@ -25,14 +25,14 @@ TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "g
 
 
 def test_torchrun_and_accelerate_say_all_there_is_to_know() -> None:
-    launch = launch_of(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"})
+    launch = read_launch(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"})
     assert launch is not None
     assert (launch.rank, launch.size, launch.local_rank, launch.restarts) == (3, 4, 1, 2)
     assert launch.meeting == "env://"
 
 
 def test_srun_says_it_in_its_own_words() -> None:
-    launch = launch_of(
+    launch = read_launch(
         {
             "SLURM_STEP_NUM_TASKS": "8",
             "SLURM_PROCID": "5",
@@ -50,23 +50,23 @@ def test_srun_says_it_in_its_own_words() -> None:
     ("nodes", "first"), [("a1,a2", "a1"), ("gpu[07-09,12],login1", "gpu07"), ("n[3]-ib", "n3-ib"), ("", "")]
 )
 def test_the_first_of_slurms_nodes_is_where_processes_meet(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+    assert find_first_host(nodes) == first
 
 
 def test_a_job_with_several_tasks_may_start_one_process_without_srun() -> None:
-    assert launch_of({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) is None
+    assert read_launch({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) is None
 
 
 @pytest.mark.parametrize("count", ["1", "", "many", "0"])
 def test_one_process_is_no_matter_who_started_it(count: str) -> None:
     names = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-    assert launch_of(dict.fromkeys(names, count)) is None
+    assert read_launch(dict.fromkeys(names, count)) is None
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 def test_processes_that_cannot_find_each_other_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}=2") as refused:
-        launch_of({name: "2"})
+        read_launch({name: "2"})
     assert "torchrun" in refused.value.fix
 
 
@@ -92,7 +92,7 @@ def test_an_error_before_processes_meet_is_shown_once_and_others_with_their_rank
     found = []
     for rank, what in enumerate(("no such workload", "no such workload", "no such file")):
         error = ConfigError(what)
-        tell_before_meeting(error, {**torchrun, "RANK": str(rank)})
+        choose_speaker(error, {**torchrun, "RANK": str(rank)})
         found.append((error.is_told, error.what))
     assert found[0] == (False, "no such workload")
     assert found[1][0]

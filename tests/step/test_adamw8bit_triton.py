@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.step.optim.adamw8bit import empty_state, update
+from halfstep.step.optim.adamw8bit import make_state, update
 from halfstep.step.optim.adamw_bf16 import Setting
 from tiny_training import assert_same_bits
 
@@ -43,7 +43,7 @@ def test_steps_have_the_bits_of_the_twin(dtype: torch.dtype, scale: float | None
     torch.manual_seed(0)
     count = 19 * 256  # not a whole number of programs
     weights = torch.randn(count).to(dtype)
-    ours, theirs = ({"weights": weights.clone(), **empty_state(weights)} for _ in range(2))
+    ours, theirs = ({"weights": weights.clone(), **make_state(weights)} for _ in range(2))
     for step in range(1, 4):
         for found, run in ((ours, triton_kernel.update), (theirs, update)):
             found["gradient"] = gradient(step, count, dtype)
@@ -57,7 +57,7 @@ def test_a_bad_step_changes_no_bit() -> None:
     count = 16 * 256
     found = {
         "weights": torch.randn(count),
-        **empty_state(torch.zeros(count)),
+        **make_state(torch.zeros(count)),
         "gradient": gradient(1, count, DTYPES[0]),
     }
     triton_kernel.update(found["weights"], found["gradient"], found, corrections(1), setting(3.0))

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.step.optim.codes import signed_codes, signed_table, unsigned_codes, unsigned_table
+from halfstep.step.optim.codes import encode_signed, encode_unsigned, make_signed_table, make_unsigned_table
 
-TABLES = [(signed_table(), signed_codes), (unsigned_table(), unsigned_codes)]
+TABLES = [(make_signed_table(), encode_signed), (make_unsigned_table(), encode_unsigned)]
 Codes = Callable[[Tensor], Tensor]
 
 
@@ -34,6 +34,6 @@ def test_a_table_value_is_its_own_code(table: tuple[float, ...], codes: Codes) -
 
 def test_the_largest_of_a_block_may_be_off_by_a_rounding_on_either_side() -> None:
     above = torch.tensor([1 + 2.0**-23, 1 - 2.0**-24])
-    assert signed_codes(above).tolist() == [255, 255]
-    assert signed_codes(-above).tolist() == [0, 0]
-    assert unsigned_codes(above).tolist() == [255, 255]
+    assert encode_signed(above).tolist() == [255, 255]
+    assert encode_signed(-above).tolist() == [0, 0]
+    assert encode_unsigned(above).tolist() == [255, 255]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from halfstep.step import graph as graph_memory
-from halfstep.step.graph import SAID, SETTING, growing_segments
+from halfstep.step.graph import CONFIG_KEY, SETTING, use_growing_segments
 
 
 class Allocator:
@@ -19,7 +19,7 @@ class Allocator:
         self.said, self.told = said, list[str]()
 
     def snapshot(self) -> dict[str, Any]:
-        return {"allocator_settings": {SAID: self.said, SETTING: self.said.endswith(f"{SETTING}:True")}}
+        return {"allocator_settings": {CONFIG_KEY: self.said, SETTING: self.said.endswith(f"{SETTING}:True")}}
 
     def tell(self, words: str) -> None:
         self.said = words
@@ -28,7 +28,7 @@ class Allocator:
 
 def in_place(monkeypatch: pytest.MonkeyPatch, allocator: Allocator) -> Allocator:
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(graph_memory, "_said_before", {})
+    monkeypatch.setattr(graph_memory, "_users_settings", {})
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", allocator.snapshot)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", allocator.tell)
@@ -38,7 +38,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch, allocator: Allocator) -> Allocator
 def test_segments_grow_within_and_words_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = in_place(monkeypatch, Allocator("roundup_power2_divisions:[256:1,512:2]"))
     for _ in range(2):
-        with growing_segments():
+        with use_growing_segments():
             assert allocator.snapshot()["allocator_settings"][SETTING]
         assert allocator.said == "roundup_power2_divisions:[256:1,512:2],expandable_segments:False"
     assert len(allocator.told) == 4
@@ -46,7 +46,7 @@ def test_segments_grow_within_and_words_do_not_pile_up(monkeypatch: pytest.Monke
 
 def test_an_error_within_leaves_the_allocator_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = in_place(monkeypatch, Allocator())
-    with pytest.raises(ValueError, match="broken"), growing_segments():
+    with pytest.raises(ValueError, match="broken"), use_growing_segments():
         raise ValueError("broken")
     assert allocator.said == "expandable_segments:False"
 
@@ -54,6 +54,6 @@ def test_an_error_within_leaves_the_allocator_as_it_was(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("said", ["expandable_segments:True", "expandable_segments:False"])
 def test_who_says_whether_segments_may_grow_is_not_overruled(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
     allocator = in_place(monkeypatch, Allocator(said))
-    with growing_segments():
+    with use_growing_segments():
         assert allocator.said == said
     assert not allocator.told

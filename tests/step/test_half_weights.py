@@ -13,7 +13,7 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.step.optim.adamw8bit import AdamW8bit
 from halfstep.step.optim.adamw_bf16 import AdamWBf16
-from halfstep.step.optim.half_weights import hashed, joined, key_of, split, stochastic
+from halfstep.step.optim.half_weights import hash_numbers, join, make_key, round_stochastically, split
 from halfstep.step.step import Step
 
 KINDS = (AdamWBf16, AdamW8bit)
@@ -38,14 +38,14 @@ def test_every_low_half_beside_many_high_halves_comes_back(sign: int) -> None:
     assert high.dtype == torch.bfloat16
     assert low.dtype == torch.int16
     assert high.isfinite().all()
-    assert torch.equal(bits(joined(high, low)), bits(values))
+    assert torch.equal(bits(join(high, low)), bits(values))
 
 
 def test_the_largest_values_whose_bf16_is_finite_come_back_and_those_past_them_become_infinite() -> None:
     limit = torch.tensor([0x7F7F7FFF, 0x7F7F8000], dtype=torch.int32).view(torch.float32)
     high, low = split(limit)
     assert high.isfinite().tolist() == [True, False]
-    assert torch.equal(bits(joined(high, low)), bits(limit))
+    assert torch.equal(bits(join(high, low)), bits(limit))
 
 
 def test_the_bf16_part_is_a_casts_but_at_exact_ties() -> None:
@@ -64,7 +64,7 @@ def test_any_pair_of_halves_is_stored_as_it_was() -> None:
     torch.manual_seed(0)
     high = torch.randint(-32768, 32768, (100_000,)).to(torch.int16).view(torch.bfloat16)
     low = torch.randint(-32768, 32768, (100_000,)).to(torch.int16)
-    again = split(joined(high, low))
+    again = split(join(high, low))
     assert torch.equal(again[0].view(torch.int16), high.view(torch.int16))
     assert torch.equal(again[1], low)
 
@@ -72,26 +72,26 @@ def test_any_pair_of_halves_is_stored_as_it_was() -> None:
 def test_random_rounding_is_right_on_average_and_the_same_for_the_same_key() -> None:
     value = 1.0 + 0.3 * 2**-7
     values = torch.full((100_000,), value)
-    key = key_of(0, 3, torch.tensor(7.0))
-    found = stochastic(values, key)
+    key = make_key(0, 3, torch.tensor(7.0))
+    found = round_stochastically(values, key)
     assert set(found.unique().tolist()) == {1.0, 1.0 + 2**-7}
     up = (found.float() > 1).float().mean().item()
     assert up == pytest.approx(0.3, abs=4 * (0.21 / 100_000) ** 0.5), "four deviations"
-    assert torch.equal(found, stochastic(values, key))
-    assert not torch.equal(found, stochastic(values, key_of(0, 3, torch.tensor(8.0))))
-    assert not torch.equal(found, stochastic(values, key_of(0, 4, torch.tensor(7.0))))
-    assert not torch.equal(found, stochastic(values, key_of(1, 3, torch.tensor(7.0))))
+    assert torch.equal(found, round_stochastically(values, key))
+    assert not torch.equal(found, round_stochastically(values, make_key(0, 3, torch.tensor(8.0))))
+    assert not torch.equal(found, round_stochastically(values, make_key(0, 4, torch.tensor(7.0))))
+    assert not torch.equal(found, round_stochastically(values, make_key(1, 3, torch.tensor(7.0))))
 
 
 def test_values_that_bf16_has_and_values_that_are_none_are_not_rounded() -> None:
     values = torch.tensor([0.0, -0.0, 1.0, -3.5, float("inf"), -float("inf")])
-    assert torch.equal(stochastic(values, torch.tensor(5)).float(), values)
-    assert stochastic(torch.tensor([float("nan")]), torch.tensor(5)).isnan().all()
+    assert torch.equal(round_stochastically(values, torch.tensor(5)).float(), values)
+    assert round_stochastically(torch.tensor([float("nan")]), torch.tensor(5)).isnan().all()
 
 
 def test_the_hash_of_a_number_is_that_of_a_tensor() -> None:
     numbers = torch.tensor([0, 1, 12345, 2**31, 2**32 - 1])
-    assert hashed(numbers).tolist() == [hashed(int(number)) for number in numbers]
+    assert hash_numbers(numbers).tolist() == [hash_numbers(int(number)) for number in numbers]
 
 
 # --- optimizers ---
@@ -117,7 +117,7 @@ def master(optimizer: Any, parameter: Tensor) -> Tensor:
     low = optimizer.state[parameter]["low"]
     if low.ndim == 1 and parameter.ndim > 1:
         low = low.as_strided(parameter.shape, parameter.stride())
-    return joined(parameter.detach(), low)
+    return join(parameter.detach(), low)
 
 
 @pytest.mark.parametrize("scale", [None, 8.0])

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.step.optim.adamw8bit import empty_state, update
+from halfstep.step.optim.adamw8bit import make_state, update
 from halfstep.step.optim.adamw_bf16 import LOW, AdamWBf16, Setting
-from halfstep.step.optim.half_weights import joined, key_of, split, stochastic
+from halfstep.step.optim.half_weights import join, make_key, round_stochastically, split
 from halfstep.step.optim.single_pass import SinglePass
 
 pytestmark = [
@@ -41,23 +41,23 @@ def test_8_bit_moments_and_bf16_weights_have_the_bits_of_the_twin(how: str, scal
     torch.manual_seed(0)
     count = 19 * 256
     start = torch.randn(count).bfloat16()
-    ours = {"weights": start.clone(), **empty_state(start)}
+    ours = {"weights": start.clone(), **make_state(start)}
     if how == "split":
         ours[LOW] = torch.randint(-32768, 32768, (count,)).to(torch.int16)
     theirs = {name: value.clone() for name, value in ours.items()}
     for step in range(1, 5):
         gradient = (torch.randn(count, generator=torch.Generator().manual_seed(step)) * 0.1).bfloat16()
-        key = key_of(0, 2, torch.tensor(float(step)))
+        key = make_key(0, 2, torch.tensor(float(step)))
         given = setting(scale, bad=step == 3)
         adamw8bit_triton.update(
             ours["weights"], gradient.clone(), ours, corrections(step), given, key if how == "stochastic" else None
         )
-        theta = joined(theirs["weights"], theirs[LOW]) if how == "split" else theirs["weights"].float()
+        theta = join(theirs["weights"], theirs[LOW]) if how == "split" else theirs["weights"].float()
         update(theta, gradient.clone(), theirs, corrections(step), given)
         if how == "split":
             theirs["weights"], theirs[LOW] = split(theta)
         else:
-            theirs["weights"] = stochastic(theta, key)
+            theirs["weights"] = round_stochastically(theta, key)
     for name, value in ours.items():
         same = theirs[name]
         assert torch.equal(value.reshape(-1).view(torch.uint8), same.reshape(-1).view(torch.uint8)), name
@@ -99,7 +99,7 @@ def test_one_pass_of_our_kernel_stores_what_torchs_and_the_twin_store(rounding: 
         stepped.step()
     for one, other in zip(ours, theirs, strict=True):
         if rounding == "split":
-            exact = [joined(p.detach(), o.state[p][LOW]) for p, o in ((one, passed), (other, stepped))]
+            exact = [join(p.detach(), o.state[p][LOW]) for p, o in ((one, passed), (other, stepped))]
             torch.testing.assert_close(exact[0], exact[1], rtol=1e-5, atol=1e-6)
         else:
             same = (one == other).float().mean()

@@ -245,20 +245,6 @@ def test_a_state_of_another_schedule_is_refused_and_changes_nothing() -> None:
         steps[own].load_state_dict(state | {"schedules": {}})  # as the fix says
 
 
-def test_a_state_from_before_kinds_were_stored_loads() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = sgd(model)
-    step = made(optimizer, model, hs.per_epoch(TORCH.StepLR(optimizer, 1, 0.5)))
-    stepped(step, model)
-    step.epoch_ended()
-    state = step.state_dict()
-    del state["schedules"]["kinds"]
-    again = sgd(model)
-    resumed = made(again, model, hs.per_epoch(TORCH.StepLR(again, 1, 0.5)))
-    resumed.load_state_dict(state)
-    assert rate(again) == 0.5
-
-
 @pytest.mark.parametrize("paced", [hs.per_step, hs.per_epoch])
 def test_a_rate_that_is_not_finite_is_told_from_a_schedule_that_ended(paced: Any) -> None:
     model = nn.Linear(2, 2)

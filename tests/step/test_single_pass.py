@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from halfstep.step import commit
 from halfstep.step.commit import Committer
-from halfstep.step.graph import CaptureFailed, opened_for_capture
-from halfstep.step.optim.single_pass import SinglePass, takes
+from halfstep.step.graph import CaptureFailed, open_for_capture
+from halfstep.step.optim.single_pass import SinglePass, can_run_single_pass
 from halfstep.step.step import Step
 from tiny_training import assert_same_bits, batch, loss_of, make_model, plan
 
@@ -155,7 +155,7 @@ def test_gradients_that_lie_otherwise_are_torchs() -> None:
 
 def test_only_a_cuda_device_has_the_kernel() -> None:
     _, optimizer = made()
-    assert not takes(optimizer, CPU)
+    assert not can_run_single_pass(optimizer, CPU)
     assert Committer(optimizer, None).open_capture(CPU) is None
 
 
@@ -173,9 +173,9 @@ def test_where_one_optimizer_cannot_be_opened_the_others_are_closed_and_go_on_tr
             raise torch.OutOfMemoryError("no room for the table")
         return SinglePass(optimizer, device)
 
-    monkeypatch.setattr(commit, "takes", lambda optimizer, device: True)
+    monkeypatch.setattr(commit, "can_run_single_pass", lambda optimizer, device: True)
     monkeypatch.setattr(commit, "SinglePass", single_pass)
-    with pytest.raises(CaptureFailed, match="no room for the table"), opened_for_capture(step):
+    with pytest.raises(CaptureFailed, match="no room for the table"), open_for_capture(step):
         pytest.fail("it was opened")
     before = [parameter.detach().clone() for parameter in model.parameters()]
     step(loss_of(model), [batch(1)])

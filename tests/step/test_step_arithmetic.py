@@ -9,8 +9,8 @@ import torch
 
 from halfstep.errors import ConfigError, DataError
 from halfstep.step.clip import Clip
-from halfstep.step.optim.by_name import build_optimizer, parameter_groups
-from halfstep.step.step import Step, batch_length
+from halfstep.step.optim.by_name import build_optimizer, make_parameter_groups
+from halfstep.step.step import Step, count_samples
 from tiny_training import assert_same_bits, batch, everything, loss_of, make_model, make_step, plan
 
 
@@ -139,7 +139,7 @@ def test_half_stored_weights_are_refused_with_the_reason() -> None:
 
 def test_an_optimizer_that_cannot_be_guarded_is_refused() -> None:
     with pytest.raises(ConfigError, match="refused"):
-        build_optimizer("lbfgs", parameter_groups(make_model(), 0.0), lr=0.1)
+        build_optimizer("lbfgs", make_parameter_groups(make_model(), 0.0), lr=0.1)
 
 
 def test_lbfgs_brought_by_the_user_is_refused_too() -> None:
@@ -150,20 +150,20 @@ def test_lbfgs_brought_by_the_user_is_refused_too() -> None:
 
 def test_an_unknown_optimizer_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="adamw"):
-        build_optimizer("adamww", parameter_groups(make_model(), 0.0), lr=0.1)
+        build_optimizer("adamww", make_parameter_groups(make_model(), 0.0), lr=0.1)
 
 
 def test_norms_and_biases_do_not_decay_unless_asked() -> None:
-    decayed, plain = parameter_groups(make_model(), 0.1)
+    decayed, plain = make_parameter_groups(make_model(), 0.1)
     assert all(p.ndim > 1 for p in decayed["params"])
     assert plain["weight_decay"] == 0.0
-    assert len(parameter_groups(make_model(), 0.1, decay_all=True)) == 1
+    assert len(make_parameter_groups(make_model(), 0.1, decay_all=True)) == 1
 
 
 def test_a_batch_without_tensors_asks_for_a_weight() -> None:
-    assert batch_length({"text": ["a"], "image": torch.zeros(3, 2)}) == 3
+    assert count_samples({"text": ["a"], "image": torch.zeros(3, 2)}) == 3
     with pytest.raises(DataError, match="how many samples"):
-        batch_length({"text": "a"})
+        count_samples({"text": "a"})
 
 
 def test_spikes_are_reported_and_skipped_only_on_request() -> None:

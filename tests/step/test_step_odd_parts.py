@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import ConfigError
-from halfstep.precision.plan import Row
+from halfstep.precision.plan import PlanRow
 from halfstep.step.ema import Ema
 from halfstep.step.flat import became_non_finite
 from halfstep.step.scaler import Scaler
@@ -177,7 +177,7 @@ def test_loading_a_state_twice_gives_the_same_twice() -> None:
 
 
 def test_one_part_in_fp16_is_enough_for_loss_scaling() -> None:
-    row = Row(module="head", storage="fp32", compute="fp16", reason="asked for", kind="module", precision="fp16")
+    row = PlanRow(module="head", storage="fp32", compute="fp16", reason="asked for", kind="module", precision="fp16")
     assert not plan("bf16").needs_loss_scaling
     assert dataclasses.replace(plan("bf16"), rows=(row,)).needs_loss_scaling
 

@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from halfstep.precision.plan import Plan
 from halfstep.step.clip import Clip
 from halfstep.step.ema import Ema
-from halfstep.step.optim.by_name import build_optimizer, parameter_groups
+from halfstep.step.optim.by_name import build_optimizer, make_parameter_groups
 from halfstep.step.schedule import ScheduleOptions, build_schedule
 from halfstep.step.step import Step
 
@@ -68,7 +68,7 @@ def make_step(
     optimizer: str = "adamw", precision: str = "fp32", *, device: str = "cpu", ema: bool = True, **more: Any
 ) -> Step:
     model = make_model(optimizer, device)
-    groups = parameter_groups(model, 0.01, decay_all=optimizer == "rprop")
+    groups = make_parameter_groups(model, 0.01, decay_all=optimizer == "rprop")
     if optimizer == "rprop":
         groups = [{"params": groups[0]["params"]}]
     built = build_optimizer(optimizer, groups, lr=1e-2, options=OPTIONS.get(optimizer))

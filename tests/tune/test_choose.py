@@ -16,7 +16,7 @@ from halfstep.kernels.fast_forms import decided
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import assemble
 from halfstep.run.engine import Engine, rehearsal
-from halfstep.step.randomness import generator_states
+from halfstep.step.randomness import read_generators
 from halfstep.tune import choose
 from halfstep.tune.choose import asked_mode, expected_steps, tuned
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, MemorySetting, NotCaptured
@@ -71,14 +71,14 @@ def test_expected_steps_count_windows_and_the_limit(demo: Path) -> None:
 def test_trials_leave_weights_buffers_and_generators_bit_identical(demo: Path) -> None:
     config, workload, plan = made(demo)
     before = {name: value.clone() for name, value in workload.model.state_dict().items()}
-    generators = generator_states()
+    generators = read_generators()
     with rehearsal(config, workload, plan) as trial:
         cost = trial.cost("eager")
         assert trial.parts.step.attempted > 0
     assert cost.ms > 0
     assert cost.peak_bytes > 0
     assert all(torch.equal(bits(before[name]), bits(now)) for name, now in workload.model.state_dict().items())
-    after = generator_states()
+    after = read_generators()
     assert torch.equal(generators["torch"], after["torch"])
     assert generators["python"] == after["python"]
 

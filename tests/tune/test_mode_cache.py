@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from halfstep.hardware.driver import Driver
-from halfstep.precision.plan import Row
+from halfstep.precision.plan import PlanRow
 from halfstep.precision.row import Gain
 from halfstep.tune import choose
 from halfstep.tune.choose import tuned
@@ -54,7 +54,7 @@ def test_it_is_kept_for_the_same_model_and_shape_only(demo: Path) -> None:
     assert CachedMode(*made(demo, train__activation_checkpointing=True)).read() is None
     assert CachedMode(*made(demo, train__tune_kernels=True)).read() is None
     config, workload, plan = made(demo)
-    apart = Row(module="head", storage="fp32", compute="fp16", reason="asked for", kind="module")
+    apart = PlanRow(module="head", storage="fp32", compute="fp16", reason="asked for", kind="module")
     assert CachedMode(config, workload, dataclasses.replace(plan, rows=(*plan.rows, apart))).read() is None
 
 

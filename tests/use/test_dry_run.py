@@ -19,7 +19,7 @@ from halfstep.evidence.dry_run import Judged, Magnitudes, judged, lost_updates
 from halfstep.formats import FP16
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
-from halfstep.step.facts import rng_state
+from halfstep.step.facts import read_rng_state
 from halfstep.use.observe_step import dry_run
 
 
@@ -58,7 +58,7 @@ def subject_of(model: nn.Module, window: list[Any]) -> Subject:
         loss=lambda batch: F.mse_loss(model(batch), torch.zeros_like(batch)),
         window=window,
         state={name: value.detach().clone() for name, value in state_of(model).items()},
-        rng=rng_state(torch.device("cpu")),
+        rng=read_rng_state(torch.device("cpu")),
         plan=plan_for("fp32", {}),
         plan_for=plan_for,
     )

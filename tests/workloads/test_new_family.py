@@ -21,7 +21,7 @@ import pytest
 from PIL import Image
 
 from halfstep.cli.main import main
-from halfstep.hardware.cache import measured_once
+from halfstep.hardware.cache import measure_once
 from halfstep.hardware.measure import Sizes, measure
 from halfstep.hardware.probe import probe
 from halfstep.workloads import KINDS
@@ -124,7 +124,7 @@ def test_it_is_benched_by_its_name_and_by_its_import_path(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     image = (1, 4, 8)
     sizes = Sizes(small_matmul=8, small_image=image, full_matmul=16, full_image=image, copy_bytes=2**16, budget_s=0.2)
-    measured_once(probe("cpu"), tmp_path / "cache" / "halfstep", functools.partial(measure, sizes=sizes))
+    measure_once(probe("cpu"), tmp_path / "cache" / "halfstep", functools.partial(measure, sizes=sizes))
     words = ("--batch-size", "4", "--steps", "10", "--precisions", "fp32", "--modes", "eager", "--device", "cpu")
     (row,) = json.loads(command(monkeypatch, capsys, "bench", workload, *words, "--json"))["rows"]
     assert row["ms"] > 0

@@ -10,7 +10,7 @@ import yaml
 
 from halfstep_check.check import Report, check
 from halfstep_check.hardware_gap import Device
-from halfstep_check.shared.gpus import known_gpu
+from halfstep_check.shared.gpus import look_up_gpu
 
 SCENARIOS = yaml.safe_load((Path(__file__).parent / "scenarios.yaml").read_text())
 
@@ -20,7 +20,7 @@ def checked(scenario: dict[str, Any], folder: Path) -> Report:
         (folder / name).write_text(content)
     device = None
     if "gpu" in scenario:
-        gpu = known_gpu(scenario["gpu"])
+        gpu = look_up_gpu(scenario["gpu"])
         device = Device(name=gpu.name, has=gpu.has)
     commands = [scenario["command"]] if "command" in scenario else []
     paths = [folder / name for name in scenario.get("named", scenario.get("files", {}))]

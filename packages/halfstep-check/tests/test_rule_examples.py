@@ -13,7 +13,7 @@ from halfstep_check.hardware_gap import Device
 from halfstep_check.rules import RULES, Rule, severity_of
 from halfstep_check.rules.configs import CONFIG_RULES
 from halfstep_check.rules.rule import example_files
-from halfstep_check.shared.gpus import known_gpu
+from halfstep_check.shared.gpus import look_up_gpu
 
 
 def rules_found(example: str, folder: Path) -> dict[str, Severity]:
@@ -21,7 +21,7 @@ def rules_found(example: str, folder: Path) -> dict[str, Severity]:
     for name, content in files.items():
         (folder / name).write_text(content)
     gpu = re.search(r"# with --gpu (\w+)", example)
-    device = Device(name=gpu[1], has=known_gpu(gpu[1]).has) if gpu else None
+    device = Device(name=gpu[1], has=look_up_gpu(gpu[1]).has) if gpu else None
     report = check([folder / name for name in files], device=device)
     assert not report.unreadable
     return {finding.rule: severity_of(finding) for finding in report.findings}

@@ -13,8 +13,8 @@ import torch
 from halfstep.backend_flags import read_flags, write_flags
 from halfstep.errors import format_count
 from halfstep.hardware.driver import Driver
-from halfstep.hardware.memory import give_back
-from halfstep.hardware.monitor import limits_in
+from halfstep.hardware.memory import release_unused_memory
+from halfstep.hardware.monitor import list_limits
 from halfstep.hardware.nvml import ask_nvml
 from halfstep.tune.fresh_thread import forget_compiled
 
@@ -77,7 +77,7 @@ def clean_device(device: torch.device) -> None:
     # Compiled code keeps weights alive, and dynamo gives up on a function it has compiled eight times.
     forget_compiled()
     forget_our_kernels()
-    give_back(device)
+    release_unused_memory(device)
 
 
 def read_clock_limits(device: torch.device) -> tuple[str, ...]:
@@ -85,7 +85,7 @@ def read_clock_limits(device: torch.device) -> tuple[str, ...]:
 
     # The older of its two names: drivers before 535 know no other.
     bits = ask_nvml(device, lambda nvml, handle: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))) or 0
-    return limits_in(bits)
+    return list_limits(bits)
 
 
 def find_other_users(device: torch.device) -> str:

@@ -28,14 +28,14 @@ from halfstep.data.prefetch import prefetch
 from halfstep.errors import HardwareError, PrecisionError, TrainingStopped
 from halfstep.hardware.facts import Hardware
 from halfstep.models.first_values import skip_first_values
-from halfstep.precision.decide import why_simulated
-from halfstep.precision.ladder import lacks
+from halfstep.precision.decide import explain_simulation
+from halfstep.precision.ladder import explain_lack
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import assemble, plan_for
 from halfstep.run.engine import Engine, PhasedEngine, engine_for, rehearsal
 from halfstep.step.facts import Facts, PhasedFacts
 from halfstep.step.guard import Action
-from halfstep.step.randomness import algorithms, seed_everything
+from halfstep.step.randomness import choose_algorithms, seed_everything
 from halfstep.tune.choose import tuned
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.workloads.base.workload import Workload
@@ -151,7 +151,7 @@ def list_runners(problem: Problem, request: BenchRequest, hardware: Hardware) ->
     unmeasured = dataclasses.replace(hardware, measurements=())  # a format that is slow here is timed as well
     for precision in request.precisions:
         asked = problem.config.precision.model_copy(update={"default": precision})
-        simulate = bool(why_simulated(asked, hardware)) or asked.simulate and precision != "fp32"
+        simulate = bool(explain_simulation(asked, hardware)) or asked.simulate and precision != "fp32"
         for mode in request.modes:
             if mode == "graph" and problem.device.type != "cuda":
                 yield make_unmeasured_row("halfstep", mode, precision, "needs CUDA")
@@ -160,7 +160,7 @@ def list_runners(problem: Problem, request: BenchRequest, hardware: Hardware) ->
             else:
                 yield HalfstepRunner(problem, precision, mode, unmeasured, simulate=simulate)
         for word in request.against:
-            yield from _list_peers(word, problem, precision, lacks(precision, unmeasured))
+            yield from _list_peers(word, problem, precision, explain_lack(precision, unmeasured))
 
 
 def _list_peers(word: str, problem: Problem, precision: str, missing: str) -> Iterator[Runner | Row]:
@@ -177,7 +177,7 @@ def measure_runner(runner: Runner, problem: Problem, request: BenchRequest, paus
     row = measure_row(runner, problem, request.schedule, pause=pause)
     if not isinstance(runner, HalfstepRunner) or not row.is_measured:
         return row
-    missing = why_simulated(runner.config.precision, runner.hardware)
+    missing = explain_simulation(runner.config.precision, runner.hardware)
     said = (f"simulated: no speed{f' ({missing})' if missing else ''}",) if runner.simulated else ()
     return dataclasses.replace(row, simulated=runner.simulated, remarks=(*said, *runner.remarks, *row.remarks))
 
@@ -263,7 +263,7 @@ class HalfstepRunner:
         self.remarks = [f"{plan.mode}: {plan.mode_reason}"] if self.variant == "auto" else []
         if plan.memory_reason:
             self.remarks += [f"{MemorySetting(**plan.memory)}: {plan.memory_reason}", *plan.memory_trials]
-        with algorithms(deterministic=self.config.train.deterministic):
+        with choose_algorithms(deterministic=self.config.train.deterministic):
             parts = assemble(self.config, workload, plan)
             assert parts.mode is not None, "the plan was tuned"
             metrics = workload.metrics()

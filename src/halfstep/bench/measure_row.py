@@ -25,7 +25,7 @@ from halfstep.bench.apart import CacheState, CacheWatch, isolate_row, read_clock
 from halfstep.bench.problem import Problem, Runner
 from halfstep.errors import ConfigError, HalfstepError, MemoryLimitError, format_bytes, summarise_error
 from halfstep.hardware.clock import wait_for
-from halfstep.hardware.memory import peak_memory_bytes, reset_peak
+from halfstep.hardware.memory import get_peak_memory_bytes, reset_peak
 from halfstep.hardware.nvml import EnergyMeter
 from halfstep.tune.fresh_thread import in_fresh_thread
 
@@ -201,7 +201,7 @@ class StepTimer:
 
     def _peak_bytes(self) -> int | None:
         # A process keeps what earlier rows imported and freed: on a CPU each row would look larger than the one before.
-        return None if self.device.type == "cpu" else peak_memory_bytes(self.device)
+        return None if self.device.type == "cpu" else get_peak_memory_bytes(self.device)
 
     def _end(self) -> None:
         """Inside the last call: a graph's memory is gone once its owner is."""

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from halfstep.backend_flags import fp32_mode
 from halfstep.bench.apart import isolate_row
 from halfstep.bench.problem import AfterStep, Batch, Problem, Runner
-from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError, format_count, nearest
+from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError, format_count, suggest_nearest
 from halfstep.kernels.fast_forms import forced
 from halfstep.tune.fresh_thread import place_for_graphs
 
@@ -415,7 +415,7 @@ def require_peers(words: Sequence[str]) -> None:
     known = [*PEERS, *(f"{name}:{variant}" for name in PEERS for variant in VARIANTS)]
     for word in words:
         if word not in known:
-            raise ConfigError(f"unknown peer {word!r}", fix=nearest(word, known))
+            raise ConfigError(f"unknown peer {word!r}", fix=suggest_nearest(word, known))
         if parse_peer_name(word) in IMPORTS:
             with silence():  # their imports warn
                 IMPORTS[parse_peer_name(word)]()

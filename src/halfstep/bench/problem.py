@@ -21,13 +21,13 @@ from halfstep.config.schema import RunConfig, ScalerConfig
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, MemoryLimitError, format_bytes
 from halfstep.hardware.facts import Hardware
-from halfstep.precision.ladder import lacks
+from halfstep.precision.ladder import explain_lack
 from halfstep.report.config_view import format_setting
 from halfstep.run.assemble import build_workload, data_at_hand
 from halfstep.run.memory.sizing import predict_step_cost
-from halfstep.step.batches import batch_length
+from halfstep.step.batches import count_samples
 from halfstep.step.randomness import seed_everything
-from halfstep.step.tables import set_to_
+from halfstep.step.tables import write_values_
 from halfstep.tune.trials import first_batch
 from halfstep.workloads import KINDS, load
 from halfstep.workloads.base.kind import Kind, Unit, load_part
@@ -89,7 +89,7 @@ class RandomSamples:
 
     def __init__(self, batch: Batch) -> None:
         self.values = batch  # not `batch`: samples with that name make whole batches themselves
-        self.size = batch_length(batch)
+        self.size = count_samples(batch)
 
     def __len__(self) -> int:
         return NUM_BATCHES * self.size
@@ -105,7 +105,7 @@ def build_problem(config: RunConfig, device: torch.device) -> Problem:
     workload = build_random_workload(config)
     for part in workload.frozen.values():  # peers autocast them; ours are built again and placed by the plan
         part.module.to(device).eval().requires_grad_(False)
-    set_to_(workload.values, 0, device)
+    write_values_(workload.values, 0, device)
     batch = kind.synthetic.make_batch(config, workload.store) if kind.synthetic else first_batch(config, workload)
     if device.type == "cuda":
         batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
@@ -233,7 +233,7 @@ NO_FOLDER = "random"
 
 def choose_default_precisions(hardware: Hardware) -> tuple[str, ...]:
     """Those the device has; fp8 changes what a model computes too much to be run unasked."""
-    return tuple(name for name in ("fp32", "tf32", "bf16", "fp16") if not lacks(name, hardware))
+    return tuple(name for name in ("fp32", "tf32", "bf16", "fp16") if not explain_lack(name, hardware))
 
 
 def choose_default_modes(device: torch.device) -> tuple[BenchMode, ...]:

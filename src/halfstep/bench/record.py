@@ -19,9 +19,9 @@ from halfstep import __version__
 from halfstep.bench.bench import LOSS_BOUND, BenchRequest, BenchResult
 from halfstep.bench.peers import parse_peer_name
 from halfstep.bench.problem import Problem
-from halfstep.config.dump import plain
-from halfstep.config.foreign import flat
-from halfstep.config.keys import fields_of
+from halfstep.config.dump import dump_values
+from halfstep.config.foreign import flatten_keys
+from halfstep.config.keys import list_fields
 from halfstep.config.schema import RunConfig
 from halfstep.disk import write_atomically
 from halfstep.errors import ConfigError
@@ -99,14 +99,14 @@ def describe_problem(problem: Problem, flops: int) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in problem.make_model().parameters()),
         "reduced": find_reduced_settings(config),
         "flops": flops,
-        "config": plain(config),
+        "config": dump_values(config),
         **threads,
     }
 
 
 def find_reduced_settings(config: RunConfig) -> dict[str, Any]:
     """Model settings by which the demo's network differs from the one that the workload's name means."""
-    fields, here = fields_of(type(config)), flat(config.model_dump(mode="json"))
+    fields, here = list_fields(type(config)), flatten_keys(config.model_dump(mode="json"))
     found = {}
     for path, value in type(config).demo.items():
         small, full = json.loads(json.dumps([value, fields[path].default]))

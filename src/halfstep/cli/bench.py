@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from halfstep.cli.options import MaybeWords, Strict, option
-from halfstep.errors import ConfigError, nearest, suggested
+from halfstep.errors import ConfigError, suggest_command, suggest_nearest
 from halfstep.workloads import DEMO_WORKLOAD, KINDS
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def add_workload(words: Sequence[str]) -> list[str]:
 
 def _suggest_for_folder(folder: Path) -> str:
     if (folder / "config.yaml").is_file():
-        return f"the config of this run: {suggested('bench', folder / 'config.yaml')}"
+        return f"the config of this run: {suggest_command('bench', folder / 'config.yaml')}"
     return f"halfstep bench {DEMO_WORKLOAD}"
 
 
@@ -186,7 +186,7 @@ def _explain_unknown_choice(word: str, option: str, allowed: Mapping[str, str]) 
     return ConfigError(
         f"{option} takes no {word!r}",
         why="it takes " + ", ".join(f"{name} ({meaning})" for name, meaning in named.items()),
-        fix=nearest(word, allowed if ":" in word else named),
+        fix=suggest_nearest(word, allowed if ":" in word else named),
     )
 
 
@@ -197,10 +197,10 @@ def prepare_request(asked: BenchArguments) -> tuple[Hardware, Problem, BenchRequ
         split_choices(asked.modes, "--modes", MODES),
         split_choices(asked.against, "--against", PEERS | variants),
     )
-    from halfstep.config.precision_names import precision_name
+    from halfstep.config.precision_names import normalise_precision
 
     words = split_choices(asked.precisions, "--precisions")
-    precisions = tuple(dict.fromkeys(precision_name(word, "--precisions") for word in words))
+    precisions = tuple(dict.fromkeys(normalise_precision(word, "--precisions") for word in words))
     import torch
 
     from halfstep.bench.bench import BenchRequest
@@ -360,14 +360,14 @@ def _prepare_work(
     from halfstep.bench.problem import count_step_flops
     from halfstep.bench.record import describe_circumstances, format_command_line
     from halfstep.disk import find_cache_directory
-    from halfstep.hardware.cache import measured_once
+    from halfstep.hardware.cache import measure_once
     from halfstep.hardware.measure import measure
     from halfstep.report.bench_view import RowsLeft
 
     with contextlib.redirect_stdout(sys.stderr):
         console = Console(stderr=True)
         with console.status("measuring matmuls") as status:
-            rated = measured_once(hardware, find_cache_directory(), measure)
+            rated = measure_once(hardware, find_cache_directory(), measure)
             status.update("counting")
             flops = count_step_flops(problem)
             about = describe_circumstances(problem, request, hardware, flops, format_command_line(sys.argv[1:]))

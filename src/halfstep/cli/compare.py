@@ -25,7 +25,7 @@ from halfstep.cli.options import (
     read_given,
 )
 from halfstep.disk import make_absolute, write_atomically
-from halfstep.errors import ConfigError, Interrupted, format_count, suggested
+from halfstep.errors import ConfigError, Interrupted, format_count, suggest_command
 
 if TYPE_CHECKING:
     from halfstep.use.compare import CompareRequest, Comparison
@@ -140,7 +140,7 @@ def _run(folder: Path, comparison: Comparison) -> None:
 
     from halfstep.use.compare import run_comparison
 
-    screen, again = Console(stderr=True), suggested("compare", "--resume", folder)
+    screen, again = Console(stderr=True), suggest_command("compare", "--resume", folder)
     screen.print(f"interrupted? go on with: {again}", style="dim", soft_wrap=True)
     try:
         run_comparison(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from halfstep.hardware.facts import Hardware
-    from halfstep.precision.advice import Advice
+    from halfstep.precision.advice import HardwareAdvice
 
 
 THIS_MACHINE = re.compile(r"(auto|cpu|cuda|rocm|mps|xpu)(:\d+)?", re.IGNORECASE)
@@ -57,10 +57,10 @@ def command(
     if gpu.lower() == LIST:
         print_known(as_json=as_json)
         return
-    from halfstep.hardware.gpus import known_gpu
+    from halfstep.hardware.gpus import look_up_gpu
     from halfstep.precision.advice import advise
 
-    devices = (known_gpu(gpu),) if gpu else probe_devices(device, look_only=no_measure, fresh=fresh)
+    devices = (look_up_gpu(gpu),) if gpu else probe_devices(device, look_only=no_measure, fresh=fresh)
     answers = [(hardware, advise(hardware)) for hardware in devices]
     if as_json:
         print_json(answers)
@@ -109,24 +109,24 @@ def probe_devices(name: str, *, look_only: bool, fresh: bool) -> tuple[Hardware,
     if look_only:
         return found
     from halfstep.disk import find_cache_directory
-    from halfstep.hardware.cache import measured_once
+    from halfstep.hardware.cache import measure_once
     from halfstep.hardware.measure import measure
 
     measured = []
     for hardware in found:
         with progress.status(f"measuring {hardware.device} ({hardware.name}), a few seconds"):
-            measured.append(measured_once(hardware, find_cache_directory(), measure, fresh=fresh))
+            measured.append(measure_once(hardware, find_cache_directory(), measure, fresh=fresh))
     return tuple(measured)
 
 
-def print_json(answers: list[tuple[Hardware, Advice]]) -> None:
+def print_json(answers: list[tuple[Hardware, HardwareAdvice]]) -> None:
     import json
 
     devices = [{**hardware.to_dict(), "advice": advice.to_dict()} for hardware, advice in answers]
     typer.echo(json.dumps({"devices": devices}, indent=2))
 
 
-def print_tables(answers: list[tuple[Hardware, Advice]]) -> None:
+def print_tables(answers: list[tuple[Hardware, HardwareAdvice]]) -> None:
     from rich.console import Console
 
     console = Console()
@@ -138,11 +138,11 @@ def print_tables(answers: list[tuple[Hardware, Advice]]) -> None:
         )
 
 
-def print_device(console: Console, hardware: Hardware, advice: Advice) -> None:
+def print_device(console: Console, hardware: Hardware, advice: HardwareAdvice) -> None:
     from rich.rule import Rule
     from rich.text import Text
 
-    from halfstep.hardware.describe import format_columns, identity
+    from halfstep.hardware.describe import describe_identity, make_format_columns
     from halfstep.report.tables import columns_table, pairs_table, rows_table
 
     title = f"{hardware.device}  {hardware.name}" if hardware.device else hardware.name
@@ -154,9 +154,9 @@ def print_device(console: Console, hardware: Hardware, advice: Advice) -> None:
     ]
     console.print(
         Rule(Text(title, style="bold"), align="left"),
-        pairs_table(identity(hardware)),
+        pairs_table(describe_identity(hardware)),
         "",
-        columns_table(format_columns(hardware), left=("format", "support")),
+        columns_table(make_format_columns(hardware), left=("format", "support")),
         "",
         Text(advice.headline, style="bold green"),
         "",

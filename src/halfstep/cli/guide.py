@@ -78,8 +78,8 @@ def choose_asker(console: Console, *, yes: bool, answers: Path | None) -> Asker:
 
 def probe_machine(device: str | None, *, no_measure: bool) -> Machine:
     from halfstep.cli.detect import probe_devices
-    from halfstep.config.section import num_cores
+    from halfstep.config.section import count_cores
     from halfstep.guide.guide import Machine
 
     (hardware,) = probe_devices(device or "auto", look_only=no_measure, fresh=False)
-    return Machine(hardware=hardware, num_cores=num_cores(), device=device, may_measure=not no_measure)
+    return Machine(hardware=hardware, num_cores=count_cores(), device=device, may_measure=not no_measure)

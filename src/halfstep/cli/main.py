@@ -196,9 +196,9 @@ def explain_memory_error(error: MemoryError | RuntimeError) -> HalfstepError:
 def show_once(error: HalfstepError) -> None:
     """Of several processes that met the same error, one shows it."""
     if error.is_told is None and "RANK" in os.environ:
-        from halfstep.distributed.launch import tell_before_meeting
+        from halfstep.distributed.launch import choose_speaker
 
-        tell_before_meeting(error, os.environ)
+        choose_speaker(error, os.environ)
     if not error.is_told:
         show_error(error)
 
@@ -290,10 +290,10 @@ def _find_same_option(setting: str, options: Sequence[Any]) -> str:
 
 def _suggest_setting(option: str) -> str:
     """`did you mean optimizer.weight_decay=VALUE? ` for an option that looks like a setting; else empty."""
-    from halfstep.config.keys import suggestion
+    from halfstep.config.keys import suggest_key
     from halfstep.config.schema import RunConfig
 
-    found = suggestion(option.lstrip("-").replace("-", "_"), RunConfig)
+    found = suggest_key(option.lstrip("-").replace("-", "_"), RunConfig)
     return f"{found.removesuffix('?')}, as KEY=VALUE? " if found.startswith("did you mean") else ""
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halfstep.cli.options import Json, map_flags, option, read_given
-from halfstep.errors import ConfigError, DataError, format_bytes, format_count, suggested
+from halfstep.errors import ConfigError, DataError, format_bytes, format_count, suggest_command
 
 if TYPE_CHECKING:
     from halfstep.data.image_folder import FolderLayout
@@ -107,7 +107,7 @@ def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
         raise ConfigError(
             f"{config.workload} packs nothing by a config",
             why="with a config latents are packed; pictures in class folders are packed without one",
-            fix=suggested("pack", config.data.dir or "DIR", "--size", "256") + ", if it holds class folders",
+            fix=suggest_command("pack", config.data.dir or "DIR", "--size", "256") + ", if it holds class folders",
         )
     with raised_at_once("while packing"):
         summary = load_part(kind.pack)(config)
@@ -115,7 +115,7 @@ def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
         typer.echo(dump_json(summary))
         return
     typer.echo(f"{summary['file']}: {summary['text']}, {format_bytes(int(summary['bytes']))}")
-    typer.echo(f"Use it: {suggested('train', path)}")
+    typer.echo(f"Use it: {suggest_command('train', path)}")
 
 
 Summary = dict[str, object]
@@ -135,7 +135,7 @@ def make_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSett
         raise DataError(
             f"{folder} holds the files of CIFAR-10 or MNIST, not pictures",
             why="these are read whole, so that packing would gain nothing",
-            fix=f"train on them as they are: {suggested('train', 'WORKLOAD', '--data-dir', folder)}",
+            fix=f"train on them as they are: {suggest_command('train', 'WORKLOAD', '--data-dir', folder)}",
         )
     found = find_images(folder, layout)
     start = time.perf_counter()
@@ -151,7 +151,7 @@ def format_command(context: typer.Context, folder: Path) -> str:
     given = (
         (flags[name], value) for name, value in read_given(context).items() if name in flags and name not in NOT_AGAIN
     )
-    return suggested("pack", folder, *itertools.chain.from_iterable(given))
+    return suggest_command("pack", folder, *itertools.chain.from_iterable(given))
 
 
 def verify_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings, again: str) -> Summary:
@@ -177,9 +177,8 @@ def suggest_other_sizes(folder: Path, again: str) -> str:
         return again
     one, *more = (f"--size {size}" for size in sizes)
     beside = f" (or {', '.join(more)})" if more else ""
-    return (
-        f"the folder holds another: {suggested('pack', folder, '--verify', *one.split())}{beside}; or make it: {again}"
-    )
+    verify = suggest_command("pack", folder, "--verify", *one.split())
+    return f"the folder holds another: {verify}{beside}; or make it: {again}"
 
 
 def summarise_pack(pack: Pack) -> Summary:
@@ -234,4 +233,4 @@ def show_summary(summary: Summary, *, as_json: bool) -> None:
         typer.echo("Every image in it was checked, and it fits the folder.")
     elif not summary["made"]:
         typer.echo("It was there already and fits the folder: nothing was packed (--force packs again).")
-    typer.echo(f"Use it: {suggested('train', 'WORKLOAD', '--data-dir', summary['folder'])} {summary['use']}")
+    typer.echo(f"Use it: {suggest_command('train', 'WORKLOAD', '--data-dir', summary['folder'])} {summary['use']}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halfstep.cli.options import DataDir, Device, Json, Precision, Simulate, Strict, Words, option
-from halfstep.errors import ConfigError, format_bytes, nearest
+from halfstep.errors import ConfigError, format_bytes, suggest_nearest
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -124,7 +124,7 @@ def show_memory(
 def _plan_memory(
     words: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, mode: str | None
 ) -> MemoryPlan:
-    from halfstep.config.precision_names import precision_name
+    from halfstep.config.precision_names import normalise_precision
     from halfstep.run.assemble import data_at_hand
     from halfstep.run.memory.planner import (
         MODES,
@@ -145,7 +145,7 @@ def _plan_memory(
     with contextlib.nullcontext(config) if is_made_up else data_at_hand(config) as with_data:
         planner = MemoryPlanner(build_traceable_step(with_data), hardware)
     wish = flags["precision"]
-    name = precision_name(str(wish), "--precision") if wish else "auto"
+    name = normalise_precision(str(wish), "--precision") if wish else "auto"
     precisions = list_precisions(hardware) if name == "auto" else (name,)
     if name == "auto" and "fp32" in config.precision.modules.values():
         precisions = tuple(one for one in precisions if one != "tf32")  # a run refuses to mix the two
@@ -186,13 +186,13 @@ def _predict_row(
 
 def _choose_device(gpu: str | None, fit: str | None, flags: Flags) -> tuple[Hardware | None, int, str]:
     """Whose formats count, how much memory there is (0: not asked), and how that is called."""
-    from halfstep.hardware.gpus import known_gpu
+    from halfstep.hardware.gpus import look_up_gpu
     from halfstep.hardware.probe import probe
     from halfstep.run.memory.planner import read_size
 
     size = read_size(fit) if fit else 0
     if gpu:
-        hardware: Hardware | None = known_gpu(gpu)
+        hardware: Hardware | None = look_up_gpu(gpu)
     else:
         here = probe(str(flags["device"] or "auto"))
         hardware = here if here.kind in ("cuda", "rocm") else None
@@ -205,9 +205,9 @@ def _choose_device(gpu: str | None, fit: str | None, flags: Flags) -> tuple[Hard
 
 def _list_gpu_notes(hardware: Hardware, precision: str, memory: int) -> Iterator[str]:
     """What a named GPU lacks of what was asked for, and which sizes of it there are."""
-    from halfstep.precision.ladder import lacks
+    from halfstep.precision.ladder import explain_lack
 
-    if precision != "auto" and (reason := lacks(precision, hardware)):
+    if precision != "auto" and (reason := explain_lack(precision, hardware)):
         yield f"{reason}: a run there takes another precision"
     if not memory:
         yield f"how much memory {hardware.name} has is the buyer's choice: --fit SIZE says what fits"
@@ -229,7 +229,7 @@ def _load_full_size(words: Sequence[str], flags: Flags) -> tuple[RunConfig, bool
 def _choose_mode(asked: str | None, config: RunConfig) -> Mode:
     word = asked or OF_FAST[config.train.fast]
     if word not in TRACED:
-        raise ConfigError(f"--mode takes no {word!r}", fix=nearest(word, TRACED))
+        raise ConfigError(f"--mode takes no {word!r}", fix=suggest_nearest(word, TRACED))
     return word  # type: ignore[return-value]
 
 

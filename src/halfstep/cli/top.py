@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from halfstep.disk import is_folder_owned
-from halfstep.errors import CheckpointError, format_bytes, suggested
+from halfstep.errors import CheckpointError, format_bytes, suggest_command
 from halfstep.report.page.read_run import SAMPLES, RunRecord, format_rate_unit
 from halfstep.report.tables import pairs_table
 
@@ -147,7 +147,9 @@ def _describe_state(run: RunRecord) -> str:
         return "ended"
     if is_over(run):
         if any(run.path.glob("checkpoints/step-*")):
-            return f"stopped or killed, its process is gone; go on with: {suggested('train', '--resume', run.path)}"
+            return (
+                f"stopped or killed, its process is gone; go on with: {suggest_command('train', '--resume', run.path)}"
+            )
         return "stopped or killed before its first checkpoint, its process is gone; start it again"
     if not file.exists():
         return "starting"

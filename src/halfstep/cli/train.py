@@ -133,12 +133,12 @@ def command(
         return show_without_training(loaded, schema, is_shown=show_config, as_json=as_json)
     if gpus is not None:
         start_on_gpus(gpus, settings["device"] or loaded.config.device, os.environ)
-    from halfstep.distributed.launch import launch_of
+    from halfstep.distributed.launch import read_launch
     from halfstep.run.train import train
 
     place = choose_new_folder(out, log_dir, dry=dry and not resume, name=loaded.config.workload)
     with place as folder, stop_after(timeout):
-        train(loaded, out=folder, resume=resume, allow_changes=allow_changes, launch=launch_of(os.environ))
+        train(loaded, out=folder, resume=resume, allow_changes=allow_changes, launch=read_launch(os.environ))
     return None
 
 
@@ -173,10 +173,10 @@ def load_config(
 
 def list_overrides(loaded: Loaded) -> list[str]:
     """Everything that was said, whoever said it, as KEY=VALUE words."""
-    from halfstep.config.dump import plain
+    from halfstep.config.dump import dump_values
 
     found: dict[str, object] = {}
-    whole = plain(loaded.config)
+    whole = dump_values(loaded.config)
     for path in (path for path, origin in loaded.origins.items() if origin.layer != "default" and path != "workload"):
         value: Any = whole
         said: list[str] = []
@@ -190,12 +190,12 @@ def list_overrides(loaded: Loaded) -> list[str]:
 
 
 def write_schema(workload: str, path: Path) -> None:
-    from halfstep.config.dump import json_schema
+    from halfstep.config.dump import make_json_schema
     from halfstep.workloads import KINDS
 
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(json.dumps(json_schema(KINDS.of(workload).schema(workload)), indent=2) + "\n")
+            file.write(json.dumps(make_json_schema(KINDS.of(workload).schema(workload)), indent=2) + "\n")
     except FileExistsError:
         raise ConfigError(f"{path} exists already", fix="choose another name, or remove it first") from None
     except OSError as error:

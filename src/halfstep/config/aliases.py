@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from halfstep.config.section import typed
+from halfstep.config.section import parse_scalar
 
 Role = Literal["name", "switch", "switch or name", "type", "fp16", "bf16", "optimizations"]
 """What a key says about the precision: its name, mixed on or off, which half format, or one format on or off."""
@@ -39,13 +39,13 @@ class Alias:
     convert: Callable[[object], object] = lambda value: value
 
 
-def fast_path(compile_model: object) -> object:
+def convert_compile_model(compile_model: object) -> object:
     """Guide 0's `compile_model` is our `train.fast`: two switches for one thing could disagree."""
-    is_on = typed(compile_model) if isinstance(compile_model, str) else compile_model
+    is_on = parse_scalar(compile_model) if isinstance(compile_model, str) else compile_model
     return {"True": "compile", "False": "off"}.get(str(is_on), compile_model)
 
 
-def clip_type(algorithm: object) -> object:
+def convert_clip_type(algorithm: object) -> object:
     return {"norm": "l2"}.get(str(algorithm), algorithm)
 
 
@@ -99,10 +99,12 @@ FOREIGN_KEYS: dict[str, tuple[str, ...]] = {
     "log.ledger_every": ("ledger_every",),
 }
 KEY_ALIASES: dict[str, Alias] = {key: Alias(path=path) for path, keys in FOREIGN_KEYS.items() for key in keys}
-KEY_ALIASES |= dict.fromkeys(("compile_model", "compile", "train.compile"), Alias(path="train.fast", convert=fast_path))
+KEY_ALIASES |= dict.fromkeys(
+    ("compile_model", "compile", "train.compile"), Alias(path="train.fast", convert=convert_compile_model)
+)
 KEY_ALIASES |= dict.fromkeys(
     ("clip_type", "gradient_clip_algorithm", "trainer.gradient_clip_algorithm"),
-    Alias(path="train.clip_type", convert=clip_type),
+    Alias(path="train.clip_type", convert=convert_clip_type),
 )
 
 GLOBAL_ALIASES = {"BATCH_SIZE_PER_GPU": "train.batch_size"}

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from halfstep.config.schema import RunConfig
-from halfstep.config.section import typed
+from halfstep.config.section import parse_scalar
 
 SHORTHANDS = ("precision", "optimizer", "schedule", "model", "data", "ema")
 """Sections that one value may stand for: `precision: bf16`, `optimizer: sgd`, `ema: true`."""
@@ -27,7 +27,7 @@ class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[mis
 
 
 def represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    is_plain = isinstance(typed(text), str) and text == text.strip() and text.isprintable() and text != "<<"
+    is_plain = isinstance(parse_scalar(text), str) and text == text.strip() and text.isprintable() and text != "<<"
     return dumper.represent_scalar(TEXT, text, style=None if is_plain else '"')
 
 
@@ -44,27 +44,27 @@ for kind in (bool, int, float, type(None)):
 def to_yaml(config: RunConfig) -> str:
     """The whole config, defaults included: what a run stores, so that later defaults cannot change it."""
     return yaml.dump(
-        plain(config), Dumper=Dumper, sort_keys=False, default_flow_style=False, width=120, allow_unicode=True
+        dump_values(config), Dumper=Dumper, sort_keys=False, default_flow_style=False, width=120, allow_unicode=True
     )
 
 
-def plain(config: RunConfig) -> dict[str, Any]:
+def dump_values(config: RunConfig) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
-def json_schema(config: type[RunConfig]) -> dict[str, Any]:
+def make_json_schema(config: type[RunConfig]) -> dict[str, Any]:
     """The JSON schema of such config files: shorthands and `${globals.NAME}` are valid in it."""
     schema = config.model_json_schema()
     for definition in schema["$defs"].values():
         fields = definition.get("properties", {})
-        fields |= {name: or_reference(field) for name, field in fields.items()}
+        fields |= {name: allow_reference(field) for name, field in fields.items()}
     for name in SHORTHANDS:
         section = schema["properties"][name]
         schema["properties"][name] = {"anyOf": [section, {"type": ["string", "integer", "boolean", "null"]}]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def or_reference(field: dict[str, Any]) -> dict[str, Any]:
+def allow_reference(field: dict[str, Any]) -> dict[str, Any]:
     """A field that also takes a reference; text fields do so anyway."""
     if field.get("type") == "string" and "enum" not in field or "$ref" in field:
         return field

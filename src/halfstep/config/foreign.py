@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from halfstep.config.references import Place, References
-from halfstep.config.section import Plain, typed
-from halfstep.config.statements import Statement, layer_statements, override_statements
+from halfstep.config.section import Plain, parse_scalar
+from halfstep.config.statements import Statement, make_layer_statements, parse_overrides
 from halfstep.config.yaml_source import Document
 from halfstep.errors import ConfigError
 
@@ -50,40 +50,42 @@ class Translation:
     notes: list[str]
 
 
-def translated(document: Document, overrides: Sequence[str], families: Iterable[Translator]) -> Translation | None:
+def translate_document(
+    document: Document, overrides: Sequence[str], families: Iterable[Translator]
+) -> Translation | None:
     """The file as the first family that knows it translates it; None where nobody does."""
     families = list(families)
-    inside = [word for word in overrides if section_of(document.values, key_of(word)) is not None]
-    known = claimed(document, inside, families)
+    inside = [word for word in overrides if find_section(document.values, get_key(word)) is not None]
+    known = claim_document(document, inside, families)
     if known is None:
         return None
     # A word is theirs where the file has its key, or where its translator reads one that the file left out.
-    theirs = [word for word in inside if has_key(document.values, key_of(word)) or key_of(word) in set(known[1].used)]
+    theirs = [word for word in inside if has_key(document.values, get_key(word)) or get_key(word) in set(known[1].used)]
     own = [word for word in overrides if word not in theirs]
-    values, found = claimed(document, theirs, families) or known
-    said = layer_statements({"workload": found.workload, **found.values}, "file", document.name)
-    return Translation(said=said, overrides=own, notes=notes_of(found, values, document, theirs))
+    values, found = claim_document(document, theirs, families) or known
+    said = make_layer_statements({"workload": found.workload, **found.values}, "file", document.name)
+    return Translation(said=said, overrides=own, notes=make_notes(found, values, document, theirs))
 
 
-def claimed(
+def claim_document(
     document: Document, words: Sequence[str], families: Iterable[Translator]
 ) -> tuple[dict[str, Any], Foreign] | None:
     """The file's values, changed by words in its own keys, and what the first family that knows it makes of them."""
-    values = resolved(with_words(document.values, words))
+    values = resolve_document(apply_overrides(document.values, words))
     found = next((f for family in families if (f := family.claim(values, document.name)) is not None), None)
     return None if found is None else (values, found)
 
 
-def key_of(word: str) -> str:
+def get_key(word: str) -> str:
     return word.partition("=")[0].strip()
 
 
-def notes_of(found: Foreign, values: Mapping[str, Any], document: Document, words: Sequence[str]) -> list[str]:
+def make_notes(found: Foreign, values: Mapping[str, Any], document: Document, words: Sequence[str]) -> list[str]:
     """Every key is translated or named."""
-    keys = list(flat(values))
-    unused = {key: why for key in keys if (why := below(found.unused, key)) is not None}
+    keys = list(flatten_keys(values))
+    unused = {key: why for key in keys if (why := find_enclosing(found.unused, key)) is not None}
     used = dict.fromkeys(found.used, "")
-    strange = [key for key in keys if key not in unused and below(used, key) is None]
+    strange = [key for key in keys if key not in unused and find_enclosing(used, key) is None]
     unused |= dict.fromkeys(strange, f"{found.workload} has no such setting")
     by_reason = {why: [key for key in unused if unused[key] == why] for why in unused.values()}
     changed = f", with {', '.join(words)}" if words else ""
@@ -94,27 +96,27 @@ def notes_of(found: Foreign, values: Mapping[str, Any], document: Document, word
     ]
 
 
-def below(sections: Mapping[str, str], key: str) -> str | None:
+def find_enclosing(sections: Mapping[str, str], key: str) -> str | None:
     """What is said of a key, or of a section it lies in."""
     parts = key.split(".")
     names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((sections[name] for name in names if name in sections), None)
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Values by the full path of their key."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         is_section = isinstance(value, Mapping) and value
-        found |= flat(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
+        found |= flatten_keys(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
     return found
 
 
 def has_key(values: Mapping[str, Any], path: str) -> bool:
-    return path.rpartition(".")[2] in (section_of(values, path) or {})
+    return path.rpartition(".")[2] in (find_section(values, path) or {})
 
 
-def section_of(values: Mapping[str, Any], path: str) -> Mapping[str, Any] | None:
+def find_section(values: Mapping[str, Any], path: str) -> Mapping[str, Any] | None:
     """The section a key belongs into, where it is there."""
     section: Any = values
     for parent in path.split(".")[:-1]:
@@ -122,9 +124,9 @@ def section_of(values: Mapping[str, Any], path: str) -> Mapping[str, Any] | None
     return section if isinstance(section, Mapping) else None
 
 
-def with_words(values: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
+def apply_overrides(values: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
     changed: dict[str, Any] = copy.deepcopy(dict(values))
-    for statement in override_statements(words):
+    for statement in parse_overrides(words):
         *parents, name = statement.path.split(".")
         section = changed
         for parent in parents:
@@ -133,7 +135,7 @@ def with_words(values: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any
     return changed
 
 
-def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_document(values: Mapping[str, Any]) -> dict[str, Any]:
     """Plain Python values, every reference replaced."""
 
     def find(name: str, place: Place, at: str) -> tuple[Any, Place]:
@@ -143,14 +145,14 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{at}: ${{{name}}} names a key that is not there", fix=f"set {'.'.join(path)}")
         return functools.reduce(operator.getitem, path, values), path
 
-    replaced = References(find, lambda text: typed(text) if isinstance(text, Plain) else str(text))
+    replaced = References(find, lambda text: parse_scalar(text) if isinstance(text, Plain) else str(text))
     return {key: replaced(value, (key,)) for key, value in values.items()}
 
 
 # --- for translators ---
 
 
-class Reader:
+class ForeignReader:
     """A document and the keys that were read from it."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
@@ -174,7 +176,7 @@ class Reader:
 
     def section(self, path: str) -> Mapping[str, Any]:
         """A mapping, empty where there is none; its keys are not noted."""
-        return section_of(self.document, f"{path}.") or {}
+        return find_section(self.document, f"{path}.") or {}
 
     def parts(self, path: str) -> dict[str, Mapping[str, Any]]:
         """The mappings of a section by their names, in the file's order."""

@@ -14,8 +14,8 @@ from pydantic_core import ErrorDetails
 
 from halfstep.config.aliases import KEY_ALIASES, PRECISION_KEYS
 from halfstep.config.section import NULLS, Plain, Section
-from halfstep.config.statements import OPEN_SECTIONS, Statement, open_section_of
-from halfstep.errors import ConfigError, nearest
+from halfstep.config.statements import OPEN_SECTIONS, Statement, find_open_section
+from halfstep.errors import ConfigError, suggest_nearest
 
 NEAR = 0.6
 """Similarity (difflib) from which a name is worth suggesting: one typo in five letters stays above it."""
@@ -26,48 +26,48 @@ CLEARLY_WORSE = 0.1
 
 
 @functools.cache
-def fields_of(schema: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
+def list_fields(schema: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
     """Every setting of a schema by its full path."""
     fields: dict[str, FieldInfo] = {}
     for name, field in schema.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
-            fields |= fields_of(kind, f"{prefix}{name}.")
+            fields |= list_fields(kind, f"{prefix}{name}.")
         else:
             fields[prefix + name] = field
     return fields
 
 
-def field_at(schema: type[Section], path: str) -> FieldInfo:
+def find_field(schema: type[Section], path: str) -> FieldInfo:
     """The field a path belongs to; keys of an open section share that section's."""
-    return fields_of(schema)[open_section_of(path) or path]
+    return list_fields(schema)[find_open_section(path) or path]
 
 
 @functools.cache
-def sections_of(schema: type[Section]) -> frozenset[str]:
+def list_sections(schema: type[Section]) -> frozenset[str]:
     """Paths that hold settings, not values: `train`, `data`, `data.augment`."""
-    paths = (path.split(".")[:-1] for path in fields_of(schema))
+    paths = (path.split(".")[:-1] for path in list_fields(schema))
     inner = {".".join(parts[:length]) for parts in paths for length in range(1, len(parts) + 1)}
     return frozenset(inner | set(OPEN_SECTIONS))
 
 
-def canonical(statement: Statement, schema: type[Section]) -> Statement | None:
+def find_full_path(statement: Statement, schema: type[Section]) -> Statement | None:
     """The statement with its full path (precision keys keep theirs), or None when it says nothing."""
-    if open_section_of(statement.path):
+    if find_open_section(statement.path):
         return statement
     path = statement.path.replace("-", "_")
     if path in PRECISION_KEYS:
         return replace(statement, path=path)
-    if path in sections_of(schema) and is_empty(statement.value):
+    if path in list_sections(schema) and is_empty(statement.value):
         return None
     alias = KEY_ALIASES.get(path)
-    if alias is not None and alias.path in fields_of(schema):
+    if alias is not None and alias.path in list_fields(schema):
         return replace(statement, path=alias.path, value=alias.convert(statement.value))
-    if path in sections_of(schema):
-        example = next((key for key in fields_of(schema) if key.startswith(path + ".")), f"{path}.NAME")
+    if path in list_sections(schema):
+        example = next((key for key in list_fields(schema) if key.startswith(path + ".")), f"{path}.NAME")
         raise ConfigError(f"{statement}: {path} holds settings, not a value", fix=f"set one of them, such as {example}")
-    if path not in fields_of(schema):
-        raise ConfigError(f"unknown key {statement.path!r} ({statement.origin})", fix=suggestion(path, schema))
+    if path not in list_fields(schema):
+        raise ConfigError(f"unknown key {statement.path!r} ({statement.origin})", fix=suggest_key(path, schema))
     return replace(statement, path=path)
 
 
@@ -75,15 +75,17 @@ def is_empty(value: object) -> bool:
     return value in (None, {}, "") or isinstance(value, Plain) and value.lower() in NULLS
 
 
-def suggestion(path: str, schema: type[Section]) -> str:
+def suggest_key(path: str, schema: type[Section]) -> str:
     """The nearest settings, by full path or by last name, each with its full path."""
     names = dict.fromkeys(PRECISION_KEYS, "precision")
-    names |= {key: alias.path for key, alias in KEY_ALIASES.items() if alias.path in fields_of(schema)}
-    names |= {key: key for key in fields_of(schema)}
+    names |= {key: alias.path for key, alias in KEY_ALIASES.items() if alias.path in list_fields(schema)}
+    names |= {key: key for key in list_fields(schema)}
     scores: dict[str, float] = {}
     for spelling, target in names.items():
         # The last name weighs more: all settings of a section share the rest.
-        score = 0.75 * likeness(last(path), last(spelling)) + 0.25 * likeness(path, spelling)
+        score = 0.75 * compute_likeness(get_last_name(path), get_last_name(spelling)) + 0.25 * compute_likeness(
+            path, spelling
+        )
         scores[target] = max(scores.get(target, 0.0), score)
     best = max(scores.values())
     near = sorted((key for key in scores if scores[key] >= best - CLEARLY_WORSE), key=lambda key: -scores[key])[:3]
@@ -92,11 +94,11 @@ def suggestion(path: str, schema: type[Section]) -> str:
     return "`halfstep train WORKLOAD --show-config` lists every setting"
 
 
-def last(path: str) -> str:
+def get_last_name(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def likeness(one: str, other: str) -> float:
+def compute_likeness(one: str, other: str) -> float:
     short, long = sorted((one.lower(), other.lower()), key=len)
     if len(short) > 2 and long.startswith(short):
         return ABBREVIATED
@@ -123,50 +125,56 @@ BOUNDS = {
 }
 
 
-def as_config_error(error: ValidationError, said: Mapping[str, Statement], schema: type[Section]) -> ConfigError:
+def make_config_error(error: ValidationError, said: Mapping[str, Statement], schema: type[Section]) -> ConfigError:
     """One error for all that is wrong, each setting on a line of its own."""
     details: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors():
-        details.setdefault(setting_at(detail["loc"], said, schema), []).append(detail)
-    complaints = {path: complaint(details[path]) for path in details}
-    lines = [f"{described(path, said, complaints[path])}: {complaints[path]}" for path in details]
-    known = [path for path in details if path in fields_of(schema)]
-    return ConfigError(NEXT_LINE.join(lines), fix=NEXT_LINE.join(remedy(path, details[path], schema) for path in known))
+        details.setdefault(find_setting(detail["loc"], said, schema), []).append(detail)
+    complaints = {path: describe_complaint(details[path]) for path in details}
+    lines = [f"{describe_setting(path, said, complaints[path])}: {complaints[path]}" for path in details]
+    known = [path for path in details if path in list_fields(schema)]
+    return ConfigError(
+        NEXT_LINE.join(lines), fix=NEXT_LINE.join(suggest_remedy(path, details[path], schema) for path in known)
+    )
 
 
-def remedy(path: str, details: list[ErrorDetails], schema: type[Section]) -> str:
+def suggest_remedy(path: str, details: list[ErrorDetails], schema: type[Section]) -> str:
     """`set train.epochs (passes over the training set) to at least 1; its default is 100`."""
-    if near := near_choice(details):  # the complaint lists every choice already
+    if near := suggest_choice(details):  # the complaint lists every choice already
         return near
-    field = field_at(schema, path)
+    field = find_field(schema, path)
     meaning = field.description or ""
     is_word = meaning[1:2].islower()  # NHWC and TF32 keep their capitals
     named = f"{path} ({meaning[:1].lower() + meaning[1:] if is_word else meaning})"
-    change = f"leave out {named}" if details[0]["type"] == "value_error" else f"set {named} to {wanted(details)}"
+    change = (
+        f"leave out {named}" if details[0]["type"] == "value_error" else f"set {named} to {describe_wanted(details)}"
+    )
     has_default = not field.is_required() and field.default not in (None, "", ())
     return f"{change}; its default is {field.default}" if has_default else change
 
 
-def near_choice(details: list[ErrorDetails]) -> str:
+def suggest_choice(details: list[ErrorDetails]) -> str:
     """`did you mean 'adam'?` for a mistyped choice; empty where no choice is near."""
     for detail in details:
         if detail["type"] == "literal_error" and isinstance(detail["input"], str):
-            found = nearest(detail["input"], re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
+            found = suggest_nearest(detail["input"], re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
             return found if found.startswith("did you mean") else ""
     return ""
 
 
-def wanted(details: list[ErrorDetails]) -> str:
-    return " or ".join(dict.fromkeys(expected(detail) for detail in details))
+def describe_wanted(details: list[ErrorDetails]) -> str:
+    return " or ".join(dict.fromkeys(describe_expected(detail) for detail in details))
 
 
-def setting_at(loc: tuple[int | str, ...], said: Mapping[str, Statement], schema: type[Section]) -> str:
+def find_setting(loc: tuple[int | str, ...], said: Mapping[str, Statement], schema: type[Section]) -> str:
     """The setting an error location lies in: pydantic adds list positions and union members behind it."""
     paths = [".".join(str(part) for part in loc[:length]) for length in range(len(loc), 0, -1)]
-    return next((path for path in paths if path in said or path in fields_of(schema)), paths[0] if paths else "config")
+    return next(
+        (path for path in paths if path in said or path in list_fields(schema)), paths[0] if paths else "config"
+    )
 
 
-def described(path: str, said: Mapping[str, Statement], complaint: str) -> str:
+def describe_setting(path: str, said: Mapping[str, Statement], complaint: str) -> str:
     """`train.epochs = 'x' (unet.yaml:3)`; for a whole section, what was said of the settings the complaint names."""
     if path not in said:
         inside = {key: str(said[key]) for key in said if key.startswith(f"{path}.")}
@@ -179,13 +187,13 @@ def described(path: str, said: Mapping[str, Statement], complaint: str) -> str:
     return f"{path} = {statement.value!r} ({origin}{f', as {origin.key}' if other_key else ''})"
 
 
-def complaint(details: list[ErrorDetails]) -> str:
+def describe_complaint(details: list[ErrorDetails]) -> str:
     if details[0]["type"] == "value_error":
         return str(details[0]["ctx"]["error"])
-    return f"expected {wanted(details)}"
+    return f"expected {describe_wanted(details)}"
 
 
-def expected(detail: ErrorDetails) -> str:
+def describe_expected(detail: ErrorDetails) -> str:
     kind, context = detail["type"], detail.get("ctx", {})
     if kind in BOUNDS:
         words, bound = BOUNDS[kind]

@@ -18,13 +18,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from halfstep.config.aliases import GLOBAL_ALIASES, PRECISION_KEYS
-from halfstep.config.foreign import translated
-from halfstep.config.keys import as_config_error, canonical, field_at, fields_of, is_empty
-from halfstep.config.precision_claims import Stated, disagreement, stated_by
-from halfstep.config.precision_names import precision_name
-from halfstep.config.references import Place, References, names_in
-from halfstep.config.schema import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS, RunConfig, Schemas, is_import_path, schema_for
-from halfstep.config.section import num_cores, typed_by_field
+from halfstep.config.foreign import translate_document
+from halfstep.config.keys import find_field, find_full_path, is_empty, list_fields, make_config_error
+from halfstep.config.precision_claims import Stated, make_disagreement, read_layer
+from halfstep.config.precision_names import normalise_precision
+from halfstep.config.references import Place, References, find_references
+from halfstep.config.schema import OPTIMIZER_OPTIONS, SCHEDULE_OPTIONS, RunConfig, Schemas, find_schema, is_import_path
+from halfstep.config.section import convert_for_field, count_cores
 from halfstep.config.statements import (
     DEFAULT,
     LAYERS,
@@ -32,14 +32,14 @@ from halfstep.config.statements import (
     Origin,
     Override,
     Statement,
-    file_statements,
-    flag_statements,
-    layer_statements,
-    open_section_of,
-    override_statements,
+    find_open_section,
+    make_layer_statements,
+    parse_flags,
+    parse_overrides,
+    read_file_statements,
 )
 from halfstep.config.yaml_source import Document, read_yaml
-from halfstep.errors import ConfigError, format_count, nearest
+from halfstep.errors import ConfigError, format_count, suggest_nearest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,22 +67,22 @@ def load(
     A second file may change the first one before it is read as a whole.
     """
     given = flags or {}
-    said = [*override_statements(overrides), *flag_statements(given)]
+    said = [*parse_overrides(overrides), *parse_flags(given)]
     if is_file(target, kinds):
         document = read_yaml(Path(target))
         if overrides_file is not None:
             document = document.changed_by(read_yaml(overrides_file))
-        if strongest("workload", said) is None and "workload" not in document.values:
-            return from_foreign(document, overrides, given, kinds)
-        return resolve([*file_statements(document), *said], kinds)
+        if find_strongest("workload", said) is None and "workload" not in document.values:
+            return load_foreign(document, overrides, given, kinds)
+        return resolve([*read_file_statements(document), *said], kinds)
     named = Statement(path="workload", value=target, origin=Origin(layer="flag", where=target, key="WORKLOAD"))
-    in_file = file_statements(read_yaml(overrides_file)) if overrides_file is not None else []
+    in_file = read_file_statements(read_yaml(overrides_file)) if overrides_file is not None else []
     return resolve([*in_file, named, *said], kinds)
 
 
-def from_foreign(document: Document, overrides: Sequence[str], flags: Mapping[str, object], kinds: Schemas) -> Loaded:
+def load_foreign(document: Document, overrides: Sequence[str], flags: Mapping[str, object], kinds: Schemas) -> Loaded:
     """The config for a file that names no workload: another project's, where a family knows it."""
-    found = translated(document, overrides, kinds.translators())
+    found = translate_document(document, overrides, kinds.translators())
     if found is None:
         raise ConfigError(
             f"{document.name}: no workload is named",
@@ -91,15 +91,15 @@ def from_foreign(document: Document, overrides: Sequence[str], flags: Mapping[st
             if "distributed_type" in document.values
             else "add `workload: unet` to the file",
         )
-    said = [*found.said, *override_statements(found.overrides), *flag_statements(flags)]
+    said = [*found.said, *parse_overrides(found.overrides), *parse_flags(flags)]
     loaded = resolve(said, kinds, is_whole=True)
     return replace(loaded, notes=(*found.notes, *loaded.notes))
 
 
-def from_dict(workload: str, values: Mapping[str, object], *, kinds: Schemas) -> Loaded:
+def load_dict(workload: str, values: Mapping[str, object], *, kinds: Schemas) -> Loaded:
     """The config for a Python dict, flat as in guide 0 (`use_amp`, `num_epochs`) or nested as in a file."""
     named = Statement(path="workload", value=workload, origin=Origin(layer="flag", where=workload, key="WORKLOAD"))
-    return resolve([*layer_statements(values, "file", "config dict"), named], kinds)
+    return resolve([*make_layer_statements(values, "file", "config dict"), named], kinds)
 
 
 def is_file(target: str, workloads: Iterable[str]) -> bool:
@@ -114,47 +114,50 @@ def resolve(said: Sequence[Statement], kinds: Schemas, *, is_whole: bool = False
 
     What is whole (a translated file) describes its model and run: demo settings would mix another model into it.
     """
-    used = {name.removeprefix("globals.") for statement in said for name in names_in(statement.value)}
-    said = with_globals(said)
-    workload = strongest("workload", said)
+    used = {name.removeprefix("globals.") for statement in said for name in find_references(statement.value)}
+    said = replace_globals(said)
+    workload = find_strongest("workload", said)
     if workload is None or is_empty(workload.value):
         raise ConfigError("no workload is named", fix="add `workload: unet` to the file")
-    schema = schema_for(str(workload.value), kinds, str(workload.origin))
-    said = [*preset_statements(strongest("preset", said), schema), *said]
-    settings = [setting for statement in said if (setting := canonical(statement, schema))]
-    settings += meant_by_globals(settings, used)
-    settings, replaced = with_demo(settings, schema, {} if is_whole else schema.demo)
-    precision, warnings = precision_statements([s for s in settings if s.path in PRECISION_KEYS])
-    others = [typed_statement(s, schema) for s in settings if s.path not in PRECISION_KEYS]
-    chosen, overridden = layered([*precision, *others])
-    config = validated(chosen, schema)
-    origins = {path: DEFAULT for path in fields_of(schema) if path not in OPEN_SECTIONS}
-    origins["data.num_workers"] = Origin(layer="default", where=f"auto: {format_count(num_cores(), 'core')}")
+    schema = find_schema(str(workload.value), kinds, str(workload.origin))
+    said = [*make_preset_statements(find_strongest("preset", said), schema), *said]
+    settings = [setting for statement in said if (setting := find_full_path(statement, schema))]
+    settings += translate_globals(settings, used)
+    settings, replaced = add_demo(settings, schema, {} if is_whole else schema.demo)
+    precision, warnings = make_precision_statements([s for s in settings if s.path in PRECISION_KEYS])
+    others = [convert_statement(s, schema) for s in settings if s.path not in PRECISION_KEYS]
+    chosen, overridden = merge_layers([*precision, *others])
+    config = validate_config(chosen, schema)
+    origins = {path: DEFAULT for path in list_fields(schema) if path not in OPEN_SECTIONS}
+    origins["data.num_workers"] = Origin(layer="default", where=f"auto: {format_count(count_cores(), 'core')}")
     origins |= {path: statement.origin for path, statement in chosen.items()}
     notes = (
-        *unused_globals(said, used), *unused_options(config), *scaled_rate(config), *optimizations(settings, config),
-    )  # fmt: skip
+        *note_unused_globals(said, used),
+        *note_unused_options(config),
+        *note_scaled_rate(config),
+        *note_optimizations(settings, config),
+    )
     warnings = (*warnings, *replaced)
     return Loaded(config=config, origins=origins, overridden=tuple(overridden), notes=notes, warnings=warnings)
 
 
-def strongest(path: str, said: Iterable[Statement]) -> Statement | None:
+def find_strongest(path: str, said: Iterable[Statement]) -> Statement | None:
     """What the highest layer says about a key that decides how the others are read."""
     ranked = sorted((s for s in said if s.path == path), key=lambda s: LAYERS.index(s.origin.layer))
     return ranked[-1] if ranked else None
 
 
-def with_globals(said: Sequence[Statement]) -> list[Statement]:
+def replace_globals(said: Sequence[Statement]) -> list[Statement]:
     """Every reference replaced by the global of the highest layer that names it."""
     ranked = sorted(said, key=lambda s: LAYERS.index(s.origin.layer))
-    values = {s.path.removeprefix("globals."): s.value for s in ranked if open_section_of(s.path) == "globals"}
+    values = {s.path.removeprefix("globals."): s.value for s in ranked if find_open_section(s.path) == "globals"}
 
     def find(name: str, place: Place, at: str) -> tuple[object, Place]:
         section, _, key = name.partition(".")
         if section != "globals" or not key:
             raise ConfigError(f"{at}: ${{{name}}} is not a reference", fix="only ${globals.NAME} can be referred to")
         if key not in values:
-            fix = nearest(key, values) if values else f"add `globals: {{{key}: …}}`"
+            fix = suggest_nearest(key, values) if values else f"add `globals: {{{key}: …}}`"
             raise ConfigError(f"{at}: there is no global {key!r}", fix=fix)
         return values[key], ("globals", key)
 
@@ -162,7 +165,7 @@ def with_globals(said: Sequence[Statement]) -> list[Statement]:
     return [replace(s, value=replaced(s.value, (s.path,), f"{s.path} ({s.origin})")) for s in said]
 
 
-def meant_by_globals(settings: Sequence[Statement], used: set[str]) -> list[Statement]:
+def translate_globals(settings: Sequence[Statement], used: set[str]) -> list[Statement]:
     """Guide 3's globals as the settings they mean, where nothing refers to them and their layer says no other."""
     spoken_of = {(s.origin.layer, s.path) for s in settings}
     return [
@@ -174,16 +177,16 @@ def meant_by_globals(settings: Sequence[Statement], used: set[str]) -> list[Stat
     ]
 
 
-def preset_statements(chosen: Statement | None, schema: type[RunConfig]) -> list[Statement]:
-    name = typed_by_field(chosen.value, str | None) if chosen else None
+def make_preset_statements(chosen: Statement | None, schema: type[RunConfig]) -> list[Statement]:
+    name = convert_for_field(chosen.value, str | None) if chosen else None
     if chosen is None or name is None:
         return []
     if name not in list(schema.presets):  # a list has no hash
-        raise ConfigError(f"unknown preset {name!r} ({chosen.origin})", fix=nearest(str(name), schema.presets))
-    return layer_statements(schema.presets[str(name)], "preset", f"preset {name}")
+        raise ConfigError(f"unknown preset {name!r} ({chosen.origin})", fix=suggest_nearest(str(name), schema.presets))
+    return make_layer_statements(schema.presets[str(name)], "preset", f"preset {name}")
 
 
-def with_demo(
+def add_demo(
     settings: Sequence[Statement], schema: type[RunConfig], suited: Mapping[str, Any]
 ) -> tuple[list[Statement], list[str]]:
     """Without a data folder the workload trains on its demo data, with settings that suit those; names of files that
@@ -193,29 +196,29 @@ def with_demo(
     kept = [s for s in settings if s.path not in schema.demo_replaces]
     left_out = sorted({s.path for s in settings if s.path in schema.demo_replaces and not is_empty(s.value)})
     warnings = [f"{', '.join(left_out)}: not read without a data folder, --data-dir DIR"] if left_out else []
-    return [*kept, *layer_statements(suited, "demo", "demo data")], warnings
+    return [*kept, *make_layer_statements(suited, "demo", "demo data")], warnings
 
 
-def precision_statements(said: Sequence[Statement]) -> tuple[list[Statement], tuple[str, ...]]:
+def make_precision_statements(said: Sequence[Statement]) -> tuple[list[Statement], tuple[str, ...]]:
     """One statement for each layer that speaks of the default precision, and the warnings of the strongest."""
     found: list[Statement] = []
     below = Stated()
     for layer in LAYERS:
         own = [statement for statement in said if statement.origin.layer == layer]
-        stated = stated_by(own, below) if own else below
+        stated = read_layer(own, below) if own else below
         if stated is not below and stated.origin:
             found.append(Statement(path="precision.default", value=stated.value, origin=stated.origin))
         below = stated
     return found, below.notes
 
 
-def typed_statement(statement: Statement, schema: type[RunConfig]) -> Statement:
-    if open_section_of(statement.path) == "precision.modules":
-        return replace(statement, value=precision_name(statement.value, str(statement.origin)))
-    return replace(statement, value=typed_by_field(statement.value, field_at(schema, statement.path).annotation))
+def convert_statement(statement: Statement, schema: type[RunConfig]) -> Statement:
+    if find_open_section(statement.path) == "precision.modules":
+        return replace(statement, value=normalise_precision(statement.value, str(statement.origin)))
+    return replace(statement, value=convert_for_field(statement.value, find_field(schema, statement.path).annotation))
 
 
-def layered(settings: Sequence[Statement]) -> tuple[dict[str, Statement], list[Override]]:
+def merge_layers(settings: Sequence[Statement]) -> tuple[dict[str, Statement], list[Override]]:
     """One statement per path, the highest layer's, and what it overrode; a layer must agree with itself."""
     chosen: dict[str, Statement] = {}
     overridden: list[Override] = []
@@ -223,7 +226,7 @@ def layered(settings: Sequence[Statement]) -> tuple[dict[str, Statement], list[O
         earlier = chosen.get(statement.path)
         if earlier and earlier.value != statement.value:
             if earlier.origin.layer == statement.origin.layer:
-                raise disagreement(earlier, statement)
+                raise make_disagreement(earlier, statement)
             if earlier.origin.layer == "demo":  # nobody said it, so nobody was overruled
                 chosen[statement.path] = statement
                 continue
@@ -240,18 +243,18 @@ def layered(settings: Sequence[Statement]) -> tuple[dict[str, Statement], list[O
     return chosen, overridden
 
 
-def validated(chosen: Mapping[str, Statement], schema: type[RunConfig]) -> RunConfig:
+def validate_config(chosen: Mapping[str, Statement], schema: type[RunConfig]) -> RunConfig:
     try:
-        return schema.model_validate(nested(chosen))
+        return schema.model_validate(nest_paths(chosen))
     except ValidationError as error:
-        raise as_config_error(error, chosen, schema) from None
+        raise make_config_error(error, chosen, schema) from None
 
 
-def nested(chosen: Mapping[str, Statement]) -> dict[str, Any]:
+def nest_paths(chosen: Mapping[str, Statement]) -> dict[str, Any]:
     """Paths as a tree; the rest of a path below an open section is one key, dots and all."""
     tree: dict[str, Any] = {}
     for path, statement in chosen.items():
-        section = open_section_of(path)
+        section = find_open_section(path)
         *parents, name = [*section.split("."), path.removeprefix(section + ".")] if section else path.split(".")
         branch = tree
         for parent in parents:
@@ -260,7 +263,7 @@ def nested(chosen: Mapping[str, Statement]) -> dict[str, Any]:
     return tree
 
 
-def unused_globals(said: Sequence[Statement], used: set[str]) -> list[str]:
+def note_unused_globals(said: Sequence[Statement], used: set[str]) -> list[str]:
     """Globals set by hand that change nothing."""
     names = [
         s.path.removeprefix("globals.") for s in said if s.path.startswith("globals.") and s.origin.layer == "override"
@@ -269,7 +272,7 @@ def unused_globals(said: Sequence[Statement], used: set[str]) -> list[str]:
     return [f"globals.{name} is set, but nothing refers to ${{globals.{name}}}" for name in idle]
 
 
-def unused_options(config: RunConfig) -> list[str]:
+def note_unused_options(config: RunConfig) -> list[str]:
     """Options that the chosen optimizer or schedule does not read."""
     notes = []
     for section, readers in (("optimizer", OPTIMIZER_OPTIONS), ("schedule", SCHEDULE_OPTIONS)):
@@ -281,7 +284,7 @@ def unused_options(config: RunConfig) -> list[str]:
     return notes
 
 
-def scaled_rate(config: RunConfig) -> list[str]:
+def note_scaled_rate(config: RunConfig) -> list[str]:
     """A learning rate that the batch size changes is never a surprise."""
     optimizer, samples = config.optimizer, config.train.batch_size * config.train.accumulate
     if not optimizer.lr_per:
@@ -290,10 +293,10 @@ def scaled_rate(config: RunConfig) -> list[str]:
     return [f"learning rate {scaled} samples per step (optimizer.lr_per={optimizer.lr_per}; 0 takes lr as it is)"]
 
 
-def optimizations(settings: Iterable[Statement], config: RunConfig) -> list[str]:
+def note_optimizations(settings: Iterable[Statement], config: RunConfig) -> list[str]:
     """What --use-optimizations switched, in words: TF32 and cudnn.benchmark as in the guide, and our own search."""
     said = [s for s in settings if PRECISION_KEYS.get(s.path) == "optimizations"]
-    if not said or typed_by_field(strongest(said[0].path, said).value, bool) is not True:  # type: ignore[union-attr]
+    if not said or convert_for_field(find_strongest(said[0].path, said).value, bool) is not True:  # type: ignore[union-attr]
         return []
     precision = config.precision.default
     if precision in ("tf32", "auto"):

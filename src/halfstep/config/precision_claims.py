@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from halfstep.config.aliases import PRECISION_KEYS
-from halfstep.config.precision_names import MIXED, precision_name
-from halfstep.config.section import typed
+from halfstep.config.precision_names import MIXED, normalise_precision
+from halfstep.config.section import parse_scalar
 from halfstep.config.statements import Layer, Origin, Statement
 from halfstep.errors import ConfigError
 
@@ -31,7 +31,7 @@ class Stated:
 
 
 @dataclass(kw_only=True, slots=True)
-class Parts:
+class PrecisionKeys:
     """The precision keys of one layer, sorted by what they speak of; each part agrees with itself."""
 
     name: str = ""
@@ -46,7 +46,7 @@ class Parts:
         if earlier is statement:
             setattr(self, part, value)
         elif getattr(self, part) != value:
-            raise disagreement(earlier, statement)
+            raise make_disagreement(earlier, statement)
 
 
 SAME_PLACE: dict[Layer, str] = {
@@ -59,40 +59,40 @@ SAME_PLACE: dict[Layer, str] = {
 }
 
 
-def disagreement(one: Statement, other: Statement) -> ConfigError:
+def make_disagreement(one: Statement, other: Statement) -> ConfigError:
     """The error for two statements of one layer that cannot both hold."""
     why = SAME_PLACE[one.origin.layer] + ", so neither wins over the other"
     return ConfigError(f"{one} and {other} disagree", why=why, fix="keep one of them")
 
 
-def stated_by(statements: Sequence[Statement], below: Stated) -> Stated:
+def read_layer(statements: Sequence[Statement], below: Stated) -> Stated:
     """What one layer's precision keys say on top of the layers below it."""
-    parts = sorted_parts(statements)
+    parts = sort_keys(statements)
     check_name(parts)
     value, notes = read_together(parts, below)
     if not value:
         return replace(below, notes=notes) if notes else below
     kind = parts.type or (parts.name if parts.name in MIXED else "") or below.type
-    return Stated(value=value, type=kind, origin=joint_origin(statements), notes=notes)
+    return Stated(value=value, type=kind, origin=join_origins(statements), notes=notes)
 
 
-def sorted_parts(statements: Iterable[Statement]) -> Parts:
-    parts = Parts()
+def sort_keys(statements: Iterable[Statement]) -> PrecisionKeys:
+    parts = PrecisionKeys()
     for statement in statements:
         role = PRECISION_KEYS[statement.path]
-        value = typed(statement.value) if isinstance(statement.value, str) else statement.value
+        value = parse_scalar(statement.value) if isinstance(statement.value, str) else statement.value
         if role == "switch or name":
             role = "switch" if isinstance(value, bool) else "name"
         if role in ("name", "type"):
-            name = precision_name(statement.value, str(statement.origin))
+            name = normalise_precision(statement.value, str(statement.origin))
             # `amp_dtype: float32` names a precision; only a half format can be the type of mixed precision.
             parts.say(role if name in MIXED else "name", name, statement)
         else:
-            sort_switch(parts, role, as_bool(value, statement), statement)
+            sort_switch(parts, role, read_bool(value, statement), statement)
     return parts
 
 
-def sort_switch(parts: Parts, role: str, is_on: bool, statement: Statement) -> None:
+def sort_switch(parts: PrecisionKeys, role: str, is_on: bool, statement: Statement) -> None:
     if role == "switch":
         parts.say("switch", is_on, statement)
     elif role == "optimizations":
@@ -106,13 +106,13 @@ def sort_switch(parts: Parts, role: str, is_on: bool, statement: Statement) -> N
         parts.said_by[f"not {role}"] = statement
 
 
-def as_bool(value: object, statement: Statement) -> bool:
+def read_bool(value: object, statement: Statement) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{statement}: expected true or false", fix="to name a precision: `precision: bf16`")
     return value
 
 
-def check_name(parts: Parts) -> None:
+def check_name(parts: PrecisionKeys) -> None:
     """A precision named outright must fit what the layer's switches say."""
     if not parts.name:
         return
@@ -127,19 +127,19 @@ def check_name(parts: Parts) -> None:
     }
     for part, holds in fits.items():
         if not holds:
-            raise disagreement(parts.said_by["name"], parts.said_by[part])
+            raise make_disagreement(parts.said_by["name"], parts.said_by[part])
 
 
-def read_together(parts: Parts, below: Stated) -> tuple[str, tuple[str, ...]]:
+def read_together(parts: PrecisionKeys, below: Stated) -> tuple[str, tuple[str, ...]]:
     """The precision the sorted parts mean as a whole (empty: they say none), and what the user should know."""
     if parts.name:
         return parts.name, ()
     if parts.switch:
-        return switched_on(parts, below), ()
+        return choose_half_type(parts, below), ()
     if parts.switch is False:
         return ("tf32" if parts.optimizations else "fp32"), ()
     if parts.type:
-        return type_alone(parts, below)
+        return read_type_alone(parts, below)
     if parts.excluded and below.value in {"", *parts.excluded}:
         return "fp32", ()
     if parts.optimizations and below.value == "fp32":
@@ -147,24 +147,24 @@ def read_together(parts: Parts, below: Stated) -> tuple[str, tuple[str, ...]]:
     return "", ()
 
 
-def switched_on(parts: Parts, below: Stated) -> str:
+def choose_half_type(parts: PrecisionKeys, below: Stated) -> str:
     if parts.type:
         if parts.type in parts.excluded:
-            raise disagreement(parts.said_by["type"], parts.said_by[f"not {parts.type}"])
+            raise make_disagreement(parts.said_by["type"], parts.said_by[f"not {parts.type}"])
         return parts.type
     already = [below.value] if below.value in MIXED else []
     wanted = [*already, *([below.type] if below.type else []), *HALF_TYPES]
     allowed = [name for name in wanted if name not in parts.excluded]
     if not allowed:
-        raise disagreement(parts.said_by["switch"], parts.said_by["not bf16"])
+        raise make_disagreement(parts.said_by["switch"], parts.said_by["not bf16"])
     return allowed[0]
 
 
-def type_alone(parts: Parts, below: Stated) -> tuple[str, tuple[str, ...]]:
+def read_type_alone(parts: PrecisionKeys, below: Stated) -> tuple[str, tuple[str, ...]]:
     """A type switches nothing on that is off; but by default, `auto`, mixed precision is on where it pays."""
     said = parts.said_by["type"]
     if parts.type in parts.excluded:
-        raise disagreement(said, parts.said_by[f"not {parts.type}"])
+        raise make_disagreement(said, parts.said_by[f"not {parts.type}"])
     if below.value in MIXED:
         return parts.type, ()
     if below.value in ("", "auto"):
@@ -174,7 +174,7 @@ def type_alone(parts: Parts, below: Stated) -> tuple[str, tuple[str, ...]]:
     return "", (f"{said} changes nothing: {off}; precision={parts.type} would change it",)
 
 
-def joint_origin(statements: Sequence[Statement]) -> Origin:
+def join_origins(statements: Sequence[Statement]) -> Origin:
     first = statements[0].origin
     where = list(dict.fromkeys(statement.origin.where for statement in statements))
     key = list(dict.fromkeys(statement.origin.key for statement in statements))

@@ -6,7 +6,7 @@ Face (`fp16: true`), torch (`bfloat16`, `high`).
 
 from __future__ import annotations
 
-from halfstep.errors import ConfigError, nearest
+from halfstep.errors import ConfigError, suggest_nearest
 
 PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16", "fp8", "bf16-true")
 MIXED = ("bf16", "fp16", "fp8")
@@ -46,7 +46,7 @@ REFUSED: dict[str, tuple[str, str]] = {
 """Spellings with a clear meaning that halfstep does not offer: why, and what to use."""
 
 
-def precision_name(value: object, where: str = "") -> str:
+def normalise_precision(value: object, where: str = "") -> str:
     """The one precision this spelling means; `where` says in an error who wrote it."""
     word = str(value).strip().lower().removeprefix("torch.")
     if word in PRECISION_NAMES:
@@ -55,5 +55,5 @@ def precision_name(value: object, where: str = "") -> str:
     if word in REFUSED:
         why, fix = REFUSED[word]
         raise ConfigError(f"precision {value!s} is not offered{at}", why=why, fix=fix)
-    fix = nearest(word, PRECISIONS) if word else f"one of {', '.join(PRECISIONS)}"
+    fix = suggest_nearest(word, PRECISIONS) if word else f"one of {', '.join(PRECISIONS)}"
     raise ConfigError(f"unknown precision {str(value)!r}{at}", fix=fix)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from halfstep.config.section import Plain, typed
+from halfstep.config.section import Plain, parse_scalar
 from halfstep.errors import ConfigError
 
 INNERMOST = re.compile(r"\$\{([^${}]*)\}")
@@ -29,12 +29,12 @@ Find = Callable[[str, Place, str], tuple[Any, Place]]
 """(name, where it was read, the same for an error) -> what it names, and where that stands."""
 
 
-def names_in(value: object) -> set[str]:
+def find_references(value: object) -> set[str]:
     """What this value refers to."""
     if isinstance(value, str):
         return {inner.strip() for inner in INNERMOST.findall(value)}
     inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return set().union(*map(names_in, inside))
+    return set().union(*map(find_references, inside))
 
 
 class References:
@@ -77,7 +77,7 @@ class References:
             raise ConfigError(here, fix="let keys name fewer others")
         name, is_function, arguments = reference.partition(":")
         if is_function:
-            return counted_by(name.strip(), arguments, at)
+            return compute_function(name.strip(), arguments, at)
         found, there = self.find(name, place, at)
         named = ".".join(there)
         if named in chain or len(chain) >= MOST_IN_A_ROW:
@@ -133,30 +133,30 @@ PROPERTIES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
 """What `config_prop` looks up: channels and patches of backbones by timm's names, at 224 pixels."""
 
 
-def counted_by(name: str, arguments: str, at: str) -> Any:
+def compute_function(name: str, arguments: str, at: str) -> Any:
     """The value of `${name: arguments}`; `at` stands in errors."""
     at = f"{at}: ${{{name}:{arguments}}}"
     parts = [part.strip() for part in split_arguments(arguments)]
     try:
         if name == "eval":
-            return bounded(computed(unquoted(parts[0]), [typed(part) for part in parts[1:]], at), at)
+            return check_bounds(evaluate_text(unquote(parts[0]), [parse_scalar(part) for part in parts[1:]], at), at)
         if name == "config_prop":
             return PROPERTIES[parts[0]][parts[1]][parts[2]]
         if name not in RESOLVERS:
             known = ", ".join((*RESOLVERS, "eval", "config_prop"))
             raise ConfigError(f"{at} is a function halfstep does not know", fix=f"write its value; known are {known}")
-        return bounded(RESOLVERS[name](numbers([typed(part) for part in parts], at)), at)
+        return check_bounds(RESOLVERS[name](check_numbers([parse_scalar(part) for part in parts], at)), at)
     except (TypeError, ValueError, ArithmeticError, LookupError) as error:
         raise ConfigError(f"{at} cannot be computed", why=f"{error}", fix="write the value itself") from error
 
 
-def numbers(values: Sequence[Any], at: str) -> list[Number]:
+def check_numbers(values: Sequence[Any], at: str) -> list[Number]:
     if not all(isinstance(value, (int, float)) for value in values):
         raise ConfigError(f"{at} computes with something that is not a number")
     return list(values)
 
 
-def bounded(value: Any, at: str) -> Number:
+def check_bounds(value: Any, at: str) -> Number:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
         raise ConfigError(f"{at} gives {str(value)[:20]}", why=f"settings are numbers up to {LARGEST:g}")
     return value
@@ -178,15 +178,15 @@ def split_arguments(text: str) -> list[str]:
     return parts
 
 
-def unquoted(text: str) -> str:
+def unquote(text: str) -> str:
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
-def computed(text: str, values: list[Any], at: str) -> Any:
+def evaluate_text(text: str, values: list[Any], at: str) -> Any:
     """`a * b`, or with names of its own `x, y: x * y`."""
     named, has_names, body = text.removeprefix("lambda ").partition(":")
     names = [name.strip() for name in named.split(",")] if has_names else list(LETTERS[: len(values)])
-    known = dict(zip(names, numbers(values, at), strict=True))
+    known = dict(zip(names, check_numbers(values, at), strict=True))
     expression = (body if has_names else text).strip()
     if len(expression) > LONGEST:
         raise ConfigError(f"{at} has {len(expression)} characters", why=f"at most {LONGEST} are computed")
@@ -194,24 +194,24 @@ def computed(text: str, values: list[Any], at: str) -> Any:
         tree = ast.parse(expression, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ConfigError(f"{at} is not arithmetic", fix="write the value itself") from None
-    return _value(tree.body, known, at)
+    return _evaluate_node(tree.body, known, at)
 
 
-def _value(node: ast.AST, known: Mapping[str, Number], at: str) -> Number:
+def _evaluate_node(node: ast.AST, known: Mapping[str, Number], at: str) -> Number:
     match node:
         case ast.Constant(value=int() | float() as number):
-            return bounded(number, at)
+            return check_bounds(number, at)
         case ast.Name(id=name) if name in known:
             return known[name]
         case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATIONS:
-            return bounded(OPERATIONS[type(op)](_value(operand, known, at)), at)
+            return check_bounds(OPERATIONS[type(op)](_evaluate_node(operand, known, at)), at)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
-            one, other = _value(left, known, at), _value(right, known, at)
+            one, other = _evaluate_node(left, known, at), _evaluate_node(right, known, at)
             if isinstance(op, ast.Pow) and abs(other) > 64:
                 raise ConfigError(f"{at}: a power of {other}", why="exponents go up to 64")
-            return bounded(OPERATIONS[type(op)](one, other), at)
+            return check_bounds(OPERATIONS[type(op)](one, other), at)
         case ast.Call(func=ast.Name(id=name), args=given, keywords=[]) if name in FUNCTIONS:
-            return bounded(FUNCTIONS[name](*(_value(argument, known, at) for argument in given)), at)
+            return check_bounds(FUNCTIONS[name](*(_evaluate_node(argument, known, at) for argument in given)), at)
     raise ConfigError(
         f"{at}: {ast.unparse(node)} is not arithmetic",
         why="config files compute numbers with + - * / // % **, min, max, int, round and abs; they run no code",

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 from pydantic import BeforeValidator, Field, JsonValue, field_validator, model_validator
 
 from halfstep.config.foreign import Translator
-from halfstep.config.precision_names import precision_name
+from halfstep.config.precision_names import normalise_precision
 from halfstep.config.section import (
     FilePath,
     Fraction,
@@ -24,7 +24,7 @@ from halfstep.config.section import (
     Section,
     Workers,
 )
-from halfstep.errors import ConfigError, nearest
+from halfstep.errors import ConfigError, suggest_nearest
 
 OptimizerName = Literal[
     "sgd", "adam", "adamw", "adagrad", "rmsprop", "nadam", "radam", "adamax", "adadelta", "asgd", "rprop", "adafactor",
@@ -308,17 +308,19 @@ class PrecisionConfig(Section):
     @field_validator("default", mode="before")
     @classmethod
     def canonical_default(cls, value: object) -> str:
-        return canonical(value)
+        return canonicalise_precision(value)
 
     @field_validator("modules", mode="before")
     @classmethod
     def canonical_modules(cls, value: object) -> object:
-        return {name: canonical(wish) for name, wish in value.items()} if isinstance(value, dict) else value
+        return (
+            {name: canonicalise_precision(wish) for name, wish in value.items()} if isinstance(value, dict) else value
+        )
 
 
-def canonical(value: object) -> str:
+def canonicalise_precision(value: object) -> str:
     try:
-        return precision_name(value)
+        return normalise_precision(value)
     except ConfigError as error:
         raise ValueError(str(error)) from error
 
@@ -364,11 +366,11 @@ class BuiltModelConfig(ModelConfig):
         return self
 
 
-def off_by_any_name(value: object) -> object:
+def read_off(value: object) -> object:
     return "off" if value is None or value is False else value
 
 
-LatentCaching = Annotated[Literal["off", "latents"], BeforeValidator(off_by_any_name)]
+LatentCaching = Annotated[Literal["off", "latents"], BeforeValidator(read_off)]
 """Whether what an autoencoder says of samples is kept on disk; `null` and `false` say off."""
 
 
@@ -464,15 +466,15 @@ def is_import_path(name: str) -> bool:
     return IMPORT_PATH.fullmatch(name) is not None
 
 
-def schema_for(workload: str, kinds: Schemas, where: str = "") -> type[RunConfig]:
+def find_schema(workload: str, kinds: Schemas, where: str = "") -> type[RunConfig]:
     """The schema of a workload."""
     try:
         return kinds[workload].schema(workload)
     except KeyError:
-        raise unknown_workload(workload, kinds, where) from None
+        raise make_unknown_workload(workload, kinds, where) from None
 
 
-def unknown_workload(workload: str, known: Iterable[str], where: str = "") -> ConfigError:
+def make_unknown_workload(workload: str, known: Iterable[str], where: str = "") -> ConfigError:
     at = f" ({where})" if where and where != workload else ""
-    fix = f"{nearest(workload, known)} (or a YAML file, or an import path such as my_pkg.my_mod:build)"
+    fix = f"{suggest_nearest(workload, known)} (or a YAML file, or an import path such as my_pkg.my_mod:build)"
     return ConfigError(f"unknown workload {workload!r}{at}", fix=fix)

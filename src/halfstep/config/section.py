@@ -31,7 +31,7 @@ class Plain(str):
     __slots__ = ()
 
 
-def typed(text: str) -> object:
+def parse_scalar(text: str) -> object:
     """`3` is an int, `1e-5` a float, `no` a bool, `null` None; everything else is text."""
     word = text.strip().lower()
     if word in NULLS:
@@ -47,43 +47,43 @@ def typed(text: str) -> object:
     return str(text)
 
 
-def typed_by_field(value: object, annotation: Any) -> object:
+def convert_for_field(value: object, annotation: Any) -> object:
     """`value` with every `Plain` inside turned into what a field of this annotation expects."""
     if isinstance(value, Plain):
         is_off = "off" in get_args(annotation) and (value.lower() in NULLS or BOOLS.get(value.lower()) is False)
         if is_off:  # a choice among words that has one for false
             return "off"
-        keeps_text = is_text_only(annotation) and not (value.lower() in NULLS and type(None) in atoms(annotation))
-        return str(value) if keeps_text else typed(value)
+        keeps_text = is_text_only(annotation) and not (value.lower() in NULLS and type(None) in list_types(annotation))
+        return str(value) if keeps_text else parse_scalar(value)
     if isinstance(value, Mapping):
-        return {key: typed_by_field(item, annotation) for key, item in value.items()}
+        return {key: convert_for_field(item, annotation) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [typed_by_field(item, annotation) for item in value]
+        return [convert_for_field(item, annotation) for item in value]
     return value
 
 
 def is_text_only(annotation: Any) -> bool:
     """Whether nothing but text (or None) can stand in a field of this annotation."""
-    return atoms(annotation) <= {str, type(None)}
+    return list_types(annotation) <= {str, type(None)}
 
 
-def atoms(annotation: Any) -> set[object]:
+def list_types(annotation: Any) -> set[object]:
     """The innermost types of an annotation: `tuple[str, ...] | None` has str and NoneType."""
     if get_origin(annotation) is Literal:
         return {type(choice) for choice in get_args(annotation)}
     args = get_args(annotation)
     inner = args[:1] if get_origin(annotation) is Annotated else [arg for arg in args if arg is not Ellipsis]
-    return set().union(*(atoms(arg) for arg in inner)) if inner else {annotation}
+    return set().union(*(list_types(arg) for arg in inner)) if inner else {annotation}
 
 
-def zero_when_off(value: object) -> object:
+def read_off_as_zero(value: object) -> object:
     """`null` and `false` say off, and so does 0 in the fields that use this."""
     return 0 if value is None or value is False else value
 
 
-OffCount = Annotated[int, Field(ge=0), BeforeValidator(zero_when_off)]
+OffCount = Annotated[int, Field(ge=0), BeforeValidator(read_off_as_zero)]
 """A count where 0 means off."""
-OffNumber = Annotated[float, Field(ge=0), BeforeValidator(zero_when_off)]
+OffNumber = Annotated[float, Field(ge=0), BeforeValidator(read_off_as_zero)]
 """A number where 0 means off."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -104,14 +104,14 @@ class Section(BaseModel):
     def no_bool_as_number(cls, value: object, info: ValidationInfo) -> object:
         """`epochs: yes` is a mistake, not one epoch; null and false reach the fields where they mean off."""
         field = cls.model_fields[info.field_name or ""]
-        kinds = atoms(field.annotation)
+        kinds = list_types(field.annotation)
         means_off = value is False and any(isinstance(item, BeforeValidator) for item in field.metadata)
         if isinstance(value, bool) and not means_off and bool not in kinds and kinds & {int, float}:
             raise ValueError("expected a number, not true or false")
         return value
 
 
-def of_settings(kind: type[Kind], section: Section, **more: Any) -> Kind:
+def fill_from_settings(kind: type[Kind], section: Section, **more: Any) -> Kind:
     """A dataclass filled from the settings of the same names, and with what has none."""
     names = {field.name for field in dataclasses.fields(kind)} & type(section).model_fields.keys()  # type: ignore[arg-type]
     return kind(**{name: getattr(section, name) for name in names} | more)
@@ -121,25 +121,25 @@ MOST = 8
 """More pay only where decoding is slow; each holds a copy of the interpreter and its own batches."""
 
 
-def num_cores() -> int:
+def count_cores() -> int:
     """Cores this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def auto_workers() -> int:
+def choose_num_workers() -> int:
     """What `auto` stands for on this machine."""
-    return min(num_cores(), MOST)
+    return min(count_cores(), MOST)
 
 
-def as_count(value: object) -> object:
-    return auto_workers() if value == "auto" else zero_when_off(value)
+def read_worker_count(value: object) -> object:
+    return choose_num_workers() if value == "auto" else read_off_as_zero(value)
 
 
 Workers = Annotated[
     int,
     Field(ge=0),
-    BeforeValidator(as_count),
+    BeforeValidator(read_worker_count),
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 0}, {"const": "auto"}]}),
 ]
 """A number of processes, 0 for none, or `auto`."""

@@ -66,21 +66,23 @@ class Override:
         return f"{self.key} = {self.value} ({self.origin}) overrides {self.replaced_value} ({self.replaced})"
 
 
-def leaves(mapping: Mapping[str, object], prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
+def iterate_leaves(
+    mapping: Mapping[str, object], prefix: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], object]]:
     """Every value with its key path; what stands below an open section is one value."""
     for key, value in mapping.items():
         if not isinstance(key, str):
             raise ConfigError(f"{'.'.join((*prefix, repr(key)))}: a key must be text", fix="quote the key")
         path = (*prefix, key)
-        is_section = isinstance(value, Mapping) and not open_section_of(".".join(path))
+        is_section = isinstance(value, Mapping) and not find_open_section(".".join(path))
         # An empty section says nothing, but an unknown one must still be noticed.
         if is_section and value:
-            yield from leaves(value, path)  # type: ignore[arg-type]
+            yield from iterate_leaves(value, path)  # type: ignore[arg-type]
         else:
             yield path, value
 
 
-def open_section_of(path: str) -> str:
+def find_open_section(path: str) -> str:
     """The open section this path lies in, or an empty string."""
     return next((section for section in OPEN_SECTIONS if path.startswith(section + ".")), "")
 
@@ -88,7 +90,7 @@ def open_section_of(path: str) -> str:
 KEY = re.compile(r"[A-Za-z_][\w\-]*(\.[^=\s]+)*")
 
 
-def override_statements(words: Sequence[str]) -> list[Statement]:
+def parse_overrides(words: Sequence[str]) -> list[Statement]:
     """One statement per word; a mapping value (`globals={A: 1}`) is as many statements as it has keys."""
     return [statement for word in words for statement in parse_override(word)]
 
@@ -108,7 +110,7 @@ def parse_override(word: str) -> list[Statement]:
     if not KEY.fullmatch(key):
         raise ConfigError(f"{word!r}: {key!r} is not a key", fix="write key=value, such as train.epochs=3")
     origin = Origin(layer="override", where=word, key=key)
-    return statements_of({key: parse_value(text.strip(), word)}, lambda _: origin)
+    return make_statements({key: parse_value(text.strip(), word)}, lambda _: origin)
 
 
 def parse_value(text: str, word: str) -> object:
@@ -119,7 +121,7 @@ def parse_value(text: str, word: str) -> object:
     return parse_flow(text, f"override {word}") if text[:1] in ("[", "{", '"', "'") else Plain(text)
 
 
-def flag_statements(flags: Mapping[str, object]) -> list[Statement]:
+def parse_flags(flags: Mapping[str, object]) -> list[Statement]:
     """Flags by name (`data_dir`, `bf16`); None means the flag was not given."""
 
     def origin_of(path: tuple[str, ...]) -> Origin:
@@ -127,23 +129,25 @@ def flag_statements(flags: Mapping[str, object]) -> list[Statement]:
         return Origin(layer="flag", where=flag if value is True else f"{flag} {value}", key=flag)
 
     given = {name: value for name, value in flags.items() if value is not None}
-    return statements_of(given, origin_of)
+    return make_statements(given, origin_of)
 
 
-def file_statements(document: Document) -> list[Statement]:
+def read_file_statements(document: Document) -> list[Statement]:
     """What a YAML file says, with its lines."""
 
     def origin_of(path: tuple[str, ...]) -> Origin:
         line = document.lines.get(path)
         return Origin(layer="file", where=f"{document.name}:{line}" if line else document.name, key=".".join(path))
 
-    return statements_of(document.values, origin_of)
+    return make_statements(document.values, origin_of)
 
 
-def layer_statements(values: Mapping[str, object], layer: Layer, where: str) -> list[Statement]:
+def make_layer_statements(values: Mapping[str, object], layer: Layer, where: str) -> list[Statement]:
     """What a dict of a Python caller or a preset says."""
-    return statements_of(values, lambda path: Origin(layer=layer, where=where, key=".".join(path)))
+    return make_statements(values, lambda path: Origin(layer=layer, where=where, key=".".join(path)))
 
 
-def statements_of(values: Mapping[str, object], origin_of: Callable[[tuple[str, ...]], Origin]) -> list[Statement]:
-    return [Statement(path=".".join(path), value=value, origin=origin_of(path)) for path, value in leaves(values)]
+def make_statements(values: Mapping[str, object], origin_of: Callable[[tuple[str, ...]], Origin]) -> list[Statement]:
+    return [
+        Statement(path=".".join(path), value=value, origin=origin_of(path)) for path, value in iterate_leaves(values)
+    ]

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from halfstep.config.section import Plain
-from halfstep.errors import ConfigError, suggested
+from halfstep.errors import ConfigError, suggest_command
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 20_000
@@ -37,13 +37,13 @@ class Document:
         name = f"{self.name} with {other.name}"
         lines = {**self.lines, **dict.fromkeys(other.lines, 0)}
         lines = {path: line for path, line in lines.items() if line}  # of two files, a line alone means nothing
-        return Document(name=name, values=_merged(self.values, other.values), lines=lines)
+        return Document(name=name, values=_merge(self.values, other.values), lines=lines)
 
 
-def _merged(one: object, other: object) -> Any:
+def _merge(one: object, other: object) -> Any:
     if not (isinstance(one, dict) and isinstance(other, dict)):
         return other
-    return {**one, **{key: _merged(one[key], value) if key in one else value for key, value in other.items()}}
+    return {**one, **{key: _merge(one[key], value) if key in one else value for key, value in other.items()}}
 
 
 class NodeLoader(yaml.SafeLoader):
@@ -65,7 +65,7 @@ def read_text(path: Path) -> str:
     if path.is_dir():
         raise ConfigError(
             f"{path} is a folder, not a config file",
-            fix=f"to continue a run: {suggested('train', '--resume', path)}; data are given with --data-dir",
+            fix=f"to continue a run: {suggest_command('train', '--resume', path)}; data are given with --data-dir",
         )
     try:
         content = path.read_bytes()
@@ -73,10 +73,10 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     if len(content) > MAX_BYTES:
         raise ConfigError(f"{path} has {len(content):,} bytes", why=f"a config is smaller than {MAX_BYTES:,} bytes")
-    return decoded(content, path)
+    return decode_text(content, path)
 
 
-def decoded(content: bytes, path: Path) -> str:
+def decode_text(content: bytes, path: Path) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -114,14 +114,14 @@ def compose(text: str, name: str) -> yaml.Node | None:
         mark = error.problem_mark or error.context_mark
         at = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "an unknown place"
         problem = " ".join(part for part in (error.context, error.problem) if part)
-        raise ConfigError(f"{name}: bad YAML at {at}: {problem}", fix=hint_for(problem, text)) from error
+        raise ConfigError(f"{name}: bad YAML at {at}: {problem}", fix=suggest_yaml_fix(problem, text)) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: bad YAML: {' '.join(str(error).split())}") from error
     except RecursionError:
         raise ConfigError(f"{name}: nested too deeply", why=f"more than {MAX_DEPTH} levels") from None
 
 
-def hint_for(problem: str, text: str) -> str:
+def suggest_yaml_fix(problem: str, text: str) -> str:
     if "${" in text and "flow" in problem:
         return 'quote a reference inside { } or [ ]: "${globals.NAME}"'
     if "\n" not in text:

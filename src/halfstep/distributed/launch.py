@@ -41,21 +41,21 @@ class Launch:
         return "env://" if self.by_torchrun else f"tcp://{self.address}:{self.port}"
 
 
-def launch_of(variables: Mapping[str, str]) -> Launch | None:
+def read_launch(variables: Mapping[str, str]) -> Launch | None:
     """What the launcher says; None for a process that is alone."""
-    if _number(variables, "WORLD_SIZE") >= 1 and "RANK" in variables:
-        return _of_torchrun(variables)
-    if _number(variables, "WORLD_SIZE") > 1:
+    if _read_number(variables, "WORLD_SIZE") >= 1 and "RANK" in variables:
+        return _read_torchrun(variables)
+    if _read_number(variables, "WORLD_SIZE") > 1:
         missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in variables]
         raise ConfigError(
             f"WORLD_SIZE={variables['WORLD_SIZE']} without {', '.join(missing)}",
             why="this process cannot tell which of them it is, and where the others are",
             fix="start it with torchrun --nproc_per_node=N -m halfstep train ..., or unset WORLD_SIZE",
         )
-    if _number(variables, "SLURM_STEP_NUM_TASKS") > 1:
-        return _of_srun(variables)
+    if _read_number(variables, "SLURM_STEP_NUM_TASKS") > 1:
+        return _read_srun(variables)
     for name, launcher in UNKNOWN.items():
-        if _number(variables, name) > 1:
+        if _read_number(variables, name) > 1:
             raise ConfigError(
                 f"{name}={variables[name]}: this command was started {variables[name]} times, as by {launcher}",
                 why=f"{launcher} does not say where the processes meet",
@@ -64,46 +64,46 @@ def launch_of(variables: Mapping[str, str]) -> Launch | None:
     return None
 
 
-def _of_torchrun(variables: Mapping[str, str]) -> Launch:
+def _read_torchrun(variables: Mapping[str, str]) -> Launch:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in variables]
     if missing:
         raise ConfigError(f"RANK and WORLD_SIZE are set, {' and '.join(missing)} not", fix="start it with torchrun")
     return Launch(
-        rank=_number(variables, "RANK"),
-        size=_number(variables, "WORLD_SIZE"),
-        local_rank=_number(variables, "LOCAL_RANK", _number(variables, "RANK")),
+        rank=_read_number(variables, "RANK"),
+        size=_read_number(variables, "WORLD_SIZE"),
+        local_rank=_read_number(variables, "LOCAL_RANK", _read_number(variables, "RANK")),
         address=variables["MASTER_ADDR"],
-        port=_number(variables, "MASTER_PORT"),
-        restarts=_number(variables, "TORCHELASTIC_RESTART_COUNT"),
+        port=_read_number(variables, "MASTER_PORT"),
+        restarts=_read_number(variables, "TORCHELASTIC_RESTART_COUNT"),
     )
 
 
-def _of_srun(variables: Mapping[str, str]) -> Launch:
+def _read_srun(variables: Mapping[str, str]) -> Launch:
     nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
     return Launch(
-        rank=_number(variables, "SLURM_PROCID"),
-        size=_number(variables, "SLURM_STEP_NUM_TASKS"),
-        local_rank=_number(variables, "SLURM_LOCALID"),
-        address=variables.get("MASTER_ADDR") or first_host(nodes) or "127.0.0.1",
+        rank=_read_number(variables, "SLURM_PROCID"),
+        size=_read_number(variables, "SLURM_STEP_NUM_TASKS"),
+        local_rank=_read_number(variables, "SLURM_LOCALID"),
+        address=variables.get("MASTER_ADDR") or find_first_host(nodes) or "127.0.0.1",
         # Jobs on one node meet at places of their own.
-        port=_number(variables, "MASTER_PORT") or FIRST_PORT + _number(variables, "SLURM_JOB_ID") % 10_000,
-        restarts=_number(variables, "SLURM_RESTART_COUNT"),
+        port=_read_number(variables, "MASTER_PORT") or FIRST_PORT + _read_number(variables, "SLURM_JOB_ID") % 10_000,
+        restarts=_read_number(variables, "SLURM_RESTART_COUNT"),
         by_torchrun=False,
     )
 
 
-def first_host(nodes: str) -> str:
+def find_first_host(nodes: str) -> str:
     """Of SLURM's lists: `gpu[07-09,12],login1` begins with gpu07."""
     match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes)
     return f"{match[1]}{match[2] or ''}{match[3] or ''}" if match else ""
 
 
-def _number(variables: Mapping[str, str], name: str, otherwise: int = 0) -> int:
+def _read_number(variables: Mapping[str, str], name: str, otherwise: int = 0) -> int:
     text = variables.get(name, "")
     return int(text) if text.isdecimal() else otherwise
 
 
-def device_of(config: RunConfig, launch: Launch | None) -> str:
+def choose_device(config: RunConfig, launch: Launch | None) -> str:
     """The device that this process trains on: of several processes each has the one of its number."""
     if launch is None or launch.size == 1:
         return config.device
@@ -127,7 +127,7 @@ def device_of(config: RunConfig, launch: Launch | None) -> str:
 
 
 @contextmanager
-def joined(config: RunConfig, launch: Launch | None) -> Iterator[World | None]:
+def join_world(config: RunConfig, launch: Launch | None) -> Iterator[World | None]:
     """The other processes of the run, for as long as it lasts; None where there are none. An error of one ends all, and
     is shown once."""
     if launch is None or launch.size == 1 and config.train.backend == "auto":
@@ -139,7 +139,7 @@ def joined(config: RunConfig, launch: Launch | None) -> Iterator[World | None]:
     from halfstep.distributed.world import World
     from halfstep.hardware.probe import probe
 
-    device = torch.device(probe(device_of(config, launch)).device)
+    device = torch.device(probe(choose_device(config, launch)).device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if device.type not in ("cpu", "cuda"):
@@ -156,7 +156,7 @@ def joined(config: RunConfig, launch: Launch | None) -> Iterator[World | None]:
         )
     world = World(limit_s=limit_s)
     try:
-        with _told_once(world):
+        with _show_once(world):
             yield world
     except BaseException:
         # What waits for a peer on the device would never end by itself.
@@ -165,10 +165,10 @@ def joined(config: RunConfig, launch: Launch | None) -> Iterator[World | None]:
     dist.destroy_process_group()
 
 
-def tell_before_meeting(error: HalfstepError, variables: Mapping[str, str]) -> None:
+def choose_speaker(error: HalfstepError, variables: Mapping[str, str]) -> None:
     """Settle who shows an error that came before the processes met, as in their config: the first of them, or the one
     that has another than the first. They ask torchrun's store; with other launchers each shows its own."""
-    rank = _number(variables, "RANK")
+    rank = _read_number(variables, "RANK")
     if rank:
         time.sleep(AFTER_FIRST_S)
         error.what = f"rank {rank}: {error.what}"
@@ -181,12 +181,14 @@ def tell_before_meeting(error: HalfstepError, variables: Mapping[str, str]) -> N
     attempt = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
     with suppress(DistError):  # torchrun is gone: nobody else will show it
         limit = timedelta(seconds=PATIENCE_S)
-        store = TCPStore(variables["MASTER_ADDR"], _number(variables, "MASTER_PORT"), is_master=False, timeout=limit)
+        store = TCPStore(
+            variables["MASTER_ADDR"], _read_number(variables, "MASTER_PORT"), is_master=False, timeout=limit
+        )
         error.is_told = store.add(f"halfstep/told/{attempt}/{key.hexdigest()}", 1) > 1
 
 
 @contextmanager
-def _told_once(world: World) -> Iterator[None]:
+def _show_once(world: World) -> Iterator[None]:
     try:
         yield
     except HalfstepError as error:

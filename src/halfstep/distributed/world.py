@@ -26,7 +26,7 @@ from halfstep.errors import HalfstepError, RankLost
 
 LIMIT_S = 600.0  # how long a rank is waited for
 LIMIT_NAME = " (train.rank_timeout_s)"
-OF_RUNS = "go on from the last checkpoint with --resume RUN; torchrun --max-restarts does so by itself"
+RESUME_RUN = "go on from the last checkpoint with --resume RUN; torchrun --max-restarts does so by itself"
 """What to do when a rank is lost."""
 GRACE_S = 3.0  # how long who lost a rank waits for that one's own words, and for others that lost it
 SEEN_S = 1.0  # how long a rank stays where there is no store, so that the others see that it is not the one they miss
@@ -56,7 +56,7 @@ class Share:
 
 
 class World(Share):
-    def __init__(self, *, limit_s: float = LIMIT_S, limit_name: str = LIMIT_NAME, go_on: str = OF_RUNS) -> None:
+    def __init__(self, *, limit_s: float = LIMIT_S, limit_name: str = LIMIT_NAME, go_on: str = RESUME_RUN) -> None:
         super().__init__(dist.get_rank(), dist.get_world_size())
         self.limit_s, self.limit_name, self.go_on = limit_s, limit_name, go_on
         self._store = c10d.PrefixStore("halfstep", c10d._get_default_store())
@@ -84,11 +84,11 @@ class World(Share):
             try:
                 answer = [make()]
             except HalfstepError as error:
-                answer = [agreed(error)]
+                answer = [mark_agreed(error)]
         with self.listening():
             dist.broadcast_object_list(answer, src=0)
         if isinstance(answer[0], HalfstepError):
-            raise agreed(answer[0])
+            raise mark_agreed(answer[0])
         made: Made = answer[0]
         return made
 
@@ -118,7 +118,7 @@ class World(Share):
         try:
             yield
         except RuntimeError as error:
-            if not is_loss(error):
+            if not is_lost_rank(error):
                 raise
             raise self.lost(error) from error
 
@@ -249,13 +249,13 @@ class World(Share):
 Kind = TypeVar("Kind", bound=HalfstepError)
 
 
-def agreed(error: Kind) -> Kind:
+def mark_agreed(error: Kind) -> Kind:
     """An error that every rank has: no rank's name belongs to it."""
     error.is_agreed = True
     return error
 
 
-def is_loss(error: RuntimeError) -> bool:
+def is_lost_rank(error: RuntimeError) -> bool:
     """Whether a collective failed because of its other side."""
     text = str(error).lower()
     return isinstance(error, dist.DistError) or any(word in text for word in LOST)

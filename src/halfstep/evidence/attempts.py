@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from halfstep.errors import CheckpointError, HalfstepError, nearest
+from halfstep.errors import CheckpointError, HalfstepError, suggest_nearest
 from halfstep.evidence.capsule import Capsule, state_of
 from halfstep.evidence.ranges import Operation, Trace, has_fractions
 from halfstep.evidence.recorder import not_finite
 from halfstep.evidence.updates import Update
 from halfstep.precision.apply import apply, apply_frozen_
 from halfstep.precision.plan import Plan
-from halfstep.step.batches import batch_length
-from halfstep.step.facts import restore_rng, rng_state
-from halfstep.step.phases import without_gradients_of_others
+from halfstep.step.batches import count_samples
+from halfstep.step.facts import read_rng_state, restore_rng
+from halfstep.step.phases import freeze_others
 
 LossFn = Callable[[Any], Any]
 """Loss of a batch, or (loss, weight, ...)."""
@@ -183,7 +183,7 @@ def attempt(
     With `num_more`, the weights are updated as in the training, and as many steps follow on the same window, or on
     what `draw` makes of it; the answer is that of the last one, or of the first that is not good."""
     plan, window = plan or subject.plan, subject.window if window is None else window
-    generators = rng_state(subject.device)
+    generators = read_rng_state(subject.device)
     trace = (Trace if traced is True else traced)(subject.model, subject.beside()) if traced else None
     try:
         subject.put_back()
@@ -234,7 +234,7 @@ def _steps(
 def _backward(subject: Subject, plan: Plan, loss: LossFn, window: Sequence[Any], trace: Trace | None) -> Tensor:
     """Forward and backward over the window, as the step weighs its batches."""
     subject.model.train()
-    with without_gradients_of_others(subject.model, subject.trained or subject.model.parameters()):
+    with freeze_others(subject.model, subject.trained or subject.model.parameters()):
         return _over_window(subject, plan, loss, window, trace)
 
 
@@ -244,7 +244,7 @@ def _over_window(subject: Subject, plan: Plan, loss: LossFn, window: Sequence[An
     for batch in window:
         with plan.forward(), trace or nullcontext():
             found = loss(batch)
-            value, weight = (found[0], found[1]) if isinstance(found, tuple) else (found, batch_length(batch))
+            value, weight = (found[0], found[1]) if isinstance(found, tuple) else (found, count_samples(batch))
             weight = float(weight)
             if not weight:
                 continue
@@ -328,6 +328,6 @@ def refuse_another_model(capsule: Capsule, model: nn.Module) -> None:
     was, is_ = (f"{name} of shape {shapes[name]}" if name in shapes else f"no {name}" for shapes in (then, now))
     raise CheckpointError(
         f"the capsule {capsule.path} is of another model",
-        why=f"it had {was}, this one has {is_}" + (f"; {nearest(name, now)}" if name not in now else ""),
+        why=f"it had {was}, this one has {is_}" + (f"; {suggest_nearest(name, now)}" if name not in now else ""),
         fix="replay it with the code that was trained",
     )

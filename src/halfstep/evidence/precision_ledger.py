@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from halfstep.errors import format_count
 from halfstep.evidence.observer import HALF, OUTSIDE, Observer, Product, Seen, format_of
 from halfstep.precision.apply import STORAGE_DTYPES
-from halfstep.precision.plan import ROOT, WHOLE_MODEL, Plan, aligned
+from halfstep.precision.plan import ROOT, WHOLE_MODEL, Plan, align_columns
 from halfstep.step.batches import Window
-from halfstep.step.randomness import generator_states, restore_generators
+from halfstep.step.randomness import read_generators, restore_generators
 from halfstep.step.step import LossFn, Step
 
 WORTH_NAMING = 0.005
@@ -280,7 +280,7 @@ def rendered(ledger: Ledger) -> str:
     more = (
         [f"and {format_count(hidden, 'more module')} as planned or without matmuls (--json has all)"] if hidden else []
     )
-    lines = [f"{ledger.mode}: {ledger.summary}", *ledger.notes, "", *aligned([titles, *body]), *more]
+    lines = [f"{ledger.mode}: {ledger.summary}", *ledger.notes, "", *align_columns([titles, *body]), *more]
     return "\n".join([*lines, *_listed(ledger.kernels), *_told(ledger.findings)])
 
 
@@ -293,7 +293,7 @@ def _listed(kernels: Sequence[KernelRow]) -> list[str]:
          or "not mapped", k.direction, k.format or "-", str(k.calls), percent(k.time_share))
         for k in shown
     ]  # fmt: skip
-    return ["", *aligned([("kernel", "modules", "direction", "format", "calls", "time"), *body])] if shown else []
+    return ["", *align_columns([("kernel", "modules", "direction", "format", "calls", "time"), *body])] if shown else []
 
 
 def _told(found: Sequence[Finding]) -> list[str]:
@@ -476,7 +476,7 @@ def _is_in_fp32(expected: Expected, norm: str) -> bool:
 @contextmanager
 def undone(step: Step) -> Iterator[None]:
     """What a compute() inside changed is put back."""
-    generators = generator_states()
+    generators = read_generators()
     try:
         yield
     finally:

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import HalfstepError, suggested
+from halfstep.errors import HalfstepError, suggest_command
 from halfstep.evidence import capsule
 from halfstep.evidence.ranges import has_fractions
 from halfstep.evidence.updates import record_update
-from halfstep.step.facts import Facts, PhasedFacts, Reading, parts_of, rng_state
+from halfstep.step.facts import Facts, PhasedFacts, Reading, read_rng_state, split_phases
 from halfstep.step.guard import LAG
 from halfstep.step.phases import PhasedStep
 from halfstep.step.step import Step
@@ -128,12 +128,12 @@ class Recorder:
         reading = Reading(attempted=self.step.attempted, loss=float("nan"), grad_norm=float("nan"), is_bad=True,
                           is_spike=False, is_empty=False, is_ruined=False, scale=float(self.step.scaler.value),
                           committed=int(self.step.committed), lr=float("nan"))  # fmt: skip
-        self._write("exception", reading, "", window=window, rng=rng_state(self.step.device),
+        self._write("exception", reading, "", window=window, rng=read_rng_state(self.step.device),
                     reason=f"{type(error).__name__}: {line}")  # fmt: skip
 
     def _fault(self, reading: Reading) -> tuple[str, Reading, str]:
         """The first phase at fault, its reading, and the kind of fault; empty for a good step or a routine overflow."""
-        parts = parts_of(reading)
+        parts = split_phases(reading)
         kinds = {name: self._kind(part) for name, part in parts.items()}
         phase = next((name for name, kind in kinds.items() if kind), next(iter(parts)))
         return phase, parts[phase], kinds[phase]
@@ -196,7 +196,7 @@ class Recorder:
         except HalfstepError as error:  # a by-product: the run itself goes on
             return self.notice(f"{error.what} ({error.why})")
         is_run = bool(self.context.config)
-        replay = suggested("replay", path) if is_run else f"hs.replay({str(path)!r}, model, loss_fn)"
+        replay = suggest_command("replay", path) if is_run else f"hs.replay({str(path)!r}, model, loss_fn)"
         return self.notice(f"step {reading.attempted} is kept; find the cause with: {replay}")
 
     def _committed(self, phase: str) -> Tensor:

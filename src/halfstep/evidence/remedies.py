@@ -37,7 +37,7 @@ from halfstep.evidence.patches import (
 from halfstep.evidence.ranges import LOSS, ROOT, Operation
 from halfstep.evidence.samples import drawn, rows_of, without
 from halfstep.evidence.updates import Update
-from halfstep.step.batches import batch_length
+from halfstep.step.batches import count_samples
 
 MOST_LINES = 3
 """Of one change; what needs more is not a small one."""
@@ -337,7 +337,7 @@ def _without_samples(subject: Subject, found: Diagnosis) -> Remedy:
 
 def _two_of_each(subject: Subject) -> Iterator[Remedy]:
     """Statistics over a batch of one sample are not defined."""
-    sizes = [batch_length(batch) for batch in subject.window]
+    sizes = [count_samples(batch) for batch in subject.window]
     if 1 not in sizes:
         return
     twice = [rows_of(b, [0, 0]) if size == 1 else b for b, size in zip(subject.window, sizes, strict=True)]

@@ -14,7 +14,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 from halfstep.errors import HalfstepError
 from halfstep.evidence.attempts import Subject, attempt
 from halfstep.evidence.ranges import has_fractions
-from halfstep.step.batches import batch_length
+from halfstep.step.batches import count_samples
 
 OUTLIER = 10.0
 """A sample whose loss is this many times the median's is what made the spike."""
@@ -82,7 +82,7 @@ def _rows(window: Sequence[Any]) -> Iterator[tuple[int, str, Tensor]]:
     """Batch, name and numbers of what has a row for each sample."""
     for number, batch in enumerate(window):
         for path, value in tree_flatten_with_path(batch)[0]:
-            if isinstance(value, Tensor) and value.ndim > 0 and value.numel() and len(value) == batch_length(batch):
+            if isinstance(value, Tensor) and value.ndim > 0 and value.numel() and len(value) == count_samples(batch):
                 yield number, keystr(path), value
 
 
@@ -99,7 +99,7 @@ def sample_name(window: Sequence[Any], place: tuple[int, int], names: Mapping[in
 def culprits(subject: Subject) -> set[tuple[int, int]]:
     """Samples without which the step is good: one, found by halves, or a few, each of which is bad in its half. None
     where it takes more than half of them."""
-    window = [(number, row) for number, batch in enumerate(subject.window) for row in range(batch_length(batch))]
+    window = [(number, row) for number, batch in enumerate(subject.window) for row in range(count_samples(batch))]
     found = _one_of(subject, window) or set(_few_of(subject, window))
     return found if 2 * len(found) <= len(window) and _is_good_without(subject, found) else set()
 
@@ -117,7 +117,7 @@ def _few_of(subject: Subject, suspects: list[tuple[int, int]]) -> Iterator[tuple
         yield suspects[0]
         return
     for half in (suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]):
-        everything = {(k, row) for k, batch in enumerate(subject.window) for row in range(batch_length(batch))}
+        everything = {(k, row) for k, batch in enumerate(subject.window) for row in range(count_samples(batch))}
         if not _is_good_without(subject, everything - set(half)):
             yield from _few_of(subject, half)
 
@@ -131,7 +131,7 @@ def without(window: Sequence[Any], rows: set[tuple[int, int]]) -> list[Any]:
     """The window without these samples; batches that are left empty go whole."""
     left = []
     for number, batch in enumerate(window):
-        length = batch_length(batch)
+        length = count_samples(batch)
         kept = [row for row in range(length) if (number, row) not in rows]
         if kept:
             left.append(rows_of(batch, kept))
@@ -140,7 +140,7 @@ def without(window: Sequence[Any], rows: set[tuple[int, int]]) -> list[Any]:
 
 def drawn(window: Sequence[Any], generator: torch.Generator) -> list[Any]:
     """As many samples of each batch, drawn with replacement: what another window of the same data may be."""
-    sizes = [batch_length(batch) for batch in window]
+    sizes = [count_samples(batch) for batch in window]
     return [
         rows_of(b, torch.randint(n, (n,), generator=generator).tolist()) for b, n in zip(window, sizes, strict=True)
     ]
@@ -148,7 +148,7 @@ def drawn(window: Sequence[Any], generator: torch.Generator) -> list[Any]:
 
 def rows_of(batch: Any, rows: Sequence[int]) -> Any:
     """These samples of a batch: of every tensor that has a row for each sample."""
-    length = batch_length(batch)
+    length = count_samples(batch)
 
     def taken(value: Any) -> Any:
         has_rows = isinstance(value, Tensor) and value.ndim > 0 and len(value) == length
@@ -177,7 +177,7 @@ def _losses(subject: Subject, most: int = 512) -> dict[tuple[int, int], float]:
     found: dict[tuple[int, int], float] = {}
     try:
         for number, batch in enumerate(subject.window):
-            for row in range(batch_length(batch)):
+            for row in range(count_samples(batch)):
                 if len(found) < most:
                     with subject.plan.forward():
                         value = subject.loss(rows_of(batch, [row]))

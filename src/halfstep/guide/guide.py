@@ -18,14 +18,22 @@ from rich.rule import Rule
 from rich.text import Text
 
 from halfstep.config.schema import is_import_path
-from halfstep.config.statements import file_statements
+from halfstep.config.statements import read_file_statements
 from halfstep.config.yaml_source import read_yaml
 from halfstep.disk import find_unused_path, make_absolute
-from halfstep.errors import ConfigError, DataError, HalfstepError, Interrupted, format_count, nearest, suggested
+from halfstep.errors import (
+    ConfigError,
+    DataError,
+    HalfstepError,
+    Interrupted,
+    format_count,
+    suggest_command,
+    suggest_nearest,
+)
 from halfstep.guide.data import DataLook, describe, look_at, look_at_demo, save_grid
 from halfstep.guide.suggest import Situation, Suggestion, make_suggestions
 from halfstep.guide.trial import Trials
-from halfstep.hardware.describe import identity
+from halfstep.hardware.describe import describe_identity
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.advice import advise
 from halfstep.report.tables import pairs_table
@@ -62,7 +70,7 @@ class Question:
         matching = [name for short, name in squeezed.items() if short == word or word and short.startswith(word)]
         matching = [squeezed[word]] if word in squeezed else matching
         if len(matching) != 1:
-            raise ConfigError(f"{self.key}: {answer!r} is not a choice", fix=nearest(answer, names))
+            raise ConfigError(f"{self.key}: {answer!r} is not a choice", fix=suggest_nearest(answer, names))
         return matching[0]
 
 
@@ -168,9 +176,11 @@ def read_answers(path: Path, questions: Sequence[Question]) -> dict[str, str]:
         raise ConfigError(f"no file of answers at {path}", fix="give a YAML or JSON file, or leave --answers out")
     known = {question.key: question for question in questions}
     answers: dict[str, str] = {}
-    for statement in file_statements(read_yaml(path)):
+    for statement in read_file_statements(read_yaml(path)):
         if statement.path not in known:
-            raise ConfigError(f"{statement.origin}: no question {statement.path!r}", fix=nearest(statement.path, known))
+            raise ConfigError(
+                f"{statement.origin}: no question {statement.path!r}", fix=suggest_nearest(statement.path, known)
+            )
         if statement.value is not None and not isinstance(statement.value, str):
             raise ConfigError(f"{statement.origin}: {statement.path} is {statement.value!r}", fix="write one word")
         answer = (statement.value or "").strip()
@@ -296,7 +306,7 @@ def guide(asker: Asker, console: Console, machine: Machine, scratch: Path) -> Gu
             scratch
         ).read_bytes()
     write_new(files)
-    command = suggested("train", file)
+    command = suggest_command("train", file)
     _show_outcome(console, tuple(files), command)
     return GuideResult(file=file, command=command, start=start)
 
@@ -415,7 +425,7 @@ def show_machine(console: Console, machine: Machine) -> None:
     hardware = machine.hardware
     advice = advise(hardware)
     rows = [
-        *(row for row in identity(hardware) if row[0] in ("architecture", "memory")),
+        *(row for row in describe_identity(hardware) if row[0] in ("architecture", "memory")),
         ("CPU cores", str(machine.num_cores)),
         ("precision", advice.headline),
         *(("warning", warning) for warning in advice.warnings),

@@ -11,7 +11,7 @@ import yaml
 
 from halfstep.config.dump import Dumper
 from halfstep.config.schema import ADAM_LIKE, RunConfig
-from halfstep.errors import format_bytes, format_count, suggested
+from halfstep.errors import format_bytes, format_count, suggest_command
 from halfstep.guide.data import DataLook
 from halfstep.guide.trial import Trial
 from halfstep.hardware.facts import Hardware, Op
@@ -329,7 +329,7 @@ def choose_workers(situation: Situation, start: RunConfig, trained: Rate) -> tup
     fact = f"{workers} of {cores} cores: {reading}, the device {trained.words}"
     # Of an upper limit, a training step reaches a quarter to a half.
     if workers * look.decoded_per_s < trained.per_s / (4 if trained.is_limit else 1) and look.counts:
-        fact += f"; reading may be the limit: data.cache=true, or `{suggested('pack', situation.data_dir)}`"
+        fact += f"; reading may be the limit: data.cache=true, or `{suggest_command('pack', situation.data_dir)}`"
     return {"data.num_workers": workers}, ("workers", fact)
 
 

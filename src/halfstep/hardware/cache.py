@@ -17,27 +17,27 @@ VERSION = 3
 """Raised when what is measured, or what its notes say, changes: older files then no longer count."""
 
 
-def cache_key(hardware: Hardware) -> str:
+def make_cache_key(hardware: Hardware) -> str:
     """The file name: everything a measurement depends on, readable at its front."""
     identity = (VERSION, hardware.kind, hardware.name, hardware.uuid, hardware.driver, hardware.torch_version)
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     return f"{hardware.kind}-{digest}.json"
 
 
-def measured_once(
+def measure_once(
     hardware: Hardware, directory: Path, measure: Callable[[Hardware], Hardware], *, fresh: bool = False
 ) -> Hardware:
     """The stored measurement of this device, or a new one that is stored; `fresh` always measures."""
-    path = directory / cache_key(hardware)
+    path = directory / make_cache_key(hardware)
     stored, note = (None, "") if fresh else _read(path)
     if stored is not None:
-        return _with_memory_of(hardware, stored)
+        return _add_stored_speed(hardware, stored)
     result = measure(hardware)
     problem = write_json(path, result.to_dict()) if result.source == "measured" else ""
     return dataclasses.replace(result, notes=(*result.notes, *filter(None, (note, problem))))
 
 
-def _with_memory_of(now: Hardware, stored: Hardware) -> Hardware:
+def _add_stored_speed(now: Hardware, stored: Hardware) -> Hardware:
     """Speed keeps; free memory, the device's index and the facts of the table are as they are now."""
     return dataclasses.replace(
         now,

@@ -13,11 +13,11 @@ SMALL_MARK = "*"
 OP_NAMES: dict[Op, str] = {"matmul": "matmul", "conv_nchw": "convolution", "conv_nhwc": "channels_last convolution"}
 
 
-def identity(hardware: Hardware) -> list[tuple[str, str]]:
+def describe_identity(hardware: Hardware) -> list[tuple[str, str]]:
     """What the device is: name and value, one pair a line; what is not known is left out."""
     pairs = [
-        ("architecture", _architecture(hardware)),
-        ("memory", _memory(hardware)),
+        ("architecture", _describe_architecture(hardware)),
+        ("memory", _describe_memory(hardware)),
         ("bandwidth", f"{hardware.bandwidth_gb_s:.0f} GB/s measured" if hardware.bandwidth_gb_s else ""),
         ("driver", hardware.driver),
         ("torch", hardware.torch_version),
@@ -27,7 +27,7 @@ def identity(hardware: Hardware) -> list[tuple[str, str]]:
     return [(name, value) for name, value in pairs if value]
 
 
-def _architecture(hardware: Hardware) -> str:
+def _describe_architecture(hardware: Hardware) -> str:
     parts = [hardware.architecture]
     if hardware.capability is not None:
         parts.append("compute capability {}.{}".format(*hardware.capability))
@@ -35,7 +35,7 @@ def _architecture(hardware: Hardware) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _memory(hardware: Hardware) -> str:
+def _describe_memory(hardware: Hardware) -> str:
     if not hardware.memory_total_bytes:
         return ""
     free = hardware.memory_free_bytes
@@ -43,23 +43,23 @@ def _memory(hardware: Hardware) -> str:
     return total if free is None else f"{total}, {free / GIB:.1f} GiB free"
 
 
-def format_columns(hardware: Hardware) -> dict[str, list[str]]:
+def make_format_columns(hardware: Hardware) -> dict[str, list[str]]:
     """Column title to cells, one row a format; columns that would be empty are left out."""
-    unit, per_tflops = _unit(hardware.measurements)
+    unit, per_tflops = _choose_unit(hardware.measurements)
 
     def rates(op: Op) -> list[str]:
-        return _measured(hardware, op, lambda m: _number(m.tflops * per_tflops) + SMALL_MARK * m.small)
+        return _make_cells(hardware, op, lambda m: _format_number(m.tflops * per_tflops) + SMALL_MARK * m.small)
 
     def speedups(op: Op) -> list[str]:
-        return _measured(hardware, op, lambda m: times(m.speedup))
+        return _make_cells(hardware, op, lambda m: format_speedup(m.speedup))
 
     columns: dict[str, list[str]] = {
         "format": list(FORMATS),
         "support": [hardware.has(name) for name in FORMATS],
-        "published\nTFLOPS": [_number(hardware.published_tflops.get(name)) for name in FORMATS],
+        "published\nTFLOPS": [_format_number(hardware.published_tflops.get(name)) for name in FORMATS],
         f"matmul\n{unit}": rates("matmul"),
         "matmul\nx fp32": speedups("matmul"),
-        "matmul\nerror": _measured(hardware, "matmul", lambda m: f"{m.error:.0e}"),
+        "matmul\nerror": _make_cells(hardware, "matmul", lambda m: f"{m.error:.0e}"),
         f"conv\n{unit}": rates("conv_nchw"),
         "conv\nx fp32": speedups("conv_nchw"),
         f"NHWC\n{unit}": rates("conv_nhwc"),
@@ -68,29 +68,29 @@ def format_columns(hardware: Hardware) -> dict[str, list[str]]:
     return {title: cells for title, cells in columns.items() if any(cells)}
 
 
-def _measured(hardware: Hardware, op: Op, cell: Callable[[Measurement], str]) -> list[str]:
+def _make_cells(hardware: Hardware, op: Op, cell: Callable[[Measurement], str]) -> list[str]:
     found = (hardware.measured(op, name) for name in FORMATS)
     return [cell(measurement) if measurement else "" for measurement in found]
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def times(speedup: float) -> str:
+def format_speedup(speedup: float) -> str:
     """2.0, or 1/199 where that reads better."""
     return f"{speedup:.1f}" if speedup >= 0.1 else f"1/{1 / speedup:.0f}"
 
 
-def rate(tflops: float, measurements: Sequence[Measurement]) -> str:
+def format_rate(tflops: float, measurements: Sequence[Measurement]) -> str:
     """As in the table of these measurements: `31.2 GFLOPS`."""
-    unit, per_tflops = _unit(measurements)
-    return f"{_number(tflops * per_tflops)} {unit}"
+    unit, per_tflops = _choose_unit(measurements)
+    return f"{_format_number(tflops * per_tflops)} {unit}"
 
 
-def _unit(measurements: Sequence[Measurement]) -> tuple[str, float]:
+def _choose_unit(measurements: Sequence[Measurement]) -> tuple[str, float]:
     """A CPU's rates are unreadable in TFLOPS."""
     fastest = max((m.tflops for m in measurements), default=1.0)
     return ("TFLOPS", 1.0) if fastest >= 1 else ("GFLOPS", 1e3)

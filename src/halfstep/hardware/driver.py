@@ -60,7 +60,7 @@ class Accelerator:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Processor:
+class CpuDescription:
     """What the operating system says of the CPU."""
 
     cpuinfo: str
@@ -88,22 +88,22 @@ class Driver:
 
         found: list[Accelerator] = []
         if torch.cuda.is_available():
-            found += [_cuda(index) for index in range(torch.cuda.device_count())]
+            found += [_describe_cuda(index) for index in range(torch.cuda.device_count())]
         if torch.xpu.is_available():
-            found += [_xpu(index) for index in range(torch.xpu.device_count())]
+            found += [_describe_xpu(index) for index in range(torch.xpu.device_count())]
         if torch.backends.mps.is_available():
-            found.append(_mps())
+            found.append(_describe_mps())
         return tuple(found)
 
-    def processor(self) -> Processor:
+    def processor(self) -> CpuDescription:
         cpuinfo = Path("/proc/cpuinfo")
-        return Processor(
+        return CpuDescription(
             cpuinfo=cpuinfo.read_text() if cpuinfo.exists() else "",
-            brand=_sysctl("machdep.cpu.brand_string") or platform.processor(),
-            features=_macos_features(),
+            brand=_read_sysctl("machdep.cpu.brand_string") or platform.processor(),
+            features=_list_macos_features(),
             cores=os.cpu_count() or 1,
-            memory_total_bytes=_pages("SC_PHYS_PAGES") or 0,
-            memory_free_bytes=_available_bytes(),
+            memory_total_bytes=_read_page_bytes("SC_PHYS_PAGES") or 0,
+            memory_free_bytes=_read_available_bytes(),
             kernel=f"{platform.system()} {platform.release()} {platform.machine()}",
         )
 
@@ -131,10 +131,10 @@ class Driver:
             return ""
         free, total = torch.cuda.mem_get_info(device)
         others = total - free - torch.cuda.memory_reserved(device)
-        percent = _utilisation(device)
+        percent = _read_utilisation(device)
         if percent >= BUSY_PERCENT:
             time.sleep(UTILISATION_PERIOD_S)  # our own kernels of a moment ago were counted too
-            percent = _utilisation(device)
+            percent = _read_utilisation(device)
         if others > OTHERS_BYTES or percent >= BUSY_PERCENT:
             return f"{others / 2**30:.1f} GiB taken and {percent} % busy"
         return ""
@@ -183,7 +183,7 @@ class Driver:
         return (self.now() - began) / repeats
 
 
-def _cuda(index: int) -> Accelerator:
+def _describe_cuda(index: int) -> Accelerator:
     import torch
 
     properties = torch.cuda.get_device_properties(index)
@@ -196,11 +196,11 @@ def _cuda(index: int) -> Accelerator:
         architecture=properties.gcnArchName if is_rocm else f"sm_{properties.major}{properties.minor}",
         memory_total_bytes=properties.total_memory,
         uuid=str(getattr(properties, "uuid", "")),
-        driver=f"ROCm {torch.version.hip}" if is_rocm else _nvidia_driver(index),
+        driver=f"ROCm {torch.version.hip}" if is_rocm else _read_nvidia_driver(index),
     )
 
 
-def _xpu(index: int) -> Accelerator:
+def _describe_xpu(index: int) -> Accelerator:
     import torch
 
     properties: Any = torch.xpu.get_device_properties(index)
@@ -214,26 +214,26 @@ def _xpu(index: int) -> Accelerator:
     )
 
 
-def _mps() -> Accelerator:
+def _describe_mps() -> Accelerator:
     import torch
 
     return Accelerator(
         kind="mps",
         device="mps",
-        name=_sysctl("machdep.cpu.brand_string") or "Apple GPU",
+        name=_read_sysctl("machdep.cpu.brand_string") or "Apple GPU",
         memory_total_bytes=torch.mps.recommended_max_memory(),
         driver=f"macOS {platform.mac_ver()[0]}",
     )
 
 
-def _nvidia_driver(index: int) -> str:
+def _read_nvidia_driver(index: int) -> str:
     import torch
 
     version = ask_nvml(torch.device("cuda", index), lambda nvml, handle: str(nvml.nvmlSystemGetDriverVersion()))
     return f"NVIDIA {version or 'driver of unknown version'}"
 
 
-def _utilisation(device: str) -> int:
+def _read_utilisation(device: str) -> int:
     """Percent of the last sampling period in which kernels ran; 0 where NVML does not answer."""
     import torch
 
@@ -241,26 +241,26 @@ def _utilisation(device: str) -> int:
     return used or 0
 
 
-def _sysctl(key: str) -> str:
+def _read_sysctl(key: str) -> str:
     if platform.system() != "Darwin":
         return ""
     answer = subprocess.run(["/usr/sbin/sysctl", "-n", key], capture_output=True, text=True, check=False)
     return answer.stdout.strip()
 
 
-def _macos_features() -> frozenset[str]:
-    return frozenset(name for name in ("FEAT_BF16", "FEAT_FHM") if _sysctl(f"hw.optional.arm.{name}") == "1")
+def _list_macos_features() -> frozenset[str]:
+    return frozenset(name for name in ("FEAT_BF16", "FEAT_FHM") if _read_sysctl(f"hw.optional.arm.{name}") == "1")
 
 
-def _pages(name: str) -> int | None:
+def _read_page_bytes(name: str) -> int | None:
     """Bytes behind a sysconf page count; None where the system does not know it."""
     with contextlib.suppress(AttributeError, ValueError, OSError):
         return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
     return None
 
 
-def _available_bytes() -> int | None:
+def _read_available_bytes() -> int | None:
     meminfo = Path("/proc/meminfo")
     lines = meminfo.read_text().splitlines() if meminfo.exists() else []
     kib = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return kib[0] * 1024 if kib else _pages("SC_AVPHYS_PAGES")
+    return kib[0] * 1024 if kib else _read_page_bytes("SC_AVPHYS_PAGES")

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import PrecisionError, suggest_install
-from halfstep.hardware.cache import cache_key, read_json, write_json
+from halfstep.hardware.cache import make_cache_key, read_json, write_json
 from halfstep.hardware.driver import Driver
 from halfstep.hardware.facts import Hardware
 
@@ -57,7 +57,7 @@ class Fp8Gain:
         return f"fp8 {self.fp8_ms:.3f} ms, bf16 {self.bf16_ms:.3f} ms, {self.ratio:.2f}x"
 
 
-def in_float8(layer: nn.Linear, *, emulate: bool = False) -> Any:
+def convert_to_float8(layer: nn.Linear, *, emulate: bool = False) -> Any:
     """torchao's fp8 layer over this one's weights. `emulate` multiplies in fp32, on hardware without fp8.
 
     Made by torchao's public function, which also mends inductor where Triton writes wrong fp8 bytes.
@@ -76,19 +76,21 @@ def in_float8(layer: nn.Linear, *, emulate: bool = False) -> Any:
     return convert_to_float8_training(layer, config=config)
 
 
-def fp8_gain(in_features: int, out_features: int, tokens: int, device: str, *, driver: Driver | None = None) -> Fp8Gain:
+def measure_fp8_gain(
+    in_features: int, out_features: int, tokens: int, device: str, *, driver: Driver | None = None
+) -> Fp8Gain:
     """Time one layer in both formats; a few seconds, most of them compilation."""
     driver = driver or Driver()
     shape, place = LayerShape(in_features, out_features, tokens), driver.place(device)
     plain, other = (nn.Linear(in_features, out_features, device=place) for _ in range(2))
     with torch._dynamo.config.patch(recompile_limit=MANY_SHAPES):
-        fp8_s = _seconds(in_float8(other), shape, device, driver, work="linear fp8")
+        fp8_s = _time_layer(convert_to_float8(other), shape, device, driver, work="linear fp8")
         with torch.autocast(place.type, torch.bfloat16):
-            bf16_s = _seconds(plain, shape, device, driver, work="linear bf16")
+            bf16_s = _time_layer(plain, shape, device, driver, work="linear bf16")
     return Fp8Gain(fp8_ms=1e3 * fp8_s, bf16_ms=1e3 * bf16_s)
 
 
-def _seconds(layer: nn.Module, shape: LayerShape, device: str, driver: Driver, *, work: str) -> float:
+def _time_layer(layer: nn.Module, shape: LayerShape, device: str, driver: Driver, *, work: str) -> float:
     place = driver.place(device)
     x = torch.randn(shape.tokens, shape.in_features, device=place, dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn(shape.tokens, shape.out_features, device=place, dtype=torch.bfloat16)
@@ -101,17 +103,17 @@ def _seconds(layer: nn.Module, shape: LayerShape, device: str, driver: Driver, *
     return driver.seconds(forward_and_backward, device, work=work)
 
 
-def gains_once(
+def measure_gains_once(
     shapes: Iterable[LayerShape],
     hardware: Hardware,
     directory: Path,
     *,
-    measure: Callable[[int, int, int, str], Fp8Gain] = fp8_gain,
+    measure: Callable[[int, int, int, str], Fp8Gain] = measure_fp8_gain,
 ) -> dict[LayerShape, Fp8Gain]:
     """Gains of these shapes: stored ones, and new measurements, which are stored beside the device's others."""
-    in_float8(nn.Linear(16, 16, device="meta"))  # a stored number must not hide that torchao is missing
-    path = directory / f"fp8-torchao-{version('torchao')}-{cache_key(hardware)}"
-    stored = _stored(path)
+    convert_to_float8(nn.Linear(16, 16, device="meta"))  # a stored number must not hide that torchao is missing
+    path = directory / f"fp8-torchao-{version('torchao')}-{make_cache_key(hardware)}"
+    stored = _read_stored(path)
     missing = [shape for shape in dict.fromkeys(shapes) if str(shape) not in stored]
     for shape in missing:
         stored[str(shape)] = measure(*shape, hardware.device)
@@ -120,7 +122,7 @@ def gains_once(
     return {shape: stored[str(shape)] for shape in dict.fromkeys(shapes)}
 
 
-def _stored(path: Path) -> dict[str, Fp8Gain]:
+def _read_stored(path: Path) -> dict[str, Fp8Gain]:
     """An unreadable file is measured again: nothing is lost but seconds."""
     try:
         return {name: Fp8Gain(**times) for name, times in read_json(path).items()}

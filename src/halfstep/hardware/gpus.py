@@ -13,7 +13,7 @@ from typing import Literal, cast
 
 from halfstep.errors import HardwareError
 from halfstep.hardware.facts import Hardware, Kind
-from halfstep.hardware.support import Formats, formats_of, has_matrix_units
+from halfstep.hardware.support import Formats, has_matrix_units, list_formats
 
 Checked = Literal["datasheet", "secondary", "derived", "recalled"]
 VERIFICATION = {
@@ -60,18 +60,18 @@ def read_known() -> Iterator[KnownGPU]:
     for line in resources.files(__package__).joinpath("known_gpus.txt").read_text().splitlines():
         cells = [cell.strip() for cell in line.split("|")]
         if line.startswith("    "):
-            yield _model(family, *cells)
+            yield _parse_model(family, *cells)
         elif not line.startswith("#"):
             family = cells
 
 
-def _model(family: list[str], name: str, memory: str, rates: str = "", cores: str = "") -> KnownGPU:
+def _parse_model(family: list[str], name: str, memory: str, rates: str = "", cores: str = "") -> KnownGPU:
     vendor, architecture, chip, checked, ratios, source, *notes = family
     major, _, minor = chip.partition(".")
     capability = (int(major), int(minor)) if vendor == "NVIDIA" else None
     units, boost_mhz = (int(part) for part in (cores or "0 0").split())
     kind = KINDS[vendor]
-    support = formats_of(kind, capability, chip or architecture, has_fp64=chip == "fp64")
+    support = list_formats(kind, capability, chip or architecture, has_fp64=chip == "fp64")
     return KnownGPU(
         name=name,
         kind=kind,
@@ -81,7 +81,7 @@ def _model(family: list[str], name: str, memory: str, rates: str = "", cores: st
         memory_gb=tuple(map(int, memory.split())),
         support=support,
         tensor_cores=has_matrix_units(kind, capability, name, support),
-        tflops=MappingProxyType(_rates(rates, _numbers(ratios))),
+        tflops=MappingProxyType(_parse_rates(rates, _parse_numbers(ratios))),
         source=source,
         checked=cast(Checked, checked),
         units=units,
@@ -90,14 +90,14 @@ def _model(family: list[str], name: str, memory: str, rates: str = "", cores: st
     )
 
 
-def _rates(text: str, ratios: Mapping[str, float]) -> dict[str, float]:
+def _parse_rates(text: str, ratios: Mapping[str, float]) -> dict[str, float]:
     """`fp32 10.6 fp16 21.2`, or the fp32 rate alone, from which the others follow."""
     if not text or not text[0].isdigit():
-        return _numbers(text)
+        return _parse_numbers(text)
     return {"fp32": float(text), **{name: round(float(text) * ratio, 3) for name, ratio in ratios.items()}}
 
 
-def _numbers(text: str) -> dict[str, float]:
+def _parse_numbers(text: str) -> dict[str, float]:
     words = text.split()
     return {name: float(number) for name, number in zip(words[::2], words[1::2], strict=True)}
 
@@ -117,7 +117,7 @@ GIB = 2**30
 
 
 @functools.cache  # every name is held against every row
-def words(name: str) -> frozenset[str]:
+def split_words(name: str) -> frozenset[str]:
     """`NVIDIA A100-SXM4-80GB` -> a100, sxm4, 80gb; `rtx4090`, `M2Max` and `v100 32 GB` are split and joined alike."""
     text = re.sub(r"(\d+)\s*gi?b\b", r" \1gb ", name.lower())
     text = re.sub(r"\b(\d+)g\b", r" \1gb ", text)  # `80g`, but no A10G
@@ -129,35 +129,37 @@ def words(name: str) -> frozenset[str]:
 
 def find_known(name: str) -> KnownGPU | None:
     """The device a driver (`Tesla T4`) or a person (`4090`) means by this name; None when no single one fits."""
-    rows = _rows_for(words(name))
+    rows = _find_rows(split_words(name))
     return rows[0] if len(rows) == 1 else None
 
 
-def _rows_for(asked: frozenset[str]) -> list[KnownGPU]:
+def _find_rows(asked: frozenset[str]) -> list[KnownGPU]:
     # A longer name than ours, by words that do not make it another model: the row that says most of it.
-    within = [gpu for gpu in KNOWN if words(gpu.name) <= asked and _only_form_factor(asked - words(gpu.name))]
+    within = [
+        gpu for gpu in KNOWN if split_words(gpu.name) <= asked and _is_only_form_factor(asked - split_words(gpu.name))
+    ]
     if within:
-        return [max(within, key=lambda gpu: len(words(gpu.name)))]
+        return [max(within, key=lambda gpu: len(split_words(gpu.name)))]
     # A shorter one: the rows that add least to it. `3080 12gb` is a row of its own.
     model = frozenset(word for word in asked if not FORM_FACTOR.fullmatch(word))
-    around = _rows_around(asked) or _rows_around(model) if model else []
-    least = min((len(words(gpu.name)) for gpu in around), default=0)
-    return [gpu for gpu in around if len(words(gpu.name)) == least]
+    around = _find_rows_around(asked) or _find_rows_around(model) if model else []
+    least = min((len(split_words(gpu.name)) for gpu in around), default=0)
+    return [gpu for gpu in around if len(split_words(gpu.name)) == least]
 
 
-def _rows_around(wanted: frozenset[str]) -> list[KnownGPU]:
-    return [gpu for gpu in KNOWN if wanted <= words(gpu.name)]
+def _find_rows_around(wanted: frozenset[str]) -> list[KnownGPU]:
+    return [gpu for gpu in KNOWN if wanted <= split_words(gpu.name)]
 
 
-def _only_form_factor(extra: frozenset[str]) -> bool:
+def _is_only_form_factor(extra: frozenset[str]) -> bool:
     return all(FORM_FACTOR.fullmatch(word) for word in extra)
 
 
-def known_gpu(name: str) -> Hardware:
-    """Facts of a known accelerator, from the table: `known_gpu("v100")`, `known_gpu("NVIDIA A100-SXM4-80GB")`."""
+def look_up_gpu(name: str) -> Hardware:
+    """Facts of a known accelerator, from the table: `look_up_gpu("v100")`, `look_up_gpu("NVIDIA A100-SXM4-80GB")`."""
     gpu = find_known(name)
     if gpu is None:
-        raise _no_single_row(name)
+        raise _make_unknown_gpu(name)
     return Hardware(
         kind=gpu.kind,
         device="",
@@ -165,23 +167,23 @@ def known_gpu(name: str) -> Hardware:
         vendor=gpu.vendor,
         capability=gpu.capability,
         architecture=gpu.architecture,
-        memory_total_bytes=_memory_gb(gpu, name) * GIB,
+        memory_total_bytes=_choose_memory_gb(gpu, name) * GIB,
         support=gpu.support,
         tensor_cores=gpu.tensor_cores,
         source="table",
         published_tflops=gpu.tflops,
         published_source=gpu.source,
         published_check=gpu.verification,
-        notes=(*gpu.notes, *_memory_note(gpu)),
+        notes=(*gpu.notes, *_note_memory(gpu)),
     )
 
 
-def _memory_gb(gpu: KnownGPU, asked: str) -> int:
-    named = [size for size in gpu.memory_gb if f"{size}gb" in words(asked)]
+def _choose_memory_gb(gpu: KnownGPU, asked: str) -> int:
+    named = [size for size in gpu.memory_gb if f"{size}gb" in split_words(asked)]
     return (named or [*gpu.memory_gb, 0])[0]
 
 
-def _memory_note(gpu: KnownGPU) -> tuple[str, ...]:
+def _note_memory(gpu: KnownGPU) -> tuple[str, ...]:
     if len(gpu.memory_gb) < 2:
         return ()
     return (
@@ -189,23 +191,23 @@ def _memory_note(gpu: KnownGPU) -> tuple[str, ...]:
     )
 
 
-def _no_single_row(name: str) -> HardwareError:
+def _make_unknown_gpu(name: str) -> HardwareError:
     everything = "all known names: halfstep detect --gpu list"
-    if rows := _rows_for(words(name)):
+    if rows := _find_rows(split_words(name)):
         return HardwareError(
             f"{name!r} is the name of {len(rows)} GPUs",
             fix=f"name one of {', '.join(gpu.name for gpu in rows[:6])}; {everything}",
         )
     return HardwareError(
-        f"unknown GPU {name!r}", fix=f"nearest known names: {', '.join(nearest_names(name))}; {everything}"
+        f"unknown GPU {name!r}", fix=f"nearest known names: {', '.join(find_nearest_names(name))}; {everything}"
     )
 
 
-def nearest_names(name: str, *, count: int = 5) -> list[str]:
+def find_nearest_names(name: str, *, count: int = 5) -> list[str]:
     """The known names most like this one: those that share a word with it first, then by spelling."""
 
     def likeness(gpu: KnownGPU) -> tuple[int, float]:
         spelling = difflib.SequenceMatcher(None, name.lower(), gpu.name.lower()).ratio()
-        return len(words(name) & words(gpu.name)), spelling
+        return len(split_words(name) & split_words(gpu.name)), spelling
 
     return [gpu.name for gpu in sorted(KNOWN, key=likeness, reverse=True)[:count]]

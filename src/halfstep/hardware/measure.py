@@ -21,7 +21,7 @@ import torch
 from halfstep.backend_flags import fp32_mode
 from halfstep.errors import HardwareError, summarise_error
 from halfstep.formats import FP8_E4M3, find_format
-from halfstep.hardware.describe import OP_NAMES, SMALL_MARK, rate
+from halfstep.hardware.describe import OP_NAMES, SMALL_MARK, format_rate
 from halfstep.hardware.driver import SAMPLES, Driver
 from halfstep.hardware.facts import Hardware, Measurement, Op
 
@@ -37,7 +37,7 @@ CHECKED_ROWS = 32
 Kernel = Callable[[], torch.Tensor]
 
 
-class Problem(Protocol):
+class TimedOperation(Protocol):
     """One operation of one size on one device."""
 
     flops: float
@@ -46,7 +46,7 @@ class Problem(Protocol):
     def error(self, result: torch.Tensor) -> float: ...
 
 
-class Matmul:
+class TimedMatmul:
     """A square product, `size` on each side."""
 
     def __init__(self, size: int, place: torch.device) -> None:
@@ -61,15 +61,15 @@ class Matmul:
         return lambda: a @ b
 
     def _fp8_kernel(self) -> Kernel:
-        a, scale_a = _scaled_to_fp8(self.a)
-        b, scale_b = _scaled_to_fp8(self.b.t().contiguous())  # the kernel wants its second factor by columns
+        a, scale_a = _scale_to_fp8(self.a)
+        b, scale_b = _scale_to_fp8(self.b.t().contiguous())  # the kernel wants its second factor by columns
         return lambda: torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=torch.bfloat16)
 
     def error(self, result: torch.Tensor) -> float:
-        return _distance(result[:CHECKED_ROWS], self.answer)
+        return _compute_distance(result[:CHECKED_ROWS], self.answer)
 
 
-class Convolution:
+class TimedConvolution:
     """A 3x3 convolution that keeps `channels`, over `batch` images of `side` pixels."""
 
     def __init__(self, batch: int, channels: int, side: int, place: torch.device, *, channels_last: bool) -> None:
@@ -84,17 +84,17 @@ class Convolution:
         return lambda: torch.conv2d(images, weights, padding=1)
 
     def error(self, result: torch.Tensor) -> float:
-        return _distance(result[:1], self.answer)
+        return _compute_distance(result[:1], self.answer)
 
 
-def problem(op: Op, matmul_size: int, image: tuple[int, int, int], place: torch.device) -> Problem:
+def make_problem(op: Op, matmul_size: int, image: tuple[int, int, int], place: torch.device) -> TimedOperation:
     """`image` is batch, channels and side of the convolution."""
     if op == "matmul":
-        return Matmul(matmul_size, place)
-    return Convolution(*image, place, channels_last=op == "conv_nhwc")
+        return TimedMatmul(matmul_size, place)
+    return TimedConvolution(*image, place, channels_last=op == "conv_nhwc")
 
 
-def copy_kernel(num_bytes: int, place: torch.device) -> Kernel:
+def make_copy_kernel(num_bytes: int, place: torch.device) -> Kernel:
     """Reads and writes `num_bytes` each: what memory gives when nothing is computed."""
     source = torch.zeros(num_bytes // 4, device=place)
     target = torch.ones_like(source)
@@ -106,12 +106,12 @@ def _draw(shape: tuple[int, ...], place: torch.device, *, seed: int = 0) -> torc
     return torch.randn(shape, device=place, generator=torch.Generator(place).manual_seed(seed))
 
 
-def _scaled_to_fp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _scale_to_fp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = values.abs().amax() / FP8_E4M3.largest
     return (values / scale).to(torch.float8_e4m3fn), scale
 
 
-def _distance(result: torch.Tensor, answer: torch.Tensor) -> float:
+def _compute_distance(result: torch.Tensor, answer: torch.Tensor) -> float:
     return float((result.cpu().double() - answer).norm() / answer.norm())
 
 
@@ -162,12 +162,12 @@ def measure(
         note = f"in use by others ({others}): only looked at, not measured"
         return dataclasses.replace(hardware, notes=(*hardware.notes, note))
     sizes = sizes or (CPU_SIZES if hardware.kind == "cpu" else GPU_SIZES)
-    session = _Session(hardware=hardware, driver=driver, sizes=sizes, budget_s=budget_s or sizes.budget_s)
+    session = _MeasuringSession(hardware=hardware, driver=driver, sizes=sizes, budget_s=budget_s or sizes.budget_s)
     return session.measured()
 
 
 @dataclass(kw_only=True)
-class _Session:
+class _MeasuringSession:
     """One bounded round of measuring; it collects results and notes."""
 
     hardware: Hardware
@@ -207,7 +207,7 @@ class _Session:
             yield f"the CPU had other work (load {load:.1f}), so the rates are rough: --fresh measures again"
         for name in dict.fromkeys(m.format for m in measurements if m.small):
             fp32 = [
-                f"{rate(m.tflops / m.speedup, measurements)} ({OP_NAMES[m.op]})"
+                f"{format_rate(m.tflops / m.speedup, measurements)} ({OP_NAMES[m.op]})"
                 for m in measurements
                 if m.small and m.format == name
             ]
@@ -220,16 +220,16 @@ class _Session:
 
     def _bandwidth_gb_s(self, place: torch.device) -> float | None:
         try:
-            seconds = self._seconds(copy_kernel(self.sizes.copy_bytes, place), "copy")
+            seconds = self._seconds(make_copy_kernel(self.sizes.copy_bytes, place), "copy")
         except RuntimeError as error:
             self.notes.append(f"memory bandwidth not measured: {summarise_error(error)[:160]}")
             return None
         return 2 * self.sizes.copy_bytes / seconds / 1e9
 
     def _measure_op(self, op: Op, place: torch.device) -> Iterator[Measurement]:
-        small = problem(op, self.sizes.small_matmul, self.sizes.small_image, place)
-        full = problem(op, self.sizes.full_matmul, self.sizes.full_image, place)
-        fp32_seconds: dict[Problem, float] = {}
+        small = make_problem(op, self.sizes.small_matmul, self.sizes.small_image, place)
+        full = make_problem(op, self.sizes.full_matmul, self.sizes.full_image, place)
+        fp32_seconds: dict[TimedOperation, float] = {}
         for format_name in self._formats(op):
             if self.left_s <= 0:
                 self.notes.append(
@@ -244,9 +244,14 @@ class _Session:
                 self.notes.append(f"{OP_NAMES[op]} in {format_name} does not run here: {summarise_error(error)[:160]}")
 
     def _measure_format(
-        self, op: Op, format_name: str, small: Problem, full: Problem, fp32_seconds: dict[Problem, float]
+        self,
+        op: Op,
+        format_name: str,
+        small: TimedOperation,
+        full: TimedOperation,
+        fp32_seconds: dict[TimedOperation, float],
     ) -> Measurement:
-        def timed(problem: Problem) -> float:
+        def timed(problem: TimedOperation) -> float:
             seconds = self._seconds(problem.kernel(format_name), f"{op} {format_name}")
             if format_name == "fp32":
                 fp32_seconds[problem] = seconds
@@ -287,7 +292,7 @@ class _Session:
 
     def _raise_clocks(self, place: torch.device) -> None:
         """An idle accelerator runs slowly; what is measured first would look bad."""
-        kernel = problem("matmul", self.sizes.full_matmul, self.sizes.full_image, place).kernel("fp32")
+        kernel = make_problem("matmul", self.sizes.full_matmul, self.sizes.full_image, place).kernel("fp32")
         until = self.driver.now() + WARM_UP_S
         while self.driver.now() < until:
             self._seconds(kernel, "warm-up")

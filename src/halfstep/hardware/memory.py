@@ -23,14 +23,14 @@ MACHINE_MEMORY = Path("/proc/meminfo")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
-def peak_memory_bytes(device: torch.device) -> int | None:
+def get_peak_memory_bytes(device: torch.device) -> int | None:
     """The most memory in use since `reset_peak`: torch's on a GPU, the process's on a CPU; None where not counted."""
     if device.type == "cuda":
-        in_graphs = torch.cuda.memory_allocated(device) + _idle_graph_bytes(device)
+        in_graphs = torch.cuda.memory_allocated(device) + _count_idle_graph_bytes(device)
         return max(torch.cuda.max_memory_allocated(device), in_graphs)
     if device.type == "xpu":
         return torch.xpu.max_memory_allocated(device)
-    return _peak_resident_bytes() if device.type == "cpu" else None
+    return _read_peak_resident_bytes() if device.type == "cpu" else None
 
 
 def reset_peak(device: torch.device) -> None:
@@ -43,7 +43,7 @@ def reset_peak(device: torch.device) -> None:
         CLEAR_REFS.write_text("5")  # 5 resets the peak resident size (man proc_pid_clear_refs)
 
 
-def give_back(device: torch.device) -> None:
+def release_unused_memory(device: torch.device) -> None:
     """Free what nobody holds, the workspaces of cuBLAS among it, and hand it to the driver.
 
     Each stream and thread that ever multiplied has a workspace, of 34 MB on an H200, until the process ends; one that a
@@ -56,17 +56,20 @@ def give_back(device: torch.device) -> None:
         torch.xpu.empty_cache()
 
 
-def memory_picture(device: torch.device) -> str:
+def describe_memory(device: torch.device) -> str:
     """One fact a line, for the message of a run that did not fit."""
     if device.type == "cuda":
-        return "\n".join(_cuda_picture(device))
-    facts = {"total on this machine": _kibibytes(MACHINE_MEMORY, "MemTotal")}
-    facts |= {"available": _kibibytes(MACHINE_MEMORY, "MemAvailable"), "peak of this run": peak_memory_bytes(device)}
+        return "\n".join(_describe_cuda_memory(device))
+    facts = {"total on this machine": _read_kibibytes(MACHINE_MEMORY, "MemTotal")}
+    facts |= {
+        "available": _read_kibibytes(MACHINE_MEMORY, "MemAvailable"),
+        "peak of this run": get_peak_memory_bytes(device),
+    }
     known = [f"{name}: {format_bytes(size)}" for name, size in facts.items() if size is not None]
     return "\n".join(known) or f"{device} does not say how much memory it has"
 
 
-def _cuda_picture(device: torch.device) -> list[str]:
+def _describe_cuda_memory(device: torch.device) -> list[str]:
     free, total = torch.cuda.mem_get_info(device)
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     peak, others = torch.cuda.max_memory_allocated(device), max(total - free - reserved, 0)
@@ -74,11 +77,12 @@ def _cuda_picture(device: torch.device) -> list[str]:
         f"total on {torch.cuda.get_device_name(device)}: {format_bytes(total)}, free: {format_bytes(free)}",
         f"in torch's tensors: {format_bytes(allocated)}, at most {format_bytes(peak)}",
         f"reserved by torch and empty: {format_bytes(reserved - allocated)}",
-        f"everything else (CUDA context, other processes): {format_bytes(others)}{_biggest_of(others, device)}",
+        f"everything else (CUDA context, other processes): {format_bytes(others)}"
+        f"{_describe_biggest_process(others, device)}",
     ]
 
 
-def _biggest_of(others_bytes: int, device: torch.device) -> str:
+def _describe_biggest_process(others_bytes: int, device: torch.device) -> str:
     """`, of it process 4242: 8.1 GB`; empty where there is none or NVML does not tell."""
     processes = ask_nvml(device, lambda nvml, handle: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
     # Size is None where the driver hides it. A container's own process goes by another id here: it is the one too big.
@@ -87,7 +91,7 @@ def _biggest_of(others_bytes: int, device: torch.device) -> str:
     return f", of it process {pid}: {format_bytes(size)}" if size else ""
 
 
-def _idle_graph_bytes(device: torch.device) -> int:
+def _count_idle_graph_bytes(device: torch.device) -> int:
     """Memory that captured CUDA graphs hold: replays write into it, though torch counts it as free."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return sum(
@@ -98,9 +102,9 @@ def _idle_graph_bytes(device: torch.device) -> int:
     )
 
 
-def _peak_resident_bytes() -> int | None:
+def _read_peak_resident_bytes() -> int | None:
     # Not ru_maxrss first: it survives exec, so a child of a big process would report its parent's peak.
-    if (peak := _kibibytes(PROCESS_MEMORY, "VmHWM")) is not None:
+    if (peak := _read_kibibytes(PROCESS_MEMORY, "VmHWM")) is not None:
         return peak
     try:
         import resource
@@ -110,7 +114,7 @@ def _peak_resident_bytes() -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024  # kibibytes everywhere but on macOS
 
 
-def _kibibytes(file: Path, name: str) -> int | None:
+def _read_kibibytes(file: Path, name: str) -> int | None:
     """A `Name:  123 kB` line of Linux' /proc, in bytes; None elsewhere."""
     found = re.search(rf"^{name}:\s+(\d+) kB$", file.read_text(), re.MULTILINE) if file.exists() else None
     return int(found.group(1)) * 1024 if found else None

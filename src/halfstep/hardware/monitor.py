@@ -37,11 +37,11 @@ Record = dict[str, Any]
 Ask = Callable[["torch.device", Callable[[Any, Any], Any]], Any]
 
 
-def limits_in(bits: int) -> tuple[str, ...]:
+def list_limits(bits: int) -> tuple[str, ...]:
     return tuple(name for bit, name in LIMITS.items() if bits & bit)
 
 
-def sample(nvml: Any, handle: Any) -> Record:
+def take_sample(nvml: Any, handle: Any) -> Record:
     """One look; what this GPU or driver does not tell is None."""
     questions: dict[str, Callable[[], Any]] = {
         "utilization": lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
@@ -50,12 +50,12 @@ def sample(nvml: Any, handle: Any) -> Record:
         "clock_mhz": lambda: int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
         "temperature_c": lambda: int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
         # The older of its two names: drivers before 535 know no other.
-        "throttled": lambda: ", ".join(limits_in(int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)))),
+        "throttled": lambda: ", ".join(list_limits(int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)))),
     }
-    return {name: _or_none(nvml, question) for name, question in questions.items()}
+    return {name: _ask(nvml, question) for name, question in questions.items()}
 
 
-def _or_none(nvml: Any, question: Callable[[], Any]) -> Any:
+def _ask(nvml: Any, question: Callable[[], Any]) -> Any:
     try:
         return question()
     except nvml.NVMLError:
@@ -76,7 +76,7 @@ class Monitor:
     ) -> None:
         self.file, self.interval_s, self._clock = file, interval_s, clock
         self._nvml: tuple[Any, Any] | None = ask(device, lambda nvml, handle: (nvml, handle))
-        self._before_s = _last_elapsed_s(file)
+        self._before_s = _read_last_elapsed_s(file)
         self._start_s = clock()
         self.latest: Record = {}
         self.num_samples = 0
@@ -130,7 +130,7 @@ class Monitor:
     def look(self) -> Record:
         assert self._nvml is not None
         before_s = self._clock()
-        found = sample(*self._nvml)
+        found = take_sample(*self._nvml)
         now_s = self._clock()
         self.latest = {"elapsed_s": round(self._before_s + now_s - self._start_s, 3), "steady": self.is_steady, **found}
         self.spent_s += now_s - before_s
@@ -159,7 +159,7 @@ def monitored(device: torch.device, file: Path, *, records: bool = True) -> Iter
         monitor.stop()
 
 
-def _last_elapsed_s(file: Path) -> float:
+def _read_last_elapsed_s(file: Path) -> float:
     """Where a resumed run goes on counting."""
     try:
         lines = file.read_text().splitlines()

@@ -38,15 +38,15 @@ class EnergyMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._start_mj = _counter_mj(device)
+        self._start_mj = _read_counter_mj(device)
 
     def joules(self) -> float | None:
         """None on a CPU, and where the GPU or its driver does not count."""
-        now_mj = _counter_mj(self._device)
+        now_mj = _read_counter_mj(self._device)
         if self._start_mj is None or now_mj is None:
             return None
         return (now_mj - self._start_mj) / 1000
 
 
-def _counter_mj(device: torch.device) -> int | None:
+def _read_counter_mj(device: torch.device) -> int | None:
     return ask_nvml(device, lambda nvml, handle: int(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)))

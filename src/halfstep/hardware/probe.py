@@ -6,10 +6,10 @@ import dataclasses
 import re
 
 from halfstep.errors import HardwareError, format_count
-from halfstep.hardware.driver import Accelerator, Driver, Processor
+from halfstep.hardware.driver import Accelerator, CpuDescription, Driver
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.gpus import find_known
-from halfstep.hardware.support import cpu_formats, formats_of, has_matrix_units
+from halfstep.hardware.support import has_matrix_units, list_cpu_formats, list_formats
 
 ARM_CORES = {
     ("0x41", "0xd03"): "Arm Cortex-A53",
@@ -28,26 +28,26 @@ ARM_CORES = {
 """(implementer, part) of the MIDR register, as in Arm's core manuals: Linux gives ARM cores no model name."""
 
 
-def cpu_name(processor: Processor) -> str:
+def find_cpu_name(processor: CpuDescription) -> str:
     """The model by name, from cpuinfo, macOS, or the ARM part number."""
     if named := re.search(r"^model name\s*:\s*(.+)$", processor.cpuinfo, re.MULTILINE):
         return named.group(1).strip()
-    part = (_field(processor.cpuinfo, "CPU implementer"), _field(processor.cpuinfo, "CPU part"))
+    part = (_read_field(processor.cpuinfo, "CPU implementer"), _read_field(processor.cpuinfo, "CPU part"))
     return ARM_CORES.get(part) or processor.brand or "CPU"
 
 
-def cpu_vendor(name: str) -> str:
+def find_cpu_vendor(name: str) -> str:
     vendors = ("Intel", "AMD", "Apple", "Arm", "Fujitsu", "Ampere")
     return next((vendor for vendor in vendors if vendor.lower() in name.lower()), "unknown")
 
 
-def cpu_flags(processor: Processor) -> frozenset[str]:
+def read_cpu_flags(processor: CpuDescription) -> frozenset[str]:
     """x86 calls the line `flags`, ARM `Features`."""
-    listed = _field(processor.cpuinfo, "flags") or _field(processor.cpuinfo, "Features")
+    listed = _read_field(processor.cpuinfo, "flags") or _read_field(processor.cpuinfo, "Features")
     return frozenset(listed.split()) | processor.features
 
 
-def _field(cpuinfo: str, key: str) -> str:
+def _read_field(cpuinfo: str, key: str) -> str:
     found = re.search(rf"^{key}\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
     return found.group(1).strip() if found else ""
 
@@ -58,22 +58,22 @@ VENDORS = {"cuda": "NVIDIA", "rocm": "AMD", "xpu": "Intel", "mps": "Apple"}
 def probe(device: str | None = None, *, driver: Driver | None = None) -> Hardware:
     """Facts of one device: the one named (`cuda:1`, `mps`, `cpu`), or the best one here."""
     driver = driver or Driver()
-    return _with_free_memory(_pick(_list(driver), "auto" if device is None else device), driver)
+    return _add_free_memory(_pick(_list_devices(driver), "auto" if device is None else device), driver)
 
 
 def probe_all(*, driver: Driver | None = None) -> tuple[Hardware, ...]:
     """Facts of every device, best first; the CPU is always there and always last."""
     driver = driver or Driver()
-    return tuple(_with_free_memory(hardware, driver) for hardware in _list(driver))
+    return tuple(_add_free_memory(hardware, driver) for hardware in _list_devices(driver))
 
 
-def _list(driver: Driver) -> tuple[Hardware, ...]:
+def _list_devices(driver: Driver) -> tuple[Hardware, ...]:
     torch_version = driver.torch_version()
-    accelerators = [_accelerator(seen, torch_version) for seen in driver.accelerators()]
-    return (*accelerators, _cpu(driver, torch_version))
+    accelerators = [_describe_accelerator(seen, torch_version) for seen in driver.accelerators()]
+    return (*accelerators, _describe_cpu(driver, torch_version))
 
 
-def _with_free_memory(hardware: Hardware, driver: Driver) -> Hardware:
+def _add_free_memory(hardware: Hardware, driver: Driver) -> Hardware:
     if hardware.kind == "cpu":
         return hardware
     return dataclasses.replace(hardware, memory_free_bytes=driver.free_bytes(hardware.device))
@@ -94,10 +94,10 @@ def _pick(devices: tuple[Hardware, ...], name: str) -> Hardware:
     )
 
 
-def _accelerator(seen: Accelerator, torch_version: str) -> Hardware:
+def _describe_accelerator(seen: Accelerator, torch_version: str) -> Hardware:
     known = find_known(seen.name)
     chip = seen.name if seen.kind == "mps" else seen.architecture
-    support = formats_of(seen.kind, seen.capability, chip, has_fp64=seen.has_fp64)
+    support = list_formats(seen.kind, seen.capability, chip, has_fp64=seen.has_fp64)
     return Hardware(
         kind=seen.kind,
         device=seen.device,
@@ -118,18 +118,18 @@ def _accelerator(seen: Accelerator, torch_version: str) -> Hardware:
     )
 
 
-def _cpu(driver: Driver, torch_version: str) -> Hardware:
+def _describe_cpu(driver: Driver, torch_version: str) -> Hardware:
     processor = driver.processor()
-    name, flags = cpu_name(processor), cpu_flags(processor)
+    name, flags = find_cpu_name(processor), read_cpu_flags(processor)
     return Hardware(
         kind="cpu",
         device="cpu",
         name=name,
-        vendor=cpu_vendor(name),
+        vendor=find_cpu_vendor(name),
         architecture=format_count(processor.cores, "core"),
         memory_total_bytes=processor.memory_total_bytes,
         memory_free_bytes=processor.memory_free_bytes,
-        support=cpu_formats(flags),
+        support=list_cpu_formats(flags),
         tensor_cores="amx_tile" in flags,
         driver=processor.kernel,
         torch_version=torch_version,

@@ -15,23 +15,23 @@ from halfstep.hardware.facts import Kind, Support
 Formats = MappingProxyType[str, Support]
 
 
-def _formats(*, native: str, emulated: str = "") -> Formats:
+def _make_formats(*, native: str, emulated: str = "") -> Formats:
     """`_formats(native="fp32 fp16", emulated="bf16")`: what is not named is missing."""
     table: dict[str, Support] = dict.fromkeys(native.split(), "native")
     table.update(dict.fromkeys(emulated.split(), "emulated"))
     return MappingProxyType(table)
 
 
-def nvidia_formats(capability: tuple[int, int]) -> Formats:
+def list_nvidia_formats(capability: tuple[int, int]) -> Formats:
     """By compute capability, from the arithmetic throughput table of the CUDA programming guide."""
     if capability >= (8, 9):  # Ada, Hopper, Blackwell
-        return _formats(native="fp64 fp32 tf32 bf16 fp16 fp8_e4m3 fp8_e5m2")
+        return _make_formats(native="fp64 fp32 tf32 bf16 fp16 fp8_e4m3 fp8_e5m2")
     if capability >= (8, 0):  # Ampere
-        return _formats(native="fp64 fp32 tf32 bf16 fp16")
+        return _make_formats(native="fp64 fp32 tf32 bf16 fp16")
     if capability >= (7, 0) or capability in ((5, 3), (6, 0), (6, 2)):  # Volta, Turing; TX1, P100, TX2
-        return _formats(native="fp64 fp32 fp16", emulated="bf16")
+        return _make_formats(native="fp64 fp32 fp16", emulated="bf16")
     # sm_61 has fp16 units at 1/64 of the fp32 rate; libraries convert and compute in fp32 instead. Maxwell has none.
-    return _formats(native="fp64 fp32", emulated="bf16 fp16")
+    return _make_formats(native="fp64 fp32", emulated="bf16 fp16")
 
 
 SMALL_TURING = re.compile(r"\b(gtx 16\d\d|mx[45]50|t(400|500|550|600|1000|1200|2000))\b")
@@ -43,27 +43,27 @@ def has_tensor_cores(capability: tuple[int, int], name: str = "") -> bool:
     return capability >= (7, 0) and not (capability == (7, 5) and SMALL_TURING.search(name.lower()))
 
 
-def amd_formats(gfx: str) -> Formats:
+def list_amd_formats(gfx: str) -> Formats:
     """By LLVM target name (`gfx90a:sramecc+` and the like), from AMD's ISA guides."""
     target = gfx.split(":")[0]
     if target.startswith(("gfx950", "gfx12")):  # MI350, RDNA4: OCP fp8
-        return _formats(native="fp64 fp32 bf16 fp16 fp8_e4m3 fp8_e5m2")
+        return _make_formats(native="fp64 fp32 bf16 fp16 fp8_e4m3 fp8_e5m2")
     if target.startswith(("gfx908", "gfx90a", "gfx94", "gfx11")):  # MI100 to MI300, RDNA3 (WMMA)
         # MI300's fp8 is the "fnuz" variant, another format than the e4m3fn and e5m2 of NVIDIA and OCP.
-        return _formats(native="fp64 fp32 bf16 fp16")
-    return _formats(native="fp64 fp32 fp16", emulated="bf16")  # Vega, RDNA1, RDNA2: packed fp16 only
+        return _make_formats(native="fp64 fp32 bf16 fp16")
+    return _make_formats(native="fp64 fp32 fp16", emulated="bf16")  # Vega, RDNA1, RDNA2: packed fp16 only
 
 
-def intel_formats(*, has_fp64: bool) -> Formats:
+def list_intel_formats(*, has_fp64: bool) -> Formats:
     """Xe-HPG, Xe2 and Xe-HPC: matrix engines (XMX) for both half formats; Xe-HPG alone lacks fp64 in hardware."""
-    return _formats(native="fp64 fp32 bf16 fp16" if has_fp64 else "fp32 bf16 fp16")
+    return _make_formats(native="fp64 fp32 bf16 fp16" if has_fp64 else "fp32 bf16 fp16")
 
 
-def apple_formats(name: str) -> Formats:
+def list_apple_formats(name: str) -> Formats:
     """Metal has no fp64; M1 and M2 GPUs compute bf16 as fp32 (seen in huggingface/transformers#40458)."""
     if any(chip in name.lower().split() for chip in ("m1", "m2")):
-        return _formats(native="fp32 fp16", emulated="bf16")
-    return _formats(native="fp32 bf16 fp16")
+        return _make_formats(native="fp32 fp16", emulated="bf16")
+    return _make_formats(native="fp32 bf16 fp16")
 
 
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "FEAT_BF16"})
@@ -73,7 +73,7 @@ BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "FEAT_BF16"})
 FP16_FLAGS = frozenset({"avx512_fp16", "amx_fp16", "asimdfhm", "FEAT_FHM"})
 
 
-def cpu_formats(flags: Collection[str]) -> Formats:
+def list_cpu_formats(flags: Collection[str]) -> Formats:
     """By the flags of the CPU: /proc/cpuinfo names, or macOS' `FEAT_*`."""
     bf16: Support = "emulated" if BF16_FLAGS.isdisjoint(flags) else "native"
     fp16: Support = "emulated" if FP16_FLAGS.isdisjoint(flags) else "native"
@@ -83,13 +83,13 @@ def cpu_formats(flags: Collection[str]) -> Formats:
 TPU: Formats = MappingProxyType({"fp32": "native", "bf16": "native"})
 
 
-def formats_of(kind: Kind, capability: tuple[int, int] | None, chip: str, *, has_fp64: bool) -> Formats:
+def list_formats(kind: Kind, capability: tuple[int, int] | None, chip: str, *, has_fp64: bool) -> Formats:
     """Of an accelerator; `chip` is AMD's LLVM target or the name of Apple's chip."""
     if capability is not None:
-        return nvidia_formats(capability)
+        return list_nvidia_formats(capability)
     if kind == "xpu":
-        return intel_formats(has_fp64=has_fp64)
-    return amd_formats(chip) if kind == "rocm" else apple_formats(chip) if kind == "mps" else TPU
+        return list_intel_formats(has_fp64=has_fp64)
+    return list_amd_formats(chip) if kind == "rocm" else list_apple_formats(chip) if kind == "mps" else TPU
 
 
 def has_matrix_units(kind: Kind, capability: tuple[int, int] | None, name: str, support: Formats) -> bool:

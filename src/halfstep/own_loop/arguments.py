@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.errors import ConfigError, ModelError, PrecisionError, nearest
+from halfstep.errors import ConfigError, ModelError, PrecisionError, suggest_nearest
 from halfstep.precision.apply import STORAGE_DTYPES
 from halfstep.precision.plan import ROOT, Plan
 from halfstep.step.batches import Batch
@@ -31,10 +31,10 @@ def refuse_unknown(given: Mapping[str, object], function: Callable[..., None]) -
     """Refuse keywords that hs.Step does not have."""
     names = [name for name, one in inspect.signature(function).parameters.items() if one.kind is one.KEYWORD_ONLY]
     for name in given:
-        raise ConfigError(f"hs.Step has no argument {name!r}", fix=nearest(name, ["precision", *names]))
+        raise ConfigError(f"hs.Step has no argument {name!r}", fix=suggest_nearest(name, ["precision", *names]))
 
 
-def precision_of(given: object) -> str:
+def read_precision(given: object) -> str:
     """The name of a precision; torch's dtypes are names, too."""
     if isinstance(given, torch.dtype) and given in BY_DTYPE:
         return BY_DTYPE[given]
@@ -43,7 +43,7 @@ def precision_of(given: object) -> str:
     raise PrecisionError(f"precision is {given!r}", fix="'auto', 'bf16', 'fp16', 'tf32' or 'fp32' (no mixed precision)")
 
 
-def model_and_optimizers(model: object, given: object) -> tuple[nn.Module, list[Optimizer]]:
+def check_model_and_optimizers(model: object, given: object) -> tuple[nn.Module, list[Optimizer]]:
     several = list(given) if isinstance(given, Iterable) else [given]
     optimizers = [one for one in several if isinstance(one, Optimizer)]
     if isinstance(model, nn.Module) and optimizers and len(optimizers) == len(several):
@@ -67,7 +67,7 @@ def model_and_optimizers(model: object, given: object) -> tuple[nn.Module, list[
     )
 
 
-def device_of(model: nn.Module) -> torch.device:
+def find_device(model: nn.Module) -> torch.device:
     refuse_uninitialised(TensorSlots([model]))
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ModelError(
@@ -79,7 +79,7 @@ def device_of(model: nn.Module) -> torch.device:
     raise ModelError(f"{type(model).__name__} has no parameters", fix="give the model that is trained")
 
 
-def number(name: str, value: object, *, below: float = math.inf) -> float:
+def check_number(name: str, value: object, *, below: float = math.inf) -> float:
     """A number from 0 up; None means 0, which turns the thing off."""
     if value is None:
         return 0.0
@@ -89,7 +89,7 @@ def number(name: str, value: object, *, below: float = math.inf) -> float:
     return float(value)
 
 
-def count(name: str, value: object) -> int:
+def check_count(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ConfigError(f"{name}={value!r} is not a count from 1 up", fix=f"{name}=1 is plain training")
     return int(value)
@@ -102,13 +102,13 @@ def refuse_uncallable(**hooks: object) -> None:
             raise ConfigError(f"{name}={hook!r} cannot be called", fix=f"a function that takes {takes}, or None")
 
 
-def folder_of(capsules: object) -> str | os.PathLike[str] | None:
+def check_folder(capsules: object) -> str | os.PathLike[str] | None:
     if capsules is None or isinstance(capsules, (str, os.PathLike)):
         return capsules or None
     raise ConfigError(f"capsules={capsules!r} is not a folder", fix='capsules="DIR"')
 
 
-def parts_of(modules: object) -> Mapping[str, str] | None:
+def check_modules(modules: object) -> Mapping[str, str] | None:
     if modules is None or isinstance(modules, Mapping):
         return modules
     raise ConfigError(
@@ -118,32 +118,32 @@ def parts_of(modules: object) -> Mapping[str, str] | None:
     )
 
 
-def guard_options(given: GuardOptions | Mapping[str, object] | None) -> GuardOptions:
-    return given if isinstance(given, GuardOptions) else GuardOptions(**_named("guard", given, GuardOptions))
+def make_guard_options(given: GuardOptions | Mapping[str, object] | None) -> GuardOptions:
+    return given if isinstance(given, GuardOptions) else GuardOptions(**_check_names("guard", given, GuardOptions))
 
 
-def scaler_options(given: torch.amp.GradScaler | Mapping[str, object] | None) -> ScalerOptions:
+def make_scaler_options(given: torch.amp.GradScaler | Mapping[str, object] | None) -> ScalerOptions:
     """Of a GradScaler its settings, and the scale it has by now: that of a checkpoint, if one was loaded into it."""
     if isinstance(given, torch.amp.GradScaler):
         given = {
             "init_scale": given.get_scale(), "growth_factor": given.get_growth_factor(),
             "backoff_factor": given.get_backoff_factor(), "growth_interval": given.get_growth_interval(),
         } if given.is_enabled() else {}  # fmt: skip
-    return ScalerOptions(**_named("scaler", given, ScalerOptions))
+    return ScalerOptions(**_check_names("scaler", given, ScalerOptions))
 
 
-def _named(argument: str, given: object, kind: type) -> dict[str, Any]:
+def _check_names(argument: str, given: object, kind: type) -> dict[str, Any]:
     known = [field.name for field in dataclasses.fields(kind)]
     if not isinstance(given, Mapping | None):
         fix = f"{argument}={{...}} with any of {', '.join(known)}"
         raise ConfigError(f"{argument}={given!r} is not a dict", fix=fix)
     for name in given or ():
         if name not in known:
-            raise ConfigError(f"{argument} has no {name!r}", fix=nearest(str(name), known))
+            raise ConfigError(f"{argument} has no {name!r}", fix=suggest_nearest(str(name), known))
     return dict(given or {})
 
 
-def refuse_strangers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+def refuse_unrelated_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Each optimizer must hold some weight of the model; besides those it may hold others, such as a loss's own."""
     own = {id(weight) for weight in model.parameters()}
     for optimizer in optimizers:
@@ -158,7 +158,7 @@ def refuse_strangers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
             )
 
 
-def refuse_odd_settings(optimizers: Sequence[Optimizer]) -> None:
+def refuse_non_finite_settings(optimizers: Sequence[Optimizer]) -> None:
     """Numbers that somebody wrote into the groups; those on a device are not asked for."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -195,7 +195,7 @@ def refuse_recast(model: nn.Module, plan: Plan) -> None:
 # --- the window ---
 
 
-def loader_of(batches: Any) -> Iterator[Batch]:
+def iterate_loader(batches: Any) -> Iterator[Batch]:
     """What `windows` goes through: anything that gives batches, but not a batch."""
     is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
     if isinstance(batches, (Tensor, np.ndarray, Mapping, str)) or not is_iterable:
@@ -216,7 +216,7 @@ def refuse_no_function(loss_fn: object) -> None:
         )
 
 
-def window_of(given: object, accumulate: int) -> list[Batch]:
+def read_window(given: object, accumulate: int) -> list[Batch]:
     """The batches of one step: at most `accumulate`, as a list, a tuple or an iterator over them."""
     if isinstance(given, Iterator):
         window = list(itertools.islice(given, accumulate + 1))  # it may never end

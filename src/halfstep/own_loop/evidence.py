@@ -25,11 +25,11 @@ from halfstep.evidence.replay import Replayed
 from halfstep.evidence.replay import replay as replayed
 from halfstep.evidence.updates import Update
 from halfstep.hardware.probe import probe
-from halfstep.own_loop.loss import named_by
+from halfstep.own_loop.loss import find_named
 from halfstep.own_loop.user_warnings import warn_user
 from halfstep.precision.decide import decide, decide_again
 from halfstep.precision.plan import Plan
-from halfstep.step.facts import restore_rng, rng_state
+from halfstep.step.facts import read_rng_state, restore_rng
 from halfstep.step.step import Step
 
 
@@ -57,13 +57,13 @@ def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -
         raise CheckpointError(f"the capsule {read.path} has no weights", why="they were too large for it",
                               fix="load your own checkpoint of that step, and look at it with hs.simulate")  # fmt: skip
     device = next(model.parameters()).device
-    plan = _plan_here(read.about["plan"], model, device)
+    plan = _choose_plan(read.about["plan"], model, device)
     own = {name: value.detach().clone() for name, value in capsules.state_of(model).items()}
-    classes, training, generators = [(m, type(m)) for m in model.modules()], model.training, rng_state(device)
-    held = held_by(loss_fn, model)
+    classes, training, generators = [(m, type(m)) for m in model.modules()], model.training, read_rng_state(device)
+    held = find_held_modules(loss_fn, model)
     subject = Subject(
         model=model,
-        loss=_eager(loss_fn),
+        loss=_make_eager(loss_fn),
         variants={"as it was": loss_fn},
         held=held,
         beside_state={name: capsules.copied_state(module) for name, module in held.items()},
@@ -71,7 +71,7 @@ def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -
         state=read.state,
         rng=read.rng,
         plan=plan,
-        plan_for=partial(decide_again, plan, model, _parts(plan)),
+        plan_for=partial(decide_again, plan, model, _read_modules(plan)),
         scale=float(read.about["scale"]),
         update=Update.of(read.about.get("update")),
     )
@@ -86,7 +86,7 @@ def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -
         restore_rng(generators, device)
 
 
-def _eager(loss_fn: LossFn) -> LossFn:
+def _make_eager(loss_fn: LossFn) -> LossFn:
     def eager(batch: Any) -> Any:
         with torch.compiler.set_stance("force_eager"):
             return loss_fn(batch)
@@ -94,24 +94,24 @@ def _eager(loss_fn: LossFn) -> LossFn:
     return eager
 
 
-def held_by(loss_fn: Any, model: nn.Module) -> dict[str, nn.Module]:
+def find_held_modules(loss_fn: Any, model: nn.Module) -> dict[str, nn.Module]:
     """Modules that the loss names besides the model, each once: a teacher, a perceptual loss."""
-    own, named = set(model.modules()), named_by(loss_fn)
+    own, named = set(model.modules()), find_named(loss_fn)
     others = {m: name for name, m in named.items() if isinstance(m, nn.Module) and not own & set(m.modules())}
     inner = {part for module in others for part in module.modules() if part is not module}
     return {name: module for module, name in others.items() if module not in inner}
 
 
-def _plan_here(stored: Mapping[str, Any], model: nn.Module, device: torch.device) -> Plan:
+def _choose_plan(stored: Mapping[str, Any], model: nn.Module, device: torch.device) -> Plan:
     plan = Plan.from_json(json.dumps(stored))
     with contextlib.suppress(HardwareError):
         if probe(plan.device).device == plan.device and torch.device(plan.device).type == device.type:
             return plan
     hardware = probe(str(device))
-    return decide(plan.granted, hardware, model, modules=_parts(plan), simulate=hardware.kind == "cpu")
+    return decide(plan.granted, hardware, model, modules=_read_modules(plan), simulate=hardware.kind == "cpu")
 
 
-def _parts(plan: Plan) -> dict[str, str]:
+def _read_modules(plan: Plan) -> dict[str, str]:
     return {row.module: row.precision for row in plan.rows if row.kind == "module"}
 
 

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.errors import ConfigError
 from halfstep.own_loop.user_warnings import warn_user
-from halfstep.precision.contexts import autocast_dtype
-from halfstep.step.batches import Batch, Weight, batch_length, first_array
+from halfstep.precision.contexts import get_autocast_dtype
+from halfstep.step.batches import Batch, Weight, count_samples, find_first_array
 from halfstep.step.forward_writes import ForwardWrites
 from halfstep.step.refusals import refuse_unfit_loss
 from halfstep.step.step import LossFn, Step
@@ -46,7 +46,7 @@ NOTES = {
 """What torch's own words do not say, by what they say."""
 
 
-class OwnLoss:
+class LossChecker:
     """Wraps `loss_fn`, and takes the gradients that a loss is made of."""
 
     def __init__(self, step: Step) -> None:
@@ -64,7 +64,7 @@ class OwnLoss:
                 why="there is no gradient to train on",
                 fix="call it outside; evaluation needs no step",
             )
-        self.last, self.weighs, kind = loss_fn, False, _kind(loss_fn)
+        self.last, self.weighs, kind = loss_fn, False, _identify(loss_fn)
         if not self.known and torch.is_autocast_enabled(self.step.device.type):
             warn_user(
                 "the step was called inside torch.autocast: it enters autocast by itself, and backward and optimizer "
@@ -73,7 +73,7 @@ class OwnLoss:
 
         def loss_of(batch: Batch) -> tuple[Tensor, Weight]:
             self.overflow = None
-            loss, weight = loss_and_weight(loss_fn(batch), batch, is_alone=is_alone)
+            loss, weight = split_result(loss_fn(batch), batch, is_alone=is_alone)
             self.weighs = self.weighs or isinstance(weight, Tensor) or weight != 0
             if kind not in self.known:
                 self._look_closely(loss, weight)
@@ -96,13 +96,13 @@ class OwnLoss:
 
     def hint_at_precision(self, *, ran: bool) -> None:
         """After a first window: without a layer of the model in it, the forward pass ran before the step."""
-        if not ran and not self.halves and autocast_dtype(self.step.plan.compute) is not None:
+        if not ran and not self.halves and get_autocast_dtype(self.step.plan.compute) is not None:
             warn_user(f"loss_fn ran no layer of the model, and nothing of the loss was computed in "
                       f"{self.step.plan.granted}: run the forward pass inside loss_fn, or in "
                       "`with step.plan.forward():`")  # fmt: skip
 
     def is_new(self, loss_fn: LossFn) -> bool:
-        return _kind(loss_fn) not in self.known
+        return _identify(loss_fn) not in self.known
 
     def grad(
         self, outputs: Tensor, inputs: Tensor | Sequence[Tensor], *, create_graph: bool, allow_unused: bool
@@ -140,7 +140,7 @@ class OwnLoss:
         if isinstance(weight, Tensor) and weight.is_floating_point() and not float(weight) >= 1:
             warn_user(f"loss_fn gave (loss, {float(weight):g}): the second value weighs the batch in its window. If "
                        "it is an accuracy, return the loss alone")  # fmt: skip
-        self.halves = half_dtypes_in(loss)
+        self.halves = find_half_dtypes(loss)
         if strange := self.halves - self._half_dtypes_of_plan():
             names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in strange))
             warn_user(f"loss_fn computes in {names}, while the plan says {self.step.plan.granted}: an autocast of "
@@ -152,13 +152,13 @@ class OwnLoss:
         stored = {p.dtype for p in self.step.model.parameters()}
         if any(isinstance(module, torch.nn.RNNBase) for module in self.step.model.modules()):
             stored.add(torch.float16)  # autocast's choice for recurrent layers; the plan has warned
-        return {autocast_dtype(name) for name in computed} | stored
+        return {get_autocast_dtype(name) for name in computed} | stored
 
 
 # --- the result of loss_fn ---
 
 
-def loss_and_weight(result: Any, batch: Batch, *, is_alone: bool) -> tuple[Tensor, Weight]:
+def split_result(result: Any, batch: Batch, *, is_alone: bool) -> tuple[Tensor, Weight]:
     """The loss of one batch and how much it counts in its window."""
     if isinstance(result, tuple) and not hasattr(result, "_fields"):
         if len(result) != 2:
@@ -168,12 +168,12 @@ def loss_and_weight(result: Any, batch: Batch, *, is_alone: bool) -> tuple[Tenso
                 fix="return loss; keep what else you need in a variable",
             )
         refuse_unfit_loss(result[0])
-        return result[0], _weight(result[1])
+        return result[0], _check_weight(result[1])
     refuse_unfit_loss(result)
-    return result, _length(batch, is_alone=is_alone)
+    return result, _count_samples(batch, is_alone=is_alone)
 
 
-def _weight(weight: Any) -> Weight:
+def _check_weight(weight: Any) -> Weight:
     """A count of samples or tokens. What looks like a result, a model's output or an accuracy, is not a weight."""
     if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.requires_grad:
         return weight.detach().reshape(())
@@ -192,13 +192,13 @@ def _weight(weight: Any) -> Weight:
     )
 
 
-def _length(batch: Batch, *, is_alone: bool) -> int:
-    array = first_array(batch)
+def _count_samples(batch: Batch, *, is_alone: bool) -> int:
+    array = find_first_array(batch)
     is_unknown = array is None or not array.ndim
-    return 1 if is_unknown and is_alone else batch_length(batch)  # alone in its window it counts whatever it weighs
+    return 1 if is_unknown and is_alone else count_samples(batch)  # alone in its window it counts whatever it weighs
 
 
-def half_dtypes_in(loss: Tensor, most: int = 20_000) -> set[torch.dtype]:
+def find_half_dtypes(loss: Tensor, most: int = 20_000) -> set[torch.dtype]:
     """The half formats that autograd's graph of a loss went through, in its last `most` operations."""
     found: set[torch.dtype] = set()
     seen: set[Any] = set()
@@ -218,15 +218,15 @@ def is_scaled_by_hand(loss: Tensor) -> bool:
     """Whether the last thing done to a loss was to multiply it by a large power of two, as GradScaler.scale does."""
     if loss.grad_fn is None or loss.grad_fn.name() != "MulBackward0":
         return False
-    return any(value >= 1024 and value.is_integer() and int(value).bit_count() == 1 for value in _numbers_in(loss))
+    return any(value >= 1024 and value.is_integer() and int(value).bit_count() == 1 for value in _find_numbers(loss))
 
 
 def is_divided_by(number: int, loss: Tensor) -> bool:
     """Whether the last thing done to a loss was to divide it by this number, as loops that accumulate by hand do."""
-    return loss.grad_fn is not None and loss.grad_fn.name() == "DivBackward0" and number in _numbers_in(loss)
+    return loss.grad_fn is not None and loss.grad_fn.name() == "DivBackward0" and number in _find_numbers(loss)
 
 
-def _numbers_in(loss: Tensor) -> list[float]:
+def _find_numbers(loss: Tensor) -> list[float]:
     """The plain numbers in the last operation; none where two losses meet in it."""
     assert loss.grad_fn is not None
     inputs = [following for following, _ in loss.grad_fn.next_functions]
@@ -239,7 +239,7 @@ def _numbers_in(loss: Tensor) -> list[float]:
 
 
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
+def explain_errors() -> Iterator[None]:
     """Errors of torch's own, with a note that names the way out."""
     try:
         yield
@@ -250,7 +250,7 @@ def explained() -> Iterator[None]:
         raise
 
 
-def _kind(loss_fn: LossFn) -> object:
+def _identify(loss_fn: LossFn) -> object:
     return getattr(loss_fn, "__code__", type(loss_fn))
 
 
@@ -264,7 +264,7 @@ Buffers = dict[str, Tensor]
 MOST_ENTRIES = 100  # of a list or dict that is looked through for networks: it may hold the data
 
 
-class Strangers:
+class UnguardedNetworks:
     """Warns once of each network that a step runs, writes into and does not guard."""
 
     def __init__(self, writes: ForwardWrites) -> None:
@@ -274,7 +274,7 @@ class Strangers:
 
     @contextlib.contextmanager
     def noticed(self, loss_fn: Callable[..., Any]) -> Iterator[None]:
-        named = named_by(loss_fn)
+        named = find_named(loss_fn)
         self.writes.slots.refresh()
         own = set(self.writes.slots.modules)
         self.ran_own = any(map(_is_compiled, [*named.values(), *self.writes.slots.roots]))
@@ -325,7 +325,7 @@ def _differs(now: Tensor | None, then: Tensor) -> bool:
     return now is None or now.shape != then.shape or not torch.equal(now, then)
 
 
-def named_by(loss_fn: Callable[..., Any]) -> dict[str, Any]:
+def find_named(loss_fn: Callable[..., Any]) -> dict[str, Any]:
     """What a function can name: its closure, its globals, of a method its object; and their parts."""
     while isinstance(loss_fn, functools.partial):
         loss_fn = loss_fn.func
@@ -337,25 +337,27 @@ def named_by(loss_fn: Callable[..., Any]) -> dict[str, Any]:
             found.update(variables.globals)
             found.update(variables.nonlocals)
     holders = {name: value for name, value in found.items() if not inspect.ismodule(value)}
-    return found | {f"{name}{key}": part for name, value in holders.items() for key, part in _parts(value).items()}
+    return found | {f"{name}{key}": part for name, value in holders.items() for key, part in _list_parts(value).items()}
 
 
-def ways_to_the_cause(loss_fn: Callable[..., Any] | None, *, has_capsules: bool) -> Iterator[str]:
+def suggest_ways(loss_fn: Callable[..., Any] | None, *, has_capsules: bool) -> Iterator[str]:
     """What a user whose training was stopped may do beside the guard's own advice."""
     if not has_capsules:
         yield 'capsules="DIR" keeps such a step, and hs.replay names its cause'
-    if carried := not_finite_in(loss_fn):
+    if carried := find_non_finite(loss_fn):
         yield (
             f"loss_fn holds {', '.join(carried[:3])}, not finite: if that goes from batch to batch, as a hidden state "
             "does, keep it in a buffer of a module in also=, so that a bad step puts it back"
         )
 
 
-def not_finite_in(loss_fn: Callable[..., Any] | None) -> list[str]:
+def find_non_finite(loss_fn: Callable[..., Any] | None) -> list[str]:
     """Names of tensors that a loss function holds outside of modules and that are not finite: a hidden state carried
     from batch to batch would be NaN for good. Waits for the device."""
-    held = {} if loss_fn is None else named_by(loss_fn)
-    held |= {f"{n}{k}": p for n, v in held.items() if isinstance(v, (dict, list, tuple)) for k, p in _parts(v).items()}
+    held = {} if loss_fn is None else find_named(loss_fn)
+    held |= {
+        f"{n}{k}": p for n, v in held.items() if isinstance(v, (dict, list, tuple)) for k, p in _list_parts(v).items()
+    }
     return [
         name
         for name, value in held.items()
@@ -363,7 +365,7 @@ def not_finite_in(loss_fn: Callable[..., Any] | None) -> list[str]:
     ]
 
 
-def _parts(value: object) -> dict[str, Any]:
+def _list_parts(value: object) -> dict[str, Any]:
     """Entries and attributes, as they follow its name. A `__getattr__` is not asked: it may do anything."""
     if isinstance(value, (dict, list, tuple)):
         entries = value.items() if isinstance(value, dict) else enumerate(value)

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLR
 
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.step.schedule import Curve, Plateau, Schedule
-from halfstep.step.tables import Rates, base_rate, finite, no_rate, rate
+from halfstep.step.tables import Rates, check_finite, check_rate, explain_no_rate, read_base_rate
 
 AHEAD = 256  # steps that a user's schedule is asked for in advance
 
@@ -65,32 +65,32 @@ class Driven:
         return f"{name} per {self.every}"
 
 
-class OwnSchedules:
+class LoopSchedules:
     def __init__(self, given: object, optimizers: Sequence[Optimizer], device: torch.device) -> None:
         self.epochs = 0
         self.hints: list[str] = []
-        self.driven = [self._driven(one, optimizer) for optimizer, one in _by_optimizer(given, optimizers)]
+        self.driven = [self._driven(one, optimizer) for optimizer, one in _assign_to_optimizers(given, optimizers)]
         self.rates = self._rates(device) if self.driven else None
         kinds = {id(driven.optimizer): driven.kind for driven in self.driven}
         self.kinds = [kinds.get(id(optimizer), "none") for optimizer in optimizers]
 
     def _driven(self, given: Any, optimizer: Optimizer) -> Driven:
-        inner, every = _inner(given), given.every if isinstance(given, Paced) else "step"
+        inner, every = _unwrap(given), given.every if isinstance(given, Paced) else "step"
         if isinstance(inner, ReduceLROnPlateau):
             twin = Plateau(inner)
-            return Driven(optimizer, "validation", lambda _: twin.rates(), inner, _count(inner), twin)
+            return Driven(optimizer, "validation", lambda _: twin.rates(), inner, _count_steps(inner), twin)
         if isinstance(inner, LRScheduler):
             curve = Curve(inner)
             if not isinstance(given, Paced) and not isinstance(inner, BY_BATCH):
                 self.hints += _hint_at_epochs(inner, curve)
-            return Driven(optimizer, every, curve, inner, _count(inner))
-        bases = [base_rate(group) for group in optimizer.param_groups]
+            return Driven(optimizer, every, curve, inner, _count_steps(inner))
+        bases = [read_base_rate(group) for group in optimizer.param_groups]
         self.hints += _hint_at_multiples(inner, AHEAD if every == "step" else 10, max(bases))
-        return Driven(optimizer, every, lambda count: _multiplied(bases, inner(count)))
+        return Driven(optimizer, every, lambda count: _multiply(bases, inner(count)))
 
     def _rates(self, device: torch.device) -> Rates:
         schedules = [
-            _of_group(driven, position)
+            _make_group_schedule(driven, position)
             for driven in self.driven
             for position in range(len(driven.optimizer.param_groups))
         ]
@@ -112,9 +112,9 @@ class OwnSchedules:
 
     def _said_by(self, driven: Driven, epochs: int) -> Sequence[float]:
         try:
-            return [rate(own) for own in driven.absolute(epochs)]
+            return [check_rate(own) for own in driven.absolute(epochs)]
         except Exception as error:  # whatever a user's function may raise
-            raise no_rate(f"epoch {epochs}", error, "T_max=number of epochs") from error
+            raise explain_no_rate(f"epoch {epochs}", error, "T_max=number of epochs") from error
 
     def epoch_ended(self) -> None:
         if not self.has("epoch"):
@@ -153,7 +153,7 @@ class OwnSchedules:
     def refuse_other_hands(self) -> None:
         """Whoever steps the scheduler, too, or writes a learning rate, expects what does not happen."""
         for driven in self.driven:
-            if driven.scheduler is not None and _count(driven.scheduler) != driven.count:
+            if driven.scheduler is not None and _count_steps(driven.scheduler) != driven.count:
                 instead = {
                     "step": "the step moves it on by itself",
                     "epoch": "call step.epoch_ended() instead",
@@ -177,7 +177,7 @@ class OwnSchedules:
         kinds = state["kinds"]
         if kinds != self.kinds:
             raise CheckpointError(
-                f"the state was saved with another schedule: {_listed(kinds)}; this step has {_listed(self.kinds)}",
+                f"the state was saved with another schedule: {', '.join(kinds)}; this step has {', '.join(self.kinds)}",
                 why="its counts would be read by a schedule they are not of",
                 fix="make the step with the schedule= it was saved with; to begin the new one at epoch 0 all the same: "
                 'step.load_state_dict(state | {"schedules": {}})',
@@ -202,18 +202,14 @@ class OwnSchedules:
             self._show()
 
 
-def _listed(kinds: Sequence[str]) -> str:
-    return ", ".join(kinds)
-
-
-def _of_group(driven: Driven, position: int) -> Schedule:
+def _make_group_schedule(driven: Driven, position: int) -> Schedule:
     """The part of a schedule that the device's table holds; what moves on otherwise is written by the host."""
     if driven.every != "step":
         return lambda step: 1.0
     return lambda step: driven.absolute(step)[position]
 
 
-def _by_optimizer(given: object, optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, Any]]:
+def _assign_to_optimizers(given: object, optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, Any]]:
     if given is None:
         return []
     if isinstance(given, (list, tuple)):
@@ -227,16 +223,16 @@ def _by_optimizer(given: object, optimizers: Sequence[Optimizer]) -> list[tuple[
             _refuse_stranger(one, [optimizer], f"the {type(optimizer).__name__} at its place in the list")
         return pairs
     _refuse_stranger(given, optimizers, "one of this step's")
-    own = getattr(_inner(given), "optimizer", None)
+    own = getattr(_unwrap(given), "optimizer", None)
     return [(optimizer, given) for optimizer in optimizers if own is None or optimizer is own]
 
 
-def _inner(given: object) -> Any:
+def _unwrap(given: object) -> Any:
     return given.schedule if isinstance(given, Paced) else given
 
 
 def _refuse_stranger(given: object, optimizers: Sequence[Optimizer], wanted: str) -> None:
-    inner = _inner(given)
+    inner = _unwrap(given)
     if not isinstance(inner, (LRScheduler, ReduceLROnPlateau)):
         if callable(inner) and not isinstance(inner, type):
             return
@@ -254,18 +250,18 @@ def _refuse_stranger(given: object, optimizers: Sequence[Optimizer], wanted: str
         )
 
 
-def _multiplied(bases: Sequence[float], multiplier: Any) -> list[float]:
-    return [base * finite(multiplier) for base in bases]
+def _multiply(bases: Sequence[float], multiplier: Any) -> list[float]:
+    return [base * check_finite(multiplier) for base in bases]
 
 
-def _count(scheduler: Any) -> tuple[int, ...]:
+def _count_steps(scheduler: Any) -> tuple[int, ...]:
     """How often the user's scheduler was stepped; of a chain, each of its schedulers."""
     parts = getattr(scheduler, "_schedulers", ())
-    return (getattr(scheduler, "last_epoch", 0), *(count for part in parts for count in _count(part)))
+    return (getattr(scheduler, "last_epoch", 0), *(count for part in parts for count in _count_steps(part)))
 
 
 def _hint_at_epochs(scheduler: LRScheduler, curve: Curve) -> list[str]:
-    steps = steps_until_small(curve)
+    steps = count_steps_until_small(curve)
     if not steps:
         return []
     return [
@@ -295,7 +291,7 @@ BY_BATCH = (OneCycleLR, CyclicLR)  # what torch documents as stepped after every
 FEW_STEPS, SMALL_SHARE = 1000, 0.02
 
 
-def steps_until_small(curve: Curve) -> int:
+def count_steps_until_small(curve: Curve) -> int:
     """After how few steps every rate has fallen to a fiftieth of its highest; 0 where that takes many."""
     highest = [0.0] * len(curve.rates[0])
     for step in range(FEW_STEPS):

@@ -16,27 +16,27 @@ from torch.optim.lr_scheduler import LRScheduler
 from halfstep.errors import ConfigError, TrainingStopped
 from halfstep.hardware.probe import probe
 from halfstep.own_loop.arguments import (
-    count,
-    device_of,
-    folder_of,
-    guard_options,
-    loader_of,
-    model_and_optimizers,
-    number,
-    parts_of,
-    precision_of,
+    check_count,
+    check_folder,
+    check_model_and_optimizers,
+    check_modules,
+    check_number,
+    find_device,
+    iterate_loader,
+    make_guard_options,
+    make_scaler_options,
+    read_precision,
+    read_window,
     refuse_no_function,
-    refuse_odd_settings,
+    refuse_non_finite_settings,
     refuse_recast,
-    refuse_strangers,
     refuse_uncallable,
     refuse_unknown,
-    scaler_options,
-    window_of,
+    refuse_unrelated_optimizers,
 )  # fmt: skip
 from halfstep.own_loop.evidence import make_recorder
-from halfstep.own_loop.loss import OwnLoss, Strangers, explained, ways_to_the_cause
-from halfstep.own_loop.schedule_argument import OwnSchedules, Paced
+from halfstep.own_loop.loss import LossChecker, UnguardedNetworks, explain_errors, suggest_ways
+from halfstep.own_loop.schedule_argument import LoopSchedules, Paced
 from halfstep.own_loop.user_warnings import DroppedSteps, warn_user
 from halfstep.precision.apply import apply
 from halfstep.precision.decide import decide
@@ -47,7 +47,7 @@ from halfstep.step.commit import watch_for_second_step
 from halfstep.step.ema import Ema
 from halfstep.step.facts import Facts, Reading
 from halfstep.step.forward_writes import Also, Name, TensorSlot
-from halfstep.step.guard import OF_OWN_LOOPS, Action, Guard, GuardOptions, SpikeMeter, Verdict
+from halfstep.step.guard import ADVICE_FOR_LOOPS, Action, Guard, GuardOptions, SpikeMeter, Verdict
 from halfstep.step.ranks import refuse_other_rates, refuse_other_steps
 from halfstep.step.schedule import Schedule
 from halfstep.step.snapshots import Snapshots, copy_to_host
@@ -147,19 +147,19 @@ class Step:
         **unknown: Never,  # refused here with a suggestion, and by type checkers
     ) -> None:
         refuse_unknown(unknown, Step.__init__)
-        model, optimizers = model_and_optimizers(model, optimizer)
-        device, options, scaling = device_of(model), guard_options(guard), scaler_options(scaler)
-        folder, parts = folder_of(capsules), parts_of(modules)
-        decay, limit = number("ema_decay", ema_decay, below=1.0), number("clip_norm", clip_norm)
-        accumulate, clip = count("accumulate", accumulate), Clip(limit=limit, kind=clip_type)
+        model, optimizers = check_model_and_optimizers(model, optimizer)
+        device, options, scaling = find_device(model), make_guard_options(guard), make_scaler_options(scaler)
+        folder, parts = check_folder(capsules), check_modules(modules)
+        decay, limit = check_number("ema_decay", ema_decay, below=1.0), check_number("clip_norm", clip_norm)
+        accumulate, clip = check_count("accumulate", accumulate), Clip(limit=limit, kind=clip_type)
         plan = decide(
-            precision_of(precision), probe(str(device)), model, modules=parts, strict=strict, simulate=simulate,
+            read_precision(precision), probe(str(device)), model, modules=parts, strict=strict, simulate=simulate,
             force=force,
         )  # fmt: skip
         refuse_uncallable(on_gradients=on_gradients, on_commit=on_commit, on_outcome=on_outcome)
         refuse_recast(model, plan)
-        refuse_strangers(model, optimizers)
-        self._schedules = OwnSchedules(schedule, optimizers, device)
+        refuse_unrelated_optimizers(model, optimizers)
+        self._schedules = LoopSchedules(schedule, optimizers, device)
         self._step = GuardedStep(
             apply(plan, model, casts_storage=False), optimizers, plan, accumulate=accumulate, clip=clip,
             schedules=self._schedules.rates or (), scaler=scaling, ema=Ema(model, decay=decay) if decay else None,
@@ -167,7 +167,7 @@ class Step:
             on_commit=on_commit,
         )  # fmt: skip
         floor = self._step.scaler.options.min_scale
-        self._guard = Guard(options, scaling=plan.needs_loss_scaling, min_scale=floor, advice=OF_OWN_LOOPS)
+        self._guard = Guard(options, scaling=plan.needs_loss_scaling, min_scale=floor, advice=ADVICE_FOR_LOOPS)
         self._keep_ranks_alike(
             precision=plan.granted, simulate=simulate, accumulate=accumulate, clip=clip, ema_decay=decay,
             skip_spikes=skip_spikes, guard=options, scaler=scaling,
@@ -181,8 +181,8 @@ class Step:
         if self._recorder is not None:
             self._guard.observers.append(self._recorder.observe)
         self._rollback = Rollback(model, self._step, self._guard) if options.on_fault == "rollback" else None
-        self._loss = OwnLoss(self._step)
-        self._strangers = Strangers(self._step.writes)
+        self._loss = LossChecker(self._step)
+        self._strangers = UnguardedNetworks(self._step.writes)
         self._passes = 0
         watch_for_second_step(optimizers)
         hints = (committer.hint for committer in self._step.committers)
@@ -202,7 +202,7 @@ class Step:
         if self._passes and self._schedules.has("epoch"):
             warnings.warn("schedule= is per epoch, but step.epoch_ended() was not called after the last pass over the "
                           "data: the learning rate stays as it is", stacklevel=2)  # fmt: skip
-        yield from self._step.windows(loader_of(batches))
+        yield from self._step.windows(iterate_loader(batches))
         self._passes += 1
         self.finish()
         self._dropped.end_pass(self.attempted)
@@ -217,13 +217,13 @@ class Step:
     def compute(self, loss_fn: LossFn, window: Iterable[Batch]) -> Facts:
         """The first half of a call: forward, backward and verdict. Nothing is committed yet."""
         self._schedules.refuse_other_hands()
-        refuse_odd_settings(self._step.optimizers)
+        refuse_non_finite_settings(self._step.optimizers)
         refuse_no_function(loss_fn)
-        batches = window_of(window, self._step.accumulate)
+        batches = read_window(window, self._step.accumulate)
         checked = self._loss.checked(loss_fn, is_alone=len(batches) == 1)
         if self._rollback is not None:
             self._rollback.keep()
-        with explained(), contextlib.ExitStack() as watched:
+        with explain_errors(), contextlib.ExitStack() as watched:
             if self._recorder is not None:
                 watched.enter_context(self._recorder.watch(batches))
             if is_new := self._loss.is_new(loss_fn):
@@ -239,7 +239,7 @@ class Step:
         before = self.attempted
         with self._step.signals.delayed():
             try:
-                with explained():
+                with explain_errors():
                     self._step.commit(facts)
             except BaseException:
                 if self.attempted > before:  # the step is made, and `on_commit` raised
@@ -359,7 +359,7 @@ class Step:
         raise TrainingStopped(
             f"training stopped: {verdict.reason}",
             why="the weights are as they were before those steps",
-            fix="; ".join([fix, *ways_to_the_cause(self._loss.last, has_capsules=self._recorder is not None)]),
+            fix="; ".join([fix, *suggest_ways(self._loss.last, has_capsules=self._recorder is not None)]),
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfstep.formats import FP32, find_format
-from halfstep.hardware.describe import OP_NAMES, rate, times
+from halfstep.hardware.describe import OP_NAMES, format_rate, format_speedup
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.decide import decide
 
@@ -25,18 +25,18 @@ USABLE_MEMORY = 0.8  # the rest goes to workspaces, fragmentation and the CUDA c
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
+class AdvisedSetting:
     name: str
     value: str | bool | int
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Advice:
+class HardwareAdvice:
     precision: str
     headline: str  # one line, such as `use bf16: native, measured 7.1x fp32 on matmul, error 2e-03`
     reason: str  # the ladder's own words, as a plan would store them
-    settings: tuple[Setting, ...]
+    settings: tuple[AdvisedSetting, ...]
     lost: str
     warnings: tuple[str, ...] = ()
 
@@ -44,26 +44,26 @@ class Advice:
         return dataclasses.asdict(self)
 
 
-def advise(hardware: Hardware) -> Advice:
+def advise(hardware: Hardware) -> HardwareAdvice:
     """The fastest precision the device truly runs, and the settings that go with it."""
     plan = decide("auto", hardware)
-    return Advice(
+    return HardwareAdvice(
         precision=plan.granted,
-        headline=_headline(plan.granted, hardware),
+        headline=_write_headline(plan.granted, hardware),
         reason=plan.reason,
         settings=(
-            Setting(name="precision", value=plan.granted, reason=plan.reason),
-            _loss_scaling(plan.granted),
-            _channels_last(plan.granted, hardware),
-            _compile(hardware),
-            *_batch_size(plan.granted, hardware),
+            AdvisedSetting(name="precision", value=plan.granted, reason=plan.reason),
+            _advise_loss_scaling(plan.granted),
+            _advise_channels_last(plan.granted, hardware),
+            _advise_compile(hardware),
+            *_advise_batch_size(plan.granted, hardware),
         ),
-        lost=what_is_lost(plan.granted),
-        warnings=(*plan.warnings, *_caution(hardware)),
+        lost=describe_loss(plan.granted),
+        warnings=(*plan.warnings, *_warn_of_table(hardware)),
     )
 
 
-def what_is_lost(precision: str) -> str:
+def describe_loss(precision: str) -> str:
     """Digits and range that this precision gives up against fp32."""
     if precision == "fp32":
         return "nothing"
@@ -77,25 +77,29 @@ def what_is_lost(precision: str) -> str:
     )
 
 
-def _headline(precision: str, hardware: Hardware) -> str:
+def _write_headline(precision: str, hardware: Hardware) -> str:
     if precision == "bf16":
-        evidence = [_in_favour(precision, hardware)]
+        evidence = [_argue_for(precision, hardware)]
     elif precision == "fp32":
-        evidence = _against(("bf16", "fp16"), hardware)
+        evidence = _argue_against(("bf16", "fp16"), hardware)
     else:
-        evidence = [*_against(("bf16",), hardware), f"{precision} is {_in_favour(precision, hardware)}"]
+        evidence = [*_argue_against(("bf16",), hardware), f"{precision} is {_argue_for(precision, hardware)}"]
     scaling = " with loss scaling" if precision == "fp16" else ""
     return f"use {precision}{scaling}: {'; '.join(evidence)}"
 
 
-def _in_favour(precision: str, hardware: Hardware) -> str:
+def _argue_for(precision: str, hardware: Hardware) -> str:
     shown, speedup = hardware.measured("matmul", precision) or hardware.best(precision), hardware.speedup(precision)
     if shown is not None:
-        return f"native, measured {times(shown.speedup)}x fp32 on {OP_NAMES[shown.op]}, error {shown.error:.0e}"
-    return "native, speed not measured" if speedup is None else f"native, published peak {times(speedup)}x fp32"
+        return (
+            f"native, measured {format_speedup(shown.speedup)}x fp32 on {OP_NAMES[shown.op]}, error {shown.error:.0e}"
+        )
+    return (
+        "native, speed not measured" if speedup is None else f"native, published peak {format_speedup(speedup)}x fp32"
+    )
 
 
-def _against(names: tuple[str, ...], hardware: Hardware) -> list[str]:
+def _argue_against(names: tuple[str, ...], hardware: Hardware) -> list[str]:
     """Why not these formats, one sentence for all that share a reason."""
     noun = NOUN.get(hardware.kind, "GPU")
     reasons = {
@@ -108,48 +112,52 @@ def _against(names: tuple[str, ...], hardware: Hardware) -> list[str]:
         group = [name for name in names if hardware.has(name) == support]
         if group:
             verb = "is" if len(group) == 1 else "are"
-            sentences.append(f"{' and '.join(group)} {verb} {reason}{_speeds(group, hardware)}")
+            sentences.append(f"{' and '.join(group)} {verb} {reason}{_format_speeds(group, hardware)}")
     return sentences
 
 
-def _speeds(names: list[str], hardware: Hardware) -> str:
+def _format_speeds(names: list[str], hardware: Hardware) -> str:
     matmuls = [hardware.measured("matmul", name) for name in names]
-    shares = [f"{times(matmul.speedup)}x" for matmul in matmuls if matmul is not None]
+    shares = [f"{format_speedup(matmul.speedup)}x" for matmul in matmuls if matmul is not None]
     return f", measured {' and '.join(shares)} fp32 on matmul" if shares else ""
 
 
-def _loss_scaling(precision: str) -> Setting:
+def _advise_loss_scaling(precision: str) -> AdvisedSetting:
     if precision == "fp16":
-        return Setting(name="loss_scaling", value=True, reason="gradients below 6e-08 become zero in fp16")
-    return Setting(name="loss_scaling", value=False, reason="gradients keep the range of fp32")
+        return AdvisedSetting(name="loss_scaling", value=True, reason="gradients below 6e-08 become zero in fp16")
+    return AdvisedSetting(name="loss_scaling", value=False, reason="gradients keep the range of fp32")
 
 
-def _channels_last(precision: str, hardware: Hardware) -> Setting:
+def _advise_channels_last(precision: str, hardware: Hardware) -> AdvisedSetting:
     nchw, nhwc = hardware.measured("conv_nchw", precision), hardware.measured("conv_nhwc", precision)
     gain, measured = hardware.layout_gain(precision), hardware.measurements
     if nchw and nhwc and gain is not None:
-        rates = f"{rate(nhwc.tflops, measured)} against {rate(nchw.tflops, measured)}"
-        reason = f"convolutions in {precision} run {times(gain)}x as fast in it: {rates} (measured)"
-        return Setting(name="channels_last", value=gain > LAYOUT_GAIN, reason=reason)
+        rates = f"{format_rate(nhwc.tflops, measured)} against {format_rate(nchw.tflops, measured)}"
+        reason = f"convolutions in {precision} run {format_speedup(gain)}x as fast in it: {rates} (measured)"
+        return AdvisedSetting(name="channels_last", value=gain > LAYOUT_GAIN, reason=reason)
     if hardware.tensor_cores and hardware.kind in ("cuda", "rocm", "xpu"):
-        return Setting(name="channels_last", value=True, reason="matrix units read images in this layout; not measured")
-    return Setting(name="channels_last", value=False, reason="no gain is known here; not measured")
+        return AdvisedSetting(
+            name="channels_last", value=True, reason="matrix units read images in this layout; not measured"
+        )
+    return AdvisedSetting(name="channels_last", value=False, reason="no gain is known here; not measured")
 
 
-def _compile(hardware: Hardware) -> Setting:
+def _advise_compile(hardware: Hardware) -> AdvisedSetting:
     if hardware.kind == "cuda" and hardware.capability is not None and hardware.capability < (7, 0):
-        return Setting(name="compile", value=False, reason="torch.compile's Triton needs sm_70 or newer")
+        return AdvisedSetting(name="compile", value=False, reason="torch.compile's Triton needs sm_70 or newer")
     if hardware.kind in ("cuda", "rocm", "xpu"):
-        return Setting(name="compile", value=True, reason="fuses what lies between the matmuls; pays after minutes")
+        return AdvisedSetting(
+            name="compile", value=True, reason="fuses what lies between the matmuls; pays after minutes"
+        )
     reasons = {
         "cpu": "needs a C++ compiler and minutes; worth a try for long runs only",
         "mps": "torch.compile is young on Apple GPUs",
         "tpu": "halfstep has no TPU path",
     }
-    return Setting(name="compile", value=False, reason=reasons[hardware.kind])
+    return AdvisedSetting(name="compile", value=False, reason=reasons[hardware.kind])
 
 
-def _batch_size(precision: str, hardware: Hardware) -> tuple[Setting, ...]:
+def _advise_batch_size(precision: str, hardware: Hardware) -> tuple[AdvisedSetting, ...]:
     memory = hardware.memory_total_bytes if hardware.memory_free_bytes is None else hardware.memory_free_bytes
     if not memory:
         return ()
@@ -157,11 +165,13 @@ def _batch_size(precision: str, hardware: Hardware) -> tuple[Setting, ...]:
     fits = int((memory * USABLE_MEMORY - EXAMPLE_FIXED_BYTES) / sample_bytes)
     reason = f"for a 64-channel U-Net at 512x512: {sample_bytes / 2**30:.2f} GiB per sample in {memory / 2**30:.0f} GiB"
     if fits < 1:
-        return (Setting(name="batch_size", value=1, reason="even one 512x512 image for a 64-channel U-Net is tight"),)
-    return (Setting(name="batch_size", value=2 ** (fits.bit_length() - 1), reason=reason),)
+        return (
+            AdvisedSetting(name="batch_size", value=1, reason="even one 512x512 image for a 64-channel U-Net is tight"),
+        )
+    return (AdvisedSetting(name="batch_size", value=2 ** (fits.bit_length() - 1), reason=reason),)
 
 
-def _caution(hardware: Hardware) -> tuple[str, ...]:
+def _warn_of_table(hardware: Hardware) -> tuple[str, ...]:
     if hardware.source == "table":
         return ("from published peaks, which no training reaches: run `halfstep detect` on the device itself",)
     return ()

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from halfstep.errors import PrecisionError
-from halfstep.precision.contexts import autocast_dtype, device_type
-from halfstep.precision.fp8 import InFp8, InTorchaoFp8, torchao_settings
+from halfstep.precision.contexts import get_autocast_dtype, get_device_type
+from halfstep.precision.fp8 import InFp8, InTorchaoFp8, read_torchao_settings
 from halfstep.precision.ladder import Grant
-from halfstep.precision.parts import InFp32, InHalf, swap_class, undo_swaps
-from halfstep.precision.row import ROOT, WHOLE_MODEL, Row
-from halfstep.precision.rows import name_modules, rows_of
+from halfstep.precision.row import ROOT, WHOLE_MODEL, PlanRow
+from halfstep.precision.rows import make_rows, walk_modules
+from halfstep.precision.swapped import InFp32, InHalf, swap_class, undo_swaps
 
 if TYPE_CHECKING:
     from halfstep.precision.plan import Plan  # whose methods call this file
@@ -29,7 +29,7 @@ def apply(plan: Plan, model: nn.Module, *, casts_storage: bool = True) -> nn.Mod
     """
     undo_swaps(model)
     modules = dict(model.named_modules())
-    rows = {row.module.replace(ROOT, ""): row for row in _rows_for(plan, model)}
+    rows = {row.module.replace(ROOT, ""): row for row in _find_rows(plan, model)}
     if unknown := sorted(set(rows) - set(modules)):
         raise PrecisionError(
             f"the plan has a row for {unknown[0]!r}, which {type(model).__name__} does not have",
@@ -37,57 +37,57 @@ def apply(plan: Plan, model: nn.Module, *, casts_storage: bool = True) -> nn.Mod
         )
     for name, row in rows.items():
         if casts_storage:
-            store_(modules[name], row)
-        _compute(modules[name], row, enclosing=_autocast_around(name, rows, plan), plan=plan)
+            cast_storage_(modules[name], row)
+        _swap_classes(modules[name], row, enclosing=_find_enclosing_dtype(name, rows, plan), plan=plan)
     return model
 
 
-def _rows_for(plan: Plan, model: nn.Module) -> list[Row]:
+def _find_rows(plan: Plan, model: nn.Module) -> list[PlanRow]:
     """The plan's rows; one that was made without a model gets them now."""
     rows = [row for row in plan.rows if row.kind != "island"]
     if not any(row.module == WHOLE_MODEL for row in rows):
         return rows
-    parts = {row.module: _grant(row.precision, plan) for row in rows if row.is_part}
-    return rows_of(model, _grant(plan.granted, plan), parts, cuda_lists=True)
+    parts = {row.module: _make_grant(row.precision, plan) for row in rows if row.is_part}
+    return make_rows(model, _make_grant(plan.granted, plan), parts, cuda_lists=True)
 
 
-def _grant(precision: str, plan: Plan) -> Grant:
+def _make_grant(precision: str, plan: Plan) -> Grant:
     return Grant(asked=precision, precision=precision, reason=plan.reason, simulated=plan.simulated)
 
 
-def store_(module: nn.Module, row: Row) -> None:
+def cast_storage_(module: nn.Module, row: PlanRow) -> None:
     # Buffers keep their dtype: a table of positions or betas loses more in half than it saves.
     for weight in nn.Module.parameters(module, recurse=False):
         if weight.is_floating_point():
             weight.data = weight.data.to(STORAGE_DTYPES[row.storage])
 
 
-def _compute(module: nn.Module, row: Row, *, enclosing: torch.dtype | None, plan: Plan) -> None:
+def _swap_classes(module: nn.Module, row: PlanRow, *, enclosing: torch.dtype | None, plan: Plan) -> None:
     if row.compute == "fp8" and isinstance(module, nn.Linear):
         if plan.simulated:
             swap_class(module, InFp8)
         else:
-            swap_class(module, InTorchaoFp8, **torchao_settings())
-    dtype = autocast_dtype(row.precision)
+            swap_class(module, InTorchaoFp8, **read_torchao_settings())
+    dtype = get_autocast_dtype(row.precision)
     if row.is_part and dtype != enclosing:
-        compute_in_(module, dtype, plan)
+        set_compute_(module, dtype, plan)
 
 
-def compute_in_(module: nn.Module, dtype: torch.dtype | None, plan: Plan) -> None:
+def set_compute_(module: nn.Module, dtype: torch.dtype | None, plan: Plan) -> None:
     """Under autocast in a format of its own; None: without it, in fp32."""
     if dtype is None:
         swap_class(module, InFp32)
     else:
-        swap_class(module, InHalf, device_type=device_type(plan), dtype=dtype)
+        swap_class(module, InHalf, device_type=get_device_type(plan), dtype=dtype)
 
 
-def _autocast_around(name: str, rows: Mapping[str, Row], plan: Plan) -> torch.dtype | None:
+def _find_enclosing_dtype(name: str, rows: Mapping[str, PlanRow], plan: Plan) -> torch.dtype | None:
     """What autocast is set to in the nearest enclosing part, or in the whole plan; None where it is off."""
     while name:
         name = name.rpartition(".")[0]
         if name in rows and rows[name].is_part:
-            return autocast_dtype(rows[name].precision)
-    return autocast_dtype(plan.granted)
+            return get_autocast_dtype(rows[name].precision)
+    return get_autocast_dtype(plan.granted)
 
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -100,22 +100,22 @@ def apply_frozen_(plan: Plan, frozen: Mapping[str, nn.Module]) -> None:
         undo_swaps(part)
         part.eval().requires_grad_(False)
         entries: dict[nn.Module, torch.dtype | None] = {}
-        for full, module in name_modules(name, part):
+        for full, module in walk_modules(name, part):
             if (row := rows.get(full)) is None:
                 continue
-            store_(module, row)
+            cast_storage_(module, row)
             if row.precision:
-                entries |= dict.fromkeys(_entries(module), autocast_dtype(row.precision))
+                entries |= dict.fromkeys(_find_entries(module), get_autocast_dtype(row.precision))
         for module, dtype in entries.items():
-            if dtype is not None or autocast_dtype(plan.granted) is not None:  # else there is no autocast to leave
-                compute_in_(module, dtype, plan)
+            if dtype is not None or get_autocast_dtype(plan.granted) is not None:  # else there is no autocast to leave
+                set_compute_(module, dtype, plan)
 
 
-def _entries(module: nn.Module) -> Iterator[nn.Module]:
+def _find_entries(module: nn.Module) -> Iterator[nn.Module]:
     """What can be called of a part: itself, and what its other methods call, which are its children."""
     yield module
     for child in module.children():
         if isinstance(child, CONTAINERS):
-            yield from (entry for entry in _entries(child) if entry is not child)
+            yield from (entry for entry in _find_entries(child) if entry is not child)
         else:
             yield child

@@ -31,7 +31,7 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.b
 """What autocast is set to; under fp8 everything but the swapped Linear layers runs in bf16."""
 
 
-def autocast_dtype(precision: str) -> torch.dtype | None:
+def get_autocast_dtype(precision: str) -> torch.dtype | None:
     """None where autocast is off."""
     return AUTOCAST_DTYPES.get(precision.removesuffix("-true"))
 
@@ -63,7 +63,7 @@ def _backend(plan: Plan) -> contextlib.AbstractContextManager[None]:
     return _native_backend(plan, mode)
 
 
-def device_type(plan: Plan) -> str:
+def get_device_type(plan: Plan) -> str:
     """`cuda`, `cpu`, ...: how autocast names the plan's device."""
     if not plan.device:
         raise PrecisionError(
@@ -74,10 +74,10 @@ def device_type(plan: Plan) -> str:
 
 
 def _autocast(plan: Plan) -> torch.autocast:
-    dtype = autocast_dtype(plan.granted)
+    dtype = get_autocast_dtype(plan.granted)
     if dtype is None:
-        return torch.autocast(device_type(plan), enabled=False)
-    return torch.autocast(device_type(plan), dtype=dtype)
+        return torch.autocast(get_device_type(plan), enabled=False)
+    return torch.autocast(get_device_type(plan), dtype=dtype)
 
 
 @contextlib.contextmanager
@@ -90,7 +90,7 @@ def _native_backend(plan: Plan, mode: Fp32Mode) -> Iterator[None]:
 @contextlib.contextmanager
 def _simulated_backend(plan: Plan) -> Iterator[None]:
     # The lists are needed in backward too: activation checkpointing runs forward again there, under its own autocast.
-    with fp32_mode("ieee"), simulated_kernels(tf32=plan.compute == "tf32"), cuda_op_lists(device_type(plan)):
+    with fp32_mode("ieee"), simulated_kernels(tf32=plan.compute == "tf32"), cuda_op_lists(get_device_type(plan)):
         yield
 
 
@@ -121,7 +121,7 @@ def _check_compiled_region(mode: Fp32Mode, simulated: bool) -> None:
 TILE = 128
 OTHERS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
-by_torch = torch._C._nn.scaled_dot_product_attention  # in F somebody else's may stand by now
+torch_attention = torch._C._nn.scaled_dot_product_attention  # in F somebody else's may stand by now
 
 _switching = threading.RLock()
 """Kernels are switched for the whole process: of two threads the second would take the first one's choice for what
@@ -130,7 +130,7 @@ _num_inside = 0
 
 
 @functools.cache
-def is_at_fault(device: str) -> bool:
+def has_cudnn_fault(device: str) -> bool:
     """Whether cuDNN on this device has the fault."""
     if not torch.cuda.is_available() or torch.version.hip or not device.startswith("cuda"):
         return False
@@ -155,46 +155,46 @@ def has_bad_shape(query: Any, key: Any, *, is_causal: bool) -> bool:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def allowed() -> list[SDPBackend]:
+def list_allowed_kernels() -> list[SDPBackend]:
     """Kernels that may run instead: those that the user's own `sdpa_kernel` leaves."""
     flags = torch.backends.cuda
     enabled = (flags.flash_sdp_enabled(), flags.mem_efficient_sdp_enabled(), flags.math_sdp_enabled())
     return [kernel for kernel, is_on in zip(OTHERS, enabled, strict=True) if is_on]
 
 
-def attention(*arguments: Any, **options: Any) -> Tensor:
+def run_attention(*arguments: Any, **options: Any) -> Tensor:
     """torch's, by another kernel than cuDNN's where that one fails; not where nothing else is allowed."""
     query = arguments[0] if arguments else options.get("query")
     key = arguments[1] if len(arguments) > 1 else options.get("key")
     is_causal = arguments[5] if len(arguments) > 5 else options.get("is_causal", False)
-    kernels = allowed() if has_bad_shape(query, key, is_causal=is_causal) else []
+    kernels = list_allowed_kernels() if has_bad_shape(query, key, is_causal=is_causal) else []
     if not kernels:
-        return by_torch(*arguments, **options)
+        return torch_attention(*arguments, **options)
     # Compiled code is switched while it is traced, and has its kernel from then on.
     alone = contextlib.nullcontext() if torch.compiler.is_compiling() else _switching
     with alone, sdpa_kernel(kernels):
-        return by_torch(*arguments, **options)
+        return torch_attention(*arguments, **options)
 
 
 @contextlib.contextmanager
 def sound_attention(device: str) -> Iterator[None]:
     """`F.scaled_dot_product_attention` is the one above inside, where the device needs it. A name imported from torch
     before keeps torch's own; its NaN is a bad step then, which the guard drops."""
-    if not is_at_fault(device):
+    if not has_cudnn_fault(device):
         yield
         return
-    _enter(1)
+    _count_entry(1)
     try:
         yield
     finally:
-        _enter(-1)
+        _count_entry(-1)
 
 
-def _enter(num: int) -> None:
+def _count_entry(num: int) -> None:
     """Threads come and go in any order; what the user has set there stays."""
     global _num_inside
     with _switching:
         _num_inside += num
-        now, wanted = (by_torch, attention) if _num_inside else (attention, by_torch)
+        now, wanted = (torch_attention, run_attention) if _num_inside else (run_attention, torch_attention)
         if F.scaled_dot_product_attention is now:
             F.scaled_dot_product_attention = wanted

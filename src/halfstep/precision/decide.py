@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from halfstep.config.precision_names import precision_name
+from halfstep.config.precision_names import normalise_precision
 from halfstep.errors import PrecisionError
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.probe import probe
-from halfstep.precision.ladder import Grant, grant, lacks
-from halfstep.precision.plan import ROOT, WHOLE_MODEL, Plan, Row
+from halfstep.precision.ladder import Grant, explain_lack, grant
+from halfstep.precision.plan import ROOT, WHOLE_MODEL, Plan, PlanRow
 
 if TYPE_CHECKING:
     import torch
@@ -35,16 +35,18 @@ def decide(
 ) -> Plan:
     """Choose what runs. `fragile` names islands with their reasons: `"loss: Dice sums"`.
 
-    `fp8_gains` is what fp8 was measured to gain by layer (`fp8_pays.measured_gains`); `force` runs it all the same.
+    `fp8_gains` is what fp8 was measured to gain by layer (`fp8.measure_layer_gains`); `force` runs it all the same.
     `frozen` are parts that the model uses and does not hold, by name; `modules` may name them too.
     """
     if not isinstance(request, str):
         modules = {**request.modules, **(modules or {})}
         strict, simulate, force = strict or request.strict, simulate or request.simulate, force or request.force
         request = request.default
-    default = grant(precision_name(request), hardware, strict=strict, simulate=simulate)
+    default = grant(normalise_precision(request), hardware, strict=strict, simulate=simulate)
     parts = {
-        pattern: _for_part(pattern, grant(precision_name(asked), hardware, strict=strict, simulate=simulate), default)
+        pattern: _restrict_tf32(
+            pattern, grant(normalise_precision(asked), hardware, strict=strict, simulate=simulate), default
+        )
         for pattern, asked in (modules or {}).items()
     }
     grants = (default, *parts.values())
@@ -57,19 +59,19 @@ def decide(
         device_name=hardware.name,
         simulated=any(answer.simulated for answer in grants),
         rows=(
-            *_rows(model, default, parts, hardware, fp8_gains or {}, force=force, frozen=tuple(frozen or ())),
-            *map(_island, fragile),
+            *_make_rows(model, default, parts, hardware, fp8_gains or {}, force=force, frozen=tuple(frozen or ())),
+            *map(_make_island_row, fragile),
         ),
         frozen=used,
         warnings=tuple(dict.fromkeys(answer.warning for answer in grants if answer.warning)),
     )
-    plan = _with_recurrent_warning(plan, model)
+    plan = _warn_of_recurrent(plan, model)
     if model is not None and any(answer.compute == "fp8" for answer in grants):
-        return _checked_fp8(plan, model, strict=strict)
+        return _check_fp8(plan, model, strict=strict)
     return plan
 
 
-def why_simulated(request: PrecisionConfig, hardware: Hardware) -> str:
+def explain_simulation(request: PrecisionConfig, hardware: Hardware) -> str:
     """Say why a row of `compare` or `bench` simulates the precision it is named after; empty if the device has it.
 
     One rule for all commands: `strict` refuses a format that the device lacks. Without it, training goes down the
@@ -79,7 +81,7 @@ def why_simulated(request: PrecisionConfig, hardware: Hardware) -> str:
         return ""
     unmeasured = dataclasses.replace(hardware, measurements=())  # training does not measure either
     asked = (request.default, *request.modules.values())
-    return next(filter(None, (lacks(name, unmeasured) for name in asked if name != "auto")), "")
+    return next(filter(None, (explain_lack(name, unmeasured) for name in asked if name != "auto")), "")
 
 
 def decide_again(
@@ -99,17 +101,17 @@ def decide_again(
 
 def _split_frozen(
     frozen: Mapping[str, torch.nn.Module], default: Grant, parts: dict[str, Grant]
-) -> tuple[tuple[Row, ...], dict[str, Grant]]:
+) -> tuple[tuple[PlanRow, ...], dict[str, Grant]]:
     """Rows of the frozen parts, and the patterns that are left for the model."""
     if not frozen:
         return (), parts
-    from halfstep.precision.rows import frozen_rows, is_of_frozen
+    from halfstep.precision.rows import make_frozen_rows, names_frozen_part
 
-    theirs = {pattern: part for pattern, part in parts.items() if is_of_frozen(pattern, frozen)}
-    return tuple(frozen_rows(frozen, default, theirs)), {p: part for p, part in parts.items() if p not in theirs}
+    theirs = {pattern: part for pattern, part in parts.items() if names_frozen_part(pattern, frozen)}
+    return tuple(make_frozen_rows(frozen, default, theirs)), {p: part for p, part in parts.items() if p not in theirs}
 
 
-def _with_recurrent_warning(plan: Plan, model: torch.nn.Module | None) -> Plan:
+def _warn_of_recurrent(plan: Plan, model: torch.nn.Module | None) -> Plan:
     """torch's autocast runs cuDNN's recurrent layers in fp16 although bf16 was declared: never in silence."""
     if model is None or not plan.on_cuda or plan.simulated:
         return plan
@@ -126,19 +128,19 @@ def _with_recurrent_warning(plan: Plan, model: torch.nn.Module | None) -> Plan:
     return dataclasses.replace(plan, warnings=(*plan.warnings, warning))
 
 
-def _checked_fp8(plan: Plan, model: torch.nn.Module, *, strict: bool) -> Plan:
+def _check_fp8(plan: Plan, model: torch.nn.Module, *, strict: bool) -> Plan:
     """fp8 in which no layer runs fp8 is bf16, and says so."""
-    from halfstep.precision.fp8 import takes_fp8, without_fp8
+    from halfstep.precision.fp8 import can_take_fp8, fall_back_to_bf16
 
     if any(row.compute == "fp8" for row in plan.rows):
         return plan
-    if any(map(takes_fp8, model.modules())):
-        return without_fp8(plan, f"no layer of {type(model).__name__} takes fp8 and gains by it", strict=strict)
+    if any(map(can_take_fp8, model.modules())):
+        return fall_back_to_bf16(plan, f"no layer of {type(model).__name__} takes fp8 and gains by it", strict=strict)
     why = f"{type(model).__name__} has no layer that can take fp8"
-    return without_fp8(plan, why, strict=strict, forcible=False)
+    return fall_back_to_bf16(plan, why, strict=strict, forcible=False)
 
 
-def _for_part(pattern: str, part: Grant, default: Grant) -> Grant:
+def _restrict_tf32(pattern: str, part: Grant, default: Grant) -> Grant:
     """TF32 is one switch for forward and backward of the whole process, so a part cannot have its own."""
     if part.compute == "fp32" and default.compute == "tf32":
         raise PrecisionError(
@@ -152,7 +154,7 @@ def _for_part(pattern: str, part: Grant, default: Grant) -> Grant:
     return part
 
 
-def _rows(
+def _make_rows(
     model: torch.nn.Module | None,
     default: Grant,
     parts: Mapping[str, Grant],
@@ -161,23 +163,23 @@ def _rows(
     *,
     force: bool,
     frozen: tuple[str, ...],
-) -> list[Row]:
+) -> list[PlanRow]:
     if model is not None:
         from halfstep.precision.fp8 import Fp8Layers  # torch is needed only once there is a model
-        from halfstep.precision.rows import rows_of
+        from halfstep.precision.rows import make_rows
 
         fp8 = Fp8Layers(gains=gains, force=force)
         cuda_lists = default.simulated or hardware.kind != "cpu"
-        return rows_of(model, default, parts, cuda_lists=cuda_lists, fp8=fp8, frozen=frozen)
-    whole = Row(module=WHOLE_MODEL, storage=default.storage, compute=default.compute, reason="the default")
+        return make_rows(model, default, parts, cuda_lists=cuda_lists, fp8=fp8, frozen=frozen)
+    whole = PlanRow(module=WHOLE_MODEL, storage=default.storage, compute=default.compute, reason="the default")
     return [whole, *(
-        Row(module=pattern, storage=part.storage, compute=part.compute, kind="module", precision=part.precision,
+        PlanRow(module=pattern, storage=part.storage, compute=part.compute, kind="module", precision=part.precision,
             reason=part.reason if part.warning else f"asked for {part.asked}")
         for pattern, part in parts.items()
     )]  # fmt: skip
 
 
-def _island(text: str) -> Row:
+def _make_island_row(text: str) -> PlanRow:
     name, _, reason = text.partition(":")
     reason = reason.strip() or "fragile in low precision"
-    return Row(module=name.strip(), storage="-", compute="fp32", reason=reason, kind="island")
+    return PlanRow(module=name.strip(), storage="-", compute="fp32", reason=reason, kind="island")

@@ -27,11 +27,11 @@ from torch.nn import functional as F
 from halfstep.errors import HardwareError
 from halfstep.formats import FP8_E4M3, FP8_E5M2, Format
 from halfstep.hardware.facts import Hardware
-from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, gains_once, in_float8
+from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, convert_to_float8, measure_gains_once
 from halfstep.islands import fp32_island
-from halfstep.precision.ladder import lacks
-from halfstep.precision.parts import Part, original_class
-from halfstep.precision.row import Row
+from halfstep.precision.ladder import explain_lack
+from halfstep.precision.row import PlanRow
+from halfstep.precision.swapped import SwappedModule, find_original_class
 
 if TYPE_CHECKING:
     from halfstep.precision.plan import Plan  # which is applied by rows that this file judges
@@ -46,7 +46,7 @@ the weight, and the number of tokens, which is the inner dimension of the weight
 SMALLEST_AMAX = 1e-12  # below this an operand counts as all zeros: its scale stays finite (torchao uses the same bound)
 
 
-class InFp8(Part):
+class InFp8(SwappedModule):
     """A Linear layer with the numerics of fp8; bias and result are bf16."""
 
     in_features: int
@@ -54,7 +54,7 @@ class InFp8(Part):
     bias: nn.Parameter | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _by_tokens(self._product, input, self.in_features)
+        return _apply_to_tokens(self._product, input, self.in_features)
 
     def _product(self, tokens: torch.Tensor) -> torch.Tensor:
         # bf16 first: that is what autocast hands to a Linear layer
@@ -62,7 +62,7 @@ class InFp8(Part):
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
-class InTorchaoFp8(Part):
+class InTorchaoFp8(SwappedModule):
     """A Linear layer that computes as torchao's fp8 layer does; it has what that class's forward asks for."""
 
     in_features: int
@@ -71,7 +71,7 @@ class InTorchaoFp8(Part):
     linear_mm_config: ClassVar[Any]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _by_tokens(self._product, input, self.in_features)
+        return _apply_to_tokens(self._product, input, self.in_features)
 
     def _product(self, tokens: torch.Tensor) -> torch.Tensor:
         # Autocast is off inside because torchao would ask for its dtype by a deprecated name; the cast is done here.
@@ -80,9 +80,9 @@ class InTorchaoFp8(Part):
         return output
 
 
-def torchao_settings(*, emulate: bool = False) -> dict[str, Any]:
+def read_torchao_settings(*, emulate: bool = False) -> dict[str, Any]:
     """What `InTorchaoFp8` needs to know, from a layer that torchao made."""
-    layer = in_float8(nn.Linear(16, 16, device="meta"), emulate=emulate)
+    layer = convert_to_float8(nn.Linear(16, 16, device="meta"), emulate=emulate)
     return {"layer_class": type(layer), "config": layer.config, "linear_mm_config": layer.linear_mm_config}
 
 
@@ -92,26 +92,26 @@ class Fp8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(tokens, weight)
-        return fp8_matmul(cast(tokens, FP8_E4M3), cast(weight, FP8_E4M3))
+        return multiply_fp8(cast_to_fp8(tokens, FP8_E4M3), cast_to_fp8(weight, FP8_E4M3))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         tokens, weight = ctx.saved_tensors
-        grad_output, scale = cast(grads[0], FP8_E5M2)
+        grad_output, scale = cast_to_fp8(grads[0], FP8_E5M2)
         grad_tokens = grad_weight = None
         if ctx.needs_input_grad[0]:
-            weight_t = _transposed(cast(weight, FP8_E4M3))
-            grad_tokens = fp8_matmul((grad_output, scale), weight_t).to(tokens.dtype)
+            weight_t = _transpose(cast_to_fp8(weight, FP8_E4M3))
+            grad_tokens = multiply_fp8((grad_output, scale), weight_t).to(tokens.dtype)
         if ctx.needs_input_grad[1]:
-            tokens_t = _transposed(cast(tokens, FP8_E4M3))
-            grad_weight = fp8_matmul((grad_output.t(), scale), tokens_t).to(weight.dtype)
+            tokens_t = _transpose(cast_to_fp8(tokens, FP8_E4M3))
+            grad_weight = multiply_fp8((grad_output.t(), scale), tokens_t).to(weight.dtype)
         return grad_tokens, grad_weight
 
 
 Scaled = tuple[torch.Tensor, torch.Tensor]  # fp8 values, and the fp32 factor that gives the real ones back
 
 
-def cast(tensor: torch.Tensor, fmt: Format) -> Scaled:
+def cast_to_fp8(tensor: torch.Tensor, fmt: Format) -> Scaled:
     """Scale to the format's range and cast, saturating: rounding of the scaled maximum must not overflow."""
     values = tensor.float()
     factor = fmt.largest / values.abs().amax().clamp(min=SMALLEST_AMAX)
@@ -119,18 +119,18 @@ def cast(tensor: torch.Tensor, fmt: Format) -> Scaled:
     return scaled.to(FP8_DTYPES[fmt.name]), factor.reciprocal()
 
 
-def fp8_matmul(left: Scaled, right: Scaled) -> torch.Tensor:
+def multiply_fp8(left: Scaled, right: Scaled) -> torch.Tensor:
     """left @ right.T of fp8 values, multiplied and summed in fp32, in bf16."""
     (a, scale_a), (b, scale_b) = left, right
     with fp32_island():
         return ((a.float() @ b.float().t()) * (scale_a * scale_b)).to(torch.bfloat16)
 
 
-def _transposed(operand: Scaled) -> Scaled:
+def _transpose(operand: Scaled) -> Scaled:
     return operand[0].t(), operand[1]
 
 
-def _by_tokens(product: Callable[[torch.Tensor], torch.Tensor], input: torch.Tensor, width: int) -> torch.Tensor:
+def _apply_to_tokens(product: Callable[[torch.Tensor], torch.Tensor], input: torch.Tensor, width: int) -> torch.Tensor:
     """A product of rows for any leading shape, in a multiple of rows: zero rows add nothing to any of the three."""
     tokens = input.reshape(-1, width)
     missing = -tokens.shape[0] % MULTIPLE
@@ -154,7 +154,7 @@ class Fp8Layers:
 
     def compute_and_reason(self, name: str, module: nn.Module, *, is_edge: bool, reason: str) -> tuple[str, str]:
         """What a module computes in where fp8 was granted, and why."""
-        if not takes_fp8(module):
+        if not can_take_fp8(module):
             return "bf16", f"fp8 takes plain Linear layers with sides divisible by {MULTIPLE}"
         gain = self.gains.get(name)
         if self.force:
@@ -166,14 +166,14 @@ class Fp8Layers:
         return ("fp8" if gain.ratio >= MIN_GAIN else "bf16"), f"measured {gain}"
 
 
-def takes_fp8(module: nn.Module) -> bool:
+def can_take_fp8(module: nn.Module) -> bool:
     """Linear layers whose sides the fp8 matmul can take; a subclass may compute otherwise, so it is left alone."""
-    if not isinstance(module, nn.Linear) or original_class(module) is not nn.Linear:
+    if not isinstance(module, nn.Linear) or find_original_class(module) is not nn.Linear:
         return False
     return module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
 
 
-def edge_layers(model: nn.Module) -> set[str]:
+def find_edge_layers(model: nn.Module) -> set[str]:
     """Names of the first and the last module with a matrix or a kernel of its own."""
     layers = [
         name
@@ -183,26 +183,26 @@ def edge_layers(model: nn.Module) -> set[str]:
     return {layers[0], layers[-1]} if len(layers) >= FEWEST_LAYERS else set()
 
 
-def measured_gains(
+def measure_layer_gains(
     model: nn.Module,
     forward: Callable[[], object],
     hardware: Hardware,
     directory: Path,
     *,
-    measure: Callable[..., dict[LayerShape, Fp8Gain]] = gains_once,
+    measure: Callable[..., dict[LayerShape, Fp8Gain]] = measure_gains_once,
 ) -> dict[str, Fp8Gain]:
     """Gain of every layer that can take fp8, by name; empty where the device has no fp8.
 
     `forward` calls the model on one micro-batch that it makes itself; it runs on fake tensors, to learn the shapes.
     """
-    if lacks("fp8", hardware):
+    if explain_lack("fp8", hardware):
         return {}
-    shapes = layer_shapes(model, forward)
+    shapes = find_layer_shapes(model, forward)
     gains = measure(shapes.values(), hardware, directory) if shapes else {}
     return {name: gains[shape] for name, shape in shapes.items()}
 
 
-def layer_shapes(model: nn.Module, forward: Callable[[], object]) -> dict[str, LayerShape]:
+def find_layer_shapes(model: nn.Module, forward: Callable[[], object]) -> dict[str, LayerShape]:
     """Shape of every layer that can take fp8 and is called in a forward pass; nothing is computed or changed."""
     shapes: dict[str, LayerShape] = {}
 
@@ -213,7 +213,7 @@ def layer_shapes(model: nn.Module, forward: Callable[[], object]) -> dict[str, L
 
         return note
 
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and takes_fp8(m)}
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and can_take_fp8(m)}
     hooks = [layer.register_forward_pre_hook(watch(name, layer)) for name, layer in layers.items()]
     training = {module: module.training for module in model.modules()}
     try:
@@ -228,7 +228,7 @@ def layer_shapes(model: nn.Module, forward: Callable[[], object]) -> dict[str, L
     return shapes
 
 
-def after_whole_steps(plan: Plan, *, fp8_ms: float, bf16_ms: float, strict: bool = False) -> Plan:
+def judge_whole_steps(plan: Plan, *, fp8_ms: float, bf16_ms: float, strict: bool = False) -> Plan:
     """An fp8 plan after whole steps were timed both ways: one that is slower as a whole goes back to bf16.
 
     Layers can gain while the step loses: a bf16 layer fuses with its neighbours.
@@ -236,10 +236,10 @@ def after_whole_steps(plan: Plan, *, fp8_ms: float, bf16_ms: float, strict: bool
     times = f"a step takes {fp8_ms:.1f} ms in fp8 and {bf16_ms:.1f} ms in bf16"
     if fp8_ms < bf16_ms:
         return dataclasses.replace(plan, reason=f"{plan.reason}; {times}")
-    return without_fp8(plan, times, strict=strict)
+    return fall_back_to_bf16(plan, times, strict=strict)
 
 
-def without_fp8(plan: Plan, why: str, *, strict: bool = False, forcible: bool = True) -> Plan:
+def fall_back_to_bf16(plan: Plan, why: str, *, strict: bool = False, forcible: bool = True) -> Plan:
     """The same plan in bf16, with a warning; under `strict` an error. `forcible`: whether any layer could run fp8."""
     if strict:
         raise HardwareError(
@@ -251,12 +251,12 @@ def without_fp8(plan: Plan, why: str, *, strict: bool = False, forcible: bool = 
     warning = f"fp8 asked for, running bf16: {why}"
     warning += " (precision.force=true, in hs.Step force=True, runs fp8 all the same)" if forcible else ""
     granted, reason = ("bf16", why) if plan.granted == "fp8" else (plan.granted, plan.reason)
-    rows = tuple(_in_bf16(row, why) for row in plan.rows)
+    rows = tuple(_move_to_bf16(row, why) for row in plan.rows)
     warnings = tuple(dict.fromkeys((*plan.warnings, warning)))
     return dataclasses.replace(plan, granted=granted, reason=reason, rows=rows, warnings=warnings)
 
 
-def _in_bf16(row: Row, why: str) -> Row:
+def _move_to_bf16(row: PlanRow, why: str) -> PlanRow:
     if row.compute != "fp8":
         return row
     precision = "bf16" if row.precision else ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfstep.errors import HardwareError
-from halfstep.hardware.describe import times
+from halfstep.hardware.describe import format_speedup
 from halfstep.hardware.facts import Hardware
 
 LADDER = ("fp8", "bf16", "fp16", "tf32", "fp32")
@@ -54,16 +54,16 @@ class Grant:
 
 def grant(asked: str, hardware: Hardware, *, strict: bool = False, simulate: bool = False) -> Grant:
     if simulate and asked != "fp32":
-        return _simulated(asked, hardware)
+        return _grant_simulated(asked, hardware)
     if asked == "auto":
-        return _fastest(hardware)
-    missing = lacks(asked, hardware)
+        return _grant_fastest(hardware)
+    missing = explain_lack(asked, hardware)
     if not missing:
-        return Grant(asked=asked, precision=asked, reason=_in_favour(asked, hardware))
+        return Grant(asked=asked, precision=asked, reason=_argue_for(asked, hardware))
     return _step_down(asked, hardware, missing, strict=strict)
 
 
-def lacks(precision: str, hardware: Hardware) -> str:
+def explain_lack(precision: str, hardware: Hardware) -> str:
     """Why the device should not run this precision; empty when it should."""
     if precision == "fp32":
         return ""
@@ -75,17 +75,19 @@ def lacks(precision: str, hardware: Hardware) -> str:
             return f"{hardware.name} only emulates {name}"
     speed = hardware.speedup(formats[0])
     if speed is not None and speed <= 1.0:
-        return f"{precision} is not faster than fp32 on {hardware.name} ({_times(formats[0], hardware)})"
+        return f"{precision} is not faster than fp32 on {hardware.name} ({_describe_speed(formats[0], hardware)})"
     if speed is None and precision == "fp16" and hardware.kind == "cpu":
         # Most CPUs that list fp16 run it in scalar code; without a measurement that is a trap.
         return f"fp16 on a CPU counts only when measured, and it was not on {hardware.name}"
     return ""
 
 
-def _fastest(hardware: Hardware) -> Grant:
-    here = [rung for rung in AUTO_RUNGS if not lacks(rung, hardware)]
+def _grant_fastest(hardware: Hardware) -> Grant:
+    here = [rung for rung in AUTO_RUNGS if not explain_lack(rung, hardware)]
     if hardware.kind == "cpu" and "bf16" not in here:
-        reason = f"{lacks('bf16', hardware)}; fp32 is the fastest here, and simulate gives the numerics of any format"
+        reason = (
+            f"{explain_lack('bf16', hardware)}; fp32 is the fastest here, and simulate gives the numerics of any format"
+        )
         return Grant(asked="auto", precision="fp32", reason=reason)
     speeds = {rung: hardware.speedup(rung) for rung in here}
     known = {rung: speed for rung, speed in speeds.items() if speed is not None}
@@ -95,13 +97,13 @@ def _fastest(hardware: Hardware) -> Grant:
         best = max(known, key=lambda rung: known[rung])
         if "bf16" in known and known[best] < TIE * known["bf16"]:
             best = "bf16"
-    why_not_bf16 = "" if best == "bf16" else f"; not bf16: {lacks('bf16', hardware) or 'slower here'}"
-    return Grant(asked="auto", precision=best, reason=_in_favour(best, hardware) + why_not_bf16)
+    why_not_bf16 = "" if best == "bf16" else f"; not bf16: {explain_lack('bf16', hardware) or 'slower here'}"
+    return Grant(asked="auto", precision=best, reason=_argue_for(best, hardware) + why_not_bf16)
 
 
 def _step_down(asked: str, hardware: Hardware, missing: str, *, strict: bool) -> Grant:
     start = LADDER.index(asked.removesuffix("-true")) + 1
-    granted = next(rung for rung in LADDER[start:] if not lacks(rung, hardware))
+    granted = next(rung for rung in LADDER[start:] if not explain_lack(rung, hardware))
     if strict:
         raise HardwareError(
             f"{asked} asked for, but {missing}",
@@ -113,7 +115,7 @@ def _step_down(asked: str, hardware: Hardware, missing: str, *, strict: bool) ->
     return Grant(asked=asked, precision=granted, reason=f"{missing}; {granted} is the next rung down", warning=warning)
 
 
-def _simulated(asked: str, hardware: Hardware) -> Grant:
+def _grant_simulated(asked: str, hardware: Hardware) -> Grant:
     if asked == "auto":
         reason = f"numerics of bf16, what auto takes on a current GPU, simulated on {hardware.name}"
         return Grant(asked=asked, precision="bf16", reason=reason, simulated=True)
@@ -121,29 +123,29 @@ def _simulated(asked: str, hardware: Hardware) -> Grant:
     return Grant(asked=asked, precision=asked, reason=reason, simulated=True)
 
 
-def _in_favour(precision: str, hardware: Hardware) -> str:
+def _argue_for(precision: str, hardware: Hardware) -> str:
     if precision == "fp32":
-        return _strict_fp32(hardware)
-    speed = _times(FORMATS_OF[precision][0], hardware)
+        return _describe_strict_fp32(hardware)
+    speed = _describe_speed(FORMATS_OF[precision][0], hardware)
     return f"native on {hardware.name}, {speed}" if speed else f"native on {hardware.name}, speed not measured"
 
 
-def _strict_fp32(hardware: Hardware) -> str:
+def _describe_strict_fp32(hardware: Hardware) -> str:
     reason = "strict fp32: TF32 off in matmul, convolution and RNN"
     tf32 = hardware.speedup("tf32")
     if hardware.has("tf32") == "native" and tf32 is not None and tf32 > 1:
-        reason += f"; tf32 would be {tf32:.1f}x as fast ({_origin('tf32', hardware)})"
+        reason += f"; tf32 would be {tf32:.1f}x as fast ({_name_origin('tf32', hardware)})"
     return reason
 
 
-def _times(format_name: str, hardware: Hardware) -> str:
+def _describe_speed(format_name: str, hardware: Hardware) -> str:
     speed = hardware.speedup(format_name)
     if speed is None:
         return ""
     is_mean = {"matmul", "conv_nchw"} <= {m.op for m in hardware.measurements if m.format == format_name}
     over = " over matmul and convolution" if is_mean else ""
-    return f"{_origin(format_name, hardware)} {times(speed)}x fp32{over}"
+    return f"{_name_origin(format_name, hardware)} {format_speedup(speed)}x fp32{over}"
 
 
-def _origin(format_name: str, hardware: Hardware) -> str:
+def _name_origin(format_name: str, hardware: Hardware) -> str:
     return "measured" if any(m.format == format_name for m in hardware.measurements) else "published"

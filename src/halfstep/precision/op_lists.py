@@ -103,38 +103,38 @@ def cuda_op_lists(device_type: str) -> Iterator[None]:
 def _override(device_type: str) -> torch.library.Library:
     _use_up_override_notice()
     library = torch.library.Library("aten", "IMPL")
-    for name, kernel in _kernels(device_type).items():
+    for name, kernel in _make_kernels(device_type).items():
         library.impl(name, kernel, KEYS[device_type])
     if device_type == "cpu":
         for name in RECURRENT:
-            library.impl(name, in_parts(_overload(name)), "AutogradCPU")
+            library.impl(name, make_decomposed(_find_overload(name)), "AutogradCPU")
     return library
 
 
 @functools.cache
-def _kernels(device_type: str) -> dict[str, Kernel]:
+def _make_kernels(device_type: str) -> dict[str, Kernel]:
     """What must be overridden: entries of CUDA's lists that the device has not, or has otherwise."""
     key = KEYS[device_type]
-    own = {name for name in _aten_names() if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)}
+    own = {name for name in _list_aten_names() if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)}
     casts = [
-        (name, _casting(lambda _, device: torch.get_autocast_dtype(device)))
+        (name, _make_casting(lambda _, device: torch.get_autocast_dtype(device)))
         for name in (*LOWER, *RECURRENT)
         if name not in own
     ]
-    casts += [(name, _casting(lambda *_: torch.float32)) for name in FP32 if name not in own]
-    casts += [(name, _casting(_widest)) for name in PROMOTE]
-    casts += [(name, _naming_fp32) for name in FP32_BY_DTYPE] + [(name, _refusing) for name in BANNED]
-    kernels = {name: make(_overload(name), device_type) for name, make in casts}
+    casts += [(name, _make_casting(lambda *_: torch.float32)) for name in FP32 if name not in own]
+    casts += [(name, _make_casting(_choose_widest)) for name in PROMOTE]
+    casts += [(name, _make_fp32_by_dtype) for name in FP32_BY_DTYPE] + [(name, _make_refusing) for name in BANNED]
+    kernels = {name: make(_find_overload(name), device_type) for name, make in casts}
     unlisted = own - set(kernels) - {*LOWER, *FP32, *KEPT}
     return kernels | dict.fromkeys(unlisted, torch.library.fallthrough_kernel)
 
 
-def _aten_names() -> list[str]:
+def _list_aten_names() -> list[str]:
     names = torch._C._dispatch_get_all_op_names()
     return [name.removeprefix("aten::") for name in names if name.startswith("aten::")]
 
 
-def _overload(name: str) -> Any:
+def _find_overload(name: str) -> Any:
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
@@ -148,12 +148,12 @@ def _is_eligible(value: Any, device_type: str) -> bool:
     )
 
 
-def _widest(arguments: list[Any], device_type: str) -> torch.dtype:
+def _choose_widest(arguments: list[Any], device_type: str) -> torch.dtype:
     is_wide = any(value.dtype == torch.float32 for value in arguments if _is_eligible(value, device_type))
     return torch.float32 if is_wide else torch.get_autocast_dtype(device_type)
 
 
-def _casting(choose: Callable[[list[Any], str], torch.dtype]) -> Callable[[Any, str], Kernel]:
+def _make_casting(choose: Callable[[list[Any], str], torch.dtype]) -> Callable[[Any, str], Kernel]:
     """Kernels that cast their floating inputs to the format chosen, then run without autocast."""
 
     def make(op: Any, device_type: str) -> Kernel:
@@ -170,7 +170,7 @@ def _casting(choose: Callable[[list[Any], str], torch.dtype]) -> Callable[[Any, 
     return make
 
 
-def _naming_fp32(op: Any, device_type: str) -> Kernel:
+def _make_fp32_by_dtype(op: Any, device_type: str) -> Kernel:
     """Kernels with a dtype argument: fp32 unless the caller named one."""
     position = next(index for index, argument in enumerate(op._schema.arguments) if argument.name == "dtype")
 
@@ -184,7 +184,7 @@ def _naming_fp32(op: Any, device_type: str) -> Kernel:
     return kernel
 
 
-def _refusing(op: Any, device_type: str) -> Kernel:
+def _make_refusing(op: Any, device_type: str) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
             f"{op} is unsafe to autocast, and CUDA autocast refuses it.\n"
@@ -226,7 +226,7 @@ def without_onednn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(before)
 
 
-def in_parts(op: Any) -> Callable[..., Any]:
+def make_decomposed(op: Any) -> Callable[..., Any]:
     """The layer as its decomposition, each part of which autograd and the simulated kernels see."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from halfstep.disk import parse_json
 from halfstep.errors import PrecisionError
-from halfstep.precision.row import ROOT, WHOLE_MODEL, Gain, Row, RowKind
+from halfstep.precision.row import ROOT, WHOLE_MODEL, Gain, PlanRow, RowKind
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ROOT", "WHOLE_MODEL", "Plan", "Row", "RowKind", "folded", "render"]
+__all__ = ["ROOT", "WHOLE_MODEL", "Plan", "PlanRow", "RowKind", "fold_rows", "format_plan"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +29,8 @@ class Plan:
     device: str  # how torch names it; empty for hardware that is not here: such a plan prints but does not run
     device_name: str
     simulated: bool = False  # numerics of `granted` on hardware that lacks it: never a statement about speed
-    rows: tuple[Row, ...] = ()
-    frozen: tuple[Row, ...] = ()  # those of parts that the model uses and does not hold
+    rows: tuple[PlanRow, ...] = ()
+    frozen: tuple[PlanRow, ...] = ()  # those of parts that the model uses and does not hold
     warnings: tuple[str, ...] = ()  # what the user must see once: a fall down the ladder, an ignored wish
     mode: Literal["", "eager", "compile", "graph"] = ""  # how steps run, once that is chosen; empty before
     mode_reason: str = ""  # what was measured for it
@@ -84,7 +84,7 @@ class Plan:
         return apply(self, model)
 
     def __str__(self) -> str:
-        return render(self)
+        return format_plan(self)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2)
@@ -93,8 +93,8 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         try:
             fields = dict(parse_json(text))
-            rows = tuple(Row(**row) for row in fields.pop("rows"))
-            frozen = tuple(Row(**row) for row in fields.pop("frozen"))
+            rows = tuple(PlanRow(**row) for row in fields.pop("rows"))
+            frozen = tuple(PlanRow(**row) for row in fields.pop("frozen"))
             gains = tuple(Gain(**gain) for gain in fields.pop("gains"))
             lines = {name: tuple(fields[name]) for name in ("warnings", "memory_trials", "blocks")}
             return cls(**{**fields, **lines, "rows": rows, "frozen": frozen, "gains": gains})
@@ -103,15 +103,15 @@ class Plan:
             raise PrecisionError(f"this is not a stored plan: {error}", fix=fix) from error
 
 
-def folded(rows: tuple[Row, ...]) -> list[tuple[tuple[str, ...], Row]]:
+def fold_rows(rows: tuple[PlanRow, ...]) -> list[tuple[tuple[str, ...], PlanRow]]:
     """Rows that say the same, together: the names they speak for and one of them, in order of first appearance."""
-    groups: dict[tuple[str, ...], list[Row]] = {}
+    groups: dict[tuple[str, ...], list[PlanRow]] = {}
     for row in rows:
         groups.setdefault((row.kind, row.storage, row.compute, row.reason), []).append(row)
     return [(tuple(row.module for row in group), group[0]) for group in groups.values()]
 
 
-def render(plan: Plan) -> str:
+def format_plan(plan: Plan) -> str:
     """The plan as plain text: asked, granted, why; then the rows, equal ones folded; then the warnings."""
     granted = f"{plan.granted}, simulated (numerics only, never speed)" if plan.simulated else plan.granted
     lines = [
@@ -126,20 +126,20 @@ def render(plan: Plan) -> str:
         lines.append(f"memory     low: {plan.memory_reason}")
     lines += [f"           {line}" for line in plan.memory_trials]
     if plan.rows or plan.frozen:
-        rows = folded((*plan.rows, *plan.frozen))
-        body = [(_names(names), row.storage, row.compute, row.reason) for names, row in rows]
-        lines += ["", *aligned([("module", "storage", "compute", "why"), *body])]
+        rows = fold_rows((*plan.rows, *plan.frozen))
+        body = [(_format_names(names), row.storage, row.compute, row.reason) for names, row in rows]
+        lines += ["", *align_columns([("module", "storage", "compute", "why"), *body])]
     return "\n".join(lines + [f"warning: {warning}" for warning in plan.warnings])
 
 
-def _names(names: tuple[str, ...]) -> str:
+def _format_names(names: tuple[str, ...]) -> str:
     if len(names) == 1:
         return names[0]
     shown = textwrap.shorten(", ".join(names), width=40, placeholder=" …")
     return f"{len(names)} modules: {shown}"
 
 
-def aligned(rows: list[tuple[str, ...]]) -> list[str]:
+def align_columns(rows: list[tuple[str, ...]]) -> list[str]:
     """Lines of a table."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -12,7 +12,7 @@ ROOT = "(root)"  # name of the model itself, where it has weights of its own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class PlanRow:
     """One module: how its weights are stored, what it computes in, and why."""
 
     module: str

@@ -11,16 +11,16 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep.errors import PrecisionError, nearest
-from halfstep.precision.fp8 import Fp8Layers, edge_layers
+from halfstep.errors import PrecisionError, suggest_nearest
+from halfstep.precision.fp8 import Fp8Layers, find_edge_layers
 from halfstep.precision.ladder import Grant
-from halfstep.precision.row import ROOT, Row, RowKind
+from halfstep.precision.row import ROOT, PlanRow, RowKind
 
 UPCAST_BY_AUTOCAST = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 
 
-def rows_of(
+def make_rows(
     model: nn.Module,
     default: Grant,
     parts: Mapping[str, Grant],
@@ -28,26 +28,26 @@ def rows_of(
     cuda_lists: bool,
     fp8: Fp8Layers = Fp8Layers(),  # noqa: B008 frozen
     frozen: Iterable[str] = (),
-) -> list[Row]:
+) -> list[PlanRow]:
     """A row for every module with weights of its own, and for the outermost modules that a pattern names; `frozen` are
     parts besides the model that a pattern may have meant."""
-    edges = edge_layers(model)
-    grants = grants_by_module(model, default, parts, frozen)
+    edges = find_edge_layers(model)
+    grants = find_grants(model, default, parts, frozen)
     rows = []
     for name, module in model.named_modules():
         answer = grants[name]
-        is_boundary = answer is not default and grants.get(_parent(name)) is not answer
+        is_boundary = answer is not default and grants.get(_get_parent(name)) is not answer
         if is_boundary or has_own_weights(module):
-            row = _row(name, module, answer, is_part=answer is not default, cuda_lists=cuda_lists)
-            rows.append(_with_fp8(row, module, fp8, is_edge=name in edges and answer is default))
+            row = _make_row(name, module, answer, is_part=answer is not default, cuda_lists=cuda_lists)
+            rows.append(_apply_fp8(row, module, fp8, is_edge=name in edges and answer is default))
     return rows
 
 
-def grants_by_module(
+def find_grants(
     model: nn.Module, default: Grant, parts: Mapping[str, Grant], frozen: Iterable[str] = ()
 ) -> dict[str | None, Grant]:
     """The last pattern that matches a module's name decides; else its parent's grant holds."""
-    names = plain_names(model)
+    names = list_plain_names(model)
     for pattern in parts:
         if not any(_matches(name, plain, pattern) for name, plain in names.items()):
             depth = pattern.count(".")
@@ -55,12 +55,12 @@ def grants_by_module(
             none = "leave it out: the model has no parts, the default precision is all of it"
             raise PrecisionError(
                 f"precision.modules: {pattern!r} matches no module of {type(model).__name__}",
-                fix=nearest(pattern.removesuffix(".*"), known) if known else none,
+                fix=suggest_nearest(pattern.removesuffix(".*"), known) if known else none,
             )
     grants: dict[str | None, Grant] = {}
     for name, plain in names.items():
         own = [answer for pattern, answer in parts.items() if _matches(name, plain, pattern)]
-        grants[name] = own[-1] if own else grants.get(_parent(name), default)
+        grants[name] = own[-1] if own else grants.get(_get_parent(name), default)
     return grants
 
 
@@ -68,7 +68,7 @@ def _matches(name: str, plain: str, pattern: str) -> bool:
     return bool(plain) and (fnmatchcase(plain, pattern) or fnmatchcase(name, pattern))
 
 
-def plain_names(model: nn.Module) -> dict[str, str]:
+def list_plain_names(model: nn.Module) -> dict[str, str]:
     """By full name, parents first, without the `_orig_mod` and `module` that torch.compile and DDP put into the names
     of what they wrap: nobody has to write those."""
     modules, plain = dict(model.named_modules()), {"": ""}
@@ -84,16 +84,20 @@ def has_own_weights(module: nn.Module) -> bool:
     return any(True for _ in nn.Module.parameters(module, recurse=False))
 
 
-def _parent(name: str) -> str | None:
+def _get_parent(name: str) -> str | None:
     """Qualified name of the enclosing module; the root is "" and has no parent."""
     return name.rpartition(".")[0] if name else None
 
 
-def _row(name: str, module: nn.Module, answer: Grant, *, is_part: bool, cuda_lists: bool) -> Row:
+def _make_row(name: str, module: nn.Module, answer: Grant, *, is_part: bool, cuda_lists: bool) -> PlanRow:
     weights = list(module.parameters())
     is_frozen = bool(weights) and not any(weight.requires_grad for weight in weights)
     kind: RowKind = "default" if not is_part else "frozen" if is_frozen else "module"
-    storage, compute, reason = answer.storage, answer.compute, _reason(answer, is_part=is_part, is_frozen=is_frozen)
+    storage, compute, reason = (
+        answer.storage,
+        answer.compute,
+        _explain_row(answer, is_part=is_part, is_frozen=is_frozen),
+    )
     if isinstance(module, _NormBase) and storage != "fp32":
         storage, reason = "fp32", "running statistics in half would lose their updates"
     elif answer.is_mixed and cuda_lists and isinstance(module, UPCAST_BY_AUTOCAST):
@@ -101,10 +105,10 @@ def _row(name: str, module: nn.Module, answer: Grant, *, is_part: bool, cuda_lis
     elif answer.is_mixed and isinstance(module, LOOKUPS):
         compute, reason = storage, "a lookup, no arithmetic"
     precision = answer.precision if is_part else ""
-    return Row(module=name or ROOT, storage=storage, compute=compute, reason=reason, kind=kind, precision=precision)
+    return PlanRow(module=name or ROOT, storage=storage, compute=compute, reason=reason, kind=kind, precision=precision)
 
 
-def _with_fp8(row: Row, module: nn.Module, fp8: Fp8Layers, *, is_edge: bool) -> Row:
+def _apply_fp8(row: PlanRow, module: nn.Module, fp8: Fp8Layers, *, is_edge: bool) -> PlanRow:
     """A module of its own weights where fp8 was granted: in fp8 only where it can be and pays."""
     if row.compute != "fp8" or not has_own_weights(module):
         return row
@@ -113,7 +117,7 @@ def _with_fp8(row: Row, module: nn.Module, fp8: Fp8Layers, *, is_edge: bool) -> 
     return dataclasses.replace(row, compute=compute, reason=reason)
 
 
-def _reason(answer: Grant, *, is_part: bool, is_frozen: bool) -> str:
+def _explain_row(answer: Grant, *, is_part: bool, is_frozen: bool) -> str:
     if not is_part:
         return "the default" + (", frozen" if is_frozen else "")
     asked = answer.reason if answer.warning else f"asked for {answer.asked}"
@@ -128,29 +132,29 @@ def _reason(answer: Grant, *, is_part: bool, is_frozen: bool) -> str:
 CAST_BY_AUTOCAST = (nn.Linear, nn.Bilinear, _ConvNd, nn.MultiheadAttention)
 
 
-def is_of_frozen(pattern: str, frozen: Mapping[str, nn.Module]) -> bool:
+def names_frozen_part(pattern: str, frozen: Mapping[str, nn.Module]) -> bool:
     """Whether a pattern of `precision.modules` names a frozen part, or something in one."""
     return pattern.partition(".")[0] in frozen
 
 
-def frozen_rows(frozen: Mapping[str, nn.Module], default: Grant, parts: Mapping[str, Grant]) -> list[Row]:
+def make_frozen_rows(frozen: Mapping[str, nn.Module], default: Grant, parts: Mapping[str, Grant]) -> list[PlanRow]:
     """A row for every part, for what a pattern names in it, and for every module with weights of its own."""
     asked = {pattern.removesuffix(".*"): grant for pattern, grant in parts.items()}
     rows = []
     for name, part in frozen.items():
-        modules = dict(name_modules(name, part))
-        own = {pattern: grant for pattern, grant in asked.items() if is_of_frozen(pattern, {name: part})}
+        modules = dict(walk_modules(name, part))
+        own = {pattern: grant for pattern, grant in asked.items() if names_frozen_part(pattern, {name: part})}
         _refuse_unknown(own, modules, name)
         for full, module in modules.items():
-            pattern = next((known for known in _enclosing(full) if known in own), "")
+            pattern = next((known for known in _list_enclosing(full) if known in own), "")
             is_entry = full in (name, pattern)
             if is_entry or has_own_weights(module):
                 grant = own[pattern] if pattern else default
-                rows.append(_frozen_row(full, module, grant, is_asked=bool(pattern), is_entry=is_entry))
+                rows.append(_make_frozen_row(full, module, grant, is_asked=bool(pattern), is_entry=is_entry))
     return rows
 
 
-def _frozen_row(name: str, module: nn.Module, grant: Grant, *, is_asked: bool, is_entry: bool) -> Row:
+def _make_frozen_row(name: str, module: nn.Module, grant: Grant, *, is_asked: bool, is_entry: bool) -> PlanRow:
     if grant.compute == "fp8" and is_asked:
         fix = f"precision.modules: {{{name}: bf16}}"
         raise PrecisionError(f"the frozen part {name} cannot compute in fp8", fix=fix)
@@ -159,7 +163,7 @@ def _frozen_row(name: str, module: nn.Module, grant: Grant, *, is_asked: bool, i
     if grant.is_mixed and isinstance(module, UPCAST_BY_AUTOCAST):
         compute = "fp32"
     asked = grant.reason if grant.warning else f"asked for {grant.asked}" if is_asked else "the default"
-    return Row(
+    return PlanRow(
         module=name,
         storage=storage,
         compute=compute,
@@ -169,13 +173,13 @@ def _frozen_row(name: str, module: nn.Module, grant: Grant, *, is_asked: bool, i
     )
 
 
-def name_modules(name: str, part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def walk_modules(name: str, part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Parents before their children."""
     for own, module in part.named_modules():
         yield f"{name}.{own}" if own else name, module
 
 
-def _enclosing(name: str) -> Iterator[str]:
+def _list_enclosing(name: str) -> Iterator[str]:
     """The name itself, then those around it."""
     while name:
         yield name
@@ -187,5 +191,6 @@ def _refuse_unknown(patterns: Mapping[str, Grant], modules: Mapping[str, nn.Modu
         if pattern not in modules:
             known = [name for name in modules if name.count(".") <= pattern.count(".")]
             raise PrecisionError(
-                f"precision.modules: {pattern!r} names nothing in the frozen part {part}", fix=nearest(pattern, known)
+                f"precision.modules: {pattern!r} names nothing in the frozen part {part}",
+                fix=suggest_nearest(pattern, known),
             )

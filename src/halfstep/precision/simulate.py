@@ -90,7 +90,7 @@ class _SimulatedKernels(TorchDispatchMode):
             if dtype in LOW_PRECISION:
                 return REPLACED[func](func, dtype, args, kwargs)
             if self.tf32 and dtype == torch.float32:
-                return func(*_operands_in_tf32(args, OPERANDS.get(func, (0, 1, 2))), **kwargs)
+                return func(*_round_to_tf32(args, OPERANDS.get(func, (0, 1, 2))), **kwargs)
         elif _is_composite(func):
             # inference_mode hands over linear, conv2d or attention whole: their parts come back here
             with self, without_onednn() if is_recurrent(func) else contextlib.nullcontext():
@@ -103,23 +103,25 @@ def _is_composite(func: Any) -> bool:
     return bool(func._can_decompose())
 
 
-def _in_fp32(func: Callable[..., Any], dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_in_fp32(func: Callable[..., Any], dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     full_args = [_to_full(arg) for arg in args]
     full_kwargs = {name: _to_full(value) for name, value in kwargs.items()}
     return _to_half(func(*full_args, **full_kwargs), dtype)
 
 
-def _convolution(func: Callable[..., Any], dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_convolution(
+    func: Callable[..., Any], dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     input, weight, bias, *geometry = args
     is_transposed = args[6]
     if bias is None or not is_transposed:
-        return _in_fp32(func, dtype, args, kwargs)
+        return _run_in_fp32(func, dtype, args, kwargs)
     # Half-precision transposed convolutions round the sum, then add the bias and round again.
-    output = _in_fp32(func, dtype, (input, weight, None, *geometry), kwargs)
+    output = _run_in_fp32(func, dtype, (input, weight, None, *geometry), kwargs)
     return output + bias.reshape(-1, *[1] * (output.dim() - 2))
 
 
-def _attention(func: Callable[..., Any], dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_attention(func: Callable[..., Any], dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return flash_attention(*args, **kwargs)
 
 
@@ -157,9 +159,9 @@ def flash_attention(
 
 
 REPLACED: dict[Any, Callable[[Any, torch.dtype, tuple[Any, ...], dict[str, Any]], Any]] = {
-    **dict.fromkeys([*OPERANDS, FLASH_BACKWARD], _in_fp32),
-    aten.convolution.default: _convolution,
-    FLASH: _attention,
+    **dict.fromkeys([*OPERANDS, FLASH_BACKWARD], _run_in_fp32),
+    aten.convolution.default: _run_convolution,
+    FLASH: _run_attention,
 }
 """What stands in for each kernel on half-precision tensors."""
 
@@ -175,7 +177,7 @@ def _to_half(result: Any, dtype: torch.dtype) -> Any:
     return type(result)(item if item is None else to_half(item, dtype) for item in result)
 
 
-def _operands_in_tf32(args: tuple[Any, ...], positions: tuple[int, ...]) -> list[Any]:
+def _round_to_tf32(args: tuple[Any, ...], positions: tuple[int, ...]) -> list[Any]:
     return [round_to(arg, "tf32") if position in positions else arg for position, arg in enumerate(args)]
 
 

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from halfstep.config.keys import fields_of
+from halfstep.config.keys import list_fields
 from halfstep.config.load import Loaded
 from halfstep.config.statements import DEFAULT, OPEN_SECTIONS, Origin
 from halfstep.report.tables import print_text
@@ -33,7 +33,7 @@ class Setting:
 
 def list_settings(loaded: Loaded) -> Iterator[Setting]:
     """Every setting in the order of the schema; an open section shows each of its keys."""
-    for path, field in fields_of(type(loaded.config)).items():
+    for path, field in list_fields(type(loaded.config)).items():
         value = operator.attrgetter(path)(loaded.config)
         described = field.description or ""
         if path in OPEN_SECTIONS and isinstance(value, dict) and value:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.disk import parse_json, write_atomically
-from halfstep.errors import CheckpointError, suggested
+from halfstep.errors import CheckpointError, suggest_command
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -37,7 +37,7 @@ class MetricsFile:
             while line:
                 line = line[self._file.write(line) :]
         except OSError as error:
-            again = suggested("train", "--resume", self.path.parent)
+            again = suggest_command("train", "--resume", self.path.parent)
             raise CheckpointError(
                 f"cannot write {self.path}: {error.strerror}",
                 why="a run without records proves nothing",

@@ -25,7 +25,7 @@ from halfstep.distributed.world import World
 from halfstep.errors import ConfigError
 from halfstep.evidence.recorder import Recorder
 from halfstep.hardware.facts import Hardware
-from halfstep.hardware.gpus import known_gpu
+from halfstep.hardware.gpus import look_up_gpu
 from halfstep.hardware.probe import probe
 from halfstep.models.first_values import skip_first_values
 from halfstep.precision.decide import decide
@@ -382,7 +382,7 @@ DEMO_PLAN_NOTE = (
 def plan_config(config: RunConfig, *, gpu: str | None = None) -> Plan:
     """Build the model as training would, on demo data where none are given, and decide for the hardware."""
     if gpu:
-        return _with_what_is_untimed(_plan_on(config, known_gpu(gpu)))
+        return _with_what_is_untimed(_plan_on(config, look_up_gpu(gpu)))
     return _plan_on(config, probe(config.device))
 
 

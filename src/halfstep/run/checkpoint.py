@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from halfstep.disk import atomic_folder, parse_json, read_sealed, seal, write_atomically
-from halfstep.errors import CheckpointError, suggested
+from halfstep.errors import CheckpointError, suggest_command
 from halfstep.step.tree import pack, unpack
 
 STATE = "state.json"
@@ -110,7 +110,7 @@ class Checkpoints:
         raise CheckpointError(
             f"no usable checkpoint in {self.folder}",
             why="all are damaged" if damaged else "the run ended before its first one",
-            fix=f"start it again: {suggested('train', self.folder.parent / 'config.yaml', '--out', 'DIR')}",
+            fix=f"start it again: {suggest_command('train', self.folder.parent / 'config.yaml', '--out', 'DIR')}",
         )
 
     def clean_up(self) -> None:
@@ -123,7 +123,9 @@ class Checkpoints:
         if not self.all():
             return CheckpointError(what, why="it would have been the first", fix=f"{room}, then start the run again")
         why = "nothing was overwritten; earlier checkpoints are intact"
-        return CheckpointError(what, why=why, fix=f"{room}, then {suggested('train', '--resume', self.folder.parent)}")
+        return CheckpointError(
+            what, why=why, fix=f"{room}, then {suggest_command('train', '--resume', self.folder.parent)}"
+        )
 
     def _named(self) -> list[Path]:
         return [path for path in self.folder.glob("step-*") if NAME.fullmatch(path.name)]

@@ -20,10 +20,10 @@ from halfstep.errors import (
     Interrupted,
     TrainingStopped,
     format_count,
-    suggested,
+    suggest_command,
 )
 from halfstep.evidence.capsule import all_in
-from halfstep.hardware.memory import peak_memory_bytes
+from halfstep.hardware.memory import get_peak_memory_bytes
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import load
@@ -49,7 +49,7 @@ def ended_early(
         return _kept(error, loop, folder)
     if isinstance(error, TrainingStopped):
         names, capsules = loop.journal.latest_files(), all_in(folder.path / "capsules")
-        cause = f"find the cause with: {suggested('replay', capsules[0])}" if capsules else ""
+        cause = f"find the cause with: {suggest_command('replay', capsules[0])}" if capsules else ""
         error.fix = "; ".join(filter(None, [cause, error.fix, f"files of that step: {names}" if names else ""]))
     return error
 
@@ -157,7 +157,7 @@ def write_summary(folder: RunFolder, loop: Loop, elapsed_s: float, joules: float
         "elapsed_s": elapsed_s,
         "samples_per_s": loop.num_samples / max(elapsed_s, 1e-9),
         **loop.journal.unit.rates(loop.num_samples / max(elapsed_s, 1e-9)),
-        "peak_memory_bytes": peak_memory_bytes(parts.device),
+        "peak_memory_bytes": get_peak_memory_bytes(parts.device),
         "joules": joules,
         "skipped": loop.journal.num_skipped,
         **asdict(loop.waiting),

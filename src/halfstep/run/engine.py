@@ -28,16 +28,16 @@ from halfstep.config.schema import RunConfig
 from halfstep.data.seeds import Key
 from halfstep.distributed.world import Share
 from halfstep.errors import ConfigError, HalfstepError, summarise_error
-from halfstep.hardware.memory import give_back
+from halfstep.hardware.memory import release_unused_memory
 from halfstep.kernels.fast_forms import chains
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import AssembledPhase, Assembly, all_due, assemble
 from halfstep.run.memory.out_of_memory import OutOfMemory, describe_halving, split_window
-from halfstep.step.batches import batch_length
-from halfstep.step.facts import Facts, PhasedFacts, Reading, parts_of
-from halfstep.step.graph import CaptureFailed, GraphedStep, Pool, Shape, shape_of
+from halfstep.step.batches import count_samples
+from halfstep.step.facts import Facts, PhasedFacts, Reading, split_phases
+from halfstep.step.graph import CaptureFailed, GraphedStep, Pool, Shape, describe_shape
 from halfstep.step.phases import PhasedStep
-from halfstep.step.randomness import algorithms, generator_states, restore_generators
+from halfstep.step.randomness import choose_algorithms, read_generators, restore_generators
 from halfstep.step.step import Step
 from halfstep.tune.channels_last import in_layout_of
 from halfstep.tune.compiling import CompiledShapes, CompilerWarnings, batch_shape, compile_reason
@@ -215,7 +215,7 @@ class Engine:
         return has_code
 
     def _is_full(self, batch: Batch) -> bool:
-        return batch_length(batch) == -(-self.parts.full_batch // self.pieces)
+        return count_samples(batch) == -(-self.parts.full_batch // self.pieces)
 
     def _tries_algorithms(self, pieces: list[Batch]) -> bool:
         """For full batches only: for an epoch's last one the trials would cost more than they gain."""
@@ -227,7 +227,7 @@ class Engine:
     def _captured(self, window: list[Batch]) -> Captured | None:
         if self.mode != "graph" or any(isinstance(batch, Idle) for batch in window):
             return None
-        shape = (id(self), self._sizes, *shape_of(window))
+        shape = (id(self), self._sizes, *describe_shape(window))
         self._in_a_row = self._in_a_row + 1 if shape == self._shape else 1
         self._shape = shape
         self.guarded.look_ahead()
@@ -326,7 +326,7 @@ def prepared_window(
     parts: Assembly, window: list[Batch], sizes: Sequence[int] = (), share: Share | None = None
 ) -> list[Batch]:
     """A window as it was loaded, ready for the model; with `share` that of another process."""
-    sizes = sizes or [batch_length(batch) for batch in window]
+    sizes = sizes or [count_samples(batch) for batch in window]
     return list(_prepared(parts, window, sizes, share or parts.world))
 
 
@@ -406,7 +406,7 @@ class PhasedEngine:
 
     def follow(self, reading: Reading) -> None:
         """Each phase what one process could not compile or capture of it."""
-        for name, own in parts_of(reading).items():
+        for name, own in split_phases(reading).items():
             self.engines[name].follow(own)
 
     def forget_graphs(self) -> None:
@@ -439,18 +439,18 @@ def engine_for(parts: Assembly, mode: Mode, notice: Notice, *hooks: Any) -> Engi
 @contextmanager
 def rehearsal(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Trial]:
     """A trial of the run that is not yet begun; nothing of it is left afterwards."""
-    give_back(torch.device(plan.device))  # of a trial that failed: its error held it
-    generators = generator_states()
+    release_unused_memory(torch.device(plan.device))  # of a trial that failed: its error held it
+    generators = read_generators()
     copied = dataclasses.replace(workload, model=_copied(workload.model), phases=all_due(workload.phases))
     try:
-        with algorithms(deterministic=config.train.deterministic):
+        with choose_algorithms(deterministic=config.train.deterministic):
             yield Trial(_assemble_trial(config, copied, plan), engine_for, first_batch(config, copied))
     finally:
         restore_generators(generators)
         del copied
         # The compiler knows code by its shapes: the next trial would get this one's, whatever its own setting.
         forget_compiled()
-        give_back(torch.device(plan.device))
+        release_unused_memory(torch.device(plan.device))
 
 
 def _assemble_trial(config: RunConfig, workload: Workload, plan: Plan) -> Assembly:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.config.keys import fields_of
+from halfstep.config.keys import list_fields
 from halfstep.config.load import Loaded
 from halfstep.config.schema import RunConfig, is_import_path
 from halfstep.config.section import IS_PATH
@@ -30,7 +30,7 @@ from halfstep.disk import (
     seal,
     write_atomically,
 )
-from halfstep.errors import CheckpointError, DataError, format_count, make_printable, suggested
+from halfstep.errors import CheckpointError, DataError, format_count, make_printable, suggest_command
 from halfstep.precision.plan import Plan
 from halfstep.run.checkpoint import Checkpoints
 from halfstep.workloads import KINDS, load
@@ -92,7 +92,7 @@ class RunFolder:
             return read_sealed(path.read_bytes())
         except (OSError, ValueError) as error:
             why = (error.strerror if isinstance(error, OSError) else None) or str(error)
-            again = suggested("train", self.config, "--out", "DIR")
+            again = suggest_command("train", self.config, "--out", "DIR")
             raise CheckpointError(
                 f"cannot use {path}", why=why, fix=f"put the file back, or start a new run: {again}"
             ) from error
@@ -170,14 +170,14 @@ def how_to_go_on(path: Path) -> str:
     """For the user of a run that stopped before its end."""
     if is_dry_run(path):
         return "--dry removes it now: leave that out to go on later"
-    return f"continue with: {suggested('train', '--resume', path)}"
+    return f"continue with: {suggest_command('train', '--resume', path)}"
 
 
 def _taken(folder: RunFolder) -> CheckpointError:
     """Only a run with a checkpoint can be continued; one that was killed before its first is of no use to anybody."""
     fix = "choose another --out"
     if folder.checkpoints().all():
-        fix += f", or continue that run with: {suggested('train', '--resume', folder.path)}"
+        fix += f", or continue that run with: {suggest_command('train', '--resume', folder.path)}"
     elif folder.config.is_file():
         fix += f", or remove {folder.path}: that run ended before its first checkpoint"
     return CheckpointError(
@@ -191,7 +191,7 @@ def _taken(folder: RunFolder) -> CheckpointError:
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """The same files whatever the working folder will be; `~` is the home folder."""
     is_own = is_import_path(config.workload)
-    for path, field in fields_of(type(config)).items():
+    for path, field in list_fields(type(config)).items():
         if IS_PATH in field.metadata and (value := operator.attrgetter(path)(config)):
             # What a model is made of may be a word (`random`), and what is missing is named as it was typed.
             place = _absolute(value, only_if_there=is_own or not path.startswith("data."))

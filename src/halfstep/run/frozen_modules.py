@@ -21,8 +21,8 @@ from halfstep.config.schema import RunConfig
 from halfstep.disk import atomic_file
 from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.precision.apply import apply_frozen_
-from halfstep.precision.parts import original_class
 from halfstep.precision.plan import Plan
+from halfstep.precision.swapped import find_original_class
 from halfstep.tune.channels_last import to_channels_last_, wants_channels_last
 from halfstep.workloads.base.workload import FrozenPart, Workload
 
@@ -150,7 +150,7 @@ def described(parts: Parts, plan: Plan) -> list[tuple[str, str]]:
     precisions = {row.module: row.precision for row in plan.frozen}
     lines = []
     for name, part in parts.items():
-        kind, size = original_class(part.module).__name__, sum(p.numel() for p in part.module.parameters())
+        kind, size = find_original_class(part.module).__name__, sum(p.numel() for p in part.module.parameters())
         source = f", from {part.source}" if part.source else ""
         lines.append(("frozen part", f"{name}: {kind}, {size:,} parameters, {precisions[name]}{source}"))
     return lines

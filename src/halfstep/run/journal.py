@@ -14,17 +14,17 @@ import torch
 from halfstep.config.schema import RunConfig, is_import_path
 from halfstep.data.image_samples import TrainingFiles
 from halfstep.data.loader import NamedSamples, Samples, implements
-from halfstep.errors import format_bytes, format_count, suggested
+from halfstep.errors import format_bytes, format_count, suggest_command
 from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.gpus import find_known
-from halfstep.hardware.memory import peak_memory_bytes
+from halfstep.hardware.memory import get_peak_memory_bytes
 from halfstep.hardware.monitor import Monitor
 from halfstep.precision.plan import Plan
 from halfstep.report.metrics_file import encode
 from halfstep.report.progress import Bar
 from halfstep.report.run_report import Level, RunReport
 from halfstep.run.validate import EarlyStopping
-from halfstep.step.facts import Facts, PhasedFacts, Reading, parts_of, reading_from
+from halfstep.step.facts import Facts, PhasedFacts, Reading, load_reading, split_phases
 from halfstep.step.guard import Guard, Verdict
 from halfstep.tune.modes import UNCAPTURED, Mode
 from halfstep.workloads import KINDS
@@ -98,7 +98,7 @@ class Journal:
         del facts
         self.latest = reading
         self._lagging.add(reading.waits_s)
-        for name, part in parts_of(reading).items():
+        for name, part in split_phases(reading).items():
             self.seen[name].newest = part
             self._tell(part, name)
         if (reading.attempted + 1) % self.report_every == 0:  # a reading says how many steps were before it
@@ -144,7 +144,7 @@ class Journal:
                 "skipped": self.num_skipped,
                 "samples_per_s": round(self._samples_per_s, 2),
                 **self._units_per_s(),
-                "memory_bytes": peak_memory_bytes(self.device),
+                "memory_bytes": get_peak_memory_bytes(self.device),
             }
         )
 
@@ -193,7 +193,7 @@ class Journal:
         if gpu := self.gpu():
             fields["gpu"] = gpu
         fields["precision"] = self._precision
-        memory = peak_memory_bytes(self.device)
+        memory = get_peak_memory_bytes(self.device)
         return fields | ({"memory": format_bytes(memory)} if memory else {})
 
     def _losses(self, latest: Reading) -> dict[str, str]:
@@ -329,7 +329,7 @@ class Journal:
 
 
 def _read(stored: Mapping[str, Any] | None) -> Reading | None:
-    return reading_from(stored) if stored else None
+    return load_reading(stored) if stored else None
 
 
 def _few(things: Sequence[int] | Sequence[str], most: int = 8) -> str:
@@ -380,7 +380,7 @@ def way_out(config: RunConfig, samples: Samples, cores: int) -> str:
     if workers < cores:
         return f"data.num_workers={cores} (now {workers}, and this machine has {format_count(cores, 'core')})"
     if isinstance(samples, TrainingFiles):
-        pack = suggested("pack", config.data.dir)
+        pack = suggest_command("pack", config.data.dir)
         return f"data.cache=true, or first {pack} (all {format_count(cores, 'core')} decode pictures already)"
     has_size = "image_size" in type(config.data).model_fields and not is_import_path(config.workload)
     smaller = "a smaller data.image_size, or " if has_size else ""

@@ -29,7 +29,7 @@ from halfstep.run.stored_state import restore, stored
 from halfstep.run.validate import averaged, sample, validate
 from halfstep.step.facts import Facts, Hold, PhasedFacts, Reading
 from halfstep.step.guard import LAG, Action, Verdict
-from halfstep.step.randomness import generator_states, restore_generators
+from halfstep.step.randomness import read_generators, restore_generators
 from halfstep.step.step import Step
 
 Looked = TypeVar("Looked")
@@ -455,7 +455,7 @@ class HeldWindows:
         self._windows: deque[HeldWindow] = deque(maxlen=LAG + 1)
 
     def keep(self, attempted: int, window: list[dict[str, Tensor]], position: Position, metrics: Any) -> None:
-        kept = HeldWindow(attempted, window, replace(position), generator_states(), copy.deepcopy(metrics))
+        kept = HeldWindow(attempted, window, replace(position), read_generators(), copy.deepcopy(metrics))
         self._windows.append(kept)
 
     def of(self, attempted: int) -> HeldWindow:

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 from halfstep import __version__
 from halfstep.config.schema import RunConfig
-from halfstep.distributed.world import World, agreed
+from halfstep.distributed.world import World, mark_agreed
 from halfstep.errors import ConfigError, HalfstepError, format_count
 from halfstep.run.folder import digest_of_contents
 from halfstep.run.frozen_modules import checksum
 from halfstep.run.memory.out_of_memory import OutOfMemory
 from halfstep.run.resume import flattened
 from halfstep.step.facts import PhasedReading, Reading
-from halfstep.step.phases import without_gradients_of_others
-from halfstep.step.ranks import Ranks, refuse_other_settings, wrapped_regions
+from halfstep.step.phases import freeze_others
+from halfstep.step.ranks import Ranks, refuse_other_settings, wrap_regions
 from halfstep.tune.modes import Batch, Region
 from halfstep.workloads.base.workload import Workload
 
@@ -55,8 +55,8 @@ def connected(
             return found
 
     own = [p for p in model.parameters() if p.requires_grad] if trained is None else trained
-    with without_gradients_of_others(model, own):
-        wrapped = wrapped_regions(
+    with freeze_others(model, own):
+        wrapped = wrap_regions(
             model,
             {"eager": eager, "compiled": compiled_or_eager},
             device,
@@ -78,7 +78,7 @@ def synchronised(config: RunConfig, model: nn.Module, device: torch.device, worl
     if world is None or not config.train.sync_batch_norm:
         return model
     if device.type != "cuda":
-        raise agreed(
+        raise mark_agreed(
             ConfigError(
                 f"train.sync_batch_norm=true on {device.type}",
                 why="torch has SyncBatchNorm for GPUs only",
@@ -108,7 +108,7 @@ def refuse_unfit(config: RunConfig, world: World) -> None:
     """What several processes cannot train, found before anything is made."""
     size, train = world.size, config.train
     if size > train.batch_size:
-        raise agreed(
+        raise mark_agreed(
             ConfigError(
                 f"train.batch_size={train.batch_size} for {size} processes",
                 why="batch_size counts samples over all processes, and each needs one at least",

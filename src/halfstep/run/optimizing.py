@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from halfstep.config.schema import RunConfig
 from halfstep.config.section import Section
-from halfstep.errors import ConfigError, nearest
+from halfstep.errors import ConfigError, suggest_nearest
 from halfstep.precision.plan import Plan
 from halfstep.step.clip import Clip
 from halfstep.step.ema import Ema
 from halfstep.step.guard import SpikeMeter
-from halfstep.step.optim.by_name import is_within, parameter_groups
+from halfstep.step.optim.by_name import is_within, make_parameter_groups
 from halfstep.step.ranks import Ranks
 from halfstep.step.scaler import Scaler, ScalerOptions
 from halfstep.step.schedule import Schedule, ScheduleOptions, build_schedule
@@ -90,7 +90,7 @@ def optimizing(
         if groups and not names:
             continue
         own = _with_group(config, group)
-        made = parameter_groups(model, own.optimizer.weight_decay, decay_all=o.decay_norms_and_biases, parts=names)
+        made = make_parameter_groups(model, own.optimizer.weight_decay, decay_all=o.decay_norms_and_biases, parts=names)
         lr = {} if group is None or group.lr is None else {"lr": group.lr}
         own_groups += [{**found, **lr} for found in made]
         schedules += [build_schedule(_schedule_options(own, length))] * len(made)
@@ -119,7 +119,7 @@ def refuse_unknown(part: str, model: nn.Module, who: str) -> None:
     """A part that holds no parameter of the model."""
     if not any(is_within(name, (part,)) for name, _ in model.named_parameters()):
         known = [name for name, _ in model.named_modules() if name]
-        raise ConfigError(f"{who} {part!r}, and the model has no such part", fix=nearest(part, known))
+        raise ConfigError(f"{who} {part!r}, and the model has no such part", fix=suggest_nearest(part, known))
 
 
 def _with_group(config: RunConfig, group: Group | None) -> RunConfig:

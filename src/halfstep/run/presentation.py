@@ -6,12 +6,12 @@ import math
 import time
 
 from halfstep.config.load import Loaded
-from halfstep.config.section import num_cores
+from halfstep.config.section import count_cores
 from halfstep.config.statements import DEFAULT
 from halfstep.data.files import list_some
 from halfstep.disk import is_dry_run
-from halfstep.errors import format_bytes, format_count, suggested
-from halfstep.hardware.memory import peak_memory_bytes
+from halfstep.errors import format_bytes, format_count, suggest_command
+from halfstep.hardware.memory import get_peak_memory_bytes
 from halfstep.report.config_view import format_header
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import Assembly
@@ -74,7 +74,7 @@ def show_summary(
     report: RunReport, folder: RunFolder, loop: Loop, elapsed_s: float, joules: float | None, busy: str = ""
 ) -> None:
     parts, stopping = loop.parts, loop.parts.stopping
-    memory = peak_memory_bytes(parts.device)
+    memory = get_peak_memory_bytes(parts.device)
     best = loop.checkpoints.best()
     best_metric = f"{stopping.best:.4f} (epoch {stopping.best_epoch + 1})" if best else "not validated"
     rows = [
@@ -91,7 +91,7 @@ def show_summary(
     if busy:
         rows.append(("GPU", busy))
     if loop.waiting.is_worth_saying:
-        faster = way_out(parts.config, parts.workload.train_samples, num_cores())
+        faster = way_out(parts.config, parts.workload.train_samples, count_cores())
         rows.append(("waiting for data", f"{loop.waiting.share:.0%} of the training time; faster with {faster}"))
     report.finish("done", rows + ([] if is_dry_run(folder.path) else _what_is_left(folder, loop)))
 
@@ -100,7 +100,7 @@ def _what_is_left(folder: RunFolder, loop: Loop) -> list[tuple[str, str]]:
     parts, best = loop.parts, loop.checkpoints.best()
     curves = [("curves", str(folder.report / "curves.png"))] if parts.config.log.curves else []
     held_out = () if len(parts.workload.val_samples) else ("--data", "DIR")
-    closer = suggested("evaluate", folder.path, *held_out)
+    closer = suggest_command("evaluate", folder.path, *held_out)
     return [("best checkpoint", str(best) if best else "none"), *curves, ("look closer", closer)]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from halfstep.config.dump import plain
+from halfstep.config.dump import dump_values
 from halfstep.config.load import Loaded
 from halfstep.config.schema import WITHOUT_END, RunConfig
 from halfstep.errors import CheckpointError, HardwareError, format_count
@@ -58,7 +58,7 @@ def flattened(section: BaseModel, prefix: str = "") -> dict[str, Any]:
 
 def settled_by_run(asked: RunConfig, config: RunConfig) -> dict[str, list[Any]]:
     """Settings that a new run decided by itself (its data, its demo), by path; with the value asked for, if any was."""
-    then, now = plain(asked), plain(config)
+    then, now = dump_values(asked), dump_values(config)
     sections = {name: part for name, part in then.items() if isinstance(part, dict)}
     return {
         f"{section}.{name}": [value] if is_said(asked, section, name) else []
@@ -70,7 +70,7 @@ def settled_by_run(asked: RunConfig, config: RunConfig) -> dict[str, list[Any]]:
 
 def as_settled(asked: Loaded, stored: Loaded, settled: Mapping[str, Sequence[Any]]) -> Loaded:
     """Whoever asks for what the run was started with, or for nothing, gets what it decided then, from its own file."""
-    config, said, taken = asked.config, plain(asked.config), list[str]()
+    config, said, taken = asked.config, dump_values(asked.config), list[str]()
     for path, values in settled.items():
         section, _, name = path.partition(".")
         if name in said.get(section, ()) and (not is_said(config, section, name) or said[section][name] in values):

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from halfstep.config.schema import RunConfig
-from halfstep.distributed.launch import Launch, device_of
-from halfstep.distributed.world import World, agreed
+from halfstep.distributed.launch import Launch, choose_device
+from halfstep.distributed.world import World, mark_agreed
 from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
@@ -44,14 +44,14 @@ class RunRank:
         return make() if self.world is None else self.world.from_first(make)
 
     def device_of(self, config: RunConfig) -> str:
-        return device_of(config, self.launch)
+        return choose_device(config, self.launch)
 
     def to_go_on_with(self, out: Path | None) -> Path | None:
         """The run that was under way when torchrun started its processes again."""
         if self.launch is None or not self.launch.restarts:
             return None
         if out is None:
-            raise agreed(
+            raise mark_agreed(
                 CheckpointError(
                     "torchrun has started the processes again, and the run has no folder of a known name",
                     why="a folder named by the clock cannot be found again",

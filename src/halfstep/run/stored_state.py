@@ -23,8 +23,8 @@ from halfstep.run.resume import Changes
 from halfstep.step.guard import LAG
 from halfstep.step.optim.adamw_bf16 import JudgedAdamW
 from halfstep.step.optim.half_weights import is_kept_in_half
-from halfstep.step.randomness import generator_states, restore_generators, seed_everything
-from halfstep.step.snapshots import loose_buffers, put_back
+from halfstep.step.randomness import read_generators, restore_generators, seed_everything
+from halfstep.step.snapshots import find_loose_buffers, restore_buffers
 from halfstep.tune.memory_low import MemorySetting, optimizer_for
 
 ANOTHER_OPTIMIZER = ("optimizer.name", "optimizer.moment_bits", "optimizer.decay_norms_and_biases")
@@ -39,12 +39,12 @@ def stored(parts: Assembly, own: Mapping[str, Any]) -> Checkpoint:
     average: dict[str, Tensor] = step.pop("ema")
     state = {
         "step": step,
-        "buffers": loose_buffers(parts.model),
+        "buffers": find_loose_buffers(parts.model),
         "guard": parts.guard.state_dict(),
         "plateau": parts.plateau.state_dict() if parts.plateau is not None else {},
         "stopping": parts.stopping.state_dict(),
         "snapshots": parts.snapshots.state_dict() if parts.snapshots is not None else {},
-        "generators": generator_states(),
+        "generators": read_generators(),
         "workload": parts.workload.name,
         "store": dict(parts.workload.store),
         "frozen": identities(parts.workload.frozen),
@@ -54,7 +54,7 @@ def stored(parts: Assembly, own: Mapping[str, Any]) -> Checkpoint:
         **own,
     }
     if parts.world is not None:
-        state["rank_generators"] = parts.world.gathered(generator_states())
+        state["rank_generators"] = parts.world.gathered(read_generators())
     return Checkpoint(model=dict(parts.model.state_dict()), ema=average, state=state)
 
 
@@ -68,7 +68,7 @@ def restore(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> list[s
             "the checkpoint does not hold the weights of this model", why=" ".join(str(error).split())[:300],
             fix="resume with the model the run was started with",
         ) from error  # fmt: skip
-    put_back(parts.model, state["buffers"])
+    restore_buffers(parts.model, state["buffers"])
     step, notes = _with_changes(parts, state["step"], changes)
     parts.step.load_state_dict({**step, "ema": _average(parts, checkpoint, changes)})
     notes += resumed_without_low(parts.step.optimizers, changes)
@@ -96,7 +96,7 @@ def _restore_own_generators(parts: Assembly, kept: Sequence[Mapping[str, Any]]) 
 def load_for_use(model: nn.Module, checkpoint: Checkpoint) -> None:
     """A checkpoint's weights as validation used them: the averaged ones where the run keeps them."""
     model.load_state_dict(checkpoint.model)
-    put_back(model, checkpoint.state["buffers"])
+    restore_buffers(model, checkpoint.state["buffers"])
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad():
         for name, average in checkpoint.ema.items():

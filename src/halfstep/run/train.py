@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from halfstep.config.dump import plain, to_yaml
+from halfstep.config.dump import dump_values, to_yaml
 from halfstep.config.load import Loaded
 from halfstep.config.schema import RunConfig
 from halfstep.disk import make_absolute, write_atomically
-from halfstep.distributed.launch import Launch, joined
+from halfstep.distributed.launch import Launch, join_world
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.hardware.clock import Stopwatch
@@ -81,7 +81,7 @@ from halfstep.run.resume import (
 )
 from halfstep.run.run_rank import FarReport, RunRank, posted_warnings
 from halfstep.run.stored_state import check_disk
-from halfstep.step.randomness import algorithms, seed_everything
+from halfstep.step.randomness import choose_algorithms, seed_everything
 from halfstep.tune.choose import MEASURED_FOR, Say, tuned, untuned
 from halfstep.tune.fresh_thread import forget_compiled
 from halfstep.tune.trials import Rehearse
@@ -101,7 +101,7 @@ def train(
     launch: Launch | None = None,
 ) -> Path:
     """Train, and return the run's folder. `launch` says which of several processes this is."""
-    with joined(loaded.config, launch) as world, raised_at_once():
+    with join_world(loaded.config, launch) as world, raised_at_once():
         place = RunRank(launch, world)
         if world is not None:
             refuse_unfit(loaded.config, world)
@@ -184,7 +184,7 @@ def _assembled(config: RunConfig, workload: Workload, plan: Plan, place: RunRank
 def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan, decided: dict[str, list[Any]]) -> None:
     config = config.changed(log={"quiet": False})
     code = sign_code(find_import_paths(config))
-    folder.write_settled(Settled(settings=plain(config), decided=decided, code=code))
+    folder.write_settled(Settled(settings=dump_values(config), decided=decided, code=code))
     folder.write_plan(plan)
     write_atomically(folder.config, to_yaml(config))  # last: a folder with it is a run
 
@@ -307,7 +307,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
     record_faults(parts, folder, journal.notice)
     with (
         ExitStack() as watch,
-        algorithms(deterministic=config.train.deterministic),
+        choose_algorithms(deterministic=config.train.deterministic),
         interrupts(answers=writes) as asked_to_stop,
     ):
         checkpoints = folder.checkpoints(keep=config.train.checkpoints_total_limit, writes=writes)

@@ -22,7 +22,7 @@ from halfstep.errors import CheckpointError, ConfigError
 from halfstep.precision.plan import Plan
 from halfstep.run.memory.out_of_memory import split_window
 from halfstep.step.phases import PhasedStep
-from halfstep.step.randomness import generator_states, restore_generators
+from halfstep.step.randomness import read_generators, restore_generators
 from halfstep.step.step import Step
 from halfstep.tune.channels_last import in_layout_of
 from halfstep.workloads.base.workload import Workload
@@ -98,7 +98,7 @@ FORM = "a str, or a uint8 array of shape (height, width) or (height, width, 3)"
 def sample(parts: Assembly, folder: Path) -> list[Path]:
     """Call the workload's `sample` with the weights that validation uses; no generator is any further afterwards."""
     assert parts.workload.sample is not None
-    generators = generator_states()
+    generators = read_generators()
     parts.values.refresh()
     try:
         with averaged(parts.step), evaluating(parts.model), parts.plan.forward():

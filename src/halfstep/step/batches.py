@@ -16,9 +16,9 @@ Window = Sequence[Batch]
 Weight = Tensor | float | int  # what a micro-batch counts in its window
 
 
-def batch_length(batch: Batch) -> int:
+def count_samples(batch: Batch) -> int:
     """Return the number of samples in a micro-batch: the first dimension of its first tensor or array."""
-    array = first_array(batch)
+    array = find_first_array(batch)
     if array is None or array.ndim == 0:
         raise DataError(
             f"cannot tell how many samples a batch of type {type(batch).__name__} holds",
@@ -27,17 +27,17 @@ def batch_length(batch: Batch) -> int:
     return len(array)
 
 
-def first_array(batch: Batch) -> Tensor | np.ndarray[Any, Any] | None:
+def find_first_array(batch: Batch) -> Tensor | np.ndarray[Any, Any] | None:
     if isinstance(batch, (Tensor, np.ndarray)):
         return batch
     if isinstance(batch, (Mapping, list, tuple)):
         for part in batch.values() if isinstance(batch, Mapping) else batch:
-            if (found := first_array(part)) is not None:
+            if (found := find_first_array(part)) is not None:
                 return found
     return None
 
 
-def sample_ids(window: Window) -> tuple[Tensor, ...]:
+def read_sample_ids(window: Window) -> tuple[Tensor, ...]:
     """The `index` entries of the window's batches, where the loader gives them."""
     found = (batch.get("index") for batch in window if isinstance(batch, Mapping))
     return tuple(ids for ids in found if isinstance(ids, Tensor))
@@ -48,7 +48,7 @@ def is_one(factor: Weight) -> bool:
     return not isinstance(factor, Tensor) and factor == 1
 
 
-def positive(weight: Weight) -> Weight:
+def make_positive(weight: Weight) -> Weight:
     """The weight where it is positive, else 1: what the others of its window are divided by."""
     if isinstance(weight, Tensor):
         weight = weight.detach().float()

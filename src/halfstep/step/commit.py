@@ -37,7 +37,7 @@ from halfstep.step.flat import Snapshot, is_writable_in_place
 from halfstep.step.optim.adamw8bit import AdamW8bit
 from halfstep.step.optim.adamw_bf16 import AdamWBf16
 from halfstep.step.optim.by_name import OPTIMIZERS, REFUSED
-from halfstep.step.optim.single_pass import SinglePass, takes
+from halfstep.step.optim.single_pass import SinglePass, can_run_single_pass
 from halfstep.step.tables import Rates
 
 CommitMethod = Literal["found_inf", "select", "host"]
@@ -49,7 +49,7 @@ COMMITTING, WATCHED = "_halfstep_commits", "_halfstep_watches"
 """Marks on the optimizer itself, because two steps may share one."""
 
 
-def commit_method(optimizer: Optimizer) -> CommitMethod:
+def choose_commit_method(optimizer: Optimizer) -> CommitMethod:
     """The cheapest method that leaves everything bit-identical on a bad step."""
     for kind, (reason, fix) in REFUSED.items():
         if isinstance(optimizer, kind):
@@ -86,7 +86,7 @@ def runs_other_code(optimizer: Optimizer) -> bool:
     return step is not None and not (is_scheduled and step.__wrapped__ is type(optimizer).step)
 
 
-def numbers(gradient: Tensor) -> Tensor:
+def get_stored_values(gradient: Tensor) -> Tensor:
     """What of a gradient is scaled and judged: all of it, of a sparse one what it holds."""
     return gradient._values() if gradient.is_sparse else gradient
 
@@ -96,7 +96,7 @@ def _is_capturable(optimizer: Optimizer) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
+class CommitWay:
     """How one commit is made."""
 
     method: CommitMethod
@@ -109,7 +109,7 @@ class Way:
         return self.by_host or self.method != "found_inf"
 
 
-class Undo:
+class CommitUndo:
     """A copy of what an optimizer is about to write: parameters that have a gradient, and their state."""
 
     def __init__(self, optimizer: Optimizer, parameters: list[Tensor], *, by_host: bool) -> None:
@@ -142,7 +142,7 @@ class Undo:
 class Committer:
     def __init__(self, optimizer: Optimizer, rates: Rates | None) -> None:
         self.optimizer, self.rates = optimizer, rates
-        self._own_method = commit_method(optimizer)
+        self._own_method = choose_commit_method(optimizer)
         is_fast = self._own_method == "found_inf" or self._own_method == "select" and _is_capturable(optimizer)
         self.takes_tensor_lr = is_fast
         self.stepped: dict[Tensor, bool] = {}  # parameters that it has stepped, and whether it keeps state of them
@@ -184,25 +184,25 @@ class Committer:
         state = [value for own in self.optimizer.state.values() for value in own.values() if torch.is_tensor(value)]
         return sum(t.numel() * t.element_size() for t in (*parameters, *state))
 
-    def choose(self) -> Way:
+    def choose(self) -> CommitWay:
         """How the next commit is made."""
         method, gradients = self.method, [p.grad for p in self._with_grad()]
         # Of a sparse gradient's parameter no copy is made: one of a whole table would cost more than the wait.
         is_sparse = any(gradient is not None and gradient.is_sparse for gradient in gradients)
         is_first = any(map(self._is_first, self._with_grad()))
         by_host = method == "host" or is_first or method == "select" and is_sparse
-        return Way(method=method, by_host=by_host, is_undone=method == "select" and not is_sparse)
+        return CommitWay(method=method, by_host=by_host, is_undone=method == "select" and not is_sparse)
 
-    def copy(self, way: Way) -> Undo:
-        return Undo(self.optimizer, list(self._with_grad()), by_host=way.by_host)
+    def copy(self, way: CommitWay) -> CommitUndo:
+        return CommitUndo(self.optimizer, list(self._with_grad()), by_host=way.by_host)
 
-    def commit(self, way: Way, bad: Tensor, factor: Tensor | None) -> None:
+    def commit(self, way: CommitWay, bad: Tensor, factor: Tensor | None) -> None:
         """Step the optimizer with gradients times `factor`. Where `bad` is set the kernel, or the host, leaves
         everything as it was; what `select` writes is put back by `commit_all`."""
         if way.method == "found_inf" and not way.by_host:
             return self._commit_in_kernel(bad, factor)
         if factor is not None:
-            torch._foreach_mul_([numbers(p.grad) for p in self._with_grad() if p.grad is not None], factor)
+            torch._foreach_mul_([get_stored_values(p.grad) for p in self._with_grad() if p.grad is not None], factor)
         return self._commit_by_host(bad) if way.by_host else self._step()
 
     def left_non_finite(self) -> Tensor | None:
@@ -221,7 +221,7 @@ class Committer:
 
     def open_capture(self, device: torch.device) -> SinglePass | None:
         """Before a capture; what comes back has to live as long as the graph, and be filled after the capture."""
-        self.single_pass = SinglePass(self.optimizer, device) if takes(self.optimizer, device) else None
+        self.single_pass = SinglePass(self.optimizer, device) if can_run_single_pass(self.optimizer, device) else None
         return self.single_pass
 
     def close_capture(self) -> None:
@@ -294,7 +294,7 @@ def commit_all(committers: Sequence[Committer], bad: Tensor, factor: Tensor | No
     would cost more than going on from a checkpoint, so the error says it. Optimizers that stepped before it are put
     back: they are copied where one follows that may raise or spoil its weights."""
     ways = [committer.choose() for committer in committers]
-    copies: list[Undo] = []
+    copies: list[CommitUndo] = []
     for number, (committer, way) in enumerate(zip(committers, ways, strict=True)):
         earlier = list(copies)
         if way.is_undone or any(later.can_fail for later in ways[number + 1 :]):

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import CheckpointError
-from halfstep.step.flat import gather, is_dense, is_writable_in_place, scatter, shaped_like
+from halfstep.step.flat import gather, is_dense, is_writable_in_place, scatter, view_like
 from halfstep.step.optim.by_name import is_within
-from halfstep.step.optim.single_pass import ALIGNMENT, chunks_of
+from halfstep.step.optim.single_pass import ALIGNMENT, make_chunks
 
 CHUNK_ELEMENTS = 1 << 24  # 64 MB of fp32, and about three times that on the way
 ALIGNED_ELEMENTS = 4
@@ -36,13 +36,13 @@ class Ema:
         inv_gamma: float = 1.0,
     ) -> None:
         self.decay, self.warmup_power, self.inv_gamma = decay, warmup_power, inv_gamma
-        self.slots = {name: slot for name, slot in _slots(model).items() if not parts or is_within(name, parts)}
+        self.slots = {name: slot for name, slot in _find_slots(model).items() if not parts or is_within(name, parts)}
         kinds: dict[tuple[torch.device, torch.dtype, bool], list[str]] = {}
         live = self._live()
         for name in sorted(live, key=lambda name: live[name].numel() % ALIGNED_ELEMENTS != 0):
             tensor = live[name]
             kinds.setdefault((tensor.device, tensor.dtype, isinstance(tensor, nn.Parameter)), []).append(name)
-        self.groups = [chunk for names in kinds.values() for chunk in _chunks(names, live)]
+        self.groups = [chunk for names in kinds.values() for chunk in _cut_chunks(names, live)]
         self.shadows = [self._start(group) for group in self._live_groups()]
         self._pass = EmaPass()
 
@@ -67,8 +67,8 @@ class Ema:
         pairs: list[tuple[Tensor, Tensor]] = []
         for group, shadow in zip(self._live_groups(), self.shadows, strict=True):
             # Not buffers: a module may replace one in any step, and a table of addresses would be wrong.
-            if isinstance(group[0], nn.Parameter) and takes(group):
-                pairs += zip(group, _pieces(shadow, group), strict=True)
+            if isinstance(group[0], nn.Parameter) and can_use_kernel(group):
+                pairs += zip(group, _split_like(shadow, group), strict=True)
             else:
                 left.append((group, shadow))
         if pairs:
@@ -105,8 +105,8 @@ class Ema:
         are: a checkpoint is written before the next step, snapshots copy."""
         state: dict[str, Tensor] = {}
         for names, group, shadow in zip(self.groups, self._live_groups(), self.shadows, strict=True):
-            pieces = _pieces(shadow, group)
-            state |= {n: shaped_like(piece, t) for n, t, piece in zip(names, group, pieces, strict=True)}
+            pieces = _split_like(shadow, group)
+            state |= {n: view_like(piece, t) for n, t, piece in zip(names, group, pieces, strict=True)}
         return state
 
     @torch.no_grad()
@@ -144,11 +144,11 @@ class Ema:
             shadow.copy_(state[name])
 
 
-def _pieces(shadow: Tensor, group: list[Tensor]) -> tuple[Tensor, ...]:
+def _split_like(shadow: Tensor, group: list[Tensor]) -> tuple[Tensor, ...]:
     return tuple(shadow.split([tensor.numel() for tensor in group]))
 
 
-def _chunks(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+def _cut_chunks(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
     """Tensors that are moved together: few launches, and what is copied on the way stays far smaller than the model."""
     chunk: list[str] = []
     size = 0
@@ -162,7 +162,7 @@ def _chunks(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[list[st
         yield chunk
 
 
-def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str]]:
+def _find_slots(model: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str]]:
     """Where each parameter and buffer is held, by full name; a tied one counts once."""
     found: dict[str, tuple[dict[str, Tensor | None], str]] = {}
     seen: set[int] = set()
@@ -180,7 +180,7 @@ def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str]]:
 Pairs = Sequence[tuple[Tensor, Tensor]]  # weights and their averages, which lie in memory in the same order
 
 
-def takes(weights: Sequence[Tensor]) -> bool:
+def can_use_kernel(weights: Sequence[Tensor]) -> bool:
     has_kernel = weights[0].is_cuda and _has_triton()
     is_known = all(weight.dtype in (torch.float32, torch.bfloat16) for weight in weights)
     return has_kernel and is_known and all(is_dense(weight) and weight.numel() > 0 for weight in weights)
@@ -198,21 +198,21 @@ class EmaPass:
     """
 
     def __init__(self) -> None:
-        self.launches: list[Launch] = []
+        self.launches: list[EmaLaunch] = []
         self.places: list[tuple[int, int]] = []
-        self.old: list[Launch] = []
+        self.old: list[EmaLaunch] = []
 
     def move(self, pairs: Pairs, decay: Tensor, bad: Tensor) -> None:
         """Move the averages. A capture finds the table made: steps come before it, and it moves no weights."""
         places = [(weight.data_ptr(), average.data_ptr()) for weight, average in pairs]
         if places != self.places:
             self.old += self.launches
-            self.launches, self.places = [*_launches(pairs)], places
+            self.launches, self.places = [*_make_launches(pairs)], places
         for launch in self.launches:
             launch(decay, bad)
 
 
-class Launch:
+class EmaLaunch:
     """The table of weights of one type, all at multiples of 16 bytes or not."""
 
     def __init__(self, pairs: Pairs, *, aligned: bool) -> None:
@@ -222,7 +222,7 @@ class Launch:
         columns = [[weight.data_ptr(), average.data_ptr(), weight.numel()] for weight, average in pairs]
         device, size = pairs[0][0].device, ema_triton.BLOCK * ema_triton.TILES
         self.table = torch.tensor(columns, dtype=torch.int64).T.contiguous().to(device)
-        self.chunks = chunks_of([weight.numel() for weight, _ in pairs], size).to(device)
+        self.chunks = make_chunks([weight.numel() for weight, _ in pairs], size).to(device)
 
     def __call__(self, decay: Tensor, bad: Tensor) -> None:
         from halfstep.step import ema_triton
@@ -230,9 +230,9 @@ class Launch:
         ema_triton.move(self.table, self.chunks, decay, bad, dtype=self.dtype, aligned=self.aligned)
 
 
-def _launches(pairs: Pairs) -> Iterator[Launch]:
+def _make_launches(pairs: Pairs) -> Iterator[EmaLaunch]:
     kinds: dict[tuple[torch.dtype, bool], list[tuple[Tensor, Tensor]]] = {}
     for pair in pairs:
         aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in pair)
         kinds.setdefault((pair[0].dtype, aligned), []).append(pair)
-    yield from (Launch(found, aligned=aligned) for (_, aligned), found in kinds.items())
+    yield from (EmaLaunch(found, aligned=aligned) for (_, aligned), found in kinds.items())

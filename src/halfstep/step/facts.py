@@ -119,8 +119,8 @@ class Facts:
         return facts
 
     def send(self) -> None:
-        self._host = to_host(self.packed)
-        self.ids = tuple(to_host(ids.flatten()) for ids in self.ids)
+        self._host = start_copy_to_host(self.packed)
+        self.ids = tuple(start_copy_to_host(ids.flatten()) for ids in self.ids)
         if self.loss.is_cuda:
             self._event = torch.cuda.Event()
             self._event.record()
@@ -141,7 +141,7 @@ class Facts:
         num_ranks = len(of_ranks) // PER_RANK
         flags, waits, rates = (of_ranks[k * num_ranks : (k + 1) * num_ranks] for k in range(PER_RANK))
         said = [int(of_rank) for of_rank in flags]
-        fell_to = slowest(said)
+        fell_to = find_slowest_mode(said)
         return Reading(
             attempted=self.attempted,
             **{name: v[name] for name in ("loss", "grad_norm", "scale", "lr")},
@@ -160,13 +160,13 @@ class Facts:
         )
 
 
-def slowest(said: Sequence[int]) -> Slower | Literal[""]:
+def find_slowest_mode(said: Sequence[int]) -> Slower | Literal[""]:
     """The mode that the slowest process fell to, by their flags."""
     modes: tuple[Slower, ...] = ("eager", "compile")
     return next((mode for mode in modes if any(flags & FELL[mode] for flags in said)), "")
 
 
-def to_host(values: Tensor) -> Tensor:
+def start_copy_to_host(values: Tensor) -> Tensor:
     """Start a copy that nobody waits for; whoever reads it waits for the event behind it."""
     if not values.is_cuda:
         return values
@@ -174,7 +174,7 @@ def to_host(values: Tensor) -> Tensor:
     return host.copy_(values, non_blocking=True)
 
 
-def rng_state(device: torch.device) -> dict[str, Tensor]:
+def read_rng_state(device: torch.device) -> dict[str, Tensor]:
     """The generators a forward pass draws from, without a wait."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
@@ -210,7 +210,7 @@ class PhasedFacts:
         self.attempted, self.phases = attempted, phases
         self.epoch: int | None = None
         self.window: int | None = None
-        self._committed = to_host(committed.clone())
+        self._committed = start_copy_to_host(committed.clone())
         self._event: torch.cuda.Event | None = None
         if committed.is_cuda:
             self._event = torch.cuda.Event()
@@ -238,12 +238,12 @@ class PhasedFacts:
         )
 
 
-def parts_of(reading: Reading) -> Mapping[str, Reading]:
+def split_phases(reading: Reading) -> Mapping[str, Reading]:
     """The readings of the phases by name; one without phases is its own, without a name."""
     return reading.phases if isinstance(reading, PhasedReading) else {"": reading}
 
 
-def reading_from(state: Mapping[str, Any]) -> Reading:
+def load_reading(state: Mapping[str, Any]) -> Reading:
     """What `asdict` made of a reading, after it was stored."""
     own = {
         **state,
@@ -251,7 +251,7 @@ def reading_from(state: Mapping[str, Any]) -> Reading:
     }
     if "phases" not in own:
         return Reading(**own)
-    return PhasedReading(**own | {"phases": {name: reading_from(part) for name, part in own["phases"].items()}})
+    return PhasedReading(**own | {"phases": {name: load_reading(part) for name, part in own["phases"].items()}})
 
 
 # --- hold ---

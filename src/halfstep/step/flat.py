@@ -33,21 +33,21 @@ def is_writable_in_place(tensor: Tensor) -> bool:
     return all(stride > 0 for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
 
 
-def flat_view(tensor: Tensor) -> Tensor:
+def view_flat(tensor: Tensor) -> Tensor:
     """A dense tensor's memory as one dimension, in physical order (channels_last weights are not contiguous)."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def shaped_like(piece: Tensor, tensor: Tensor) -> Tensor:
+def view_like(piece: Tensor, tensor: Tensor) -> Tensor:
     """A piece of a gathered copy in the shape of the tensor it came from."""
     if is_dense(tensor):
         return piece.as_strided(tensor.size(), tensor.stride(), piece.storage_offset())
     return piece.view(tensor.shape)
 
 
-def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+def group_by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Groups of one device and one dtype, in order of first appearance."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
@@ -55,20 +55,20 @@ def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
-def flat_views(tensors: Iterable[Tensor]) -> list[Tensor]:
+def view_all_flat(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Views of one dimension, but for tensors with gaps in their memory: those stay as they are."""
-    return [flat_view(tensor) if is_dense(tensor) else tensor for tensor in tensors]
+    return [view_flat(tensor) if is_dense(tensor) else tensor for tensor in tensors]
 
 
 def gather(tensors: Sequence[Tensor]) -> Tensor:
-    return _joined(flat_views(tensors))
+    return _join(view_all_flat(tensors))
 
 
 def scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    _spread(flat, flat_views(tensors))
+    _spread(flat, view_all_flat(tensors))
 
 
-def _joined(views: Sequence[Tensor]) -> Tensor:
+def _join(views: Sequence[Tensor]) -> Tensor:
     return torch.cat([view if view.ndim == 1 else view.reshape(-1) for view in views])
 
 
@@ -93,23 +93,23 @@ class Snapshot:
 
     @torch.no_grad()
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.groups = by_kind(flat_views(tensors))
+        self.groups = group_by_kind(view_all_flat(tensors))
         self.saved: list[Tensor] = []
 
     @torch.no_grad()
     def save(self) -> None:
-        self.saved = [_joined(group) for group in self.groups]
+        self.saved = [_join(group) for group in self.groups]
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """What was saved and what is there now, flat, a pair for each kind."""
-        return [(saved, _joined(group)) for group, saved in zip(self.groups, self.saved, strict=True)]
+        return [(saved, _join(group)) for group, saved in zip(self.groups, self.saved, strict=True)]
 
     @torch.no_grad()
     def restore_where(self, flag: Tensor) -> None:
         """Where `flag` is true every tensor gets its saved bits back; otherwise it keeps what it has now."""
         for group, saved in zip(self.groups, self.saved, strict=False):  # nothing saved, nothing to put back
             if saved.is_cuda:
-                _spread(torch.where(flag, saved, _joined(group)), group)
+                _spread(torch.where(flag, saved, _join(group)), group)
             elif bool(flag):  # no wait on the CPU
                 _put_back(saved, group)
         self.saved = []

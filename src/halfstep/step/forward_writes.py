@@ -48,7 +48,7 @@ class ForwardWrites:
 
     def __init__(self, model: nn.Module, also: Also = (), *, commits: bool = False) -> None:
         """`commits`: a function of the user's writes after the optimizers, most likely into the modules of `also`."""
-        modules, tensors = _sorted_out(also)
+        modules, tensors = _split_also(also)
         self.commits = commits
         self.loose = nn.Module()
         """Holds what no module here does: tensors of `also` as buffers, parameters that are trained as such."""
@@ -94,7 +94,7 @@ class ForwardWrites:
         """Find the memory of what is held now, unless it is that of the last window: most of `save` would be that."""
         last = zip(held, self.held, self.aliases, strict=True) if len(held) == len(self.held) else None
         if last is None or any(now is not then or _is_moved(now, alias) for now, then, alias in last):
-            self.held, self.aliases = held, [_storage(tensor) for tensor in held]
+            self.held, self.aliases = held, [_alias_storage(tensor) for tensor in held]
             self.views = Snapshot(s for s in self.aliases if s is not None and is_writable_in_place(s))
 
     def look(self) -> None:
@@ -146,7 +146,7 @@ class ForwardWrites:
         for slot, before, now in self.replaced:
             if before is None or now is None or not _are_alike(before, now):
                 if bool(bad):
-                    _hold(slot, before)
+                    _put(slot, before)
             elif isinstance(now, nn.Parameter):
                 now.data = torch.where(bad, before, now)  # the same object: others may hold it, too
             else:
@@ -279,13 +279,13 @@ class ForwardWrites:
 
     def _differs_from_copy(self, slot: TensorSlot, held: Tensor | None) -> bool:
         copy = self.copies.get(slot.name)
-        return copy is not None and held is not None and not _same_bits(copy, held.data.cpu())
+        return copy is not None and held is not None and not _have_same_bits(copy, held.data.cpu())
 
     def _begin_saving(self, slot: TensorSlot, held: Tensor | None, *, in_place: bool) -> None:
         """From now on with the others; in this window by the host's copy, where there is one."""
         self.saved.append(slot)
         self.before.append(held)
-        self.storages.append(_storage(held))
+        self.storages.append(_alias_storage(held))
         copy = self.copies.get(slot.name)
         if held is not None and copy is not None:
             snapshot = Snapshot([held.data])
@@ -309,7 +309,7 @@ class ForwardWrites:
     def _put_back_what_was_exchanged(self) -> None:
         if self.is_open:
             for slot, before, _ in self._replaced_now():
-                _hold(slot, before)
+                _put(slot, before)
             for held, storage in self._moved_now():
                 held.data = storage
             self.sparse.restore()
@@ -371,7 +371,7 @@ def _is_sparse(tensor: Tensor | None) -> bool:
     return tensor is not None and (tensor.layout is not torch.strided or tensor.is_quantized)
 
 
-def _sorted_out(also: Also) -> tuple[list[nn.Module], list[Tensor]]:
+def _split_also(also: Also) -> tuple[list[nn.Module], list[Tensor]]:
     is_one = isinstance(also, (nn.Module, Tensor, str)) or not isinstance(also, Iterable)
     given: list[Any] = [also] if is_one else list(cast("Iterable[Any]", also))
     for one in given:
@@ -407,7 +407,7 @@ def _has_plain_storage(tensor: Tensor | None) -> bool:
     return type(tensor.data) is Tensor
 
 
-def _storage(tensor: Tensor | None) -> Tensor | None:
+def _alias_storage(tensor: Tensor | None) -> Tensor | None:
     """An alias with a version counter of its own; a sparse tensor has no memory to alias."""
     return tensor.data if tensor is not None and tensor.layout is torch.strided else None
 
@@ -423,11 +423,11 @@ def _are_alike(one: Tensor, other: Tensor) -> bool:
     return (one.shape, one.dtype, one.device, one.layout) == (other.shape, other.dtype, other.device, other.layout)
 
 
-def _hold(slot: TensorSlot, tensor: Tensor | None) -> None:
+def _put(slot: TensorSlot, tensor: Tensor | None) -> None:
     slot.owner[slot.key] = tensor
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def _have_same_bits(one: Tensor, other: Tensor) -> bool:
     if not _are_alike(one, other):
         return False
     return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (one, other)))
@@ -467,8 +467,8 @@ class TensorSlots:
 
     def refresh(self) -> bool:
         """Find what was registered, removed or exchanged since the last call; whether there was anything."""
-        modules = _modules_under(self.roots)
-        sizes = _sizes(modules)
+        modules = _walk_modules(self.roots)
+        sizes = _count_entries(modules)
         if modules == self.modules and sizes == self.sizes:
             return False
         self.modules, self.sizes = modules, sizes
@@ -479,7 +479,7 @@ class TensorSlots:
     @property
     def have_grown(self) -> bool:
         """Whether a module has registered something since `refresh`: in its forward pass."""
-        return _sizes(self.modules) != self.sizes
+        return _count_entries(self.modules) != self.sizes
 
     def take_back(self) -> None:
         """Remove what was registered since `refresh`: a dict keeps the order in which it was."""
@@ -499,7 +499,7 @@ class TensorSlots:
         return slot.key
 
 
-def _modules_under(roots: Sequence[nn.Module]) -> list[nn.Module]:
+def _walk_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
     """As `nn.Module.modules`, in a third of the time: without its generators inside generators."""
     found: dict[nn.Module, None] = {}
     stack: list[nn.Module | None] = list(roots)
@@ -511,5 +511,5 @@ def _modules_under(roots: Sequence[nn.Module]) -> list[nn.Module]:
     return list(found)
 
 
-def _sizes(modules: Sequence[nn.Module]) -> list[tuple[int, int, int]]:
+def _count_entries(modules: Sequence[nn.Module]) -> list[tuple[int, int, int]]:
     return [(len(m._modules), len(m._parameters), len(m._buffers)) for m in modules]

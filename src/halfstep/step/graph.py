@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from halfstep.step.batches import sample_ids
-from halfstep.step.facts import Facts, restore_rng, rng_state
+from halfstep.step.batches import read_sample_ids
+from halfstep.step.facts import Facts, read_rng_state, restore_rng
 from halfstep.step.optim.single_pass import SinglePass
 from halfstep.step.step import LossFn, Step
 
@@ -32,7 +32,7 @@ class CaptureFailed(Exception):
     """The step cannot be captured; the message says why in one line."""
 
 
-def shape_of(window: list[Batch]) -> Shape:
+def describe_shape(window: list[Batch]) -> Shape:
     return tuple(
         (name, tuple(value.shape), value.stride(), value.dtype)
         for batch in window
@@ -40,7 +40,7 @@ def shape_of(window: list[Batch]) -> Shape:
     )
 
 
-def why_not_copied_in(window: list[Batch], device: torch.device) -> str:
+def explain_not_copied(window: list[Batch], device: torch.device) -> str:
     """What a replay would not read again: of a number on the host a kernel keeps what it was captured with."""
     elsewhere = sorted({name for batch in window for name, value in batch.items() if value.device != device})
     return f"{', '.join(map(repr, elsewhere))} of the batch not on {device}" if elsewhere else ""
@@ -48,11 +48,11 @@ def why_not_copied_in(window: list[Batch], device: torch.device) -> str:
 
 class GraphedStep:
     def __init__(self, step: Step, loss_fn: LossFn, window: list[Batch], pool: Pool) -> None:
-        reason = step.why_not_captured() or why_not_copied_in(window, step.device)
+        reason = step.why_not_captured() or explain_not_copied(window, step.device)
         if reason:
             raise CaptureFailed(reason)
         self.step, self.generation = step, step.generation
-        self.tables = tables_of(step)
+        self.tables = list_tables(step)
         self.inputs = [
             {name: torch.empty_like(value).copy_(value) for name, value in batch.items()} for batch in window
         ]
@@ -72,19 +72,19 @@ class GraphedStep:
 
     @property
     def is_valid(self) -> bool:
-        same = all(own is now for own, now in zip(self.tables, tables_of(self.step), strict=True))
+        same = all(own is now for own, now in zip(self.tables, list_tables(self.step), strict=True))
         return self.generation == self.step.generation and same
 
     def __call__(self, window: list[Batch]) -> Facts:
         """Make one step; nothing is waited for."""
         step = self.step
-        rng = rng_state(step.device)
+        rng = read_rng_state(step.device)
         for own, batch in zip(self.inputs, window, strict=True):
             for name, value in batch.items():
                 own[name].copy_(value, non_blocking=True)
         self.graph.replay()
         facts = self.facts.replayed(step.attempted)
-        facts.ids, facts.rng = sample_ids(window), rng
+        facts.ids, facts.rng = read_sample_ids(window), rng
         step.attempted += 1
         facts.send()
         return facts
@@ -94,22 +94,22 @@ class GraphedStep:
         reason = ""
         # A cycle that still holds an earlier step's autograd graph ties its gradients to the stream of that step.
         gc.collect()
-        with opened_for_capture(self.step) as self.passes:
+        with open_for_capture(self.step) as self.passes:
             try:
                 # Other threads (a loader's, a logger's) may use the device meanwhile.
                 capture = torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local")
-                with growing_segments(), capture:
+                with use_growing_segments(), capture:
                     try:
                         return self._recorded(loss_fn)
                     except Exception as error:
-                        reason = _first_line(error)  # ending the capture may fail as well, in words that tell less
+                        reason = _read_first_line(error)  # ending the capture may fail as well, in words that tell less
                         raise
             except CaptureFailed:
                 raise
             except Exception as error:
-                reason = reason or _first_line(error)
+                reason = reason or _read_first_line(error)
             # Not while the error is handled: its frames hold the activations.
-            _end_what_broke_off(stream, pool)
+            _end_broken_capture(stream, pool)
             raise CaptureFailed(reason)
 
     def _recorded(self, loss_fn: LossFn) -> Facts:
@@ -121,32 +121,32 @@ class GraphedStep:
         return facts
 
 
-def tables_of(step: Step) -> list[Tensor]:
+def list_tables(step: Step) -> list[Tensor]:
     """What the graph reads of schedules: tensors that are replaced when they grow."""
     return [tabulated.table for tabulated in (step.rates, step.values) if tabulated is not None]
 
 
 @contextlib.contextmanager
-def opened_for_capture(step: Step) -> Iterator[list[SinglePass]]:
+def open_for_capture(step: Step) -> Iterator[list[SinglePass]]:
     """All optimizers, or none, are ready to be captured within; whatever happens there, none is afterwards."""
-    rng = rng_state(step.device)
-    _let_fused_optimizers_in(step)
+    rng = read_rng_state(step.device)
+    _make_fused_capturable(step)
     step.clear_gradients()
     try:
-        yield _passes(step)
+        yield _make_passes(step)
     finally:
         step.forget_capture()
         restore_rng(rng, step.device)
 
 
-def _passes(step: Step) -> list[SinglePass]:
+def _make_passes(step: Step) -> list[SinglePass]:
     try:
         return [made for c in step.committers if (made := c.open_capture(step.device)) is not None]
     except Exception as error:  # out of memory, or Triton's
-        raise CaptureFailed(_first_line(error)) from error
+        raise CaptureFailed(_read_first_line(error)) from error
 
 
-def _first_line(error: Exception) -> str:
+def _read_first_line(error: Exception) -> str:
     """Of the compiler the second as well, where the first only announces it: `backend='inductor' raised:`."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     if "legacy stream" in lines[0]:
@@ -154,7 +154,7 @@ def _first_line(error: Exception) -> str:
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
-def _end_what_broke_off(stream: torch.cuda.Stream, pool: Pool) -> None:
+def _end_broken_capture(stream: torch.cuda.Stream, pool: Pool) -> None:
     """Put back what torch leaves behind where a capture cannot be ended.
 
     Its stream stays the current one: cached memory of the old one would lie idle. Up to torch 2.11 the allocator, too,
@@ -169,7 +169,7 @@ def _end_what_broke_off(stream: torch.cuda.Stream, pool: Pool) -> None:
         torch.zeros((), device=stream.device)
 
 
-def _let_fused_optimizers_in(step: Step) -> None:
+def _make_fused_capturable(step: Step) -> None:
     """Fused optimizers keep their counters on the device anyway, but refuse to be captured without this word."""
     for optimizer in step.optimizers:
         for group in optimizer.param_groups:
@@ -183,43 +183,43 @@ def _let_fused_optimizers_in(step: Step) -> None:
 # addresses that grows at its end, freed neighbours are joined and there is hardly a gap.
 
 SETTING = "expandable_segments"
-SAID = "PYTORCH_CUDA_ALLOC_CONF"
+CONFIG_KEY = "PYTORCH_CUDA_ALLOC_CONF"
 """Under which a snapshot of the allocator has the settings it was last given, whichever variable or call gave them."""
 
-_said_before: dict[str, str] = {}
+_users_settings: dict[str, str] = {}
 """The user's settings, by what we said when we put them back: the allocator has no word for "as if unsaid"."""
 
 
 @contextlib.contextmanager
-def growing_segments() -> Iterator[None]:
+def use_growing_segments() -> Iterator[None]:
     """What is taken within lies in segments that grow; the allocator's settings are put back afterwards.
 
     Who has told the allocator whether it may, by PYTORCH_ALLOC_CONF or in the program, is not overruled.
     """
-    settings = _settings()
+    settings = _read_settings()
     if settings is None or settings.get(SETTING):
         yield
         return
-    found = str(settings.get(SAID, ""))
-    said = _said_before.get(found, found)
+    found = str(settings.get(CONFIG_KEY, ""))
+    said = _users_settings.get(found, found)
     if SETTING in said:
         yield
         return
-    _tell(said, is_on=True)
+    _write_settings(said, is_on=True)
     try:
         yield
     finally:
-        _said_before[_tell(said, is_on=False)] = said
+        _users_settings[_write_settings(said, is_on=False)] = said
 
 
-def _settings() -> dict[str, object] | None:
+def _read_settings() -> dict[str, object] | None:
     if not sys.platform.startswith("linux") or torch.cuda.get_allocator_backend() != "native":
         return None
     found: dict[str, object] | None = torch.cuda.memory._snapshot().get("allocator_settings")
     return found
 
 
-def _tell(said: str, *, is_on: bool) -> str:
+def _write_settings(said: str, *, is_on: bool) -> str:
     """All that was said before too: a setting that is not mentioned may fall back to its default."""
     words = ",".join(filter(None, [said, f"{SETTING}:{is_on}"]))
     torch._C._accelerator_setAllocatorSettings(words)

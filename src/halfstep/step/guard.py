@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import CheckpointError, ConfigError, format_count
-from halfstep.step.facts import Facts, PhasedFacts, Reading, reading_from
+from halfstep.step.facts import Facts, PhasedFacts, Reading, load_reading
 
 LAG = 2  # steps between a step and the guard's look at it: enough for the host to stay ahead of the device
 
@@ -78,13 +78,13 @@ class Advice:
     scale_floor: str
 
 
-OF_RUNS = Advice(
+ADVICE_FOR_RUNS = Advice(
     overflow="--precision bf16",
     clip="train.clip_norm",
     rollback="guard.on_fault=rollback",
     scale_floor="scaler.min_scale",
 )
-OF_OWN_LOOPS = Advice(
+ADVICE_FOR_LOOPS = Advice(
     overflow='precision="bf16"',
     clip="clip_norm=1.0",
     rollback='guard={"on_fault": "rollback"}',
@@ -103,7 +103,7 @@ class Guard:
         *,
         scaling: bool,
         min_scale: float = 1.0,
-        advice: Advice = OF_RUNS,
+        advice: Advice = ADVICE_FOR_RUNS,
     ) -> None:
         self.options = options or GuardOptions()
         self.scaling, self.min_scale, self.advice = scaling, min_scale, advice
@@ -195,10 +195,11 @@ class Guard:
             action=Action.STOP,
             reason=f"{format_count(self.num_at_floor, 'step')} in a row overflowed with the loss scale at its floor of "
             f"{self.min_scale:g} (step {reading.attempted}: {reading.reason})",
-            fix=f"{self._why_at_floor(reading)} {self.advice.overflow} or a lower learning rate{_samples(reading)}",
+            fix=f"{self._explain_floor(reading)} {self.advice.overflow} or a lower learning rate"
+            f"{_format_samples(reading)}",
         )
 
-    def _why_at_floor(self, reading: Reading) -> str:
+    def _explain_floor(self, reading: Reading) -> str:
         if math.isfinite(reading.loss):
             lower = f"let the scale fall further ({self.advice.scale_floor}), as a loss summed over pixels needs"
             return f"the loss is finite, its gradients are not: {lower}; or try"
@@ -223,7 +224,7 @@ class Guard:
             action=Action.STOP,
             reason=reason + tried,
             fix=f"lower the learning rate, clip gradients ({self.advice.clip})"
-            f"{going_back if self.options.on_fault == 'stop' else ''}{_samples(reading)}",
+            f"{going_back if self.options.on_fault == 'stop' else ''}{_format_samples(reading)}",
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -238,12 +239,12 @@ class Guard:
             raise CheckpointError(
                 f"the guard's stored state lacks {', '.join(missing)}", fix="give a state_dict()'s own"
             )
-        self.pending = deque(map(reading_from, state["pending"]))
+        self.pending = deque(map(load_reading, state["pending"]))
         for name in COUNTERS:
             setattr(self, name, int(state[name]))
 
 
-def _samples(reading: Reading, most: int = 8) -> str:
+def _format_samples(reading: Reading, most: int = 8) -> str:
     """Which samples to look at, where the batches tell."""
     ids = reading.sample_ids
     shown = ", ".join(map(str, ids[:most])) + (", ..." if len(ids) > most else "")

@@ -22,23 +22,23 @@ from torch.optim import Optimizer
 from halfstep.errors import CheckpointError
 from halfstep.step.batches import Batch, Window
 from halfstep.step.ema import Ema
-from halfstep.step.facts import Facts, PhasedFacts, Reading, parts_of
+from halfstep.step.facts import Facts, PhasedFacts, Reading, split_phases
 from halfstep.step.guard import CONTINUE, COUNTERS, Action, Guard, GuardOptions, Verdict
 from halfstep.step.scaler import Scaler
 from halfstep.step.step import LossFn, Step
-from halfstep.step.step_state import load_into, refuse_unfit, state_of
+from halfstep.step.step_state import collect_state, load_state, refuse_unfit
 
 
 class PhaseStep(Step):
     """A step that trains its own parameters only: all others of the model get no gradients while it runs."""
 
     def forward_backward(self, loss_fn: LossFn, window: Window) -> Facts:
-        with without_gradients_of_others(self.model, self.trained_parameters()):
+        with freeze_others(self.model, self.trained_parameters()):
             return super().forward_backward(loss_fn, window)
 
 
 @contextmanager
-def without_gradients_of_others(model: nn.Module, trained: Iterable[Tensor]) -> Iterator[None]:
+def freeze_others(model: nn.Module, trained: Iterable[Tensor]) -> Iterator[None]:
     """Autograd, eager or compiled, leaves out what does not require gradients: time and memory, not only `.grad`."""
     own = {id(parameter) for parameter in trained}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
@@ -118,7 +118,7 @@ class PhasedStep:
             "scaler": self.scaler.state_dict(),
             "ema": self.ema.state_dict() if self.ema is not None else {},
             "phases": {
-                name: {key: value for key, value in state_of(step).items() if key not in ("scaler", "ema")}
+                name: {key: value for key, value in collect_state(step).items() if key not in ("scaler", "ema")}
                 for name, step in self.steps.items()
             },
         }
@@ -128,7 +128,7 @@ class PhasedStep:
         for name, step in self.steps.items():
             refuse_unfit(step, parts[name])
         for name, step in self.steps.items():
-            load_into(step, parts[name])
+            load_state(step, parts[name])
         self.attempted = int(state["attempted"])
         self.committed.fill_(int(state["committed"]))
 
@@ -168,7 +168,7 @@ class PhasedGuard(Guard):
 
     def judge(self, reading: Reading) -> Verdict:
         """The gravest verdict on any phase. Where a rollback goes is counted in iterations, not in a phase's steps."""
-        parts = parts_of(reading)
+        parts = split_phases(reading)
         before = reading.committed - any(not part.is_bad for part in parts.values())
         found = [self._of_phase(name, part, before) for name, part in parts.items()]
         self.num_skipped = sum(guard.num_skipped for guard in self.phases.values())

@@ -21,7 +21,7 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def generator_states() -> dict[str, Any]:
+def read_generators() -> dict[str, Any]:
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
@@ -48,7 +48,7 @@ def restore_generators(states: Mapping[str, Any]) -> list[str]:
 
 
 @contextmanager
-def algorithms(*, deterministic: bool) -> Iterator[None]:
+def choose_algorithms(*, deterministic: bool) -> Iterator[None]:
     """Which kernels torch may pick: repeatable ones only, or any. Restored on exit."""
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn_before = torch.backends.cudnn.deterministic

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from halfstep import __version__
-from halfstep.distributed.world import World, agreed
+from halfstep.distributed.world import World, mark_agreed
 from halfstep.errors import ConfigError, ModelError
 from halfstep.step.facts import FELL, PER_RANK, Reading, Slower
 
@@ -206,7 +206,7 @@ class Regions(nn.Module):
         return self.regions[name](batch)
 
 
-def wrapped_regions(
+def wrap_regions(
     model: nn.Module,
     regions: Mapping[str, Callable[..., Any]],
     device: torch.device,
@@ -233,14 +233,14 @@ def wrapped_regions(
     formats = {p.dtype for p in model.parameters() if p.requires_grad}
     if formats != {SUMMED_IN[reduce]}:
         # A lambda: of annotations torch takes none but its own class, and ours are texts.
-        wrapped.register_comm_hook(SUMMED_IN[reduce], lambda dtype, bucket: averaged_in(dtype, bucket))
+        wrapped.register_comm_hook(SUMMED_IN[reduce], lambda dtype, bucket: average_in(dtype, bucket))
     return wrapped
 
 
 SUMMED_IN: dict[Reduce, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def averaged_in(dtype: torch.dtype, bucket: Any) -> torch.futures.Future[Tensor]:
+def average_in(dtype: torch.dtype, bucket: Any) -> torch.futures.Future[Tensor]:
     """DDP's mean over the ranks, summed in a number format of its own. Torch's own hook for bf16 is for NCCL alone."""
     own: Tensor = bucket.buffer()
     sums = own.to(dtype, copy=True).div_(dist.get_world_size())
@@ -256,11 +256,11 @@ def averaged_in(dtype: torch.dtype, bucket: Any) -> torch.futures.Future[Tensor]
 # --- models that the user wrapped in DDP ---
 
 
-OF_OWN_LOOPS = "start all ranks again from your last checkpoint; torchrun --max-restarts=3 starts them by itself"
-SHOWN = 4  # names that a message has room for
+RESTART_RANKS = "start all ranks again from your last checkpoint; torchrun --max-restarts=3 starts them by itself"
+MOST_NAMES = 4  # names that a message has room for
 
 
-def ranks_of(model: nn.Module, trained: Sequence[Tensor], device: torch.device) -> Ranks | None:
+def find_ranks(model: nn.Module, trained: Sequence[Tensor], device: torch.device) -> Ranks | None:
     """The step's part in the world; None where there is neither a world nor a DDP."""
     size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
@@ -269,7 +269,7 @@ def ranks_of(model: nn.Module, trained: Sequence[Tensor], device: torch.device) 
     if not wrapped:
         return None
     patience_s = c10d._get_default_group()._get_backend(device).options._timeout.total_seconds()
-    return Ranks(World(limit_s=patience_s, limit_name="", go_on=OF_OWN_LOOPS), wrapped, device)
+    return Ranks(World(limit_s=patience_s, limit_name="", go_on=RESTART_RANKS), wrapped, device)
 
 
 def _refuse_unwrapped(
@@ -294,7 +294,7 @@ def _refuse_unwrapped(
     outside = [p for p in trained if p.requires_grad and id(p) not in summed]
     if outside:
         names = {id(p): name for name, p in model.named_parameters()}
-        shown = ", ".join(names.get(id(p), f"one of shape {tuple(p.shape)}") for p in outside[:SHOWN])
+        shown = ", ".join(names.get(id(p), f"one of shape {tuple(p.shape)}") for p in outside[:MOST_NAMES])
         raise ConfigError(
             f"{len(outside)} trained parameters are in no DistributedDataParallel: {shown}",
             why="their gradients are not summed: each rank would train values of its own",
@@ -317,15 +317,15 @@ def refuse_other_settings(world: World, own: Mapping[str, Any], *, why: str, fix
     for rank, other in enumerate(others, 1):
         keys = [key for key in first | other if first.get(key) != other.get(key)]
         if keys:
-            shown = "; ".join(f"{key}: {first.get(key)} and {other.get(key)}" for key in keys[:SHOWN])
-            raise agreed(ConfigError(f"rank 0 and rank {rank} differ in {shown}", why=why, fix=fix))
+            shown = "; ".join(f"{key}: {first.get(key)} and {other.get(key)}" for key in keys[:MOST_NAMES])
+            raise mark_agreed(ConfigError(f"rank 0 and rank {rank} differ in {shown}", why=why, fix=fix))
 
 
 def refuse_other_rates(facts: object, reading: Reading) -> None:
     """A learning rate that one rank was given alone, as by a scheduler that saw its own score."""
     for rank, rate in enumerate(reading.rates):
         if not math.isclose(rate, reading.rates[0], rel_tol=1e-6):
-            raise agreed(
+            raise mark_agreed(
                 ConfigError(
                     f"learning rates differ at step {reading.attempted}: {reading.rates[0]:g} on rank 0, "
                     f"{rate:g} on rank {rank}",

@@ -18,20 +18,22 @@ def refuse_spread(model: nn.Module, trained: Sequence[Tensor]) -> None:
     """Models over several devices of one process, and sharded ones."""
     for module in model.modules():
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
-            raise _refusal(
+            raise _make_error(
                 f"DataParallel spreads the model over {len(module.device_ids)} devices",
                 "statistics that its copies write are lost, and no verdict is about them",
             )
         if names := SHARDED & {kind.__name__ for kind in type(module).__mro__}:
-            raise _refusal(f"the model is sharded by {names.pop()}", "each process sees a part of its gradients only")
+            raise _make_error(
+                f"the model is sharded by {names.pop()}", "each process sees a part of its gradients only"
+            )
     devices = {p.device for p in trained} | {p.device for p in model.parameters() if p.is_cuda}
     if len(devices) > 1:
-        raise _refusal(
+        raise _make_error(
             f"the model lies on {', '.join(sorted(map(str, devices)))}", "a step has one verdict, on one device"
         )
 
 
-def _refusal(what: str, why: str) -> ConfigError:
+def _make_error(what: str, why: str) -> ConfigError:
     return ConfigError(
         what,
         why=why,
@@ -40,7 +42,7 @@ def _refusal(what: str, why: str) -> ConfigError:
     )
 
 
-def checked(parameters: list[Tensor]) -> list[Tensor]:
+def check_parameters(parameters: list[Tensor]) -> list[Tensor]:
     if not parameters:
         raise ConfigError("the optimizer holds no parameters", fix="give it model.parameters()")
     half = [p for p in parameters if p.dtype == torch.float16 and p.requires_grad]

@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from halfstep.errors import ConfigError, nearest
+from halfstep.errors import ConfigError, suggest_nearest
 
 Schedule = Callable[[int], float]  # committed step -> multiplier of the base learning rate
 
@@ -99,7 +99,7 @@ SCHEDULES: dict[str, Callable[[float, ScheduleOptions, int], float]] = {
 def build_schedule(options: ScheduleOptions) -> Schedule:
     """The named schedule, after a linear warmup whose first step already moves (1/w, 2/w, ... 1)."""
     if options.name not in SCHEDULES:
-        raise ConfigError(f"unknown schedule {options.name!r}", fix=nearest(options.name, SCHEDULES))
+        raise ConfigError(f"unknown schedule {options.name!r}", fix=suggest_nearest(options.name, SCHEDULES))
     shape, warmup = SCHEDULES[options.name], options.warmup_steps
     start = 0 if options.decay_from_start else warmup
     length = max(options.total_steps - start, 1)

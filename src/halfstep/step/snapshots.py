@@ -34,30 +34,30 @@ class Snapshots:
     def take(self, model: nn.Module, step: Step | PhasedStep) -> None:
         """Copy everything a rollback puts back; waits for the device. Steps that were mostly skipped are not copied."""
         committed = int(step.committed)
-        if self.states and committed - _committed(self.states[-1]) < max(self.every // 2, 1):
+        if self.states and committed - _read_committed(self.states[-1]) < max(self.every // 2, 1):
             return
         if not self.states:
             self.start = committed
-        state = {"model": model.state_dict(), "buffers": loose_buffers(model), "step": step.state_dict()}
+        state = {"model": model.state_dict(), "buffers": find_loose_buffers(model), "step": step.state_dict()}
         self.states.append(copy_to_host(state))
         # A fault that the guard has not acted on yet may be `lag` steps old; before that, one state is enough.
-        while len(self.states) > 1 and _committed(self.states[1]) <= self._limit(committed - self.lag):
+        while len(self.states) > 1 and _read_committed(self.states[1]) <= self._limit(committed - self.lag):
             del self.states[0]
 
     def before(self, committed: int) -> dict[str, Any] | None:
         """The newest state at least `margin` committed steps before `committed`, or the one everything began with."""
-        usable = [state for state in self.states if _committed(state) <= self._limit(committed)]
+        usable = [state for state in self.states if _read_committed(state) <= self._limit(committed)]
         return usable[-1] if usable else None
 
     def go_back(self, state: Mapping[str, Any], model: nn.Module, step: Step | PhasedStep) -> None:
         """Put `state` back but for the count of attempts; later states belong to the abandoned path."""
         attempted = step.attempted
         model.load_state_dict(state["model"])
-        put_back(model, state["buffers"])
+        restore_buffers(model, state["buffers"])
         step.load_state_dict(state["step"])
         step.attempted = attempted
-        self.start = _committed(state)
-        self.states = [other for other in self.states if _committed(other) <= self.start]
+        self.start = _read_committed(state)
+        self.states = [other for other in self.states if _read_committed(other) <= self.start]
 
     def _limit(self, committed: int) -> int:
         return max(committed - self.margin, min(self.start, committed))
@@ -69,7 +69,7 @@ class Snapshots:
         self.start, self.states = int(state["start"]), list(state["states"])
 
 
-def _committed(state: Mapping[str, Any]) -> int:
+def _read_committed(state: Mapping[str, Any]) -> int:
     return int(state["step"]["committed"])
 
 
@@ -88,13 +88,13 @@ def copy_to_host(tree: Any) -> Any:
 # They steer training, so a run keeps them all the same.
 
 
-def loose_buffers(model: nn.Module) -> dict[str, Tensor]:
+def find_loose_buffers(model: nn.Module) -> dict[str, Tensor]:
     stored = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name not in stored}
 
 
 @torch.no_grad()
-def put_back(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+def restore_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Write into the buffers that are there; a cache that has grown since, or is not there yet, is replaced."""
     present = dict(model.named_buffers())
     device = next(model.parameters()).device

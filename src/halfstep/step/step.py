@@ -26,22 +26,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from halfstep.distributed.world import is_loss
+from halfstep.distributed.world import is_lost_rank
 from halfstep.errors import ConfigError
 from halfstep.precision.plan import Plan
-from halfstep.step.batches import Batch, Weight, Window, batch_length, is_one, positive, sample_ids
+from halfstep.step.batches import Batch, Weight, Window, count_samples, is_one, make_positive, read_sample_ids
 from halfstep.step.clip import Clip
-from halfstep.step.commit import Committer, commit_all, numbers
+from halfstep.step.commit import Committer, commit_all, get_stored_values
 from halfstep.step.ema import Ema
-from halfstep.step.facts import Facts, Hold, restore_rng, rng_state
+from halfstep.step.facts import Facts, Hold, read_rng_state, restore_rng
 from halfstep.step.forward_writes import Also, ForwardWrites
 from halfstep.step.guard import SpikeMeter
-from halfstep.step.ranks import BAD, RUINED, Agreed, Ranks, ranks_of
-from halfstep.step.refusals import checked, refuse_half_sums, refuse_sparse, refuse_spread, refuse_unfit_loss
+from halfstep.step.ranks import BAD, RUINED, Agreed, Ranks, find_ranks
+from halfstep.step.refusals import check_parameters, refuse_half_sums, refuse_sparse, refuse_spread, refuse_unfit_loss
 from halfstep.step.scaler import Scaler, ScalerOptions
 from halfstep.step.schedule import Schedule
 from halfstep.step.signals import DelayedSignals
-from halfstep.step.step_state import load_into, refuse_unfit, state_of
+from halfstep.step.step_state import collect_state, load_state, refuse_unfit
 from halfstep.step.tables import Rates, Values
 
 LossFn = Callable[[Batch], "Tensor | tuple[Tensor, Weight]"]
@@ -90,7 +90,7 @@ class Step:
         self.ranks: Ranks | None = None
         """The processes that train the same model; None where there is one."""
         if ranks != "alone":
-            self.ranks = ranks_of(model, trained, self.device) if ranks == "of the model" else ranks
+            self.ranks = find_ranks(model, trained, self.device) if ranks == "of the model" else ranks
         if isinstance(schedules, Rates):
             self.rates = schedules
         elif schedules:
@@ -114,7 +114,7 @@ class Step:
         self.hold: Hold | None = None  # set before the first step by whoever can make held steps again
         self.signals = DelayedSignals()
         self._rng: dict[str, Tensor] = {}  # the generators before a compute() that is not committed yet
-        self._judged = Judged()
+        self._judged = JudgedGradients()
 
     def windows(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
         """Groups of `accumulate` micro-batches; the last partial group still steps."""
@@ -132,7 +132,7 @@ class Step:
         window that is not committed is undone by the next compute(). To edit gradients, see `on_gradients`."""
         if self._rng:
             self.abandon()
-        self._rng = rng_state(self.device)
+        self._rng = read_rng_state(self.device)
         try:
             facts = self.forward_backward(loss_fn, window)
             self.writes.refuse_unsaved(facts.bad)
@@ -140,11 +140,11 @@ class Step:
             unsaved = self.abandon()
             if unsaved:
                 error.add_note(unsaved)
-            if self.ranks is not None and isinstance(error, RuntimeError) and is_loss(error):
+            if self.ranks is not None and isinstance(error, RuntimeError) and is_lost_rank(error):
                 raise self.ranks.world.lost(error) from error
             raise
-        facts.ids, facts.rng = sample_ids(window), self._rng
-        self._judged = Judged(self.trained_parameters())
+        facts.ids, facts.rng = read_sample_ids(window), self._rng
+        self._judged = JudgedGradients(self.trained_parameters())
         return facts
 
     def forward_backward(self, loss_fn: LossFn, window: Window) -> Facts:
@@ -154,7 +154,7 @@ class Step:
             self.values.refresh()
         self.writes.save(parameters)
         self.clear_gradients()
-        choose_types(self.optimizers, len(window))
+        choose_gradient_types(self.optimizers, len(window))
         with self.signals.allowed():
             loss, weight = self._accumulate(loss_fn, window, parameters)
         self.writes.look()
@@ -169,7 +169,7 @@ class Step:
             if self._rng:
                 unsaved = self.writes.put_back()
                 restore_rng(self._rng, self.device)
-            self._rng, self._judged = {}, Judged()
+            self._rng, self._judged = {}, JudgedGradients()
         return unsaved
 
     def commit(self, facts: Facts) -> None:
@@ -187,7 +187,7 @@ class Step:
                 self.commit_on_device(facts)
             finally:
                 if facts.is_packed:
-                    self._rng, self._judged = {}, Judged()
+                    self._rng, self._judged = {}, JudgedGradients()
                     self.attempted += 1
                     facts.send()
                 else:
@@ -248,7 +248,7 @@ class Step:
     def forget_writes(self) -> None:
         """After state was loaded: a compute() before it is void, and what forward writes is found again."""
         self.writes.compare_anew()
-        self._rng, self._judged = {}, Judged()
+        self._rng, self._judged = {}, JudgedGradients()
 
     def forget_capture(self) -> None:
         """After a capture, whole or broken: what lies in the graph's memory must not be mistaken for our own."""
@@ -270,14 +270,14 @@ class Step:
             with self._reducing(is_last=number == len(window)):
                 with self.plan.forward(), self.observed():
                     result = loss_fn(batch)
-                loss, weight = result if isinstance(result, tuple) else (result, batch_length(batch))
+                loss, weight = result if isinstance(result, tuple) else (result, count_samples(batch))
                 if unit is None and self.ranks is not None:
                     unit = self.ranks.unit(weight)
                 if not isinstance(weight, Tensor) and weight == 0:
                     if self.ranks is not None and number == len(window):
                         self._backward(self.ranks.nothing(loss, parameters))
                     continue
-                unit = positive(weight) if unit is None else unit
+                unit = make_positive(weight) if unit is None else unit
                 share = weight / unit
                 refuse_unfit_loss(loss)
                 loss = loss.reshape(()).to(self.device, torch.float32)
@@ -301,7 +301,7 @@ class Step:
 
     @torch.no_grad()
     def _judge(self, parameters: list[Tensor], loss_sum: Tensor, weight: Weight, *, is_weighted: bool) -> Facts:
-        gradients = numbers_of(parameters)
+        gradients = collect_gradients(parameters)
         scale = self.scaler.value.clone() if self.scaler.enabled else self.scaler.value
         if self.ranks is not None:
             refuse_sparse(parameters)
@@ -310,7 +310,7 @@ class Step:
         loss, unscale, overflow = totals.loss, totals.unscale, None
         if self.on_gradients is not None:
             overflow = self._unscale_and_edit(gradients, unscale)
-            gradients, unscale = numbers_of(parameters), None
+            gradients, unscale = collect_gradients(parameters), None
         norm, factor = self.clip.measure(gradients, unscale) if gradients else (torch.zeros_like(loss), None)
         facts = Facts(attempted=self.attempted, loss=loss, grad_norm=norm, scale=scale)
         self._decide(facts, totals, overflow)
@@ -368,7 +368,7 @@ class Step:
         if self.rates is not None:
             self.rates.refuse_new_groups()
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        return checked(list({id(p): p for group in groups for p in group["params"]}.values()))
+        return check_parameters(list({id(p): p for group in groups for p in group["params"]}.values()))
 
     def clear_gradients(self) -> None:
         nn.Module.zero_grad(self.model)  # also of weights that no optimizer holds: they would only pile up
@@ -398,17 +398,17 @@ class Step:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed step needs besides the model; waits for the device."""
-        return state_of(self)
+        return collect_state(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         refuse_unfit(self, state)
-        load_into(self, state)
+        load_state(self, state)
 
 
 # --- the gradients of a window ---
 
 
-def choose_types(optimizers: Sequence[Optimizer], num_micro_batches: int) -> None:
+def choose_gradient_types(optimizers: Sequence[Optimizer], num_micro_batches: int) -> None:
     """Gradients of bf16 weights are bf16; those of several micro-batches add up in fp32 where the optimizer reads that,
     since a sum in bf16 loses what is small beside it. A user's own optimizer gets what torch gives it."""
     wanted = torch.bfloat16 if num_micro_batches == 1 else torch.float32
@@ -418,7 +418,7 @@ def choose_types(optimizers: Sequence[Optimizer], num_micro_batches: int) -> Non
             parameter.grad_dtype = wanted
 
 
-def numbers_of(parameters: Sequence[Tensor]) -> list[Tensor]:
+def collect_gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
     """The gradients; of a sparse one the numbers that it holds, each row once, as they lie in it."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not any(gradient.is_sparse for gradient in gradients):
@@ -426,7 +426,7 @@ def numbers_of(parameters: Sequence[Tensor]) -> list[Tensor]:
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.coalesce()  # rows that came twice are judged and clipped as their sum
-    return [numbers(p.grad) for p in parameters if p.grad is not None]
+    return [get_stored_values(p.grad) for p in parameters if p.grad is not None]
 
 
 def are_scaled_in_kernels(committers: Sequence[Committer], parameters: Sequence[Tensor]) -> bool:
@@ -441,7 +441,7 @@ def are_scaled_in_kernels(committers: Sequence[Committer], parameters: Sequence[
     return in_kernels and held == len(parameters)
 
 
-class Judged:
+class JudgedGradients:
     """The gradients that a verdict is about: what it was not about must not be committed."""
 
     def __init__(self, parameters: Sequence[Tensor] = ()) -> None:

@@ -24,7 +24,7 @@ SHAPED_LIKE_THE_PARAMETER = {
 TELLS_OPTIMIZERS_APART = {"betas", "momentum", "alpha", "rho", "etas", "lambd", "lr_decay", "beta2_decay", "ns_steps"}
 
 
-def state_of(step: Step) -> dict[str, Any]:
+def collect_state(step: Step) -> dict[str, Any]:
     """Waits for the device."""
     return {
         "attempted": step.attempted,
@@ -32,12 +32,12 @@ def state_of(step: Step) -> dict[str, Any]:
         "rate_factor": step.rates.cut if step.rates is not None else 1.0,
         "scaler": step.scaler.state_dict(),
         "spikes": step.spikes.state_dict(),
-        "optimizers": [_with_plain_rates(optimizer.state_dict()) for optimizer in step.optimizers],
+        "optimizers": [_make_rates_plain(optimizer.state_dict()) for optimizer in step.optimizers],
         "ema": step.ema.state_dict() if step.ema is not None else {},
     }
 
 
-def load_into(step: Step, state: Mapping[str, Any]) -> None:
+def load_state(step: Step, state: Mapping[str, Any]) -> None:
     step.attempted = int(state["attempted"])
     step.generation += 1
     step.committed.fill_(int(state["committed"]))
@@ -85,16 +85,18 @@ def refuse_unfit(step: Step, state: Mapping[str, Any]) -> None:
 
 def _refuse_other_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
     if len(optimizers) != len(states):
-        raise _other(f"holds {len(states)} optimizers, this step has {len(optimizers)}")
+        raise _make_misfit(f"holds {len(states)} optimizers, this step has {len(optimizers)}")
     for optimizer, state in zip(optimizers, states, strict=True):
         name = type(optimizer).__name__
         own, stored = optimizer.param_groups, state["param_groups"]
         sizes = [[len(group["params"]) for group in groups] for groups in (stored, own)]
         if sizes[0] != sizes[1]:
-            raise _other(f"holds groups of {_listed(sizes[0])} parameters, {name} here has {_listed(sizes[1])}")
+            raise _make_misfit(
+                f"holds groups of {_list_sizes(sizes[0])} parameters, {name} here has {_list_sizes(sizes[1])}"
+            )
         for mine, theirs in zip(own, stored, strict=True):
             if differing := sorted(TELLS_OPTIMIZERS_APART & (mine.keys() ^ theirs.keys())):
-                raise _other(f"is of another optimizer than {name}: they differ in {', '.join(differing)}")
+                raise _make_misfit(f"is of another optimizer than {name}: they differ in {', '.join(differing)}")
         _refuse_other_shapes(optimizer, state)
 
 
@@ -108,21 +110,21 @@ def _refuse_other_shapes(optimizer: Optimizer, state: Mapping[str, Any]) -> None
         for key, value in state["state"].get(number, {}).items():
             if key in SHAPED_LIKE_THE_PARAMETER and torch.is_tensor(value) and value.shape != parameter.shape:
                 theirs, own = tuple(value.shape), tuple(parameter.shape)
-                raise _other(f"has {key} of shape {theirs} for parameter {number}, whose shape is {own}")
+                raise _make_misfit(f"has {key} of shape {theirs} for parameter {number}, whose shape is {own}")
 
 
-def _other(difference: str) -> CheckpointError:
+def _make_misfit(difference: str) -> CheckpointError:
     return CheckpointError(
         f"the stored state does not fit: it {difference}",
         fix="load it into a step made with the same model and the same optimizers, in the same order",
     )
 
 
-def _listed(sizes: Sequence[int]) -> str:
+def _list_sizes(sizes: Sequence[int]) -> str:
     return " and ".join(map(str, sizes))
 
 
-def _with_plain_rates(state: dict[str, Any]) -> dict[str, Any]:
+def _make_rates_plain(state: dict[str, Any]) -> dict[str, Any]:
     """Learning rates as numbers: the tensors are views of one vector and are bound again on load."""
     groups = [{**g, "lr": float(g["lr"])} for g in state["param_groups"]]
     return {**state, "param_groups": groups}

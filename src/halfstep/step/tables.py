@@ -52,7 +52,7 @@ class Tabulated:
 
     def checked(self, value: Any) -> float:
         """A function's value, or `Unusable`."""
-        return finite(value)
+        return check_finite(value)
 
     def ended(self, step: int, error: Exception) -> ConfigError:
         """What to say where a function has no value for a step."""
@@ -85,7 +85,7 @@ class Unusable(ValueError):
     """A function gave a number that no step can use."""
 
 
-def finite(value: Any) -> float:
+def check_finite(value: Any) -> float:
     if isinstance(value, complex) or not math.isfinite(value):
         raise Unusable(f"it gives {value}")
     return float(value)
@@ -148,7 +148,7 @@ class Values(Tabulated):
         )
 
 
-def set_to_(values: Mapping[str, Value], step: int, device: torch.device) -> None:
+def write_values_(values: Mapping[str, Value], step: int, device: torch.device) -> None:
     """Outside of training: the values that a model of so many committed steps was trained with last."""
     for value in values.values():
         value.value = torch.tensor(value(step), dtype=torch.float32, device=device)
@@ -187,7 +187,7 @@ class Rates(Tabulated):
             )
         each = list(schedules) * (len(self.groups) if len(schedules) == 1 else 1)
         super().__init__(each, device, chunk=chunk, dtype=dtype)
-        self.base = self.table.new_tensor(base or [base_rate(group) for group in self.groups])
+        self.base = self.table.new_tensor(base or [read_base_rate(group) for group in self.groups])
         self.cut = 1.0
         self.by_host: list[float | None] = [None] * len(self.groups)
         self.factor = torch.ones_like(self.base)
@@ -198,10 +198,10 @@ class Rates(Tabulated):
         self.version = self.now._version
 
     def checked(self, value: Any) -> float:
-        return rate(value)
+        return check_rate(value)
 
     def ended(self, step: int, error: Exception) -> ConfigError:
-        return no_rate(f"step {step}", error, "total_steps=number of optimizer steps")
+        return explain_no_rate(f"step {step}", error, "total_steps=number of optimizer steps")
 
     def refresh(self, committed: Tensor) -> None:
         """Put the rates of the step after `committed` steps into the vector that the groups look at."""
@@ -286,19 +286,19 @@ class Rates(Tabulated):
         self.version = self.now._version
 
 
-def base_rate(group: Mapping[str, Any]) -> float:
+def read_base_rate(group: Mapping[str, Any]) -> float:
     """A group that was already scheduled holds the rate of the moment in `lr`; its base is `initial_lr`."""
     return float(group.get("initial_lr", group["lr"]))
 
 
-def rate(value: Any) -> float:
+def check_rate(value: Any) -> float:
     """A learning rate; below 0, as past the end of a linear decay, training would climb."""
-    if (found := finite(value)) < 0:
+    if (found := check_finite(value)) < 0:
         raise Unusable(f"it gives {value}")
     return found
 
 
-def no_rate(when: str, error: Exception, length: str) -> ConfigError:
+def explain_no_rate(when: str, error: Exception, length: str) -> ConfigError:
     """What a schedule that ends, or gives no number, is answered."""
     if isinstance(error, Unusable):
         return ConfigError(

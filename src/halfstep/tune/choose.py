@@ -20,9 +20,9 @@ from halfstep.errors import ConfigError, format_count
 from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.driver import Driver
 from halfstep.hardware.facts import Hardware
-from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, gains_once
-from halfstep.precision.fp8 import after_whole_steps, measured_gains, without_fp8
-from halfstep.precision.ladder import lacks
+from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, measure_gains_once
+from halfstep.precision.fp8 import fall_back_to_bf16, judge_whole_steps, measure_layer_gains
+from halfstep.precision.ladder import explain_lack
 from halfstep.precision.plan import Plan
 from halfstep.tune.memory_low import (
     HOTTER,
@@ -160,13 +160,13 @@ class Tuning:
         try:
             fp8 = cost_in(mode, self.config, self.workload, plan, self.rehearse)
         except CannotRun as error:
-            return without_fp8(plan, f"its step cannot run {mode}: {error}", strict=wish.strict)
+            return fall_back_to_bf16(plan, f"its step cannot run {mode}: {error}", strict=wish.strict)
         try:
-            bf16 = cost_in(mode, self.config, self.workload, without_fp8(plan, "to compare"), self.rehearse)
+            bf16 = cost_in(mode, self.config, self.workload, fall_back_to_bf16(plan, "to compare"), self.rehearse)
         except CannotRun as error:
             self.say(f"fp8 is not compared with bf16, whose step cannot run {mode}: {error}")
             return plan
-        return after_whole_steps(plan, fp8_ms=fp8.ms, bf16_ms=bf16.ms, strict=wish.strict)
+        return judge_whole_steps(plan, fp8_ms=fp8.ms, bf16_ms=bf16.ms, strict=wish.strict)
 
     # --- memory ---
 
@@ -244,16 +244,16 @@ def fp8_gains(
     workload: Workload,
     hardware: Hardware,
     *,
-    measure: Callable[..., dict[LayerShape, Fp8Gain]] = gains_once,
+    measure: Callable[..., dict[LayerShape, Fp8Gain]] = measure_gains_once,
 ) -> dict[str, Fp8Gain]:
     """Gain by module name, for `decide(..., fp8_gains=...)`; empty where nothing is to be measured."""
     wish = config.precision
     is_asked = "fp8" in (wish.default, *wish.modules.values()) and not wish.simulate and not wish.force
-    if not is_asked or not hardware.device or lacks("fp8", hardware):
+    if not is_asked or not hardware.device or explain_lack("fp8", hardware):
         return {}
     batch = workload.prepared(first_batch(config, workload), key=(), training=False)
     forward = partial(workload.forward, workload.model, batch)
-    return measured_gains(workload.model, forward, hardware, find_cache_directory(), measure=measure)
+    return measure_layer_gains(workload.model, forward, hardware, find_cache_directory(), measure=measure)
 
 
 def asked_mode(config: RunConfig, plan: Plan) -> Mode | None:

@@ -20,12 +20,12 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep.models import recompute
 from halfstep.models.recompute import Recompute, Recomputing
-from halfstep.precision.parts import Part, original_class, swap_class
+from halfstep.precision.swapped import SwappedModule, find_original_class, swap_class
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-class Recomputed(Part):
+class Recomputed(SwappedModule):
     """Keeps its inputs for backward, and of the rest what `how` says."""
 
     how: ClassVar[Recompute]
@@ -50,7 +50,7 @@ class Recomputed(Part):
             return checkpoint(run, *inputs, use_reentrant=False, context_fn=contexts)
 
 
-class OutOfPlace(Part):
+class OutOfPlace(SwappedModule):
     """A layer that writes into its input does not, where that input may be what a selective region keeps."""
 
     inplace = property(lambda self: False, lambda self, value: None)
@@ -99,8 +99,8 @@ def found_blocks(model: nn.Module, uncalled: Collection[str] = ()) -> list[str]:
 
 
 def _kind(module: nn.Module) -> tuple[type[nn.Module], ...]:
-    parts = module.children() if original_class(module) is nn.Sequential else ()
-    return (original_class(module), *map(original_class, parts))
+    parts = module.children() if find_original_class(module) is nn.Sequential else ()
+    return (find_original_class(module), *map(find_original_class, parts))
 
 
 def _may_be_block(module: nn.Module) -> bool:
@@ -131,7 +131,7 @@ def by_kind(model: nn.Module, names: Iterable[str]) -> list[list[str]]:
 
 def described(model: nn.Module, names: Iterable[str]) -> str:
     """`12 x Block (transformer.h.0 ... transformer.h.11)`."""
-    alike = [(original_class(model.get_submodule(some[0])), some) for some in by_kind(model, names)]
+    alike = [(find_original_class(model.get_submodule(some[0])), some) for some in by_kind(model, names)]
     ends = [" ... ".join(dict.fromkeys((some[0], some[-1]))) for _, some in alike]
     return ", ".join(f"{len(some)} x {kind.__name__} ({end})" for (kind, some), end in zip(alike, ends, strict=True))
 

@@ -22,7 +22,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.errors import summarise_error
 from halfstep.models.recompute import Recompute, Recomputing
 from halfstep.precision.plan import Plan
-from halfstep.step.randomness import generator_states
+from halfstep.step.randomness import read_generators
 from halfstep.tune.memory_low import CannotRun, MemorySetting
 from halfstep.tune.own_blocks import by_kind, described, found_blocks
 from halfstep.tune.trials import Rehearse, Trial
@@ -153,7 +153,7 @@ def left_by(model: nn.Module) -> Iterator[tuple[str, Any]]:
         held = {key: value for key, value in vars(module).items() if key not in ("_modules", "_parameters", "_buffers")}
         for key, value in {**held, **module._buffers}.items():
             yield f"{prefix}.{key}".removeprefix("."), [_mark(leaf) for leaf in tree_leaves(value)]
-    for name, state in generator_states().items():
+    for name, state in read_generators().items():
         yield f"the state of {name}'s random numbers", [_mark(leaf) for leaf in tree_leaves(state)]
     for name, parameter in model.named_parameters():
         yield f"the gradient of {name}", _mark(parameter.grad)

@@ -17,7 +17,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.data.loader import Loader
 from halfstep.errors import summarise_error
 from halfstep.hardware.clock import Clock, Stopwatch
-from halfstep.hardware.memory import LiveBytes, peak_memory_bytes, reset_peak
+from halfstep.hardware.memory import LiveBytes, get_peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
 from halfstep.tune.channels_last import is_only_tried
 from halfstep.tune.fresh_thread import in_fresh_thread
@@ -145,7 +145,7 @@ class Trial:
         reset_peak(device)
         for _ in range(2):
             engine(self.window)
-        return peak_memory_bytes(device) or 0
+        return get_peak_memory_bytes(device) or 0
 
     def _timed(self, engine: Steps, time: TrialTime) -> float:
         lasting_s = LASTING_S if self.parts.device.type == "cuda" else 0.0

@@ -19,13 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from halfstep.config.foreign import flat
+from halfstep.config.foreign import flatten_keys
 from halfstep.config.schema import RunConfig
 from halfstep.disk import own_folder, parse_json, write_atomically
 from halfstep.errors import CheckpointError, ConfigError, HalfstepError, format_count
 from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.probe import probe
-from halfstep.precision.decide import decide, why_simulated
+from halfstep.precision.decide import decide, explain_simulation
 from halfstep.run.folder import RunFolder, with_absolute_paths
 from halfstep.tune.choose import asked_mode
 from halfstep.use.compare_run import (
@@ -152,7 +152,7 @@ def new_comparison(request: CompareRequest, out: Path | None) -> tuple[Path, Com
     simulated: dict[str, str] = {}
     for row, config in configs.items():
         hardware = probe(config.device)
-        if config.precision.simulate and (missing := why_simulated(config.precision, hardware)):
+        if config.precision.simulate and (missing := explain_simulation(config.precision, hardware)):
             simulated[row] = missing
         try:  # a format or a mode that is not there must not show after the pilot
             asked_mode(config, decide(config.precision, hardware))
@@ -179,7 +179,7 @@ def collect_settings(request: CompareRequest) -> dict[str, dict[str, Any]]:
 
 
 def _flatten_settings(configs: Mapping[str, RunConfig]) -> dict[str, dict[str, Any]]:
-    return {name: flat(with_absolute_paths(config).model_dump(mode="json")) for name, config in configs.items()}
+    return {name: flatten_keys(with_absolute_paths(config).model_dump(mode="json")) for name, config in configs.items()}
 
 
 def refuse_other_settings(comparison: Comparison) -> None:

@@ -30,7 +30,7 @@ from halfstep.errors import (
     summarise_error,
 )
 from halfstep.hardware.probe import probe
-from halfstep.precision.decide import why_simulated
+from halfstep.precision.decide import explain_simulation
 from halfstep.report.metrics_file import read
 from halfstep.run.ending import read_summary
 from halfstep.run.memory.out_of_memory import OutOfMemory
@@ -87,7 +87,7 @@ def load_row(target: str, overrides: Sequence[str], row: ComparedRow, seed: int)
     said = {word.split("=", 1)[0]: word for word in words}
     loaded = load(target, overrides=list(said.values()))
     is_open = loaded.origins["precision.simulate"].layer == "default"
-    if is_open and why_simulated(loaded.config.precision, probe(loaded.config.device)):
+    if is_open and explain_simulation(loaded.config.precision, probe(loaded.config.device)):
         return load(target, overrides=[*said.values(), "precision.simulate=true"])
     return loaded
 

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from halfstep.config.precision_names import precision_name
+from halfstep.config.precision_names import normalise_precision
 from halfstep.errors import format_bytes, format_count
 from halfstep.report.page.read_run import SAMPLES, find_rate_key, format_rate_unit
 from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
@@ -69,7 +69,7 @@ def _build_line(comparison: Comparison, row: str, verdict: Verdict | None) -> Ta
 
 def _describe_ran(comparison: Comparison, row: str) -> str:
     """What ran, where it is not what the row asks for natively: `simulated`, `ran bf16`."""
-    asked = precision_name(comparison.settings.get(row, {}).get("precision.default", "auto"))
+    asked = normalise_precision(comparison.settings.get(row, {}).get("precision.default", "auto"))
     summaries = [run.summary for run in comparison.outcomes(row) if run.summary]
     if any(summary.get("simulated") for summary in summaries):
         return "simulated"

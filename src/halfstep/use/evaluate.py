@@ -16,7 +16,7 @@ from halfstep.data.seeds import Key
 from halfstep.disk import write_atomically
 from halfstep.errors import DataError, HalfstepError, MemoryLimitError
 from halfstep.hardware.clock import Stopwatch
-from halfstep.hardware.memory import memory_picture
+from halfstep.hardware.memory import describe_memory
 from halfstep.precision.plan import Plan
 from halfstep.report.results import EvaluationResult
 from halfstep.report.run_report import RunReport
@@ -27,7 +27,7 @@ from halfstep.run.journal import hint_about
 from halfstep.run.memory.out_of_memory import OutOfMemory
 from halfstep.run.stored_state import load_for_use
 from halfstep.run.validate import evaluating, validate
-from halfstep.step.randomness import algorithms
+from halfstep.step.randomness import choose_algorithms
 from halfstep.use.open_run import (
     OpenedRun,
     check_frozen_parts,
@@ -73,7 +73,7 @@ def evaluate(
     evaluation = evaluating_as(workload)
     with (
         make_fresh_folder(out, run.folder.report / "evaluation") as folder,
-        algorithms(deterministic=config.train.deterministic),
+        choose_algorithms(deterministic=config.train.deterministic),
     ):
         model = load_weights(run, workload.model, plan, workload.frozen, workload.values)
         trial = LoadedModel(run, config, workload, model, plan, report, batch_size)
@@ -193,7 +193,7 @@ class LoadedModel:
         except OutOfMemory as error:
             raise MemoryLimitError(
                 f"out of memory on {plan.device} with batch size {size}",
-                why=memory_picture(torch.device(plan.device)),
+                why=describe_memory(torch.device(plan.device)),
                 fix=_suggest_less_memory(size // (2 * pieces), plan),
             ) from error
         finally:

@@ -27,8 +27,8 @@ from halfstep.run.engine import Engine, engine_for, prepared_window
 from halfstep.run.folder import RunFolder, load_stored, with_data_found
 from halfstep.run.frozen_modules import identified, modules_of
 from halfstep.run.step_ledger import AnyEngine, Recording, engines_of, ledgers_of
-from halfstep.step.facts import rng_state
-from halfstep.step.randomness import algorithms
+from halfstep.step.facts import read_rng_state
+from halfstep.step.randomness import choose_algorithms
 from halfstep.tune.modes import Batch, Level
 from halfstep.use.open_run import check_frozen_parts, choose_plan, load_weights, open_run
 from halfstep.workloads import load
@@ -71,7 +71,7 @@ def assemble_step(
     with data_at_hand(loaded.config) as config:
         parts = _assemble_run(Path(word), config, trust=trust) if is_run(word) else _assemble_config(config)
         try:
-            with algorithms(deterministic=config.train.deterministic):
+            with choose_algorithms(deterministic=config.train.deterministic):
                 engine = engine_for(parts, parts.mode or "eager", _ignore_notice)
                 window = _read_first_window(parts)
                 engine(window)
@@ -167,7 +167,7 @@ def build_subject(engine: Engine, window: list[Batch]) -> Subject:
         loss=parts.eager,
         window=window,
         state={name: value.detach().clone() for name, value in state_of(parts.model).items()},
-        rng=rng_state(parts.device),
+        rng=read_rng_state(parts.device),
         plan=parts.plan,
         plan_for=lambda precision, modules: _decide_plan(parts.config, parts, precision),
         frozen=modules_of(parts.workload.frozen),

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep.config.precision_names import precision_name
+from halfstep.config.precision_names import normalise_precision
 from halfstep.config.schema import RunConfig
 from halfstep.disk import find_unused_path
-from halfstep.errors import CheckpointError, ConfigError, HardwareError, nearest
+from halfstep.errors import CheckpointError, ConfigError, HardwareError, suggest_nearest
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
@@ -25,7 +25,7 @@ from halfstep.run.folder import RunFolder, load_stored
 from halfstep.run.frozen_modules import as_stored, modules_of, place_frozen_
 from halfstep.run.stored_state import load_for_use
 from halfstep.run.validate import evaluating
-from halfstep.step.tables import Value, set_to_
+from halfstep.step.tables import Value, write_values_
 from halfstep.workloads.base.using import Trained
 from halfstep.workloads.base.workload import FrozenPart
 
@@ -102,7 +102,7 @@ def choose_plan(
     request = run.config.precision
     if precision is not None:
         # Parts with a precision of their own belong to the request that is replaced.
-        request = request.model_copy(update={"default": precision_name(precision, "--precision"), "modules": {}})
+        request = request.model_copy(update={"default": normalise_precision(precision, "--precision"), "modules": {}})
     islands = [f"{row.module}: {row.reason}" for row in stored.rows if row.kind == "island"]
     plan = decide(request, hardware, model, fragile=islands, frozen=modules_of(frozen or {}))
     if device is None and plan.device != stored.device:
@@ -121,7 +121,7 @@ def load_weights(
     """The model on its device with the checkpoint's weights, the averaged ones where the run keeps them."""
     model = placed(run.config, model, plan)
     place_frozen_(run.config, frozen or {}, plan)
-    set_to_(values or {}, int(run.checkpoint.state["step"]["committed"]), torch.device(plan.device))
+    write_values_(values or {}, int(run.checkpoint.state["step"]["committed"]), torch.device(plan.device))
     try:
         load_for_use(model, run.checkpoint)
     except (RuntimeError, KeyError, AttributeError) as error:
@@ -172,7 +172,7 @@ def _list_candidates(checkpoints: Checkpoints, asked: str, notes: list[str]) -> 
     if found := named.get(asked) or by_step.get(asked):
         return [found]
     raise CheckpointError(
-        f"no checkpoint {asked!r} in {checkpoints.folder}", fix=nearest(asked, ["best", "last", *sorted(named)])
+        f"no checkpoint {asked!r} in {checkpoints.folder}", fix=suggest_nearest(asked, ["best", "last", *sorted(named)])
     )
 
 

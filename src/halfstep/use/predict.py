@@ -19,7 +19,7 @@ from halfstep.report.results import Answer, Failure, Predictions, dump_json
 from halfstep.report.run_report import RunReport
 from halfstep.run.frozen_modules import naming_lost_files
 from halfstep.run.interrupts import Interrupts, interrupts
-from halfstep.step.randomness import algorithms
+from halfstep.step.randomness import choose_algorithms
 from halfstep.use.open_run import (
     check_frozen_parts,
     choose_plan,
@@ -99,7 +99,7 @@ def predict(
     place: AbstractContextManager[Path | None] = nullcontext(wishes.out)
     if has_folder and not left:
         place = make_fresh_folder(wishes.out, run.folder.path / "predictions")
-    with place as folder, algorithms(deterministic=run.config.train.deterministic):
+    with place as folder, choose_algorithms(deterministic=run.config.train.deterministic):
         model = load_weights(run, predictor.model, plan, frozen, getattr(predictor, "values", {}))
         trained = wrap_trained(model, plan, report)
         answers: list[Answer] = []

@@ -49,7 +49,7 @@ DEMO_WORKLOAD = "unet"
 """The one that commands show where none is named."""
 
 load = partial(configs.load, kinds=KINDS)
-from_dict = partial(configs.from_dict, kinds=KINDS)
+from_dict = partial(configs.load_dict, kinds=KINDS)
 
 
 def model_of(config: RunConfig) -> str:

@@ -205,9 +205,9 @@ def device_asked(gpu: str, here: bool, host: Host) -> Device | None:
         raise ConfigError(f"--gpu {gpu} and --hardware both name a device", fix="give one of them")
     if gpu:
         from halfstep_check.hardware_gap import Device
-        from halfstep_check.shared.gpus import known_gpu
+        from halfstep_check.shared.gpus import look_up_gpu
 
-        known = known_gpu(gpu)
+        known = look_up_gpu(gpu)
         return Device(name=f"{known.vendor} {known.name}", has=known.has)
     if host.probe is None:
         raise ConfigError(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import yaml
 
 from halfstep_check.findings import Edit, Place
-from halfstep_check.shared.config_text import MAX_DEPTH, MAX_NODES, compose, parse_json, typed
+from halfstep_check.shared.config_text import MAX_DEPTH, MAX_NODES, compose, parse_json, parse_scalar
 from halfstep_check.shared.errors import ConfigError
 from halfstep_check.textlines import lines_of
 
@@ -163,7 +163,7 @@ def position(mark: yaml.Mark) -> tuple[int, int]:
 
 def plain_scalar(text: str) -> Scalar:
     try:
-        value = typed(text)
+        value = parse_scalar(text)
     except ValueError:  # an integer of thousands of digits
         return text
     return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from halfstep_check.shared.config_text import decoded
+from halfstep_check.shared.config_text import decode_text
 from halfstep_check.shared.errors import ConfigError
 
 MAX_BYTES = 600_000
@@ -42,7 +42,7 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path}: {error.strerror or error}", fix="check the path") from error
     if b"\0" in data:
         raise ConfigError(f"{path}: a binary file", fix="name YAML, JSON, TOML, Python or shell files")
-    return decoded(data, path)
+    return decode_text(data, path)
 
 
 def text_or_none(path: Path) -> str | None:

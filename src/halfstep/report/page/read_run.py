@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.config.foreign import flat
+from halfstep.config.foreign import flatten_keys
 from halfstep.config.yaml_source import read_yaml
 from halfstep.disk import parse_json, read_sealed
 from halfstep.errors import CheckpointError
@@ -118,7 +118,9 @@ def _read_settings(path: Path) -> dict[str, tuple[str, str]]:
     stored = _read_json(path / "report" / "config.json").get("settings", {})
     if stored:
         return {key: (format_value(one["value"]), _format_source(one["source"])) for key, one in stored.items()}
-    return {key: (format_value(value), "") for key, value in flat(read_yaml(path / "config.yaml").values).items()}
+    return {
+        key: (format_value(value), "") for key, value in flatten_keys(read_yaml(path / "config.yaml").values).items()
+    }
 
 
 def _format_source(source: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from halfstep.errors import format_bytes, suggested
+from halfstep.errors import format_bytes, suggest_command
 from halfstep.report.memory_view import COLOURS
 from halfstep.report.page.read_run import SAMPLES, RunRecord, find_rate_key, format_rate_unit, format_value
 
@@ -200,7 +200,7 @@ def _render_faults(run: RunRecord) -> str:
     ]
     found = _render_table(["step", "event", "reason", "samples"], rows) if rows else ""
     capsules = [
-        [c["name"], str(c.get("reason", "")), suggested("replay", run.path / "capsules" / c["name"])]
+        [c["name"], str(c.get("reason", "")), suggest_command("replay", run.path / "capsules" / c["name"])]
         for c in run.capsules
     ]
     return found + (_render_table(["capsule", "reason", "find the cause"], capsules) if capsules else "")

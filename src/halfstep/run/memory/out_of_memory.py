@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfstep.config.schema import RunConfig
 from halfstep.errors import MemoryLimitError, summarise_error
-from halfstep.hardware.memory import memory_picture
+from halfstep.hardware.memory import describe_memory
 from halfstep.workloads import KINDS
 
 OutOfMemory = torch.OutOfMemoryError
@@ -71,7 +71,7 @@ def explain_model_too_large(
 
 
 def _with_ways(what: str, error: OutOfMemory, device: torch.device, ways: Iterable[str]) -> MemoryLimitError:
-    why = "\n       ".join([summarise_error(error), *memory_picture(device).splitlines()])
+    why = "\n       ".join([summarise_error(error), *describe_memory(device).splitlines()])
     return MemoryLimitError(what, why=why, fix="one of:\n       " + "\n       ".join(ways))
 
 

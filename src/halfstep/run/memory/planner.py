@@ -23,7 +23,7 @@ from halfstep.errors import ConfigError, MemoryLimitError, format_bytes
 from halfstep.hardware.facts import Hardware
 from halfstep.kernels.fast_forms import has_triton
 from halfstep.models.recompute import Recompute
-from halfstep.precision.ladder import lacks
+from halfstep.precision.ladder import explain_lack
 from halfstep.precision.plan import Plan
 from halfstep.run.memory.compiled import PRODUCTS, compiled_timeline
 from halfstep.run.memory.step_trace import StepTrace, Timeline, at_batch, eager_timeline
@@ -299,7 +299,7 @@ def estimate_level_time(setting: MemorySetting) -> float:
 
 def list_precisions(hardware: Hardware | None) -> tuple[str, ...]:
     """Return the precisions that a GPU supports; all of them if no GPU is named."""
-    return PRECISIONS if hardware is None else tuple(name for name in PRECISIONS if not lacks(name, hardware))
+    return PRECISIONS if hardware is None else tuple(name for name in PRECISIONS if not explain_lack(name, hardware))
 
 
 def find_largest_batch(planner: MemoryPlanner, cell: Cell, limit_bytes: int) -> int:

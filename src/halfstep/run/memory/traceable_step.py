@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from halfstep.config.schema import RunConfig
 from halfstep.data.seeds import Key
 from halfstep.errors import HalfstepError, ModelError, summarise_error
-from halfstep.hardware.gpus import known_gpu
+from halfstep.hardware.gpus import look_up_gpu
 from halfstep.kernels.fast_forms import forced, pretended
 from halfstep.models.first_values import skip_first_values
 from halfstep.models.recompute import Recompute, Recomputing
@@ -38,12 +38,12 @@ from halfstep.run.assemble import build_workload, phase_config, trains
 from halfstep.run.frozen_modules import modules_of
 from halfstep.run.memory.step_trace import AllocationRecorder, StepTrace
 from halfstep.run.optimizing import Length, optimizing
-from halfstep.step.batches import batch_length
+from halfstep.step.batches import count_samples
 from halfstep.step.ema import Ema
-from halfstep.step.optim.adamw8bit import AdamW8bit, empty_state
-from halfstep.step.optim.adamw_bf16 import AdamWBf16, at_once
+from halfstep.step.optim.adamw8bit import AdamW8bit, make_state
+from halfstep.step.optim.adamw_bf16 import AdamWBf16, split_for_memory
 from halfstep.step.optim.by_name import CAPTURABLE
-from halfstep.step.optim.codes import signed_table, unsigned_table
+from halfstep.step.optim.codes import make_signed_table, make_unsigned_table
 from halfstep.tune.channels_last import convolves_images, in_layout_of
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.tune.own_blocks import found_blocks, recompute_blocks_
@@ -118,7 +118,10 @@ class TraceableStep:
 
     def fixed(self, precision: str, setting: MemorySetting) -> Fixed:
         """Return the bytes of weights, optimizer state and average as the run would build them."""
-        signed_table(), unsigned_table()  # cached tables of real numbers: build them outside of the fake tensors
+        (
+            make_signed_table(),
+            make_unsigned_table(),
+        )  # cached tables of real numbers: build them outside of the fake tensors
         with self.pretence.entered(), _explained(self.config.workload):
             self._placed(precision, "none")
             model = self.workload.model
@@ -162,7 +165,7 @@ class TraceableStep:
         wish = self.config.precision.model_copy(
             update={"default": precision, "simulate": False, "strict": False, "modules": parts}
         )
-        decided = decide(wish, known_gpu(HAS_ALL_FORMATS), model, frozen=frozen)
+        decided = decide(wish, look_up_gpu(HAS_ALL_FORMATS), model, frozen=frozen)
         plan = dataclasses.replace(decided, device="cpu", simulated=False)
         plan.apply(model)
         apply_frozen_(plan, frozen)
@@ -185,7 +188,7 @@ class TraceableStep:
     def _really_prepared(self) -> Batch:
         from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-        key = Key.for_training(self.config.train.seed, 0, 0, 0, 0, batch_length(self.raw))
+        key = Key.for_training(self.config.train.seed, 0, 0, 0, 0, count_samples(self.raw))
         with unset_fake_temporarily():
             return self.workload.prepared(self.raw, key=key, training=True)
 
@@ -238,7 +241,7 @@ class TraceableStep:
         """Return the temporary bytes of an update: fp32 copies of bf16 weights, or copies to undo a bad step."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if isinstance(optimizer, AdamWBf16):
-            return max(8 * sum(p.numel() for p in some) for some in at_once(parameters))
+            return max(8 * sum(p.numel() for p in some) for some in split_for_memory(parameters))
         is_selected = self.config.optimizer.name in CAPTURABLE
         return _bytes(parameters) + state_bytes if is_selected else 0
 
@@ -255,7 +258,7 @@ def _state_bytes(optimizer: Optimizer) -> int:
 
 def _built_states(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
     if isinstance(optimizer, AdamW8bit):
-        yield from ((p, [*empty_state(p).values(), *optimizer.low_of(p).values()]) for p in parameters)
+        yield from ((p, [*make_state(p).values(), *optimizer.low_of(p).values()]) for p in parameters)
         return
     held = [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -309,7 +312,7 @@ def build_traceable_step(config: RunConfig, store: Store | None = None) -> Trace
 
 def _of_size(batch: Batch, num_samples: int) -> Batch:
     """Return an empty batch of the same shapes with `num_samples` samples."""
-    seen = batch_length(batch)
+    seen = count_samples(batch)
     return {
         name: torch.empty((num_samples, *value.shape[1:]), dtype=value.dtype)
         if value.ndim and len(value) == seen

@@ -18,10 +18,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfstep.step.flat import flat_view, is_dense, shaped_like
+from halfstep.step.flat import is_dense, view_flat, view_like
 from halfstep.step.optim.adamw_bf16 import LOW, MOMENTS, JudgedAdamW, Setting
-from halfstep.step.optim.codes import BLOCK, SMALLEST_SCALE, signed_codes, signed_table, unsigned_codes, unsigned_table
-from halfstep.step.optim.half_weights import is_kept_in_half, key_of
+from halfstep.step.optim.codes import (
+    BLOCK,
+    SMALLEST_SCALE,
+    encode_signed,
+    encode_unsigned,
+    make_signed_table,
+    make_unsigned_table,
+)
+from halfstep.step.optim.half_weights import is_kept_in_half, make_key
 
 MIN_VALUES = 4096  # the bound of bitsandbytes and torchao
 
@@ -33,31 +40,31 @@ class AdamW8bit(JudgedAdamW):
     def _setting(self, group: dict[str, Any], device: torch.device) -> Setting:
         scale = getattr(self, "grad_scale", None)
         return Setting(
-            lr=_on_device(group["lr"], device),
-            found_inf=_on_device(getattr(self, "found_inf", 0.0), device),
-            grad_scale=scale if scale is None else _on_device(scale, device),
+            lr=_to_device(group["lr"], device),
+            found_inf=_to_device(getattr(self, "found_inf", 0.0), device),
+            grad_scale=scale if scale is None else _to_device(scale, device),
             betas=group["betas"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
         )
 
     def low_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        return {name: flat_or_reshaped(value) for name, value in super().low_of(parameter).items()}
+        return {name: flatten(value) for name, value in super().low_of(parameter).items()}
 
     def _update_all(self, parameters: list[Tensor], setting: Setting) -> None:
         for parameter in parameters:
             if not self.state[parameter]:
-                self.state[parameter].update(empty_state(parameter) | self.low_of(parameter))
+                self.state[parameter].update(make_state(parameter) | self.low_of(parameter))
         states = [self.state[parameter] for parameter in parameters]
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, [(setting.found_inf == 0).float()] * len(steps))
-        pieces = [Piece.of(parameter, state) for parameter, state in zip(parameters, states, strict=True)]
+        pieces = [StatePiece.of(parameter, state) for parameter, state in zip(parameters, states, strict=True)]
         self._update_exact([piece for piece in pieces if not piece.is_coded], setting)
         self._update_coded([piece for piece in pieces if piece.is_coded], setting)
         for piece in pieces:
             piece.put_back(scaled=setting.grad_scale is not None)
 
-    def _update_exact(self, pieces: Sequence[Piece], setting: Setting) -> None:
+    def _update_exact(self, pieces: Sequence[StatePiece], setting: Setting) -> None:
         """All at once; half-precision parameters as fp32 copies, since the kernel wants one dtype."""
         if not pieces:
             return
@@ -74,11 +81,11 @@ class AdamW8bit(JudgedAdamW):
             if gradient is not piece.gradients and setting.grad_scale is not None:
                 piece.gradients.copy_(gradient)
 
-    def _update_coded(self, pieces: Sequence[Piece], setting: Setting) -> None:
+    def _update_coded(self, pieces: Sequence[StatePiece], setting: Setting) -> None:
         if not pieces:
             return
         steps = [piece.state["step"] for piece in pieces]
-        corrections = zip(*(_corrections(steps, beta) for beta in setting.betas), strict=True)
+        corrections = zip(*(_compute_corrections(steps, beta) for beta in setting.betas), strict=True)
         for piece, corrected in zip(pieces, corrections, strict=True):
             if self._has_kernel(piece.parameter):
                 self._run_kernel(piece, corrected, setting)
@@ -91,26 +98,26 @@ class AdamW8bit(JudgedAdamW):
         """It counts no lost updates, so rounding to nearest, which is there on request only, is torch's."""
         return parameter.is_cuda and not (is_kept_in_half(parameter) and self.rounding == "nearest")
 
-    def _run_kernel(self, piece: Piece, corrections: Sequence[Tensor], setting: Setting) -> None:
+    def _run_kernel(self, piece: StatePiece, corrections: Sequence[Tensor], setting: Setting) -> None:
         from halfstep.step.optim import adamw8bit_triton
 
         is_random = is_kept_in_half(piece.parameter) and LOW not in piece.state
-        key = key_of(self.seed, self.numbers[piece.parameter], piece.state["step"]) if is_random else None
+        key = make_key(self.seed, self.numbers[piece.parameter], piece.state["step"]) if is_random else None
         adamw8bit_triton.update(piece.weights, piece.gradients, piece.state, corrections, setting, key)
 
 
-def flat_or_reshaped(tensor: Tensor) -> Tensor:
+def flatten(tensor: Tensor) -> Tensor:
     """As a vector, in the order of its memory where that has no gaps."""
-    return flat_view(tensor) if is_dense(tensor) else tensor.reshape(-1)
+    return view_flat(tensor) if is_dense(tensor) else tensor.reshape(-1)
 
 
-def empty_state(parameter: Tensor) -> dict[str, Tensor]:
+def make_state(parameter: Tensor) -> dict[str, Tensor]:
     """Moments lie flat, in the order of the parameter's memory."""
     count, device = parameter.numel(), parameter.device
     state = {"step": torch.zeros((), device=device)}
     if count < MIN_VALUES or count % BLOCK:
         return state | {name: torch.zeros(count, device=device) for name in MOMENTS}
-    for name, table in zip(MOMENTS, (signed_table(), unsigned_table()), strict=True):
+    for name, table in zip(MOMENTS, (make_signed_table(), make_unsigned_table()), strict=True):
         zero = table.index(0.0)
         state[f"{name}_codes"] = torch.full((count,), zero, dtype=torch.uint8, device=device)
         state[f"{name}_scale"] = torch.zeros(count // BLOCK, device=device)
@@ -118,16 +125,16 @@ def empty_state(parameter: Tensor) -> dict[str, Tensor]:
     return state
 
 
-def _in_order_of(parameter: Tensor, grad: Tensor) -> Tensor:
+def _lay_out_like(parameter: Tensor, grad: Tensor) -> Tensor:
     """The gradient flat, in the order of the parameter's memory."""
     if grad.stride() == parameter.stride() and is_dense(parameter):
-        return flat_view(grad)
+        return view_flat(grad)
     if not is_dense(parameter):
         return grad.reshape(-1)
-    return flat_view(torch.empty_like(parameter, dtype=grad.dtype).copy_(grad))
+    return view_flat(torch.empty_like(parameter, dtype=grad.dtype).copy_(grad))
 
 
-class Piece(NamedTuple):
+class StatePiece(NamedTuple):
     """A parameter and its gradient as vectors in one order: that of the parameter's memory, where it has no gaps."""
 
     parameter: Tensor
@@ -136,9 +143,9 @@ class Piece(NamedTuple):
     state: dict[str, Tensor]
 
     @classmethod
-    def of(cls, parameter: Tensor, state: dict[str, Tensor]) -> Piece:
+    def of(cls, parameter: Tensor, state: dict[str, Tensor]) -> StatePiece:
         assert parameter.grad is not None
-        return cls(parameter, flat_or_reshaped(parameter), _in_order_of(parameter, parameter.grad), state)
+        return cls(parameter, flatten(parameter), _lay_out_like(parameter, parameter.grad), state)
 
     @property
     def is_coded(self) -> bool:
@@ -149,19 +156,19 @@ class Piece(NamedTuple):
         grad = self.parameter.grad
         assert grad is not None
         if scaled and self.gradients.data_ptr() != grad.data_ptr():
-            grad.copy_(shaped_like(self.gradients, self.parameter))
+            grad.copy_(view_like(self.gradients, self.parameter))
         if not is_dense(self.parameter):
             self.parameter.copy_(self.weights.view_as(self.parameter))
 
 
-def _on_device(value: Tensor | float, device: torch.device) -> Tensor:
+def _to_device(value: Tensor | float, device: torch.device) -> Tensor:
     """A number is written by the device itself: copying it there would be a wait, and no part of a graph."""
     if isinstance(value, Tensor):
         return value.to(device, torch.float32)
     return torch.full((), value, device=device)
 
 
-def _corrections(steps: list[Tensor], beta: float) -> tuple[Tensor, ...]:
+def _compute_corrections(steps: list[Tensor], beta: float) -> tuple[Tensor, ...]:
     """1 - beta**step: how much of a moment that began at zero is there."""
     found = torch._foreach_pow(beta, steps)
     torch._foreach_neg_(found)
@@ -178,23 +185,23 @@ def update(
     if setting.grad_scale is not None:
         grad = grad / setting.grad_scale
         gradients.copy_(torch.where(keep, gradients, grad.to(gradients.dtype)))
-    first, second = (_decoded(state, name) for name in MOMENTS)
+    first, second = (_decode(state, name) for name in MOMENTS)
     first = first + (grad - first) * (1 - setting.betas[0])
     second = second + (grad * grad - second) * (1 - setting.betas[1])
     theta = theta - setting.lr * setting.weight_decay * theta
-    denominator = rounded_root(second) * rounded_root(corrections[1]).reciprocal() + setting.eps
+    denominator = compute_root(second) * compute_root(corrections[1]).reciprocal() + setting.eps
     theta = theta - setting.lr / corrections[0] * first / denominator
     weights.copy_(torch.where(keep, weights, theta.to(weights.dtype)))
-    for name, moment, codes in zip(MOMENTS, (first, second), (signed_codes, unsigned_codes), strict=True):
+    for name, moment, codes in zip(MOMENTS, (first, second), (encode_signed, encode_unsigned), strict=True):
         _store(state, name, moment, codes, keep)
 
 
-def rounded_root(values: Tensor) -> Tensor:
+def compute_root(values: Tensor) -> Tensor:
     """Rounded to the nearest, as the kernel's is: on some CPUs torch's own is off by a bit, from MKL."""
     return values.sqrt() if values.is_cuda else values.double().sqrt().float()
 
 
-def _decoded(state: dict[str, Tensor], name: str) -> Tensor:
+def _decode(state: dict[str, Tensor], name: str) -> Tensor:
     values = state[f"{name}_table"][state[f"{name}_codes"].int()]
     return (values.view(-1, BLOCK) * state[f"{name}_scale"][:, None]).view(-1)
 

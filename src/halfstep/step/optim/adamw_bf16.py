@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.errors import ConfigError
-from halfstep.step.flat import flat_view, is_dense, shaped_like
-from halfstep.step.optim.half_weights import Rounding, is_kept_in_half, joined, key_of, split, stochastic
+from halfstep.step.flat import is_dense, view_flat, view_like
+from halfstep.step.optim.half_weights import Rounding, is_kept_in_half, join, make_key, round_stochastically, split
 
 LOW = "low"  # the 16 bits beside a weight, among its optimizer's state
 VALUES_AT_ONCE = 2**26  # fp32 copies of so many weights and gradients are there at a time: half a gigabyte
@@ -76,7 +76,7 @@ class JudgedAdamW(Optimizer):
 
     def read(self, parameter: Tensor, weights: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """fp32 values of `weights`, which are a parameter's, in its own shape or flat; a copy, but for fp32 ones."""
-        return joined(weights, state[LOW].view_as(weights)) if LOW in state else weights.float()
+        return join(weights, state[LOW].view_as(weights)) if LOW in state else weights.float()
 
     def write(self, parameter: Tensor, weights: Tensor, values: Tensor, state: Mapping[str, Tensor]) -> None:
         if not is_kept_in_half(parameter):
@@ -87,9 +87,9 @@ class JudgedAdamW(Optimizer):
             weights.copy_(high)
             state[LOW].view_as(weights).copy_(low)
         elif self.rounding == "stochastic":
-            key = key_of(self.seed, self.numbers[parameter], state["step"])
-            in_order = flat_view(values) if is_dense(values) else values.reshape(-1)  # of memory, as a kernel goes
-            weights.copy_(shaped_like(stochastic(in_order, key), values))
+            key = make_key(self.seed, self.numbers[parameter], state["step"])
+            in_order = view_flat(values) if is_dense(values) else values.reshape(-1)  # of memory, as a kernel goes
+            weights.copy_(view_like(round_stochastically(in_order, key), values))
         else:
             self._count_lost(weights, values)
             weights.copy_(values)
@@ -131,7 +131,7 @@ class JudgedAdamW(Optimizer):
 
 class AdamWBf16(JudgedAdamW):
     def _update_on(self, device: torch.device, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        for some in at_once(parameters):
+        for some in split_for_memory(parameters):
             self._update(some, group)
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ class AdamWBf16(JudgedAdamW):
                 self.state[parameter].update(self._empty_state(parameter))
         states = [self.state[parameter] for parameter in parameters]
         weights = [self.read(p, p, state) for p, state in zip(parameters, states, strict=True)]
-        gradients = [_like(p, p.grad) for p in parameters if p.grad is not None]
+        gradients = [_lay_out_like(p, p.grad) for p in parameters if p.grad is not None]
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
@@ -163,7 +163,7 @@ class AdamWBf16(JudgedAdamW):
         return {"step": torch.zeros((), device=parameter.device)} | moments | self.low_of(parameter)
 
 
-def at_once(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+def split_for_memory(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
     """Parameters in groups of VALUES_AT_ONCE or less, or of one."""
     some: list[Tensor] = []
     for parameter in parameters:
@@ -175,7 +175,7 @@ def at_once(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
         yield some
 
 
-def _like(parameter: Tensor, gradient: Tensor) -> Tensor:
+def _lay_out_like(parameter: Tensor, gradient: Tensor) -> Tensor:
     """The gradient in fp32 and laid out as its parameter, since the kernel walks both as vectors."""
     if gradient.stride() != parameter.stride() and is_dense(parameter):
         return torch.empty_like(parameter, dtype=torch.float32).copy_(gradient)

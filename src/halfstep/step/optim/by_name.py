@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from halfstep.errors import ConfigError, nearest
+from halfstep.errors import ConfigError, suggest_nearest
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -44,32 +44,32 @@ Options = Mapping[str, Any]
 
 
 def build_optimizer(name: str, groups: ParamGroups, *, lr: float, options: Options | None = None) -> Optimizer:
-    kind = cast("Callable[..., Optimizer]", _optimizer_named(name))
+    kind = cast("Callable[..., Optimizer]", _find_optimizer(name))
     device_type = groups[0]["params"][0].device.type
     try:
-        return kind(groups, lr=lr, **_fast_form(name, device_type), **dict(options or {}))
+        return kind(groups, lr=lr, **_choose_fast_form(name, device_type), **dict(options or {}))
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"optimizer {name!r} cannot be built with lr={lr}, {dict(options or {})}", why=str(error)
         ) from error
 
 
-def _optimizer_named(name: str) -> type[Optimizer]:
+def _find_optimizer(name: str) -> type[Optimizer]:
     if refused := [why for kind, (why, _) in REFUSED.items() if kind.__name__.lower() == name]:
         raise ConfigError(f"optimizer {name!r} is refused", why=refused[0], fix="adamw is a good default")
     if name not in OPTIMIZERS:
-        raise ConfigError(f"unknown optimizer {name!r}", fix=nearest(name, OPTIMIZERS))
+        raise ConfigError(f"unknown optimizer {name!r}", fix=suggest_nearest(name, OPTIMIZERS))
     return OPTIMIZERS[name]
 
 
-def _fast_form(name: str, device_type: str) -> dict[str, bool]:
+def _choose_fast_form(name: str, device_type: str) -> dict[str, bool]:
     if name in FUSED and device_type in FUSED_DEVICES.get(name, (device_type,)):
         return {"fused": True}
     # Capturable keeps step counters on the device; torch allows it on accelerators only.
     return {"capturable": True} if name in CAPTURABLE and device_type in ("cuda", "xpu") else {}
 
 
-def parameter_groups(
+def make_parameter_groups(
     model: nn.Module, weight_decay: float, *, decay_all: bool = False, parts: tuple[str, ...] = ()
 ) -> ParamGroups:
     """Weights decay, norms and biases (everything with at most one dimension) do not, unless asked for.

@@ -18,18 +18,18 @@ NUM_DECADES = 7
 
 
 @functools.cache
-def signed_table() -> tuple[float, ...]:
+def make_signed_table() -> tuple[float, ...]:
     """An exponent of ten in unary, the bits that are left as fraction, and a sign."""
-    return tuple(sorted([0.0, 1.0, *(sign * value for value in _tree(0) for sign in (1, -1))]))
+    return tuple(sorted([0.0, 1.0, *(sign * value for value in _build_tree(0) for sign in (1, -1))]))
 
 
 @functools.cache
-def unsigned_table() -> tuple[float, ...]:
+def make_unsigned_table() -> tuple[float, ...]:
     """The same without a sign, its bit spent on the fraction."""
-    return tuple(sorted([0.0, 1.0, *_tree(1)]))
+    return tuple(sorted([0.0, 1.0, *_build_tree(1)]))
 
 
-def _tree(extra_bits: int) -> list[float]:
+def _build_tree(extra_bits: int) -> list[float]:
     """Midpoints of 2**(level + extra) equal parts of 0.1 to 1, for seven decades."""
     values: list[float] = []
     for level in range(NUM_DECADES):
@@ -47,7 +47,7 @@ class Level(NamedTuple):
     last: float
 
 
-def levels(extra_bits: int) -> tuple[Level, ...]:
+def make_levels(extra_bits: int) -> tuple[Level, ...]:
     """The decades of the table's upper half, and its last value, 1; rank 0 is zero."""
     found: list[Level] = []
     rank = 1
@@ -61,10 +61,10 @@ def levels(extra_bits: int) -> tuple[Level, ...]:
     return (*found, Level(1 - width / 4, 0.0, rank, rank))
 
 
-SIGNED, UNSIGNED = levels(0), levels(1)
+SIGNED, UNSIGNED = make_levels(0), make_levels(1)
 
 
-def ranks(magnitudes: Tensor, decades: tuple[Level, ...]) -> Tensor:
+def rank_magnitudes(magnitudes: Tensor, decades: tuple[Level, ...]) -> Tensor:
     """Where in the table's upper half the value nearest to each one stands."""
     slope, offset, last = (torch.zeros_like(magnitudes) for _ in range(3))
     for level in decades:
@@ -75,11 +75,11 @@ def ranks(magnitudes: Tensor, decades: tuple[Level, ...]) -> Tensor:
     return torch.minimum(magnitudes * slope + offset, last).int()
 
 
-def signed_codes(values: Tensor) -> Tensor:
+def encode_signed(values: Tensor) -> Tensor:
     """The index of zero is 127, and there is no -1."""
-    found = ranks(values.abs(), SIGNED)
+    found = rank_magnitudes(values.abs(), SIGNED)
     return torch.where(values < 0, (127 - found).clamp(min=0), 127 + found).to(torch.uint8)
 
 
-def unsigned_codes(values: Tensor) -> Tensor:
-    return ranks(values, UNSIGNED).to(torch.uint8)
+def encode_unsigned(values: Tensor) -> Tensor:
+    return rank_magnitudes(values, UNSIGNED).to(torch.uint8)

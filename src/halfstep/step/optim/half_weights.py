@@ -32,7 +32,7 @@ STEPS, NUMBERS = 0x9E3779B1, 0x85EBCA77  # odd numbers that set steps and parame
 Whole = TypeVar("Whole", int, Tensor)
 
 
-def joined(high: Tensor, low: Tensor) -> Tensor:
+def join(high: Tensor, low: Tensor) -> Tensor:
     """The fp32 values of bf16 ones and the 16 bits beside them."""
     return ((high.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
 
@@ -44,21 +44,21 @@ def split(values: Tensor) -> tuple[Tensor, Tensor]:
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
 
 
-def stochastic(values: Tensor, key: Tensor) -> Tensor:
+def round_stochastically(values: Tensor, key: Tensor) -> Tensor:
     """fp32 values (a vector) as bf16, up or down by the hash of `key` and each one's position."""
     positions = torch.arange(values.numel(), device=values.device)
-    noise = hashed(positions + key) & 0xFFFF
+    noise = hash_numbers(positions + key) & 0xFFFF
     rounded = values.view(torch.int32) + noise.int() >> 16
     # Infinity and NaN have no neighbour to go to.
     return torch.where(values.isfinite(), rounded.to(torch.int16).view(torch.bfloat16), values.bfloat16())
 
 
-def key_of(seed: int, number: int, step: Tensor) -> Tensor:
+def make_key(seed: int, number: int, step: Tensor) -> Tensor:
     """What tells this parameter's draws in this step from all others; on the device, as the step's number is."""
-    return hashed(step.long() * STEPS + hashed(seed * NUMBERS + number))
+    return hash_numbers(step.long() * STEPS + hash_numbers(seed * NUMBERS + number))
 
 
-def hashed(numbers: Whole) -> Whole:
+def hash_numbers(numbers: Whole) -> Whole:
     """32 bits of a number, or of each number of a tensor of int64."""
     bits = numbers & MASK
     bits = (bits ^ bits >> 16) * FIRST & MASK

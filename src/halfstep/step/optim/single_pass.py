@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 
 from halfstep.step.flat import is_dense
 from halfstep.step.optim.adamw_bf16 import LOW, AdamWBf16
-from halfstep.step.optim.half_weights import NUMBERS, STEPS, hashed, is_kept_in_half
+from halfstep.step.optim.half_weights import NUMBERS, STEPS, hash_numbers, is_kept_in_half
 
 ALIGNMENT = 16  # bytes of one access
 
 
-def takes(optimizer: Optimizer, device: torch.device) -> bool:
+def can_run_single_pass(optimizer: Optimizer, device: torch.device) -> bool:
     # The exact classes, and without hooks: it is not their step() that runs.
     is_plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, AdamWBf16) and not (
         optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
@@ -90,7 +90,7 @@ class GroupPass:
         self.table = torch.zeros(adamw_triton.FIELDS, len(parameters), dtype=torch.int64, device=device)
         self.counts = torch.zeros(len(parameters), dtype=torch.float32, device=device)
         self.betas = torch.tensor([float(beta) for beta in group["betas"]], dtype=torch.float32, device=device)
-        self.chunks = chunks_of([p.numel() for p in parameters], adamw_triton.BLOCK * adamw_triton.TILES).to(device)
+        self.chunks = make_chunks([p.numel() for p in parameters], adamw_triton.BLOCK * adamw_triton.TILES).to(device)
         self.noted: Tensor | None = None
         self.weight_type, self.gradient_type = parameters[0].dtype, torch.float32
         self.rounding = optimizer.rounding if isinstance(optimizer, AdamWBf16) else "nearest"
@@ -101,7 +101,7 @@ class GroupPass:
         """What sets this parameter's random numbers apart, as in `half_weights.key_of`."""
         if not isinstance(self.optimizer, AdamWBf16):
             return 0
-        return hashed(self.optimizer.seed * NUMBERS + self.optimizer.numbers[parameter])
+        return hash_numbers(self.optimizer.seed * NUMBERS + self.optimizer.numbers[parameter])
 
     @property
     def fits_gradients(self) -> bool:
@@ -121,10 +121,10 @@ class GroupPass:
         adamw_triton.count(self.table, self.counts, bad)
         hows = {"split": ways.SPLIT, "stochastic": ways.STOCHASTIC, "nearest": ways.NEAREST}
         how = hows[self.rounding] if self.is_half else ways.NEAREST
-        keys = hashed(self.counts.long() * STEPS + self.names) if how == ways.STOCHASTIC else None
+        keys = hash_numbers(self.counts.long() * STEPS + self.names) if how == ways.STOCHASTIC else None
         adamw_triton.update(
             self.table, self.chunks, self.betas[:, None].pow(self.counts),
-            _on_device(group["lr"], self.device), _on_device(1.0 if factor is None else factor, self.device), bad,
+            _to_device(group["lr"], self.device), _to_device(1.0 if factor is None else factor, self.device), bad,
             betas=(float(group["betas"][0]), float(group["betas"][1])), eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]), how=how, keys=keys,
             weight_type=self.weight_type, gradient_type=self.gradient_type,
@@ -175,11 +175,11 @@ class SinglePass:
             group.fill()
 
 
-def _on_device(value: Tensor | float, device: torch.device) -> Tensor:
+def _to_device(value: Tensor | float, device: torch.device) -> Tensor:
     return value.float() if isinstance(value, Tensor) else torch.full((), value, dtype=torch.float32, device=device)
 
 
-def chunks_of(lengths: list[int], size: int) -> Tensor:
+def make_chunks(lengths: list[int], size: int) -> Tensor:
     """Which parameter, and which part of it, each program works on."""
     counts = torch.tensor([-(-length // size) for length in lengths], dtype=torch.int64)
     column = torch.repeat_interleave(torch.arange(len(lengths)), counts)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.disk import atomic_file, find_cache_directory, take_turn
-from halfstep.errors import ConfigError, nearest
+from halfstep.errors import ConfigError, suggest_nearest
 
 
 def imported(path: str, *, what: str, form: str) -> Callable[..., Any]:
@@ -54,7 +54,7 @@ def imported(path: str, *, what: str, form: str) -> Callable[..., Any]:
             if (inspect.isfunction(value) and value.__module__ == module_name)
             or (hasattr(value, "builder") and not isinstance(value, type))
         ]
-        near = f"; {nearest(name, own)}" if own else ""
+        near = f"; {suggest_nearest(name, own)}" if own else ""
         raise ConfigError(f"{module_name} has no function {name!r}", fix=f"it is called as {form}{near}")
     return found
 
@@ -154,6 +154,6 @@ def _where_to_look(module_name: str, error: ImportError) -> str:
     if error.name != module_name.split(".")[0]:
         return "that is an import inside the module, or a part of the package: look there"
     beside = [path.stem for path in sorted(Path.cwd().glob("*.py"))]
-    guess = nearest(module_name, beside)
+    guess = suggest_nearest(module_name, beside)
     here = "Install it, run where the module is, or set PYTHONPATH"
     return f"{guess} {here}" if guess.startswith("did you mean") else here

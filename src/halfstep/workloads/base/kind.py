@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep.config.foreign import Foreign
-from halfstep.config.schema import RunConfig, is_import_path, unknown_workload
+from halfstep.config.schema import RunConfig, is_import_path, make_unknown_workload
 from halfstep.errors import ConfigError, DataError
 from halfstep.workloads.base.import_path import imported, refuse_other_form
 
@@ -262,7 +262,7 @@ class Kinds(Mapping[str, Kind]):
         try:
             return self[workload]
         except KeyError:
-            raise unknown_workload(workload, self.paths, where) from None
+            raise make_unknown_workload(workload, self.paths, where) from None
 
     def translators(self) -> Iterator[Kind]:
         """Each family once."""

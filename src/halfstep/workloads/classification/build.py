@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.config.section import of_settings
+from halfstep.config.section import fill_from_settings
 from halfstep.data.image_folder import check_same_classes
 from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import make_generator
@@ -101,8 +101,8 @@ class PrepareImages:
     def __init__(self, config: ImageDataConfig) -> None:
         asked = config.augment
         self.train_size, self.eval_size = config.image_size, get_evaluation_size(config)
-        self.changes = of_settings(ImageChanges, asked)
-        self.mixing = of_settings(Mixing, asked, chance=asked.mix_chance)
+        self.changes = fill_from_settings(ImageChanges, asked)
+        self.mixing = fill_from_settings(Mixing, asked, chance=asked.mix_chance)
 
     def __call__(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         others = {name: tensor for name, tensor in batch.items() if name != "box"}

@@ -21,7 +21,7 @@ from halfstep.config.section import (
     Positive,
     PositiveCount,
     Section,
-    zero_when_off,
+    read_off_as_zero,
 )
 
 Conditioning = Literal["none", "class", "text"]
@@ -177,7 +177,7 @@ class SampleConfig(Section):
     num: PositiveCount = Field(default=16, description="Images of the grid")
     steps: PositiveCount = Field(default=50, description="Sampling steps")
     sampler: Literal["ddim", "dpm"] = Field(default="ddim", description="DDIM or DPM-Solver++")
-    guidance: Annotated[float, Field(ge=0), BeforeValidator(zero_when_off)] = Field(
+    guidance: Annotated[float, Field(ge=0), BeforeValidator(read_off_as_zero)] = Field(
         default=3.0, description="Classifier-free guidance, where there are conditions; 1: none"
     )
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from halfstep.data.files import Array
 from halfstep.disk import parse_json
-from halfstep.errors import DataError, nearest, suggest_install, summarise_error
+from halfstep.errors import DataError, suggest_install, suggest_nearest, summarise_error
 
 END_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "[SEP]")
 """Tokens that mark the end of a document."""
@@ -190,7 +190,7 @@ class Tiktoken:
             self.loaded = tiktoken.get_encoding(encoding)
         except ValueError as error:
             raise DataError(
-                f"tiktoken has no encoding {encoding!r}", fix=nearest(encoding, tiktoken.list_encoding_names())
+                f"tiktoken has no encoding {encoding!r}", fix=suggest_nearest(encoding, tiktoken.list_encoding_names())
             ) from error
         except Exception as error:  # no network, a damaged file
             raise DataError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from halfstep.config.foreign import Foreign, Reader
+from halfstep.config.foreign import Foreign, ForeignReader
 from halfstep.errors import ConfigError
 
 DATA_NAMES: Mapping[str, Mapping[str, Any]] = {
@@ -114,14 +114,14 @@ BUILT: Mapping[str, Any] = {
 
 def claim(document: Mapping[str, Any], name: str) -> Foreign | None:
     """Stage 2 by its U-Net beside a first stage, stage 1 by LDM's sizes at the top of `model`."""
-    read = Reader(document)
+    read = ForeignReader(document)
     model = read.section("model")
     if "unet" in model and "ddconfig" in read.section("model.first_stage"):
         return stage2(read)
     return stage1(read) if "ddconfig" in model and "lossconfig" in model else None
 
 
-def stage2(read: Reader) -> Foreign:
+def stage2(read: ForeignReader) -> Foreign:
     for key, built in BUILT.items():
         read.must_be(key, built, why="training on without it would be another method")
     values, notes = shared_values(read, "model.first_stage")
@@ -143,7 +143,7 @@ def stage2(read: Reader) -> Foreign:
     return Foreign(workload="radiodiff", values=values, used=sorted(read.used), unused=unused, notes=notes)
 
 
-def stage1(read: Reader) -> Foreign:
+def stage1(read: ForeignReader) -> Foreign:
     values, notes = shared_values(read, "model")
     values |= read.values(STAGE1) | {"schedule.power": 0.95}
     is_never = read.section("trainer").get("gradient_accumulate_every") == 1
@@ -165,7 +165,7 @@ def stage1(read: Reader) -> Foreign:
     return Foreign(workload="radiodiff_vae", values=values, used=sorted(read.used), unused=unused, notes=notes)
 
 
-def shared_values(read: Reader, first_stage: str) -> tuple[dict[str, Any], list[str]]:
+def shared_values(read: ForeignReader, first_stage: str) -> tuple[dict[str, Any], list[str]]:
     """What both stages have: data, trainer, precision, the autoencoder's sizes; and what to tell of it."""
     precision, notes = _precision(read)
     notes.append("RadioDiff's own split has a map in training, validation and test: RadioUNet's is used (data.split)")
@@ -179,7 +179,7 @@ def shared_values(read: Reader, first_stage: str) -> tuple[dict[str, Any], list[
     return {**_simulation(read), **read.values(SHARED | sizes), **precision}, notes
 
 
-def _precision(read: Reader) -> tuple[dict[str, str], list[str]]:
+def _precision(read: ForeignReader) -> tuple[dict[str, str], list[str]]:
     amp, fp16 = read("trainer.amp"), read("trainer.fp16")
     if amp is None and fp16 is None:
         return {}, []
@@ -192,7 +192,7 @@ def _precision(read: Reader) -> tuple[dict[str, str], list[str]]:
     return {"precision.default": "fp16" if amp else "fp32"}, []
 
 
-def _simulation(read: Reader) -> Mapping[str, Any]:
+def _simulation(read: ForeignReader) -> Mapping[str, Any]:
     name = read("data.name", "radio")
     if name not in DATA_NAMES:
         raise ConfigError(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.config.section import of_settings
+from halfstep.config.section import fill_from_settings
 from halfstep.data.files import BadFiles, list_some
 from halfstep.data.images import USUAL, choose_scale, describe_outliers
 from halfstep.data.layouts import PairLayout
@@ -78,7 +78,7 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
     model = build_model(config, store)
     if is_new and config.model.weights:  # a stored run's checkpoint brings its own
         load_weights_file_(model, config.model.weights)
-    augmentation = of_settings(Augmentation, config.data.augment)
+    augmentation = fill_from_settings(Augmentation, config.data.augment)
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         pixels, mask = to_unit_range(batch["image"]), batch["mask"]
@@ -280,7 +280,7 @@ MANY_VALUES = 64
 def find_data(config: UNetConfig, bad_files: BadFiles) -> FoundPairs:
     """Find the pairs at `data.dir`."""
     data = config.data
-    layout = of_settings(PairLayout, data)
+    layout = fill_from_settings(PairLayout, data)
     split = Split(
         val_fraction=data.val_fraction,
         seed=data.split_seed,

@@ -36,7 +36,7 @@ from halfstep.data.images import (
 )
 from halfstep.data.layouts import ID, Layout, NamePattern, PairLayout, PairNames, find_layout
 from halfstep.data.sample_cache import CACHE_BYTES, SampleCache
-from halfstep.errors import DataError, make_printable, nearest
+from halfstep.errors import DataError, make_printable, suggest_nearest
 from halfstep.workloads.segmentation.masks import (
     MaskTable,
     MaskValue,
@@ -201,7 +201,7 @@ def _read_list(pairs: Sequence[Pair], path: Path | None) -> tuple[Pair, ...]:
     unknown = [name for name in wanted if name not in by_name]
     if unknown:
         raise DataError(
-            f"{path} lists {list_some(unknown)}, but no pair is called that", fix=nearest(unknown[0], by_name)
+            f"{path} lists {list_some(unknown)}, but no pair is called that", fix=suggest_nearest(unknown[0], by_name)
         )
     return tuple(dict.fromkeys(by_name[name] for name in wanted))
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.config.section import of_settings
+from halfstep.config.section import fill_from_settings
 from halfstep.data import noise
 from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import make_generator
@@ -83,7 +83,7 @@ def build_model(
     """Build the modules that train."""
     m = config.model
     model = make(
-        of_settings(
+        fill_from_settings(
             SlotContrastSize,
             m,
             feature_dim=get_feature_dim(backbone),

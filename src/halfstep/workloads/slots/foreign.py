@@ -1,7 +1,7 @@
 """Translate SlotContrast's config files, alone or with STEVE's half, into our settings.
 
 Each key is either read or listed as unused with a reason; a key that would train a different model is an error. Values
-come from a `Reader`, which records every key it was asked for.
+come from a `ForeignReader`, which records every key it was asked for.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from halfstep.config.foreign import Foreign, Reader
+from halfstep.config.foreign import Foreign, ForeignReader
 from halfstep.errors import ConfigError
 from halfstep.workloads.slots.config import DINO_PATCH
 
@@ -65,7 +65,7 @@ def claim(document: Mapping[str, Any], name: str) -> Foreign | None:
 
 def translate(document: Mapping[str, Any]) -> Foreign:
     """Translate all sections."""
-    read = Reader(document)
+    read = ForeignReader(document)
     values = {
         **_translate_run(read),
         **_translate_optimizer(read),
@@ -83,7 +83,7 @@ def _drop_unset(values: Mapping[str, Any]) -> dict[str, Any]:
     return {path: value for path, value in values.items() if value is not None}
 
 
-def _translate_run(read: Reader) -> dict[str, Any]:
+def _translate_run(read: ForeignReader) -> dict[str, Any]:
     devices = read("trainer.devices", 1)
     if devices not in (1, "1", "auto", [0], -1):
         read.unused["trainer.devices"] = f"{PROCESSES}; the batch is that of one GPU"
@@ -107,14 +107,14 @@ def _translate_run(read: Reader) -> dict[str, Any]:
     }
 
 
-def _read_max_steps(read: Reader) -> Any:
+def _read_max_steps(read: ForeignReader) -> Any:
     return read("trainer.max_steps", 100_000)
 
 
 # --- optimizer ---
 
 
-def _translate_optimizer(read: Reader) -> dict[str, Any]:
+def _translate_optimizer(read: ForeignReader) -> dict[str, Any]:
     steps, at = _read_max_steps(read), "optimizer.lr_scheduler"
     schedule = _translate_schedule(read(at, {}), at, steps)
     groups = [_translate_group(group, place, steps) for place, group in enumerate(read("optimizer.param_groups", []))]
@@ -181,7 +181,7 @@ def _translate_group(given: Any, place: int, max_steps: Any) -> dict[str, Any]:
 # --- model ---
 
 
-def _translate_model(read: Reader) -> dict[str, Any]:
+def _translate_model(read: ForeignReader) -> dict[str, Any]:
     read.must_be("model.input_type", "video", why="slots are tracked over frames")
     read.must_be("model.target_type", "features", why="the decoder paints the backbone's features")
     for part in ("target_encoder", "mask_resizers", "eval_mode_config", "modules_to_load"):
@@ -198,7 +198,7 @@ def _translate_model(read: Reader) -> dict[str, Any]:
     }
 
 
-def _note_switched_off(read: Reader) -> dict[str, Any]:
+def _note_switched_off(read: ForeignReader) -> dict[str, Any]:
     """List the fork's other half as unused."""
     temperatures = ("gumbel_start_temp", "gumbel_final_temp", "gumbel_anneal_steps")
     for key in ("dvae", "steve_decoder", *temperatures, "decoder.steve", "decoder.vocab_size"):
@@ -206,7 +206,7 @@ def _note_switched_off(read: Reader) -> dict[str, Any]:
     return {}
 
 
-def _translate_backbone(read: Reader) -> dict[str, Any]:
+def _translate_backbone(read: ForeignReader) -> dict[str, Any]:
     at = "model.encoder"
     read.must_be(f"{at}.use_silicon_vit", False, why="its weights are another project's")
     read.must_be(f"{at}.backbone.name", "TimmExtractor", why="features come from a vision transformer")
@@ -232,7 +232,7 @@ def _translate_backbone(read: Reader) -> dict[str, Any]:
     }
 
 
-def _find_block(read: Reader, kwargs: Mapping[str, Any]) -> int | None:
+def _find_block(read: ForeignReader, kwargs: Mapping[str, Any]) -> int | None:
     """Return the block whose tokens are the features: a backbone cut after it gives the same."""
     asked = read("model.encoder.backbone.features", "vit_block12")
     named = [asked] if isinstance(asked, str) else list(asked)
@@ -248,7 +248,7 @@ def _find_block(read: Reader, kwargs: Mapping[str, Any]) -> int | None:
     return kwargs.get("depth", block if block != 12 else None)
 
 
-def _translate_slots(read: Reader) -> dict[str, Any]:
+def _translate_slots(read: ForeignReader) -> dict[str, Any]:
     initial = {"FixedLearnedInit": "learned", "RandomInit": "random", None: None}
     name = read("model.initializer.name")
     if name not in initial:
@@ -275,7 +275,7 @@ def _translate_slots(read: Reader) -> dict[str, Any]:
     }
 
 
-def _translate_decoder(read: Reader) -> dict[str, Any]:
+def _translate_decoder(read: ForeignReader) -> dict[str, Any]:
     read.must_be("model.decoder.name", "MLPDecoder", why="features are painted position by position")
     read.must_be("model.decoder.activation", "relu", why="its layers have ReLU between them")
     if read("model.decoder.eval_output_size") is not None:
@@ -290,7 +290,7 @@ def _translate_decoder(read: Reader) -> dict[str, Any]:
     return {"model.decoder_hidden": read("model.decoder.hidden_dims")}
 
 
-def _translate_losses(read: Reader) -> dict[str, Any]:
+def _translate_losses(read: ForeignReader) -> dict[str, Any]:
     """Translate losses by class, with the weights of the same keys; upstream drops a loss of weight 0."""
     losses, weights = read.parts("model.losses"), read.section("model.loss_weights")
     values: dict[str, Any] = {"model.feature_weight": 0.0 if losses else 1.0, "model.contrast_weight": 0.0}
@@ -315,7 +315,7 @@ def _translate_losses(read: Reader) -> dict[str, Any]:
     return values
 
 
-def _translate_contrast(read: Reader, at: str, weight: Any) -> dict[str, Any]:
+def _translate_contrast(read: ForeignReader, at: str, weight: Any) -> dict[str, Any]:
     return {
         "model.contrast_weight": weight,
         "model.temperature": read(f"{at}.temperature", 0.1),
@@ -323,7 +323,7 @@ def _translate_contrast(read: Reader, at: str, weight: Any) -> dict[str, Any]:
     }
 
 
-def _refuse_other_parts(read: Reader, at: str, kind: str) -> None:
+def _refuse_other_parts(read: ForeignReader, at: str, kind: str) -> None:
     """Raise for a loss of other tensors: it would train a different model."""
     predicted, target = COMPARED[kind]
     read.must_be(f"{at}.pred_key", predicted, why=f"{kind} is of {predicted}")
@@ -338,7 +338,7 @@ def _refuse_other_parts(read: Reader, at: str, kind: str) -> None:
 # --- data ---
 
 
-def _translate_data(read: Reader) -> dict[str, Any]:
+def _translate_data(read: ForeignReader) -> dict[str, Any]:
     read.must_be("dataset.name", "WebdatasetDataModule", why="data are webdataset shards")
     train, val = "dataset.train_pipeline", "dataset.val_pipeline"
     size, val_size = read(f"{train}.transforms.input_size"), read(f"{val}.transforms.input_size")
@@ -376,7 +376,7 @@ def _to_list(given: Any) -> Any:
     return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else given
 
 
-def _translate_metrics(read: Reader) -> dict[str, Any]:
+def _translate_metrics(read: ForeignReader) -> dict[str, Any]:
     """Translate metrics: all four are always computed, and differ in how they treat the background."""
     ignores: set[bool] = set()
     for key, given in read.parts("val_metrics").items():
@@ -410,7 +410,7 @@ SIZES = {
 """Our settings, and their keys below `model`."""
 
 
-def _has_words(read: Reader) -> bool:
+def _has_words(read: ForeignReader) -> bool:
     """Whether the file switches the VAE on."""
     is_on, predicts = bool(read("model.use_dvae", False)), bool(read("model.use_steve_decoder", False))
     if predicts and not is_on:
@@ -422,7 +422,7 @@ def _has_words(read: Reader) -> bool:
     return is_on
 
 
-def _translate_words(read: Reader) -> dict[str, Any]:
+def _translate_words(read: ForeignReader) -> dict[str, Any]:
     """Translate sizes and temperatures; `_translate_word_loss` translates the losses."""
     vocabulary, side = read("model.dvae.vocab_size"), read("dataset.train_pipeline.transforms.input_size")
     read.must_be("model.dvae.img_channels", 3, why="frames have three colours")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.config.section import of_settings
+from halfstep.config.section import fill_from_settings
 from halfstep.data import noise
 from halfstep.data.loader import Batch, Samples
 from halfstep.models.weights import Weights, load_weights_file_
@@ -101,7 +101,9 @@ def _make_workload(config: SteveConfig, train: Samples, val: Samples, *, about: 
 
 def build_steve(config: SteveConfig) -> Steve:
     m = config.model
-    size = of_settings(SteveSize, m, image_size=config.data.image_size, num_slots=m.slots, num_iterations=m.iterations)
+    size = fill_from_settings(
+        SteveSize, m, image_size=config.data.image_size, num_slots=m.slots, num_iterations=m.iterations
+    )
     return Steve(size, checkpointing=config.train.activation_checkpointing)
 
 

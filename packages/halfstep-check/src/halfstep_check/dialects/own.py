@@ -5,7 +5,7 @@ from __future__ import annotations
 from halfstep_check.declarations import Draft, Source, Topic, is_on
 from halfstep_check.document import Node
 from halfstep_check.shared.errors import ConfigError
-from halfstep_check.shared.precision_names import PRECISIONS, precision_name
+from halfstep_check.shared.precision_names import PRECISIONS, normalise_precision
 from halfstep_check.spellings import dtype_of
 
 NAME = "halfstep"
@@ -29,7 +29,7 @@ def read(root: Node) -> Source:
 def say_precision(draft: Draft, key: str) -> None:
     try:
         # An unquoted `no` was read as a bool; the alias table knows that word too.
-        precision = precision_name(draft.root.scalar_at(key))
+        precision = normalise_precision(draft.root.scalar_at(key))
     except ConfigError as error:
         draft.find("unknown-value", error.what, key, fix=error.fix)
         return

@@ -8,7 +8,7 @@ from halfstep_check.rules.loop import LOOP_RULES
 from halfstep_check.rules.numerics import NUMERIC_RULES
 from halfstep_check.rules.rule import Rule
 from halfstep_check.rules.scaler import SCALER_RULES
-from halfstep_check.shared.errors import ConfigError, nearest
+from halfstep_check.shared.errors import ConfigError, suggest_nearest
 
 __all__ = ["RULES", "Rule", "rule_named", "severity_of"]
 
@@ -22,5 +22,5 @@ def severity_of(finding: Finding) -> Severity:
 def rule_named(name: str) -> Rule:
     """The rule of this name, or an error with the nearest ones."""
     if name not in RULES:
-        raise ConfigError(f"unknown rule {name!r}", fix=nearest(name, RULES))
+        raise ConfigError(f"unknown rule {name!r}", fix=suggest_nearest(name, RULES))
     return RULES[name]

@@ -31,14 +31,14 @@ def compose(text: str, name: str) -> yaml.Node | None:
         mark = error.problem_mark or error.context_mark
         at = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "an unknown place"
         problem = " ".join(part for part in (error.context, error.problem) if part)
-        raise ConfigError(f"{name}: bad YAML at {at}: {problem}", fix=hint_for(problem, text)) from error
+        raise ConfigError(f"{name}: bad YAML at {at}: {problem}", fix=suggest_yaml_fix(problem, text)) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: bad YAML: {' '.join(str(error).split())}") from error
     except RecursionError:
         raise ConfigError(f"{name}: nested too deeply", why=f"more than {MAX_DEPTH} levels") from None
 
 
-def hint_for(problem: str, text: str) -> str:
+def suggest_yaml_fix(problem: str, text: str) -> str:
     if "${" in text and "flow" in problem:
         return 'quote a reference inside { } or [ ]: "${globals.NAME}"'
     if "\n" not in text:
@@ -50,7 +50,7 @@ def hint_for(problem: str, text: str) -> str:
     return "check the line above as well: a missing colon, quote or bracket is often there"
 
 
-def decoded(content: bytes, path: Path) -> str:
+def decode_text(content: bytes, path: Path) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -69,7 +69,7 @@ NULLS = {"", "~", "null", "none"}
 BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-def typed(text: str) -> object:
+def parse_scalar(text: str) -> object:
     """`3` is an int, `1e-5` a float, `no` a bool, `null` None; everything else is text."""
     word = text.strip().lower()
     if word in NULLS:

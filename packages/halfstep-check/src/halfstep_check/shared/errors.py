@@ -39,11 +39,11 @@ def make_printable(text: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         # Python reads such bytes as lone surrogates, which nothing but a file name may hold.
-        return re.sub("[\ud800-\udfff]", _escaped, text)
+        return re.sub("[\ud800-\udfff]", _escape, text)
     return text
 
 
-def _escaped(found: re.Match[str]) -> str:
+def _escape(found: re.Match[str]) -> str:
     code = ord(found.group())
     return f"\\x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"\\u{code:04x}"
 
@@ -60,7 +60,7 @@ class HardwareError(HalfstepError):
     """The device cannot do what was asked of it."""
 
 
-def nearest(name: str, valid: Iterable[str], *, count: int = 3) -> str:
+def suggest_nearest(name: str, valid: Iterable[str], *, count: int = 3) -> str:
     """`did you mean 'a' or 'b'?` for a mistyped name, or the valid ones when nothing is near."""
     names = list(valid)
     close = difflib.get_close_matches(name.lower(), names, n=count, cutoff=0.5)

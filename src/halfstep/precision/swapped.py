@@ -19,7 +19,7 @@ from torch import nn
 from halfstep.islands import fp32_island, to_fp32
 
 
-class Part(nn.Module):
+class SwappedModule(nn.Module):
     """What swapped classes share: they know what they were made from, so that they can be pickled and undone."""
 
     made_from: ClassVar[MadeFrom]
@@ -27,14 +27,14 @@ class Part(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # object's own answer, (how to make it, its class, state...), with a class that pickle can find again
         _, _, *state = tuple(super().__reduce_ex__(protocol))
-        return (_empty_part, (self.made_from,), *state)
+        return (_make_empty, (self.made_from,), *state)
 
 
-MadeFrom = tuple[type[nn.Module], type[Part], tuple[tuple[str, Any], ...]]
+MadeFrom = tuple[type[nn.Module], type[SwappedModule], tuple[tuple[str, Any], ...]]
 """The original class, the kind of part, and the settings."""
 
 
-class InFp32(Part):
+class InFp32(SwappedModule):
     """Inputs upcast, autocast off."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +42,7 @@ class InFp32(Part):
             return super().forward(*to_fp32(args), **to_fp32(kwargs))
 
 
-class InHalf(Part):
+class InHalf(SwappedModule):
     """Autocast on in this part's own format; results return in fp32, which every neighbour can take."""
 
     device_type: ClassVar[str]
@@ -53,29 +53,29 @@ class InHalf(Part):
             return to_fp32(super().forward(*args, **kwargs))
 
 
-def swap_class(module: nn.Module, kind: type[Part], **settings: Any) -> None:
+def swap_class(module: nn.Module, kind: type[SwappedModule], **settings: Any) -> None:
     """Make `module` a part of this kind, in place; weights, hooks and names stay as they are."""
-    module.__class__ = _part_class((type(module), kind, tuple(sorted(settings.items()))))
+    module.__class__ = _make_class((type(module), kind, tuple(sorted(settings.items()))))
 
 
 def undo_swaps(model: nn.Module) -> None:
     for module in model.modules():
-        module.__class__ = original_class(module)
+        module.__class__ = find_original_class(module)
 
 
-def original_class(module: nn.Module) -> type[nn.Module]:
+def find_original_class(module: nn.Module) -> type[nn.Module]:
     kind = type(module)
-    while issubclass(kind, Part):
+    while issubclass(kind, SwappedModule):
         kind = kind.made_from[0]
     return kind
 
 
 @functools.cache
-def _part_class(made_from: MadeFrom) -> type[nn.Module]:
+def _make_class(made_from: MadeFrom) -> type[nn.Module]:
     base, kind, settings = made_from
     return type(f"{base.__name__}{kind.__name__}", (kind, base), {**dict(settings), "made_from": made_from})
 
 
-def _empty_part(made_from: MadeFrom) -> nn.Module:
-    part = _part_class(made_from)
+def _make_empty(made_from: MadeFrom) -> nn.Module:
+    part = _make_class(made_from)
     return part.__new__(part)
