@@ -29,14 +29,14 @@ from torch.nn import functional as F
 
 from halfstep.bench.problem import load_bench_config
 from halfstep.data.loader import Samples
-from halfstep.models.posterior import kl_divergence, posterior
+from halfstep.models.posterior import kl_divergence, split_moments
 from halfstep.workloads.base.kind import Kind, SampleUnit, Store, SyntheticData
 from halfstep.workloads.base.workload import Batch, Workload
-from halfstep.workloads.diffusion.build import FRAGILE, Forward, Prepared
+from halfstep.workloads.diffusion.build import FRAGILE, DiffusionForward, DiffusionPrepare
 from halfstep.workloads.diffusion.config import DiffusionConfig
-from halfstep.workloads.diffusion.diffusers_blocks import blocks_of
-from halfstep.workloads.diffusion.diffusers_nets import build_net, unet_config, vae_config
-from halfstep.workloads.diffusion.networks import Conditions, Parts, model_of
+from halfstep.workloads.diffusion.diffusers_blocks import find_blocks
+from halfstep.workloads.diffusion.diffusers_nets import build_net, make_unet_config, make_vae_config
+from halfstep.workloads.diffusion.networks import Conditions, DiffusionParts, build_unet
 from halfstep.workloads.diffusion.scores import DenoisingMetrics, denoising_loss
 from recording import store
 from row_turns import Turn
@@ -156,21 +156,21 @@ def sd_batch(config: DiffusionConfig, store: Store) -> Batch:
 
 
 def sd_over(config: DiffusionConfig, store: Store, samples: Samples) -> Workload:
-    parts = Parts(conditions=GivenStates(), vae=None, vae_source="", shape=latent_of(config))
-    model = model_of(config, parts)
+    parts = DiffusionParts(conditions=GivenStates(), vae=None, vae_source="", shape=latent_of(config))
+    model = build_unet(config, parts)
     return Workload(
         name=config.workload,
         model=model,
         train_samples=samples,
         val_samples=samples,
-        prepare=Prepared(config, parts),
-        forward=Forward(config, parts),
+        prepare=DiffusionPrepare(config, parts),
+        forward=DiffusionForward(config, parts),
         loss=denoising_loss,
         metrics=lambda: DenoisingMetrics(config.noise.steps),
         metric="mse",
         mode="min",
         fragile=FRAGILE,
-        blocks=blocks_of(model),
+        blocks=find_blocks(model),
         store=store,
     )
 
@@ -243,10 +243,10 @@ def made(name: str, small: bool) -> tuple[Any, Loss, dict[str, Tensor]]:
     config = config_of(name, small)
     size, side, channels = config.train.batch_size, config.data.image_size, config.model.channels
     if name == "vae":
-        form = vae_config(channels=channels, layers=2, latent_channels=4, image_size=side)
+        form = make_vae_config(channels=channels, layers=2, latent_channels=4, image_size=side)
         return build_net(form), vae_loss, {"image": torch.rand(size, 3, side, side) * 2 - 1}
     shape = latent_of(config) if name == "sd_unet" else (3, side, side)
-    form = unet_config(
+    form = make_unet_config(
         sample_size=shape[1],
         sample_channels=shape[0],
         channels=channels,
@@ -273,7 +273,7 @@ def made(name: str, small: bool) -> tuple[Any, Loss, dict[str, Tensor]]:
 
 def vae_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
     image = batch["image"]
-    mean, logvar = posterior(model.encode(image).latent_dist.parameters)
+    mean, logvar = split_moments(model.encode(image).latent_dist.parameters)
     made_image = model.decode(mean + (0.5 * logvar).exp() * torch.randn_like(mean)).sample
     return (made_image.float() - image).abs().mean() + 1e-6 * kl_divergence(mean, logvar).mean()
 

@@ -23,7 +23,7 @@ from halfstep.errors import TrainingStopped
 from halfstep.report.metrics_file import read
 from halfstep.run.train import train
 from halfstep.workloads import load
-from halfstep.workloads.radio.maps import public_split
+from halfstep.workloads.radio.maps import get_public_split
 from recording import store
 
 NUM_TRAIN, NUM_VAL = 8, 2
@@ -59,7 +59,7 @@ def main() -> None:
 
 def write_tree(folder: Path, tree: Path) -> None:
     """One map as two; gains of DPM, whatever simulation they are of."""
-    split = public_split("radiounet", "DPM")
+    split = get_public_split("radiounet", "DPM")
     buildings = next((folder / "building").glob("*.png"))
     names = sorted((path.name for path in (folder / "gain").glob("*.png")), key=natural_key)
     names = [name for name in names if (folder / "antenna" / name).is_file()][: NUM_TRAIN + NUM_VAL]

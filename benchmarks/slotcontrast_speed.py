@@ -31,7 +31,7 @@ from halfstep.bench.problem import load_bench_config
 from halfstep.report.metrics_file import read
 from halfstep.run.train import train
 from halfstep.workloads import load
-from halfstep.workloads.slots.build import build_backbone, build_model, make_prepare, random_batch
+from halfstep.workloads.slots.build import build_backbone, build_model, make_prepare, make_random_batch
 from halfstep.workloads.slots.config import SlotContrastConfig
 from halfstep.workloads.slots.demo import write_demo
 from halfstep.workloads.slots.scores import slot_contrast
@@ -115,7 +115,7 @@ def by_torch(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
     model = build_model(config, backbone).to(device).train()
     is_tuned = row == "plain_tuned"
     optimizer = torch.optim.Adam(model.parameters(), lr=4e-4, fused=is_tuned)
-    prepare, batch = make_prepare(config), random_batch(config, {})
+    prepare, batch = make_prepare(config), make_random_batch(config, {})
     host = batch["video"].pin_memory() if device.type == "cuda" else batch["video"]
 
     def loss_of(video: Tensor) -> Tensor:

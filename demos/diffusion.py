@@ -31,8 +31,8 @@ from halfstep.use.predict import predict
 from halfstep.workloads import load
 from halfstep.workloads.base.using import Wishes
 from halfstep.workloads.base.workload import Workload
-from halfstep.workloads.diffusion.build import Forward
-from halfstep.workloads.diffusion.noise_schedule import bucket_names
+from halfstep.workloads.diffusion.build import DiffusionForward
+from halfstep.workloads.diffusion.noise_schedule import list_bucket_names
 
 COMMON = ["precision=fp32", "device=cpu", "log.quiet=true"]
 
@@ -62,7 +62,7 @@ def last(run: Path) -> dict[str, Any]:
 
 def assert_denoises(run: Path) -> None:
     found, guessed = last(run), wiener_errors(run)
-    first = next(iter(bucket_names(config_of(run).noise.steps)))
+    first = next(iter(list_bucket_names(config_of(run).noise.steps)))
     assert_that(f"{run.name}: held-out error", found["mse"], at_most=guessed["mse"])
     name = f"mse/{first}"
     assert_that(f"{run.name}: held-out error at timesteps {first}", found[name], at_most=0.8 * guessed[name])
@@ -100,7 +100,7 @@ def prepared(workload: Workload, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def diffused(workload: Workload, batch: dict[str, Tensor]) -> Tensor:
     """Pixels or latents of a batch, prepared or not."""
     forward, ready = workload.forward, batch if "signal" in batch else prepared(workload, batch)
-    assert isinstance(forward, Forward)
+    assert isinstance(forward, DiffusionForward)
     return ready["image"] if forward.encoder is None else forward.encoder(ready)
 
 

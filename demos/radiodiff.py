@@ -23,7 +23,7 @@ from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.workloads import load
 from halfstep.workloads.radio.maps import RadioMaps
-from halfstep.workloads.radio.scores import map_scores
+from halfstep.workloads.radio.scores import score_maps
 
 CPU = ["precision=fp32", "device=cpu"]
 
@@ -73,7 +73,7 @@ def gains_and_distances(maps: RadioMaps) -> tuple[np.ndarray, np.ndarray]:
 
 def nmse(guess: np.ndarray, truth: np.ndarray) -> float:
     one, other = (torch.from_numpy(np.ascontiguousarray(values))[:, None] for values in (guess, truth))
-    return float(map_scores(one, other)["nmse"].mean())
+    return float(score_maps(one, other)["nmse"].mean())
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Backend flags: what fp32 matmuls, convolutions and RNNs really compute in.
 
-torch keeps this twice. The newer tree, `torch.backends.*.fp32_precision`, has a leaf per backend and operation; a leaf
-that says "none" asks its parent (cuda, mkldnn), and that one asks the root. The older switches
-(`set_float32_matmul_precision`, `cudnn.allow_tf32`) live beside it, and torch refuses to read them once the two
-disagree: inductor does read them, so a compile under a half-set state dies. We therefore set every leaf *and* both old
-switches to say the same, and put all of them back. Leaves are read below their parents' shadow: restoring the resolved
-value instead would pin a leaf that only followed its parent.
+torch stores this twice. The newer tree, `torch.backends.*.fp32_precision`, has a leaf per backend and operation; a leaf
+set to "none" inherits from its parent (cuda, mkldnn), and that one from the root. The older switches
+(`set_float32_matmul_precision`, `cudnn.allow_tf32`) exist in addition, and torch refuses to read them once the two
+disagree. Inductor reads them, so compiling in an inconsistent state fails. We therefore set every leaf *and* both old
+switches consistently, and restore all of them. Leaves are read without inheritance: restoring the resolved value
+instead would pin a leaf that only followed its parent.
 
 These flags belong to the whole process, not to a thread.
 """
@@ -49,7 +49,7 @@ WANTED: dict[Fp32Mode, BackendFlags] = {
 
 @contextlib.contextmanager
 def fp32_mode(mode: Fp32Mode) -> Iterator[None]:
-    """Every fp32 matmul, convolution and RNN in this mode; all flags are put back on exit."""
+    """Run every fp32 matmul, convolution and RNN in this mode; all flags are restored on exit."""
     before = read_flags()
     try:
         write_flags(WANTED[mode])
@@ -59,14 +59,14 @@ def fp32_mode(mode: Fp32Mode) -> Iterator[None]:
 
 
 def read_effective_leaves() -> dict[tuple[str, str], str]:
-    """What each operation computes in right now, inherited values included."""
+    """Return what each operation computes in right now, inherited values included."""
     return {leaf: _read(*leaf) for leaf in LEAVES}
 
 
 def read_flags() -> BackendFlags:
-    """The raw state. Parents and leaves are lifted for a moment, because they hide what lies below them."""
+    """Read the raw state. Parents and leaves are unset for a moment, because they hide the values below them."""
     parents = []
-    for parent in PARENTS:  # from the root down: each is read once those above it are silent
+    for parent in PARENTS:  # from the root down: each is read once those above it are unset
         parents.append(_read(*parent))
         _write(*parent, "none")
     leaves = tuple(_read(*leaf) for leaf in LEAVES)
@@ -89,9 +89,9 @@ def write_flags(flags: BackendFlags) -> None:
 
 @functools.cache
 def _use_up_deprecation_notice() -> None:
-    """Some releases call the old switches deprecated, once a process; they must still agree with the leaves (above).
+    """Trigger the deprecation warning of the old switches once, silenced; they must agree with the leaves (see above).
 
-    Done once: catching warnings on every step would reset Python's record of what was already shown.
+    Done once per process: catching warnings on every step would reset Python's record of warnings already shown.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -99,7 +99,7 @@ def _use_up_deprecation_notice() -> None:
 
 
 def _read_old_switches() -> tuple[str, bool]:
-    """Called with the leaves at AGREEING, where cudnn's switch being off is all that torch can complain of."""
+    """Read both old switches, with the leaves at AGREEING, where torch only raises if cudnn's switch is off."""
     try:
         cudnn_allow_tf32 = torch._C._get_cudnn_allow_tf32()
     except RuntimeError:

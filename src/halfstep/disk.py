@@ -1,6 +1,6 @@
-"""What is written is there whole or not at all, in places this process owns, where there is room.
+"""Files: atomic writes, sealed JSON, leftovers of killed processes, folder locks, free space.
 
-The environment is read in `cli`; for those who call us from Python, the two things that runs need of it are read here.
+The environment is read in `cli`; the two variables that runs started from Python need are read here.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from typing import Any
 
 from halfstep.errors import CheckpointError
 
-# --- whole or not at all ---
+# --- atomic writes ---
 
 
 @contextmanager
 def atomic_file(path: Path, *, follows_links: bool = False) -> Iterator[Path]:
-    """A hidden file next to it to write; it becomes `path` in one rename, or vanishes, and what was there stays.
+    """Yield a hidden file next to `path` to write to; on success it is renamed to `path`, on error it is removed.
 
-    A link is replaced: in a run folder of someone else it may name any file of the user. `follows_links` is for paths
-    that the user gave: the link stays, and what it names is written."""
+    A link is replaced: in a run folder from another person it may point to any file of the user. `follows_links` is for
+    paths that the user gave: the link stays, and its target is written.
+    """
     path = Path(os.path.realpath(path)) if follows_links else path
     remove_leftovers(path)
     hidden = name_hidden(path)
@@ -47,7 +48,7 @@ def atomic_file(path: Path, *, follows_links: bool = False) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, text: str, *, follows_links: bool = False) -> None:
-    """The text of a small file."""
+    """Write a small text file atomically."""
     try:
         with atomic_file(path, follows_links=follows_links) as hidden:
             hidden.write_text(text, encoding="utf-8")
@@ -61,9 +62,10 @@ def write_atomically(path: Path, text: str, *, follows_links: bool = False) -> N
 
 @contextmanager
 def atomic_folder(path: Path, *, replaces: bool = False, flushes: bool = True) -> Iterator[Path]:
-    """A hidden folder to write into; it becomes `path` in one rename, or vanishes with the error.
+    """Yield a hidden folder to write into; on success it is renamed to `path`, on error it is removed.
 
-    `replaces` removes an earlier one first; without `flushes` a power cut may cost the new one."""
+    `replaces` removes an existing folder first; without `flushes` a power failure may lose the new one.
+    """
     remove_leftovers(path)
     hidden = name_hidden(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,73 +115,74 @@ def _checksum(document: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(document).encode())
 
 
-# --- what killed processes leave behind: .writing-NAME-MACHINE-PID ---
+# --- leftovers of killed processes: .writing-NAME-MACHINE-PID ---
 
 A_DAY_S = 24 * 3600
 
 
 def name_hidden(path: Path) -> Path:
+    """Return the path under which this process writes before the final rename."""
     return path.with_name(f".writing-{path.name}-{_machine()}-{os.getpid()}")
 
 
 def remove_leftovers(path: Path) -> None:
-    """What processes that are gone have not finished under this name; never what a living one writes."""
+    """Remove unfinished files that ended processes left under this name; never those of a running process."""
     for left in path.parent.glob(f".writing-{glob.escape(path.name)}-*"):
         named = re.fullmatch(r"-([0-9a-f]{8})-(\d+)", left.name.removeprefix(f".writing-{path.name}"))
         if named and _is_given_up(left, named[1], int(named[2])):
             shutil.rmtree(left, ignore_errors=True)
-            with suppress(OSError):  # a folder, which is gone, or a file that is not ours to remove
+            with suppress(OSError):  # a folder, which is gone now, or a file that belongs to another user
                 left.unlink()
 
 
 def _is_given_up(left: Path, machine: str, pid: int) -> bool:
-    """Processes of other machines and containers cannot be asked for: theirs is given up a day after its last byte."""
+    """True if the writer has ended; for other machines and containers, if nothing was written for a day."""
     if machine == _machine() and sys.platform != "win32":  # where os.kill(pid, 0) is Ctrl-C
         return not is_alive(pid)
     try:
         return time.time() - max(one.stat().st_mtime for one in (left, *left.rglob("*"))) > A_DAY_S
-    except OSError:  # it became what it was to be
+    except OSError:  # it was renamed to its final name meanwhile
         return False
 
 
 def is_alive(pid: int) -> bool:
-    """Not one that has ended and waits for somebody to ask how, as it may for ever."""
+    """True for a running process; False for a zombie, which has ended and waits to be reaped."""
     with suppress(OSError):  # no /proc here
-        # As bytes: the name in it is cut at the fifteenth, be it in the middle of a letter.
+        # As bytes: the kernel cuts the process name after 15 bytes, possibly in the middle of a character.
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # somebody else's
+    except OSError:  # it belongs to another user
         return True
     return True
 
 
 @functools.cache
 def _machine() -> str:
-    """This machine since it was started, as far as processes see each other: a container is one of its own."""
-    told = [platform.node()]
-    with suppress(OSError):  # Linux alone tells these
-        told += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
-    return f"{zlib.crc32(' '.join(told).encode()):08x}"
+    """Return an id of this machine, boot and PID namespace: within it process ids are comparable."""
+    identity = [platform.node()]
+    with suppress(OSError):  # only on Linux
+        identity += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+    return f"{zlib.crc32(' '.join(identity).encode()):08x}"
 
 
 # --- names ---
 
 
 def find_unused_path(path: Path, ending: str = "") -> Path:
-    """A name that nothing has: `path`, or with a number in front of its ending (`NAME-2.png`) where it is taken."""
+    """Return `path`, or if it exists a name with a number before its ending: `NAME-2.png`."""
     numbered = (path.with_name(f"{path.name.removesuffix(ending)}-{k}{ending}") for k in itertools.count(2))
     return next(one for one in itertools.chain([path], numbered) if not one.exists())
 
 
 DRY_PREFIX = "halfstep-dry-"
-"""Of the folders that --dry trains in and removes."""
+"""Prefix of the folders that --dry trains in and removes."""
 
 
 def is_dry_run(run: Path) -> bool:
-    """Whether a run's folder is gone when its command ends."""
+    """True if the run's folder is removed when its command ends."""
     return run.parent.name.startswith(DRY_PREFIX)
 
 
@@ -192,7 +195,7 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-# --- readers that leave ---
+# --- closed pipes and terminals ---
 
 GONE = (errno.EPIPE, errno.EIO)
 """The reader left (`| head`), or the terminal was closed."""
@@ -215,27 +218,27 @@ def normalise_path(path: str) -> str:
 
 
 def make_absolute(path: str | Path) -> Path:
-    """The same place from any working folder; `~` is the home folder."""
+    """Return the path as it is found from any working folder; `~` is the home folder."""
     return Path(normalise_path(str(Path(path).expanduser().absolute())))
 
 
-# --- room, ownership ---
+# --- free space, locks ---
 
 
 def get_free_bytes(path: Path) -> int:
-    """Of the disk on which `path` is, or will be."""
-    place = next(place for place in (path, *path.absolute().parents) if place.is_dir())
-    return shutil.disk_usage(place).free
+    """Return the free space of the disk on which `path` is or will be."""
+    folder = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    return shutil.disk_usage(folder).free
 
 
 @contextmanager
 def take_turn(path: Path) -> Iterator[None]:
-    """Processes that would make the same file, as those of one run do, take turns: the second finds it made."""
+    """Lock the file's folder, so that of several processes that would create the file the second finds it."""
     import fcntl
 
     with ExitStack() as ends:
-        with suppress(OSError):  # on a file system without locks each makes it, under a name of its own
-            folder = os.open(path.parent, os.O_RDONLY)  # locked itself, so that no file is left behind
+        with suppress(OSError):  # on a file system without locks each process creates it under its own hidden name
+            folder = os.open(path.parent, os.O_RDONLY)  # the folder itself is locked, so that no lock file is left
             ends.callback(os.close, folder)
             fcntl.flock(folder, fcntl.LOCK_EX)
             ends.callback(fcntl.flock, folder, fcntl.LOCK_UN)
@@ -244,7 +247,7 @@ def take_turn(path: Path) -> Iterator[None]:
 
 @contextmanager
 def own_folder(folder: Path) -> Iterator[None]:
-    """This process alone writes here; the system gives the lock back however the process ends."""
+    """Lock a run folder for this process; the OS releases the lock however the process ends."""
     import fcntl  # not on Windows, where a stored run can still be read
 
     with ExitStack() as open_files:
@@ -264,7 +267,7 @@ def own_folder(folder: Path) -> Iterator[None]:
 
 
 def is_folder_owned(folder: Path) -> bool | None:
-    """Whether another process holds it; None where that cannot be told. The lock itself stays as it is."""
+    """True if another process holds the folder's lock; None if unknown. The lock itself is not changed."""
     try:
         import fcntl
 
@@ -272,7 +275,7 @@ def is_folder_owned(folder: Path) -> bool | None:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except (ImportError, OSError):  # Windows; or nobody ever locked it
+    except (ImportError, OSError):  # Windows; or it was never locked
         return None
     return False
 
@@ -281,12 +284,12 @@ def is_folder_owned(folder: Path) -> bool | None:
 
 
 def find_cache_directory(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where measurements and choices are kept: XDG_CACHE_HOME, or what the platform uses."""
+    """Return the folder of cached measurements and choices: in XDG_CACHE_HOME, or the platform's default."""
     defaults = {"darwin": Path.home() / "Library" / "Caches", "win32": Path.home() / "AppData" / "Local"}
     default = defaults.get(sys.platform, Path.home() / ".cache")
     return Path(environment.get("XDG_CACHE_HOME") or default) / "halfstep"
 
 
 def read_variable(name: str) -> str:
-    """One of torch's own; empty where it is not set."""
+    """Return one of torch's environment variables; empty if it is not set."""
     return os.environ.get(name, "")

@@ -1,6 +1,6 @@
 """Every error a user can meet, with what happened, why, and how to fix it.
 
-    HalfstepError                exit code 2: the user's own mistake, nothing was lost
+    HalfstepError                exit code 2: the user's mistake, nothing was lost
     ├── ConfigError              a config file, flag or override
     ├── FormatError              an unknown number format
     ├── HardwareError            the device cannot do what was asked
@@ -10,10 +10,10 @@
     ├── CheckpointError          a run or checkpoint that cannot be read, written or resumed
     ├── MemoryLimitError         the device ran out of memory
     ├── TrainingStopped          exit code 1: the guard ended the run, with its reason
-    ├── RankLost                 exit code 1: another process of the run is gone or stuck
+    ├── RankLost                 exit code 1: another rank is gone or stuck
     └── Interrupted              exit code 128 + signal: Ctrl-C or SIGTERM, everything saved
 
-`assert` is for our own mistakes; these are for everybody else's.
+`assert` is for mistakes in halfstep itself; these are for everything a user can cause or meet.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class HalfstepError(Exception):
 
     exit_code = 2
     is_agreed = False
-    """Whether every process of the run has it, so that it is not a single one's."""
+    """True if every rank raises the same error."""
     is_told: bool | None = None
-    """Whether another process shows it; None where they have not agreed on that."""
+    """True if another rank prints the error; None if the ranks have not agreed on that."""
 
     def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
         self.what, self.why, self.fix = make_printable(what), make_printable(why), make_printable(fix)
@@ -44,16 +44,16 @@ class HalfstepError(Exception):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Data errors travel from loader workers to the main process; keyword arguments must survive that.
+        # Loader workers pickle data errors to the main process; keyword arguments must survive that.
         return _rebuild, (type(self), self.what, self.why, self.fix)
 
 
 def make_printable(text: str) -> str:
-    """Text as any screen, file or JSON takes it: of a file name that is not UTF-8, each odd byte as `\\xe9`."""
+    """Return text that any terminal, file or JSON accepts: bytes of a file name that are not UTF-8 become `\\xe9`."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        # Python reads such bytes as lone surrogates, which nothing but a file name may hold.
+        # Python decodes such bytes as lone surrogates, which cannot be encoded again except in a file name.
         return re.sub("[\ud800-\udfff]", _escape, text)
     return text
 
@@ -100,13 +100,13 @@ class MemoryLimitError(HalfstepError):
 
 
 class TrainingStopped(HalfstepError):
-    """The guard ended the run: going on would have trained on garbage."""
+    """The guard ended the run: further steps would have trained on garbage."""
 
     exit_code = 1
 
 
 class RankLost(HalfstepError):
-    """Another process of the run is gone or does not answer: the others cannot go on without it."""
+    """Another rank is gone or does not answer: the others cannot continue without it."""
 
     exit_code = 1
 
@@ -120,7 +120,7 @@ class Interrupted(HalfstepError):
 
 
 def summarise_error(error: BaseException) -> str:
-    """What somebody else's error says, without the pages below it; one that says nothing has its name."""
+    """Return the first line of another library's error, or its class name if it has no message."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
@@ -139,7 +139,7 @@ def explain_refused_pickle(error: BaseException | None) -> str:
 
 
 def suggest_nearest(name: str, valid: Iterable[str], *, count: int = 3) -> str:
-    """`did you mean 'a' or 'b'?` for a mistyped name, or the valid ones when nothing is near."""
+    """Return `did you mean 'a' or 'b'?` for a mistyped name, or list the valid ones if none is similar."""
     names = list(valid)
     close = difflib.get_close_matches(name.lower(), names, n=count, cutoff=0.5)
     if close:
@@ -148,7 +148,7 @@ def suggest_nearest(name: str, valid: Iterable[str], *, count: int = 3) -> str:
 
 
 def suggest_command(*words: object) -> str:
-    """A command to suggest, as a shell takes it: `halfstep evaluate 'runs/my unet'`."""
+    """Return a command line, quoted for the shell: `halfstep evaluate 'runs/my unet'`."""
     return make_printable(shlex.join(["halfstep", *map(str, words)]))
 
 
@@ -190,7 +190,7 @@ def explain_missing(error: ModuleNotFoundError, what: str) -> ImportError | None
 
 
 def format_count(number: int, thing: str, things: str = "") -> str:
-    """`1 file`, `2,000 files`, `3 classes`."""
+    """Return a count with its noun: `1 file`, `2,000 files`, `3 classes`."""
     return f"{number:,} {thing if number == 1 else things or thing + 's'}"
 
 
@@ -199,12 +199,12 @@ BYTE_UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 
 
 def choose_byte_unit(num_bytes: float) -> tuple[str, float]:
-    """The unit that speaks of so many bytes, and its bytes; 999.5 MB would round to 1000."""
+    """Return the unit for this many bytes, and its size in bytes; 999.5 MB is shown in GB, since it rounds to 1000."""
     return next((one for one in BYTE_UNITS if abs(num_bytes) >= 0.9995 * one[1]), BYTE_UNITS[-1])
 
 
 def format_bytes(num_bytes: float, *, digits: int = 0) -> str:
-    """`4.8 GB`, `12 MB`; `digits` significant ones where sizes are compared: `4.81 GB`."""
+    """Return `4.8 GB` or `12 MB`; `digits` significant digits where sizes are compared: `4.81 GB`."""
     unit, size = choose_byte_unit(num_bytes)
     value = num_bytes / size
     if digits and unit != "B":

@@ -1,8 +1,8 @@
-"""`fp32_island()`: a region that computes in fp32 whatever the plan says.
+"""`fp32_island()`: a region that computes in fp32 regardless of the plan.
 
 Autocast's lists differ between devices: CUDA upcasts softmax, exp, log and sum, the CPU does not, and no GPU list
-upcasts an FFT. A loss that leans on those lists is right on one device and wrong on another, so every fragile
-computation (Dice sums, slot normalisation, Gumbel noise, KL, noise schedules) stands on an island: autocast off,
+upcasts an FFT. A loss that relies on those lists is right on one device and wrong on another, so every fragile
+computation (Dice sums, slot normalisation, Gumbel noise, KL, noise schedules) runs on an island: autocast off,
 floating inputs upcast to fp32. Gradients leave the island in the dtype the input came with.
 """
 
@@ -24,7 +24,7 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 @contextlib.contextmanager
 def fp32_island() -> Iterator[None]:
-    """Switch autocast off on every kind of device, since where the tensors live is not known here.
+    """Switch autocast off on every device type, since the tensors' device is not known here.
 
     with fp32_island():
         dice = dice_loss(to_fp32(logits), target)
@@ -47,7 +47,7 @@ def fp32_island() -> Iterator[None]:
 
 
 def is_on_island() -> bool:
-    """Whether this code runs on an island. Compiled code does not know."""
+    """True if this code runs on an island; always False in compiled code."""
     return _HERE.depth > 0
 
 
@@ -72,8 +72,10 @@ def to_fp32(value: T) -> T:
 
 
 def get_matmul_dtype(x: torch.Tensor) -> torch.dtype:
-    """What matmuls with `x` compute in here: autocast's format where it is on, else that of `x`. Tensors without
-    storage, on which operations are counted, know no autocast."""
+    """Return the dtype in which matmuls with `x` compute: autocast's if it is on, else that of `x`.
+
+    Meta tensors, on which operations are counted, have no autocast.
+    """
     device = x.device.type
     has_autocast = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if has_autocast else x.dtype

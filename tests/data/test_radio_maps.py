@@ -15,15 +15,15 @@ from halfstep.workloads.radio.demo import write_demo
 from halfstep.workloads.radio.maps import (
     RadioMaps,
     RadioTree,
-    checked,
-    public_split,
+    check_pictures,
+    find_leaks,
+    get_public_split,
     read_antenna,
     read_gray,
-    shuffled_maps,
-    trained_elsewhere,
+    shuffle_maps,
 )
 
-TRAIN, VAL = public_split("radiounet", "DPM")["train"][0], public_split("radiounet", "DPM")["val"][0]
+TRAIN, VAL = get_public_split("radiounet", "DPM")["train"][0], get_public_split("radiounet", "DPM")["val"][0]
 
 
 @pytest.fixture(scope="module")
@@ -127,13 +127,13 @@ def test_an_antenna_without_a_bright_pixel_is_named(tree: Path) -> None:
     with pytest.raises(DataError, match="shows no antenna"):
         read_antenna(path, (16, 16))
     skipping = BadFiles("skip")
-    assert len(checked(RadioTree.at(tree).samples([TRAIN], bad_files=error()), skipping)) == 2
+    assert len(check_pictures(RadioTree.at(tree).samples([TRAIN], bad_files=error()), skipping)) == 2
 
 
 def test_pictures_of_different_sizes_are_refused_before_training(tree: Path) -> None:
     Image.fromarray(np.zeros((8, 16), np.uint8)).save(tree / f"gain/DPM/{TRAIN}_1.png")
     with pytest.raises(DataError, match="is 16x8"):
-        checked(RadioTree.at(tree).samples([TRAIN], bad_files=error()), error())
+        check_pictures(RadioTree.at(tree).samples([TRAIN], bad_files=error()), error())
 
 
 def test_the_antenna_keeps_its_brightness_and_place_at_any_size(tmp_path: Path) -> None:
@@ -154,19 +154,19 @@ def test_maps_shrink_by_area(tmp_path: Path) -> None:
 
 
 def test_radiounets_split_is_that_of_the_paper_and_disjoint() -> None:
-    split = public_split("radiounet", "DPM")
+    split = get_public_split("radiounet", "DPM")
     assert [len(split[role]) for role in ("train", "val", "test")] == [501, 100, 99]
     assert set().union(*split.values()) == set(range(1, 701))
-    assert trained_elsewhere(split) == {}
+    assert find_leaks(split) == {}
     # numpy's seed 42 on 0..699, one added.
     state = np.random.RandomState(42)
     order = np.arange(0, 700, 1, dtype=np.int16)
     state.shuffle(order)
-    assert shuffled_maps() == tuple((order + 1).tolist())
+    assert shuffle_maps() == tuple((order + 1).tolist())
 
 
 def test_radiodiffs_own_split_has_one_map_in_all_parts() -> None:
-    split = public_split("radiodiff", "DPM")
-    leaking = shuffled_maps()[600]
-    assert trained_elsewhere(split) == {"val": (leaking,), "test": (leaking,)}
-    assert len(trained_elsewhere(public_split("radiodiff", "IRT4"))["val"]) == 100
+    split = get_public_split("radiodiff", "DPM")
+    leaking = shuffle_maps()[600]
+    assert find_leaks(split) == {"val": (leaking,), "test": (leaking,)}
+    assert len(find_leaks(get_public_split("radiodiff", "IRT4"))["val"]) == 100

@@ -54,9 +54,9 @@ def test_training_needs_neither_triton_nor_nvml() -> None:
         sys.modules["triton"] = sys.modules["pynvml"] = None
         import torch
         import halfstep.run.train, halfstep.use.predict, halfstep.bench.bench
-        from halfstep.workloads.slots.backbones import dinov2
+        from halfstep.workloads.slots.backbones import build_dinov2
         from halfstep.workloads.slots.slotcontrast import SlotContrast, SlotContrastSize
-        features = dinov2("vit_small_patch14_dinov2", depth=1, heads=2, dim=16, grid=2)(torch.rand(2, 3, 28, 28))
+        features = build_dinov2("vit_small_patch14_dinov2", depth=1, heads=2, dim=16, grid=2)(torch.rand(2, 3, 28, 28))
         size = SlotContrastSize(feature_dim=16, num_positions=4, num_slots=2, slot_dim=8, decoder_hidden=(8,))
         SlotContrast(size)(features.detach().unflatten(0, (1, 2)))["error"].backward()
         """

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfstep.kernels.fast_forms import forced
 from halfstep.workloads.diffusion import diffusers_blocks
-from halfstep.workloads.diffusion.diffusers_blocks import blocks_of
+from halfstep.workloads.diffusion.diffusers_blocks import find_blocks
 
 pytest.importorskip("triton", reason="Triton is not installed: NOT tested")
 
@@ -55,9 +55,9 @@ def test_every_residual_block_runs_by_our_kernels_and_computes_the_same(
     torch.manual_seed(1)
     expected = net(*inputs).sample
 
-    ours, residual = list[bool](), diffusers_blocks.residual
-    monkeypatch.setattr(diffusers_blocks, "residual", lambda *given: ours.append(True) or residual(*given))
-    for kind, forward in blocks_of(net).items():
+    ours, residual = list[bool](), diffusers_blocks.run_residual_block
+    monkeypatch.setattr(diffusers_blocks, "run_residual_block", lambda *given: ours.append(True) or residual(*given))
+    for kind, forward in find_blocks(net).items():
         monkeypatch.setattr(kind, "forward", forward)
     with forced(True, "group_norm"):
         torch.manual_seed(1)

@@ -17,19 +17,19 @@ from torch import nn
 from diffusion_tiny import text_folder, vae_folder
 from halfstep.errors import ConfigError, ModelError
 from halfstep.models.patch_gan import PatchGan, VggDistance
-from halfstep.models.posterior import drawn, kl_divergence, posterior
+from halfstep.models.posterior import draw_latent, kl_divergence, split_moments
 from halfstep.workloads.diffusion.diffusers_nets import (
     CODEC,
     VAE,
     build_net,
     check_side,
-    config_of,
-    decoded,
-    diffusers_class,
-    net_folder,
+    decode_scaled,
+    dump_config,
+    find_net_folder,
+    import_diffusers_class,
+    make_unet_config,
+    make_vae_config,
     open_net,
-    unet_config,
-    vae_config,
 )
 from halfstep.workloads.diffusion.networks import open_text
 from tiny_training import assert_same_bits
@@ -40,7 +40,7 @@ SMALL = {"sample_size": 8, "sample_channels": 3, "channels": (8, 16), "layers": 
 def test_the_default_unet_has_the_size_of_the_public_example_and_the_vae_that_of_stable_diffusion() -> None:
     with torch.device("meta"):
         unet = build_net(
-            unet_config(
+            make_unet_config(
                 sample_size=64,
                 sample_channels=3,
                 channels=(128, 128, 256, 256, 512, 512),
@@ -49,7 +49,7 @@ def test_the_default_unet_has_the_size_of_the_public_example_and_the_vae_that_of
                 attention_head_dim=8,
             )
         )
-        vae = build_net(vae_config(channels=(128, 256, 512, 512), layers=2, latent_channels=4, image_size=256))
+        vae = build_net(make_vae_config(channels=(128, 256, 512, 512), layers=2, latent_channels=4, image_size=256))
     assert sum(p.numel() for p in unet.parameters()) == 113_673_219
     assert sum(p.numel() for p in vae.parameters()) == 83_653_863
     assert unet.config.down_block_types[4] == "AttnDownBlock2D"
@@ -57,8 +57,8 @@ def test_the_default_unet_has_the_size_of_the_public_example_and_the_vae_that_of
 
 
 def test_a_network_is_built_again_from_what_a_run_stores_of_it() -> None:
-    net = build_net(unet_config(**SMALL, attention=(1,), num_classes=4))  # type: ignore[arg-type]
-    again = build_net(json.loads(json.dumps(config_of(net))))
+    net = build_net(make_unet_config(**SMALL, attention=(1,), num_classes=4))  # type: ignore[arg-type]
+    again = build_net(json.loads(json.dumps(dump_config(net))))
     again.load_state_dict(net.state_dict())
     x, t, label = torch.randn(2, 3, 8, 8), torch.tensor([0, 5]), torch.tensor([1, 3])
     assert torch.equal(net(x, t, class_labels=label)[0], again(x, t, class_labels=label)[0])
@@ -66,7 +66,7 @@ def test_a_network_is_built_again_from_what_a_run_stores_of_it() -> None:
 
 def test_a_level_that_is_not_there_cannot_have_attention() -> None:
     with pytest.raises(ConfigError, match="level 2"):
-        unet_config(**SMALL, attention=(2,))  # type: ignore[arg-type]
+        make_unet_config(**SMALL, attention=(2,))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("side", [12, 20, 4])
@@ -79,13 +79,15 @@ def test_images_that_cannot_be_halved_are_refused_with_sides_that_can(side: int)
 
 def test_folders_of_diffusers_are_opened_and_others_are_named(tmp_path: Path) -> None:
     folder = vae_folder(tmp_path / "pipeline" / "vae")
-    assert net_folder(str(folder), "vae", "model.vae") == net_folder(str(tmp_path / "pipeline"), "vae", "model.vae")
+    assert find_net_folder(str(folder), "vae", "model.vae") == find_net_folder(
+        str(tmp_path / "pipeline"), "vae", "model.vae"
+    )
     opened = open_net(folder, ["AutoencoderKL"])
     assert isinstance(opened, AutoencoderKL)
     with pytest.raises(ModelError, match="AutoencoderKL"):
         open_net(folder, ["UNet2DModel"])
     with pytest.raises(ModelError, match="nothing is downloaded"):
-        net_folder("stabilityai/some-model", "unet", "model.weights")
+        find_net_folder("stabilityai/some-model", "unet", "model.weights")
     with torch.no_grad():
         opened.decoder.conv_out.bias[0] = torch.nan
     opened.save_pretrained(tmp_path / "broken")
@@ -100,7 +102,7 @@ def test_folders_of_diffusers_are_opened_and_others_are_named(tmp_path: Path) ->
     "how", [{"variant": "fp16"}, {"safe_serialization": False}, {"variant": "fp16", "max_shard_size": "2KB"}, {}]
 )
 def test_a_folder_of_halves_shards_or_pickled_tensors_is_opened(tmp_path: Path, how: dict[str, Any]) -> None:
-    vae = build_net(vae_config(channels=(8, 8), layers=1, latent_channels=2, image_size=8)).half()
+    vae = build_net(make_vae_config(channels=(8, 8), layers=1, latent_channels=2, image_size=8)).half()
     vae.save_pretrained(tmp_path, **how)
     opened = open_net(tmp_path, ["AutoencoderKL"])
     assert_same_bits(opened.state_dict(), {name: value.float() for name, value in vae.state_dict().items()})
@@ -108,14 +110,17 @@ def test_a_folder_of_halves_shards_or_pickled_tensors_is_opened(tmp_path: Path, 
 
 def test_a_pipelines_vae_goes_by_two_names_and_one_without_the_part_is_named(tmp_path: Path) -> None:
     folder = vae_folder(tmp_path / "latent" / "vqvae")
-    assert net_folder(str(tmp_path / "latent"), "vae", "model.vae") == folder
+    assert find_net_folder(str(tmp_path / "latent"), "vae", "model.vae") == folder
     (tmp_path / "latent" / "model_index.json").write_text("{}")
     with pytest.raises(ModelError, match="a pipeline without unet/: it has vqvae"):
-        net_folder(str(tmp_path / "latent"), "unet", "model.weights")
+        find_net_folder(str(tmp_path / "latent"), "unet", "model.weights")
 
 
 def test_a_vae_of_gray_images_is_refused(tmp_path: Path) -> None:
-    gray = vae_config(channels=(8,), layers=1, latent_channels=2, image_size=8) | {"in_channels": 1, "out_channels": 1}
+    gray = make_vae_config(channels=(8,), layers=1, latent_channels=2, image_size=8) | {
+        "in_channels": 1,
+        "out_channels": 1,
+    }
     build_net(gray).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="in_channels=1, out_channels=1"):
         open_net(tmp_path, ["AutoencoderKL"])
@@ -143,7 +148,7 @@ def test_what_is_only_counted_reads_no_weights(tmp_path: Path) -> None:
 
 
 def test_whole_weights_come_before_halves_though_pickled(tmp_path: Path) -> None:
-    vae = build_net(vae_config(channels=(8, 8), layers=1, latent_channels=2, image_size=8))
+    vae = build_net(make_vae_config(channels=(8, 8), layers=1, latent_channels=2, image_size=8))
     vae.save_pretrained(tmp_path, safe_serialization=False)
     whole = {name: value.clone() for name, value in vae.state_dict().items()}
     vae.half().save_pretrained(tmp_path, variant="fp16")
@@ -156,19 +161,19 @@ def test_latents_are_scaled_and_shifted_back_before_they_are_decoded(tmp_path: P
     vae.register_to_config(scaling_factor=0.5, shift_factor=0.25)
     with torch.no_grad():
         mean, _ = CODEC.encode(vae, torch.randn(1, 3, 8, 8))
-        torch.testing.assert_close(decoded(vae, (mean - 0.25) * 0.5), vae.decode(mean).sample)
+        torch.testing.assert_close(decode_scaled(vae, (mean - 0.25) * 0.5), vae.decode(mean).sample)
 
 
 def test_the_posterior_stays_finite_where_a_half_format_would_not() -> None:
     moments = torch.tensor([3.0, 1e4]).view(1, 2, 1, 1).half()
-    mean, logvar = posterior(moments)
+    mean, logvar = split_moments(moments)
     assert mean.dtype == logvar.dtype == torch.float32
     assert float(logvar) == 20
     assert bool(kl_divergence(mean, logvar).isfinite().all())
-    assert bool(drawn(mean, logvar, torch.ones(1, 1, 1, 1)).isfinite().all())
+    assert bool(draw_latent(mean, logvar, torch.ones(1, 1, 1, 1)).isfinite().all())
     # A latent without any variance is a number, not NaN.
-    mean, logvar = posterior(torch.tensor([3.0, -torch.inf]).view(1, 2, 1, 1))
-    assert float(drawn(mean, logvar, torch.ones(1, 1, 1, 1))) == pytest.approx(3, abs=1e-6)
+    mean, logvar = split_moments(torch.tensor([3.0, -torch.inf]).view(1, 2, 1, 1))
+    assert float(draw_latent(mean, logvar, torch.ones(1, 1, 1, 1))) == pytest.approx(3, abs=1e-6)
     assert float(kl_divergence(mean, logvar)) == pytest.approx(0.5 * (9 - 1 + 30))
 
 
@@ -210,7 +215,7 @@ def test_vgg_distance_is_zero_for_equal_images_and_takes_torchvisions_names() ->
 
 
 def test_unets_of_diffusers_take_timesteps_as_a_tensor_on_the_batch() -> None:
-    net = build_net(unet_config(**SMALL, attention=None))  # type: ignore[arg-type]
+    net = build_net(make_unet_config(**SMALL, attention=None))  # type: ignore[arg-type]
     assert isinstance(net, UNet2DModel)
     assert isinstance(net, nn.Module)
     assert net(torch.randn(2, 3, 8, 8), torch.tensor([3, 3]))[0].shape == (2, 3, 8, 8)
@@ -219,7 +224,7 @@ def test_unets_of_diffusers_take_timesteps_as_a_tensor_on_the_batch() -> None:
 def test_without_diffusers_the_error_gives_a_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(ModelError, match="diffusers cannot be imported") as caught:
-        diffusers_class("UNet2DModel")
+        import_diffusers_class("UNet2DModel")
     assert caught.value.fix == "pip install 'diffusers>=0.32' 'transformers>=4.48' 'tokenizers>=0.21'"
 
 

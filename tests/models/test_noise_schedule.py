@@ -12,7 +12,7 @@ from diffusers import DDPMScheduler
 from safetensors.torch import load_file
 
 from halfstep.errors import ConfigError
-from halfstep.workloads.diffusion.noise_schedule import NoiseSchedule, loss_weights, noised, target_of
+from halfstep.workloads.diffusion.noise_schedule import NoiseSchedule, add_noise, make_loss_weights, make_target
 
 GOLDEN = os.environ.get("HALFSTEP_GOLDEN")
 THEIR_NAMES = {"linear": "linear", "scaled_linear": "scaled_linear", "cosine": "squaredcos_cap_v2"}
@@ -46,11 +46,11 @@ def test_golden_noise_targets_and_weights(name: str) -> None:
     x0, eps, schedule = golden["in/x0"], golden["in/eps"], schedule_of(name)
     signal, sigma = (table[golden["in/t"]] for table in schedule.coefficients())
     found = {
-        "x_t": noised(x0, eps, signal, sigma),
-        "v": target_of("v", x0, eps, signal, sigma),
+        "x_t": add_noise(x0, eps, signal, sigma),
+        "v": make_target("v", x0, eps, signal, sigma),
         "snr": schedule.snr[golden["in/t"]],
-        "min_snr_eps": loss_weights(schedule, "eps", gamma)[golden["in/t"]],
-        "min_snr_v": loss_weights(schedule, "v", gamma)[golden["in/t"]],
+        "min_snr_eps": make_loss_weights(schedule, "eps", gamma)[golden["in/t"]],
+        "min_snr_v": make_loss_weights(schedule, "v", gamma)[golden["in/t"]],
     }
     for key, value in found.items():
         expected = golden[f"{name}/{key}"]
@@ -65,8 +65,8 @@ def test_half_latents_get_all_their_noise_at_the_first_ten_timesteps(name: str, 
     x0 = torch.randn(10, 4, 8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     noise = torch.randn(10, 4, 8, 8, generator=torch.Generator().manual_seed(1))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = noised(x0, noise, signal, sigma)
-        velocity = target_of("v", x0, noise, signal, sigma)
+        found = add_noise(x0, noise, signal, sigma)
+        velocity = make_target("v", x0, noise, signal, sigma)
     left, added = schedule.alpha_bar[t].double().sqrt(), (1 - schedule.alpha_bar[t].double()).sqrt()
     shape = (-1, 1, 1, 1)
     exact = left.view(shape) * x0.double() + added.view(shape) * noise.double()
@@ -79,11 +79,11 @@ def test_targets_say_the_same_in_three_ways() -> None:
     schedule, t = NoiseSchedule(), T
     signal, sigma = (table[t] for table in schedule.coefficients())
     x0, noise = torch.randn(2, len(t), 3, 4, 4, generator=torch.Generator().manual_seed(0)).unbind()
-    x_t = noised(x0, noise, signal, sigma)
+    x_t = add_noise(x0, noise, signal, sigma)
     a, b = (c.view(-1, 1, 1, 1) for c in (signal, sigma))
-    velocity = target_of("v", x0, noise, signal, sigma)
-    torch.testing.assert_close(a * x_t - b * velocity, target_of("sample", x0, noise, signal, sigma))
-    torch.testing.assert_close(b * x_t + a * velocity, target_of("eps", x0, noise, signal, sigma))
+    velocity = make_target("v", x0, noise, signal, sigma)
+    torch.testing.assert_close(a * x_t - b * velocity, make_target("sample", x0, noise, signal, sigma))
+    torch.testing.assert_close(b * x_t + a * velocity, make_target("eps", x0, noise, signal, sigma))
 
 
 @pytest.mark.parametrize("target", ["eps", "v", "sample"])
@@ -91,14 +91,14 @@ def test_min_snr_weighs_the_image_error_of_every_target_by_the_smaller_of_snr_an
     """An error of eps is the image's times SNR, of v the image's times SNR + 1."""
     schedule, gamma = NoiseSchedule(), 5.0
     to_image = {"eps": schedule.snr, "v": schedule.snr + 1, "sample": 1.0}[target]
-    weights = loss_weights(schedule, target, gamma)  # type: ignore[arg-type]
+    weights = make_loss_weights(schedule, target, gamma)  # type: ignore[arg-type]
     torch.testing.assert_close(weights * to_image, schedule.snr.clamp(max=gamma), rtol=1e-5, atol=0)
-    assert torch.equal(loss_weights(schedule, target, None), torch.ones(1000))  # type: ignore[arg-type]
+    assert torch.equal(make_loss_weights(schedule, target, None), torch.ones(1000))  # type: ignore[arg-type]
 
 
 def test_gamma_zero_and_eps_without_terminal_signal_are_refused() -> None:
     with pytest.raises(ConfigError, match="gamma=0"):
-        loss_weights(NoiseSchedule(), "v", 0.0)
+        make_loss_weights(NoiseSchedule(), "v", 0.0)
     with pytest.raises(ConfigError, match=r"model\.target=v"):
-        loss_weights(NoiseSchedule(zero_terminal_snr=True), "eps", 5.0)
-    assert torch.isfinite(loss_weights(NoiseSchedule(zero_terminal_snr=True), "v", 5.0)).all()
+        make_loss_weights(NoiseSchedule(zero_terminal_snr=True), "eps", 5.0)
+    assert torch.isfinite(make_loss_weights(NoiseSchedule(zero_terminal_snr=True), "v", 5.0)).all()

@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 
 from golden import assert_golden, golden, group
-from halfstep.models.posterior import drawn
+from halfstep.models.posterior import draw_latent
 from halfstep.models.recompute import set_recompute
-from halfstep.workloads.radio.ddm import clean, ddm_loss, noised, sampled, sampling_times, times_of
+from halfstep.workloads.radio.ddm import add_noise, ddm_loss, list_times, recover_x0, sample_latents, scale_times
 from halfstep.workloads.radio.layers import (
     ChannelNorm,
     FourierFilter,
     StandardisedConv2d,
     TimeEmbedding,
-    filtered,
+    apply_filter,
     linear_attention,
 )
-from halfstep.workloads.radio.names import unet_name
-from halfstep.workloads.radio.relation import WindowMeanAttention, sine_positions
+from halfstep.workloads.radio.names import rename_unet_weight
+from halfstep.workloads.radio.relation import WindowMeanAttention, make_sine_positions
 from halfstep.workloads.radio.swin import SwinPyramid
-from halfstep.workloads.radio.unet import RadioUNet, mixed
+from halfstep.workloads.radio.unet import RadioUNet, mix_outputs
 from halfstep.workloads.radio.vae import RadioVAE
 
 
@@ -43,7 +43,7 @@ def golden_unet() -> tuple[RadioUNet, dict[str, Tensor], dict[str, object]]:
         windows=(sizes["window_sizes1"], sizes["window_sizes2"]),
         dropout=0.0,
     )
-    state = {unet_name(name): value for name, value in group(tensors, "state/").items()}
+    state = {rename_unet_weight(name): value for name, value in group(tensors, "state/").items()}
     missing, unknown = unet.load_state_dict({name: value for name, value in state.items() if name}, strict=False)
     assert not unknown
     assert all(name.startswith("condition.") for name in missing)
@@ -66,12 +66,12 @@ def features_of(tensors: dict[str, Tensor]) -> list[Tensor]:
 def test_golden_predictions_losses_gradients_and_statistics() -> None:
     unet, tensors, facts = golden_unet()
     vae = golden_vae()
-    time = times_of(tensors["noise/uniform"])
+    time = scale_times(tensors["noise/uniform"])
     with torch.no_grad():
-        x0 = 0.3 * drawn(*vae.encode(tensors["in/image"]), tensors["noise/posterior"])
+        x0 = 0.3 * draw_latent(*vae.encode(tensors["in/image"]), tensors["noise/posterior"])
     assert_golden(x0, tensors["out/x0"], within=5e-5, name="x0")
     x0, noise = tensors["out/x0"], tensors["noise/eps"]
-    x_t = noised(x0, time, noise)
+    x_t = add_noise(x0, time, noise)
     features = [feature.requires_grad_() for feature in features_of(tensors)]
     drift, predicted = unet.train().denoise(x_t, time, features)
     found = {
@@ -80,7 +80,7 @@ def test_golden_predictions_losses_gradients_and_statistics() -> None:
         "target_C": -x0,
         "C_pred": drift,
         "eps_pred": predicted,
-        "x0_pred": clean(x_t, time, drift, predicted),
+        "x0_pred": recover_x0(x_t, time, drift, predicted),
     }
     for name, value in found.items():
         assert_golden(value, tensors[f"out/{name}"], name=name)
@@ -97,7 +97,7 @@ def test_golden_predictions_losses_gradients_and_statistics() -> None:
     largest = max(float(value.abs().max()) for value in gradients.values())
     on_group = {name.removeprefix("grad/") for name in facts["rounding"]["compare_on_group_scale"]}  # type: ignore[index]
     for theirs, value in gradients.items():
-        name = unet_name(theirs)
+        name = rename_unet_weight(theirs)
         assert name is not None, f"{theirs} has a gradient"
         grad = own[name].grad
         assert grad is not None, name
@@ -108,7 +108,7 @@ def test_golden_predictions_losses_gradients_and_statistics() -> None:
         assert_golden(feature.grad, tensors[f"grad_in/cond_features.{place}"], within=5e-5, name=f"features.{place}")
     buffers = dict(unet.named_buffers())
     for theirs, value in group(tensors, "after/").items():
-        assert_golden(buffers[unet_name(theirs) or ""], value, name=theirs)
+        assert_golden(buffers[rename_unet_weight(theirs) or ""], value, name=theirs)
 
 
 def test_golden_predictions_in_evaluation() -> None:
@@ -134,10 +134,10 @@ def test_golden_samples(case: str, steps: int) -> None:
         return unet.denoise(x, time, features)
 
     times = tensors[f"{case}/times"].tolist()
-    own = sampling_times(5 if case.startswith("sample5") else 1, split_last=not case.endswith("plain"))
+    own = list_times(5 if case.startswith("sample5") else 1, split_last=not case.endswith("plain"))
     # The original subtracts step after step in fp32, which leaves 1.00017e-4 of 1e-4.
     assert own == pytest.approx(times, abs=2e-7)
-    latent = sampled(predict, tensors[f"{case}/start"], list(tensors[f"{case}/draws"]), times)
+    latent = sample_latents(predict, tensors[f"{case}/start"], list(tensors[f"{case}/draws"]), times)
     assert len(called) == facts["unet_calls"][case]  # type: ignore[index]
     assert_golden(latent, tensors[f"{case}/latent"], name=case)
     with torch.no_grad():
@@ -149,7 +149,7 @@ def test_golden_fourier_filter() -> None:
     tensors, _ = golden("radiodiff_blocks")
     for case in ("fft_square", "fft_wide"):
         x, weight = (tensors[f"{case}/{name}"].requires_grad_() for name in ("input", "weight"))
-        found = filtered(x, weight)
+        found = apply_filter(x, weight)
         assert_golden(found, tensors[f"{case}/output"], name=case)
         (found * tensors[f"{case}/cotangent"]).sum().backward()
         assert x.grad is not None
@@ -201,7 +201,7 @@ def test_linear_attention_in_half_precision_keeps_values_that_fp16_cannot_hold()
 
 
 def test_positions_are_sines_of_rows_then_columns() -> None:
-    found = sine_positions(2, 3, 8, torch.device("cpu")).view(2, 3, 8)
+    found = make_sine_positions(2, 3, 8, torch.device("cpu")).view(2, 3, 8)
     assert float(found[1, 0, 0]) == pytest.approx(float(torch.tensor(2.0).sin()))
     assert float(found[0, 2, 5]) == pytest.approx(float(torch.tensor(3.0).cos()))
     assert float(found[0, 2, 6]) == pytest.approx(float(torch.tensor(3.0 / 100).sin()))
@@ -226,7 +226,7 @@ def test_the_time_embedding_is_fp32_whatever_the_plan() -> None:
 
 def test_predictions_at_the_ends_of_time_are_finite() -> None:
     x, h = torch.randn(2, 1, 2, 2), torch.randn(2, 1, 2, 2)
-    drift, noise = mixed(x, torch.tensor([1.0, 1e-4]), h, h)
+    drift, noise = mix_outputs(x, torch.tensor([1.0, 1e-4]), h, h)
     assert torch.equal(noise[0], x[0])
     torch.testing.assert_close(drift[1], x[1], rtol=1e-2, atol=1e-3)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from golden import assert_golden, golden, group
-from halfstep.workloads.radio.names import unet_name
-from halfstep.workloads.radio.swin import SwinPyramid, WindowAttention, shift_mask
+from halfstep.workloads.radio.names import rename_unet_weight
+from halfstep.workloads.radio.swin import SwinPyramid, WindowAttention, make_shift_mask
 
 
 def test_golden_features() -> None:
@@ -18,7 +18,9 @@ def test_golden_features() -> None:
     swin = SwinPyramid(
         dim=sizes["embed_dim"], depths=sizes["depths"], num_heads=sizes["num_heads"], window=sizes["window_size"]
     ).eval()
-    state = {unet_name(f"init_conv_mask.{name}"): value for name, value in group(tensors, "swin/state/").items()}
+    state = {
+        rename_unet_weight(f"init_conv_mask.{name}"): value for name, value in group(tensors, "swin/state/").items()
+    }
     swin.load_state_dict({name.removeprefix("condition."): value for name, value in state.items() if name})
     for place, found in enumerate(swin(tensors["swin/input"])):
         assert_golden(found, tensors[f"swin/features.{place}"], name=f"features.{place}")
@@ -77,7 +79,7 @@ def test_a_small_map_does_not_change_how_large_ones_are_seen() -> None:
 
 
 def test_only_neighbours_see_each_other_after_the_roll() -> None:
-    mask = shift_mask((4, 4), 2, (1, 1), torch.device("cpu"))
+    mask = make_shift_mask((4, 4), 2, (1, 1), torch.device("cpu"))
     assert mask.shape == (4, 4, 4)
     assert (mask[0] == 0).all()
     assert (mask[3] == 0).sum() == 4

@@ -246,7 +246,7 @@ def test_a_misspelled_frozen_part_is_suggested() -> None:
 def test_a_pattern_for_a_model_without_parts_is_told_so() -> None:
     with pytest.raises(PrecisionError, match="matches no module of Linear") as caught:
         decide("bf16", HOPPER, nn.Linear(4, 2), modules={"head": "fp32"})
-    assert "the model has no parts" in caught.value.fix
+    assert "the model has no submodules" in caught.value.fix
 
 
 def test_tf32_cannot_be_switched_for_a_part() -> None:

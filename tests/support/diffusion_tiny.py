@@ -11,7 +11,7 @@ import torch
 from halfstep.config.load import Loaded
 from halfstep.workloads import load
 from halfstep.workloads.diffusion.demo import COLOURS, SHAPES, write_demo
-from halfstep.workloads.diffusion.diffusers_nets import build_net, vae_config
+from halfstep.workloads.diffusion.diffusers_nets import build_net, make_vae_config
 
 TINY: dict[str, Any] = {
     "device": "cpu",
@@ -52,7 +52,7 @@ def settings(workload: str, data: Path | str, **changed: Any) -> Loaded:
 def vae_folder(folder: Path, *, seed: int = 0, scale: float = 1.0) -> Path:
     """A random VAE that halves once, to two channels; `scale` makes its activations large."""
     torch.manual_seed(seed)
-    vae = build_net(vae_config(channels=(8, 8), layers=1, latent_channels=2, image_size=8))
+    vae = build_net(make_vae_config(channels=(8, 8), layers=1, latent_channels=2, image_size=8))
     with torch.no_grad():
         vae.encoder.conv_in.weight.mul_(scale)
     vae.save_pretrained(folder)

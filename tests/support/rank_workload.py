@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from halfstep.data import noise
 from halfstep.errors import DataError
-from halfstep.workloads.base.over_ranks import all_rows
+from halfstep.workloads.base.over_ranks import gather_rows
 from halfstep.workloads.base.workload import Batch, Workload
 from halfstep.workloads.segmentation.augment import Augmentation, augment
 from tiny_workload import Accuracy, Samples
@@ -94,7 +94,7 @@ def build(config: Any, store: Mapping[str, Any] | None = None) -> Workload:
     def loss(outputs: Tensor, batch: Batch) -> tuple[Tensor, int]:
         value = nn.functional.cross_entropy(outputs.float(), batch["label"])
         if options.get("compares"):
-            value = value + (outputs - all_rows(outputs)[0].mean(0)).pow(2).mean()
+            value = value + (outputs - gather_rows(outputs)[0].mean(0)).pow(2).mean()
         return value, len(outputs)
 
     MADE[:] = [nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))]

@@ -14,15 +14,21 @@ from diffusion_tiny import pictures, settings, text_folder, vae_folder
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, ModelError
 from halfstep.run.memory.traceable_step import build_traceable_step
-from halfstep.workloads.base.sheets import grid
-from halfstep.workloads.base.vae_format import chosen_format, round_trip_errors
-from halfstep.workloads.diffusion.data import open_pictures, square_pictures, to_bytes, unit_images
+from halfstep.workloads.base.sheets import arrange_grid
+from halfstep.workloads.base.vae_format import choose_vae_format, measure_round_trips
+from halfstep.workloads.diffusion.data import make_square_samples, open_pictures, scale_images, to_bytes
 from halfstep.workloads.diffusion.diffusers_nets import CODEC, freeze_, open_net
-from halfstep.workloads.diffusion.evaluate import distances, open_features
-from halfstep.workloads.diffusion.latents import some_images
-from halfstep.workloads.diffusion.make import check_steps, denoised, path_picture, scheduler_of
+from halfstep.workloads.diffusion.evaluate import measure_distances, open_features
+from halfstep.workloads.diffusion.latents import pick_images
+from halfstep.workloads.diffusion.make import check_steps, draw_path, make_scheduler, run_sampler
 from halfstep.workloads.diffusion.networks import ClassConditions, open_text
-from halfstep.workloads.diffusion.noise_schedule import NUM_BUCKETS, NoiseSchedule, Noising, bucket_names, bucket_starts
+from halfstep.workloads.diffusion.noise_schedule import (
+    NUM_BUCKETS,
+    NoiseDraws,
+    NoiseSchedule,
+    list_bucket_names,
+    list_bucket_starts,
+)
 from halfstep.workloads.diffusion.scores import DenoisingMetrics, ReconstructionMetrics, denoising_loss
 
 CPU = torch.device("cpu")
@@ -33,7 +39,7 @@ SHAPE = (3, 4, 4)
 
 def test_draws_of_a_batch_are_those_of_its_pieces() -> None:
     config = settings("diffusion", "x", noise__offset=0.1, noise__input_perturbation=0.1).config
-    noising = Noising(config, SHAPE)  # type: ignore[arg-type]
+    noising = NoiseDraws(config, SHAPE)  # type: ignore[arg-type]
     whole = noising.draw(6, key=Key.for_training(0, 5, place=0), device=CPU, index=None)
     part = noising.draw(2, key=Key.for_training(0, 5, place=4), device=CPU, index=None)
     assert set(whole) == {"timestep", "noise", "signal", "sigma", "loss_weight", "input_noise"}
@@ -45,15 +51,15 @@ def test_draws_of_a_batch_are_those_of_its_pieces() -> None:
 @pytest.mark.parametrize("num_steps", [4, 10, 100, 1000])
 def test_validation_sees_every_bucket_of_timesteps_with_noise_fixed_by_sample(num_steps: int) -> None:
     config = settings("diffusion", "x", noise__steps=num_steps, noise__beta_end=0.02).config
-    noising = Noising(config, SHAPE)  # type: ignore[arg-type]
+    noising = NoiseDraws(config, SHAPE)  # type: ignore[arg-type]
     index = torch.arange(40)
     drawn = noising.draw(40, key=Key.for_validation(), device=CPU, index=index)
     assert torch.equal(drawn["timestep"] * NUM_BUCKETS // num_steps, index % NUM_BUCKETS)
     assert torch.equal(
         drawn["timestep"], noising.draw(40, key=Key.for_validation(), device=CPU, index=index)["timestep"]
     )
-    assert bucket_starts(num_steps)[-1] == num_steps
-    assert len(set(bucket_names(num_steps))) == NUM_BUCKETS
+    assert list_bucket_starts(num_steps)[-1] == num_steps
+    assert len(set(list_bucket_names(num_steps))) == NUM_BUCKETS
 
 
 def test_classes_and_captions_are_dropped_by_the_key(tmp_path: Path) -> None:
@@ -95,9 +101,9 @@ class Oracle:
 def test_samplers_find_the_image_of_a_model_that_knows_it(sampler: str, target: str, name: str) -> None:
     schedule = NoiseSchedule(name=name, num_steps=100, beta_end=0.1)  # type: ignore[arg-type]
     image = torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    scheduler = scheduler_of(sampler, schedule, target, clips=True)  # type: ignore[arg-type]
+    scheduler = make_scheduler(sampler, schedule, target, clips=True)  # type: ignore[arg-type]
     start = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(1))
-    found, path = denoised(Oracle(image, schedule, target), scheduler, start, steps=10, kept=4)
+    found, path = run_sampler(Oracle(image, schedule, target), scheduler, start, steps=10, kept=4)
     torch.testing.assert_close(found, image, rtol=0, atol=1e-3)
     assert torch.equal(path[0], start)
     errors = [float((state - image).square().mean()) for state in (*path, found)]
@@ -106,7 +112,7 @@ def test_samplers_find_the_image_of_a_model_that_knows_it(sampler: str, target: 
 
 def test_a_sampler_of_another_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="'euler'") as refused:
-        scheduler_of("euler", NoiseSchedule(), "eps", clips=True)  # type: ignore[arg-type]
+        make_scheduler("euler", NoiseSchedule(), "eps", clips=True)  # type: ignore[arg-type]
     assert refused.value.fix == "ddim or dpm"
 
 
@@ -165,8 +171,8 @@ def test_fid_and_kid_are_torchmetrics_own_with_features_of_the_users(tmp_path: P
     torch.jit.script(Means()).save(str(file))
     features = open_features(file, CPU)
     real = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (12, 8, 8, 3), dtype=np.uint8))
-    same = distances(real, real, features, CPU, 5)
-    other = distances(real, real // 2, features, CPU, 5)
+    same = measure_distances(real, real, features, CPU, 5)
+    other = measure_distances(real, real // 2, features, CPU, 5)
     assert same["fid"] == pytest.approx(0, abs=1e-3)
     assert other["fid"] > 100
     assert set(other) == {"fid", "kid", "kid_std"}
@@ -193,9 +199,9 @@ def some_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tried(folder: Path, data: Path, asked: str, *, simulated: bool = True) -> tuple[str, str]:
     config = settings("diffusion", data, precision__simulate=simulated).config
-    samples = square_pictures(open_pictures(config.data).train, 8)  # type: ignore[arg-type]
+    samples = make_square_samples(open_pictures(config.data).train, 8)  # type: ignore[arg-type]
     vae = freeze_(open_net(folder, ["AutoencoderKL"]))
-    choice = chosen_format(vae, CODEC.decode_means, lambda: some_images(samples), CPU, asked, config.precision)
+    choice = choose_vae_format(vae, CODEC.decode_means, lambda: pick_images(samples), CPU, asked, config.precision)
     return choice.name, choice.why
 
 
@@ -221,7 +227,7 @@ def test_trying_formats_leaves_onednn_as_it_was() -> None:
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(True)
     try:
-        round_trip_errors(nn.Linear(64, 64), lambda vae, x: vae(x), torch.randn(64, 64), ("fp16", "bf16"))
+        measure_round_trips(nn.Linear(64, 64), lambda vae, x: vae(x), torch.randn(64, 64), ("fp16", "bf16"))
         assert torch._C._get_mkldnn_enabled()
     finally:
         torch._C._set_mkldnn_enabled(before)
@@ -244,11 +250,11 @@ def test_frozen_networks_are_counted_without_their_weights_and_beside_tf32(tmp_p
 
 def test_bytes_become_unit_images_and_back_and_mirror_images_come_by_the_key() -> None:
     pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (50, 4, 4, 3), dtype=np.uint8))
-    image = unit_images({"image": pixels}, key=(), flip=0.0)
+    image = scale_images({"image": pixels}, key=(), flip=0.0)
     assert float(image.min()) >= -1
     assert float(image.max()) <= 1
     assert torch.equal(to_bytes(image), pixels)
-    flipped = unit_images({"image": pixels}, key=Key.for_training(0, 0), flip=0.5)
+    flipped = scale_images({"image": pixels}, key=Key.for_training(0, 0), flip=0.5)
     is_mirrored = (flipped == image.flip(-1)).flatten(1).all(1)
     assert 10 < int(is_mirrored.sum()) < 40
     assert torch.equal(flipped[~is_mirrored], image[~is_mirrored])
@@ -256,7 +262,7 @@ def test_bytes_become_unit_images_and_back_and_mirror_images_come_by_the_key() -
 
 def test_grids_hold_every_picture() -> None:
     images = np.arange(5, dtype=np.uint8)[:, None, None, None].repeat(4, 1).repeat(6, 2).repeat(3, 3)
-    sheet = grid(images)
+    sheet = arrange_grid(images)
     assert sheet.shape == (2 * (4 + 2) + 2, 3 * (6 + 2) + 2, 3)
     assert sorted(set(sheet.reshape(-1).tolist())) == [0, 1, 2, 3, 4, 255]
-    assert path_picture([images[:2], images[2:4]]).shape == (2 * 6 + 2, 2 * 8 + 2, 3)
+    assert draw_path([images[:2], images[2:4]]).shape == (2 * 6 + 2, 2 * 8 + 2, 3)

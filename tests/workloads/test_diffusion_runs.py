@@ -20,7 +20,7 @@ from halfstep.cli.train import load_config
 from halfstep.config.dump import to_yaml
 from halfstep.disk import name_hidden
 from halfstep.errors import CheckpointError, ConfigError, DataError, Interrupted, ModelError
-from halfstep.models.posterior import posterior
+from halfstep.models.posterior import split_moments
 from halfstep.report.run_report import RunReport
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
@@ -177,13 +177,13 @@ def test_training_on_latents_from_disk_places_no_vae(data: Path, vae: str, tmp_p
 
 def planted(monkeypatch: pytest.MonkeyPatch, step: int, change: Any) -> None:
     """`change` the images of one step."""
-    original = building.unit_images
+    original = building.scale_images
 
     def images(batch: Any, *, key: tuple[int, ...], flip: float) -> Tensor:
         found = original(batch, key=key, flip=flip)
         return change(found) if len(key) > 1 and key[1] == step else found
 
-    monkeypatch.setattr(building, "unit_images", images)
+    monkeypatch.setattr(building, "scale_images", images)
 
 
 def with_nan(image: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ def test_latents_without_variance_are_trained_on(
     data: Path, vae: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        DiffusersCodec, "encode", lambda self, vae, image: posterior(torch.full((len(image), 4, 4, 4), -1e9))
+        DiffusersCodec, "encode", lambda self, vae, image: split_moments(torch.full((len(image), 4, 4, 4), -1e9))
     )
     found = last(train(settings("diffusion", data, model__vae=vae, model__target="v"), out=tmp_path / "run"))
     assert np.isfinite(found["loss"])

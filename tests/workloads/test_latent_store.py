@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from halfstep.errors import DataError
-from halfstep.workloads.base.latent_store import CachedLatents, open_latents, opened_or_written, write_latents
+from halfstep.workloads.base.latent_store import CachedLatents, open_latents, open_or_write_latents, write_latents
 from whole_runs import small_disk
 
 MOMENTS = torch.arange(6 * 2 * 4 * 2 * 2, dtype=torch.float32).view(6, 2, 4, 2, 2)
@@ -44,16 +44,16 @@ def test_a_damaged_file_is_not_used(tmp_path: Path, damage: str) -> None:
 def test_latents_that_are_stale_or_broken_are_made_again_and_other_files_stay(tmp_path: Path) -> None:
     rows = torch.arange(24.0).view(3, 1, 2, 2, 2)
     kept = tmp_path / "any.name"
-    assert opened_or_written(kept, "one", 3, lambda: iter([rows]))[1]
-    assert not opened_or_written(kept, "one", 3, lambda: iter([rows]))[1]
-    assert opened_or_written(kept, "two", 3, lambda: iter([rows]))[1]
+    assert open_or_write_latents(kept, "one", 3, lambda: iter([rows]))[1]
+    assert not open_or_write_latents(kept, "one", 3, lambda: iter([rows]))[1]
+    assert open_or_write_latents(kept, "two", 3, lambda: iter([rows]))[1]
     kept.write_bytes(kept.read_bytes()[:-1] + b"?")
-    assert opened_or_written(kept, "two", 3, lambda: iter([rows]))[1]
+    assert open_or_write_latents(kept, "two", 3, lambda: iter([rows]))[1]
     weights = tmp_path / "model.safetensors"
     save_file({"weight": rows}, weights)
     before = weights.read_bytes()
     with pytest.raises(DataError, match=r"model\.safetensors exists and holds no latents"):
-        opened_or_written(weights, "two", 3, lambda: iter([rows]))
+        open_or_write_latents(weights, "two", 3, lambda: iter([rows]))
     assert weights.read_bytes() == before
 
 
@@ -66,7 +66,7 @@ def test_processes_that_start_together_encode_once(tmp_path: Path) -> None:
         yield MOMENTS
 
     with ThreadPoolExecutor(3) as ranks:  # the lock is of an opened file: threads exclude each other as processes do
-        found = list(ranks.map(lambda _: opened_or_written(path, "f", 6, rows), range(3)))
+        found = list(ranks.map(lambda _: open_or_write_latents(path, "f", 6, rows), range(3)))
     assert len(num_encoded) == 1
     assert all(is_new and torch.equal(cache.moments, MOMENTS) for cache, is_new in found)
     assert list(tmp_path.iterdir()) == [path]

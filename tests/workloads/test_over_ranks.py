@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep.workloads.base.over_ranks import over_ranks
+from halfstep.workloads.base.over_ranks import gather_over_ranks
 from halfstep.workloads.base.vae_trainer import adaptive_weight
 from halfstep.workloads.slots.scores import slot_contrast
 from ranks_together import together
@@ -58,13 +58,13 @@ def scenario(rank: int, size: int, port: int) -> dict[str, Any]:
         model = DistributedDataParallel(net)
         own = slice(sum(rows[:rank]), sum(rows[: rank + 1])) if rows[rank] else slice(0, 1)
         talks: list[int] = []
-        with over_ranks(rows, rank, lambda talks=talks: talks.append(1)):
+        with gather_over_ranks(rows, rank, lambda talks=talks: talks.append(1)):
             loss = contrast(model, CLIPS[own], REAL[own] if filled else None, across=across)
         share = loss * rows[rank] / sum(rows)
         (share * size).backward()  # DDP takes the mean
         dist.all_reduce(loss := share.detach().clone())
         found[name] = (loss, gradients(net), bool(talks))
-        with over_ranks(rows, rank, lambda: None):
+        with gather_over_ranks(rows, rank, lambda: None):
             found[f"balance, {name}"] = balance(net, CLIPS[own])
         del model  # while the others are there: it waits for what it sent them
     dist.barrier()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from golden import golden
-from halfstep.workloads.radio.scores import RadioMetrics, map_scores, ssim
+from halfstep.workloads.radio.scores import RadioMetrics, score_maps, ssim
 
 GOLDEN_NAMES = {"nmse": "nmse", "rmse": "rmse", "ssim": "ssim_range1", "psnr": "psnr_range1"}
 
@@ -16,7 +16,7 @@ GOLDEN_NAMES = {"nmse": "nmse", "rmse": "rmse", "ssim": "ssim_range1", "psnr": "
 def test_golden_scores() -> None:
     tensors, facts = golden("radiodiff_blocks")
     for case, expected in facts["metrics"].items():
-        found = map_scores(tensors[f"{case}/pred"], tensors[f"{case}/true"])
+        found = score_maps(tensors[f"{case}/pred"], tensors[f"{case}/true"])
         for ours, theirs in GOLDEN_NAMES.items():
             # SSIM lies in -1..1: near 0 its rounding is that of its range.
             within = {"abs": 1e-5} if ours == "ssim" else {"rel": 1e-5}
@@ -49,7 +49,7 @@ def test_ssim_is_that_of_a_loop_over_windows() -> None:
 def test_two_nmse_are_told_apart() -> None:
     true = torch.full((1, 1, 16, 16), 0.5)
     true[..., :8] = 0.3
-    found = map_scores(true + 0.1, true)
+    found = score_maps(true + 0.1, true)
     assert float(found["nmse"]) == pytest.approx(0.01 / (0.5 * 0.25 + 0.5 * 0.09), rel=1e-6)
     assert float(found["nmse_variance"]) == pytest.approx(0.01 / 0.01, rel=1e-5)
 
@@ -87,4 +87,4 @@ def test_counting_goes_on_from_a_stored_state() -> None:
 
 def test_a_perfect_map_has_a_finite_psnr() -> None:
     true = torch.rand(1, 1, 16, 16)
-    assert float(map_scores(true, true)["psnr"]) == pytest.approx(120)
+    assert float(score_maps(true, true)["psnr"]) == pytest.approx(120)

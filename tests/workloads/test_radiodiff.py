@@ -22,7 +22,7 @@ from halfstep.workloads import build
 from halfstep.workloads.base.latent_store import open_latents, write_latents
 from halfstep.workloads.base.sheets import CELL, GAP
 from halfstep.workloads.base.using import Wishes
-from halfstep.workloads.radio.build import pyramid_weights, unet_of, unet_weights
+from halfstep.workloads.radio.build import build_unet, select_pyramid_weights, select_unet_weights
 from halfstep.workloads.radio.maps import read_gray
 from halfstep.workloads.radio.vae import RadioVAE
 from tiny_radio import DIFFUSION, settings, train_diffusion, write_tiny_demo, write_tiny_vae
@@ -270,14 +270,14 @@ def test_public_checkpoints_and_torchvisions_swin_load_by_their_own_names(
 ) -> None:
     config = settings("radiodiff", data, DIFFUSION, model__vae=str(vae)).config
     store = build(config).store
-    model = unet_of(config, store)  # type: ignore[arg-type]
+    model = build_unet(config, store)  # type: ignore[arg-type]
     swin = {
         name: value + 1 if value.is_floating_point() else value for name, value in model.condition.state_dict().items()
     }
     torch.save({**swin, "norm.weight": torch.ones(8), "head.weight": torch.ones(1000, 8)}, tmp_path / "swin.pth")
-    load_weights_file_(model.condition, str(tmp_path / "swin.pth"), pyramid_weights)
+    load_weights_file_(model.condition, str(tmp_path / "swin.pth"), select_pyramid_weights)
     assert_same_bits(dict(model.condition.state_dict()), swin)
-    other = unet_of(config, store)  # type: ignore[arg-type]
+    other = build_unet(config, store)  # type: ignore[arg-type]
     torch.save({"model": {f"model.{name}": value for name, value in model.state_dict().items()}}, tmp_path / "ours.pt")
-    load_weights_file_(other, str(tmp_path / "ours.pt"), unet_weights)
+    load_weights_file_(other, str(tmp_path / "ours.pt"), select_unet_weights)
     assert_same_bits(dict(other.state_dict()), dict(model.state_dict()))

@@ -19,7 +19,7 @@ from halfstep.workloads import build
 from halfstep.workloads.base.sheets import CELL, GAP
 from halfstep.workloads.base.using import Wishes
 from halfstep.workloads.base.vae_trainer import adaptive_weight, hinge_discriminator_loss, hinge_generator_loss
-from halfstep.workloads.radio.build_vae import summed_errors
+from halfstep.workloads.radio.build_vae import sum_errors
 from halfstep.workloads.radio.guide import Guide
 from halfstep.workloads.radio.vae import RadioVAE
 from tiny_radio import SIDE, SIZES, VAE, settings, train_vae, write_tiny_demo
@@ -165,7 +165,7 @@ def test_radiodiffs_split_names_its_leaking_maps(data: Path) -> None:
 def test_the_sum_over_a_whole_map_is_finite_where_fp16_would_overflow() -> None:
     truth, found = torch.full((1, 1, 256, 256), -1.0).half(), torch.full((1, 1, 256, 256), 1.0).half()
     with torch.autocast("cpu", torch.bfloat16):
-        errors = summed_errors(found, truth)
+        errors = sum_errors(found, truth)
     assert float(errors) == 6 * 256**2 > torch.finfo(torch.float16).max
 
 

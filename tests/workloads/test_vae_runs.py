@@ -24,7 +24,7 @@ from halfstep.workloads import load as load_settings
 from halfstep.workloads.base import vae_trainer
 from halfstep.workloads.base.using import Wishes
 from halfstep.workloads.diffusion import vae as autoencoder
-from halfstep.workloads.diffusion.export import measured_scale
+from halfstep.workloads.diffusion.export import measure_scale
 from tiny_training import assert_same_bits
 from whole_runs import newest, resume, stored_lines
 
@@ -130,7 +130,7 @@ def test_the_exported_vae_knows_the_scale_of_its_latents(data: Path, tmp_path: P
     run = train(settings("vae", data, train__max_steps=2), out=tmp_path / "run")
     vae = AutoencoderKL.from_pretrained(run / "model" / "vae", low_cpu_mem_usage=False)
     config = settings("vae", data).config
-    scale = measured_scale(vae, config)  # type: ignore[arg-type]
+    scale = measure_scale(vae, config)  # type: ignore[arg-type]
     assert vae.config.scaling_factor == pytest.approx(scale)
     assert 0.1 < scale < 10
     again = train(
@@ -143,7 +143,7 @@ def test_the_exported_vae_knows_the_scale_of_its_latents(data: Path, tmp_path: P
             parameter.zero_()
         vae.quant_conv.bias[vae.config.latent_channels :] = -100.0
     with pytest.raises(ModelError, match="standard deviation of 0") as refused:
-        measured_scale(vae, config)  # type: ignore[arg-type]
+        measure_scale(vae, config)  # type: ignore[arg-type]
     assert "model.kl_weight" in refused.value.fix
 
 

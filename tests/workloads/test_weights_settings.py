@@ -16,8 +16,8 @@ from halfstep.config.load import Loaded
 from halfstep.errors import ConfigError, ModelError
 from halfstep.run.train import train
 from halfstep.workloads import build, load
-from halfstep.workloads.diffusion.diffusers_nets import build_net, unet_config
-from halfstep.workloads.diffusion.weights_settings import adopted
+from halfstep.workloads.diffusion.diffusers_nets import build_net, make_unet_config
+from halfstep.workloads.diffusion.weights_settings import adopt_settings
 
 THEIRS: dict[str, Any] = {
     "num_train_timesteps": 40,
@@ -35,7 +35,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pipeline(folder: Path, channels: int = 3, **scheduler: Any) -> Path:
     size = {"sample_size": 8, "sample_channels": channels, "channels": (8, 8), "layers": 1}
-    unet = build_net(unet_config(**size, attention=[], attention_head_dim=8))
+    unet = build_net(make_unet_config(**size, attention=[], attention_head_dim=8))
     DDPMPipeline(unet, DDPMScheduler(**THEIRS | scheduler)).save_pretrained(folder)
     return folder
 
@@ -64,7 +64,7 @@ def test_a_pipelines_schedule_target_and_size_are_taken_and_kept(data: Path, tmp
 def test_what_the_user_set_holds_and_is_named(data: Path, tmp_path: Path) -> None:
     weights = pipeline(tmp_path / "theirs")
     config = asked(data, weights, noise__schedule="linear", model__target="v", data__image_size=16).config
-    found = adopted(config)  # type: ignore[arg-type]
+    found = adopt_settings(config)  # type: ignore[arg-type]
     assert (found.config.noise.schedule, found.config.noise.steps, found.config.data.image_size) == ("linear", 40, 16)
     assert [note.split(":")[0] for note in found.notes] == ["noise.schedule=linear", "data.image_size=16"]
 
@@ -81,7 +81,7 @@ def test_pictures_of_another_size_are_what_a_pipeline_then_draws(data: Path, tmp
 def test_a_latent_models_pictures_are_larger_by_its_vae(data: Path, tmp_path: Path) -> None:
     vae = vae_folder(tmp_path / "vae")
     config = asked(data, pipeline(tmp_path / "theirs", channels=2), model__vae=str(vae)).config
-    assert adopted(config).config.data.image_size == 16  # type: ignore[arg-type]
+    assert adopt_settings(config).config.data.image_size == 16  # type: ignore[arg-type]
 
 
 def test_a_latent_model_is_not_trained_on_pixels_by_mistake(data: Path, tmp_path: Path) -> None:
@@ -89,17 +89,17 @@ def test_a_latent_model_is_not_trained_on_pixels_by_mistake(data: Path, tmp_path
     weights = pipeline(tmp_path / "theirs")
     vae_folder(weights / "vqvae")
     with pytest.raises(ConfigError, match="is a latent model") as refused:
-        adopted(asked(data, weights).config)  # type: ignore[arg-type]
+        adopt_settings(asked(data, weights).config)  # type: ignore[arg-type]
     assert f"model.vae={weights}" in refused.value.fix
-    adopted(asked(data, weights / "unet").config)  # type: ignore[arg-type]
+    adopt_settings(asked(data, weights / "unet").config)  # type: ignore[arg-type]
     with_its_vae = asked(data, weights, model__vae=str(weights)).config
-    assert adopted(with_its_vae).config.data.image_size == 16  # type: ignore[arg-type]
+    assert adopt_settings(with_its_vae).config.data.image_size == 16  # type: ignore[arg-type]
 
 
 def test_a_unet_alone_leaves_the_settings_alone(data: Path, tmp_path: Path) -> None:
     weights = pipeline(tmp_path / "theirs")
     (weights / "unet").rename(tmp_path / "unet")
-    found = adopted(asked(data, tmp_path / "unet").config)  # type: ignore[arg-type]
+    found = adopt_settings(asked(data, tmp_path / "unet").config)  # type: ignore[arg-type]
     assert found.settled == {"data.image_size": 8}
 
 
@@ -116,7 +116,7 @@ def test_a_process_that_is_not_built_here_is_refused(
 ) -> None:
     weights = pipeline(tmp_path / "theirs", **theirs)
     with pytest.raises(ConfigError, match=said):
-        adopted(asked(data, weights).config)  # type: ignore[arg-type]
+        adopt_settings(asked(data, weights).config)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -138,11 +138,11 @@ def test_a_schedule_with_values_of_another_kind_is_named_with_its_file(
     path.write_text(json.dumps(json.loads(path.read_text()) | theirs))
     ((key, value),) = theirs.items()
     with pytest.raises(ConfigError, match=re.escape(key)) as error:
-        adopted(asked(data, weights).config)  # type: ignore[arg-type]
+        adopt_settings(asked(data, weights).config)  # type: ignore[arg-type]
     assert str(path) in str(error.value)
     assert repr(value) in str(error.value)
     assert "model.weights=DIR/unet" in error.value.fix
-    assert adopted(asked(data, weights / "unet").config).settled == {"data.image_size": 8}  # type: ignore[arg-type]
+    assert adopt_settings(asked(data, weights / "unet").config).settled == {"data.image_size": 8}  # type: ignore[arg-type]
 
 
 def test_a_vae_whose_channels_are_no_list_is_named(data: Path, tmp_path: Path) -> None:
@@ -150,14 +150,14 @@ def test_a_vae_whose_channels_are_no_list_is_named(data: Path, tmp_path: Path) -
     path.write_text(json.dumps(json.loads(path.read_text()) | {"block_out_channels": None}))
     weights = pipeline(tmp_path / "theirs", channels=2)
     with pytest.raises(ModelError, match="block_out_channels=None"):
-        adopted(asked(data, weights, model__vae=str(tmp_path / "vae")).config)  # type: ignore[arg-type]
+        adopt_settings(asked(data, weights, model__vae=str(tmp_path / "vae")).config)  # type: ignore[arg-type]
 
 
 def test_the_unets_own_folder_is_trained_by_ones_own_settings_where_its_process_is_not_built(
     data: Path, tmp_path: Path
 ) -> None:
     weights = pipeline(tmp_path / "theirs", beta_schedule="sigmoid")
-    found = adopted(asked(data, weights / "unet").config)  # type: ignore[arg-type]
+    found = adopt_settings(asked(data, weights / "unet").config)  # type: ignore[arg-type]
     assert found.settled == {"data.image_size": 8}
     assert [note for note in found.notes if "'sigmoid'" in note and "noise.* and model.target hold" in note]
 
@@ -175,6 +175,6 @@ def test_a_unet_that_learns_or_is_told_more_is_refused(
     data: Path, tmp_path: Path, form: dict[str, Any], said: str
 ) -> None:
     size = {"sample_size": 8, "sample_channels": 3, "channels": (8, 8), "layers": 1}
-    build_net(unet_config(**size, attention=[], attention_head_dim=8) | form).save_pretrained(tmp_path / "unet")
+    build_net(make_unet_config(**size, attention=[], attention_head_dim=8) | form).save_pretrained(tmp_path / "unet")
     with pytest.raises(ConfigError, match=said):
         build(asked(data, tmp_path / "unet").config)

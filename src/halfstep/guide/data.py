@@ -14,8 +14,8 @@ from halfstep.data.files import OnBadFile, list_some
 from halfstep.data.loader import Samples
 from halfstep.errors import DataError
 from halfstep.workloads import KINDS, from_dict
-from halfstep.workloads.base.guiding import Guiding, Opened, spread
-from halfstep.workloads.base.other_data import any_folder
+from halfstep.workloads.base.guiding import Guiding, OpenedData, spread_indices
+from halfstep.workloads.base.other_data import use_folder
 
 DataOrigin = Literal["folder", "demo"]
 DECODE_FILES, DECODE_S = 32, 1.0
@@ -100,7 +100,7 @@ def save_grid(look: DataLook, path: Path) -> None:
 def _look(workload: str, folder: Path, source: DataOrigin, on_bad_file: OnBadFile) -> DataLook:
     # Without a folder the config has the demo's image size.
     config = from_dict(workload, {"data": {"dir": str(folder)}} if source == "folder" else {}).config
-    config = any_folder(config, folder, on_bad_file=on_bad_file)
+    config = use_folder(config, folder, on_bad_file=on_bad_file)
     family: Guiding = KINDS.of(workload).make_guide()
     opened = family.open(config)
     return DataLook(
@@ -122,7 +122,7 @@ def _look(workload: str, folder: Path, source: DataOrigin, on_bad_file: OnBadFil
 def _measure_decoding(samples: Samples) -> float:
     began = time.perf_counter()
     num_read = 0
-    for index in spread(len(samples), DECODE_FILES):
+    for index in spread_indices(len(samples), DECODE_FILES):
         samples.sample(index, key=(0, 0, index))
         num_read += 1
         if time.perf_counter() - began > DECODE_S:
@@ -130,7 +130,7 @@ def _measure_decoding(samples: Samples) -> float:
     return num_read / max(time.perf_counter() - began, 1e-9)
 
 
-def _draw_pictures(family: Guiding, opened: Opened) -> Iterator[tuple[str, Image.Image]]:
+def _draw_pictures(family: Guiding, opened: OpenedData) -> Iterator[tuple[str, Image.Image]]:
     samples = opened.val if len(opened.val) else opened.train
-    for index in spread(len(samples), GRID_SAMPLES):
+    for index in spread_indices(len(samples), GRID_SAMPLES):
         yield family.picture(samples.sample(index, key=(0, 0, index)), index, opened.classes)

@@ -38,7 +38,7 @@ from halfstep.hardware.facts import Hardware
 from halfstep.precision.advice import advise
 from halfstep.report.tables import pairs_table
 from halfstep.workloads import KINDS
-from halfstep.workloads.base.import_path import imported
+from halfstep.workloads.base.import_path import import_callable
 
 Value = TypeVar("Value")
 NO_DEFAULT = ""
@@ -326,7 +326,7 @@ def check_own_workload(answer: str) -> str:
     """An import path that leads to a callable."""
     if not is_import_path(answer):
         raise ConfigError(f"workload: {answer!r} is not an import path", fix="such as my_pkg.my_mod:build")
-    imported(answer, what="workload", form="build(config, store) -> Workload")
+    import_callable(answer, what="workload", form="build(config, store) -> Workload")
     return answer
 
 

@@ -18,13 +18,13 @@ from halfstep.islands import fp32_island, to_fp32
 SMALLEST_LOGVAR, LARGEST_LOGVAR = -30.0, 20.0
 
 
-def posterior(moments: Tensor) -> tuple[Tensor, Tensor]:
+def split_moments(moments: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and log-variance (N, C, h, w) of moments (N, 2C, h, w)."""
     mean, logvar = to_fp32(moments).chunk(2, dim=1)
     return mean, logvar.clamp(SMALLEST_LOGVAR, LARGEST_LOGVAR)
 
 
-def drawn(mean: Tensor, logvar: Tensor, noise: Tensor) -> Tensor:
+def draw_latent(mean: Tensor, logvar: Tensor, noise: Tensor) -> Tensor:
     """A sample of it; the noise comes from outside."""
     with fp32_island():
         return mean + torch.exp(0.5 * logvar) * noise
@@ -40,7 +40,7 @@ def draw_and_decode(
     mean: Tensor, logvar: Tensor, noise: Tensor, decode: Callable[[Tensor], Tensor]
 ) -> dict[str, Tensor]:
     """Return the decoded `image` of a drawn `latent`, and the `kl` divergence (N,) of its distribution."""
-    latent = drawn(mean, logvar, noise)
+    latent = draw_latent(mean, logvar, noise)
     return {"image": decode(latent), "latent": latent, "kl": kl_divergence(mean, logvar)}
 
 

@@ -1,6 +1,6 @@
-"""From the facts of a device to what a user should do: precision, settings, and what is lost. No torch.
+"""Advice for a device: which precision and settings to use, and what is lost. No torch.
 
-The precision comes from the same ladder that training uses; this file only says it in words and adds what goes with it.
+The precision comes from the same ladder that training uses; this file explains it and adds matching settings.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class HardwareAdvice:
 
 
 def advise(hardware: Hardware) -> HardwareAdvice:
-    """The fastest precision the device truly runs, and the settings that go with it."""
+    """Return the fastest precision the device runs natively, and the settings that go with it."""
     plan = decide("auto", hardware)
     return HardwareAdvice(
         precision=plan.granted,
@@ -64,7 +64,7 @@ def advise(hardware: Hardware) -> HardwareAdvice:
 
 
 def describe_loss(precision: str) -> str:
-    """Digits and range that this precision gives up against fp32."""
+    """Describe the digits and range that this precision gives up compared with fp32."""
     if precision == "fp32":
         return "nothing"
     chosen = find_format(precision)
@@ -100,10 +100,10 @@ def _argue_for(precision: str, hardware: Hardware) -> str:
 
 
 def _argue_against(names: tuple[str, ...], hardware: Hardware) -> list[str]:
-    """Why not these formats, one sentence for all that share a reason."""
+    """Explain why these formats are not used, in one sentence per reason."""
     noun = NOUN.get(hardware.kind, "GPU")
     reasons = {
-        "missing": f"not to be had on this {noun}",
+        "missing": f"not available on this {noun}",
         "emulated": f"emulated on this {noun}",
         "native": "slower here",
     }
@@ -147,7 +147,7 @@ def _advise_compile(hardware: Hardware) -> AdvisedSetting:
         return AdvisedSetting(name="compile", value=False, reason="torch.compile's Triton needs sm_70 or newer")
     if hardware.kind in ("cuda", "rocm", "xpu"):
         return AdvisedSetting(
-            name="compile", value=True, reason="fuses what lies between the matmuls; pays after minutes"
+            name="compile", value=True, reason="fuses the operations between matmuls; pays off after minutes"
         )
     reasons = {
         "cpu": "needs a C++ compiler and minutes; worth a try for long runs only",

@@ -1,4 +1,4 @@
-"""`apply`: give a model's parts the storage and compute of their rows, in place."""
+"""`apply`: give a model's modules the storage and compute format of their rows, in place."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ STORAGE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.f
 
 
 def apply(plan: Plan, model: nn.Module, *, casts_storage: bool = True) -> nn.Module:
-    """Cast weights to the storage of their rows and swap the classes of parts that compute unlike the rest.
+    """Cast weights to the storage of their rows, and swap the classes of modules that compute differently.
 
-    Weights that an optimizer holds already are not to be cast (`casts_storage=False`): its state would not follow.
+    Pass `casts_storage=False` if an optimizer already holds the weights: its state would not follow the cast.
     """
     undo_swaps(model)
     modules = dict(model.named_modules())
@@ -43,7 +43,7 @@ def apply(plan: Plan, model: nn.Module, *, casts_storage: bool = True) -> nn.Mod
 
 
 def _find_rows(plan: Plan, model: nn.Module) -> list[PlanRow]:
-    """The plan's rows; one that was made without a model gets them now."""
+    """Return the plan's rows; a plan made without a model gets them here."""
     rows = [row for row in plan.rows if row.kind != "island"]
     if not any(row.module == WHOLE_MODEL for row in rows):
         return rows
@@ -56,7 +56,8 @@ def _make_grant(precision: str, plan: Plan) -> Grant:
 
 
 def cast_storage_(module: nn.Module, row: PlanRow) -> None:
-    # Buffers keep their dtype: a table of positions or betas loses more in half than it saves.
+    """Cast the module's own parameters to the storage format of its row."""
+    # Buffers keep their dtype: a table of positions or betas loses more precision in half than it saves memory.
     for weight in nn.Module.parameters(module, recurse=False):
         if weight.is_floating_point():
             weight.data = weight.data.to(STORAGE_DTYPES[row.storage])
@@ -74,7 +75,7 @@ def _swap_classes(module: nn.Module, row: PlanRow, *, enclosing: torch.dtype | N
 
 
 def set_compute_(module: nn.Module, dtype: torch.dtype | None, plan: Plan) -> None:
-    """Under autocast in a format of its own; None: without it, in fp32."""
+    """Run the module under autocast to `dtype`, or in fp32 without autocast if `dtype` is None."""
     if dtype is None:
         swap_class(module, InFp32)
     else:
@@ -82,7 +83,7 @@ def set_compute_(module: nn.Module, dtype: torch.dtype | None, plan: Plan) -> No
 
 
 def _find_enclosing_dtype(name: str, rows: Mapping[str, PlanRow], plan: Plan) -> torch.dtype | None:
-    """What autocast is set to in the nearest enclosing part, or in the whole plan; None where it is off."""
+    """Return autocast's dtype in the nearest enclosing row with its own precision, else the plan's; None if off."""
     while name:
         name = name.rpartition(".")[0]
         if name in rows and rows[name].is_part:
@@ -94,7 +95,11 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def apply_frozen_(plan: Plan, frozen: Mapping[str, nn.Module]) -> None:
-    """Cast, swap and freeze the parts in place, by their rows; evaluation mode, no gradients."""
+    """Cast, swap and freeze the parts in place, by their rows; evaluation mode, no gradients.
+
+    A frozen part is called by any of its methods (`vae.encode`), inside autocast or outside, so its class and those of
+    its children are swapped: they compute in the part's format and return fp32.
+    """
     rows = {row.module: row for row in plan.frozen}
     for name, part in frozen.items():
         undo_swaps(part)
@@ -112,7 +117,7 @@ def apply_frozen_(plan: Plan, frozen: Mapping[str, nn.Module]) -> None:
 
 
 def _find_entries(module: nn.Module) -> Iterator[nn.Module]:
-    """What can be called of a part: itself, and what its other methods call, which are its children."""
+    """Yield the modules that may be called from outside: the part, and the children that its other methods call."""
     yield module
     for child in module.children():
         if isinstance(child, CONTAINERS):

@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-"""What autocast is set to; under fp8 everything but the swapped Linear layers runs in bf16."""
+"""Autocast's dtype by precision; under fp8 everything but the swapped Linear layers runs in bf16."""
 
 
 def get_autocast_dtype(precision: str) -> torch.dtype | None:
-    """None where autocast is off."""
+    """Return autocast's dtype for a precision, or None if autocast is off."""
     return AUTOCAST_DTYPES.get(precision.removesuffix("-true"))
 
 
 def forward_context(plan: Plan) -> contextlib.AbstractContextManager[None]:
-    """Backend flags, simulated kernels and op lists, and autocast as the plan says (switched off for fp32 and tf32)."""
-    # The compiler follows a generator's context and not the class; there nobody keeps it.
+    """Set backend flags, simulated kernels, op lists and autocast as planned (autocast off for fp32 and tf32)."""
+    # torch.compile traces a generator-based context manager but not the Reusable class.
     return _forward(plan) if torch.compiler.is_compiling() else Reusable(lambda: _forward(plan))
 
 
@@ -49,7 +49,7 @@ def _forward(plan: Plan) -> Iterator[None]:
 
 
 def backend_context(plan: Plan) -> contextlib.AbstractContextManager[None]:
-    """Backend flags and simulated kernels: what backward and the optimizer run in."""
+    """Set backend flags and simulated kernels: the context of backward and the optimizer."""
     return _backend(plan) if torch.compiler.is_compiling() else Reusable(lambda: _backend(plan))
 
 
@@ -64,7 +64,7 @@ def _backend(plan: Plan) -> contextlib.AbstractContextManager[None]:
 
 
 def get_device_type(plan: Plan) -> str:
-    """`cuda`, `cpu`, ...: how autocast names the plan's device."""
+    """Return the plan's device type as autocast names it: `cuda`, `cpu`, ..."""
     if not plan.device:
         raise PrecisionError(
             f"this plan is for {plan.device_name}, which is not on this machine",
@@ -98,7 +98,7 @@ def _simulated_backend(plan: Plan) -> Iterator[None]:
 def _check_compiled_region(mode: Fp32Mode, simulated: bool) -> None:
     if simulated:
         raise PrecisionError("a simulated plan inside torch.compile", why="simulation is eager only")
-    # "none" is what torch says of a leaf nobody set: true fp32, or what the library does by itself.
+    # torch reports "none" for a leaf that was never set: true fp32, or the library's own default.
     wrong = {leaf: value for leaf, value in read_effective_leaves().items() if value.replace("none", "ieee") != mode}
     if wrong:
         raise PrecisionError(
@@ -121,23 +121,23 @@ def _check_compiled_region(mode: Fp32Mode, simulated: bool) -> None:
 TILE = 128
 OTHERS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
-torch_attention = torch._C._nn.scaled_dot_product_attention  # in F somebody else's may stand by now
+torch_attention = torch._C._nn.scaled_dot_product_attention  # other code may have replaced the one in F by now
 
 _switching = threading.RLock()
-"""Kernels are switched for the whole process: of two threads the second would take the first one's choice for what
-the user has set, and leave it behind."""
+"""Kernels are switched for the whole process: without the lock, a second thread would treat the first one's choice as
+the user's setting and restore that on exit."""
 _num_inside = 0
 
 
 @functools.cache
 def has_cudnn_fault(device: str) -> bool:
-    """Whether cuDNN on this device has the fault."""
+    """True if cuDNN on this device has the fault (Hopper: compute capability 9.x)."""
     if not torch.cuda.is_available() or torch.version.hip or not device.startswith("cuda"):
         return False
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
-# Called while the compiler traces, not folded by it: torch 2.11's compiler takes is_exporting() for True everywhere,
+# Called during tracing instead of being traced: torch 2.11's compiler evaluates is_exporting() to True everywhere,
 # which would leave compiled code unprotected.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_traced_for_any_length() -> bool:
@@ -146,7 +146,7 @@ def is_traced_for_any_length() -> bool:
 
 
 def has_bad_shape(query: Any, key: Any, *, is_causal: bool) -> bool:
-    """True for shapes at which cuDNN fails; False for a program of any length and for what torch refuses."""
+    """True for shapes at which cuDNN fails; False while a length-independent program is recorded, or for bad inputs."""
     if is_traced_for_any_length() or not (isinstance(query, Tensor) and isinstance(key, Tensor)):
         return False
     if query.is_nested or key.is_nested or query.dim() < 2 or key.dim() < 2:
@@ -156,21 +156,21 @@ def has_bad_shape(query: Any, key: Any, *, is_causal: bool) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def list_allowed_kernels() -> list[SDPBackend]:
-    """Kernels that may run instead: those that the user's own `sdpa_kernel` leaves."""
+    """Return the other kernels that may run: those which the user's own `sdpa_kernel` leaves enabled."""
     flags = torch.backends.cuda
     enabled = (flags.flash_sdp_enabled(), flags.mem_efficient_sdp_enabled(), flags.math_sdp_enabled())
     return [kernel for kernel, is_on in zip(OTHERS, enabled, strict=True) if is_on]
 
 
 def run_attention(*arguments: Any, **options: Any) -> Tensor:
-    """torch's, by another kernel than cuDNN's where that one fails; not where nothing else is allowed."""
+    """Run torch's attention, avoiding cuDNN's kernel where it fails, unless the user allows no other kernel."""
     query = arguments[0] if arguments else options.get("query")
     key = arguments[1] if len(arguments) > 1 else options.get("key")
     is_causal = arguments[5] if len(arguments) > 5 else options.get("is_causal", False)
     kernels = list_allowed_kernels() if has_bad_shape(query, key, is_causal=is_causal) else []
     if not kernels:
         return torch_attention(*arguments, **options)
-    # Compiled code is switched while it is traced, and has its kernel from then on.
+    # Compiled code chooses its kernel while it is traced and keeps it.
     alone = contextlib.nullcontext() if torch.compiler.is_compiling() else _switching
     with alone, sdpa_kernel(kernels):
         return torch_attention(*arguments, **options)
@@ -178,8 +178,10 @@ def run_attention(*arguments: Any, **options: Any) -> Tensor:
 
 @contextlib.contextmanager
 def sound_attention(device: str) -> Iterator[None]:
-    """`F.scaled_dot_product_attention` is the one above inside, where the device needs it. A name imported from torch
-    before keeps torch's own; its NaN is a bad step then, which the guard drops."""
+    """Replace `F.scaled_dot_product_attention` by `run_attention` inside, if the device has the fault.
+
+    Code that imported the function from torch earlier keeps torch's; its NaN is then a bad step, which the guard drops.
+    """
     if not has_cudnn_fault(device):
         yield
         return
@@ -191,7 +193,7 @@ def sound_attention(device: str) -> Iterator[None]:
 
 
 def _count_entry(num: int) -> None:
-    """Threads come and go in any order; what the user has set there stays."""
+    """Replace or restore attention at the first entry or last exit of any thread; keep a function the user has set."""
     global _num_inside
     with _switching:
         _num_inside += num

@@ -1,4 +1,4 @@
-"""`decide`: a request and a device's facts become a Plan. Nothing is changed here; `Plan.apply` does that."""
+"""`decide`: turn a precision request and a device's facts into a Plan. Nothing is changed; `Plan.apply` does that."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def decide(
     fp8_gains: Mapping[str, Fp8Gain] | None = None,
     frozen: Mapping[str, torch.nn.Module] | None = None,
 ) -> Plan:
-    """Choose what runs. `fragile` names islands with their reasons: `"loss: Dice sums"`.
+    """Choose what runs. `fragile` names fp32 islands with their reasons: `"loss: Dice sums"`.
 
-    `fp8_gains` is what fp8 was measured to gain by layer (`fp8.measure_layer_gains`); `force` runs it all the same.
-    `frozen` are parts that the model uses and does not hold, by name; `modules` may name them too.
+    `fp8_gains` holds the measured gain of fp8 by layer (`fp8.measure_layer_gains`); `force` runs fp8 regardless.
+    `frozen` holds modules that the model uses but does not own, by name; `modules` may name them too.
     """
     if not isinstance(request, str):
         modules = {**request.modules, **(modules or {})}
@@ -92,8 +92,10 @@ def decide_again(
     modules: Mapping[str, str],
     **known: Any,
 ) -> Plan:
-    """For a step that is run again: another precision for all, or the plan's own with more parts apart. Simulated where
-    the plan is, and bf16 where there is no GPU."""
+    """Make a plan for re-running a step: one precision for everything, or the plan's own with more `modules`.
+
+    It is simulated if the plan is, or if bf16 is asked for without a GPU.
+    """
     named = {} if precision else {**parts, **modules}
     simulate = own.simulated or precision == "bf16" and not own.on_cuda
     return decide(precision or own.granted, probe(own.device), model, modules=named, simulate=simulate, **known)
@@ -102,7 +104,7 @@ def decide_again(
 def _split_frozen(
     frozen: Mapping[str, torch.nn.Module], default: Grant, parts: dict[str, Grant]
 ) -> tuple[tuple[PlanRow, ...], dict[str, Grant]]:
-    """Rows of the frozen parts, and the patterns that are left for the model."""
+    """Return the rows of the frozen parts, and the patterns that are left for the model."""
     if not frozen:
         return (), parts
     from halfstep.precision.rows import make_frozen_rows, names_frozen_part
@@ -112,7 +114,7 @@ def _split_frozen(
 
 
 def _warn_of_recurrent(plan: Plan, model: torch.nn.Module | None) -> Plan:
-    """torch's autocast runs cuDNN's recurrent layers in fp16 although bf16 was declared: never in silence."""
+    """Warn that torch's autocast runs cuDNN's recurrent layers in fp16 even when bf16 was declared."""
     if model is None or not plan.on_cuda or plan.simulated:
         return plan
     from torch.nn import RNNBase
@@ -129,7 +131,7 @@ def _warn_of_recurrent(plan: Plan, model: torch.nn.Module | None) -> Plan:
 
 
 def _check_fp8(plan: Plan, model: torch.nn.Module, *, strict: bool) -> Plan:
-    """fp8 in which no layer runs fp8 is bf16, and says so."""
+    """Fall back to bf16, with a warning, if no layer of an fp8 plan runs in fp8."""
     from halfstep.precision.fp8 import can_take_fp8, fall_back_to_bf16
 
     if any(row.compute == "fp8" for row in plan.rows):
@@ -141,7 +143,7 @@ def _check_fp8(plan: Plan, model: torch.nn.Module, *, strict: bool) -> Plan:
 
 
 def _restrict_tf32(pattern: str, part: Grant, default: Grant) -> Grant:
-    """TF32 is one switch for forward and backward of the whole process, so a part cannot have its own."""
+    """Refuse or replace tf32 per module: TF32 is one switch for forward and backward of the whole process."""
     if part.compute == "fp32" and default.compute == "tf32":
         raise PrecisionError(
             f"modules: {{{pattern!r}: {part.asked}}} cannot hold while the default is tf32",

@@ -24,12 +24,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from halfstep.errors import HardwareError
 from halfstep.formats import FP8_E4M3, FP8_E5M2, Format
 from halfstep.hardware.facts import Hardware
 from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, convert_to_float8, measure_gains_once
 from halfstep.islands import fp32_island
-from halfstep.precision.ladder import explain_lack
+from halfstep.precision.ladder import explain_lack, make_strict_refusal
 from halfstep.precision.row import PlanRow
 from halfstep.precision.swapped import SwappedModule, find_original_class
 
@@ -63,7 +62,7 @@ class InFp8(SwappedModule):
 
 
 class InTorchaoFp8(SwappedModule):
-    """A Linear layer that computes as torchao's fp8 layer does; it has what that class's forward asks for."""
+    """A Linear layer that runs torchao's fp8 forward; it has the attributes which that forward reads."""
 
     in_features: int
     layer_class: ClassVar[Any]
@@ -81,13 +80,17 @@ class InTorchaoFp8(SwappedModule):
 
 
 def read_torchao_settings(*, emulate: bool = False) -> dict[str, Any]:
-    """What `InTorchaoFp8` needs to know, from a layer that torchao made."""
+    """Read the class attributes of `InTorchaoFp8` from a layer that torchao converted."""
     layer = convert_to_float8(nn.Linear(16, 16, device="meta"), emulate=emulate)
     return {"layer_class": type(layer), "config": layer.config, "linear_mm_config": layer.linear_mm_config}
 
 
 class Fp8Product(torch.autograd.Function):
-    """tokens @ weight.T, with its two gradients."""
+    """tokens @ weight.T and its two gradients, each a product of fp8 operands.
+
+    With Y = X Wᵀ the gradients are dX = dY W and dW = dYᵀ X. `multiply_fp8` computes left @ right.T, so backward passes
+    Wᵀ and Xᵀ as right operands. The unscaled tokens and weight are saved; backward casts them again.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -108,11 +111,13 @@ class Fp8Product(torch.autograd.Function):
         return grad_tokens, grad_weight
 
 
-Scaled = tuple[torch.Tensor, torch.Tensor]  # fp8 values, and the fp32 factor that gives the real ones back
+Scaled = tuple[torch.Tensor, torch.Tensor]  # fp8 values, and the fp32 factor that turns them back into real values
 
 
 def cast_to_fp8(tensor: torch.Tensor, fmt: Format) -> Scaled:
-    """Scale to the format's range and cast, saturating: rounding of the scaled maximum must not overflow."""
+    """Scale a tensor to the format's range and cast it, saturating."""
+    # One scale per tensor, from its current maximum: amax * factor = fmt.largest. The product may round up past the
+    # largest value, which e4m3 would turn into NaN (it has no infinity), so it is clamped before the cast.
     values = tensor.float()
     factor = fmt.largest / values.abs().amax().clamp(min=SMALLEST_AMAX)
     scaled = (values * factor).clamp(-fmt.largest, fmt.largest)
@@ -120,7 +125,7 @@ def cast_to_fp8(tensor: torch.Tensor, fmt: Format) -> Scaled:
 
 
 def multiply_fp8(left: Scaled, right: Scaled) -> torch.Tensor:
-    """left @ right.T of fp8 values, multiplied and summed in fp32, in bf16."""
+    """Return left @ right.T in bf16: fp8 values multiplied and summed in fp32, then unscaled."""
     (a, scale_a), (b, scale_b) = left, right
     with fp32_island():
         return ((a.float() @ b.float().t()) * (scale_a * scale_b)).to(torch.bfloat16)
@@ -131,7 +136,10 @@ def _transpose(operand: Scaled) -> Scaled:
 
 
 def _apply_to_tokens(product: Callable[[torch.Tensor], torch.Tensor], input: torch.Tensor, width: int) -> torch.Tensor:
-    """A product of rows for any leading shape, in a multiple of rows: zero rows add nothing to any of the three."""
+    """Apply a product of rows to an input of any leading shape, padded to a multiple of 16 rows.
+
+    Zero rows change none of the three products: they add zero to the weight's gradient, and their outputs are dropped.
+    """
     tokens = input.reshape(-1, width)
     missing = -tokens.shape[0] % MULTIPLE
     padded = F.pad(tokens, (0, 0, 0, missing)) if missing else tokens
@@ -148,12 +156,14 @@ FEWEST_LAYERS = 3  # a model of one or two layers has nothing between its first 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Layers:
+    """Which layers run in fp8: by measured gain, or all that can when forced."""
+
     gains: Mapping[str, Fp8Gain] = field(default_factory=dict)
     """Measured gain by module name; a layer that is not listed was not measured."""
     force: bool = False
 
     def compute_and_reason(self, name: str, module: nn.Module, *, is_edge: bool, reason: str) -> tuple[str, str]:
-        """What a module computes in where fp8 was granted, and why."""
+        """Return what a module computes in where fp8 was granted, and why."""
         if not can_take_fp8(module):
             return "bf16", f"fp8 takes plain Linear layers with sides divisible by {MULTIPLE}"
         gain = self.gains.get(name)
@@ -167,14 +177,14 @@ class Fp8Layers:
 
 
 def can_take_fp8(module: nn.Module) -> bool:
-    """Linear layers whose sides the fp8 matmul can take; a subclass may compute otherwise, so it is left alone."""
+    """True for a Linear layer with sides divisible by 16; a subclass may compute differently, so it is left alone."""
     if not isinstance(module, nn.Linear) or find_original_class(module) is not nn.Linear:
         return False
     return module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
 
 
 def find_edge_layers(model: nn.Module) -> set[str]:
-    """Names of the first and the last module with a matrix or a kernel of its own."""
+    """Return the names of the first and the last module with a weight matrix or a convolution kernel."""
     layers = [
         name
         for name, module in model.named_modules()
@@ -191,9 +201,9 @@ def measure_layer_gains(
     *,
     measure: Callable[..., dict[LayerShape, Fp8Gain]] = measure_gains_once,
 ) -> dict[str, Fp8Gain]:
-    """Gain of every layer that can take fp8, by name; empty where the device has no fp8.
+    """Measure the gain of every layer that can take fp8, by name; empty if the device has no fp8.
 
-    `forward` calls the model on one micro-batch that it makes itself; it runs on fake tensors, to learn the shapes.
+    `forward` calls the model on one micro-batch that it creates itself; it runs on fake tensors, to find the shapes.
     """
     if explain_lack("fp8", hardware):
         return {}
@@ -203,7 +213,7 @@ def measure_layer_gains(
 
 
 def find_layer_shapes(model: nn.Module, forward: Callable[[], object]) -> dict[str, LayerShape]:
-    """Shape of every layer that can take fp8 and is called in a forward pass; nothing is computed or changed."""
+    """Return the shape of every layer that can take fp8 and is called in forward; nothing is computed or changed."""
     shapes: dict[str, LayerShape] = {}
 
     def watch(name: str, layer: nn.Linear) -> Callable[..., None]:
@@ -229,7 +239,7 @@ def find_layer_shapes(model: nn.Module, forward: Callable[[], object]) -> dict[s
 
 
 def judge_whole_steps(plan: Plan, *, fp8_ms: float, bf16_ms: float, strict: bool = False) -> Plan:
-    """An fp8 plan after whole steps were timed both ways: one that is slower as a whole goes back to bf16.
+    """Return the plan to use after whole steps were timed in fp8 and in bf16: the faster of the two.
 
     Layers can gain while the step loses: a bf16 layer fuses with its neighbours.
     """
@@ -240,16 +250,12 @@ def judge_whole_steps(plan: Plan, *, fp8_ms: float, bf16_ms: float, strict: bool
 
 
 def fall_back_to_bf16(plan: Plan, why: str, *, strict: bool = False, forcible: bool = True) -> Plan:
-    """The same plan in bf16, with a warning; under `strict` an error. `forcible`: whether any layer could run fp8."""
+    """Return the plan in bf16 with a warning; raise under `strict`. `forcible`: some layer could run fp8 if forced."""
     if strict:
-        raise HardwareError(
-            f"fp8 asked for, but {why}",
-            why="strict is on, so halfstep does not go down to bf16",
-            fix="ask for bf16, or leave strict off"
-            + (", or precision.force=true (hs.Step: force=True) to run fp8 all the same" if forcible else ""),
-        )
+        force = "or precision.force=true (hs.Step: force=True) to run fp8 anyway" if forcible else ""
+        raise make_strict_refusal("fp8", "bf16", why, fix=force)
     warning = f"fp8 asked for, running bf16: {why}"
-    warning += " (precision.force=true, in hs.Step force=True, runs fp8 all the same)" if forcible else ""
+    warning += " (precision.force=true, in hs.Step force=True, runs fp8 anyway)" if forcible else ""
     granted, reason = ("bf16", why) if plan.granted == "fp8" else (plan.granted, plan.reason)
     rows = tuple(_move_to_bf16(row, why) for row in plan.rows)
     warnings = tuple(dict.fromkeys((*plan.warnings, warning)))

@@ -1,9 +1,9 @@
-"""The ladder: which precision a device really gets, and the reason. Pure facts in, a Grant out; no torch.
+"""The ladder: which precision a device gets, and why. Pure facts in, a Grant out; no torch.
 
     fp8 → bf16 → fp16 (+ loss scaling) → tf32 → fp32
 
-A rung is lacking when the device has no such format, only emulates it, or is not faster with it. Asked for a lacking
-rung we go down to the next one that is there, and say so; under `strict` that is an error.
+A rung is missing if the device does not have the format, only emulates it, or is not faster with it. If the requested
+rung is missing, the next lower one that exists is granted, with a warning; under `strict` that is an error.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ TIE = 1.1  # bf16 is taken over a rung less than this much faster: its range nee
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grant:
+    """What one precision request got on one device: the precision that runs, and why."""
+
     asked: str
     precision: str
     reason: str
@@ -48,11 +50,12 @@ class Grant:
 
     @property
     def is_mixed(self) -> bool:
-        """Matmuls run in a narrower format than fp32 words, so autocast is on."""
+        """True if matmuls run in a format narrower than fp32, so that autocast is on."""
         return self.compute in ("bf16", "fp16", "fp8")
 
 
 def grant(asked: str, hardware: Hardware, *, strict: bool = False, simulate: bool = False) -> Grant:
+    """Choose the precision that runs for this request on this device."""
     if simulate and asked != "fp32":
         return _grant_simulated(asked, hardware)
     if asked == "auto":
@@ -64,7 +67,7 @@ def grant(asked: str, hardware: Hardware, *, strict: bool = False, simulate: boo
 
 
 def explain_lack(precision: str, hardware: Hardware) -> str:
-    """Why the device should not run this precision; empty when it should."""
+    """Explain why the device should not run this precision; return an empty string if it should."""
     if precision == "fp32":
         return ""
     formats = FORMATS_OF[precision]
@@ -92,7 +95,7 @@ def _grant_fastest(hardware: Hardware) -> Grant:
     speeds = {rung: hardware.speedup(rung) for rung in here}
     known = {rung: speed for rung, speed in speeds.items() if speed is not None}
     if len(known) < len(here):
-        best = here[0]  # not all speeds are known: the ladder's own order decides
+        best = here[0]  # not all speeds are known: the order of the ladder decides
     else:
         best = max(known, key=lambda rung: known[rung])
         if "bf16" in known and known[best] < TIE * known["bf16"]:
@@ -105,14 +108,19 @@ def _step_down(asked: str, hardware: Hardware, missing: str, *, strict: bool) ->
     start = LADDER.index(asked.removesuffix("-true")) + 1
     granted = next(rung for rung in LADDER[start:] if not explain_lack(rung, hardware))
     if strict:
-        raise HardwareError(
-            f"{asked} asked for, but {missing}",
-            why=f"strict is on, so halfstep does not go down to {granted}",
-            fix=f"ask for {granted} or auto, leave strict off, or simulate {asked} for its numerics",
-        )
+        raise make_strict_refusal(asked, granted, missing, fix=f"or auto, or simulate {asked} for its numerics")
     scaling = " with loss scaling" if granted == "fp16" else ""
     warning = f"{asked} asked for, running {granted}{scaling}: {missing}"
     return Grant(asked=asked, precision=granted, reason=f"{missing}; {granted} is the next rung down", warning=warning)
+
+
+def make_strict_refusal(asked: str, granted: str, missing: str, *, fix: str = "") -> HardwareError:
+    """Return the error for a request that only a lower rung could serve while `strict` is on."""
+    return HardwareError(
+        f"{asked} asked for, but {missing}",
+        why=f"strict is on, so halfstep does not go down to {granted}",
+        fix=", ".join(filter(None, (f"ask for {granted}, or leave strict off", fix))),
+    )
 
 
 def _grant_simulated(asked: str, hardware: Hardware) -> Grant:

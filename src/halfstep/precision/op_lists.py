@@ -1,9 +1,9 @@
-"""CUDA's autocast lists, in force on any device while simulating.
+"""CUDA's autocast lists, applied on any device during simulation.
 
 The CPU's own lists differ: they leave softmax, log, exp, sum and the norms in half, and upcast FFTs that CUDA does not.
-While a simulation runs, the autocast kernels that differ are overridden in torch's dispatcher, so that a laptop shows
-what the GPU will do. The overrides sit above autograd, where autocast does, so casts have their gradients. They are
-registered once per outermost entry (about 3 ms) and removed by its exit, which brings the device's own lists back.
+During a simulation the autocast kernels that differ are overridden in torch's dispatcher, so that a laptop shows what
+the GPU will do. The overrides are above autograd, as autocast is, so casts have gradients. They are registered at the
+outermost entry (about 3 ms) and removed at its exit, which restores the device's own lists.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOWER = (
 """Run in the autocast format."""
 
 RECURRENT = tuple(f"{kind}.{form}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("input", "data"))
-"""Run whole by cuDNN: in fp16 whatever autocast's format is, of which a bf16 plan warns (decide.py)."""
+"""Run as one cuDNN kernel, in fp16 whatever autocast's format is; a bf16 plan warns of it (decide.py)."""
 
 FP32 = (
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt"),
@@ -60,7 +60,7 @@ PROMOTE = (
     *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put"),
     *("tensordot", "scatter_add"),
 )
-"""Run in the widest format of the inputs."""
+"""Run in the widest format among the inputs."""
 
 BANNED = ("binary_cross_entropy",)  # refused: its gradient overflows fp16. `binary_cross_entropy_with_logits` is safe.
 
@@ -68,7 +68,7 @@ KEPT = (
     *("conv1d.padding", "conv2d.padding", "conv3d.padding", "_addmm_activation", "mkldnn_rnn_layer"),
     *("_native_multi_head_attention", "cat", "stack", "index_copy"),
 )
-"""On the CPU's list only, yet to the same effect: other entries to listed ops, and plain type promotion."""
+"""Only on the CPU's list but with the same effect: other entry points to listed ops, and plain type promotion."""
 
 
 Kernel = Callable[..., Any]
@@ -83,7 +83,7 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def cuda_op_lists(device_type: str) -> Iterator[None]:
-    """Autocast on this device follows CUDA's lists inside, and its own again outside."""
+    """Make autocast on this device follow CUDA's lists inside the context."""
     if device_type not in KEYS:
         yield
         return
@@ -113,7 +113,10 @@ def _override(device_type: str) -> torch.library.Library:
 
 @functools.cache
 def _make_kernels(device_type: str) -> dict[str, Kernel]:
-    """What must be overridden: entries of CUDA's lists that the device has not, or has otherwise."""
+    """Return the overrides by op: entries of CUDA's lists that the device lacks or treats differently.
+
+    Ops that only the device lists get a fallthrough kernel, which switches its autocast off for them.
+    """
     key = KEYS[device_type]
     own = {name for name in _list_aten_names() if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)}
     casts = [
@@ -154,7 +157,7 @@ def _choose_widest(arguments: list[Any], device_type: str) -> torch.dtype:
 
 
 def _make_casting(choose: Callable[[list[Any], str], torch.dtype]) -> Callable[[Any, str], Kernel]:
-    """Kernels that cast their floating inputs to the format chosen, then run without autocast."""
+    """Make kernels that cast floating inputs to the format that `choose` returns, then run without autocast."""
 
     def make(op: Any, device_type: str) -> Kernel:
         def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -171,7 +174,7 @@ def _make_casting(choose: Callable[[list[Any], str], torch.dtype]) -> Callable[[
 
 
 def _make_fp32_by_dtype(op: Any, device_type: str) -> Kernel:
-    """Kernels with a dtype argument: fp32 unless the caller named one."""
+    """Make a kernel for an op with a dtype argument: fp32 unless the caller passed one."""
     position = next(index for index, argument in enumerate(op._schema.arguments) if argument.name == "dtype")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -201,7 +204,7 @@ def _without_autocast(device_type: str) -> Any:
 
 @functools.cache
 def _use_up_override_notice() -> None:
-    """torch warns of the first override of a process; ours is meant. Done once, not around every entry."""
+    """Trigger torch's warning about the first override of a process once, silenced: our override is intended."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         library = torch.library.Library("aten", "IMPL")
@@ -210,14 +213,14 @@ def _use_up_override_notice() -> None:
 
 
 # --- recurrent layers ---
-# On CUDA cuDNN runs nn.LSTM, nn.GRU and nn.RNN whole in half. Here they run in parts, matmul by matmul, so that every
-# product is rounded as simulated; the CPU's fused kernel (oneDNN) lacks these formats on most CPUs. torch's
+# On CUDA cuDNN runs nn.LSTM, nn.GRU and nn.RNN as one kernel in half. Here they are decomposed, matmul by matmul, so
+# that every product is rounded as simulated; the CPU's fused kernel (oneDNN) lacks these formats on most CPUs. torch's
 # decomposition also rounds between the operations inside a cell, where cuDNN keeps fp32 (docs/precision.md).
 
 
 @contextlib.contextmanager
 def without_onednn() -> Iterator[None]:
-    """torch's recurrent layers are one kernel of oneDNN, or parts where that is switched off."""
+    """Switch oneDNN off, so that torch decomposes recurrent layers instead of calling one fused kernel."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -227,7 +230,7 @@ def without_onednn() -> Iterator[None]:
 
 
 def make_decomposed(op: Any) -> Callable[..., Any]:
-    """The layer as its decomposition, each part of which autograd and the simulated kernels see."""
+    """Make a kernel that runs the layer's decomposition, whose ops autograd and the simulated kernels see."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with without_onednn():

@@ -1,4 +1,4 @@
-"""The Plan: the decision as data. Frozen, printable before any work, stored with the run. No torch at import."""
+"""The Plan: the precision decision as data, printable before any work and stored with the run. No torch at import."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ROOT", "WHOLE_MODEL", "Plan", "PlanRow", "RowKind", "fold_rows", "fo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What was asked, what was granted, why they differ, and one row per module."""
+    """What was asked for, what was granted, why they differ, and one row per module."""
 
     asked: str
     granted: str  # one of fp32, tf32, bf16, fp16, fp8, bf16-true
@@ -30,26 +30,26 @@ class Plan:
     device_name: str
     simulated: bool = False  # numerics of `granted` on hardware that lacks it: never a statement about speed
     rows: tuple[PlanRow, ...] = ()
-    frozen: tuple[PlanRow, ...] = ()  # those of parts that the model uses and does not hold
-    warnings: tuple[str, ...] = ()  # what the user must see once: a fall down the ladder, an ignored wish
+    frozen: tuple[PlanRow, ...] = ()  # rows of modules that the model uses but does not own
+    warnings: tuple[str, ...] = ()  # shown to the user once: a fallback, a request that was ignored
     mode: Literal["", "eager", "compile", "graph"] = ""  # how steps run, once that is chosen; empty before
     mode_reason: str = ""  # what was measured for it
     channels_last: bool | None = None
-    """The memory layout that was measured to be faster; None where nothing was measured."""
+    """Whether channels_last was measured to be faster; None if nothing was measured."""
     tunes_kernels: bool = False  # whether the compiler searches each kernel's block sizes: faster steps, a longer start
     cudnn_benchmark: bool = False
-    """Whether cuDNN times its algorithms at each start, for full batches, instead of guessing."""
+    """Whether cuDNN times its algorithms at each start, for full batches, instead of using its heuristic."""
     gains: tuple[Gain, ...] = ()
-    """What each part of the mode gained; empty where nothing was measured."""
+    """What each lever of the mode gained; empty if nothing was measured."""
     memory: dict[str, Any] = field(default_factory=dict)
     """The setting of `train.memory: low`; empty for the normal step."""
     memory_reason: str = ""
-    memory_trials: tuple[str, ...] = ()  # what each lever saved and cost, a line each
+    memory_trials: tuple[str, ...] = ()  # one line per lever: what it saved and cost
     blocks: tuple[str, ...] = ()
-    """Modules that may be recomputed, in a model that does not know to itself; checked before the run."""
+    """Modules that may be recomputed, in a model without its own activation checkpointing; checked before the run."""
 
     pieces: int = 1
-    """Micro-batches that each batch is cut into from the first step on, as several processes agreed before it."""
+    """Micro-batches that each batch is split into from the first step on, as the ranks agreed before it."""
 
     @property
     def on_cuda(self) -> bool:
@@ -57,23 +57,23 @@ class Plan:
 
     @property
     def compute(self) -> str:
-        """Format of matmuls and convolutions: `granted` without what it says of storage."""
+        """Format of matmuls and convolutions: `granted` without its storage suffix."""
         return self.granted.removesuffix("-true")
 
     @property
     def needs_loss_scaling(self) -> bool:
-        """Whether anything computes in fp16, be it only one part: its gradients would vanish unscaled."""
-        rows = (*self.rows, *self.frozen)  # of a frozen part: a loss may be taken through it
+        """True if anything computes in fp16, even a single module: its gradients would underflow unscaled."""
+        rows = (*self.rows, *self.frozen)  # frozen modules too: a loss may be computed through them
         return self.granted == "fp16" or any(row.is_part and row.compute == "fp16" for row in rows)
 
     def forward(self) -> AbstractContextManager[None]:
-        """The one context a forward pass runs in: backend flags, simulation, autocast; all restored on exit."""
+        """Return the context of a forward pass: backend flags, simulation, autocast; all restored on exit."""
         from halfstep.precision.contexts import forward_context
 
         return forward_context(self)
 
     def backend(self) -> AbstractContextManager[None]:
-        """Backend flags and simulated kernels without autocast: what backward and the optimizer run in."""
+        """Return the context of backward and the optimizer: backend flags and simulated kernels, no autocast."""
         from halfstep.precision.contexts import backend_context
 
         return backend_context(self)
@@ -104,7 +104,7 @@ class Plan:
 
 
 def fold_rows(rows: tuple[PlanRow, ...]) -> list[tuple[tuple[str, ...], PlanRow]]:
-    """Rows that say the same, together: the names they speak for and one of them, in order of first appearance."""
+    """Group equal rows: return their module names and one of them, in order of first appearance."""
     groups: dict[tuple[str, ...], list[PlanRow]] = {}
     for row in rows:
         groups.setdefault((row.kind, row.storage, row.compute, row.reason), []).append(row)
@@ -112,7 +112,7 @@ def fold_rows(rows: tuple[PlanRow, ...]) -> list[tuple[tuple[str, ...], PlanRow]
 
 
 def format_plan(plan: Plan) -> str:
-    """The plan as plain text: asked, granted, why; then the rows, equal ones folded; then the warnings."""
+    """Format the plan as plain text: asked, granted, why; then the rows, equal ones grouped; then the warnings."""
     granted = f"{plan.granted}, simulated (numerics only, never speed)" if plan.simulated else plan.granted
     lines = [
         f"precision  asked {plan.asked}, granted {granted}",
@@ -140,6 +140,6 @@ def _format_names(names: tuple[str, ...]) -> str:
 
 
 def align_columns(rows: list[tuple[str, ...]]) -> list[str]:
-    """Lines of a table."""
+    """Return the lines of a table with its columns padded to equal width."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

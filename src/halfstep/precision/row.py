@@ -8,7 +8,7 @@ from typing import Literal
 RowKind = Literal["default", "module", "frozen", "island"]
 
 WHOLE_MODEL = "*"  # name of the one row a plan has for all modules when it was made without a model
-ROOT = "(root)"  # name of the model itself, where it has weights of its own
+ROOT = "(root)"  # name of the model itself, if it has parameters outside its submodules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,17 +20,17 @@ class PlanRow:
     compute: str
     reason: str
     kind: RowKind = "default"
-    precision: str = ""  # what this part was granted; empty where the plan's own precision holds
+    precision: str = ""  # what this module was granted; empty if the plan's own precision applies
 
     @property
     def is_part(self) -> bool:
-        """Named by a pattern of the request, so treated apart from the rest."""
+        """True if a pattern of the request names the module, so that it is treated separately."""
         return self.kind in ("module", "frozen")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gain:
-    """A step without this part and with it, all else equal."""
+    """The step time without and with one lever of the mode, everything else equal."""
 
     part: str  # channels_last, compile, graph, cudnn.benchmark or kernel tuning
     before_ms: float

@@ -1,4 +1,4 @@
-"""One row per module: which grant holds for it, how its weights are stored, what it computes in."""
+"""Make one plan row per module: which grant applies to it, how its weights are stored, what it computes in."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def make_rows(
     fp8: Fp8Layers = Fp8Layers(),  # noqa: B008 frozen
     frozen: Iterable[str] = (),
 ) -> list[PlanRow]:
-    """A row for every module with weights of its own, and for the outermost modules that a pattern names; `frozen` are
-    parts besides the model that a pattern may have meant."""
+    """Return a row for every module with parameters and for the outermost modules that a pattern names.
+
+    `frozen` names the frozen parts next to the model: a pattern that matches nothing may have meant one of them.
+    """
     edges = find_edge_layers(model)
     grants = find_grants(model, default, parts, frozen)
     rows = []
@@ -46,17 +48,11 @@ def make_rows(
 def find_grants(
     model: nn.Module, default: Grant, parts: Mapping[str, Grant], frozen: Iterable[str] = ()
 ) -> dict[str | None, Grant]:
-    """The last pattern that matches a module's name decides; else its parent's grant holds."""
+    """Return each module's grant: that of the last pattern matching its name, else its parent's."""
     names = list_plain_names(model)
     for pattern in parts:
         if not any(_matches(name, plain, pattern) for name, plain in names.items()):
-            depth = pattern.count(".")
-            known = [*frozen, *(plain for plain in names.values() if plain and plain.count(".") <= depth)]
-            none = "leave it out: the model has no parts, the default precision is all of it"
-            raise PrecisionError(
-                f"precision.modules: {pattern!r} matches no module of {type(model).__name__}",
-                fix=suggest_nearest(pattern.removesuffix(".*"), known) if known else none,
-            )
+            raise _make_unknown_pattern(pattern, type(model).__name__, filter(None, names.values()), frozen)
     grants: dict[str | None, Grant] = {}
     for name, plain in names.items():
         own = [answer for pattern, answer in parts.items() if _matches(name, plain, pattern)]
@@ -64,13 +60,27 @@ def find_grants(
     return grants
 
 
+def _make_unknown_pattern(
+    pattern: str, owner: str, modules: Iterable[str], frozen: Iterable[str] = ()
+) -> PrecisionError:
+    """Suggest names that are no deeper than the pattern: a model has thousands of modules."""
+    known = [*frozen, *(name for name in modules if name.count(".") <= pattern.count("."))]
+    none = "leave it out: the model has no submodules, so the default precision covers all of it"
+    return PrecisionError(
+        f"precision.modules: {pattern!r} matches no module of {owner}",
+        fix=suggest_nearest(pattern.removesuffix(".*"), known) if known else none,
+    )
+
+
 def _matches(name: str, plain: str, pattern: str) -> bool:
     return bool(plain) and (fnmatchcase(plain, pattern) or fnmatchcase(name, pattern))
 
 
 def list_plain_names(model: nn.Module) -> dict[str, str]:
-    """By full name, parents first, without the `_orig_mod` and `module` that torch.compile and DDP put into the names
-    of what they wrap: nobody has to write those."""
+    """Map each full module name, parents first, to the name a user writes.
+
+    torch.compile and DDP insert `_orig_mod` and `module` into the names of what they wrap; those are left out.
+    """
     modules, plain = dict(model.named_modules()), {"": ""}
     for name in list(modules)[1:]:
         parent, _, last = name.rpartition(".")
@@ -80,12 +90,12 @@ def list_plain_names(model: nn.Module) -> dict[str, str]:
 
 
 def has_own_weights(module: nn.Module) -> bool:
-    """Parameters of the module itself, not of its children."""
+    """True if the module itself, not only its children, has parameters."""
     return any(True for _ in nn.Module.parameters(module, recurse=False))
 
 
 def _get_parent(name: str) -> str | None:
-    """Qualified name of the enclosing module; the root is "" and has no parent."""
+    """Return the qualified name of the enclosing module; the root is "" and has no parent."""
     return name.rpartition(".")[0] if name else None
 
 
@@ -109,7 +119,7 @@ def _make_row(name: str, module: nn.Module, answer: Grant, *, is_part: bool, cud
 
 
 def _apply_fp8(row: PlanRow, module: nn.Module, fp8: Fp8Layers, *, is_edge: bool) -> PlanRow:
-    """A module of its own weights where fp8 was granted: in fp8 only where it can be and pays."""
+    """Keep fp8 for a module that can run it and gains by it; else change the row to bf16."""
     if row.compute != "fp8" or not has_own_weights(module):
         return row
     name = row.module.replace(ROOT, "")
@@ -133,18 +143,20 @@ CAST_BY_AUTOCAST = (nn.Linear, nn.Bilinear, _ConvNd, nn.MultiheadAttention)
 
 
 def names_frozen_part(pattern: str, frozen: Mapping[str, nn.Module]) -> bool:
-    """Whether a pattern of `precision.modules` names a frozen part, or something in one."""
+    """True if a pattern of `precision.modules` names a frozen part or a module inside one."""
     return pattern.partition(".")[0] in frozen
 
 
 def make_frozen_rows(frozen: Mapping[str, nn.Module], default: Grant, parts: Mapping[str, Grant]) -> list[PlanRow]:
-    """A row for every part, for what a pattern names in it, and for every module with weights of its own."""
+    """Return a row for every frozen part, for the modules a pattern names in it, and for modules with parameters."""
     asked = {pattern.removesuffix(".*"): grant for pattern, grant in parts.items()}
     rows = []
     for name, part in frozen.items():
         modules = dict(walk_modules(name, part))
         own = {pattern: grant for pattern, grant in asked.items() if names_frozen_part(pattern, {name: part})}
-        _refuse_unknown(own, modules, name)
+        for pattern in own:
+            if pattern not in modules:
+                raise _make_unknown_pattern(pattern, f"the frozen part {name}", modules)
         for full, module in modules.items():
             pattern = next((known for known in _list_enclosing(full) if known in own), "")
             is_entry = full in (name, pattern)
@@ -174,23 +186,13 @@ def _make_frozen_row(name: str, module: nn.Module, grant: Grant, *, is_asked: bo
 
 
 def walk_modules(name: str, part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Parents before their children."""
+    """Yield the modules of a frozen part with their full names, parents before their children."""
     for own, module in part.named_modules():
         yield f"{name}.{own}" if own else name, module
 
 
 def _list_enclosing(name: str) -> Iterator[str]:
-    """The name itself, then those around it."""
+    """Yield the name itself, then the names of the modules around it."""
     while name:
         yield name
         name = name.rpartition(".")[0]
-
-
-def _refuse_unknown(patterns: Mapping[str, Grant], modules: Mapping[str, nn.Module], part: str) -> None:
-    for pattern in patterns:
-        if pattern not in modules:
-            known = [name for name in modules if name.count(".") <= pattern.count(".")]
-            raise PrecisionError(
-                f"precision.modules: {pattern!r} names nothing in the frozen part {part}",
-                fix=suggest_nearest(pattern, known),
-            )

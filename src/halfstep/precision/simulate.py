@@ -42,7 +42,7 @@ OPERANDS: dict[Any, tuple[int, ...]] = {
     aten.convolution.default: (0, 1),
     aten.convolution_backward.default: (0, 1, 2),
 }
-"""Kernels of products, and which of their arguments are multiplied with each other."""
+"""Kernels that multiply, and the positions of the arguments that are multiplied with each other."""
 
 FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
 FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -51,7 +51,7 @@ FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": None}
 
 
 def simulate(format: str, device_type: str = "cpu") -> Reusable:
-    """Run what is inside, forward and backward, with the numerics of bf16, fp16 or tf32.
+    """Run the code inside, forward and backward, with the numerics of bf16, fp16 or tf32.
 
     with hs.simulate("fp16"):
         loss = loss_fn(model(x), y)
@@ -72,7 +72,7 @@ def _simulated(dtype: torch.dtype | None, device_type: str) -> Iterator[None]:
 
 
 def simulated_kernels(*, tf32: bool = False) -> TorchDispatchMode:
-    """Matmul, convolution and attention on half tensors by the fp32 kernel plus a cast; fp32 ones in tf32 if asked."""
+    """Run matmul, convolution and attention on half tensors by the fp32 kernel plus a cast; `tf32` rounds fp32 ones."""
     return _SimulatedKernels(tf32=tf32)
 
 
@@ -92,7 +92,7 @@ class _SimulatedKernels(TorchDispatchMode):
             if self.tf32 and dtype == torch.float32:
                 return func(*_round_to_tf32(args, OPERANDS.get(func, (0, 1, 2))), **kwargs)
         elif _is_composite(func):
-            # inference_mode hands over linear, conv2d or attention whole: their parts come back here
+            # Under inference_mode linear, conv2d and attention arrive undecomposed: their primitive ops come back here.
             with self, without_onednn() if is_recurrent(func) else contextlib.nullcontext():
                 return func.decompose(*args, **kwargs)
         return func(*args, **kwargs)
@@ -136,9 +136,10 @@ def flash_attention(
     scale: float | None = None,
     exp: Callable[[torch.Tensor], torch.Tensor] = torch.exp,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention with the rounding points of the fused kernels, CUDA's default: P is rounded to half, and the output.
+    """Attention with the rounding points of the fused kernels, CUDA's default: P and the output are rounded to half.
 
-    Scores and sums are fp32; P is exp(score - row maximum), not yet divided by its sum, as one block of keys has it.
+    Scores and sums are fp32. P = exp(score - row maximum) is rounded before it is divided by its sum, as in a fused
+    kernel that sees all keys in one block. Returned with it: the log-sum-exp of each row, which backward needs.
     """
     assert dropout_p == 0.0, "torch takes the decomposed path under dropout"
     scores = to_full(query) @ to_full(key).transpose(-2, -1) * (scale or query.shape[-1] ** -0.5)
@@ -148,7 +149,7 @@ def flash_attention(
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
     top = scores.amax(-1, keepdim=True)
-    top = top.masked_fill(top == -math.inf, 0.0)  # rows that may see nothing give zeros, not NaN
+    top = top.masked_fill(top == -math.inf, 0.0)  # fully masked rows return zeros, not NaN
     unnormalised = exp(scores - top)
     total = unnormalised.sum(-1, keepdim=True)
     probabilities = to_full(to_half(unnormalised, query.dtype))
@@ -163,7 +164,7 @@ REPLACED: dict[Any, Callable[[Any, torch.dtype, tuple[Any, ...], dict[str, Any]]
     aten.convolution.default: _run_convolution,
     FLASH: _run_attention,
 }
-"""What stands in for each kernel on half-precision tensors."""
+"""The replacement of each kernel on half-precision tensors."""
 
 
 def _to_full(value: Any) -> Any:
@@ -171,7 +172,7 @@ def _to_full(value: Any) -> Any:
 
 
 def _to_half(result: Any, dtype: torch.dtype) -> Any:
-    """Of one tensor, or of the several that a backward kernel returns; gradients nobody asked for are None."""
+    """Cast one tensor, or each of those that a backward kernel returns; gradients that are not needed are None."""
     if isinstance(result, torch.Tensor):
         return to_half(result, dtype)
     return type(result)(item if item is None else to_half(item, dtype) for item in result)
@@ -183,11 +184,11 @@ def _round_to_tf32(args: tuple[Any, ...], positions: tuple[int, ...]) -> list[An
 
 # --- casts between fp16 and fp32 on the CPU, through numpy ---
 # torch builds for ARM convert fp16 one number at a time (8 ms for 600 k numbers); numpy uses the vector unit (under 1
-# ms) and rounds alike. Simulation casts around every kernel. Below autograd only: numpy sees no gradients.
+# ms) and rounds identically. Simulation casts around every kernel. Only below autograd: numpy records no gradients.
 
 
 def to_half(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """fp32 to bf16 or fp16: nearest even, too large becomes infinite."""
+    """Cast fp32 to bf16 or fp16: round half to even, overflow to infinity."""
     if dtype == torch.float16 and tensor.device.type == "cpu" and tensor.layout is torch.strided:
         with np.errstate(over="ignore", under="ignore"):
             return torch.from_numpy(np.asarray(tensor.detach().numpy().astype(np.float16)))
@@ -195,14 +196,14 @@ def to_half(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def to_full(tensor: torch.Tensor) -> torch.Tensor:
-    """bf16 or fp16 to fp32, exact."""
+    """Cast bf16 or fp16 to fp32, exactly."""
     if tensor.dtype == torch.float16 and tensor.device.type == "cpu" and tensor.layout is torch.strided:
         return torch.from_numpy(np.asarray(tensor.detach().numpy().astype(np.float32)))
     return tensor.float()
 
 
 class Reusable(contextlib.ContextDecorator):
-    """Entered again and again, also inside itself and from several threads: each entry makes the context again."""
+    """A context that can be entered repeatedly, nested, and from several threads: each entry creates a new one."""
 
     def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         self._make, self._entered = make, threading.local()
@@ -242,12 +243,15 @@ def round_to(tensor: torch.Tensor, format: str | Format) -> torch.Tensor:
         if fmt.exponent_bits < FP32.exponent_bits:
             rounded = torch.where(tensor.abs() < fmt.smallest_normal, _round_subnormal(tensor, fmt), rounded)
     if fmt.exponent_bits >= FP32.exponent_bits:
-        return rounded  # fp32's own exponent: the carry has made infinities already
+        return rounded  # same exponent range as fp32: the carry has already produced infinities
     limit = torch.full_like(rounded, math.inf if fmt.has_infinity else math.nan)
     return torch.where(rounded.abs() > fmt.largest, torch.copysign(limit, tensor), rounded)
 
 
 def _round_bits(tensor: torch.Tensor, dropped_bits: int) -> torch.Tensor:
+    """Round the fp32 mantissa half to even, dropping its lowest bits; NaN stays NaN."""
+    # Add half of the last kept bit minus one, plus one if that bit is odd, then truncate: exactly half rounds up only
+    # to an even result. A carry out of the mantissa increments the exponent.
     bits = tensor.view(torch.int32)
     magnitude = bits & MAGNITUDE
     is_odd = (magnitude >> dropped_bits) & 1
@@ -257,7 +261,7 @@ def _round_bits(tensor: torch.Tensor, dropped_bits: int) -> torch.Tensor:
 
 
 def _round_subnormal(tensor: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Below the smallest normal number the spacing is constant, and torch.round rounds halves to even."""
+    """Round values below the smallest normal number, where the spacing is constant; torch.round is half to even."""
     # Both factors are powers of two. An fp32 subnormal that a GPU flushes to zero would round to zero anyway.
     steps = torch.round(tensor * (1.0 / fmt.smallest_subnormal)) * fmt.smallest_subnormal
     return torch.copysign(steps, tensor)

@@ -1,11 +1,11 @@
-"""Parts of a model that compute unlike the rest: their class is swapped for a subclass made on the fly.
+"""Modules that compute differently from the rest of the model: their class is swapped for a generated subclass.
 
 The subclass's `forward` enters the right context around the original's (FSDP2 and torch's parametrizations swap classes
-too). Hooks and a patched `module.forward` were refused: both bind the original object, so a deepcopied model (EMA,
-snapshots) would run the original's forward; hooks cannot hold a `with` open, and torch.compile breaks its graph on
-them. A subclass copies, pickles, compiles, keeps every state_dict name, and is seen in `print(model)`.
+too). Hooks and a patched `module.forward` were rejected: both bind the original object, so a deepcopied model (EMA,
+snapshots) would run the original's forward; hooks cannot keep a `with` open, and torch.compile breaks its graph on
+them. A subclass copies, pickles, compiles, keeps every state_dict name, and is visible in `print(model)`.
 
-Only `forward` is covered: a part called through another method (`vae.encode`) is named by its children (`"vae.*"`).
+Only `forward` is covered: for a module called through another method (`vae.encode`), name its children (`"vae.*"`).
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from halfstep.islands import fp32_island, to_fp32
 
 
 class SwappedModule(nn.Module):
-    """What swapped classes share: they know what they were made from, so that they can be pickled and undone."""
+    """Base of all swapped classes: records what the class was made from, for pickling and for undoing the swap."""
 
     made_from: ClassVar[MadeFrom]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # object's own answer, (how to make it, its class, state...), with a class that pickle can find again
+        # object.__reduce_ex__ returns (constructor, its arguments, state...). pickle cannot import the generated
+        # class, so the constructor is replaced by one that generates it again.
         _, _, *state = tuple(super().__reduce_ex__(protocol))
         return (_make_empty, (self.made_from,), *state)
 
 
 MadeFrom = tuple[type[nn.Module], type[SwappedModule], tuple[tuple[str, Any], ...]]
-"""The original class, the kind of part, and the settings."""
+"""The original class, the class that swaps its forward, and the settings."""
 
 
 class InFp32(SwappedModule):
-    """Inputs upcast, autocast off."""
+    """Upcast the inputs and run with autocast off."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with fp32_island():
@@ -43,7 +44,7 @@ class InFp32(SwappedModule):
 
 
 class InHalf(SwappedModule):
-    """Autocast on in this part's own format; results return in fp32, which every neighbour can take."""
+    """Run under autocast in this module's own format; return fp32, which every neighbour accepts."""
 
     device_type: ClassVar[str]
     dtype: ClassVar[torch.dtype]
@@ -54,16 +55,18 @@ class InHalf(SwappedModule):
 
 
 def swap_class(module: nn.Module, kind: type[SwappedModule], **settings: Any) -> None:
-    """Make `module` a part of this kind, in place; weights, hooks and names stay as they are."""
+    """Swap the class of `module` in place; weights, hooks and names stay as they are."""
     module.__class__ = _make_class((type(module), kind, tuple(sorted(settings.items()))))
 
 
 def undo_swaps(model: nn.Module) -> None:
+    """Give every module its original class back."""
     for module in model.modules():
         module.__class__ = find_original_class(module)
 
 
 def find_original_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class the module had before any swap."""
     kind = type(module)
     while issubclass(kind, SwappedModule):
         kind = kind.made_from[0]

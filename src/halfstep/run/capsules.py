@@ -178,7 +178,7 @@ def _subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[str, T
         variants=_variants(parts.plan, region),
         frozen=modules_of(parts.workload.frozen),
         beside_state=dict(frozen),
-        trained=step.trained_parameters(),
+        trained=step.find_trained_parameters(),
     )
 
 

@@ -45,7 +45,7 @@ from halfstep.tune.fresh_thread import forget_compiled
 from halfstep.tune.memory_low import CannotRun, DoesNotFit
 from halfstep.tune.modes import UNCAPTURED, Batch, Level, Mode, Notice, cudnn_trials
 from halfstep.tune.trials import Trial, first_batch
-from halfstep.workloads.base.over_ranks import over_ranks
+from halfstep.workloads.base.over_ranks import gather_over_ranks
 from halfstep.workloads.base.workload import Workload
 
 MOST_GRAPHS = 2  # each keeps memory of its own. Windows that mix their batches in more ways than that run uncaptured.
@@ -199,12 +199,12 @@ class Engine:
         if ranks is None or ranks.size == 1 or not self._sizes or self.pieces > 1:
             return nullcontext()
         world = ranks.world
-        rows = [world.rows(self._sizes[number], rank) for rank in range(world.size)]
+        rows = [world.count_rows(self._sizes[number], rank) for rank in range(world.size)]
 
         def talks() -> None:
             ranks.talks_in_backward = True
 
-        return over_ranks(rows, world.rank, talks)
+        return gather_over_ranks(rows, world.rank, talks)
 
     def _runs_compiled(self, batch: Batch) -> bool:
         if self.mode == "eager" or not self._is_full(batch):
@@ -262,7 +262,7 @@ class Engine:
         self._forget_code()
         self.notice(f"not captured as a CUDA graph, running compiled: {reason}", "warning")
         if self.guarded.ranks is not None:
-            self.guarded.ranks.fell_to("compile")
+            self.guarded.ranks.announce_mode("compile")
 
     def _forget_code(self) -> None:
         self.forget_graphs()
@@ -333,8 +333,8 @@ def prepared_window(
 def _prepared(parts: Assembly, window: list[Batch], sizes: Sequence[int], share: Share | None) -> Iterator[Batch]:
     place = 0
     for k, (batch, size) in enumerate(zip(window, sizes, strict=True)):
-        is_idle = share is not None and share.rows(size) == 0
-        row = 0 if share is None or is_idle else share.place(size)
+        is_idle = share is not None and share.count_rows(size) == 0
+        row = 0 if share is None or is_idle else share.find_first_row(size)
         key = Key.for_training(parts.config.train.seed, parts.step.attempted, k, place + row, row, size)
         prepared = in_layout_of(parts.model, parts.workload.prepared(batch, key=key, training=True))
         yield Idle(prepared) if is_idle else prepared

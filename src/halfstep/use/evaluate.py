@@ -38,8 +38,8 @@ from halfstep.use.open_run import (
     wrap_trained,
 )
 from halfstep.workloads import KINDS
-from halfstep.workloads.base.kind import load_part, with_defaults
-from halfstep.workloads.base.other_data import any_folder
+from halfstep.workloads.base.kind import load_part, resolve_options
+from halfstep.workloads.base.other_data import use_folder
 from halfstep.workloads.base.using import Evaluation as Evaluating
 from halfstep.workloads.base.using import PlainEvaluation
 from halfstep.workloads.base.workload import Batch, Workload
@@ -63,7 +63,7 @@ def evaluate(
     run = open_run(path, checkpoint=checkpoint, trust=trust)
     kind = KINDS.of(run.config.workload)
     evaluating_as: Any = load_part(kind.evaluate.evaluation) if kind.evaluate else PlainEvaluation
-    wanted = with_defaults(kind.evaluate.options if kind.evaluate else (), options or {}, run.config.workload)
+    wanted = resolve_options(kind.evaluate.options if kind.evaluate else (), options or {}, run.config.workload)
     with naming_lost_files(run.frozen):
         config, workload = _load_data(run, evaluating_as, data, report)
     workload = replace(workload, frozen=check_frozen_parts(run, workload.frozen))
@@ -135,7 +135,7 @@ def _load_data(
 
 def _find_moved_data(run: OpenedRun, kind: type[Evaluating], data: Path) -> tuple[RunConfig, Workload] | None:
     """The run's own data where they are now; None for others, of which everything can be evaluated."""
-    config = any_folder(run.config, data)
+    config = use_folder(run.config, data)
     try:
         workload = build_workload(kind.to_validate(config), run.store)
     except HalfstepError:  # another layout

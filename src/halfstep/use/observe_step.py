@@ -172,7 +172,7 @@ def build_subject(engine: Engine, window: list[Batch]) -> Subject:
         plan_for=lambda precision, modules: _decide_plan(parts.config, parts, precision),
         frozen=modules_of(parts.workload.frozen),
         beside_state={name: copied_state(part.module) for name, part in parts.workload.frozen.items()},
-        trained=step.trained_parameters(),
+        trained=step.find_trained_parameters(),
     )
 
 

@@ -29,8 +29,8 @@ from halfstep.use.open_run import (
     wrap_trained,
 )
 from halfstep.workloads import KINDS
-from halfstep.workloads.base.kind import PredictCommand, load_part, with_defaults
-from halfstep.workloads.base.using import Input, Predictor, Trained, Wishes, frozen_of
+from halfstep.workloads.base.kind import PredictCommand, load_part, resolve_options
+from halfstep.workloads.base.using import Input, Predictor, Trained, Wishes, get_frozen_parts
 
 UNFINISHED = "unfinished.json"
 """What an interrupted call leaves in its folder, so that the same call can continue there."""
@@ -80,11 +80,11 @@ def predict(
     clock = Stopwatch()
     run = open_run(path, checkpoint=checkpoint, trust=trust)
     command = _find_command(run.config.workload)
-    wishes = replace(wishes, options=with_defaults(command.options, wishes.options, run.config.workload))
+    wishes = replace(wishes, options=resolve_options(command.options, wishes.options, run.config.workload))
     _refuse_wrong_inputs(command, asked, run.config.workload)
     with naming_lost_files(run.frozen), skip_first_values():
         predictor: Predictor = load_part(command.predictor)(run.config, run.store)
-    frozen = check_frozen_parts(run, frozen_of(predictor))
+    frozen = check_frozen_parts(run, get_frozen_parts(predictor))
     inputs, failed = find_inputs(asked, predictor.endings)
     for failure in failed:
         _report_failure(failure, report)

@@ -52,7 +52,7 @@ load = partial(configs.load, kinds=KINDS)
 from_dict = partial(configs.load_dict, kinds=KINDS)
 
 
-def model_of(config: RunConfig) -> str:
+def get_model_name(config: RunConfig) -> str:
     return KINDS.of(config.workload).model_of(config.workload)
 
 

@@ -19,7 +19,7 @@ SIZED_FILES = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Opened:
+class OpenedData:
     """A data folder as training would read it."""
 
     train: Samples
@@ -40,7 +40,7 @@ class Guiding(Protocol):
     small_on_cpu: Mapping[str, Any]
     """Settings by path: a full-size model takes a CPU days."""
 
-    def open(self, config: Any) -> Opened: ...
+    def open(self, config: Any) -> OpenedData: ...
 
     def picture(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
         """A sample to look at, and its caption."""
@@ -51,18 +51,18 @@ class Guiding(Protocol):
         ...
 
 
-def median_size(total: int, size_of: Callable[[int], tuple[int, int]]) -> tuple[int, int]:
+def measure_median_size(total: int, size_of: Callable[[int], tuple[int, int]]) -> tuple[int, int]:
     """Median width and height of some of so many pictures, each (width, height)."""
-    width, height = np.median([size_of(index) for index in spread(total, SIZED_FILES)], axis=0)
+    width, height = np.median([size_of(index) for index in spread_indices(total, SIZED_FILES)], axis=0)
     return int(width), int(height)
 
 
-def file_size(path: Path) -> tuple[int, int]:
+def read_size(path: Path) -> tuple[int, int]:
     with open_picture(path) as picture:
         return picture.size
 
 
-def spread(total: int, wanted: int) -> list[int]:
+def spread_indices(total: int, wanted: int) -> list[int]:
     """Indices over the whole set: files are sorted by class, so the first ones alone would all be of one."""
     num = min(total, wanted)
     return [index * total // num for index in range(num)]

@@ -24,17 +24,17 @@ from halfstep.disk import atomic_file, find_cache_directory, take_turn
 from halfstep.errors import ConfigError, suggest_nearest
 
 
-def imported(path: str, *, what: str, form: str) -> Callable[..., Any]:
+def import_callable(path: str, *, what: str, form: str) -> Callable[..., Any]:
     """The callable at `path`; `what` says in an error what it was for, `form` how it is to be called."""
     module_name, _, name = path.partition(":")
     if not name:
         raise ConfigError(f"{what} {path!r} is not an import path", fix=f"pkg.module:callable, called as {form}")
-    _look_here_too()
+    _add_working_folder()
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(
-            f"{what} {path!r} cannot be imported", why=str(error), fix=_where_to_look(module_name, error)
+            f"{what} {path!r} cannot be imported", why=str(error), fix=_suggest_location(module_name, error)
         ) from error
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
@@ -59,7 +59,7 @@ def imported(path: str, *, what: str, form: str) -> Callable[..., Any]:
     return found
 
 
-def refuse_other_form(function: Callable[..., Any], path: str, *arguments: object, form: str) -> None:
+def check_call_form(function: Callable[..., Any], path: str, *arguments: object, form: str) -> None:
     """A function that cannot be called so, such as `json:dumps`, is told apart from one that fails inside."""
     try:
         inspect.signature(function).bind(*arguments)
@@ -82,18 +82,18 @@ def sign_code(paths: Iterable[str]) -> dict[str, str]:
         key = _make_key()
     except OSError:  # no folder to keep a key in: such runs need --trust
         return {}
-    return {path: _signature(path, key) for path in paths}
+    return {path: _sign(path, key) for path in paths}
 
 
 def refuse_unknown_code(paths: Iterable[str], signed: Mapping[str, str], named_by: Path) -> None:
     """Refuse import paths that this account has not signed, or whose files have changed since. Imports nothing."""
     for path in paths:
         try:
-            is_known = _signature(path, _key_file().read_bytes()) == signed.get(path)
+            is_known = _sign(path, _key_file().read_bytes()) == signed.get(path)
         except OSError:  # no key: this account has signed nothing
             is_known = False
         if not is_known:
-            files = ", ".join(map(str, _source_files(path))) or "no file that is found here"
+            files = ", ".join(map(str, _find_source_files(path))) or "no file that is found here"
             raise UnknownCode(
                 f"{named_by} names the code {path}, which is not what you trained this run with",
                 why=f"it may be someone else's, or have changed since; it would run {files}",
@@ -101,16 +101,16 @@ def refuse_unknown_code(paths: Iterable[str], signed: Mapping[str, str], named_b
             )
 
 
-def _signature(path: str, key: bytes) -> str:
+def _sign(path: str, key: bytes) -> str:
     found = hmac.new(key, path.encode(), hashlib.sha256)
-    for file in _source_files(path):
+    for file in _find_source_files(path):
         found.update(hashlib.sha256(file.read_bytes()).digest())
     return found.hexdigest()
 
 
-def _source_files(path: str) -> list[Path]:
+def _find_source_files(path: str) -> list[Path]:
     """Return the files of the module and of the packages around it, without importing one of them."""
-    _look_here_too()
+    _add_working_folder()
     first, *rest = path.partition(":")[0].split(".")
     try:
         spec = importlib.util.find_spec(first)
@@ -143,14 +143,14 @@ def _make_key() -> bytes:
     return file.read_bytes()
 
 
-def _look_here_too() -> None:
+def _add_working_folder() -> None:
     """The working folder, as `python -m` has it: the console script does not."""
     here = str(Path.cwd())
     if not {here, ""} & set(sys.path):
         sys.path.insert(0, here)
 
 
-def _where_to_look(module_name: str, error: ImportError) -> str:
+def _suggest_location(module_name: str, error: ImportError) -> str:
     if error.name != module_name.split(".")[0]:
         return "that is an import inside the module, or a part of the package: look there"
     beside = [path.stem for path in sorted(Path.cwd().glob("*.py"))]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from halfstep.config.foreign import Foreign
 from halfstep.config.schema import RunConfig, is_import_path, make_unknown_workload
 from halfstep.errors import ConfigError, DataError
-from halfstep.workloads.base.import_path import imported, refuse_other_form
+from halfstep.workloads.base.import_path import check_call_form, import_callable
 
 if TYPE_CHECKING:
     from halfstep.workloads.base.guiding import Guiding
@@ -158,7 +158,7 @@ class Kind:
     def in_folder(cls, folder: str, **fields: Any) -> Kind:
         """The Kind of a package whose files have the usual names; `.evaluate:Shown` is a path in that package."""
         usual = {"builder": ".build:build", "demo": ".demo:write_demo", "synthetic": SYNTHETIC}
-        named = {name: _in_package(folder, value) for name, value in {**usual, **fields}.items()}
+        named = {name: _resolve_paths(folder, value) for name, value in {**usual, **fields}.items()}
         return cls(takes_channels_last=True, **named)
 
     def schema(self, workload: str) -> type[RunConfig]:
@@ -173,13 +173,13 @@ class Kind:
         from halfstep.workloads.base.workload import Workload
 
         builder = load_part(self.builder, form=BUILD)
-        refuse_other_form(builder, config.workload, config, store, form=BUILD)
+        check_call_form(builder, config.workload, config, store, form=BUILD)
         built = builder(config, store)
         if not isinstance(built, Workload):
             raise ConfigError(f"{config.workload} gives a {type(built).__name__}, not a Workload", fix=f"write {BUILD}")
         for name in ("train_samples", "val_samples"):
-            refuse_other_samples(getattr(built, name), f"{name} of {config.workload}")
-        refuse_other_metrics(built.metrics(), config.workload)
+            check_samples(getattr(built, name), f"{name} of {config.workload}")
+        check_metrics(built.metrics(), config.workload)
         return built
 
     def write_demo(self, workload: str, folder: Path, *, seed: int) -> None:
@@ -204,25 +204,25 @@ class Kind:
         return load_part(self.foreign)(document, name) if self.foreign else None
 
 
-SYNTHETIC = SyntheticData(store=".build:random_store", batch=".build:random_batch", over=".build:over")
+SYNTHETIC = SyntheticData(store=".build:make_random_store", batch=".build:make_random_batch", over=".build:build_over")
 """The usual names in a family's folder."""
 
 
-def _in_package(package: str, value: Any) -> Any:
+def _resolve_paths(package: str, value: Any) -> Any:
     """Make relative import paths absolute, those inside a group of fields too."""
     if isinstance(value, str) and value.startswith("."):
         return package + value
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{own.name: _in_package(package, getattr(value, own.name)) for own in fields(value)})
+        return replace(value, **{own.name: _resolve_paths(package, getattr(value, own.name)) for own in fields(value)})
     return value
 
 
 def load_part(part: Part, *, form: str = "the family declares it") -> Callable[..., Any]:
     """Import a part that is given as a path; `form` tells in an error how it is called."""
-    return imported(part, what="workload", form=form) if isinstance(part, str) else part
+    return import_callable(part, what="workload", form=form) if isinstance(part, str) else part
 
 
-def refuse_other_metrics(metrics: object, workload: str) -> None:
+def check_metrics(metrics: object, workload: str) -> None:
     """Some methods are called only when an epoch ends, or a run goes on."""
     if missing := [name for name in METRICS if not hasattr(metrics, name)]:
         raise ConfigError(
@@ -233,7 +233,7 @@ def refuse_other_metrics(metrics: object, workload: str) -> None:
         )
 
 
-def refuse_other_samples(samples: object, whose: str) -> None:
+def check_samples(samples: object, whose: str) -> None:
     """A data set of torch's own form is the likeliest mistake of all, and would fail in a worker."""
     forms = (getattr(samples, name, None) for name in ("sample", "filled", "batch"))
     if not (hasattr(samples, "__len__") and any(map(callable, forms))):
@@ -252,9 +252,9 @@ class Kinds(Mapping[str, Kind]):
 
     def __getitem__(self, workload: str) -> Kind:
         if workload in self.paths:
-            return _kind_at(self.paths[workload])
+            return _load_kind(self.paths[workload])
         if is_import_path(workload):
-            return _kind_at(workload)
+            return _load_kind(workload)
         raise KeyError(workload)
 
     def of(self, workload: str, where: str = "") -> Kind:
@@ -266,7 +266,7 @@ class Kinds(Mapping[str, Kind]):
 
     def translators(self) -> Iterator[Kind]:
         """Each family once."""
-        return map(_kind_at, dict.fromkeys(self.paths.values()))
+        return map(_load_kind, dict.fromkeys(self.paths.values()))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.paths)
@@ -275,8 +275,8 @@ class Kinds(Mapping[str, Kind]):
         return len(self.paths)
 
 
-def _kind_at(path: str) -> Kind:
-    found: Any = imported(path, what="workload", form=BUILD)
+def _load_kind(path: str) -> Kind:
+    found: Any = import_callable(path, what="workload", form=BUILD)
     return found if isinstance(found, Kind) else Kind(builder=found)
 
 
@@ -312,7 +312,7 @@ class Option:
 EXPECTED: Mapping[type, str] = {int: "a whole number", float: "a number", str: "a text"}
 
 
-def with_defaults(options: Sequence[Option], given: Mapping[str, Any], workload: str) -> dict[str, Any]:
+def resolve_options(options: Sequence[Option], given: Mapping[str, Any], workload: str) -> dict[str, Any]:
     """Every option by name; one that the workload does not take is refused with those it does."""
     known = {option.name: option for option in options}
     for name, value in given.items():

@@ -29,11 +29,11 @@ from halfstep.data.packed import PackingBar, compute_fingerprint
 from halfstep.disk import atomic_file, parse_json, take_turn
 from halfstep.errors import ConfigError, DataError
 from halfstep.islands import fp32_island
-from halfstep.models.posterior import Codec, drawn, posterior
-from halfstep.workloads.base.vae_format import computing_in, training_device
+from halfstep.models.posterior import Codec, draw_latent, split_moments
+from halfstep.workloads.base.vae_format import compute_in, pick_training_device
 from halfstep.workloads.base.workload import Batch
 
-NAME, CHECKSUM, FINGERPRINT = "moments", "sha256", "fingerprint"
+MOMENTS, CHECKSUM, FINGERPRINT = "moments", "sha256", "fingerprint"
 BYTES = 4
 READ_AT_ONCE = 1 << 24
 ENCODED_AT_ONCE = 8
@@ -48,8 +48,10 @@ class LatentDraws:
     def __call__(self, batch: Batch) -> Tensor:
         """Use the `moments` of the batch where they come from disk, else encode its `image`."""
         with torch.no_grad(), fp32_island():
-            mean, logvar = posterior(batch[NAME]) if NAME in batch else self.codec.encode(self.vae, batch["image"])
-        return (drawn(mean, logvar, batch["posterior_noise"]) - self.shift) * self.scale
+            mean, logvar = (
+                split_moments(batch[MOMENTS]) if MOMENTS in batch else self.codec.encode(self.vae, batch["image"])
+            )
+        return (draw_latent(mean, logvar, batch["posterior_noise"]) - self.shift) * self.scale
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,17 +86,17 @@ class Encoding:
         settings = {
             "size": data.image_size,
             "flips": self.flips,
-            "vae": checksum_of(self.vae),
+            "vae": hash_weights(self.vae),
             "format": self.format,
             **self.settings,
         }
         mark, num = compute_fingerprint(self.root, self.files, settings), sum(map(len, self.samples))
         with PackingBar(self.path) as bar:
-            return opened_or_written(self.path, mark, num, lambda: self._encode(bar), format=self.format)
+            return open_or_write_latents(self.path, mark, num, lambda: self._encode(bar), format=self.format)
 
     @torch.no_grad()
     def _encode(self, progress: Callable[[int, int], None]) -> Iterator[Tensor]:
-        device = training_device(self.config)
+        device = pick_training_device(self.config)
         vae = copy.deepcopy(self.vae).to(device).eval()
         total, done = sum(map(len, self.samples)), 0
         for samples in self.samples:
@@ -103,7 +105,7 @@ class Encoding:
                 loaded = torch.stack([samples.sample(k, key=(0, 0, k))[self.column] for k in indices])
                 images = self.to_images(loaded.to(device))
                 views = [images, images.flip(-1)] if self.flips else [images]
-                with computing_in(self.format, device):
+                with compute_in(self.format, device):
                     rows = [torch.cat(self.codec.encode(vae, view), dim=1) for view in views]
                 moments = torch.stack(rows, dim=1)
                 if not bool(moments.isfinite().all()):
@@ -152,14 +154,14 @@ def write_latents(path: Path, num: int, shape: tuple[int, ...], rows: Iterable[T
         atomic_file(path, follows_links=True) as hidden,
         hidden.open("wb") as file,
     ):
-        file.write(_header((num, *shape), meta, "0" * digest.digest_size * 2))
+        file.write(_make_header((num, *shape), meta, "0" * digest.digest_size * 2))
         for batch in rows:
             data = batch.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
             digest.update(data)
             written += file.write(data)
         assert written == num_bytes, (written, num_bytes)
         file.seek(0)
-        file.write(_header((num, *shape), meta, digest.hexdigest()))
+        file.write(_make_header((num, *shape), meta, digest.hexdigest()))
     return digest.hexdigest()
 
 
@@ -175,23 +177,23 @@ def open_latents(path: Path) -> LatentCache:
             while part := file.read(READ_AT_ONCE):
                 digest.update(part)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _broken(path, str(error)) from error
+        raise _unusable_file(path, str(error)) from error
     if digest.hexdigest() != meta[CHECKSUM]:
-        raise _broken(path, "its numbers are not those that were written")
+        raise _unusable_file(path, "its numbers are not those that were written")
     # Copy on write: torch wants writable memory, and nobody writes.
     mapped = np.memmap(path, dtype=np.float32, mode="c", offset=start, shape=shape)
     return LatentCache(path=path, moments=torch.from_numpy(mapped), meta=meta)
 
 
-def opened_or_written(
+def open_or_write_latents(
     path: Path, mark: str, num: int, rows: Callable[[], Iterator[Tensor]], **meta: str
 ) -> tuple[LatentCache, bool]:
     """The file where it has this fingerprint, else written anew from `rows()`; and whether it was."""
-    if (found := _opened(path, mark)) is not None:
+    if (found := _open_matching(path, mark)) is not None:
         return found, False
     with take_turn(path):
-        if (found := _opened(path, mark)) is None:
-            _refuse_somebody_elses(path)
+        if (found := _open_matching(path, mark)) is None:
+            _refuse_other_file(path)
             made = rows()
             first = next(made)
             rest, said = itertools.chain([first], made), {FINGERPRINT: mark, **meta}
@@ -199,7 +201,7 @@ def opened_or_written(
     return found or open_latents(path), True
 
 
-def _opened(path: Path, mark: str) -> LatentCache | None:
+def _open_matching(path: Path, mark: str) -> LatentCache | None:
     """A file of this fingerprint; None where there is none, or a broken one, which the caller makes again."""
     if path.is_dir():
         raise DataError(f"{path} is a folder", fix="another place: data.cache_file=FILE")
@@ -217,10 +219,10 @@ def _read_header(path: Path) -> tuple[dict[str, str], tuple[int, ...], int]:
         if length > path.stat().st_size:
             raise ValueError("it is cut short")
         header: dict[str, Any] = parse_json(file.read(length))
-    return header["__metadata__"], tuple(header[NAME]["shape"]), 8 + length
+    return header["__metadata__"], tuple(header[MOMENTS]["shape"]), 8 + length
 
 
-def _refuse_somebody_elses(path: Path) -> None:
+def _refuse_other_file(path: Path) -> None:
     """What is written anew must be ours: by what it says of itself, or, where it is broken, by its name."""
     if not path.is_file() or path.name.startswith(".halfstep-latents"):
         return
@@ -236,7 +238,7 @@ def _refuse_somebody_elses(path: Path) -> None:
         )
 
 
-def told_of_resume(cache: LatentCache, stored: str, *, is_new: bool) -> str:
+def describe_resume(cache: LatentCache, stored: str, *, is_new: bool) -> str:
     """What the header adds where a run trained on other bits, by their SHA-256; a file that was not made now is
     refused."""
     if stored in ("", cache.checksum):
@@ -250,7 +252,7 @@ def told_of_resume(cache: LatentCache, stored: str, *, is_new: bool) -> str:
     return "; made again with other bits: from here on the run is not an exact continuation"
 
 
-def checksum_of(net: Any) -> str:
+def hash_weights(net: Any) -> str:
     """SHA-256 of its weights."""
     digest = hashlib.sha256()
     for name, tensor in sorted(net.state_dict().items()):
@@ -276,7 +278,7 @@ class CachedLatents:
         is_mirrored = draw_uniform(seed, epoch, indices.numpy(), count=1)[:, 0] < self.flip
         places = indices * views + torch.from_numpy(is_mirrored).long()
         rows = gather_images(self.moments.view(num * views, *self.moments.shape[2:]), places)
-        return {NAME: rows} | {name: values[indices] for name, values in self.extra.items()}
+        return {MOMENTS: rows} | {name: values[indices] for name, values in self.extra.items()}
 
 
 class WithColumn:
@@ -298,7 +300,7 @@ class WithColumn:
         return self.samples.files() if implements(self.samples, FileSamples) else ()
 
 
-def told_of_pack(cache: LatentCache, text: str, *, is_new: bool, **more: object) -> dict[str, object]:
+def describe_pack(cache: LatentCache, text: str, *, is_new: bool, **more: object) -> dict[str, object]:
     """What `halfstep pack` says, for people and programs."""
     return {
         "file": str(cache.path),
@@ -310,12 +312,12 @@ def told_of_pack(cache: LatentCache, text: str, *, is_new: bool, **more: object)
     }
 
 
-def _header(shape: tuple[int, ...], meta: Mapping[str, str], checksum: str) -> bytes:
+def _make_header(shape: tuple[int, ...], meta: Mapping[str, str], checksum: str) -> bytes:
     entry = {"dtype": "F32", "shape": list(shape), "data_offsets": [0, math.prod(shape) * BYTES]}
-    text = json.dumps({"__metadata__": {**meta, CHECKSUM: checksum}, NAME: entry}).encode()
+    text = json.dumps({"__metadata__": {**meta, CHECKSUM: checksum}, MOMENTS: entry}).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _broken(path: Path, why: str) -> DataError:
+def _unusable_file(path: Path, why: str) -> DataError:
     return DataError(f"{path} is not a usable file of latents", why=why, fix="delete it: it is made again")

@@ -16,18 +16,18 @@ from halfstep.workloads.classification.data import has_stored_images
 Config = TypeVar("Config", bound=RunConfig)
 
 
-def any_folder(config: Config, folder: Path, **values: Any) -> Config:
+def use_folder(config: Config, folder: Path, **values: Any) -> Config:
     """The same settings with another folder, and other values beside it."""
     return config.changed(data={"dir": str(folder), **values})
 
 
-def pictures_folder(config: Config, folder: Path) -> Config:
+def use_all_pictures(config: Config, folder: Path) -> Config:
     """All pictures of the folder; read as files, since a cache would be written into it."""
     fields = type(config.data).model_fields
     values: dict[str, Any] = {name: fields[name].default for name in ("cache", "cache_file") if name in fields}
     values |= {"dir": str(folder), "train_folder": "", "val_folder": ""}
     has_own_split = has_stored_images(folder) or any(folder.glob(KAGGLE_TRAIN))
-    train, val = (_first(folder, names) for names in (TRAIN_NAMES, VALIDATION_NAMES))
+    train, val = (_find_first(folder, names) for names in (TRAIN_NAMES, VALIDATION_NAMES))
     if not has_own_split and not (train and val):
         # The same folder twice: nothing is trained, but workloads want training samples.
         whole = train or val or "."
@@ -35,5 +35,5 @@ def pictures_folder(config: Config, folder: Path) -> Config:
     return config.changed(data=values)
 
 
-def _first(folder: Path, names: tuple[str, ...]) -> str:
+def _find_first(folder: Path, names: tuple[str, ...]) -> str:
     return next((name for name in names if (folder / name).is_dir()), "")

@@ -1,7 +1,7 @@
 """Samples of all processes inside a loss, with gradients: what compares samples with each other needs the others' too.
 
-    with over_ranks(rows, rank):        the run, around forward and loss of a step that several processes make
-        everyone, begin = all_rows(own)
+    with gather_over_ranks(rows, rank):     the run, around forward and loss of a step that several processes make
+        everyone, begin = gather_rows(own)
 
 Outside of it, in one process, in trials and in validation, everyone is the process itself.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class RankRows:
     """The samples that each process has of a batch."""
 
     rows: tuple[int, ...]
@@ -36,13 +36,13 @@ class Together:
         return sum(self.rows[: self.rank])
 
 
-_together: list[Together] = []
+_together: list[RankRows] = []
 
 
 @contextmanager
-def over_ranks(rows: Sequence[int], rank: int, talks: Callable[[], None]) -> Iterator[None]:
+def gather_over_ranks(rows: Sequence[int], rank: int, talks: Callable[[], None]) -> Iterator[None]:
     """Samples are gathered inside."""
-    _together.append(Together(tuple(rows), rank, talks))
+    _together.append(RankRows(tuple(rows), rank, talks))
     try:
         yield
     finally:
@@ -50,7 +50,7 @@ def over_ranks(rows: Sequence[int], rank: int, talks: Callable[[], None]) -> Ite
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def all_rows(own: Tensor) -> tuple[Tensor, int]:
+def gather_rows(own: Tensor) -> tuple[Tensor, int]:
     """The rows of all processes in the order of the batch, and where this one's begin."""
     if not _together:
         return own, 0
@@ -60,7 +60,7 @@ def all_rows(own: Tensor) -> tuple[Tensor, int]:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def total(own: Tensor) -> Tensor:
+def sum_over_ranks(own: Tensor) -> Tensor:
     """The sum over all processes; a process without samples adds nothing. No gradients."""
     if not _together:
         return own
@@ -69,16 +69,16 @@ def total(own: Tensor) -> Tensor:
     return summed
 
 
-def mean(own: Tensor) -> Tensor:
+def average_over_ranks(own: Tensor) -> Tensor:
     """Over the samples of all processes, of what is a mean over each one's own. No gradients."""
-    return total(own * _together[-1].own) / sum(_together[-1].rows) if _together else own
+    return sum_over_ranks(own * _together[-1].own) / sum(_together[-1].rows) if _together else own
 
 
 class _Gathered(torch.autograd.Function):
     """A sum of blocks: every backend has that, for uneven ones as well."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, together: Together) -> Tensor:
+    def forward(ctx: Any, own: Tensor, together: RankRows) -> Tensor:
         ctx.together, ctx.shape = together, own.shape
         found = own.new_zeros(sum(together.rows), *own.shape[1:])
         found[together.begin : together.begin + together.own] = own[: together.own]
@@ -87,7 +87,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        together: Together = ctx.together
+        together: RankRows = ctx.together
         summed = gradients[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(summed)
         own = summed.new_zeros(ctx.shape)

@@ -13,7 +13,7 @@ CELL, GAP, BAND = 256, 6, 22
 """Sides in pixels: a picture, the space between two, a line of text."""
 
 
-def grid(images: Array, columns: int = 0, *, gap: int = 2) -> Array:
+def arrange_grid(images: Array, columns: int = 0, *, gap: int = 2) -> Array:
     """(H, W, 3) of images (N, h, w, 3), in rows of `columns`; 0: about as many rows as columns."""
     num, height, width = images.shape[:3]
     columns = columns or int(np.ceil(np.sqrt(num)))
@@ -27,7 +27,7 @@ def grid(images: Array, columns: int = 0, *, gap: int = 2) -> Array:
     return sheet
 
 
-def table(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[Array]]], *, bands: int = 0) -> Image.Image:
+def draw_table(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[Array]]], *, bands: int = 0) -> Image.Image:
     """Pictures (H, W, 3) under their headings, each row with its name below, and room for `bands` of text."""
     size = (GAP + len(columns) * (CELL + GAP), (1 + bands) * BAND + len(rows) * (CELL + BAND + GAP))
     sheet = Image.new("RGB", size, "white")
@@ -38,19 +38,19 @@ def table(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[Array]]], *
     for number, (name, cells) in enumerate(rows):
         top = BAND + number * (CELL + BAND + GAP)
         for left, cell in zip(lefts, cells, strict=False):
-            sheet.paste(_fitted(cell), (left, top))
+            sheet.paste(_fit_cell(cell), (left, top))
         draw.text((GAP, top + CELL + 2), name, fill="black", font=font)
     return sheet
 
 
-def _fitted(pixels: Array) -> Image.Image:
+def _fit_cell(pixels: Array) -> Image.Image:
     picture = Image.fromarray(pixels)
     scale = CELL / max(picture.size)
     size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
     return picture.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BOX)
 
 
-def worst_to_best(ranked: Sequence[tuple[int, float]], each: int) -> list[tuple[str, int, float]]:
+def pick_worst_to_best(ranked: Sequence[tuple[int, float]], each: int) -> list[tuple[str, int, float]]:
     """The worst, the middling and the best of samples sorted by score, `each` of them; all of a few."""
     count, half = len(ranked), -(-len(ranked) // 2)
     kinds = {"worst": range(half), "best": range(half, count)}

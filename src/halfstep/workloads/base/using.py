@@ -17,8 +17,8 @@ from halfstep.config.schema import RunConfig
 from halfstep.errors import CheckpointError, DataError
 from halfstep.report.progress import Bar
 from halfstep.report.results import Answer, Cell, Failure
-from halfstep.workloads.base.other_data import any_folder
-from halfstep.workloads.base.workload import Batch, FrozenPart, Metrics, Workload, frozen_parts
+from halfstep.workloads.base.other_data import use_folder
+from halfstep.workloads.base.workload import Batch, FrozenPart, Metrics, Workload, wrap_frozen_parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +38,8 @@ class Trained:
 
 # --- evaluation ---
 
-Phase: TypeAlias = Callable[[str, int], AbstractContextManager[Bar]]
-Look: TypeAlias = Callable[[int], tuple[Batch, Any]]
+ShowProgress: TypeAlias = Callable[[str, int], AbstractContextManager[Bar]]
+LookAt: TypeAlias = Callable[[int], tuple[Batch, Any]]
 """One validation sample as the model saw it, in a batch of one, and what the model says."""
 
 
@@ -79,14 +79,19 @@ class Evaluation(Protocol):
         ...
 
     def classes(self) -> tuple[dict[str, Cell], ...]: ...
-    def draw(self, folder: Path, look: Look) -> list[Path]: ...
+    def draw(self, folder: Path, look: LookAt) -> list[Path]: ...
 
 
 class OptionalScores(Protocol):
     """An evaluation whose `EvaluateCommand` has options; `num_scored` says how many samples where not all were."""
 
     def scored(
-        self, config: RunConfig, trained: Trained, options: Mapping[str, Any], phase: Phase, batch_size: int | None
+        self,
+        config: RunConfig,
+        trained: Trained,
+        options: Mapping[str, Any],
+        phase: ShowProgress,
+        batch_size: int | None,
     ) -> dict[str, float] | None:
         """Scores that the options ask for in place of validation's; None where they ask for none.
 
@@ -111,7 +116,7 @@ class PlainEvaluation:
 
     @staticmethod
     def config_for(config: RunConfig, folder: Path) -> RunConfig:
-        return any_folder(config, folder)
+        return use_folder(config, folder)
 
     @staticmethod
     def on_all(workload: Workload) -> Workload:
@@ -120,7 +125,7 @@ class PlainEvaluation:
     def classes(self) -> tuple[dict[str, Cell], ...]:
         return ()
 
-    def draw(self, folder: Path, look: Look) -> list[Path]:
+    def draw(self, folder: Path, look: LookAt) -> list[Path]:
         return []
 
 
@@ -164,24 +169,24 @@ class Predictor(Protocol):
         ...
 
 
-def frozen_of(predictor: Predictor) -> dict[str, FrozenPart]:
-    return frozen_parts(getattr(predictor, "frozen", {}))
+def get_frozen_parts(predictor: Predictor) -> dict[str, FrozenPart]:
+    return wrap_frozen_parts(getattr(predictor, "frozen", {}))
 
 
-def failure_of(item: Input, error: DataError) -> Failure:
+def describe_failure(item: Input, error: DataError) -> Failure:
     """What is wrong with a file, in words that stand behind its name; reasons about training mean nothing here."""
     about_the_file = error.what.removeprefix(f"{item.path} ")
     is_said = about_the_file != error.what or not error.why
     return Failure(file=str(item.path), why=about_the_file if is_said else error.why)
 
 
-def each_answered(inputs: Iterable[Input], answer: Callable[[Input], Answer]) -> Iterator[Answer | Failure]:
+def answer_each(inputs: Iterable[Input], answer: Callable[[Input], Answer]) -> Iterator[Answer | Failure]:
     """An answer, or what is wrong with the file, for each."""
     for item in inputs:
         try:
             yield answer(item)
         except DataError as error:
-            yield failure_of(item, error)
+            yield describe_failure(item, error)
 
 
 class FilePredictor:
@@ -201,10 +206,10 @@ class FilePredictor:
             raise DataError(f"{item.path} {error}") from error
 
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
-        return each_answered(inputs, lambda item: self.answer_file(item, trained, wishes))
+        return answer_each(inputs, lambda item: self.answer_file(item, trained, wishes))
 
 
-def saved_picture(picture: Image.Image, path: Path) -> Path:
+def save_picture(picture: Image.Image, path: Path) -> Path:
     """Where it lies now: files of one name from several folders get numbers."""
     numbered = (path.with_stem(f"{path.stem}_{k}") for k in itertools.count(2))
     free = next(one for one in itertools.chain([path], numbered) if not one.exists())

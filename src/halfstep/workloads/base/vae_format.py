@@ -24,37 +24,37 @@ RoundTrip = Callable[[Any, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class FormatChoice:
     """A format for the VAE, and why."""
 
     name: str
     why: str
 
 
-def training_device(config: RunConfig) -> torch.device:
+def pick_training_device(config: RunConfig) -> torch.device:
     """Where the VAE is tried and samples are encoded; the plan is not made yet."""
     if config.device != "auto":
         return torch.device(config.device)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def chosen_format(
+def choose_vae_format(
     vae: Any,
     trip: RoundTrip,
     images: Callable[[], Tensor],
     device: torch.device,
     asked: str,
     precision: PrecisionConfig,
-) -> Choice:
+) -> FormatChoice:
     """What `precision.modules: {vae: ...}` asks for, tried on real samples; a format it overflows in is refused."""
     # TF32 is one switch for the whole process: a run that has it on cannot keep a part in fp32.
     whole = "tf32" if precision.default == "tf32" else "fp32"
     if asked not in ("auto", *HALF):
-        return Choice(name=asked, why="asked for")
+        return FormatChoice(name=asked, why="asked for")
     if asked == "auto" and device.type == "cpu" and not precision.simulate:
-        return Choice(name=whole, why="auto: no half format is fast on a CPU")
+        return FormatChoice(name=whole, why="auto: no half format is fast on a CPU")
     tried = images().to(device)
-    errors = round_trip_errors(vae, trip, tried, tuple(HALF) if asked == "auto" else (asked,))
+    errors = measure_round_trips(vae, trip, tried, tuple(HALF) if asked == "auto" else (asked,))
     finite = {name: error for name, error in errors.items() if error is not None}
     if asked != "auto" and not finite:
         raise ConfigError(
@@ -64,32 +64,32 @@ def chosen_format(
         )
     measured = ", ".join(f"{name} {'overflows' if e is None else f'{e:.2%}'}" for name, e in errors.items())
     if asked != "auto":
-        return Choice(name=asked, why=f"asked for; error of the round trip: {measured}")
+        return FormatChoice(name=asked, why=f"asked for; error of the round trip: {measured}")
     best = min(finite, key=lambda name: finite[name], default="")
     if not best or finite[best] > LARGEST_ERROR:
-        return Choice(name=whole, why=f"auto: no half format stays below {LARGEST_ERROR:.0%} ({measured})")
-    return Choice(name=best, why=f"auto: the smaller error of the round trip ({measured})")
+        return FormatChoice(name=whole, why=f"auto: no half format stays below {LARGEST_ERROR:.0%} ({measured})")
+    return FormatChoice(name=best, why=f"auto: the smaller error of the round trip ({measured})")
 
 
-def round_trip_errors(vae: Any, trip: RoundTrip, images: Tensor, formats: tuple[str, ...]) -> dict[str, float | None]:
+def measure_round_trips(vae: Any, trip: RoundTrip, images: Tensor, formats: tuple[str, ...]) -> dict[str, float | None]:
     """How far encoding and decoding in each format is from fp32's, relative to its pixels' spread; None: not finite."""
     vae = copy.deepcopy(vae).to(images.device)
-    exact = _in_format(vae, trip, images, "fp32")
+    exact = _run_in_format(vae, trip, images, "fp32")
     if not bool(exact.isfinite().all()):
         raise ModelError("the VAE gives NaN or infinity for your samples in fp32", fix="another VAE: model.vae=DIR")
     spread = float((exact - exact.mean()).square().mean().sqrt()) or 1.0
     errors: dict[str, float | None] = {}
     for name in formats:
-        found = _in_format(vae, trip, images, name)
+        found = _run_in_format(vae, trip, images, name)
         error = float((found - exact).square().mean().sqrt()) / spread
         errors[name] = error if bool(found.isfinite().all()) else None
     return errors
 
 
 @torch.no_grad()
-def _in_format(vae: Any, trip: RoundTrip, images: Tensor, format_name: str) -> Tensor:
+def _run_in_format(vae: Any, trip: RoundTrip, images: Tensor, format_name: str) -> Tensor:
     onednn = torch._C._get_mkldnn_enabled()
-    with computing_in(format_name, images.device), warnings.catch_warnings():
+    with compute_in(format_name, images.device), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # a CPU that emulates bf16
         try:
             return trip(vae, images).float()
@@ -98,7 +98,7 @@ def _in_format(vae: Any, trip: RoundTrip, images: Tensor, format_name: str) -> T
             torch._C._set_mkldnn_enabled(onednn)
 
 
-def computing_in(format_name: str, device: torch.device) -> AbstractContextManager[Any]:
+def compute_in(format_name: str, device: torch.device) -> AbstractContextManager[Any]:
     """As a frozen part of a run computes: autocast's way, norms in fp32."""
     if format_name not in HALF:
         return fp32_island()

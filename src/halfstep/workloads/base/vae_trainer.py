@@ -19,7 +19,7 @@ from halfstep.data import noise
 from halfstep.islands import fp32_island, in_fp32
 from halfstep.models.patch_gan import PatchGan
 from halfstep.models.posterior import Codec
-from halfstep.workloads.base import over_ranks
+from halfstep.workloads.base.over_ranks import average_over_ranks
 from halfstep.workloads.base.scheduled import Scheduled
 from halfstep.workloads.base.workload import Batch, Phase, Workload
 
@@ -170,7 +170,7 @@ def adaptive_weight(
     whichever ranks hold its samples.
     """
     of_reconstruction, of_adversarial = (
-        over_ranks.mean(torch.autograd.grad(loss * scale, last_layer, retain_graph=True)[0].float()).norm() / scale
+        average_over_ranks(torch.autograd.grad(loss * scale, last_layer, retain_graph=True)[0].float()).norm() / scale
         for loss, scale in zip((reconstruction, adversarial), scales, strict=True)
     )
     weight: Tensor = of_reconstruction / (of_adversarial + SMALLEST_NORM)

@@ -36,7 +36,7 @@ class Prepare(Protocol):
     def __call__(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch: ...
 
 
-def as_loaded(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
+def keep_as_loaded(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
     """Samples that are what the model sees need no preparation."""
     del key, training
     return batch
@@ -74,7 +74,7 @@ class Workload:
     model: nn.Module
     train_samples: Samples
     val_samples: Samples
-    prepare: Prepare = as_loaded
+    prepare: Prepare = keep_as_loaded
     forward: Forward
     loss: Loss
     metrics: MakeMetrics
@@ -121,8 +121,8 @@ class Workload:
     """Names of modules or parameters that are averaged; empty: all."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "frozen", frozen_parts(self.frozen))
-        refuse_held_twice(self.model, self.frozen)
+        object.__setattr__(self, "frozen", wrap_frozen_parts(self.frozen))
+        check_frozen_apart(self.model, self.frozen)
         object.__setattr__(self, "val_names", tuple(make_printable(name) for name in self.val_names))
         object.__setattr__(self, "about", tuple((name, make_printable(value)) for name, value in self.about))
 
@@ -229,12 +229,12 @@ class Group:
     weight_decay: float | None = None
 
 
-def frozen_parts(given: Mapping[str, Any]) -> dict[str, FrozenPart]:
+def wrap_frozen_parts(given: Mapping[str, Any]) -> dict[str, FrozenPart]:
     """Modules or FrozenParts as FrozenParts."""
-    return {name: _frozen(name, part) for name, part in given.items()}
+    return {name: _wrap_frozen_part(name, part) for name, part in given.items()}
 
 
-def _frozen(name: str, part: Any) -> FrozenPart:
+def _wrap_frozen_part(name: str, part: Any) -> FrozenPart:
     if not name.isidentifier():
         raise ConfigError(
             f"{name!r} is not a name for a frozen part",
@@ -246,7 +246,7 @@ def _frozen(name: str, part: Any) -> FrozenPart:
     return part if isinstance(part, FrozenPart) else FrozenPart(module=part)
 
 
-def refuse_held_twice(model: nn.Module, frozen: Mapping[str, FrozenPart]) -> None:
+def check_frozen_apart(model: nn.Module, frozen: Mapping[str, FrozenPart]) -> None:
     """A frozen part that is part of the model too, by its name or by its weights."""
     trained = {id(parameter) for parameter in model.parameters()}
     for name, part in frozen.items():

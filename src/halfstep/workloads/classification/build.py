@@ -19,8 +19,8 @@ from halfstep.data.seeds import make_generator
 from halfstep.errors import ConfigError, ModelError, format_count, summarise_error
 from halfstep.models.vit import ViT, build_vit, compute_grid, resize_positions
 from halfstep.models.weights import load_weights_, match_names, read_weights
-from halfstep.workloads import model_of
-from halfstep.workloads.base.import_path import imported
+from halfstep.workloads import get_model_name
+from halfstep.workloads.base.import_path import import_callable
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.workload import Prepare, Workload
 from halfstep.workloads.classification.augment import SCALE, SHIFT, ImageChanges, prepare_images
@@ -131,7 +131,7 @@ def _build_own_model(config: ClassifierConfig, num_classes: int) -> Classifier:
     if isinstance(config, ResNetConfig):
         shape = config.model
         return build_resnet(
-            model_of(config),
+            get_model_name(config),
             blocks=shape.blocks,
             num_classes=num_classes,
             width=shape.width,
@@ -141,7 +141,7 @@ def _build_own_model(config: ClassifierConfig, num_classes: int) -> Classifier:
     assert isinstance(config, ViTConfig)
     size = config.model
     model = build_vit(
-        model_of(config),
+        get_model_name(config),
         depth=size.depth,
         heads=size.heads,
         dim=size.dim,
@@ -166,7 +166,7 @@ def _build_users_model(config: ClassifierConfig, num_classes: int) -> nn.Module:
             why=f"which layer of {wish.path} is the head cannot be known",
             fix="replace the head in your own function",
         )
-    make = imported(wish.path, what="model.path", form="callable(**model.options) -> nn.Module")
+    make = import_callable(wish.path, what="model.path", form="callable(**model.options) -> nn.Module")
     options = {**({"num_classes": num_classes} if _accepts(make, "num_classes") else {}), **wish.options}
     try:
         model: nn.Module = make(**options)
@@ -205,11 +205,11 @@ def _check_logits(model: object, path: str, num_classes: int, size: int) -> None
 IMAGENET_CLASSES = 1000
 
 
-def random_store(config: ClassifierConfig) -> dict[str, Any]:
+def make_random_store(config: ClassifierConfig) -> dict[str, Any]:
     return {"classes": [str(k) for k in range(IMAGENET_CLASSES)]}
 
 
-def random_batch(config: ClassifierConfig, store: Store) -> Batch:
+def make_random_batch(config: ClassifierConfig, store: Store) -> Batch:
     """Return bytes as a loader delivers them, and labels that no model can guess."""
     generator, size, side = make_generator(config.train.seed), config.train.batch_size, config.data.image_size
     image = torch.randint(256, (size, side, side, 3), dtype=torch.uint8, generator=generator)
@@ -217,7 +217,7 @@ def random_batch(config: ClassifierConfig, store: Store) -> Batch:
     return {"image": image, "label": label, "index": torch.arange(size)}
 
 
-def over(config: ClassifierConfig, store: Store, samples: Samples) -> Workload:
+def build_over(config: ClassifierConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload on given samples without augmentation, which costs every framework the same."""
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from halfstep.report.picture_file import BAD, FAINT, GOOD, INK, new_figure, save_figure, shorten_name
 from halfstep.report.results import Cell
-from halfstep.workloads.base.other_data import pictures_folder
-from halfstep.workloads.base.using import Look, PlainEvaluation
+from halfstep.workloads.base.other_data import use_all_pictures
+from halfstep.workloads.base.using import LookAt, PlainEvaluation
 from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.classification.scores import ClassificationDetails, Mistake
 
@@ -26,7 +26,7 @@ SHOWN_MISTAKES = 24
 
 class ClassificationEvaluation(PlainEvaluation):
     ranking = "accuracy"
-    config_for = staticmethod(pictures_folder)
+    config_for = staticmethod(use_all_pictures)
     metrics: ClassificationDetails
 
     def __init__(self, workload: Workload) -> None:
@@ -52,7 +52,7 @@ class ClassificationEvaluation(PlainEvaluation):
             )
         return tuple(rows)
 
-    def draw(self, folder: Path, look: Look) -> list[Path]:
+    def draw(self, folder: Path, look: LookAt) -> list[Path]:
         """Draw the confusion matrix, and the mistakes if there are any."""
         paths = [folder / "confusion.png"]
         draw_confusion(self.metrics.confusion().tolist(), self.names, paths[0])

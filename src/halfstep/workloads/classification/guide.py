@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfstep.data.image_samples import TrainingFiles, TrainingImages
 from halfstep.data.loader import Samples
-from halfstep.workloads.base.guiding import Opened, file_size, median_size
+from halfstep.workloads.base.guiding import OpenedData, measure_median_size, read_size
 from halfstep.workloads.classification.config import ClassifierConfig, ResNetConfig, ViTConfig
 from halfstep.workloads.classification.data import open_image_data
 
@@ -23,9 +23,9 @@ SMALL_SIDE, PATCHES_A_SIDE = 64, 8
 class Guide:
     small_on_cpu = {"data.image_size": 128, "data.eval_size": 0}
 
-    def open(self, config: ClassifierConfig) -> Opened:
+    def open(self, config: ClassifierConfig) -> OpenedData:
         data = open_image_data(config.data)
-        return Opened(
+        return OpenedData(
             train=data.train,
             val=data.val,
             store={"classes": list(data.classes)},
@@ -63,5 +63,5 @@ def _measure_sides(train: Samples) -> tuple[int, int] | None:
         width, height = np.median(train.images.sizes, axis=0)
         return int(width), int(height)
     if isinstance(train, TrainingFiles):
-        return median_size(len(train), lambda index: file_size(train.listing.paths[index]))
+        return measure_median_size(len(train), lambda index: read_size(train.listing.paths[index]))
     return None

@@ -16,7 +16,7 @@ from halfstep.errors import DataError
 from halfstep.report.progress import Bar
 from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
-from halfstep.workloads.base.using import Input, Trained, Wishes, failure_of
+from halfstep.workloads.base.using import Input, Trained, Wishes, describe_failure
 from halfstep.workloads.classification.build import PrepareImages, build_model
 from halfstep.workloads.classification.config import ClassifierConfig
 from halfstep.workloads.classification.data import get_evaluation_share, get_evaluation_size
@@ -50,7 +50,7 @@ class ClassPredictor:
             with open_picture(item.path) as picture:
                 return torch.from_numpy(crop_centre(picture, get_evaluation_size(data), self.eval_share))
         except DataError as error:
-            return failure_of(item, error)
+            return describe_failure(item, error)
 
     def _probabilities(self, pictures: list[Tensor], trained: Trained) -> list[list[float]]:
         batch = self.prepare({"image": torch.stack(pictures).to(trained.device)}, key=(), training=False)

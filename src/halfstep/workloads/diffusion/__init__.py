@@ -58,9 +58,9 @@ VAE = Kind.in_folder(
     task="autoencoder",
     export=".export:export_vae",
     sample=PICTURE,
-    synthetic=replace(SYNTHETIC, over=".build:vae_over"),
+    synthetic=replace(SYNTHETIC, over=".build:build_vae_over"),
     evaluate=EvaluateCommand(".evaluate:VaeEvaluation"),
-    predict=PredictCommand(".predict:ReconstructionPredictor", writes_files=True),
+    predict=PredictCommand(".predict:PicturePredictor", writes_files=True),
     guide=GuideEntry(
         guide=".guide:VaeGuide",
         about="latents for a diffusion model: any folder of pictures",

@@ -22,15 +22,15 @@ from halfstep.workloads.base.latent_store import LatentDraws
 from halfstep.workloads.base.workload import Batch, Workload
 from halfstep.workloads.diffusion import vae as autoencoder
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
-from halfstep.workloads.diffusion.data import open_pictures, unit_images
-from halfstep.workloads.diffusion.diffusers_blocks import blocks_of
-from halfstep.workloads.diffusion.diffusers_nets import CODEC, Net, config_of
-from halfstep.workloads.diffusion.latents import open_samples, told_of_captions
-from halfstep.workloads.diffusion.make import Maker, check_steps
-from halfstep.workloads.diffusion.networks import Parts, frozen_parts, model_of, open_parts, open_text
-from halfstep.workloads.diffusion.noise_schedule import Noising, noised, schedule_of, target_of
+from halfstep.workloads.diffusion.data import open_pictures, scale_images
+from halfstep.workloads.diffusion.diffusers_blocks import find_blocks
+from halfstep.workloads.diffusion.diffusers_nets import CODEC, Net, dump_config
+from halfstep.workloads.diffusion.latents import describe_cut_captions, open_samples
+from halfstep.workloads.diffusion.make import ImageSampler, check_steps
+from halfstep.workloads.diffusion.networks import DiffusionParts, build_unet, list_frozen_parts, open_parts, open_text
+from halfstep.workloads.diffusion.noise_schedule import NoiseDraws, add_noise, make_schedule, make_target
 from halfstep.workloads.diffusion.scores import DenoisingMetrics, denoising_loss
-from halfstep.workloads.diffusion.weights_settings import Adopted, adopted
+from halfstep.workloads.diffusion.weights_settings import AdoptedSettings, adopt_settings
 
 FRAGILE = (
     "noising: a half schedule adds no noise at the first timesteps",
@@ -41,17 +41,17 @@ FRAGILE = (
 
 def build(config: DiffusionConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """The workload for `config.data.dir`; `store` of an earlier run fixes classes and the U-Net's form."""
-    found_in_weights = adopted(config) if store is None else Adopted(config=config)
+    found_in_weights = adopt_settings(config) if store is None else AdoptedSettings(config=config)
     config = found_in_weights.config
-    check_steps(config.sample.steps, schedule_of(config))
+    check_steps(config.sample.steps, make_schedule(config))
     data = open_pictures(config.data, config.model.conditioning)
     classes = tuple(store["classes"]) if store else data.classes
     check_same_classes(classes, data.classes)
     parts = open_parts(config, classes)
-    model = model_of(config, parts, store)
+    model = build_unet(config, parts, store)
     samples = open_samples(config, data, parts, store)
-    found = {"unet": config_of(model), "classes": list(classes), **samples.store}
-    return workload_of(
+    found = {"unet": dump_config(model), "classes": list(classes), **samples.store}
+    return make_workload(
         config,
         parts,
         model,
@@ -59,23 +59,23 @@ def build(config: DiffusionConfig, store: Mapping[str, Any] | None = None) -> Wo
         samples.val,
         found,
         with_vae=config.data.cache == "off",
-        notes=(*data.notes, *found_in_weights.notes, *told_of_captions(data, parts.conditions)),
+        notes=(*data.notes, *found_in_weights.notes, *describe_cut_captions(data, parts.conditions)),
         val_names=data.val_names,
-        about=(*data.about, *found_in_weights.about, *samples.about, *told_of(config, parts)),
+        about=(*data.about, *found_in_weights.about, *samples.about, *describe_conditions(config, parts)),
         settled={**found_in_weights.settled, **samples.settled},
     )
 
 
-def told_of(config: DiffusionConfig, parts: Parts) -> tuple[tuple[str, str], ...]:
+def describe_conditions(config: DiffusionConfig, parts: DiffusionParts) -> tuple[tuple[str, str], ...]:
     """What the U-Net is told of a picture, for the header."""
     if not parts.conditions.is_told:
         return ()
     return (("is told", f"{parts.conditions.about}; {config.model.drop_condition:.0%} of the samples: nothing"),)
 
 
-def workload_of(
+def make_workload(
     config: DiffusionConfig,
-    parts: Parts,
+    parts: DiffusionParts,
     model: Net,
     train: Samples,
     val: Samples,
@@ -89,29 +89,29 @@ def workload_of(
         model=model,
         train_samples=train,
         val_samples=val,
-        prepare=Prepared(config, parts),
-        forward=Forward(config, parts),
+        prepare=DiffusionPrepare(config, parts),
+        forward=DiffusionForward(config, parts),
         loss=denoising_loss,
         metrics=partial(DenoisingMetrics, config.noise.steps),
         metric="mse",
         mode="min",
         scoring="mse is over all held-out samples, unweighed; mse/A-B are timesteps A to B. Noise is fixed by sample",
         fragile=FRAGILE,
-        blocks=blocks_of(model),
+        blocks=find_blocks(model),
         store=store,
-        frozen=frozen_parts(config, parts, with_vae=with_vae),
-        sample=Maker(config, parts, store).sheet,
+        frozen=list_frozen_parts(config, parts, with_vae=with_vae),
+        sample=ImageSampler(config, parts, store).sheet,
         scores_raw=True,
         **about,
     )
 
 
-class Prepared:
+class DiffusionPrepare:
     """From a loaded batch to images or moments in fp32, and all that is drawn for them."""
 
-    def __init__(self, config: DiffusionConfig, parts: Parts) -> None:
+    def __init__(self, config: DiffusionConfig, parts: DiffusionParts) -> None:
         self.flip, self.drop = config.data.flip, config.model.drop_condition
-        self.noising, self.conditions = Noising(config, parts.shape), parts.conditions
+        self.noising, self.conditions = NoiseDraws(config, parts.shape), parts.conditions
         self.shape, self.has_latents = parts.shape, parts.vae is not None
 
     def __call__(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
@@ -119,17 +119,17 @@ class Prepared:
         num, device = len(first), first.device
         made = dict(batch)
         if "moments" not in batch:
-            made["image"] = unit_images(batch, key=key, flip=self.flip if training else 0.0)
+            made["image"] = scale_images(batch, key=key, flip=self.flip if training else 0.0)
         if self.has_latents:
             made["posterior_noise"] = noise.normal(key, num, self.shape, device, stream="posterior")
         made |= self.noising.draw(num, key=key, device=device, index=None if training else batch.get("index"))
         return made | (self.conditions.dropped(batch, key=key, share=self.drop) if training else {})
 
 
-class Forward:
+class DiffusionForward:
     """What the U-Net says of noised images, and what it should have said."""
 
-    def __init__(self, config: DiffusionConfig, parts: Parts) -> None:
+    def __init__(self, config: DiffusionConfig, parts: DiffusionParts) -> None:
         self.target, self.parts, self.conditions = config.model.target, parts, parts.conditions
         self.draw_latents: LatentDraws | None = None
         if parts.vae is not None:
@@ -141,22 +141,22 @@ class Forward:
     def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         x0 = batch["image"] if self.draw_latents is None else self.draw_latents(batch)
         signal, sigma = batch["signal"], batch["sigma"]
-        x_t = noised(x0, batch.get("input_noise", batch["noise"]), signal, sigma)
+        x_t = add_noise(x0, batch.get("input_noise", batch["noise"]), signal, sigma)
         keywords = self.conditions.keywords(batch)
         return {
             "prediction": model(x_t, batch["timestep"], **keywords, return_dict=False)[0],
-            "target": target_of(self.target, x0, batch["noise"], signal, sigma),
+            "target": make_target(self.target, x0, batch["noise"], signal, sigma),
         }
 
 
 NUM_CLASSES = 10
 
 
-def random_store(config: DiffusionConfig | VaeConfig) -> dict[str, Any]:
+def make_random_store(config: DiffusionConfig | VaeConfig) -> dict[str, Any]:
     return {"classes": [str(k) for k in range(NUM_CLASSES)]}
 
 
-def random_batch(config: DiffusionConfig | VaeConfig, store: Store) -> Batch:
+def make_random_batch(config: DiffusionConfig | VaeConfig, store: Store) -> Batch:
     """Bytes as a loader delivers them; with text, tokens."""
     generator, size, side = make_generator(config.train.seed), config.train.batch_size, config.data.image_size
     image = torch.randint(256, (size, side, side, 3), dtype=torch.uint8, generator=generator)
@@ -170,10 +170,10 @@ def random_batch(config: DiffusionConfig | VaeConfig, store: Store) -> Batch:
     return batch
 
 
-def vae_over(config: VaeConfig, store: Store, samples: Samples) -> Workload:
-    return autoencoder.workload_of(config, autoencoder.model_of(config), samples, samples, store)
+def build_vae_over(config: VaeConfig, store: Store, samples: Samples) -> Workload:
+    return autoencoder.make_workload(config, autoencoder.build_model(config), samples, samples, store)
 
 
-def over(config: DiffusionConfig, store: Store, samples: Samples) -> Workload:
+def build_over(config: DiffusionConfig, store: Store, samples: Samples) -> Workload:
     parts = open_parts(config, tuple(store["classes"]))
-    return workload_of(config, parts, model_of(config, parts), samples, samples, store)
+    return make_workload(config, parts, build_unet(config, parts), samples, samples, store)

@@ -55,7 +55,7 @@ def open_pictures(config: PictureDataConfig, conditioning: Conditioning = "none"
     if config.dir is None:
         raise DataError("no data folder", fix="--data-dir DIR")
     bad_files = BadFiles(config.on_bad_file)
-    found = _found(config, conditioning)
+    found = _find(config, conditioning)
     images = check_images(found.images, bad_files=bad_files)
     captions = tuple(tuple(found.captions.get(path, "") for path in part.paths) for part in (images.train, images.val))
     return PictureData(
@@ -69,7 +69,7 @@ def open_pictures(config: PictureDataConfig, conditioning: Conditioning = "none"
     )
 
 
-def _found(config: PictureDataConfig, conditioning: Conditioning) -> CaptionedFolder:
+def _find(config: PictureDataConfig, conditioning: Conditioning) -> CaptionedFolder:
     root = Path(config.dir or "")
     layout = FolderLayout(
         train=config.train_folder,
@@ -86,12 +86,12 @@ def _found(config: PictureDataConfig, conditioning: Conditioning) -> CaptionedFo
     return find_captioned(root, layout, config.text_column)
 
 
-def square_pictures(listing: Listing, size: int) -> EvaluationFiles:
+def make_square_samples(listing: Listing, size: int) -> EvaluationFiles:
     """The largest centred square of each picture: `image` (size, size, 3) bytes, and `label`."""
     return EvaluationFiles(listing, size=size, share=1.0)
 
 
-def unit_images(batch: Batch, *, key: tuple[int, ...], flip: float) -> Tensor:
+def scale_images(batch: Batch, *, key: tuple[int, ...], flip: float) -> Tensor:
     """Images (N, 3, H, W) in -1..1 from bytes (N, H, W, 3), or floats that are so already; mirrored by the key."""
     image = batch["image"]
     image = image.permute(0, 3, 1, 2).float() / 127.5 - 1 if image.dtype == torch.uint8 else image
@@ -130,7 +130,7 @@ def find_pictures(root: Path, layout: FolderLayout) -> CaptionedFolder:
     train, val = (
         [path for folder in folders for path in list_pictures(folder)] for folders in (train_folders, val_folders)
     )
-    return CaptionedFolder(images=_divided(root, train, val, layout, divided=bool(val_folders)))
+    return CaptionedFolder(images=_divide(root, train, val, layout, divided=bool(val_folders)))
 
 
 def find_captioned(root: Path, layout: FolderLayout, column: str) -> CaptionedFolder:
@@ -143,7 +143,7 @@ def find_captioned(root: Path, layout: FolderLayout, column: str) -> CaptionedFo
     )
     _refuse_few(root, len(train) + len(val), "with a caption", "add captions to the table, a line for each picture")
     in_order = [sorted(found, key=lambda path: natural_key(str(path))) for found in (train, val)]
-    images = _divided(root, in_order[0], in_order[1], layout, divided=bool(val_folders))
+    images = _divide(root, in_order[0], in_order[1], layout, divided=bool(val_folders))
     bare = sum(len(list_pictures(folder)) for folder in {*train_folders, *val_folders}) - len(train | val)
     notes = (f"left out: {format_count(bare, 'picture')} without a caption",) if bare > 0 else ()
     return CaptionedFolder(images=images, captions=train | val, notes=notes)
@@ -155,12 +155,12 @@ def find_classes(root: Path, layout: FolderLayout, class_file: Path | None) -> C
     `text` holds captions here: it holds classes only where it is named."""
     images = find_images(root, replace(layout, label_columns=CLASS_COLUMNS))
     if class_file is not None:
-        images = _renumbered(images, class_names(class_file), class_file)
+        images = _renumber(images, read_class_names(class_file), class_file)
     _refuse_few(root, len(images.train) + len(images.val))
     return CaptionedFolder(images=images)
 
 
-def class_names(path: Path) -> tuple[str, ...]:
+def read_class_names(path: Path) -> tuple[str, ...]:
     """One class per line, the first of them number 0."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
@@ -174,7 +174,7 @@ def class_names(path: Path) -> tuple[str, ...]:
     return names
 
 
-def _renumbered(images: ImageFolder, names: Sequence[str], source: Path) -> ImageFolder:
+def _renumber(images: ImageFolder, names: Sequence[str], source: Path) -> ImageFolder:
     if set(names) != set(images.classes):
         missing = [name for name in images.classes if name not in names]
         extra = [name for name in names if name not in images.classes]
@@ -193,7 +193,7 @@ def _renumbered(images: ImageFolder, names: Sequence[str], source: Path) -> Imag
     return replace(images, classes=tuple(names), train=train, val=val)
 
 
-def _divided(root: Path, train: list[Path], val: list[Path], layout: FolderLayout, *, divided: bool) -> ImageFolder:
+def _divide(root: Path, train: list[Path], val: list[Path], layout: FolderLayout, *, divided: bool) -> ImageFolder:
     _refuse_few(root, len(train) + len(val))
     if divided and not (train and val):
         raise DataError(f"no pictures in the {'validation' if train else 'training'} folder of {root}")

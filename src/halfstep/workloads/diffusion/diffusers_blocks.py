@@ -13,7 +13,7 @@ from halfstep.kernels.group_norm import add_branch, convolved, fits, group_norm_
 from halfstep.workloads.diffusion.diffusers_nets import Net
 
 
-def blocks_of(net: Net) -> Mapping[type[nn.Module], Callable[..., Any] | None]:
+def find_blocks(net: Net) -> Mapping[type[nn.Module], Callable[..., Any] | None]:
     """Its residual blocks and attention; with text its transformers, which are compiled."""
     from diffusers.models.attention_processor import Attention
     from diffusers.models.resnet import ResnetBlock2D
@@ -24,12 +24,12 @@ def blocks_of(net: Net) -> Mapping[type[nn.Module], Callable[..., Any] | None]:
     def forward(block: Any, input_tensor: Tensor, temb: Tensor | None = None, *rest: Any, **more: Any) -> Tensor:
         if rest or more or not is_plain(block, input_tensor, temb):
             return own(block, input_tensor, temb, *rest, **more)
-        return residual(block, input_tensor, temb)
+        return run_residual_block(block, input_tensor, temb)
 
     found: dict[type[nn.Module], Callable[..., Any] | None] = {ResnetBlock2D: forward}
     if any(isinstance(module, Transformer2DModel) for module in net.modules()):
         return found | {Transformer2DModel: None}
-    return found | {Attention: attention(Attention.forward)}
+    return found | {Attention: make_attention_forward(Attention.forward)}
 
 
 def is_plain(block: Any, x: Tensor, temb: Tensor | None) -> bool:
@@ -42,7 +42,7 @@ def is_plain(block: Any, x: Tensor, temb: Tensor | None) -> bool:
     return knows and convolves and not resizes and fits(x, block.norm1) and is_plain_norm(block.norm2)
 
 
-def residual(block: Any, x: Tensor, temb: Tensor | None) -> Tensor:
+def run_residual_block(block: Any, x: Tensor, temb: Tensor | None) -> Tensor:
     hidden, added = convolved(block.norm1, block.conv1, x), block.conv1.bias.expand(len(x), -1)
     if block.time_emb_proj is not None and temb is not None:
         temb = block.time_emb_proj(temb if block.skip_time_act else block.nonlinearity(temb))
@@ -74,7 +74,7 @@ MOST_SCORES = 2**25
 """That are kept: 128 MiB in fp32."""
 
 
-def attention(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def make_attention_forward(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """By matmuls and a softmax in fp32 where one head has all channels, and scores are few."""
 
     def forward(layer: Any, hidden_states: Tensor, *rest: Any, **more: Any) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from halfstep.disk import parse_json
 from halfstep.errors import ConfigError, Interrupted, ModelError, explain_refused_pickle, format_count, suggest_install
-from halfstep.models.posterior import Codec, posterior
+from halfstep.models.posterior import Codec, split_moments
 
 LARGEST_NORM_GROUPS, FEWEST_IN_GROUP = 32, 4
 """Of GroupNorm, as all published models have them. Narrow levels take fewer: a group of one channel would lose how
@@ -31,7 +31,7 @@ Net = Any
 """A network of diffusers', which has no types."""
 
 
-def vae_config(*, channels: Sequence[int], layers: int, latent_channels: int, image_size: int) -> dict[str, Any]:
+def make_vae_config(*, channels: Sequence[int], layers: int, latent_channels: int, image_size: int) -> dict[str, Any]:
     """AutoencoderKL of this size; Stable Diffusion's is (128, 256, 512, 512) with two layers and four channels."""
     return {
         "_class_name": VAE,
@@ -42,12 +42,12 @@ def vae_config(*, channels: Sequence[int], layers: int, latent_channels: int, im
         "block_out_channels": list(channels),
         "layers_per_block": layers,
         "latent_channels": latent_channels,
-        "norm_num_groups": _norm_groups(channels),
+        "norm_num_groups": _count_norm_groups(channels),
         "sample_size": image_size,
     }
 
 
-def unet_config(
+def make_unet_config(
     *,
     sample_size: int,
     sample_channels: int,
@@ -80,7 +80,7 @@ def unet_config(
         "layers_per_block": layers,
         "attention_head_dim": attention_head_dim,
         "dropout": dropout,
-        "norm_num_groups": _norm_groups(channels),
+        "norm_num_groups": _count_norm_groups(channels),
     }
     if num_classes:
         config["num_class_embeds"] = num_classes
@@ -89,7 +89,7 @@ def unet_config(
 
 def build_net(config: Mapping[str, Any]) -> Net:
     """A new network of diffusers' from its config, with its `_class_name`."""
-    kind = diffusers_class(str(config["_class_name"]))
+    kind = import_diffusers_class(str(config["_class_name"]))
     try:
         return kind.from_config({name: value for name, value in config.items() if name != "_class_name"})
     except (ValueError, TypeError, ZeroDivisionError, AssertionError) as error:
@@ -100,14 +100,14 @@ def build_net(config: Mapping[str, Any]) -> Net:
         ) from error
 
 
-def config_of(net: Net) -> dict[str, Any]:
+def dump_config(net: Net) -> dict[str, Any]:
     """What `build_net` needs to build it again; as JSON keeps it."""
     private = {"_name_or_path", "_diffusers_version", "_use_default_values"}
     found = {name: value for name, value in dict(net.config).items() if name not in private}
     return json.loads(json.dumps({"_class_name": type(net).__name__, **found}))
 
 
-def net_folder(folder: str, part: str, setting: str) -> Path:
+def find_net_folder(folder: str, part: str, setting: str) -> Path:
     """Where a network lies: in the folder itself, or in the one that a pipeline keeps it in."""
     root = Path(folder).expanduser()
     names = (part, *OTHER_NAMES.get(part, ()))
@@ -115,13 +115,13 @@ def net_folder(folder: str, part: str, setting: str) -> Path:
         if (place / "config.json").is_file():
             return place
     raise ModelError(
-        f"{setting}={folder}: {_why_not(root, part)}",
+        f"{setting}={folder}: {_explain_missing(root, part)}",
         why="a folder of this machine is needed; nothing is downloaded",
         fix="a folder that save_pretrained wrote, or model/ of a run",
     )
 
 
-def _why_not(root: Path, part: str) -> str:
+def _explain_missing(root: Path, part: str) -> str:
     if not root.is_dir():
         return "it is a file" if root.exists() else "there is no such folder"
     if (root / "model_index.json").is_file():
@@ -146,16 +146,16 @@ def open_net(folder: Path, expected: Sequence[str]) -> Net:
             why=f"pictures are RGB here: {IMAGE_CHANNELS} channels",
             fix="another VAE",
         )
-    if is_counted():
+    if is_on_meta():
         return build_net(config).train()
     try:
-        net, found = diffusers_class(name).from_pretrained(
+        net, found = import_diffusers_class(name).from_pretrained(
             folder,
             local_files_only=True,
             torch_dtype=torch.float32,
             low_cpu_mem_usage=False,
             output_loading_info=True,
-            **which_files(folder),
+            **choose_weight_files(folder),
         )
     except Exception as error:  # a foreign folder can break a reader in any way
         raise ModelError(
@@ -179,12 +179,12 @@ def refuse_missing_weights(folder: Path, found: Mapping[str, Any]) -> None:
         )
 
 
-def is_counted() -> bool:
+def is_on_meta() -> bool:
     """Whether networks are built on meta, to count what they cost: nobody reads their weights."""
     return torch.get_default_device().type == "meta"
 
 
-def which_files(folder: Path) -> dict[str, Any]:
+def choose_weight_files(folder: Path) -> dict[str, Any]:
     """What `from_pretrained` must be told where a folder has no plain safetensors: whole weights come before halves
     (`*.fp16.*`), safetensors before pickled tensors."""
     names = [path.name.split(".") for path in folder.iterdir() if WEIGHT_FILE.fullmatch(path.name)]
@@ -199,23 +199,23 @@ def check_side(side: int, num_halvings: int, halved_by: str, setting: str) -> No
     if side % step or side < step:
         near = [size for size in (side // step * step, (side // step + 1) * step) if size > 0]
         raise ConfigError(
-            f"images of {side} pixels cannot be halved {_times(num_halvings)}",
+            f"images of {side} pixels cannot be halved {_format_times(num_halvings)}",
             why=f"{halved_by} so often, once for each level but the last: their side is a multiple of {step}",
             fix=f"{setting}, or fewer model.channels; sides that fit: {' or '.join(map(str, near))}",
         )
 
 
-def _times(number: int) -> str:
+def _format_times(number: int) -> str:
     return {1: "once", 2: "twice"}.get(number, f"{number} times")
 
 
-def halvings(net_config: Mapping[str, Any]) -> int:
+def count_halvings(net_config: Mapping[str, Any]) -> int:
     return len(net_config["block_out_channels"]) - 1
 
 
-def latent_shape(vae: Net, side: int) -> tuple[int, int, int]:
+def get_latent_shape(vae: Net, side: int) -> tuple[int, int, int]:
     """Of the latent of a square image."""
-    latent = side >> halvings(vae.config)
+    latent = side >> count_halvings(vae.config)
     return int(vae.config.latent_channels), latent, latent
 
 
@@ -223,7 +223,7 @@ class DiffusersCodec(Codec):
     """Latents and images of AutoencoderKL, without its scale and shift."""
 
     def encode(self, vae: Net, images: Tensor) -> tuple[Tensor, Tensor]:
-        return posterior(vae.encode(images).latent_dist.parameters)
+        return split_moments(vae.encode(images).latent_dist.parameters)
 
     def decode(self, vae: Net, latents: Tensor) -> Tensor:
         image: Tensor = vae.decode(latents).sample
@@ -233,12 +233,12 @@ class DiffusersCodec(Codec):
 CODEC = DiffusersCodec()
 
 
-def scaled(vae: Net, latents: Tensor) -> Tensor:
+def scale_latents(vae: Net, latents: Tensor) -> Tensor:
     """Latents as the U-Net knows them: shifted and scaled."""
     return (latents - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
 
 
-def decoded(vae: Net, latents: Tensor) -> Tensor:
+def decode_scaled(vae: Net, latents: Tensor) -> Tensor:
     """Images in -1..1 (N, 3, H, W), fp32, of latents as the U-Net knows them: scaled."""
     shift = vae.config.shift_factor or 0.0
     return CODEC.decode(vae, latents.float() / vae.config.scaling_factor + shift).float()
@@ -249,14 +249,14 @@ def set_checkpointing(net: Net, on: bool) -> None:
         net.enable_gradient_checkpointing()
 
 
-def _norm_groups(channels: Sequence[int]) -> int:
+def _count_norm_groups(channels: Sequence[int]) -> int:
     groups = math.gcd(LARGEST_NORM_GROUPS, *channels)
     while groups > 1 and min(channels) // groups < FEWEST_IN_GROUP:
         groups //= 2
     return groups
 
 
-def diffusers_class(name: str) -> Any:
+def import_diffusers_class(name: str) -> Any:
     """A class of diffusers', which is imported when one is asked for."""
     try:
         import diffusers

@@ -25,14 +25,14 @@ from halfstep.disk import name_hidden, remove_leftovers
 from halfstep.errors import ConfigError, ModelError
 from halfstep.report.progress import Bar
 from halfstep.report.results import Cell
-from halfstep.workloads.base.other_data import pictures_folder
-from halfstep.workloads.base.sheets import Array, grid
-from halfstep.workloads.base.using import Look, Phase, PlainEvaluation, Trained
+from halfstep.workloads.base.other_data import use_all_pictures
+from halfstep.workloads.base.sheets import Array, arrange_grid
+from halfstep.workloads.base.using import LookAt, PlainEvaluation, ShowProgress, Trained
 from halfstep.workloads.base.workload import Workload
-from halfstep.workloads.diffusion.build import Forward
+from halfstep.workloads.diffusion.build import DiffusionForward
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import to_bytes
-from halfstep.workloads.diffusion.make import Maker
+from halfstep.workloads.diffusion.make import ImageSampler
 from halfstep.workloads.diffusion.scores import DenoisingMetrics
 
 FEWEST_FOR_FID, LARGEST_SUBSET, NUM_SUBSETS = 2, 100, 10
@@ -46,7 +46,7 @@ class DiffusionEvaluation(PlainEvaluation):
     def config_for(config: RunConfig, folder: Path) -> RunConfig:
         """Latents of other pictures are kept as long as this process lasts, without mirror images, which only train."""
         assert isinstance(config, DiffusionConfig)
-        found = pictures_folder(config, folder)
+        found = use_all_pictures(config, folder)
         if config.data.cache == "off":
             return found
         kept = Path(tempfile.gettempdir()) / "halfstep-latents"
@@ -70,12 +70,12 @@ class DiffusionEvaluation(PlainEvaluation):
         config: DiffusionConfig,
         trained: Trained,
         options: Mapping[str, Any],
-        phase: Phase,
+        phase: ShowProgress,
         batch_size: int | None,
     ) -> dict[str, float] | None:
         """Samples first; validation follows."""
-        assert isinstance(self.workload.forward, Forward)
-        maker = Maker(config, self.workload.forward.parts, self.workload.store)
+        assert isinstance(self.workload.forward, DiffusionForward)
+        maker = ImageSampler(config, self.workload.forward.parts, self.workload.store)
         seed = int(options["seed"])
         if options["features"]:
             features = open_features(Path(options["features"]), trained.device)
@@ -92,7 +92,7 @@ class DiffusionEvaluation(PlainEvaluation):
         rows = {name.removeprefix("mse/"): value for name, value in found.items() if name.startswith("mse/")}
         return tuple({"timesteps": name, "mse": value} for name, value in rows.items())
 
-    def draw(self, folder: Path, look: Look) -> list[Path]:
+    def draw(self, folder: Path, look: LookAt) -> list[Path]:
         paths = []
         for name, picture in self.sheet.items():
             paths.append(folder / f"{name}.png")
@@ -101,7 +101,7 @@ class DiffusionEvaluation(PlainEvaluation):
 
     def _distances(
         self,
-        maker: Maker,
+        maker: ImageSampler,
         config: DiffusionConfig,
         trained: Trained,
         features: nn.Module,
@@ -109,7 +109,7 @@ class DiffusionEvaluation(PlainEvaluation):
         seed: int,
         bar: Bar,
     ) -> dict[str, float]:
-        real = real_pictures(self.workload, maker, trained.device)
+        real = load_real_pictures(self.workload, maker, trained.device)
         if min(num, len(real)) < FEWEST_FOR_FID:
             raise ConfigError(f"FID of {min(num, len(real))} pictures", fix=f"at least {FEWEST_FOR_FID}: --num N")
         size = config.train.batch_size
@@ -119,7 +119,7 @@ class DiffusionEvaluation(PlainEvaluation):
                 made.append(maker.images(trained.model, Key.for_sampling(seed, start), min(size, num - start))[0])
             for _ in range(len(made[-1])):
                 bar.advance()
-        return distances(real, torch.cat(made), features, trained.device, size)
+        return measure_distances(real, torch.cat(made), features, trained.device, size)
 
 
 class WithDistances(DenoisingMetrics):
@@ -133,7 +133,7 @@ class WithDistances(DenoisingMetrics):
         return super().compute() | dict(self._beside)
 
 
-def real_pictures(workload: Workload, maker: Maker, device: torch.device) -> Tensor:
+def load_real_pictures(workload: Workload, maker: ImageSampler, device: torch.device) -> Tensor:
     """Bytes (N, H, W, 3) of the held-out pictures; of cached latents as the VAE decodes them."""
     samples = workload.val_samples
     found = [samples.sample(k, key=(0, 0, k)) for k in range(len(samples))]
@@ -143,7 +143,9 @@ def real_pictures(workload: Workload, maker: Maker, device: torch.device) -> Ten
     return maker.decoded_means(means.to(device))
 
 
-def distances(real: Tensor, made: Tensor, features: nn.Module, device: torch.device, size: int) -> dict[str, float]:
+def measure_distances(
+    real: Tensor, made: Tensor, features: nn.Module, device: torch.device, size: int
+) -> dict[str, float]:
     """`fid`, and `kid` where there are enough pictures for its subsets, by torchmetrics in float64 and float32."""
     from torchmetrics.image.fid import FrechetInceptionDistance
     from torchmetrics.image.kid import KernelInceptionDistance
@@ -184,14 +186,14 @@ def open_features(path: Path, device: torch.device) -> nn.Module:
 class VaeEvaluation(PlainEvaluation):
     """Validation's scores, and pictures above their reconstructions."""
 
-    config_for = staticmethod(pictures_folder)
+    config_for = staticmethod(use_all_pictures)
 
-    def draw(self, folder: Path, look: Look) -> list[Path]:
+    def draw(self, folder: Path, look: LookAt) -> list[Path]:
         shown = min(SHOWN, len(self.workload.val_samples))
         pairs = [look(k * len(self.workload.val_samples) // shown) for k in range(shown)]
         rows = [
             to_bytes(torch.cat(images)) for images in zip(*((b["image"], o["image"]) for b, o in pairs), strict=True)
         ]
         path = folder / "reconstructions.png"
-        Image.fromarray(grid(torch.cat(rows).numpy(), columns=shown)).save(path)
+        Image.fromarray(arrange_grid(torch.cat(rows).numpy(), columns=shown)).save(path)
         return [path]

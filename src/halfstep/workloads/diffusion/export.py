@@ -21,19 +21,19 @@ from halfstep.disk import write_atomically
 from halfstep.workloads.base.latent_store import ENCODED_AT_ONCE
 from halfstep.workloads.base.vae_trainer import VaeNet
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
-from halfstep.workloads.diffusion.data import open_pictures, square_pictures
-from halfstep.workloads.diffusion.diffusers_nets import CODEC, Net, build_net, config_of, diffusers_class
-from halfstep.workloads.diffusion.latents import some_images
-from halfstep.workloads.diffusion.make import scheduler_config
+from halfstep.workloads.diffusion.data import make_square_samples, open_pictures
+from halfstep.workloads.diffusion.diffusers_nets import CODEC, Net, build_net, dump_config, import_diffusers_class
+from halfstep.workloads.diffusion.latents import pick_images
+from halfstep.workloads.diffusion.make import make_scheduler_config
 from halfstep.workloads.diffusion.networks import (
     ClassConditions,
     Conditions,
-    Parts,
+    DiffusionParts,
     TextConditions,
     open_parts,
-    quiet_transformers,
+    silence_transformers,
 )
-from halfstep.workloads.diffusion.noise_schedule import schedule_of
+from halfstep.workloads.diffusion.noise_schedule import make_schedule
 
 MEASURED_IMAGES = 512
 
@@ -41,25 +41,25 @@ MEASURED_IMAGES = 512
 def export(model: nn.Module, config: DiffusionConfig, store: Mapping[str, Any], folder: Path) -> None:
     """The U-Net with all it needs to draw samples."""
     parts = open_parts(config, tuple(store["classes"]))
-    shared = scheduler_config(schedule_of(config), config.model.target)
-    with quiet_transformers():
-        _save_pipeline(folder, _plain(model, store["unet"]), parts, shared)
+    shared = make_scheduler_config(make_schedule(config), config.model.target)
+    with silence_transformers():
+        _save_pipeline(folder, _copy_plain(model, store["unet"]), parts, shared)
 
 
-def _save_pipeline(folder: Path, unet: Net, parts: Parts, shared: dict[str, Any]) -> None:
+def _save_pipeline(folder: Path, unet: Net, parts: DiffusionParts, shared: dict[str, Any]) -> None:
     clips, conditions = parts.vae is None, parts.conditions
     if clips and not conditions.is_told:
-        scheduler = diffusers_class("DDPMScheduler")(**shared, clip_sample=True)
-        diffusers_class("DDPMPipeline")(unet=unet, scheduler=scheduler).save_pretrained(folder)
+        scheduler = import_diffusers_class("DDPMScheduler")(**shared, clip_sample=True)
+        import_diffusers_class("DDPMPipeline")(unet=unet, scheduler=scheduler).save_pretrained(folder)
         return
     # An offset of 1 is what Stable Diffusion's pipeline insists on; trailing timesteps do not read it.
-    scheduler = diffusers_class("DDIMScheduler")(**shared, clip_sample=clips, steps_offset=1)
+    scheduler = import_diffusers_class("DDIMScheduler")(**shared, clip_sample=clips, steps_offset=1)
     # Neither pipeline for latents knows a VAE's shift.
     is_plain = parts.vae is not None and not parts.vae.config.shift_factor
     if is_plain and type(conditions) is Conditions:
-        diffusers_class("LDMPipeline")(vqvae=parts.vae, unet=unet, scheduler=scheduler).save_pretrained(folder)
+        import_diffusers_class("LDMPipeline")(vqvae=parts.vae, unet=unet, scheduler=scheduler).save_pretrained(folder)
     elif is_plain and isinstance(conditions, TextConditions):
-        diffusers_class("StableDiffusionPipeline")(
+        import_diffusers_class("StableDiffusionPipeline")(
             vae=parts.vae,
             text_encoder=conditions.encoder,
             tokenizer=conditions.tokenizer,
@@ -70,10 +70,10 @@ def _save_pipeline(folder: Path, unet: Net, parts: Parts, shared: dict[str, Any]
             requires_safety_checker=False,
         ).save_pretrained(folder)
     else:
-        _save_told(folder, {"unet": unet, "scheduler": scheduler, "vae": parts.vae}, conditions)
+        _save_own_pipeline(folder, {"unet": unet, "scheduler": scheduler, "vae": parts.vae}, conditions)
 
 
-def _save_told(folder: Path, nets: dict[str, Any], conditions: Conditions) -> None:
+def _save_own_pipeline(folder: Path, nets: dict[str, Any], conditions: Conditions) -> None:
     """A pipeline that diffusers does not have, with its code."""
     from halfstep.workloads.diffusion import told_pipeline
 
@@ -93,22 +93,22 @@ def _save_told(folder: Path, nets: dict[str, Any], conditions: Conditions) -> No
 def export_vae(model: nn.Module, config: VaeConfig, store: Mapping[str, Any], folder: Path) -> None:
     """The VAE alone, with the scale of its latents measured on the training pictures."""
     assert isinstance(model, VaeNet)
-    vae = _plain(model.vae, store["vae"]).to(next(model.parameters()).device)
-    vae.register_to_config(scaling_factor=measured_scale(vae, config))
+    vae = _copy_plain(model.vae, store["vae"]).to(next(model.parameters()).device)
+    vae.register_to_config(scaling_factor=measure_scale(vae, config))
     vae.to("cpu").save_pretrained(folder / "vae")
 
 
-def measured_scale(vae: Net, config: VaeConfig) -> float:
+def measure_scale(vae: Net, config: VaeConfig) -> float:
     """Of the training pictures' latents, encoded in fp32."""
-    samples = square_pictures(open_pictures(config.data).train, config.data.image_size)
-    images = some_images(samples, MEASURED_IMAGES)
+    samples = make_square_samples(open_pictures(config.data).train, config.data.image_size)
+    images = pick_images(samples, MEASURED_IMAGES)
     return CODEC.measure_scale(vae, images.split(ENCODED_AT_ONCE), source="this run")
 
 
-def _plain(net: Net, config: Mapping[str, Any]) -> Net:
+def _copy_plain(net: Net, config: Mapping[str, Any]) -> Net:
     """A copy in fp32 on the CPU, free of what a run changed in its modules."""
     plain = build_net(config)
     weights = {name: copy.deepcopy(tensor.detach()).float().cpu() for name, tensor in net.state_dict().items()}
     plain.load_state_dict(weights)
-    assert config_of(plain)["_class_name"] == config["_class_name"]
+    assert dump_config(plain)["_class_name"] == config["_class_name"]
     return plain.eval()

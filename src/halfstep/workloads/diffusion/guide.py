@@ -7,9 +7,9 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
-from halfstep.workloads.base.guiding import Opened, file_size, median_size
+from halfstep.workloads.base.guiding import OpenedData, measure_median_size, read_size
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
-from halfstep.workloads.diffusion.data import open_pictures, square_pictures
+from halfstep.workloads.diffusion.data import make_square_samples, open_pictures
 
 SMALLEST_LEVEL = 4
 """Pixels a side at the deepest level that still have something to tell."""
@@ -18,15 +18,15 @@ SMALLEST_LEVEL = 4
 class Guide:
     small_on_cpu = {"data.image_size": 32, "model.channels": (32, 64, 64), "model.attention": (2,)}
 
-    def open(self, config: DiffusionConfig | VaeConfig) -> Opened:
+    def open(self, config: DiffusionConfig | VaeConfig) -> OpenedData:
         data = open_pictures(config.data)
-        return Opened(
-            train=square_pictures(data.train, config.data.image_size),
-            val=square_pictures(data.val, config.data.image_size),
+        return OpenedData(
+            train=make_square_samples(data.train, config.data.image_size),
+            val=make_square_samples(data.val, config.data.image_size),
             store={"classes": []},
             classes=("picture",),
             notes=data.notes,
-            sides=median_size(len(data.train), lambda index: file_size(data.train.paths[index])),
+            sides=measure_median_size(len(data.train), lambda index: read_size(data.train.paths[index])),
         )
 
     def picture(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:

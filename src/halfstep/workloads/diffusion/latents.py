@@ -16,38 +16,38 @@ from halfstep.workloads.base.latent_store import (
     Encoding,
     LatentCache,
     WithColumn,
-    checksum_of,
+    describe_pack,
+    describe_resume,
+    hash_weights,
     refuse_uncached,
-    told_of_pack,
-    told_of_resume,
 )
-from halfstep.workloads.base.vae_format import Choice, chosen_format, training_device
+from halfstep.workloads.base.vae_format import FormatChoice, choose_vae_format, pick_training_device
 from halfstep.workloads.diffusion.config import DiffusionConfig
-from halfstep.workloads.diffusion.data import PictureData, open_pictures, square_pictures, unit_images
+from halfstep.workloads.diffusion.data import PictureData, make_square_samples, open_pictures, scale_images
 from halfstep.workloads.diffusion.diffusers_nets import CODEC
-from halfstep.workloads.diffusion.networks import Conditions, Parts, TextConditions, open_parts
-from halfstep.workloads.diffusion.weights_settings import adopted
+from halfstep.workloads.diffusion.networks import Conditions, DiffusionParts, TextConditions, open_parts
+from halfstep.workloads.diffusion.weights_settings import adopt_settings
 
 TRIED_IMAGES = 8
 
 
-def some_images(samples: Samples, num: int = TRIED_IMAGES) -> Tensor:
+def pick_images(samples: Samples, num: int = TRIED_IMAGES) -> Tensor:
     """A few pictures of the whole set, in -1..1."""
     places = [k * len(samples) // min(num, len(samples)) for k in range(min(num, len(samples)))]
     bytes_ = torch.stack([samples.sample(place, key=(0, 0, place))["image"] for place in places])
-    return unit_images({"image": bytes_}, key=(), flip=0.0)
+    return scale_images({"image": bytes_}, key=(), flip=0.0)
 
 
-def encoding_of(config: DiffusionConfig, data: PictureData, vae: Any, format_name: str) -> Encoding:
+def make_encoding(config: DiffusionConfig, data: PictureData, vae: Any, format_name: str) -> Encoding:
     """All pictures, training ones first."""
     splits = (data.train, data.val)
     return Encoding(
         config=config,
         root=data.root,
-        samples=[square_pictures(listing, config.data.image_size) for listing in splits],
+        samples=[make_square_samples(listing, config.data.image_size) for listing in splits],
         files=[listing.paths for listing in splits],
         column="image",
-        to_images=lambda image: unit_images({"image": image}, key=(), flip=0.0),
+        to_images=lambda image: scale_images({"image": image}, key=(), flip=0.0),
         vae=vae,
         codec=CODEC,
         format=format_name,
@@ -71,10 +71,12 @@ class OpenedSamples:
     """Of latents on disk: their checksum, that of the VAE, and its format."""
 
 
-def open_samples(config: DiffusionConfig, data: PictureData, parts: Parts, store: Store | None) -> OpenedSamples:
+def open_samples(
+    config: DiffusionConfig, data: PictureData, parts: DiffusionParts, store: Store | None
+) -> OpenedSamples:
     """As the config asks for them; the VAE's format is decided once, when a run is new."""
-    tokens = _tokens(data, parts.conditions)
-    train, val = (square_pictures(listing, config.data.image_size) for listing in (data.train, data.val))
+    tokens = _tokenize(data, parts.conditions)
+    train, val = (make_square_samples(listing, config.data.image_size) for listing in (data.train, data.val))
     plain: list[Samples] = [train, val]
     if tokens is not None:
         plain = [WithColumn(part, "tokens", words) for part, words in zip(plain, tokens, strict=True)]
@@ -83,7 +85,7 @@ def open_samples(config: DiffusionConfig, data: PictureData, parts: Parts, store
     about = [("diffuses", f"latents of {parts.vae_source}")]
     modules = dict(config.precision.modules)
     if store is None:
-        choice = vae_choice(config, data, parts)
+        choice = choose_format(config, data, parts)
         modules.pop("vae", None)
         about.append(("VAE's format", f"{choice.name}: {choice.why}"))
         form = choice.name
@@ -92,24 +94,24 @@ def open_samples(config: DiffusionConfig, data: PictureData, parts: Parts, store
     if config.data.cache == "off":
         settled = {"precision.modules": {**modules, "vae": form}}
         return OpenedSamples(train=plain[0], val=plain[1], about=tuple(about), settled=settled)
-    found = _cached(config, data, parts, form, store, tokens)
+    found = _open_cached(config, data, parts, form, store, tokens)
     return replace(found, about=(*about, *found.about), settled={"precision.modules": modules})
 
 
-def vae_choice(config: DiffusionConfig, data: PictureData, parts: Parts) -> Choice:
+def choose_format(config: DiffusionConfig, data: PictureData, parts: DiffusionParts) -> FormatChoice:
     """The VAE's format: as asked, else that of a run in fp32 or TF32, else the better half one."""
     asked, default = config.precision.modules.get("vae"), config.precision.default
     if asked is None and default in ("fp32", "tf32"):
-        return Choice(name=default, why="as the run")
-    samples = square_pictures(data.train, config.data.image_size)
-    device, trip = training_device(config), CODEC.decode_means
-    return chosen_format(parts.vae, trip, lambda: some_images(samples), device, asked or "auto", config.precision)
+        return FormatChoice(name=default, why="as the run")
+    samples = make_square_samples(data.train, config.data.image_size)
+    device, trip = pick_training_device(config), CODEC.decode_means
+    return choose_vae_format(parts.vae, trip, lambda: pick_images(samples), device, asked or "auto", config.precision)
 
 
-def _cached(
-    config: DiffusionConfig, data: PictureData, parts: Parts, form: str, store: Store | None, tokens: Tokens
+def _open_cached(
+    config: DiffusionConfig, data: PictureData, parts: DiffusionParts, form: str, store: Store | None, tokens: Tokens
 ) -> OpenedSamples:
-    own = checksum_of(parts.vae)
+    own = hash_weights(parts.vae)
     stored = {name: str((store or {}).get(name, "")) for name in ("latents_sha256", "vae_sha256")}
     if stored["vae_sha256"] not in ("", own):
         raise ModelError(
@@ -117,9 +119,9 @@ def _cached(
             why=f"SHA-256 of its weights {own[:12]}… instead of {stored['vae_sha256'][:12]}…",
             fix="put it back, or start a new run",
         )
-    cache, is_new = encoding_of(config, data, parts.vae, form).open_or_encode()
-    line = f"cached in {cache.path}, {_told_of_views(cache)}"
-    line += told_of_resume(cache, stored["latents_sha256"], is_new=is_new)
+    cache, is_new = make_encoding(config, data, parts.vae, form).open_or_encode()
+    line = f"cached in {cache.path}, {_describe_views(cache)}"
+    line += describe_resume(cache, stored["latents_sha256"], is_new=is_new)
     split = len(data.train)
     extra: list[dict[str, Tensor]] = [{"label": torch.tensor(part.labels)} for part in (data.train, data.val)]
     for part, words in zip(extra, tokens or (), strict=tokens is not None):
@@ -132,13 +134,13 @@ def _cached(
     )
 
 
-def _tokens(data: PictureData, conditions: Conditions) -> Tokens:
+def _tokenize(data: PictureData, conditions: Conditions) -> Tokens:
     if not isinstance(conditions, TextConditions):
         return None
     return [conditions.tokens(captions) for captions in data.captions]
 
 
-def told_of_captions(data: PictureData, conditions: Conditions) -> tuple[str, ...]:
+def describe_cut_captions(data: PictureData, conditions: Conditions) -> tuple[str, ...]:
     """A note where captions are too long."""
     if not isinstance(conditions, TextConditions):
         return ()
@@ -149,15 +151,15 @@ def told_of_captions(data: PictureData, conditions: Conditions) -> tuple[str, ..
 def pack(config: DiffusionConfig) -> dict[str, object]:
     """Encode every picture, unless that was done; what was made, for people and programs."""
     refuse_uncached(config)
-    config = adopted(config).config
+    config = adopt_settings(config).config
     data = open_pictures(config.data, config.model.conditioning)
     parts = open_parts(config, data.classes)
-    choice = vae_choice(config, data, parts)
-    cache, is_new = encoding_of(config, data, parts.vae, choice.name).open_or_encode()
+    choice = choose_format(config, data, parts)
+    cache, is_new = make_encoding(config, data, parts.vae, choice.name).open_or_encode()
     pictures = format_count(len(cache.moments), "picture")
-    text = f"latents of {pictures}, {_told_of_views(cache)}, encoded in {choice.name} ({choice.why})"
-    return told_of_pack(cache, text, is_new=is_new, format=choice.name)
+    text = f"latents of {pictures}, {_describe_views(cache)}, encoded in {choice.name} ({choice.why})"
+    return describe_pack(cache, text, is_new=is_new, format=choice.name)
 
 
-def _told_of_views(cache: LatentCache) -> str:
+def _describe_views(cache: LatentCache) -> str:
     return "with mirror images" if cache.moments.shape[1] > 1 else "without augmentation"

@@ -16,23 +16,23 @@ from torch import Tensor, nn
 
 from halfstep.data import noise
 from halfstep.errors import ConfigError
-from halfstep.workloads.base.sheets import Array, grid
-from halfstep.workloads.base.vae_format import computing_in
+from halfstep.workloads.base.sheets import Array, arrange_grid
+from halfstep.workloads.base.vae_format import compute_in
 from halfstep.workloads.base.workload import Batch
 from halfstep.workloads.diffusion.config import DiffusionConfig
 from halfstep.workloads.diffusion.data import to_bytes
-from halfstep.workloads.diffusion.diffusers_nets import decoded, diffusers_class, scaled
-from halfstep.workloads.diffusion.networks import Conditions, Parts
-from halfstep.workloads.diffusion.noise_schedule import NoiseSchedule, Target, schedule_of
+from halfstep.workloads.diffusion.diffusers_nets import decode_scaled, import_diffusers_class, scale_latents
+from halfstep.workloads.diffusion.networks import Conditions, DiffusionParts
+from halfstep.workloads.diffusion.noise_schedule import NoiseSchedule, Target, make_schedule
 
 PATH_IMAGES, PATH_STATES, DECODED_AT_ONCE = 4, 8, 8
 
 
-class Maker:
+class ImageSampler:
     """Makes images with a U-Net, its conditions and its VAE."""
 
-    def __init__(self, config: DiffusionConfig, parts: Parts, store: Mapping[str, Any]) -> None:
-        self.config, self.parts, self.schedule = config, parts, schedule_of(config)
+    def __init__(self, config: DiffusionConfig, parts: DiffusionParts, store: Mapping[str, Any]) -> None:
+        self.config, self.parts, self.schedule = config, parts, make_schedule(config)
         self._form = str(store.get("vae_format", ""))
         """Of a VAE that is not a frozen part, since latents come from disk: it is on the device while it decodes."""
 
@@ -54,24 +54,24 @@ class Maker:
         check_steps(steps, self.schedule)
         start = noise.normal(key, num, self.parts.shape, device, stream="start")
         clips = self.parts.vae is None
-        scheduler = scheduler_of(sampler or wish.sampler, self.schedule, self.config.model.target, clips=clips)
-        denoise = guided(model, self.parts.conditions, told or self._usual(num, device), guidance)
-        found, path = denoised(denoise, scheduler, start, steps, kept)
+        scheduler = make_scheduler(sampler or wish.sampler, self.schedule, self.config.model.target, clips=clips)
+        denoise = make_guided_denoiser(model, self.parts.conditions, told or self._usual(num, device), guidance)
+        found, path = run_sampler(denoise, scheduler, start, steps, kept)
         return self._shown(found), [self._shown(state[:PATH_IMAGES]) for state in path]
 
     def sheet(self, model: nn.Module, key: tuple[int, ...]) -> dict[str, Array]:
         """The grid of samples and the picture of their way, as training shows them."""
         found, path = self.images(model, key, self.config.sample.num, kept=PATH_STATES)
         return {
-            "samples": grid(found.numpy()),
-            "path": path_picture([state.numpy() for state in (*path, found[:PATH_IMAGES])]),
+            "samples": arrange_grid(found.numpy()),
+            "path": draw_path([state.numpy() for state in (*path, found[:PATH_IMAGES])]),
         }
 
     def decoded_means(self, means: Tensor) -> Tensor:
         """Bytes of pictures, of the means of their latents."""
         vae = self.parts.vae
         assert vae is not None
-        return self._shown(scaled(vae, means.float()))
+        return self._shown(scale_latents(vae, means.float()))
 
     def _usual(self, num: int, device: torch.device) -> Batch:
         told = self.parts.conditions.nothing(num, device)
@@ -83,8 +83,8 @@ class Maker:
         if self.parts.vae is None:
             return to_bytes(samples)
         vae = self.parts.vae.to(samples.device)
-        with torch.no_grad(), computing_in(self._form, samples.device):
-            images = to_bytes(torch.cat([decoded(vae, part) for part in samples.split(DECODED_AT_ONCE)]))
+        with torch.no_grad(), compute_in(self._form, samples.device):
+            images = to_bytes(torch.cat([decode_scaled(vae, part) for part in samples.split(DECODED_AT_ONCE)]))
         if self._form:
             vae.to("cpu")
         return images
@@ -97,7 +97,7 @@ Denoise = Callable[[Tensor, Tensor], Tensor]
 """(x_t, timestep as a 0-dim tensor) -> prediction."""
 
 
-def scheduler_config(schedule: NoiseSchedule, target: Target) -> dict[str, Any]:
+def make_scheduler_config(schedule: NoiseSchedule, target: Target) -> dict[str, Any]:
     """What all of diffusers' schedulers call these settings."""
     return {
         "num_train_timesteps": schedule.num_steps,
@@ -111,14 +111,14 @@ def scheduler_config(schedule: NoiseSchedule, target: Target) -> dict[str, Any]:
     }
 
 
-def scheduler_of(name: Sampler, schedule: NoiseSchedule, target: Target, *, clips: bool) -> Any:
+def make_scheduler(name: Sampler, schedule: NoiseSchedule, target: Target, *, clips: bool) -> Any:
     """diffusers' scheduler; `clips` where samples are pixels, whose range is known."""
     if name not in get_args(Sampler):
         raise ConfigError(f"sampler {name!r} is not known", fix=" or ".join(get_args(Sampler)))
-    shared = scheduler_config(schedule, target)
+    shared = make_scheduler_config(schedule, target)
     if name == "ddim":
-        return diffusers_class("DDIMScheduler")(**shared, clip_sample=clips)
-    return diffusers_class("DPMSolverMultistepScheduler")(**shared, algorithm_type="dpmsolver++")
+        return import_diffusers_class("DDIMScheduler")(**shared, clip_sample=clips)
+    return import_diffusers_class("DPMSolverMultistepScheduler")(**shared, algorithm_type="dpmsolver++")
 
 
 def check_steps(steps: int, schedule: NoiseSchedule) -> None:
@@ -130,7 +130,9 @@ def check_steps(steps: int, schedule: NoiseSchedule) -> None:
 
 
 @torch.no_grad()
-def denoised(denoise: Denoise, scheduler: Any, start: Tensor, steps: int, kept: int = 0) -> tuple[Tensor, list[Tensor]]:
+def run_sampler(
+    denoise: Denoise, scheduler: Any, start: Tensor, steps: int, kept: int = 0
+) -> tuple[Tensor, list[Tensor]]:
     """The samples, and `kept` states on the way there, evenly spread, the start first."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # diffusers hands torch's tensors to numpy
@@ -145,7 +147,7 @@ def denoised(denoise: Denoise, scheduler: Any, start: Tensor, steps: int, kept: 
     return state, path
 
 
-def guided(model: nn.Module, conditions: Conditions, told: Batch, guidance: float) -> Denoise:
+def make_guided_denoiser(model: nn.Module, conditions: Conditions, told: Batch, guidance: float) -> Denoise:
     """The model's prediction, pushed away from what it would say if told nothing (Ho and Salimans 2022)."""
 
     def predicted(state: Tensor, timestep: Tensor, batch: Batch) -> Tensor:
@@ -163,7 +165,7 @@ def guided(model: nn.Module, conditions: Conditions, told: Batch, guidance: floa
     return denoise
 
 
-def path_picture(states: Sequence[Array]) -> Array:
+def draw_path(states: Sequence[Array]) -> Array:
     """A row for each sample, from noise on the left to the image on the right."""
     steps = np.stack(states, axis=1)
-    return grid(steps.reshape(-1, *steps.shape[2:]), columns=len(states))
+    return arrange_grid(steps.reshape(-1, *steps.shape[2:]), columns=len(states))

@@ -25,16 +25,16 @@ from halfstep.workloads.diffusion.diffusers_nets import (
     Net,
     build_net,
     check_side,
+    choose_weight_files,
+    count_halvings,
+    find_net_folder,
     freeze_,
-    halvings,
-    is_counted,
-    latent_shape,
-    net_folder,
+    get_latent_shape,
+    is_on_meta,
+    make_unet_config,
     open_net,
     refuse_missing_weights,
     set_checkpointing,
-    unet_config,
-    which_files,
 )
 
 MORE_CONDITIONS = ("addition_embed_type", "encoder_hid_dim", "class_embed_type", "time_cond_proj_dim")
@@ -43,7 +43,7 @@ SHOWN_CLASSES = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
+class DiffusionParts:
     """What a diffusion model is made of beside its U-Net."""
 
     conditions: Conditions
@@ -53,7 +53,7 @@ class Parts:
     """Of what is diffused: pixels or latents (C, H, W)."""
 
 
-def frozen_parts(config: DiffusionConfig, parts: Parts, *, with_vae: bool) -> dict[str, FrozenPart]:
+def list_frozen_parts(config: DiffusionConfig, parts: DiffusionParts, *, with_vae: bool) -> dict[str, FrozenPart]:
     found: dict[str, FrozenPart] = {}
     if parts.vae is not None and with_vae:
         found["vae"] = FrozenPart(module=parts.vae, source=parts.vae_source)
@@ -62,7 +62,7 @@ def frozen_parts(config: DiffusionConfig, parts: Parts, *, with_vae: bool) -> di
     return found
 
 
-def open_parts(config: DiffusionConfig, classes: tuple[str, ...]) -> Parts:
+def open_parts(config: DiffusionConfig, classes: tuple[str, ...]) -> DiffusionParts:
     """VAE and text encoder from their folders, and the shape of what is diffused."""
     side, wish = config.data.image_size, config.model
     conditions: Conditions = Conditions()
@@ -71,33 +71,35 @@ def open_parts(config: DiffusionConfig, classes: tuple[str, ...]) -> Parts:
     elif wish.text_encoder:
         conditions = open_text(wish.text_encoder)
     if not wish.vae:
-        return Parts(conditions=conditions, vae=None, vae_source="", shape=(IMAGE_CHANNELS, side, side))
-    folder = net_folder(wish.vae, "vae", "model.vae")
+        return DiffusionParts(conditions=conditions, vae=None, vae_source="", shape=(IMAGE_CHANNELS, side, side))
+    folder = find_net_folder(wish.vae, "vae", "model.vae")
     vae = freeze_(open_net(folder, [VAE]))
-    check_side(side, halvings(vae.config), "the VAE halves them", "data.image_size")
-    return Parts(conditions=conditions, vae=vae, vae_source=str(folder), shape=latent_shape(vae, side))
+    check_side(side, count_halvings(vae.config), "the VAE halves them", "data.image_size")
+    return DiffusionParts(conditions=conditions, vae=vae, vae_source=str(folder), shape=get_latent_shape(vae, side))
 
 
-def model_of(config: DiffusionConfig, parts: Parts, store: Mapping[str, Any] | None = None) -> Net:
+def build_unet(config: DiffusionConfig, parts: DiffusionParts, store: Mapping[str, Any] | None = None) -> Net:
     """The U-Net: of a stored run in its form, of a folder with its weights, or new."""
     if store:
         model = build_net(store["unet"])
     elif config.model.weights:
-        model = open_net(net_folder(config.model.weights, "unet", "model.weights"), [UNET, TEXT_UNET])
+        model = open_net(find_net_folder(config.model.weights, "unet", "model.weights"), [UNET, TEXT_UNET])
         _check_fits(model, config, parts)
         model.register_to_config(sample_size=parts.shape[1])  # what a pipeline draws
     else:
-        model = build_net(new_unet(config, parts.shape, parts.conditions))
-    by_vae = halvings(parts.vae.config) if parts.vae is not None else 0
+        model = build_net(make_new_unet_config(config, parts.shape, parts.conditions))
+    by_vae = count_halvings(parts.vae.config) if parts.vae is not None else 0
     halved_by = "VAE and U-Net halve them" if by_vae else "the U-Net halves them"
-    check_side(config.data.image_size, by_vae + halvings(model.config), halved_by, "data.image_size")
+    check_side(config.data.image_size, by_vae + count_halvings(model.config), halved_by, "data.image_size")
     set_checkpointing(model, config.train.activation_checkpointing)
     return model
 
 
-def new_unet(config: DiffusionConfig, shape: tuple[int, int, int], conditions: Conditions) -> dict[str, Any]:
+def make_new_unet_config(
+    config: DiffusionConfig, shape: tuple[int, int, int], conditions: Conditions
+) -> dict[str, Any]:
     size = config.model
-    return unet_config(
+    return make_unet_config(
         sample_size=shape[1],
         sample_channels=shape[0],
         channels=size.channels,
@@ -110,7 +112,7 @@ def new_unet(config: DiffusionConfig, shape: tuple[int, int, int], conditions: C
     )
 
 
-def _check_fits(model: Net, config: DiffusionConfig, parts: Parts) -> None:
+def _check_fits(model: Net, config: DiffusionConfig, parts: DiffusionParts) -> None:
     """A U-Net from a folder that was made for other samples or conditions."""
     source, found = config.model.weights, model.config
     channels, conditions = parts.shape[0], parts.conditions
@@ -188,7 +190,7 @@ class ClassConditions(Conditions):
 
     def dropped(self, batch: Batch, *, key: tuple[int, ...], share: float) -> Batch:
         label = batch["label"]
-        return {"label": torch.where(_some(key, len(label), label.device, share), len(self.names), label)}
+        return {"label": torch.where(_draw_dropped(key, len(label), label.device, share), len(self.names), label)}
 
     def keywords(self, batch: Batch) -> dict[str, Tensor]:
         return {"class_labels": batch["label"]}
@@ -222,7 +224,7 @@ class TextConditions(Conditions):
 
     def dropped(self, batch: Batch, *, key: tuple[int, ...], share: float) -> Batch:
         tokens = batch["tokens"]
-        drop = _some(key, len(tokens), tokens.device, share).unsqueeze(1)
+        drop = _draw_dropped(key, len(tokens), tokens.device, share).unsqueeze(1)
         return {"tokens": torch.where(drop, self._empty.to(tokens.device), tokens)}
 
     def keywords(self, batch: Batch) -> dict[str, Tensor]:
@@ -235,17 +237,21 @@ class TextConditions(Conditions):
 
 def open_text(folder: str) -> TextConditions:
     """CLIP's text model and its tokenizer: of a pipeline, or beside each other in one folder."""
-    place = net_folder(folder, "text_encoder", "model.text_encoder")
+    place = find_net_folder(folder, "text_encoder", "model.text_encoder")
     words = place.parent / "tokenizer" if (place.parent / "tokenizer").is_dir() else place
     try:
         from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-        with quiet_transformers():
-            if is_counted():
+        with silence_transformers():
+            if is_on_meta():
                 encoder = CLIPTextModel(CLIPTextConfig.from_pretrained(place, local_files_only=True))
             else:
                 loaded: Any = CLIPTextModel.from_pretrained(
-                    place, local_files_only=True, dtype=torch.float32, output_loading_info=True, **which_files(place)
+                    place,
+                    local_files_only=True,
+                    dtype=torch.float32,
+                    output_loading_info=True,
+                    **choose_weight_files(place),
                 )
                 encoder, found = loaded
                 refuse_missing_weights(place, found)
@@ -264,7 +270,7 @@ def open_text(folder: str) -> TextConditions:
 
 
 @contextmanager
-def quiet_transformers() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Without a bar for each file it reads or writes, and without advice on packages that it could use."""
     import transformers
 
@@ -280,5 +286,5 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _some(key: tuple[int, ...], num: int, device: torch.device, share: float) -> Tensor:
+def _draw_dropped(key: tuple[int, ...], num: int, device: torch.device, share: float) -> Tensor:
     return noise.uniform(key, num, (), device, stream="drop_condition") < share

@@ -49,7 +49,7 @@ class NoiseSchedule:
         """(num_steps,): the share of the image's variance that is left."""
         betas = self._betas()
         if self.zero_terminal_snr:
-            betas = _rescaled(betas)
+            betas = _rescale(betas)
         return torch.cumprod(1 - betas, dim=0)
 
     @cached_property
@@ -76,7 +76,7 @@ def _cosine(share: float) -> float:
     return math.cos((share + 0.008) / 1.008 * math.pi / 2) ** 2
 
 
-def _rescaled(betas: Tensor) -> Tensor:
+def _rescale(betas: Tensor) -> Tensor:
     """The schedule stretched so that its last step is pure noise and its first is as before."""
     root = torch.cumprod(1 - betas, dim=0).sqrt()
     first, last = root[0].clone(), root[-1].clone()
@@ -84,23 +84,23 @@ def _rescaled(betas: Tensor) -> Tensor:
     return 1 - torch.cat([alpha_bar[:1], alpha_bar[1:] / alpha_bar[:-1]])
 
 
-def noised(x0: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
+def add_noise(x0: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
     """x_t in fp32; `signal` and `sigma` are one number per sample."""
     with fp32_island():
-        return _per_sample(signal, x0) * x0.float() + _per_sample(sigma, x0) * noise.float()
+        return _broadcast(signal, x0) * x0.float() + _broadcast(sigma, x0) * noise.float()
 
 
-def target_of(kind: Target, x0: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
+def make_target(kind: Target, x0: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
     """What the network is to find in x_t, in fp32: the noise, the velocity (Salimans and Ho 2022) or the image."""
     if kind == "eps":
         return noise.float()
     if kind == "sample":
         return x0.float()
     with fp32_island():
-        return _per_sample(signal, x0) * noise.float() - _per_sample(sigma, x0) * x0.float()
+        return _broadcast(signal, x0) * noise.float() - _broadcast(sigma, x0) * x0.float()
 
 
-def loss_weights(schedule: NoiseSchedule, target: Target, gamma: float | None) -> Tensor:
+def make_loss_weights(schedule: NoiseSchedule, target: Target, gamma: float | None) -> Tensor:
     """(num_steps,) weights of the squared error: all one, or min-SNR's (Hang et al. 2023), which sees every target as a
     bounded weight on the image's error."""
     if gamma is None:
@@ -129,7 +129,7 @@ def eps_without_signal() -> ConfigError:
     )
 
 
-def _per_sample(numbers: Tensor, like: Tensor) -> Tensor:
+def _broadcast(numbers: Tensor, like: Tensor) -> Tensor:
     return numbers.float().view(-1, *[1] * (like.ndim - 1))
 
 
@@ -139,7 +139,7 @@ def _per_sample(numbers: Tensor, like: Tensor) -> Tensor:
 NUM_BUCKETS = 4
 
 
-def schedule_of(config: DiffusionConfig) -> NoiseSchedule:
+def make_schedule(config: DiffusionConfig) -> NoiseSchedule:
     asked = config.noise
     return NoiseSchedule(
         name=asked.schedule,
@@ -150,15 +150,15 @@ def schedule_of(config: DiffusionConfig) -> NoiseSchedule:
     )
 
 
-class Noising:
+class NoiseDraws:
     """Draws for samples of one shape."""
 
     def __init__(self, config: DiffusionConfig, shape: Sequence[int]) -> None:
-        schedule = schedule_of(config)
+        schedule = make_schedule(config)
         self.shape, self.num_steps, self.asked = tuple(shape), schedule.num_steps, config.noise
         self.target: Target = config.model.target
         signal, sigma = schedule.coefficients()
-        weights = loss_weights(schedule, self.target, config.model.min_snr_gamma)
+        weights = make_loss_weights(schedule, self.target, config.model.min_snr_gamma)
         self._tables = {"signal": signal, "sigma": sigma, "loss_weight": weights}
         self._placed: dict[torch.device, dict[str, Tensor]] = {}
 
@@ -185,17 +185,17 @@ class Noising:
     def timesteps(self, num: int, *, key: tuple[int, ...], device: torch.device, index: Tensor | None) -> Tensor:
         if index is None:
             return noise.integers(key, num, self.num_steps, device, stream="timestep")
-        starts, bucket = torch.tensor(bucket_starts(self.num_steps), device=device), index % NUM_BUCKETS
+        starts, bucket = torch.tensor(list_bucket_starts(self.num_steps), device=device), index % NUM_BUCKETS
         share = noise.uniform(key, num, (), device, stream="timestep")
         return starts[bucket] + (share * (starts[bucket + 1] - starts[bucket])).long()
 
 
-def bucket_starts(num_steps: int) -> list[int]:
+def list_bucket_starts(num_steps: int) -> list[int]:
     """First timestep of each bucket, and the end: t is in bucket t · NUM_BUCKETS // num_steps."""
     return [-(-bucket * num_steps // NUM_BUCKETS) for bucket in range(NUM_BUCKETS + 1)]
 
 
-def bucket_names(num_steps: int) -> list[str]:
+def list_bucket_names(num_steps: int) -> list[str]:
     """First and last timestep of each bucket."""
-    starts = bucket_starts(num_steps)
+    starts = list_bucket_starts(num_steps)
     return [f"{start}-{end - 1}" for start, end in zip(starts[:-1], starts[1:], strict=True)]

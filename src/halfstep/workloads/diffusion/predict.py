@@ -17,20 +17,20 @@ from halfstep.errors import ConfigError
 from halfstep.report.progress import Bar
 from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
-from halfstep.workloads.base.sheets import grid
-from halfstep.workloads.base.using import FilePredictor, Input, Trained, Wishes, saved_picture
+from halfstep.workloads.base.sheets import arrange_grid
+from halfstep.workloads.base.using import FilePredictor, Input, Trained, Wishes, save_picture
 from halfstep.workloads.base.vae_trainer import VaeNet
 from halfstep.workloads.base.workload import Batch
 from halfstep.workloads.diffusion import vae as autoencoder
 from halfstep.workloads.diffusion.config import DiffusionConfig, VaeConfig
-from halfstep.workloads.diffusion.data import to_bytes, unit_images
-from halfstep.workloads.diffusion.make import PATH_IMAGES, PATH_STATES, Maker, path_picture
+from halfstep.workloads.diffusion.data import scale_images, to_bytes
+from halfstep.workloads.diffusion.make import PATH_IMAGES, PATH_STATES, ImageSampler, draw_path
 from halfstep.workloads.diffusion.networks import (
     ClassConditions,
     Conditions,
     TextConditions,
-    frozen_parts,
-    model_of,
+    build_unet,
+    list_frozen_parts,
     open_parts,
 )
 
@@ -42,9 +42,9 @@ class SamplePredictor:
 
     def __init__(self, config: DiffusionConfig, store: Store) -> None:
         self.config, self.parts = config, open_parts(config, tuple(store["classes"]))
-        self.model = model_of(config, self.parts, store)
-        self.frozen = frozen_parts(config, self.parts, with_vae=config.data.cache == "off")
-        self.maker = Maker(config, self.parts, store)
+        self.model = build_unet(config, self.parts, store)
+        self.frozen = list_frozen_parts(config, self.parts, with_vae=config.data.cache == "off")
+        self.maker = ImageSampler(config, self.parts, store)
 
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
         """One file per sample, then a grid of all and a picture of the way there."""
@@ -59,11 +59,11 @@ class SamplePredictor:
             made.append(images)
             path = path or [*states, images[:PATH_IMAGES]]
             for k, image in enumerate(images, start=start):
-                file = saved_picture(Image.fromarray(image.numpy()), out / f"{k:04d}.png")
+                file = save_picture(Image.fromarray(image.numpy()), out / f"{k:04d}.png")
                 found = {"image": str(file), "seed": asked["seed"], "number": k}
                 yield Answer(file=file.name, found=found, brief={"image": str(file)})
-        saved_picture(Image.fromarray(grid(torch.cat(made).numpy())), out / "grid.png")
-        saved_picture(Image.fromarray(path_picture([state.numpy() for state in path])), out / "path.png")
+        save_picture(Image.fromarray(arrange_grid(torch.cat(made).numpy())), out / "grid.png")
+        save_picture(Image.fromarray(draw_path([state.numpy() for state in path])), out / "path.png")
 
     def _made(self, trained: Trained, asked: Mapping[str, Any], start: int, num: int) -> tuple[Tensor, list[Tensor]]:
         with trained.inside():
@@ -71,13 +71,13 @@ class SamplePredictor:
                 trained.model,
                 Key.for_sampling(int(asked["seed"]), start),
                 num,
-                told=told(self.parts.conditions, asked, num, trained.device),
+                told=make_conditions(self.parts.conditions, asked, num, trained.device),
                 kept=PATH_STATES if start == 0 else 0,
                 **{name: asked[name] for name in ("steps", "sampler", "guidance")},
             )
 
 
-def told(conditions: Conditions, asked: Mapping[str, Any], num: int, device: torch.device) -> Batch:
+def make_conditions(conditions: Conditions, asked: Mapping[str, Any], num: int, device: torch.device) -> Batch:
     """What `--prompt` or `--class` says; nothing where neither is given."""
     prompt, name = asked["prompt"], asked["class"]
     if prompt is not None and not isinstance(conditions, TextConditions):
@@ -88,11 +88,11 @@ def told(conditions: Conditions, asked: Mapping[str, Any], num: int, device: tor
     if isinstance(conditions, TextConditions) and prompt is not None:
         batch["tokens"] = conditions.tokens([prompt]).to(device).expand(num, -1)
     if isinstance(conditions, ClassConditions) and name is not None:
-        batch["label"] = torch.full((num,), _number(conditions, str(name)), device=device)
+        batch["label"] = torch.full((num,), _find_class(conditions, str(name)), device=device)
     return batch
 
 
-def _number(conditions: ClassConditions, name: str) -> int:
+def _find_class(conditions: ClassConditions, name: str) -> int:
     if name in conditions.names:
         return conditions.names.index(name)
     if name.isdecimal() and int(name) < len(conditions.names):
@@ -100,25 +100,25 @@ def _number(conditions: ClassConditions, name: str) -> int:
     raise ConfigError(f"--class {name} is none of the model's", fix=f"one of {list_some(conditions.names, 10)}")
 
 
-class ReconstructionPredictor(FilePredictor):
+class PicturePredictor(FilePredictor):
     """Each picture beside what the VAE makes of it."""
 
     endings = PICTURES
 
     def __init__(self, config: VaeConfig, store: Store) -> None:
-        self.config, self.model = config, autoencoder.model_of(config, store)
+        self.config, self.model = config, autoencoder.build_model(config, store)
 
     def answer_file(self, item: Input, trained: Trained, wishes: Wishes) -> Answer:
         assert wishes.out is not None
         with open_picture(item.path) as picture:
             pixels = torch.from_numpy(crop_centre(picture, self.config.data.image_size, 1.0)).unsqueeze(0)
         with trained.inside():
-            image = unit_images({"image": pixels.to(trained.device)}, key=(), flip=0.0)
+            image = scale_images({"image": pixels.to(trained.device)}, key=(), flip=0.0)
             found = to_bytes(cast(VaeNet, trained.model).decode_means(image))
         error = (found.double() - pixels.double()).square().mean()
         psnr = float(10 * torch.log10(255**2 / error.clamp(min=1e-12)))
         both = Image.fromarray(torch.cat([pixels, found], dim=2)[0].numpy())
-        file = saved_picture(both, wishes.out / item.name.with_suffix(".png"))
+        file = save_picture(both, wishes.out / item.name.with_suffix(".png"))
         cells: dict[str, str | float] = {"picture": str(file), "psnr": psnr}
         brief = {"picture and reconstruction": str(file), "PSNR": f"{psnr:.2f} dB"}
         return Answer(file=str(item.path), found=cells, brief=brief)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from halfstep.islands import fp32_island, to_fp32
 from halfstep.workloads.base.sums import Sums
-from halfstep.workloads.diffusion.noise_schedule import NUM_BUCKETS, bucket_names
+from halfstep.workloads.diffusion.noise_schedule import NUM_BUCKETS, list_bucket_names
 
 Outputs = Mapping[str, Tensor]
 
 
-def squared_errors(outputs: Outputs) -> Tensor:
+def measure_squared_errors(outputs: Outputs) -> Tensor:
     """(N,): mean squared error of each prediction, in fp32."""
     with fp32_island():
         difference = to_fp32(outputs["prediction"]) - outputs["target"]
@@ -24,7 +24,7 @@ def squared_errors(outputs: Outputs) -> Tensor:
 
 def denoising_loss(outputs: Outputs, batch: Mapping[str, Tensor]) -> tuple[Tensor, float]:
     """Weighed by timestep, averaged over samples."""
-    errors = squared_errors(outputs)
+    errors = measure_squared_errors(outputs)
     with fp32_island():
         return (errors * batch["loss_weight"]).mean(), len(errors)
 
@@ -38,7 +38,7 @@ class DenoisingMetrics(Sums):
 
     def update(self, outputs: Outputs, batch: Mapping[str, Tensor]) -> None:
         """Count one batch; no host wait."""
-        errors = squared_errors(outputs).double()
+        errors = measure_squared_errors(outputs).double()
         bucket = batch["timestep"] * NUM_BUCKETS // self.num_steps
         self.sums["sums"] = self.sums["sums"].to(errors.device)
         self.sums["sums"].scatter_add_(1, bucket.expand(2, -1), torch.stack([errors, torch.ones_like(errors)]))
@@ -50,7 +50,7 @@ class DenoisingMetrics(Sums):
             return {}
         of_buckets = {
             f"mse/{name}": error / count
-            for name, error, count in zip(bucket_names(self.num_steps), errors, counts, strict=True)
+            for name, error, count in zip(list_bucket_names(self.num_steps), errors, counts, strict=True)
             if count
         }
         return {"mse": sum(errors) / sum(counts)} | of_buckets

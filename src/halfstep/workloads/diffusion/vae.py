@@ -15,22 +15,22 @@ from halfstep.models.weights import read_weights
 from halfstep.workloads.base.vae_trainer import Critic, Outputs, VaeNet, VaeTrainer
 from halfstep.workloads.base.workload import Batch, FrozenPart, Workload
 from halfstep.workloads.diffusion.config import VaeConfig
-from halfstep.workloads.diffusion.data import open_pictures, square_pictures, unit_images
-from halfstep.workloads.diffusion.diffusers_blocks import blocks_of
+from halfstep.workloads.diffusion.data import make_square_samples, open_pictures, scale_images
+from halfstep.workloads.diffusion.diffusers_blocks import find_blocks
 from halfstep.workloads.diffusion.diffusers_nets import (
     CODEC,
     VAE,
     Net,
     build_net,
     check_side,
-    config_of,
+    count_halvings,
+    dump_config,
+    find_net_folder,
     freeze_,
-    halvings,
-    latent_shape,
-    net_folder,
+    get_latent_shape,
+    make_vae_config,
     open_net,
     set_checkpointing,
-    vae_config,
 )
 from halfstep.workloads.diffusion.scores import ReconstructionMetrics
 
@@ -44,14 +44,14 @@ FRAGILE = (
 def build(config: VaeConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """The workload for `config.data.dir`; `store` of an earlier run fixes the VAE's form."""
     data = open_pictures(config.data)
-    model = model_of(config, store)
-    pictures = [square_pictures(listing, config.data.image_size) for listing in (data.train, data.val)]
-    found = {"vae": config_of(model.vae)}
+    model = build_model(config, store)
+    pictures = [make_square_samples(listing, config.data.image_size) for listing in (data.train, data.val)]
+    found = {"vae": dump_config(model.vae)}
     about = {"notes": data.notes, "val_names": data.val_names, "about": data.about}
-    return workload_of(config, model, pictures[0], pictures[1], found, **about)
+    return make_workload(config, model, pictures[0], pictures[1], found, **about)
 
 
-def workload_of(
+def make_workload(
     config: VaeConfig, model: VaeNet, train: Samples, val: Samples, store: Mapping[str, Any], **about: Any
 ) -> Workload:
     trainer = PictureVaeTrainer(config, model.vae)
@@ -65,27 +65,27 @@ def workload_of(
         mode="max",
         scoring="psnr of values cut to -1..1, over all pixels of the held-out set",
         fragile=FRAGILE,
-        blocks=blocks_of(model.vae),
+        blocks=find_blocks(model.vae),
         store=store,
         frozen=trainer.frozen(),
         **about,
     )
 
 
-def model_of(config: VaeConfig, store: Mapping[str, Any] | None = None) -> VaeNet:
+def build_model(config: VaeConfig, store: Mapping[str, Any] | None = None) -> VaeNet:
     """The VAE: of a stored run in its form, of a folder with its weights, or new; and its discriminator."""
     wish, side = config.model, config.data.image_size
     if store:
         vae = build_net(store["vae"])
     elif wish.weights:
-        vae = open_net(net_folder(wish.weights, "vae", "model.weights"), [VAE])
+        vae = open_net(find_net_folder(wish.weights, "vae", "model.weights"), [VAE])
     else:
         vae = build_net(
-            vae_config(
+            make_vae_config(
                 channels=wish.channels, layers=wish.layers, latent_channels=wish.latent_channels, image_size=side
             )
         )
-    check_side(side, halvings(vae.config), "the VAE halves them", "data.image_size")
+    check_side(side, count_halvings(vae.config), "the VAE halves them", "data.image_size")
     set_checkpointing(vae, config.train.activation_checkpointing)
     if not wish.gan_weight:
         return VaeNet(vae, CODEC)
@@ -103,7 +103,7 @@ class PictureVaeTrainer(VaeTrainer):
         pixels = 3.0 * config.data.image_size**2
         super().__init__(
             phase="vae",
-            latent_shape=latent_shape(vae, config.data.image_size),
+            latent_shape=get_latent_shape(vae, config.data.image_size),
             kl_weight=wish.kl_weight,
             critic=Critic(
                 start=wish.gan_from_step,
@@ -115,14 +115,14 @@ class PictureVaeTrainer(VaeTrainer):
             else None,
         )
         self.wish, self.flip = wish, config.data.flip
-        self.vgg = _vgg(wish.vgg_weights) if wish.perceptual_weight and wish.vgg_weights else None
+        self.vgg = _load_vgg(wish.vgg_weights) if wish.perceptual_weight and wish.vgg_weights else None
 
     def frozen(self) -> dict[str, FrozenPart]:
         return {"vgg": FrozenPart(module=self.vgg, source=str(self.wish.vgg_weights))} if self.vgg is not None else {}
 
     def make_images(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         """Images in -1..1, mirrored by chance in training."""
-        return {"image": unit_images(batch, key=key, flip=self.flip if training else 0.0)}
+        return {"image": scale_images(batch, key=key, flip=self.flip if training else 0.0)}
 
     def score(self, outputs: Outputs, batch: Batch) -> Tensor:
         with fp32_island():
@@ -134,7 +134,7 @@ class PictureVaeTrainer(VaeTrainer):
             return loss + self.wish.perceptual_weight * distance.mean()
 
 
-def _vgg(path: str) -> VggDistance:
+def _load_vgg(path: str) -> VggDistance:
     vgg = VggDistance()
     vgg.load_(read_weights(Path(path))[0], path)
     return freeze_(vgg)

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from halfstep.disk import parse_json
 from halfstep.errors import ConfigError, ModelError
 from halfstep.workloads.diffusion.config import DiffusionConfig, NoiseConfig
-from halfstep.workloads.diffusion.diffusers_nets import OTHER_NAMES, halvings, net_folder
+from halfstep.workloads.diffusion.diffusers_nets import OTHER_NAMES, count_halvings, find_net_folder
 from halfstep.workloads.diffusion.make import THEIR_SCHEDULES, THEIR_TARGETS
 
 OUR_SCHEDULES = {theirs: ours for ours, theirs in THEIR_SCHEDULES.items()}
@@ -31,7 +31,7 @@ THEIR_NUMBERS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Adopted:
+class AdoptedSettings:
     """The config with the folder's settings, those by path, and what differs from it."""
 
     config: DiffusionConfig
@@ -40,14 +40,14 @@ class Adopted:
     notes: tuple[str, ...] = ()
 
 
-def adopted(config: DiffusionConfig) -> Adopted:
+def adopt_settings(config: DiffusionConfig) -> AdoptedSettings:
     """Settings of `model.weights` where the user named none."""
     if not config.model.weights:
-        return Adopted(config=config)
-    unet = net_folder(config.model.weights, "unet", "model.weights")
+        return AdoptedSettings(config=config)
+    unet = find_net_folder(config.model.weights, "unet", "model.weights")
     _refuse_latents_as_pixels(config, unet)
-    schedule, notes = _schedule(config.model.weights, unet)
-    theirs, settled = {**schedule, **_size(config, unet)}, {}
+    schedule, notes = _read_schedule(config.model.weights, unet)
+    theirs, settled = {**schedule, **_read_size(config, unet)}, {}
     for path, value in theirs.items():
         section, name = path.split(".")
         own = getattr(getattr(config, section), name)
@@ -55,9 +55,9 @@ def adopted(config: DiffusionConfig) -> Adopted:
             settled[path] = value
         elif own != value:
             notes.append(f"{path}={own}: {unet.parent} was trained with {value}")
-    checked = _checked(config, settled)
+    checked = _apply(config, settled)
     said = ", ".join(f"{path}={value}" for path, value in settled.items())
-    return Adopted(
+    return AdoptedSettings(
         config=checked,
         settled=settled,
         about=(("by the weights", said),) if said else (),
@@ -65,7 +65,7 @@ def adopted(config: DiffusionConfig) -> Adopted:
     )
 
 
-def _checked(config: DiffusionConfig, settled: Mapping[str, Any]) -> DiffusionConfig:
+def _apply(config: DiffusionConfig, settled: Mapping[str, Any]) -> DiffusionConfig:
     for path, value in settled.items():
         section, name = path.split(".")
         config = config.changed(**{section: {name: value}})
@@ -86,13 +86,13 @@ def _refuse_latents_as_pixels(config: DiffusionConfig, unet: Path) -> None:
         )
 
 
-def _schedule(weights: str, unet: Path) -> tuple[dict[str, Any], list[str]]:
+def _read_schedule(weights: str, unet: Path) -> tuple[dict[str, Any], list[str]]:
     """By our paths, and what to note; nothing where a U-Net lies alone."""
     path = unet.parent / "scheduler" / "scheduler_config.json"
     if not path.is_file():
         return {}, []
-    found = _read(path)
-    noise, what = _noise(found, path)
+    found = _read_json(path)
+    noise, what = _translate_noise(found, path)
     if what:
         if unet == Path(weights).expanduser():  # whoever names the U-Net's own folder wants it without its schedule
             return {}, [f"{what}; noise.* and model.target hold"]
@@ -105,7 +105,7 @@ def _schedule(weights: str, unet: Path) -> tuple[dict[str, Any], list[str]]:
     return {**theirs, "model.target": OUR_TARGETS[found.get("prediction_type", "epsilon")]}, []
 
 
-def _noise(found: Mapping[str, Any], path: Path) -> tuple[NoiseConfig, str]:
+def _translate_noise(found: Mapping[str, Any], path: Path) -> tuple[NoiseConfig, str]:
     """The process in our settings, and what is wrong with it; mostly nothing."""
     schedule, target = found.get("beta_schedule", ""), found.get("prediction_type", "epsilon")
     if found.get("trained_betas") is not None:
@@ -125,23 +125,23 @@ def _noise(found: Mapping[str, Any], path: Path) -> tuple[NoiseConfig, str]:
         return NoiseConfig(), f"{path}: {key}={found[key]!r}: {wrong['msg']}" if key else f"{path}: {wrong['msg']}"
 
 
-def _size(config: DiffusionConfig, unet: Path) -> dict[str, Any]:
+def _read_size(config: DiffusionConfig, unet: Path) -> dict[str, Any]:
     """The side of its pictures."""
-    side = _read(unet / "config.json").get("sample_size")
+    side = _read_json(unet / "config.json").get("sample_size")
     if type(side) is not int or side < 1:
         return {}
     if config.model.vae:
-        path = net_folder(config.model.vae, "vae", "model.vae") / "config.json"
-        vae = _read(path)
+        path = find_net_folder(config.model.vae, "vae", "model.vae") / "config.json"
+        vae = _read_json(path)
         if not isinstance(channels := vae.get("block_out_channels"), list):
             raise ModelError(
                 f"{path}: block_out_channels={channels!r} is no list of channels", fix="save the VAE again"
             )
-        side <<= halvings(vae)
+        side <<= count_halvings(vae)
     return {"data.image_size": side}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         return dict(parse_json(path.read_text()))
     except (OSError, ValueError, TypeError) as error:

@@ -13,7 +13,7 @@ from halfstep.data.loader import Batch, Samples
 from halfstep.data.seeds import Key, make_generator
 from halfstep.errors import ConfigError, DataError, ModelError
 from halfstep.models.first_values import skip_first_values
-from halfstep.workloads import model_of
+from halfstep.workloads import get_model_name
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.workload import Sample, Workload
 from halfstep.workloads.language.config import LanguageConfig, context_of
@@ -139,7 +139,7 @@ def build_model(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2:
 def get_model_size(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2Size:
     wish = config.model
     return get_size(
-        model_of(config),
+        get_model_name(config),
         depth=wish.depth,
         heads=wish.heads,
         dim=wish.dim,
@@ -180,18 +180,18 @@ def _check_length(train: Tokens, context: int) -> None:
         )
 
 
-def random_store(config: LanguageConfig) -> dict[str, Any]:
-    return {"vocab": config.model.vocab or GPT2S[model_of(config)].vocab, "tokenizer": None}
+def make_random_store(config: LanguageConfig) -> dict[str, Any]:
+    return {"vocab": config.model.vocab or GPT2S[get_model_name(config)].vocab, "tokenizer": None}
 
 
-def random_batch(config: LanguageConfig, store: Store) -> Batch:
+def make_random_batch(config: LanguageConfig, store: Store) -> Batch:
     """Return ids as a loader delivers them."""
     generator, size = make_generator(config.train.seed), config.train.batch_size
     ids = torch.randint(store["vocab"], (size, context_of(config) + 1), generator=generator)
     return {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous(), "index": torch.arange(size)}
 
 
-def over(config: LanguageConfig, store: Store, samples: Samples) -> Workload:
+def build_over(config: LanguageConfig, store: Store, samples: Samples) -> Workload:
     return make_workload(config, store, build_model(config, store), train=samples, val=samples)
 
 

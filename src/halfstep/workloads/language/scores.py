@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from halfstep.config.schema import RunConfig
-from halfstep.workloads.base.other_data import any_folder
+from halfstep.workloads.base.other_data import use_folder
 from halfstep.workloads.base.sums import Sums
 from halfstep.workloads.base.using import PlainEvaluation
 from halfstep.workloads.base.workload import Workload
@@ -60,7 +60,7 @@ class LanguageEvaluation(PlainEvaluation):
 
     @staticmethod
     def config_for(config: RunConfig, folder: Path) -> RunConfig:
-        return any_folder(config, folder, val_fraction=0.0, cache=False)  # nothing is written beside others' texts
+        return use_folder(config, folder, val_fraction=0.0, cache=False)  # nothing is written beside others' texts
 
     @staticmethod
     def on_all(workload: Workload) -> Workload:

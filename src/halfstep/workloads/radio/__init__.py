@@ -20,7 +20,7 @@ _radio_kind = partial(
     __name__,
     task="radio maps",
     usual="radiodiff_vae",
-    sample=SampleUnit(name="map", size=".build:sample_size"),
+    sample=SampleUnit(name="map", size=".build:describe_size"),
 )
 
 VAE_KIND = _radio_kind(
@@ -28,7 +28,7 @@ VAE_KIND = _radio_kind(
     config=RadioVaeConfig,
     export=".build_vae:export",
     evaluate=EvaluateCommand(".evaluate:RadioEvaluation"),
-    predict=PredictCommand(".predict:ReconstructionPredictor", writes_files=True),
+    predict=PredictCommand(".predict:GainPredictor", writes_files=True),
     guide=_GUIDE,
 )
 

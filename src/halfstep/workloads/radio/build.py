@@ -20,27 +20,27 @@ from halfstep.models.recompute import set_recompute
 from halfstep.models.weights import Weights, load_weights_file_
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.latent_store import LatentDraws
-from halfstep.workloads.base.vae_format import chosen_format, training_device
+from halfstep.workloads.base.vae_format import choose_vae_format, pick_training_device
 from halfstep.workloads.base.workload import FrozenPart, Workload
 from halfstep.workloads.radio import build_vae
 from halfstep.workloads.radio.build_vae import refuse_uneven
 from halfstep.workloads.radio.config import RadioDiffConfig, RadioDiffModelConfig, RadioVaeConfig
-from halfstep.workloads.radio.data import RadioData, find_data, signed, unit_gain, unsigned
-from halfstep.workloads.radio.ddm import ddm_loss, noised, sampled, sampling_times, times_of
+from halfstep.workloads.radio.data import RadioData, find_data, scale_gain, to_signed, to_unsigned
+from halfstep.workloads.radio.ddm import add_noise, ddm_loss, list_times, sample_latents, scale_times
 from halfstep.workloads.radio.first_stage import (
     MEASURED_ON_HOST,
-    first_stage,
-    latent_shape,
-    measured_scale,
-    reduction_of,
-    sizes_of,
-    some_maps,
-    weights_to_start_from,
-    with_latents,
+    add_latents,
+    check_start_weights,
+    dump_sizes,
+    get_latent_shape,
+    get_reduction,
+    measure_scale,
+    open_first_stage,
+    read_some_maps,
 )
 from halfstep.workloads.radio.layers import LinearAttention, TimedBlock
-from halfstep.workloads.radio.names import in_our_names, unet_name
-from halfstep.workloads.radio.pictures import sample_pictures
+from halfstep.workloads.radio.names import rename_unet_weight, rename_weights
+from halfstep.workloads.radio.pictures import draw_samples
 from halfstep.workloads.radio.relation import Relation
 from halfstep.workloads.radio.scores import SCORING, RadioMetrics
 from halfstep.workloads.radio.swin import PatchMerging, SwinBlock, SwinPyramid
@@ -62,22 +62,22 @@ REPEATED = (SwinBlock, PatchMerging, TimedBlock, Relation, LinearAttention, Resi
 
 def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """The workload for `config.data.dir`; `store` of an earlier run fixes sizes and scale."""
-    weights = weights_to_start_from(config) if store is None else ""
+    weights = check_start_weights(config) if store is None else ""
     data = find_data(config)
-    stage = first_stage(config)
+    stage = open_first_stage(config)
     why_scale, is_new = "stored with the run", store is None
     if store is None:
-        scale, why_scale = _scale(config, stage.vae, stage.scale_factor, data)
-        store = store_of(config, stage.sizes, scale)
-    settled, about = _format(config, stage.vae, data) if is_new else ({}, ())
-    data, store = with_latents(config, data, stage.vae, store)
-    model = unet_of(config, store)
+        scale, why_scale = _choose_scale(config, stage.vae, stage.scale_factor, data)
+        store = make_store(config, stage.sizes, scale)
+    settled, about = _choose_format(config, stage.vae, data) if is_new else ({}, ())
+    data, store = add_latents(config, data, stage.vae, store)
+    model = build_unet(config, store)
     if is_new:  # a stored run's checkpoint brings its own weights
         if config.model.pyramid.weights:
-            load_weights_file_(model.condition, config.model.pyramid.weights, pyramid_weights)
+            load_weights_file_(model.condition, config.model.pyramid.weights, select_pyramid_weights)
         if weights:
-            load_weights_file_(model, weights, unet_weights)
-    return workload_of(
+            load_weights_file_(model, weights, select_unet_weights)
+    return make_workload(
         config,
         store,
         model,
@@ -88,28 +88,28 @@ def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Wo
     )
 
 
-def _scale(config: RadioDiffConfig, vae: RadioVAE, measured: float | None, data: RadioData) -> tuple[float, str]:
+def _choose_scale(config: RadioDiffConfig, vae: RadioVAE, measured: float | None, data: RadioData) -> tuple[float, str]:
     wish = config.model.scale_factor
     if wish != "auto":
         return wish, "model.scale_factor"
     if measured is not None:
         return measured, "1 / their standard deviation, measured by stage 1"
     threshold, source = config.data.threshold, str(config.model.vae)
-    found = measured_scale(vae, data.train, count=MEASURED_ON_HOST, threshold=threshold, source=source)
+    found = measure_scale(vae, data.train, count=MEASURED_ON_HOST, threshold=threshold, source=source)
     return found, f"1 / their standard deviation over {MEASURED_ON_HOST} training maps"
 
 
-def _format(
+def _choose_format(
     config: RadioDiffConfig, vae: RadioVAE, data: RadioData
 ) -> tuple[dict[str, Any], tuple[tuple[str, str], ...]]:
     """The first stage's, where one was asked for; else it computes as the plan does."""
-    modules, device = config.precision.modules, training_device(config)
+    modules, device = config.precision.modules, pick_training_device(config)
     if "vae" not in modules:
         return {}, ()
-    choice = chosen_format(
+    choice = choose_vae_format(
         vae,
         CODEC.decode_means,
-        lambda: torch.cat(list(some_maps(data.train, MEASURED_ON_HOST, config.data.threshold))),
+        lambda: torch.cat(list(read_some_maps(data.train, MEASURED_ON_HOST, config.data.threshold))),
         device,
         modules["vae"],
         config.precision,
@@ -118,17 +118,17 @@ def _format(
     return settled, (("first stage's format", f"{choice.name}: {choice.why}"),)
 
 
-def told_of_steps(steps: int, wish: RadioDiffModelConfig) -> str:
+def describe_steps(steps: int, wish: RadioDiffModelConfig) -> str:
     return f"{format_count(steps, 'step')}, {format_count(steps + int(wish.extra_call), 'call')} of the network"
 
 
-def store_of(config: RadioDiffConfig, sizes: Mapping[str, Any], scale: float) -> dict[str, Any]:
+def make_store(config: RadioDiffConfig, sizes: Mapping[str, Any], scale: float) -> dict[str, Any]:
     return {"sizes": dict(sizes), "scale_factor": scale, "image_size": config.data.image_size}
 
 
-def unet_of(config: RadioDiffConfig, store: Mapping[str, Any]) -> RadioUNet:
-    wish, reduction = config.model, reduction_of(store["sizes"])
-    channels, side, _ = latent_shape(store["sizes"], store["image_size"])
+def build_unet(config: RadioDiffConfig, store: Mapping[str, Any]) -> RadioUNet:
+    wish, reduction = config.model, get_reduction(store["sizes"])
+    channels, side, _ = get_latent_shape(store["sizes"], store["image_size"])
     refuse_uneven(store["image_size"], reduction * 2 ** (len(wish.multipliers) - 1))
     pyramid = SwinPyramid(
         dim=wish.pyramid.width,
@@ -152,13 +152,13 @@ def unet_of(config: RadioDiffConfig, store: Mapping[str, Any]) -> RadioUNet:
     return unet
 
 
-def unet_weights(weights: Weights) -> Weights:
+def select_unet_weights(weights: Weights) -> Weights:
     """Of ours, or of a public checkpoint, which holds the first stage as well."""
     inner = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
-    return in_our_names(unet_name, inner or weights)
+    return rename_weights(rename_unet_weight, inner or weights)
 
 
-def pyramid_weights(weights: Weights) -> Weights:
+def select_pyramid_weights(weights: Weights) -> Weights:
     """torchvision's; the norm and head behind its last stage have no place here."""
     return {name: value for name, value in weights.items() if not name.startswith(("norm.", "head."))}
 
@@ -172,22 +172,22 @@ class Denoising:
         self.config, self.vae, self.scale = config.model, vae, store["scale_factor"]
         self.draw_latents = LatentDraws(vae, CODEC, scale=self.scale)
         self.threshold = config.data.threshold
-        self.latent = latent_shape(store["sizes"], store["image_size"])
+        self.latent = get_latent_shape(store["sizes"], store["image_size"])
         self.steps = steps or config.model.sampling_steps
 
     def prepare(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         """Bytes to maps, and every draw of the step."""
-        condition = signed(batch["condition"].float() / 255)
+        condition = to_signed(batch["condition"].float() / 255)
         num, device = len(condition), condition.device
         draws = {
             "posterior_noise": noise.normal(key, num, self.latent, device, stream="posterior"),
             "noise": noise.normal(key, num, self.latent, device, stream="eps"),
-            "time": times_of(noise.uniform(key, num, (), device, stream="time"), self.config.smallest_time),
+            "time": scale_times(noise.uniform(key, num, (), device, stream="time"), self.config.smallest_time),
         }
         if not training:
             draws |= self.draws(key, num, device)
-        truth = unit_gain(batch["gain"], self.threshold)
-        return batch | {"truth": truth, "image": signed(truth), "condition": condition, **draws}
+        truth = scale_gain(batch["gain"], self.threshold)
+        return batch | {"truth": truth, "image": to_signed(truth), "condition": condition, **draws}
 
     def draws(self, key: tuple[int, ...], num: int, device: torch.device) -> Batch:
         """Start and steps (B, steps, ...) of a sample, each sample's own."""
@@ -200,7 +200,7 @@ class Denoising:
         unet = cast(RadioUNet, model)
         with torch.no_grad():
             x0 = self.draw_latents(batch)
-            x_t = noised(x0, batch["time"], batch["noise"])
+            x_t = add_noise(x0, batch["time"], batch["noise"])
         features = unet.condition(batch["condition"])
         drift, predicted = unet.denoise(x_t, batch["time"], features)
         found = {
@@ -226,13 +226,13 @@ class Denoising:
 
     def sample(self, unet: RadioUNet, features: list[Tensor], batch: Batch) -> Tensor:
         """Maps in 0..1, from the batch's own noise; the condition is read once for all steps."""
-        times = sampling_times(self.steps, split_last=self.config.extra_call, smallest=self.config.smallest_time)
+        times = list_times(self.steps, split_last=self.config.extra_call, smallest=self.config.smallest_time)
         draws = list(batch["draws"].unbind(1))
-        latents = sampled(lambda x, time: unet.denoise(x, time, features), batch["start"], draws, times)
-        return unsigned(self.vae.decode(latents / self.scale))
+        latents = sample_latents(lambda x, time: unet.denoise(x, time, features), batch["start"], draws, times)
+        return to_unsigned(self.vae.decode(latents / self.scale))
 
 
-def workload_of(
+def make_workload(
     config: RadioDiffConfig,
     store: Mapping[str, Any],
     model: RadioUNet,
@@ -245,7 +245,7 @@ def workload_of(
     steps = Denoising(config, store, cast(RadioVAE, vae.module))
 
     def pictures(model: nn.Module, key: tuple[int, ...]) -> dict[str, Any]:
-        return sample_pictures(data.val, model, workload, key)
+        return draw_samples(data.val, model, workload, key)
 
     wish = config.model
     workload = Workload(
@@ -268,7 +268,7 @@ def workload_of(
         about=(
             *data.about,
             *about,
-            ("sampling", told_of_steps(wish.sampling_steps, wish)),
+            ("sampling", describe_steps(wish.sampling_steps, wish)),
         ),
         frozen={"vae": vae},
         settled=settled or {},
@@ -280,27 +280,27 @@ def workload_of(
 RadioConfig = RadioDiffConfig | RadioVaeConfig
 
 
-def random_store(config: RadioConfig) -> dict[str, Any]:
-    sizes = sizes_of(config.model.first_stage)
+def make_random_store(config: RadioConfig) -> dict[str, Any]:
+    sizes = dump_sizes(config.model.first_stage)
     return {"sizes": sizes, "scale_factor": 1.0, "image_size": config.data.image_size}
 
 
-def random_batch(config: RadioConfig, store: Store) -> Batch:
+def make_random_batch(config: RadioConfig, store: Store) -> Batch:
     generator, size, side = make_generator(config.train.seed), config.train.batch_size, config.data.image_size
     shapes = {"gain": (size, 1, side, side), "condition": (size, 3, side, side)}
     drawn = {name: torch.randint(256, shape, dtype=torch.uint8, generator=generator) for name, shape in shapes.items()}
     return {**drawn, "index": torch.arange(size)}
 
 
-def over(config: RadioConfig, store: Store, samples: Samples) -> Workload:
+def build_over(config: RadioConfig, store: Store, samples: Samples) -> Workload:
     """A first stage of random weights costs what a trained one does."""
     data = RadioData(train=samples, val=samples, about=(), notes=())  # type: ignore[arg-type]
     if isinstance(config, RadioVaeConfig):
-        return build_vae.workload_of(config, build_vae.stage1(config), data)
-    store = {**random_store(config), **store}
+        return build_vae.make_workload(config, build_vae.build_model(config), data)
+    store = {**make_random_store(config), **store}
     vae = FrozenPart(module=RadioVAE(**store["sizes"]).eval())
-    return workload_of(config, store, unet_of(config, store), vae, data)
+    return make_workload(config, store, build_unet(config, store), vae, data)
 
 
-def sample_size(config: RadioConfig) -> str:
+def describe_size(config: RadioConfig) -> str:
     return f"{config.data.image_size} pixels"

@@ -21,18 +21,18 @@ from halfstep.models.recompute import set_recompute
 from halfstep.workloads.base.vae_trainer import Critic, Outputs, VaeNet, VaeTrainer
 from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.radio.config import RadioVaeConfig
-from halfstep.workloads.radio.data import RadioData, find_data, signed, unit_gain, unsigned
+from halfstep.workloads.radio.data import RadioData, find_data, scale_gain, to_signed, to_unsigned
 from halfstep.workloads.radio.first_stage import (
     MEASURED_MAPS,
-    latent_shape,
+    check_start_weights,
+    dump_sizes,
+    get_latent_shape,
+    get_reduction,
     load_vae_,
-    measured_scale,
-    reduction_of,
-    sizes_of,
-    weights_to_start_from,
+    measure_scale,
     write_first_stage,
 )
-from halfstep.workloads.radio.pictures import sample_pictures
+from halfstep.workloads.radio.pictures import draw_samples
 from halfstep.workloads.radio.scores import SCORING, RadioMetrics
 from halfstep.workloads.radio.vae import CODEC, RadioVAE, ResidualBlock
 
@@ -45,17 +45,17 @@ FRAGILE = (
 
 def build_vae(config: RadioVaeConfig, store: Mapping[str, Any] | None = None) -> Workload:
     """The workload for `config.data.dir`."""
-    weights = weights_to_start_from(config) if store is None else ""
+    weights = check_start_weights(config) if store is None else ""
     data = find_data(config)
-    model = stage1(config)
+    model = build_model(config)
     if weights:
         load_vae_(model.vae, weights)
-    return workload_of(config, model, data)
+    return make_workload(config, model, data)
 
 
-def stage1(config: RadioVaeConfig) -> VaeNet:
-    sizes = sizes_of(config.model.first_stage)
-    refuse_uneven(config.data.image_size, reduction_of(sizes))
+def build_model(config: RadioVaeConfig) -> VaeNet:
+    sizes = dump_sizes(config.model.first_stage)
+    refuse_uneven(config.data.image_size, get_reduction(sizes))
     vae, wish = RadioVAE(**sizes), config.model.discriminator
     critic = None
     if has_critic(config):
@@ -87,11 +87,11 @@ def has_critic(config: RadioVaeConfig) -> bool:
     return wish.enabled and (last == 0 or wish.start < last)
 
 
-def workload_of(config: RadioVaeConfig, model: VaeNet, data: RadioData) -> Workload:
+def make_workload(config: RadioVaeConfig, model: VaeNet, data: RadioData) -> Workload:
     trainer = MapVaeTrainer(config)
 
     def pictures(model: nn.Module, key: tuple[int, ...]) -> dict[str, Any]:
-        return sample_pictures(data.val, model, workload, key)
+        return draw_samples(data.val, model, workload, key)
 
     workload = trainer.workload(
         model,
@@ -104,16 +104,16 @@ def workload_of(config: RadioVaeConfig, model: VaeNet, data: RadioData) -> Workl
         fragile=FRAGILE,
         blocks={ResidualBlock: ResidualBlock.forward},
         scoring=f"of reconstructions: {SCORING}",
-        store={"sizes": sizes_of(config.model.first_stage), "image_size": config.data.image_size},
+        store={"sizes": dump_sizes(config.model.first_stage), "image_size": config.data.image_size},
         notes=data.notes,
         val_names=data.val_names(),
-        about=(*data.about, *_about_critic(config)),
+        about=(*data.about, *_describe_critic(config)),
         sample=pictures,
     )
     return workload
 
 
-def _about_critic(config: RadioVaeConfig) -> tuple[tuple[str, str], ...]:
+def _describe_critic(config: RadioVaeConfig) -> tuple[tuple[str, str], ...]:
     wish = config.model.discriminator
     if has_critic(config):
         said = f"from step {wish.start:,}; the autoencoder's loss takes gradients itself and is not compiled"
@@ -129,7 +129,7 @@ class MapVaeTrainer(VaeTrainer):
         side, wish = config.data.image_size, config.model.discriminator
         super().__init__(
             phase="autoencoder",
-            latent_shape=latent_shape(sizes_of(config.model.first_stage), side),
+            latent_shape=get_latent_shape(dump_sizes(config.model.first_stage), side),
             kl_weight=config.model.kl_weight,
             critic=Critic(start=wish.start, weight=wish.weight, scales=(1 / side, float(side)))
             if has_critic(config)
@@ -138,26 +138,26 @@ class MapVaeTrainer(VaeTrainer):
         self.threshold = config.data.threshold
 
     def make_images(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
-        truth = unit_gain(batch["gain"], self.threshold)
-        return {"truth": truth, "image": signed(truth)}
+        truth = scale_gain(batch["gain"], self.threshold)
+        return {"truth": truth, "image": to_signed(truth)}
 
     def forward(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Errors of each sample are counted as metrics in training, finished maps in validation."""
         found = super().forward(model, batch)
-        found |= _errors(found["image"], batch["image"], found["kl"])
-        return found if model.training else found | {"map": unsigned(found["image"])}
+        found |= _measure_errors(found["image"], batch["image"], found["kl"])
+        return found if model.training else found | {"map": to_unsigned(found["image"])}
 
     def score(self, outputs: Outputs, batch: Batch) -> Tensor:
-        return summed_errors(outputs["image"], batch["image"]).mean()
+        return sum_errors(outputs["image"], batch["image"]).mean()
 
 
 @in_fp32
-def _errors(reconstruction: Tensor, image: Tensor, kl: Tensor) -> dict[str, Tensor]:
+def _measure_errors(reconstruction: Tensor, image: Tensor, kl: Tensor) -> dict[str, Tensor]:
     return {"error_l1": (image - reconstruction).detach().flatten(1).abs().mean(1), "error_kl": kl.detach()}
 
 
 @in_fp32
-def summed_errors(reconstruction: Tensor, image: Tensor) -> Tensor:
+def sum_errors(reconstruction: Tensor, image: Tensor) -> Tensor:
     """(N,): |error| + error², summed over the pixels of each map."""
     error = (image - reconstruction).flatten(1)
     return (error.abs() + error.square()).sum(1)
@@ -166,7 +166,7 @@ def summed_errors(reconstruction: Tensor, image: Tensor) -> Tensor:
 def export(model: nn.Module, config: RadioVaeConfig, store: Mapping[str, Any], folder: Path) -> None:
     """The autoencoder with its sizes and the scale of its latents: what stage 2 starts from."""
     vae = cast(VaeNet, model).vae
-    scale = measured_scale(
+    scale = measure_scale(
         vae,
         find_data(config).train,
         count=MEASURED_MAPS,

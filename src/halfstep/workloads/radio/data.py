@@ -12,7 +12,15 @@ from halfstep.config.schema import RunConfig
 from halfstep.data.files import BadFiles, list_some
 from halfstep.errors import DataError, format_count
 from halfstep.workloads.radio.config import RadioDataConfig
-from halfstep.workloads.radio.maps import RadioMaps, RadioTree, Role, Split, checked, public_split, trained_elsewhere
+from halfstep.workloads.radio.maps import (
+    RadioMaps,
+    RadioTree,
+    Role,
+    Split,
+    check_pictures,
+    find_leaks,
+    get_public_split,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,18 +38,18 @@ class RadioData:
         return tuple(map(self.val.name_of, range(len(self.val)))) if isinstance(self.val, RadioMaps) else ()
 
 
-def data_of(config: RunConfig) -> RadioDataConfig:
+def get_data_config(config: RunConfig) -> RadioDataConfig:
     assert isinstance(config.data, RadioDataConfig)
     return config.data
 
 
 def find_data(config: RunConfig) -> RadioData:
     """Training and validation maps; a tree that lacks either is refused."""
-    wish = data_of(config)
+    wish = get_data_config(config)
     bad_files = BadFiles(wish.on_bad_file)
-    tree = tree_of(wish)
-    split = split_of(wish, tree)
-    train, val = (part_of(wish, tree, split, role, bad_files) for role in ("train", "val"))
+    tree = open_tree(wish)
+    split = choose_split(wish, tree)
+    train, val = (open_split(wish, tree, split, role, bad_files) for role in ("train", "val"))
     sizes = ", ".join(
         f"{name} {format_count(len(part), 'sample')} of "
         f"{format_count(len({item.number for item in part.items}), 'map')}"
@@ -52,14 +60,14 @@ def find_data(config: RunConfig) -> RadioData:
         train=train,
         val=val,
         about=(("layout", f"RadioMapSeer, {tree.gain_dir.name}"), ("split", f"{name}: {sizes}")),
-        notes=(*_leaks(split), *bad_files.notes),
+        notes=(*_describe_leaks(split), *bad_files.notes),
     )
 
 
 SPLIT_NAMES = {"radiounet": "RadioUNet", "radiodiff": "RadioDiff"}
 
 
-def tree_of(wish: RadioDataConfig) -> RadioTree:
+def open_tree(wish: RadioDataConfig) -> RadioTree:
     assert wish.dir is not None, "a run without data gets its demo before it is built"
     return RadioTree.at(
         Path(wish.dir),
@@ -69,7 +77,7 @@ def tree_of(wish: RadioDataConfig) -> RadioTree:
     )
 
 
-def split_of(wish: RadioDataConfig, tree: RadioTree) -> Split:
+def choose_split(wish: RadioDataConfig, tree: RadioTree) -> Split:
     """Of the maps that are there."""
     here = tree.numbers()
     if wish.val_maps:
@@ -86,13 +94,13 @@ def split_of(wish: RadioDataConfig, tree: RadioTree) -> Split:
             "test": wish.test_maps,
         }
     present = set(here)
-    named = public_split(wish.split, wish.simulation)
+    named = get_public_split(wish.split, wish.simulation)
     return {role: tuple(number for number in numbers if number in present) for role, numbers in named.items()}
 
 
-def part_of(wish: RadioDataConfig, tree: RadioTree, split: Split, role: Role, bad_files: BadFiles) -> RadioMaps:
+def open_split(wish: RadioDataConfig, tree: RadioTree, split: Split, role: Role, bad_files: BadFiles) -> RadioMaps:
     numbers = split[role]
-    found = checked(tree.samples(numbers, most=wish.max_transmitters, bad_files=bad_files), bad_files)
+    found = check_pictures(tree.samples(numbers, most=wish.max_transmitters, bad_files=bad_files), bad_files)
     if not found:
         here = tree.numbers()
         whose = "by data.val_maps and data.test_maps" if wish.val_maps else f"in {SPLIT_NAMES[wish.split]}'s split"
@@ -111,26 +119,26 @@ def part_of(wish: RadioDataConfig, tree: RadioTree, split: Split, role: Role, ba
 ROLE_NAMES: dict[Role, str] = {"train": "training", "val": "validation", "test": "test"}
 
 
-def _leaks(split: Split) -> list[str]:
+def _describe_leaks(split: Split) -> list[str]:
     """Scores on maps that were trained on say little: who asked for such a split reads it."""
     return [
         f"{format_count(len(numbers), f'{ROLE_NAMES[role]} map')} of this split trained too: {list_some(numbers)}; "
         f"scores there are too good (data.split=radiounet has none)"
-        for role, numbers in trained_elsewhere(split).items()
+        for role, numbers in find_leaks(split).items()
     ]
 
 
-def unit_gain(pixels: Tensor, threshold: float) -> Tensor:
+def scale_gain(pixels: Tensor, threshold: float) -> Tensor:
     """Bytes to gains in 0..1."""
     gain = pixels.float() / 255
     return ((gain - threshold) / (1 - threshold)).clamp(min=0) if threshold else gain
 
 
-def signed(values: Tensor) -> Tensor:
+def to_signed(values: Tensor) -> Tensor:
     """0..1 to -1..1, as both networks have their maps."""
     return values * 2 - 1
 
 
-def unsigned(values: Tensor) -> Tensor:
+def to_unsigned(values: Tensor) -> Tensor:
     """Back again, without what lies outside."""
     return ((values.float() + 1) / 2).clamp(0, 1)

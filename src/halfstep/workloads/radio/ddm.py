@@ -21,19 +21,19 @@ Predict = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(x_t, times) -> C, noise."""
 
 
-def times_of(uniform: Tensor, smallest: float = SMALLEST_TIME) -> Tensor:
+def scale_times(uniform: Tensor, smallest: float = SMALLEST_TIME) -> Tensor:
     """Training times in (smallest, 1], for uniform draws in 0..1."""
     return uniform * (1.0 - smallest) + smallest
 
 
 @in_fp32
-def noised(x0: Tensor, time: Tensor, noise: Tensor) -> Tensor:
+def add_noise(x0: Tensor, time: Tensor, noise: Tensor) -> Tensor:
     t = _as_column(time)
     return x0 - x0 * t + t.sqrt() * noise
 
 
 @in_fp32
-def clean(x_t: Tensor, time: Tensor, drift: Tensor, noise: Tensor) -> Tensor:
+def recover_x0(x_t: Tensor, time: Tensor, drift: Tensor, noise: Tensor) -> Tensor:
     """The x0 that a prediction of C and noise stands for."""
     t = _as_column(time)
     return x_t - drift * t - t.sqrt() * noise
@@ -55,7 +55,7 @@ def ddm_loss(
     return weights[0] * parts[0] + weights[1] * parts[1]
 
 
-def sampling_times(steps: int, *, split_last: bool = True, smallest: float = SMALLEST_TIME) -> tuple[float, ...]:
+def list_times(steps: int, *, split_last: bool = True, smallest: float = SMALLEST_TIME) -> tuple[float, ...]:
     """The time of each network call, from 1 down.
 
     By the public sampler's default the last of the equal steps is split, and its end of `smallest` is a call of its
@@ -66,14 +66,14 @@ def sampling_times(steps: int, *, split_last: bool = True, smallest: float = SMA
 
 
 @torch.no_grad()
-def sampled(predict: Predict, start: Tensor, draws: Sequence[Tensor], times: Sequence[float]) -> Tensor:
+def sample_latents(predict: Predict, start: Tensor, draws: Sequence[Tensor], times: Sequence[float]) -> Tensor:
     """The latent that `start` becomes; one draw a call but the last, whose draw would not count."""
     x = start.float()
     for place, now in enumerate(times):
         after = times[place + 1] if place + 1 < len(times) else 0.0
         batch_time = torch.full((len(x),), now, device=x.device)
         drift, noise = (found.float() for found in predict(x, batch_time))
-        drift = -clean(x, batch_time, drift, noise)
+        drift = -recover_x0(x, batch_time, drift, noise)
         s = now - after
         x = x - drift * s - s / math.sqrt(now) * noise
         if after > 0:

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from halfstep.data.files import create_folder
-from halfstep.workloads.radio.maps import public_split
+from halfstep.workloads.radio.maps import get_public_split
 
 Array = np.ndarray[Any, Any]
 
@@ -37,7 +37,7 @@ def write_demo(
     num_transmitters: int = NUM_TRANSMITTERS,
 ) -> None:
     """Write the tree into `folder`, which appears only when it is complete."""
-    split = public_split("radiounet", "DPM")
+    split = get_public_split("radiounet", "DPM")
     counts = num_maps or NUM_MAPS
     numbers = [number for role, count in counts.items() for number in split[role][:count]]  # type: ignore[index]
     with create_folder(folder) as unfinished:
@@ -51,7 +51,7 @@ def _write_map(root: Path, number: int, rng: np.random.Generator, side: int, num
     _save(cars * 255, root / "png/cars" / f"{number}.png")
     for missing in range(1, 5):
         for version in range(1, 7):
-            thinned = without_blocks(city, missing, rng)
+            thinned = remove_blocks(city, missing, rng)
             _save(thinned * 255, root / f"png/buildings_missing{missing}/{version}" / f"{number}.png")
     streets = np.argwhere(city == 0)
     for transmitter in range(num_transmitters):
@@ -60,8 +60,8 @@ def _write_map(root: Path, number: int, rng: np.random.Generator, side: int, num
         antenna[row, column] = 255
         name = f"{number}_{transmitter}.png"
         _save(antenna, root / "png/antennas" / name)
-        plain = path_gain(city, (row, column), WALL_LOSS)
-        with_cars = path_gain(city, (row, column), WALL_LOSS, extra=cars)
+        plain = compute_path_gain(city, (row, column), WALL_LOSS)
+        with_cars = compute_path_gain(city, (row, column), WALL_LOSS, extra=cars)
         # The simulations of the original differ in how much they see behind walls.
         for simulation, factor in (("DPM", 1.0), ("IRT2", 0.9), ("IRT4", 0.95)):
             if simulation != "IRT4" or transmitter < NUM_IRT4:
@@ -73,7 +73,7 @@ def draw_city(rng: np.random.Generator, side: int) -> tuple[Array, Array]:
     """Buildings and cars (side, side) of 0 and 1: a grid of streets, blocks of one to three houses."""
     city = np.zeros((side, side), dtype=np.uint8)
     cars = np.zeros_like(city)
-    rows, columns = (_streets(rng, side) for _ in range(2))
+    rows, columns = (_draw_streets(rng, side) for _ in range(2))
     for top, bottom in rows:
         for left, right in columns:
             for _ in range(rng.integers(1, 4)):
@@ -85,7 +85,7 @@ def draw_city(rng: np.random.Generator, side: int) -> tuple[Array, Array]:
     return city, cars * (1 - city)
 
 
-def _streets(rng: np.random.Generator, side: int) -> list[tuple[int, int]]:
+def _draw_streets(rng: np.random.Generator, side: int) -> list[tuple[int, int]]:
     """Spans between streets."""
     spans, start = [], int(rng.integers(1, 4))
     while start < side - 4:
@@ -95,7 +95,7 @@ def _streets(rng: np.random.Generator, side: int) -> list[tuple[int, int]]:
     return spans
 
 
-def without_blocks(city: Array, count: int, rng: np.random.Generator) -> Array:
+def remove_blocks(city: Array, count: int, rng: np.random.Generator) -> Array:
     """The city as a map that misses some buildings."""
     thinned = city.copy()
     for y, x in rng.permutation(np.argwhere(city == 1))[:count]:
@@ -104,7 +104,7 @@ def without_blocks(city: Array, count: int, rng: np.random.Generator) -> Array:
     return thinned
 
 
-def path_gain(city: Array, antenna: tuple[int, int], wall_loss: float, *, extra: Array | None = None) -> Array:
+def compute_path_gain(city: Array, antenna: tuple[int, int], wall_loss: float, *, extra: Array | None = None) -> Array:
     """Bytes (H, W): bright at the antenna, darker with distance and behind walls, 0 in buildings."""
     side = city.shape[0]
     grid = np.mgrid[:side, :side]

@@ -14,14 +14,14 @@ from halfstep.config.schema import RunConfig
 from halfstep.data.files import BadFiles
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError
-from halfstep.workloads.base.sheets import worst_to_best
-from halfstep.workloads.base.using import Look, Phase, PlainEvaluation, Trained
+from halfstep.workloads.base.sheets import pick_worst_to_best
+from halfstep.workloads.base.using import LookAt, PlainEvaluation, ShowProgress, Trained
 from halfstep.workloads.base.workload import Workload
-from halfstep.workloads.radio.build import Denoising, told_of_steps
+from halfstep.workloads.radio.build import Denoising, describe_steps
 from halfstep.workloads.radio.config import RadioDiffConfig
-from halfstep.workloads.radio.data import ROLE_NAMES, part_of, split_of, tree_of
+from halfstep.workloads.radio.data import ROLE_NAMES, choose_split, open_split, open_tree
 from halfstep.workloads.radio.maps import RadioMaps, Role
-from halfstep.workloads.radio.pictures import MapRow, map_sheet
+from halfstep.workloads.radio.pictures import MapRow, draw_map_sheet
 from halfstep.workloads.radio.scores import RadioMetrics
 from halfstep.workloads.radio.unet import RadioUNet
 from halfstep.workloads.radio.vae import RadioVAE
@@ -61,16 +61,16 @@ class RadioEvaluation(PlainEvaluation):
         super().__init__(workload)
         self.metrics = RadioDetails()
 
-    def draw(self, folder: Path, look: Look) -> list[Path]:
+    def draw(self, folder: Path, look: LookAt) -> list[Path]:
         """The worst, middling and best maps of validation."""
-        rows = [self._row(*shown, look) for shown in worst_to_best(self.metrics.ranked(), SHOWN_EACH)]
+        rows = [self._row(*shown, look) for shown in pick_worst_to_best(self.metrics.ranked(), SHOWN_EACH)]
         if not rows:
             return []
         path = folder / "contact_sheet.png"
-        map_sheet(rows).save(path)
+        draw_map_sheet(rows).save(path)
         return [path]
 
-    def _row(self, kind: str, index: int, score: float, look: Look) -> MapRow:
+    def _row(self, kind: str, index: int, score: float, look: LookAt) -> MapRow:
         batch, outputs = look(index)
         raw = self.workload.val_samples.sample(index, key=(0, 0, index))
         return MapRow(
@@ -97,14 +97,14 @@ class SamplingEvaluation(RadioEvaluation):
         config: RadioDiffConfig,
         trained: Trained,
         options: Mapping[str, Any],
-        phase: Phase,
+        phase: ShowProgress,
         batch_size: int | None,
     ) -> dict[str, float] | None:
         """Samples of other steps, or of other maps, than validation's."""
         if options["part"] not in PARTS:
             raise ConfigError(f"--part {options['part']} is not part of the split", fix=f"one of {', '.join(PARTS)}")
         steps = int(options["steps"] or config.model.sampling_steps)
-        self.scored_at = f"{told_of_steps(steps, config.model)}, {ROLE_NAMES[options['part']]} maps"
+        self.scored_at = f"{describe_steps(steps, config.model)}, {ROLE_NAMES[options['part']]} maps"
         if options["steps"] is None and options["part"] == "val":
             return None
         maps = self._maps(config, options["part"])
@@ -115,18 +115,18 @@ class SamplingEvaluation(RadioEvaluation):
         metrics, size = RadioMetrics(), batch_size or config.train.batch_size
         with phase("Sampling", len(maps)) as bar:
             for start in range(0, len(maps), size):
-                metrics.update(*sampled_maps(denoising, trained, maps, start, size, config.train.seed))
+                metrics.update(*sample_maps(denoising, trained, maps, start, size, config.train.seed))
                 for _ in range(min(size, len(maps) - start)):
                     bar.advance()
         return metrics.compute()
 
     def _maps(self, config: RadioDiffConfig, part: Role) -> RadioMaps:
         wish = config.data
-        tree = tree_of(wish)
-        return part_of(wish, tree, split_of(wish, tree), part, BadFiles(wish.on_bad_file))
+        tree = open_tree(wish)
+        return open_split(wish, tree, choose_split(wish, tree), part, BadFiles(wish.on_bad_file))
 
 
-def sampled_maps(
+def sample_maps(
     denoising: Denoising, trained: Trained, maps: RadioMaps, start: int, size: int, seed: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Maps that the model draws for a batch, and the batch."""

@@ -15,12 +15,18 @@ from torch import Tensor
 from halfstep.disk import parse_json, write_atomically
 from halfstep.errors import ConfigError, ModelError, format_count
 from halfstep.models.weights import load_weights_file_
-from halfstep.workloads.base.latent_store import NAME as MOMENTS
-from halfstep.workloads.base.latent_store import Encoding, WithColumn, refuse_uncached, told_of_pack, told_of_resume
+from halfstep.workloads.base.latent_store import (
+    MOMENTS,
+    Encoding,
+    WithColumn,
+    describe_pack,
+    describe_resume,
+    refuse_uncached,
+)
 from halfstep.workloads.radio.config import FirstStageConfig, RadioDiffConfig, RadioVaeConfig
-from halfstep.workloads.radio.data import RadioData, find_data, signed, tree_of, unit_gain
+from halfstep.workloads.radio.data import RadioData, find_data, open_tree, scale_gain, to_signed
 from halfstep.workloads.radio.maps import RadioMaps
-from halfstep.workloads.radio.names import in_our_names, vae_name
+from halfstep.workloads.radio.names import rename_vae_weight, rename_weights
 from halfstep.workloads.radio.vae import CODEC, RadioVAE
 
 WEIGHTS, FACTS = "vae.safetensors", "vae.json"
@@ -38,21 +44,21 @@ class FirstStage:
     """As its run has measured it."""
 
 
-def sizes_of(config: FirstStageConfig) -> dict[str, Any]:
+def dump_sizes(config: FirstStageConfig) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
-def reduction_of(sizes: Mapping[str, Any]) -> int:
+def get_reduction(sizes: Mapping[str, Any]) -> int:
     """Pixels of a map for each place of its latent, along a side."""
     return int(2 ** (len(sizes["multipliers"]) - 1))
 
 
-def latent_shape(sizes: Mapping[str, Any], image_size: int) -> tuple[int, int, int]:
-    side = image_size // reduction_of(sizes)
+def get_latent_shape(sizes: Mapping[str, Any], image_size: int) -> tuple[int, int, int]:
+    side = image_size // get_reduction(sizes)
     return sizes["latent_channels"], side, side
 
 
-def weights_to_start_from(config: RadioVaeConfig | RadioDiffConfig) -> str:
+def check_start_weights(config: RadioVaeConfig | RadioDiffConfig) -> str:
     """`model.weights`, refused before anything is built where it leads nowhere, as `ckpt_path` of public files does."""
     path = config.model.weights or ""
     if path and not Path(path).is_file():
@@ -66,10 +72,10 @@ def weights_to_start_from(config: RadioVaeConfig | RadioDiffConfig) -> str:
 
 def load_vae_(vae: RadioVAE, path: str) -> None:
     """Weights of ours, or of a public checkpoint."""
-    load_weights_file_(vae, path, partial(in_our_names, vae_name))
+    load_weights_file_(vae, path, partial(rename_weights, rename_vae_weight))
 
 
-def first_stage(config: RadioDiffConfig) -> FirstStage:
+def open_first_stage(config: RadioDiffConfig) -> FirstStage:
     """The autoencoder that `model.vae` names: a run of stage 1, what it exported, or a file with weights."""
     if config.model.vae is None:
         raise ConfigError(
@@ -92,9 +98,9 @@ def first_stage(config: RadioDiffConfig) -> FirstStage:
                 why=f"a radiodiff_vae run leaves model/{WEIGHTS} when it ends",
                 fix="let that run end (halfstep train --resume RUN), or name a file with weights",
             )
-        path, facts = folder / WEIGHTS, _facts(folder / FACTS)
+        path, facts = folder / WEIGHTS, _read_facts(folder / FACTS)
     else:
-        facts = {"sizes": sizes_of(config.model.first_stage), "scale_factor": None}
+        facts = {"sizes": dump_sizes(config.model.first_stage), "scale_factor": None}
     vae = RadioVAE(**facts["sizes"])
     load_vae_(vae, str(path))
     return FirstStage(
@@ -102,10 +108,10 @@ def first_stage(config: RadioDiffConfig) -> FirstStage:
     )
 
 
-def _facts(path: Path) -> dict[str, Any]:
+def _read_facts(path: Path) -> dict[str, Any]:
     try:
         found = parse_json(path.read_text())
-        return {"sizes": sizes_of(FirstStageConfig(**found["sizes"])), "scale_factor": found["scale_factor"]}
+        return {"sizes": dump_sizes(FirstStageConfig(**found["sizes"])), "scale_factor": found["scale_factor"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
             f"cannot read {path}: {error}", why="it says how large the autoencoder is", fix="export the run again"
@@ -118,44 +124,44 @@ def write_first_stage(vae: RadioVAE, sizes: Mapping[str, Any], scale_factor: flo
     write_atomically(folder / FACTS, json.dumps({"sizes": dict(sizes), "scale_factor": scale_factor}, indent=1))
 
 
-def measured_scale(vae: RadioVAE, maps: RadioMaps, *, count: int, threshold: float, source: str) -> float:
+def measure_scale(vae: RadioVAE, maps: RadioMaps, *, count: int, threshold: float, source: str) -> float:
     """Of the latents of some training maps."""
-    return CODEC.measure_scale(vae, some_maps(maps, count, threshold), source=source)
+    return CODEC.measure_scale(vae, read_some_maps(maps, count, threshold), source=source)
 
 
-def some_maps(maps: RadioMaps, count: int, threshold: float) -> Iterator[Tensor]:
+def read_some_maps(maps: RadioMaps, count: int, threshold: float) -> Iterator[Tensor]:
     """(1, 1, H, W) in -1..1, of the whole set."""
     for place in range(0, len(maps), max(1, len(maps) // count)):
-        yield signed(unit_gain(maps.sample(place, key=(0, 0, place))["gain"][None], threshold))
+        yield to_signed(scale_gain(maps.sample(place, key=(0, 0, place))["gain"][None], threshold))
 
 
 LATENTS_CHECKSUM = "latents_sha256"
 
 
-def with_latents(
+def add_latents(
     config: RadioDiffConfig, data: RadioData, vae: RadioVAE, store: Mapping[str, Any]
 ) -> tuple[RadioData, dict[str, Any]]:
     """The data with training latents from disk, and the store with their checksum; both as they are where none were
     asked for."""
     if config.data.cache == "off":
         return data, dict(store)
-    cache, is_new = encoding_of(config, data.train, vae).open_or_encode()
-    line = f"cached in {cache.path}" + told_of_resume(cache, str(store.get(LATENTS_CHECKSUM, "")), is_new=is_new)
+    cache, is_new = make_encoding(config, data.train, vae).open_or_encode()
+    line = f"cached in {cache.path}" + describe_resume(cache, str(store.get(LATENTS_CHECKSUM, "")), is_new=is_new)
     train = WithColumn(data.train, MOMENTS, cache.moments[:, 0])
     found = replace(data, train=train, about=(*data.about, ("encoded maps", line)))
     return found, {**store, LATENTS_CHECKSUM: cache.checksum}
 
 
-def encoding_of(config: RadioDiffConfig, maps: RadioMaps, vae: RadioVAE) -> Encoding:
+def make_encoding(config: RadioDiffConfig, maps: RadioMaps, vae: RadioVAE) -> Encoding:
     """Training maps alone, in fp32: validation encodes as ever, as it needs the first stage to decode samples."""
     threshold = config.data.threshold
     return Encoding(
         config=config,
-        root=tree_of(config.data).root,
+        root=open_tree(config.data).root,
         samples=[maps],
         files=[[item.gain for item in maps.items if item.gain is not None]],
         column="gain",
-        to_images=lambda gain: signed(unit_gain(gain, threshold)),
+        to_images=lambda gain: to_signed(scale_gain(gain, threshold)),
         vae=vae,
         codec=CODEC,
         settings={"threshold": threshold},
@@ -165,5 +171,5 @@ def encoding_of(config: RadioDiffConfig, maps: RadioMaps, vae: RadioVAE) -> Enco
 def pack(config: RadioDiffConfig) -> dict[str, object]:
     """Encode every training map, unless that was done; what was made, for people and programs."""
     refuse_uncached(config)
-    cache, is_new = encoding_of(config, find_data(config).train, first_stage(config).vae).open_or_encode()
-    return told_of_pack(cache, f"latents of {format_count(len(cache.moments), 'map')}", is_new=is_new)
+    cache, is_new = make_encoding(config, find_data(config).train, open_first_stage(config).vae).open_or_encode()
+    return describe_pack(cache, f"latents of {format_count(len(cache.moments), 'map')}", is_new=is_new)

@@ -117,14 +117,14 @@ def claim(document: Mapping[str, Any], name: str) -> Foreign | None:
     read = ForeignReader(document)
     model = read.section("model")
     if "unet" in model and "ddconfig" in read.section("model.first_stage"):
-        return stage2(read)
-    return stage1(read) if "ddconfig" in model and "lossconfig" in model else None
+        return read_stage2(read)
+    return read_stage1(read) if "ddconfig" in model and "lossconfig" in model else None
 
 
-def stage2(read: ForeignReader) -> Foreign:
+def read_stage2(read: ForeignReader) -> Foreign:
     for key, built in BUILT.items():
         read.must_be(key, built, why="training on without it would be another method")
-    values, notes = shared_values(read, "model.first_stage")
+    values, notes = read_shared_values(read, "model.first_stage")
     finetuned, own = read("finetune.ckpt_path"), read("model.ckpt_path")
     scale, is_fixed = read("model.scale_factor"), read("model.default_scale", False)
     values |= read.values(STAGE2) | {
@@ -143,8 +143,8 @@ def stage2(read: ForeignReader) -> Foreign:
     return Foreign(workload="radiodiff", values=values, used=sorted(read.used), unused=unused, notes=notes)
 
 
-def stage1(read: ForeignReader) -> Foreign:
-    values, notes = shared_values(read, "model")
+def read_stage1(read: ForeignReader) -> Foreign:
+    values, notes = read_shared_values(read, "model")
     values |= read.values(STAGE1) | {"schedule.power": 0.95}
     is_never = read.section("trainer").get("gradient_accumulate_every") == 1
     turns = "there it alternates the two networks; here both step each time"
@@ -165,9 +165,9 @@ def stage1(read: ForeignReader) -> Foreign:
     return Foreign(workload="radiodiff_vae", values=values, used=sorted(read.used), unused=unused, notes=notes)
 
 
-def shared_values(read: ForeignReader, first_stage: str) -> tuple[dict[str, Any], list[str]]:
+def read_shared_values(read: ForeignReader, first_stage: str) -> tuple[dict[str, Any], list[str]]:
     """What both stages have: data, trainer, precision, the autoencoder's sizes; and what to tell of it."""
-    precision, notes = _precision(read)
+    precision, notes = _read_precision(read)
     notes.append("RadioDiff's own split has a map in training, validation and test: RadioUNet's is used (data.split)")
     if attended := read.section(f"{first_stage}.ddconfig").get("attn_resolutions"):
         raise ConfigError(
@@ -176,10 +176,10 @@ def shared_values(read: ForeignReader, first_stage: str) -> tuple[dict[str, Any]
             fix="attn_resolutions: []",
         )
     sizes = {ours: f"{first_stage}.{theirs}" for ours, theirs in FIRST_STAGE.items()}
-    return {**_simulation(read), **read.values(SHARED | sizes), **precision}, notes
+    return {**_read_simulation(read), **read.values(SHARED | sizes), **precision}, notes
 
 
-def _precision(read: ForeignReader) -> tuple[dict[str, str], list[str]]:
+def _read_precision(read: ForeignReader) -> tuple[dict[str, str], list[str]]:
     amp, fp16 = read("trainer.amp"), read("trainer.fp16")
     if amp is None and fp16 is None:
         return {}, []
@@ -192,7 +192,7 @@ def _precision(read: ForeignReader) -> tuple[dict[str, str], list[str]]:
     return {"precision.default": "fp16" if amp else "fp32"}, []
 
 
-def _simulation(read: ForeignReader) -> Mapping[str, Any]:
+def _read_simulation(read: ForeignReader) -> Mapping[str, Any]:
     name = read("data.name", "radio")
     if name not in DATA_NAMES:
         raise ConfigError(

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 from PIL import Image
 from torch import Tensor
 
-from halfstep.workloads.base.guiding import Opened
+from halfstep.workloads.base.guiding import OpenedData
 from halfstep.workloads.radio.config import SMALL_FIRST_STAGE, RadioDiffConfig, RadioVaeConfig
 from halfstep.workloads.radio.data import find_data
-from halfstep.workloads.radio.pictures import city_picture, map_picture
+from halfstep.workloads.radio.pictures import draw_condition, draw_gain
 
 SMALL_SIZE = {"data.image_size": 64}
 SMALL_UNET: dict[str, Any] = {
@@ -30,17 +30,17 @@ class Guide:
 
     small_on_cpu: ClassVar[dict[str, Any]] = {**SMALL_SIZE, **SMALL_FIRST_STAGE, "model.discriminator.enabled": False}
 
-    def open(self, config: RadioVaeConfig | RadioDiffConfig) -> Opened:
+    def open(self, config: RadioVaeConfig | RadioDiffConfig) -> OpenedData:
         data = find_data(config)
         size = data.train.size
-        return Opened(
+        return OpenedData(
             train=data.train, val=data.val, store={}, classes=("map",), notes=data.notes, sides=(size[1], size[0])
         )
 
     def picture(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
         """The city and the gain of its antenna, side by side."""
-        city = Image.fromarray(city_picture(sample["condition"].numpy()))
-        gain = Image.fromarray(map_picture(sample["gain"][0].numpy() / 255))
+        city = Image.fromarray(draw_condition(sample["condition"].numpy()))
+        gain = Image.fromarray(draw_gain(sample["gain"][0].numpy() / 255))
         both = Image.new("RGB", (city.width + gain.width, city.height))
         both.paste(city, (0, 0))
         both.paste(gain, (city.width, 0))

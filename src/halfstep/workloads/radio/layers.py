@@ -22,11 +22,11 @@ class StandardisedConv2d(nn.Conv2d):
     """A convolution whose weights have mean 0 and variance 1 for each output (Qiao et al. 2019)."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._conv_forward(input, standardised(self.weight), self.bias)
+        return self._conv_forward(input, standardise(self.weight), self.bias)
 
 
 @in_fp32
-def standardised(weight: Tensor) -> Tensor:
+def standardise(weight: Tensor) -> Tensor:
     variance, mean = torch.var_mean(weight, dim=(1, 2, 3), correction=0, keepdim=True)
     return (weight - mean) * (variance + EPSILON).rsqrt()
 
@@ -39,11 +39,11 @@ class ChannelNorm(nn.Module):
         self.g = nn.Parameter(torch.ones(1, channels, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _normalised_over_channels(x, self.g).to(x.dtype)
+        return _normalise_channels(x, self.g).to(x.dtype)
 
 
 @in_fp32
-def _normalised_over_channels(x: Tensor, scale: Tensor) -> Tensor:
+def _normalise_channels(x: Tensor, scale: Tensor) -> Tensor:
     variance, mean = torch.var_mean(x, dim=1, correction=0, keepdim=True)
     return (x - mean) * (variance + EPSILON).rsqrt() * scale
 
@@ -109,7 +109,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return context.transpose(-2, -1) @ q
 
 
-class PositionAttention(nn.Module):
+class MultiHeadPositionAttention(nn.Module):
     """Four heads over all positions, with a shortcut."""
 
     def __init__(self, channels: int) -> None:
@@ -142,15 +142,15 @@ class FourierFilter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         assert x.shape[2:] == self.size, f"a filter for maps of {self.size} got {tuple(x.shape[2:])}"
-        return filtered(x, self.complex_weight).to(x.dtype)
+        return apply_filter(x, self.complex_weight).to(x.dtype)
 
 
 @in_fp32
-def filtered(x: Tensor, weight: Tensor) -> Tensor:
+def apply_filter(x: Tensor, weight: Tensor) -> Tensor:
     """Rows last, then columns last: a product with a matrix on the right is one matmul for all maps."""
     height, width = x.shape[2:]
     half = weight.shape[2]
-    (cos_h, sin_h), (cos_w, sin_w) = _waves(height, height, x.device), _waves(width, half, x.device)
+    (cos_h, sin_h), (cos_w, sin_w) = _make_waves(height, height, x.device), _make_waves(width, half, x.device)
     real, imaginary = (x @ cos_w).mT, -(x @ sin_w).mT
     real, imaginary = real @ cos_h + imaginary @ sin_h, imaginary @ cos_h - real @ sin_h
     a, b = weight.unbind(-1)
@@ -162,7 +162,7 @@ def filtered(x: Tensor, weight: Tensor) -> Tensor:
     return (real * count) @ cos_w.T - (imaginary * count) @ sin_w.T
 
 
-def _waves(length: int, num_frequencies: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _make_waves(length: int, num_frequencies: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosine and sine (length, frequencies); the angle is reduced as an integer, so that it is exact."""
     places, frequencies = torch.arange(length, device=device), torch.arange(num_frequencies, device=device)
     angle = (places[:, None] * frequencies[None, :] % length).float() * (2 * math.pi / length)

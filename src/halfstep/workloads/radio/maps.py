@@ -44,20 +44,20 @@ RANGES: Mapping[str, Mapping[Role, tuple[int, int]]] = {
 """First and last index into the shuffled maps."""
 
 
-def public_split(name: str, simulation: str) -> dict[Role, tuple[int, ...]]:
+def get_public_split(name: str, simulation: str) -> dict[Role, tuple[int, ...]]:
     """`radiounet`, or `radiodiff`, which has other ranges for IRT4."""
     key = "radiodiff_irt4" if name == "radiodiff" and simulation == "IRT4" else name
-    maps = shuffled_maps()
+    maps = shuffle_maps()
     return {role: maps[first : last + 1] for role, (first, last) in RANGES[key].items()}
 
 
-def shuffled_maps() -> tuple[int, ...]:
+def shuffle_maps() -> tuple[int, ...]:
     order = np.arange(NUM_MAPS)
     np.random.RandomState(42).shuffle(order)
     return tuple(int(place) + 1 for place in order)
 
 
-def trained_elsewhere(split: Split) -> dict[Role, tuple[int, ...]]:
+def find_leaks(split: Split) -> dict[Role, tuple[int, ...]]:
     """Maps of validation and test that are training maps as well."""
     train = set(split["train"])
     others: tuple[Role, ...] = ("val", "test")
@@ -151,7 +151,7 @@ class RadioTree:
         wanted = set(numbers)
         pairs = [(number, place) for number, place in self._gains() if number in wanted]
         if most:
-            pairs = _few_each(pairs, most)
+            pairs = _keep_few_each(pairs, most)
         known: dict[Path, bool] = {}
         whole: list[RadioFiles] = []
         missing: list[Path] = []
@@ -200,7 +200,7 @@ class RadioTree:
         )
 
 
-def _few_each(pairs: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int]]:
+def _keep_few_each(pairs: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int]]:
     kept: dict[int, list[tuple[int, int]]] = {}
     for pair in pairs:
         kept.setdefault(pair[0], []).append(pair)
@@ -255,7 +255,7 @@ def read_condition(item: RadioFiles, size: tuple[int, int], *, version: int = 0)
 
 def read_gray(path: Path, size: tuple[int, int]) -> Array:
     """(H, W) bytes; area means where it shrinks."""
-    pixels = _bytes_of(path)
+    pixels = _read_bytes(path)
     if pixels.shape == size:
         return pixels
     resized = Image.fromarray(pixels).resize(size[::-1], Image.Resampling.BOX)
@@ -264,7 +264,7 @@ def read_gray(path: Path, size: tuple[int, int]) -> Array:
 
 def read_antenna(path: Path, size: tuple[int, int]) -> Array:
     """(H, W) bytes. Its bright pixel keeps its brightness and place at any size: a mean would wash it out."""
-    pixels = _bytes_of(path)
+    pixels = _read_bytes(path)
     rows, columns = np.nonzero(pixels)
     if not len(rows):
         raise DataError(
@@ -278,19 +278,19 @@ def read_antenna(path: Path, size: tuple[int, int]) -> Array:
     return found
 
 
-def _bytes_of(path: Path) -> Array:
+def _read_bytes(path: Path) -> Array:
     pixels = np.array(read_image(path, channels=1)[..., 0])  # a copy: Pillow's is read-only
     return pixels if pixels.dtype == np.uint8 else (pixels * 255).round().clip(0, 255).astype(np.uint8)
 
 
-def checked(files: Sequence[RadioFiles], bad_files: BadFiles) -> tuple[RadioFiles, ...]:
+def check_pictures(files: Sequence[RadioFiles], bad_files: BadFiles) -> tuple[RadioFiles, ...]:
     """Those whose pictures are of one size: headers are read, and every pixel where bad files are to be left out."""
     paths = list(dict.fromkeys(path for item in files for path in item.all()))
-    look = _size_of_whole if bad_files.mode == "skip" else _size
+    look = _read_whole if bad_files.mode == "skip" else _read_size
     seen = dict(zip(paths, run_in_threads(look, paths), strict=True))
     whole = []
     for item in files:
-        if error := _fault(item, seen):
+        if error := _find_fault(item, seen):
             bad_files.report(error)
         else:
             whole.append(item)
@@ -300,17 +300,17 @@ def checked(files: Sequence[RadioFiles], bad_files: BadFiles) -> tuple[RadioFile
 Seen = tuple[int, int] | DataError
 
 
-def _size(path: Path) -> tuple[int, int]:
+def _read_size(path: Path) -> tuple[int, int]:
     return read_image_facts(path).size
 
 
-def _size_of_whole(path: Path) -> tuple[int, int]:
-    size = _size(path)
-    read_antenna(path, size) if path.parent.name == "antennas" else _bytes_of(path)
+def _read_whole(path: Path) -> tuple[int, int]:
+    size = _read_size(path)
+    read_antenna(path, size) if path.parent.name == "antennas" else _read_bytes(path)
     return size
 
 
-def _fault(item: RadioFiles, seen: Mapping[Path, Seen]) -> DataError | None:
+def _find_fault(item: RadioFiles, seen: Mapping[Path, Seen]) -> DataError | None:
     first, *others = item.all()
     for path in (first, *others):
         found = seen[path]
@@ -318,13 +318,13 @@ def _fault(item: RadioFiles, seen: Mapping[Path, Seen]) -> DataError | None:
             return found
         if found != seen[first]:
             return DataError(
-                f"{path} is {_text(found)}, {first} is {_text(seen[first])}",
+                f"{path} is {_format_size(found)}, {first} is {_format_size(seen[first])}",
                 why="pixel for pixel they show one place",
                 fix="unpack the files again, or leave bad files out: data.on_bad_file=skip",
             )
     return None
 
 
-def _text(size: Seen) -> str:
+def _format_size(size: Seen) -> str:
     assert not isinstance(size, DataError)
     return f"{size[1]}x{size[0]}"

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import default_collate
 
-from halfstep.workloads.base.sheets import Array, table
+from halfstep.workloads.base.sheets import Array, draw_table
 from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.radio.maps import RadioMaps
 
@@ -33,20 +33,20 @@ class MapRow:
     truth: Array | None = None
 
 
-def map_sheet(rows: Sequence[MapRow]) -> Image.Image:
+def draw_map_sheet(rows: Sequence[MapRow]) -> Image.Image:
     """A row for each sample, with a heading; what no row knows has no column."""
     known = (any(row.condition is not None for row in rows), True, *[any(row.truth is not None for row in rows)] * 2)
     columns = [name for name, is_known in zip(COLUMNS, known, strict=True) if is_known]
-    return table(columns, [(row.name, _cells(row)) for row in rows])
+    return draw_table(columns, [(row.name, _draw_cells(row)) for row in rows])
 
 
-def _cells(row: MapRow) -> list[Array]:
-    city = [] if row.condition is None else [city_picture(row.condition)]
-    cells = [*city, map_picture(row.predicted)]
-    return cells if row.truth is None else [*cells, map_picture(row.truth), error_picture(row.predicted, row.truth)]
+def _draw_cells(row: MapRow) -> list[Array]:
+    city = [] if row.condition is None else [draw_condition(row.condition)]
+    cells = [*city, draw_gain(row.predicted)]
+    return cells if row.truth is None else [*cells, draw_gain(row.truth), draw_error(row.predicted, row.truth)]
 
 
-def city_picture(condition: Array) -> Array:
+def draw_condition(condition: Array) -> Array:
     """Streets, buildings, cars, and the antenna as a cross, which one pixel would not show."""
     buildings, antenna, last = condition
     picture = np.empty((*buildings.shape, 3), dtype=np.uint8)
@@ -61,7 +61,7 @@ def city_picture(condition: Array) -> Array:
     return picture
 
 
-def map_picture(gain: Array) -> Array:
+def draw_gain(gain: Array) -> Array:
     """A gain in 0..1 from black over violet and orange to white: brightness alone tells it, colours help."""
     stops = np.array([(0, 0, 4), (81, 18, 124), (183, 55, 121), (252, 137, 97), (252, 253, 191)], dtype=np.float64)
     place = np.clip(gain, 0, 1) * (len(stops) - 1)
@@ -70,14 +70,14 @@ def map_picture(gain: Array) -> Array:
     return np.asarray((stops[low] * (1 - part) + stops[low + 1] * part).round().astype(np.uint8))
 
 
-def error_picture(predicted: Array, truth: Array) -> Array:
+def draw_error(predicted: Array, truth: Array) -> Array:
     """White where both agree, orange where the map is too bright, blue where it is too dark."""
     error = np.clip((predicted - truth) / LARGEST_ERROR, -1, 1)[..., None]
     colour = np.where(error > 0, np.array(TOO_HIGH), np.array(TOO_LOW))
     return np.asarray((255 + (colour - 255) * np.abs(error)).round().astype(np.uint8))
 
 
-def sample_pictures(maps: RadioMaps, model: nn.Module, workload: Workload, key: tuple[int, ...]) -> dict[str, Array]:
+def draw_samples(maps: RadioMaps, model: nn.Module, workload: Workload, key: tuple[int, ...]) -> dict[str, Array]:
     """A sheet of the first validation maps, as the workload's forward pass answers them."""
     indices = range(min(SHOWN, len(maps)))
     batch = default_collate([maps.sample(index, key=(0, 0, index)) for index in indices])
@@ -93,4 +93,4 @@ def sample_pictures(maps: RadioMaps, model: nn.Module, workload: Workload, key: 
         )
         for index in indices
     ]
-    return {"maps": np.asarray(map_sheet(rows))}
+    return {"maps": np.asarray(draw_map_sheet(rows))}

@@ -20,17 +20,17 @@ from halfstep.report.progress import Bar
 from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.sheets import Array
-from halfstep.workloads.base.using import FilePredictor, Input, Trained, Wishes, saved_picture
+from halfstep.workloads.base.using import FilePredictor, Input, Trained, Wishes, save_picture
 from halfstep.workloads.base.vae_trainer import VaeNet
 from halfstep.workloads.base.workload import FrozenPart
-from halfstep.workloads.radio.build import Denoising, unet_of
-from halfstep.workloads.radio.build_vae import stage1
+from halfstep.workloads.radio.build import Denoising, build_unet
+from halfstep.workloads.radio.build_vae import build_model
 from halfstep.workloads.radio.config import RadioDiffConfig, RadioVaeConfig
-from halfstep.workloads.radio.data import signed, unit_gain, unsigned
-from halfstep.workloads.radio.first_stage import first_stage
+from halfstep.workloads.radio.data import scale_gain, to_signed, to_unsigned
+from halfstep.workloads.radio.first_stage import open_first_stage
 from halfstep.workloads.radio.maps import GAIN_NAME, RadioFiles, RadioTree, read_condition, read_gray
-from halfstep.workloads.radio.pictures import MapRow, map_sheet
-from halfstep.workloads.radio.scores import map_scores
+from halfstep.workloads.radio.pictures import MapRow, draw_map_sheet
+from halfstep.workloads.radio.scores import score_maps
 from halfstep.workloads.radio.unet import RadioUNet
 
 MOST_TRANSMITTERS = 1000
@@ -44,8 +44,8 @@ class MapPredictor(FilePredictor):
 
     def __init__(self, config: RadioDiffConfig, store: Store) -> None:
         self.config, self.store = config, store
-        self.model = unet_of(config, store)
-        stage = first_stage(config)
+        self.model = build_unet(config, store)
+        stage = open_first_stage(config)
         self.vae = stage.vae
         self.frozen = {"vae": FrozenPart(module=stage.vae, source=stage.source)}
 
@@ -62,14 +62,14 @@ class MapPredictor(FilePredictor):
         files = self._files(item.path)
         key = Key.for_sampling(int(wishes.options["seed"]), files.number * MOST_TRANSMITTERS + files.transmitter)
         condition = read_condition(files, size)
-        batch = {"condition": signed(torch.from_numpy(condition)[None].to(trained.device).float() / 255)}
+        batch = {"condition": to_signed(torch.from_numpy(condition)[None].to(trained.device).float() / 255)}
         batch |= denoising.draws(key, 1, trained.device)
         with trained.inside():
             unet = cast(RadioUNet, trained.model)
             found = denoising.sample(unet, unet.condition(batch["condition"]), batch)[0, 0].float().cpu()
-        truth = None if files.gain is None else _true_gain(files.gain, size, self.config.data.threshold)
+        truth = None if files.gain is None else _read_gain(files.gain, size, self.config.data.threshold)
         row = MapRow(name=item.path.name, condition=condition, predicted=found.numpy(), truth=truth)
-        return _written(row, item, wishes)
+        return _write_answer(row, item, wishes)
 
     def _files(self, antenna: Path) -> RadioFiles:
         """What lies around an antenna file; the truth need not."""
@@ -95,39 +95,39 @@ class MapPredictor(FilePredictor):
         return found if has_truth else replace(found, gain=None)
 
 
-class ReconstructionPredictor(FilePredictor):
+class GainPredictor(FilePredictor):
     """A gain map and a picture for each file of gains."""
 
     endings = (".png",)
 
     def __init__(self, config: RadioVaeConfig, store: Store) -> None:
         self.config, self.size = config, (store["image_size"], store["image_size"])
-        self.model = stage1(config)
+        self.model = build_model(config)
 
     def answer_file(self, item: Input, trained: Trained, wishes: Wishes) -> Answer:
-        truth = _true_gain(item.path, self.size, self.config.data.threshold)
+        truth = _read_gain(item.path, self.size, self.config.data.threshold)
         with trained.inside():
-            image = signed(torch.from_numpy(truth)[None, None].to(trained.device))
-            found = unsigned(cast(VaeNet, trained.model).decode_means(image))[0, 0].cpu().numpy()
+            image = to_signed(torch.from_numpy(truth)[None, None].to(trained.device))
+            found = to_unsigned(cast(VaeNet, trained.model).decode_means(image))[0, 0].cpu().numpy()
         row = MapRow(name=item.path.name, condition=None, predicted=found, truth=truth)
-        return _written(row, item, wishes)
+        return _write_answer(row, item, wishes)
 
 
-def _true_gain(path: Path, size: tuple[int, int], threshold: float) -> Array:
+def _read_gain(path: Path, size: tuple[int, int], threshold: float) -> Array:
     """(H, W) in 0..1, as the model learned it."""
-    return unit_gain(torch.from_numpy(read_gray(path, size)), threshold).numpy()
+    return scale_gain(torch.from_numpy(read_gray(path, size)), threshold).numpy()
 
 
-def _written(row: MapRow, item: Input, wishes: Wishes) -> Answer:
+def _write_answer(row: MapRow, item: Input, wishes: Wishes) -> Answer:
     """The map alone, and drawn beside all that is known of it, with its scores."""
     out = wishes.out
     assert out is not None
     pixels = (row.predicted * 255).round().astype(np.uint8)
     written = {
-        "map": str(saved_picture(Image.fromarray(pixels), out / "maps" / item.path.name)),
-        "picture": str(saved_picture(map_sheet([row]), out / "pictures" / item.path.name)),
+        "map": str(save_picture(Image.fromarray(pixels), out / "maps" / item.path.name)),
+        "picture": str(save_picture(draw_map_sheet([row]), out / "pictures" / item.path.name)),
     }
-    scores = {} if row.truth is None else _scores(row.predicted, row.truth)
+    scores = {} if row.truth is None else _score(row.predicted, row.truth)
     return Answer(
         file=str(item.path),
         found={**written, **scores},
@@ -136,6 +136,6 @@ def _written(row: MapRow, item: Input, wishes: Wishes) -> Answer:
     )
 
 
-def _scores(predicted: Array, truth: Array) -> dict[str, float]:
+def _score(predicted: Array, truth: Array) -> dict[str, float]:
     one, other = (torch.from_numpy(np.ascontiguousarray(values))[None, None] for values in (predicted, truth))
-    return {name: float(value) for name, value in map_scores(one, other).items()}
+    return {name: float(value) for name, value in score_maps(one, other).items()}

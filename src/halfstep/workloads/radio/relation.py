@@ -19,14 +19,14 @@ class Relation(nn.Module):
         self, condition_dim: int, dim: int, windows: tuple[Sequence[int], Sequence[int]], dropout: float
     ) -> None:
         super().__init__()
-        self.input_conv1, self.input_conv2 = _normed_conv(condition_dim, dim), _normed_conv(dim, dim)
+        self.input_conv1, self.input_conv2 = _make_normed_conv(condition_dim, dim), _make_normed_conv(dim, dim)
         self.attention = WindowMeanAttention(dim, windows, dropout)
 
     def forward(self, condition: Tensor, features: Tensor) -> Tensor:
         return self.attention(self.input_conv1(condition), self.input_conv2(features))
 
 
-def _normed_conv(inputs: int, outputs: int) -> nn.Sequential:
+def _make_normed_conv(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1), nn.BatchNorm2d(outputs, momentum=0.03, eps=1e-3))
 
 
@@ -47,16 +47,16 @@ class WindowMeanAttention(nn.Module):
 
     def forward(self, condition: Tensor, features: Tensor) -> Tensor:
         size = features.shape[2:]
-        both = torch.cat([_resized(condition, size), features], dim=1)
+        both = torch.cat([_resize(condition, size), features], dim=1)
         shortcut = self.gn(features + self.concat_conv(both))
-        asking = _window_means(condition, self.windows[0])
-        answering = _window_means(features, self.windows[1])
+        asking = _average_windows(condition, self.windows[0])
+        answering = _average_windows(features, self.windows[1])
         asking = asking + self._attended(asking, answering)
         asking = asking + self.mlp(asking)
-        return shortcut + self.out_conv(_resized(asking, size))
+        return shortcut + self.out_conv(_resize(asking, size))
 
     def _attended(self, asking: Tensor, answering: Tensor) -> Tensor:
-        queries, known = _tokens(asking), _tokens(answering)
+        queries, known = _make_tokens(asking), _make_tokens(answering)
         q, k, v = (
             part(tokens).unflatten(-1, (HEADS, -1)).transpose(1, 2)
             for part, tokens in ((self.q_lin, queries), (self.k_lin, known), (self.v_lin, known))
@@ -75,18 +75,18 @@ class Mlp(nn.Module):
         return self.drop(self.fc2(self.drop(F.relu(self.fc1(x)))))
 
 
-def _window_means(x: Tensor, window: tuple[int, int]) -> Tensor:
+def _average_windows(x: Tensor, window: tuple[int, int]) -> Tensor:
     rows, columns = window
     x = F.pad(x, (0, -x.shape[3] % columns, 0, -x.shape[2] % rows))
     return F.avg_pool2d(x, (rows, columns))
 
 
-def _tokens(x: Tensor) -> Tensor:
+def _make_tokens(x: Tensor) -> Tensor:
     """(B, positions, C), with sines of their places."""
-    return x.flatten(2).transpose(1, 2) + sine_positions(x.shape[2], x.shape[3], x.shape[1], x.device).to(x.dtype)
+    return x.flatten(2).transpose(1, 2) + make_sine_positions(x.shape[2], x.shape[3], x.shape[1], x.device).to(x.dtype)
 
 
-def sine_positions(height: int, width: int, channels: int, device: torch.device) -> Tensor:
+def make_sine_positions(height: int, width: int, channels: int, device: torch.device) -> Tensor:
     """(positions, channels): half of the channels tell the row and half the column, both counted from 1."""
     pair = torch.arange(channels // 4, device=device)
     frequencies = torch.exp(pair * (-4 * math.log(10000) / channels))
@@ -99,7 +99,7 @@ def sine_positions(height: int, width: int, channels: int, device: torch.device)
     return torch.cat([rows, columns], dim=-1).flatten(0, 1)
 
 
-def _resized(x: Tensor, size: torch.Size) -> Tensor:
+def _resize(x: Tensor, size: torch.Size) -> Tensor:
     return x if x.shape[2:] == size else F.interpolate(x, size=size, mode="bilinear", align_corners=True)
 
 

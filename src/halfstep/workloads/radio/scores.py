@@ -25,7 +25,7 @@ SCORING = (
 )
 
 
-def map_scores(predicted: Tensor, true: Tensor) -> dict[str, Tensor]:
+def score_maps(predicted: Tensor, true: Tensor) -> dict[str, Tensor]:
     """Scores (B). Those that divide by a true map of nothing are NaN."""
     predicted, true = predicted.double(), true.double()
     mse = (predicted - true).square().flatten(1).mean(1)
@@ -75,7 +75,7 @@ class RadioMetrics(Sums):
 
     def count(self, predicted: Tensor, true: Tensor) -> dict[str, Tensor]:
         """Maps (B, 1, H, W) in 0..1; gives their scores."""
-        found, flat = map_scores(predicted, true), true.flatten(1)
+        found, flat = score_maps(predicted, true), true.flatten(1)
         for name, scores in found.items():
             has_score = torch.ones(len(true), dtype=torch.bool, device=true.device)
             if name == "nmse":

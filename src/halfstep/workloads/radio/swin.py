@@ -26,7 +26,7 @@ class WindowAttention(nn.Module):
         self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         self.relative_position_bias_table = nn.Parameter(torch.zeros((2 * window - 1) ** 2, num_heads))
         nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
-        self.register_buffer("relative_position_index", relative_positions(window).flatten())
+        self.register_buffer("relative_position_index", index_relative_positions(window).flatten())
 
     def forward(self, x: Tensor) -> Tensor:
         _, height, width, _ = x.shape
@@ -56,7 +56,7 @@ class WindowAttention(nn.Module):
         q, k, v = self.qkv(windows).view(batch, number, positions, 3, self.num_heads, -1).permute(3, 0, 1, 4, 2, 5)
         logits = (q * (channels // self.num_heads) ** -0.5) @ k.transpose(-2, -1) + self._bias()
         if any(shifts):
-            logits = logits + shift_mask(size, self.window, shifts, windows.device).unsqueeze(1).to(logits.dtype)
+            logits = logits + make_shift_mask(size, self.window, shifts, windows.device).unsqueeze(1).to(logits.dtype)
         weights = torch.softmax(logits, dim=-1, dtype=torch.float32).to(v.dtype)
         return self.proj((weights @ v).transpose(2, 3).reshape(windows.shape))
 
@@ -66,7 +66,7 @@ class WindowAttention(nn.Module):
         return bias.view(self.window**2, self.window**2, self.num_heads).permute(2, 0, 1)
 
 
-def relative_positions(window: int) -> Tensor:
+def index_relative_positions(window: int) -> Tensor:
     """For each two positions of a window the row of the bias table that belongs to their distance."""
     rows = torch.arange(window).repeat_interleave(window)
     columns = torch.arange(window).repeat(window)
@@ -74,15 +74,15 @@ def relative_positions(window: int) -> Tensor:
     return (down + window - 1) * (2 * window - 1) + right + window - 1
 
 
-def shift_mask(size: tuple[int, int], window: int, shifts: tuple[int, ...], device: torch.device) -> Tensor:
+def make_shift_mask(size: tuple[int, int], window: int, shifts: tuple[int, ...], device: torch.device) -> Tensor:
     """(number of windows, positions, positions): `MASKED` between what was not adjacent before the roll."""
-    regions = [_regions(side, window, shift, device) for side, shift in zip(size, shifts, strict=True)]
+    regions = [_number_regions(side, window, shift, device) for side, shift in zip(size, shifts, strict=True)]
     tiles = (3 * regions[0][:, None] + regions[1][None, :]).view(size[0] // window, window, size[1] // window, window)
     positions = tiles.transpose(1, 2).reshape(-1, window**2)
     return (positions[:, None, :] != positions[:, :, None]) * MASKED
 
 
-def _regions(side: int, window: int, shift: int, device: torch.device) -> Tensor:
+def _number_regions(side: int, window: int, shift: int, device: torch.device) -> Tensor:
     """0, 1 or 2 for each row: before the last window, in it, and the part that came round from the other end."""
     place = torch.arange(side, device=device)
     # Without a shift Python's slice [-0:] is everything, and torchvision's regions come from such slices.

@@ -19,7 +19,7 @@ from halfstep.models.recompute import Recomputing, choose_block_runner
 from halfstep.workloads.radio.layers import (
     FourierFilter,
     LinearAttention,
-    PositionAttention,
+    MultiHeadPositionAttention,
     TimedBlock,
     TimeEmbedding,
 )
@@ -40,11 +40,11 @@ class Level(nn.Module):
         self.end = end
 
 
-def _levels(part: nn.Module) -> list[Level]:
+def _get_levels(part: nn.Module) -> list[Level]:
     return list(cast("Iterable[Level]", part.levels))
 
 
-class Decoder(Recomputing):
+class DenoisingDecoder(Recomputing):
     """From the bottleneck back to the latent's size; `dims` are the widths of the levels, the finest first."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Decoder(Recomputing):
                 TimedBlock(dims[place + 1] + dims[place], dims[place + 1], time_dim),
                 Relation(dims[place], dims[place + 1], (windows[0][place], windows[1][place]), dropout),
                 TimedBlock(dims[place + 1] + dims[place], dims[place + 1], time_dim),
-                _up(dims[place + 1], dims[place], doubles=place > 0),
+                _make_up(dims[place + 1], dims[place], doubles=place > 0),
                 dims[place + 1],
             )
             for place in reversed(range(len(dims) - 1))
@@ -77,7 +77,7 @@ class Decoder(Recomputing):
         self, x: Tensor, stem: Tensor, skips: Sequence[Tensor], conditions: Sequence[Tensor], time: Tensor
     ) -> Tensor:
         x, left, run = x + self.filter(x), list(skips), choose_block_runner(self.recompute)
-        for level, condition in zip(_levels(self), reversed(conditions), strict=True):
+        for level, condition in zip(_get_levels(self), reversed(conditions), strict=True):
             x = run(level.block1, torch.cat([x, left.pop()], dim=1), time)
             x = run(level.relation, condition, x)
             x = run(level.block2, torch.cat([x, left.pop()], dim=1), time)
@@ -85,13 +85,13 @@ class Decoder(Recomputing):
         return self.final_conv(self.final_block(torch.cat([x, stem], dim=1), time))
 
 
-def _up(inputs: int, outputs: int, *, doubles: bool) -> nn.Sequential:
+def _make_up(inputs: int, outputs: int, *, doubles: bool) -> nn.Sequential:
     """The convolution stands second, doubled or not, so that both have one name."""
     first = nn.Upsample(scale_factor=2, mode="nearest") if doubles else nn.Identity()
     return nn.Sequential(first, nn.Conv2d(inputs, outputs, 3, padding=1))
 
 
-def _down(inputs: int, outputs: int, *, halves: bool) -> nn.Conv2d:
+def _make_down(inputs: int, outputs: int, *, halves: bool) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, 4, 2, 1) if halves else nn.Conv2d(inputs, outputs, 3, padding=1)
 
 
@@ -127,16 +127,16 @@ class RadioUNet(Recomputing):
                 TimedBlock(dims[place], dims[place], time_dim),
                 Relation(dims[place], dims[place], (windows[0][place], windows[1][place]), dropout),
                 TimedBlock(dims[place], dims[place], time_dim),
-                _down(dims[place], dims[place + 1], halves=place < num_levels - 1),
+                _make_down(dims[place], dims[place + 1], halves=place < num_levels - 1),
                 dims[place],
             )
             for place in range(num_levels)
         )
         self.mid_block1, self.mid_block2 = (TimedBlock(dims[-1], dims[-1], time_dim) for _ in range(2))
-        self.mid_attention = PositionAttention(dims[-1])
+        self.mid_attention = MultiHeadPositionAttention(dims[-1])
         halvings = 2 ** (num_levels - 1)
         mid_size = (latent_size[0] // halvings, latent_size[1] // halvings)
-        self.decoders = nn.ModuleList(Decoder(dims, channels, mid_size, windows, dropout) for _ in range(2))
+        self.decoders = nn.ModuleList(DenoisingDecoder(dims, channels, mid_size, windows, dropout) for _ in range(2))
 
     def forward(self, x: Tensor, time: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
         return self.denoise(x, time, self.condition(image))
@@ -150,7 +150,7 @@ class RadioUNet(Recomputing):
         stem = self.stem(torch.cat([x.to(finest.dtype), finest], dim=1))
         conditions = [project(feature) for project, feature in zip(self.projections, features, strict=True)]
         h, skips, run = stem, [], choose_block_runner(self.recompute)
-        for level, condition in zip(_levels(self), conditions, strict=True):
+        for level, condition in zip(_get_levels(self), conditions, strict=True):
             h = run(level.block1, h, embedded)
             skips.append(h)
             h = run(level.block2, run(level.relation, condition, h), embedded)
@@ -159,11 +159,11 @@ class RadioUNet(Recomputing):
             h = level.end(h)
         h = self.mid_block2(self.mid_attention(self.mid_block1(h, embedded)), embedded)
         h1, h2 = (decoder(h, stem, skips, conditions, embedded) for decoder in self.decoders)
-        return mixed(x, time, h1, h2)
+        return mix_outputs(x, time, h1, h2)
 
 
 @in_fp32
-def mixed(x: Tensor, time: Tensor, h1: Tensor, h2: Tensor) -> tuple[Tensor, Tensor]:
+def mix_outputs(x: Tensor, time: Tensor, h1: Tensor, h2: Tensor) -> tuple[Tensor, Tensor]:
     """C and noise, from the noisy latent and what the two decoders say."""
     t = time.view(-1, 1, 1, 1)
     scale = (t.square() + 1).rsqrt()

@@ -14,36 +14,36 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.kernels.group_norm import fits, group_norm_silu
-from halfstep.models.posterior import Codec, draw_and_decode, posterior
+from halfstep.models.posterior import Codec, draw_and_decode, split_moments
 from halfstep.models.recompute import Recomputing, choose_block_runner
 
 GROUPS = 32
 
 
-def group_norm(channels: int) -> nn.GroupNorm:
+def make_group_norm(channels: int) -> nn.GroupNorm:
     """LDM's 32 groups; as many as fit where channels are few."""
     return nn.GroupNorm(math.gcd(GROUPS, channels), channels, eps=1e-6)
 
 
-def norm_silu(norm: nn.GroupNorm, x: Tensor) -> Tensor:
+def apply_norm_silu(norm: nn.GroupNorm, x: Tensor) -> Tensor:
     return group_norm_silu(norm, x) if fits(x, norm) else F.silu(norm(x))
 
 
-def conv3(inputs: int, outputs: int) -> nn.Conv2d:
+def make_conv3(inputs: int, outputs: int) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, 3, padding=1)
 
 
 class ResidualBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.norm1, self.conv1 = group_norm(inputs), conv3(inputs, outputs)
-        self.norm2, self.conv2 = group_norm(outputs), conv3(outputs, outputs)
+        self.norm1, self.conv1 = make_group_norm(inputs), make_conv3(inputs, outputs)
+        self.norm2, self.conv2 = make_group_norm(outputs), make_conv3(outputs, outputs)
         self.dropout = nn.Dropout(dropout)
         self.nin_shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.conv1(norm_silu(self.norm1, x))
-        h = self.conv2(self.dropout(norm_silu(self.norm2, h)))
+        h = self.conv1(apply_norm_silu(self.norm1, x))
+        h = self.conv2(self.dropout(apply_norm_silu(self.norm2, h)))
         return self.nin_shortcut(x) + h
 
 
@@ -52,7 +52,7 @@ class PositionAttention(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.norm = group_norm(channels)
+        self.norm = make_group_norm(channels)
         self.q, self.k, self.v, self.proj_out = (nn.Conv2d(channels, channels, 1) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Halve(nn.Module):
 class Double(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.conv = conv3(channels, channels)
+        self.conv = make_conv3(channels, channels)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
@@ -119,19 +119,19 @@ class Encoder(Recomputing):
     def __init__(self, channels: int, z_channels: int, widths: Sequence[int], num_blocks: int, dropout: float) -> None:
         super().__init__()
         first, *levels = widths
-        self.conv_in = conv3(channels, first)
+        self.conv_in = make_conv3(channels, first)
         pairs = list(zip([first, *levels], levels, strict=False))
         self.down = nn.ModuleList(
             DownLevel(a, b, num_blocks, dropout, is_last=place == len(pairs) - 1) for place, (a, b) in enumerate(pairs)
         )
         self.mid = Middle(levels[-1], dropout)
-        self.norm_out, self.conv_out = group_norm(levels[-1]), conv3(levels[-1], 2 * z_channels)
+        self.norm_out, self.conv_out = make_group_norm(levels[-1]), make_conv3(levels[-1], 2 * z_channels)
 
     def forward(self, x: Tensor) -> Tensor:
         x, run = self.conv_in(x), choose_block_runner(self.recompute)
         for level in self.down:
             x = run(level, x)
-        return self.conv_out(norm_silu(self.norm_out, self.mid(x)))
+        return self.conv_out(apply_norm_silu(self.norm_out, self.mid(x)))
 
 
 class Decoder(Recomputing):
@@ -140,19 +140,19 @@ class Decoder(Recomputing):
     def __init__(self, channels: int, z_channels: int, widths: Sequence[int], num_blocks: int, dropout: float) -> None:
         super().__init__()
         levels = list(widths[1:])
-        self.conv_in = conv3(z_channels, levels[-1])
+        self.conv_in = make_conv3(z_channels, levels[-1])
         self.mid = Middle(levels[-1], dropout)
         self.up = nn.ModuleList(
             UpLevel(a, b, num_blocks + 1, dropout, is_last=place == 0)
             for place, (a, b) in enumerate(zip([*levels[1:], levels[-1]], levels, strict=True))
         )
-        self.norm_out, self.conv_out = group_norm(levels[0]), conv3(levels[0], channels)
+        self.norm_out, self.conv_out = make_group_norm(levels[0]), make_conv3(levels[0], channels)
 
     def forward(self, z: Tensor) -> Tensor:
         x, run = self.mid(self.conv_in(z)), choose_block_runner(self.recompute)
         for level in reversed(self.up):
             x = run(level, x)
-        return self.conv_out(norm_silu(self.norm_out, x))
+        return self.conv_out(apply_norm_silu(self.norm_out, x))
 
 
 class RadioVAE(nn.Module):
@@ -179,7 +179,7 @@ class RadioVAE(nn.Module):
 
     def encode(self, maps: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log variance of the latents, fp32."""
-        return posterior(self.quant_conv(self.encoder(maps)))
+        return split_moments(self.quant_conv(self.encoder(maps)))
 
     def decode(self, latents: Tensor) -> Tensor:
         return self.decoder(self.post_quant_conv(latents))

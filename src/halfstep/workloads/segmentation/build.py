@@ -329,14 +329,14 @@ def choose_image_side(config: UNetConfig, scan: Scan) -> tuple[int, str]:
     return side, f"{side}: {pictures}, and more would be blown up (data.image_size)"
 
 
-def random_store(config: UNetConfig) -> dict[str, Any]:
+def make_random_store(config: UNetConfig) -> dict[str, Any]:
     return {
         "channels": 3 if config.data.channels == "auto" else config.data.channels,
         "num_classes": 2 if config.model.classes == "auto" else config.model.classes,
     }
 
 
-def random_batch(config: UNetConfig, store: Store) -> Batch:
+def make_random_batch(config: UNetConfig, store: Store) -> Batch:
     """Return bytes as a loader delivers them, and masks that no model can guess."""
     generator, size, side = make_generator(config.train.seed), config.train.batch_size, config.data.image_size
     image = torch.randint(256, (size, store["channels"], side, side), dtype=torch.uint8, generator=generator)
@@ -345,7 +345,7 @@ def random_batch(config: UNetConfig, store: Store) -> Batch:
     return {"image": image, "mask": mask, "index": torch.arange(size)}
 
 
-def over(config: UNetConfig, store: Store, samples: Samples) -> Workload:
+def build_over(config: UNetConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload on given samples without augmentation, which costs every framework the same."""
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:

@@ -15,8 +15,8 @@ from halfstep.data.layouts import PairLayout, has_folders
 from halfstep.errors import ConfigError, DataError
 from halfstep.report.progress import Bar
 from halfstep.report.results import Cell
-from halfstep.workloads.base.sheets import worst_to_best
-from halfstep.workloads.base.using import Look, Phase, PlainEvaluation, Trained
+from halfstep.workloads.base.sheets import pick_worst_to_best
+from halfstep.workloads.base.using import LookAt, PlainEvaluation, ShowProgress, Trained
 from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.data import SegmentationData, discover_values
@@ -88,7 +88,12 @@ class SegmentationEvaluation:
         return f"{side}×{side} pixels, as in training; --full-size scores masks at the size that predict writes"
 
     def scored(
-        self, config: UNetConfig, trained: Trained, options: Mapping[str, Any], phase: Phase, batch_size: int | None
+        self,
+        config: UNetConfig,
+        trained: Trained,
+        options: Mapping[str, Any],
+        phase: ShowProgress,
+        batch_size: int | None,
     ) -> dict[str, float] | None:
         """With --full-size, score every validation image at its own size; there is no loss to report."""
         if not options["full_size"]:
@@ -129,14 +134,14 @@ class SegmentationEvaluation:
             for number, pixels in enumerate(found)
         )
 
-    def draw(self, folder: Path, look: Look) -> list[Path]:
-        rows = [self._row(*shown, look) for shown in worst_to_best(self.metrics.per_image(), SHOWN_EACH)]
+    def draw(self, folder: Path, look: LookAt) -> list[Path]:
+        rows = [self._row(*shown, look) for shown in pick_worst_to_best(self.metrics.per_image(), SHOWN_EACH)]
         path = folder / "contact_sheet.png"
         names = [f"{number}: {value}" for number, value in enumerate(self.values)]
         draw_contact_sheet(rows, background=self.background, names=names).save(path)
         return [path]
 
-    def _row(self, kind: str, index: int, score: float, look: Look) -> SheetRow:
+    def _row(self, kind: str, index: int, score: float, look: LookAt) -> SheetRow:
         names = self.workload.val_names
         name = f"{kind}: {names[index] if names else index}, IoU {score:.3f}"
         if self._at_full_size is not None:

@@ -9,7 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from halfstep.data.images import read_image_facts
-from halfstep.workloads.base.guiding import Opened, median_size
+from halfstep.workloads.base.guiding import OpenedData, measure_median_size
 from halfstep.workloads.segmentation.build import build
 from halfstep.workloads.segmentation.config import UNetConfig
 from halfstep.workloads.segmentation.data import SegmentationData
@@ -19,19 +19,19 @@ from halfstep.workloads.segmentation.pictures import draw_overlay
 class Guide:
     small_on_cpu = {"data.image_size": 256, "model.base_channels": 16}
 
-    def open(self, config: UNetConfig) -> Opened:
+    def open(self, config: UNetConfig) -> OpenedData:
         # Only the data are looked at; a real U-Net would take a second to initialise.
         tiny = config.changed(model={"base_channels": 1})
         built = build(tiny)
         assert isinstance(built.train_samples, SegmentationData)
         pairs = built.train_samples.pairs
-        return Opened(
+        return OpenedData(
             train=built.train_samples,
             val=built.val_samples,
             store=built.store,
             classes=tuple(f"mask value {value}" for value in built.store["mask_values"]),
             notes=built.notes,
-            sides=median_size(len(pairs), lambda index: read_image_facts(pairs[index].image).size[::-1]),
+            sides=measure_median_size(len(pairs), lambda index: read_image_facts(pairs[index].image).size[::-1]),
         )
 
     def picture(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from halfstep.workloads.base.sheets import BAND, GAP, Array, table
+from halfstep.workloads.base.sheets import BAND, GAP, Array, draw_table
 from halfstep.workloads.segmentation.masks import IGNORED
 
 # Okabe and Ito's seven can be told apart by colour-blind readers: three mark errors, four are the first classes.
@@ -52,7 +52,7 @@ def draw_contact_sheet(
 ) -> Image.Image:
     """Draw one row per sample, with a heading and a legend of errors and named classes."""
     legends = [LEGEND if background is not None else LEGEND[2:], *_make_class_legends(rows, names, background)]
-    sheet = table(COLUMNS, [(row.name, _draw_cells(row, background)) for row in rows], bands=len(legends))
+    sheet = draw_table(COLUMNS, [(row.name, _draw_cells(row, background)) for row in rows], bands=len(legends))
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
     for number, legend in enumerate(legends):
         _write_legend(draw, font, sheet.height - (len(legends) - number) * BAND, legend)

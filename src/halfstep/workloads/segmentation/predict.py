@@ -26,7 +26,7 @@ from halfstep.errors import ConfigError, DataError
 from halfstep.report.progress import Bar
 from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
-from halfstep.workloads.base.using import Input, Trained, Wishes, each_answered, saved_picture
+from halfstep.workloads.base.using import Input, Trained, Wishes, answer_each, save_picture
 from halfstep.workloads.segmentation.build import (
     build_model,
     find_background,
@@ -52,17 +52,17 @@ class MaskPredictor:
         out = wishes.out
         assert out is not None
         images = WholeImages(trained, store=self.store, depth=self.config.model.depth, tile=wishes.options["tile"])
-        return each_answered(inputs, lambda item: self._written(item, images.classes(item.path, bar), out))
+        return answer_each(inputs, lambda item: self._written(item, images.classes(item.path, bar), out))
 
     def _written(self, item: Input, classes: Array, out: Path) -> Answer:
         name = item.name.with_suffix("")
         painted = Image.fromarray(self.table.paint(classes))
-        mask = saved_picture(painted, out / "masks" / f"{name}{self.config.data.mask_suffix}.png")
+        mask = save_picture(painted, out / "masks" / f"{name}{self.config.data.mask_suffix}.png")
         with allow_any_size():
             image = read_image(item.path, channels=self.store["channels"], raw_scale=self.store["raw_scale"])
         shown = image if image.shape[-1] != 2 else image[..., :1]
         laid_over = draw_overlay(shown, classes, background=find_background(self.config, self.table))
-        picture = saved_picture(laid_over, out / "overlays" / f"{name}_overlay.png")
+        picture = save_picture(laid_over, out / "overlays" / f"{name}_overlay.png")
         shares = {str(value): float((classes == k).mean()) for k, value in enumerate(self.table.values)}
         return Answer(
             file=str(item.path),

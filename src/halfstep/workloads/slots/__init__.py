@@ -24,13 +24,13 @@ KIND = slot_kind(
 STEVE = slot_kind(
     builder=".steve_build:build",
     config=SteveConfig,
-    synthetic=replace(SYNTHETIC, over=".steve_build:over"),
+    synthetic=replace(SYNTHETIC, over=".steve_build:build_over"),
     predict=PredictCommand(".predict:StevePredictor", writes_files=True),
 )
 
 WITH_WORDS = slot_kind(
     builder=".steve_build:build_with_words",
     config=WordsConfig,
-    synthetic=replace(SYNTHETIC, over=".steve_build:over_with_words"),
+    synthetic=replace(SYNTHETIC, over=".steve_build:build_over_with_words"),
     predict=PredictCommand(".predict:WordsPredictor", writes_files=True),
 )

@@ -233,11 +233,11 @@ def sample_size(config: SlotContrastConfig) -> str:
     return f"{config.data.chunk_size} frames of {config.data.image_size} pixels"
 
 
-def random_store(config: SlotContrastConfig) -> dict[str, Any]:
+def make_random_store(config: SlotContrastConfig) -> dict[str, Any]:
     return {"background_is_labelled": True, "has_masks": False}
 
 
-def random_batch(config: SlotContrastConfig, store: Store) -> Batch:
+def make_random_batch(config: SlotContrastConfig, store: Store) -> Batch:
     """Return bytes as a loader delivers them."""
     generator, size = make_generator(config.train.seed), config.train.batch_size
     shape = (size, config.data.chunk_size, 3, FILE_SIDE, FILE_SIDE)
@@ -247,7 +247,7 @@ def random_batch(config: SlotContrastConfig, store: Store) -> Batch:
     }
 
 
-def over(config: SlotContrastConfig, store: Store, samples: Samples) -> Workload:
+def build_over(config: SlotContrastConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload on given samples, with a random backbone if no weights are named: the cost is the same."""
     if config.model.backbone_weights is None:
         config = config.changed(model={"backbone_weights": RANDOM})

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from halfstep.config.schema import RunConfig
 from halfstep.report.results import Cell
-from halfstep.workloads.base.other_data import any_folder
-from halfstep.workloads.base.using import Look, PlainEvaluation
+from halfstep.workloads.base.other_data import use_folder
+from halfstep.workloads.base.using import LookAt, PlainEvaluation
 from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.slots.data import ClipSamples, make_whole_clips
 from halfstep.workloads.slots.pictures import draw_sheet, make_views, write_gif
@@ -70,7 +70,7 @@ class SlotEvaluation(PlainEvaluation):
     @staticmethod
     def config_for(config: RunConfig, folder: Path) -> RunConfig:
         """Use another folder's shards and split; without a split, `on_all` evaluates all its videos."""
-        return any_folder(config, folder, train_shards="", val_shards="", val_videos=(), val_size=0, val_fraction=0.0)
+        return use_folder(config, folder, train_shards="", val_shards="", val_videos=(), val_size=0, val_fraction=0.0)
 
     @staticmethod
     def on_all(workload: Workload) -> Workload:
@@ -85,7 +85,7 @@ class SlotEvaluation(PlainEvaluation):
     def classes(self) -> tuple[dict[str, Cell], ...]:
         return tuple({"slot": str(k), "share of pixels": share} for k, share in enumerate(self.metrics.shares()))
 
-    def draw(self, folder: Path, look: Look) -> list[Path]:
+    def draw(self, folder: Path, look: LookAt) -> list[Path]:
         """Write a sheet and a gif of each chosen clip."""
         written = []
         for kind, index in self._chosen():

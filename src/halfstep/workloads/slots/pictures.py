@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from halfstep.data.seeds import Key
 from halfstep.islands import to_fp32
-from halfstep.workloads.base.sheets import Array, grid
+from halfstep.workloads.base.sheets import Array, arrange_grid
 from halfstep.workloads.base.workload import Forward, Prepare, Sample
 from halfstep.workloads.segmentation.pictures import CLASS_COLOURS
 from halfstep.workloads.slots.data import ClipSamples
@@ -55,7 +55,7 @@ def draw_sheet(frames: Array, slots: Array, truth: Array | None) -> Array:
     colours = colour_slots(slots[picked])
     rows = [frames[picked], tint(frames[picked], colours), colours]
     rows += [colour_objects(truth[picked])] if truth is not None else []
-    return grid(np.concatenate(rows), columns=len(picked), gap=4)
+    return arrange_grid(np.concatenate(rows), columns=len(picked), gap=4)
 
 
 def write_gif(path: Path, frames: Array, slots: Array) -> None:

@@ -21,7 +21,7 @@ from halfstep.errors import CheckpointError, DataError, format_count
 from halfstep.report.progress import Bar
 from halfstep.report.results import Answer, Failure
 from halfstep.workloads.base.kind import Store
-from halfstep.workloads.base.using import Input, Trained, Wishes, failure_of
+from halfstep.workloads.base.using import Input, Trained, Wishes, describe_failure
 from halfstep.workloads.base.workload import Forward, FrozenPart, Prepare
 from halfstep.workloads.slots.build import build_backbone, build_model, make_forward, make_prepare
 from halfstep.workloads.slots.config import SlotContrastConfig, SteveConfig, WordsConfig
@@ -70,7 +70,7 @@ class SlotPredictor:
                 found = [self._written(name, frames, trained, wishes.out) for name, frames in _read_videos(items)]
                 yield _make_answer(_find_source(items[0]), found)
             except DataError as error:
-                yield failure_of(replace(items[0], path=_find_source(items[0])), error)
+                yield describe_failure(replace(items[0], path=_find_source(items[0])), error)
 
     def _written(self, name: Path, frames: Array, trained: Trained, out: Path) -> tuple[Path, list[float]]:
         box = compute_crop_box((frames.shape[1], frames.shape[2]), choose_steady_crop(self.config.data.crop), ())

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from halfstep.config.schema import RunConfig
 from halfstep.islands import fp32_island, to_fp32
-from halfstep.workloads.base.over_ranks import all_rows, total
+from halfstep.workloads.base.over_ranks import gather_rows, sum_over_ranks
 from halfstep.workloads.base.sums import Sums
 from halfstep.workloads.slots.steve import SteveOutputs
 
@@ -142,7 +142,7 @@ def slot_contrast(slots: Tensor, *, temperature: float, across_batch: bool, is_r
     """
     with fp32_island():
         slots = F.normalize(to_fp32(slots), dim=-1)
-        everyone, begin = all_rows(slots) if across_batch else (slots, 0)
+        everyone, begin = gather_rows(slots) if across_batch else (slots, 0)
         if begin + len(slots) > len(everyone):
             return everyone.sum() * 0  # a process without clips of its own
         logits = compute_cosines(slots, everyone, across_batch=across_batch) / temperature
@@ -151,7 +151,7 @@ def slot_contrast(slots: Tensor, *, temperature: float, across_batch: bool, is_r
             return -right.mean()
         counts = is_real[:, 1:].unsqueeze(-1).expand(-1, -1, slots.shape[2])  # a real frame follows real ones only
         weight = counts.transpose(0, 1).flatten(1) if across_batch else counts.flatten(0, 1)
-        whole = total(weight.sum()) * len(slots) / len(everyone) if across_batch else weight.sum()
+        whole = sum_over_ranks(weight.sum()) * len(slots) / len(everyone) if across_batch else weight.sum()
         return -(right * weight).sum() / whole.clamp(min=1)
 
 

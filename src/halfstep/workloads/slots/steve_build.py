@@ -51,7 +51,7 @@ def _drop_masks(weights: Weights) -> Weights:
     return {name: value for name, value in weights.items() if not name.endswith(THEIR_MASKS)}
 
 
-def over(config: SteveConfig, store: Store, samples: Samples) -> Workload:
+def build_over(config: SteveConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload on given samples."""
     return _make_workload(config, samples, samples)
 
@@ -133,8 +133,8 @@ def build_with_words(config: WordsConfig, store: Mapping[str, Any] | None = None
     return workload
 
 
-def over_with_words(config: WordsConfig, store: Store, samples: Samples) -> Workload:
-    return add_words(slots.over(config, store, samples), config)
+def build_over_with_words(config: WordsConfig, store: Store, samples: Samples) -> Workload:
+    return add_words(slots.build_over(config, store, samples), config)
 
 
 def add_words(plain: Workload, config: WordsConfig) -> Workload:

@@ -14,9 +14,9 @@ class HalfstepError(Exception):
 
     exit_code = 2
     is_agreed = False
-    """Whether every process of the run has it, so that it is not a single one's."""
+    """True if every rank raises the same error."""
     is_told: bool | None = None
-    """Whether another process shows it; None where they have not agreed on that."""
+    """True if another rank prints the error; None if the ranks have not agreed on that."""
 
     def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
         self.what, self.why, self.fix = make_printable(what), make_printable(why), make_printable(fix)
@@ -29,16 +29,16 @@ class HalfstepError(Exception):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Data errors travel from loader workers to the main process; keyword arguments must survive that.
+        # Loader workers pickle data errors to the main process; keyword arguments must survive that.
         return _rebuild, (type(self), self.what, self.why, self.fix)
 
 
 def make_printable(text: str) -> str:
-    """Text as any screen, file or JSON takes it: of a file name that is not UTF-8, each odd byte as `\\xe9`."""
+    """Return text that any terminal, file or JSON accepts: bytes of a file name that are not UTF-8 become `\\xe9`."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        # Python reads such bytes as lone surrogates, which nothing but a file name may hold.
+        # Python decodes such bytes as lone surrogates, which cannot be encoded again except in a file name.
         return re.sub("[\ud800-\udfff]", _escape, text)
     return text
 
@@ -61,7 +61,7 @@ class HardwareError(HalfstepError):
 
 
 def suggest_nearest(name: str, valid: Iterable[str], *, count: int = 3) -> str:
-    """`did you mean 'a' or 'b'?` for a mistyped name, or the valid ones when nothing is near."""
+    """Return `did you mean 'a' or 'b'?` for a mistyped name, or list the valid ones if none is similar."""
     names = list(valid)
     close = difflib.get_close_matches(name.lower(), names, n=count, cutoff=0.5)
     if close:
