@@ -28,7 +28,7 @@ from halfstep.backend_flags import fp32_mode
 from halfstep.bench.apart import isolate_row
 from halfstep.bench.problem import AfterStep, Batch, Problem, Runner
 from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError, format_count, suggest_nearest
-from halfstep.kernels.fast_forms import forced
+from halfstep.kernels.fast_forms import force
 from halfstep.tune.fresh_thread import place_for_graphs
 
 Variant = Literal["documented", "tuned", "graphs"]
@@ -137,7 +137,7 @@ def isolate_peer(device: torch.device) -> Iterator[None]:
         # A peer that silently stopped being compiled would be timed as something it is not.
         dynamo_config.patch(fail_on_recompile_limit_hit=True),
         # Our models would compute in our own fast forms: a peer's user writes torch's layers.
-        forced(False),
+        force(False),
     ):
         yield
 

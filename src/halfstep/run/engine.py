@@ -29,7 +29,7 @@ from halfstep.data.seeds import Key
 from halfstep.distributed.world import Share
 from halfstep.errors import ConfigError, HalfstepError, summarise_error
 from halfstep.hardware.memory import release_unused_memory
-from halfstep.kernels.fast_forms import chains
+from halfstep.kernels.fast_forms import allow_chains
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import AssembledPhase, Assembly, all_due, assemble
 from halfstep.run.memory.out_of_memory import OutOfMemory, describe_halving, split_window
@@ -186,7 +186,7 @@ class Engine:
 
         def loss(batch: Batch) -> tuple[Tensor, Tensor | float]:
             region = self.parts.region if self._runs_compiled(batch) else self.parts.eager
-            with chains(on=self.mode == "graph"), self._among_ranks(len(outputs)):
+            with allow_chains(on=self.mode == "graph"), self._among_ranks(len(outputs)):
                 value, weight, found = region(batch)
             outputs.append(tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, found))
             return value, 0 if isinstance(batch, Idle) else weight
