@@ -57,7 +57,7 @@ from halfstep.errors import summarise_error
 from halfstep.hardware.measure import measure
 from halfstep.hardware.probe import probe
 from halfstep.kernels import chain, normalise, resnet_chain, stem, transformer_chain, unet_chain
-from halfstep.kernels.fast_forms import forced
+from halfstep.kernels.fast_forms import force
 from halfstep.kernels.normalise import GradientSums, Norm
 from halfstep.run.engine import engine_for
 from halfstep.step import commit, ema
@@ -388,7 +388,7 @@ def counted(original: object, replacement: Any, calls: list[str]) -> tuple[objec
 
 
 def without_stem(calls: list[str]) -> Replacements:
-    return [refused(stem.stem_fits, calls)]
+    return [refused(stem.can_run_stem, calls)]
 
 
 def without_pool(calls: list[str]) -> Replacements:
@@ -433,26 +433,30 @@ def without_normalise(calls: list[str]) -> Replacements:
     compiled = torch.compile(dynamic=False, backend="eager" if "--dry" in sys.argv else "inductor")
     statistics, apply, sums, raw = (compiled(f) for f in (torch_statistics, torch_apply, torch_sums, torch_raw))
 
-    def normalisation(y: Tensor, norm: nn.BatchNorm2d) -> Norm:
-        calls.append("normalisation")
+    def compute_norm(y: Tensor, norm: nn.BatchNorm2d) -> Norm:
+        calls.append("compute_norm")
         norm.num_batches_tracked.add_(1)  # type: ignore[union-attr,operator]
         running = norm.running_mean, norm.running_var
         return Norm(
             *statistics(y.detach(), norm.weight.detach(), norm.bias.detach(), *running, norm.eps, norm.momentum)
         )
 
-    def normalised(y: Tensor, norm: Norm, *, out: Tensor | None = None) -> Tensor:
+    def normalise_map(y: Tensor, norm: Norm, *, out: Tensor | None = None) -> Tensor:
         z: Tensor = apply(y, norm.scale, norm.offset, out)
         return z
 
-    def gradient_sums(dz: Tensor, y: Tensor, norm: Norm) -> GradientSums:
+    def sum_gradients(dz: Tensor, y: Tensor, norm: Norm) -> GradientSums:
         return GradientSums(*sums(dz, y, *norm))
 
-    def gradient_of_raw(g: Tensor, y: Tensor, norm: Norm, totals: GradientSums, *, masked: bool) -> Tensor:
+    def compute_raw_gradient(g: Tensor, y: Tensor, norm: Norm, totals: GradientSums, *, masked: bool) -> Tensor:
         return raw(g, y, *norm, totals.g, totals.gx, masked).contiguous(memory_format=torch.channels_last)
 
-    ours = (normalisation, normalised, gradient_sums, gradient_of_raw)
-    return [(getattr(normalise, own.__name__), own) for own in ours]
+    return [
+        (normalise.compute_norm, compute_norm),
+        (normalise.normalise, normalise_map),
+        (normalise.sum_gradients, sum_gradients),
+        (normalise.compute_raw_gradient, compute_raw_gradient),
+    ]
 
 
 PARTS: dict[str, Callable[[list[str]], Replacements]] = {
@@ -519,25 +523,25 @@ def torch_raw(
 
 
 def gradient_through_norm(dz: Tensor, y: Tensor, norm: Norm) -> tuple[Tensor, GradientSums]:
-    sums = normalise.gradient_sums(dz, y, norm)
-    return normalise.gradient_of_raw(dz, y, norm, sums, masked=True), sums
+    sums = normalise.sum_gradients(dz, y, norm)
+    return normalise.compute_raw_gradient(dz, y, norm, sums, masked=True), sums
 
 
 class TorchPoolConv(unet_chain.PoolConv):
     @staticmethod
     def forward(ctx: Any, y: Tensor, _weight: Tensor, _bias: Tensor, w_conv: Tensor, norm: Norm) -> Any:
-        w, full = chain.weights_for(y, w_conv), normalise.normalised(y, norm)
+        w, full = chain.cast_weight(y, w_conv), normalise.normalise(y, norm)
         z, indices = torch.ops.aten.max_pool2d_with_indices(full, [2, 2], [2, 2])
         ctx.save_for_backward(y, w, z, full, indices, *norm)
         n, channels, height, width = y.shape
-        return chain.convolved(z, w, 1, 1), y.new_empty(1).expand(n, 2 * channels, height, width)
+        return chain.convolve(z, w, 1, 1), y.new_empty(1).expand(n, 2 * channels, height, width)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         y, w, z, full, indices, *vectors = ctx.saved_tensors
         with chain.SideStream(y.device) as side:
-            dz, dw = chain.convolution_gradients(side, gradients[0], z, w, 1, 1, (True, ctx.needs_input_grad[3]))
+            dz, dw = chain.convolve_backward(side, gradients[0], z, w, 1, 1, (True, ctx.needs_input_grad[3]))
             dfull = torch.ops.aten.max_pool2d_with_indices_backward(
                 dz, full, [2, 2], [2, 2], [0, 0], [1, 1], False, indices
             )
@@ -551,10 +555,10 @@ class TorchStemPool(resnet_chain.StemPool):
     def forward(
         ctx: Any, y: Tensor, _weight: Tensor, _bias: Tensor, norm: nn.BatchNorm2d, keep: bool, strides: Any, *ws: Tensor
     ) -> Any:
-        how = normalise.normalisation(y, norm)
-        full = normalise.normalised(y, how)
+        how = normalise.compute_norm(y, norm)
+        full = normalise.normalise(y, how)
         z, indices = torch.ops.aten.max_pool2d_with_indices(full, [3, 3], [2, 2], [1, 1])
-        found, cast = resnet_chain.read(z, ws, strides)
+        found, cast = resnet_chain.convolve_readers(z, ws, strides)
         ctx.save_for_backward(y, full, indices, z, *how, *cast)
         ctx.strides = strides
         ctx.set_materialize_grads(False)
@@ -566,7 +570,7 @@ class TorchStemPool(resnet_chain.StemPool):
         y, full, indices, z, *kept = ctx.saved_tensors
         wants = ctx.needs_input_grad
         with chain.SideStream(z.device) as side:
-            dzs, dws = resnet_chain.reader_gradients(side, gradients, z, kept[4:], ctx.strides, True, wants[6:])
+            dzs, dws = resnet_chain.compute_reader_gradients(side, gradients, z, kept[4:], ctx.strides, True, wants[6:])
             total = sum(dzs[1:], dzs[0]) if dz is None else sum(dzs, dz)
             assert isinstance(total, Tensor)
             dfull = torch.ops.aten.max_pool2d_with_indices_backward(
@@ -580,7 +584,7 @@ class TorchStemPool(resnet_chain.StemPool):
 class TorchHead(unet_chain.Head):
     @staticmethod
     def forward(ctx: Any, y: Tensor, _weight: Tensor, _bias: Tensor, w_out: Tensor, b_out: Tensor, norm: Norm) -> Any:
-        w, z = w_out.to(y.dtype), normalise.normalised(y, norm)
+        w, z = w_out.to(y.dtype), normalise.normalise(y, norm)
         ctx.save_for_backward(y, z, w, *norm)
         return torch.ops.aten.convolution(z, w, b_out.to(y.dtype), [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
 
@@ -601,23 +605,23 @@ class TorchUpConcatConv(unet_chain.UpConcatConv):
         ctx: Any, promise: Tensor, skip: Tensor, skip_norm: Norm, deep: Tensor, _weight: Tensor, _bias: Tensor,
         w_up: Tensor, b_up: Tensor, w_conv: Tensor, norm: Norm, keep: bool,
     ) -> Any:  # fmt: skip
-        w, w_up = chain.weights_for(deep, w_conv), chain.weights_for(deep, w_up)
-        z = normalise.normalised(deep, norm)
+        w, w_up = chain.cast_weight(deep, w_conv), chain.cast_weight(deep, w_up)
+        z = normalise.normalise(deep, norm)
         n, channels, height, width = skip.shape
         shape = (n, channels + len(b_up), height, width)
         cat = torch.empty(shape, dtype=skip.dtype, device=skip.device, memory_format=torch.channels_last)
-        normalise.normalised(skip, skip_norm, out=cat[:, :channels])
+        normalise.normalise(skip, skip_norm, out=cat[:, :channels])
         with torch.autocast(deep.device.type, enabled=False):
             cat[:, channels:] = F.conv_transpose2d(z, w_up, b_up.to(deep.dtype), stride=2)
         ctx.save_for_backward(skip, deep, w, w_up, z, cat, *norm)
-        return chain.convolved(cat, w, 1, 1)
+        return chain.convolve(cat, w, 1, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         skip, deep, w, w_up, z, cat, *vectors = ctx.saved_tensors
         with chain.SideStream(deep.device) as side:
-            dcat, dw = chain.convolution_gradients(side, gradients[0], cat, w, 1, 1, (True, ctx.needs_input_grad[8]))
+            dcat, dw = chain.convolve_backward(side, gradients[0], cat, w, 1, 1, (True, ctx.needs_input_grad[8]))
             assert dcat is not None
             dhalf = dcat[:, skip.shape[1] :].contiguous(memory_format=torch.channels_last)
             side.keep(dhalf)
@@ -663,7 +667,7 @@ def try_on_cpu(cases: dict[str, Case]) -> int:
 
 def run_small(name: str, part: str, calls: list[str]) -> tuple[float, float]:
     """Return the loss and the norm of all gradients of a small model in fp32, with kernels interpreted."""
-    with switch_off(part, calls), forced(True, "chain"):
+    with switch_off(part, calls), force(True, "chain"):
         config = CASES[name].config(True)
         torch.manual_seed(0)
         problem = build_problem(config, torch.device("cpu"))

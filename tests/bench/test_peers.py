@@ -24,7 +24,7 @@ from halfstep.backend_flags import read_effective_leaves, read_flags
 from halfstep.bench.peers import PEERS, PeerMissing, PeerSetup, isolate_peer, list_peers
 from halfstep.bench.problem import Batch, Problem, Runner
 from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError
-from halfstep.kernels.fast_forms import FORMS, forced, wanted
+from halfstep.kernels.fast_forms import FORMS, force, is_wanted
 from halfstep.tune.fresh_thread import in_fresh_thread
 from halfstep.workloads import load
 from halfstep.workloads.segmentation.scores import segmentation_loss
@@ -348,10 +348,10 @@ def test_a_peers_name_stands_for_two_variants_and_the_third_is_asked_for() -> No
 
 def test_a_peer_computes_in_the_layers_of_torch_not_in_our_fast_forms() -> None:
     x = torch.zeros(1, 3, 4, 4)
-    with forced(True):
+    with force(True):
         with isolate_peer(torch.device("cpu")):
-            assert not any(wanted(form, x) for form in FORMS)
-        assert all(wanted(form, x) for form in FORMS)
+            assert not any(is_wanted(form, x) for form in FORMS)
+        assert all(is_wanted(form, x) for form in FORMS)
 
 
 def test_a_workload_of_several_phases_is_not_timed_against_loops_of_one_step() -> None:

@@ -14,7 +14,7 @@ import halfstep as hs
 from halfstep.evidence import causes
 from halfstep.evidence.capsule import all_in
 from halfstep.kernels import attention_triton as kernels
-from halfstep.kernels.transformer_chain import attention, by_heads, is_short
+from halfstep.kernels.transformer_chain import is_short, run_cudnn_attention, split_heads
 from halfstep.precision.contexts import has_cudnn_fault
 from tiny_training import plan
 
@@ -40,7 +40,7 @@ def test_as_near_to_fp64_as_torch(tokens: int, head: int, dtype: torch.dtype) ->
     torch.manual_seed(0)
     qkv = torch.randn(3, tokens, 3 * 2 * head, device="cuda", dtype=dtype)
     d_out = torch.randn(3, tokens, 2 * head, device="cuda", dtype=dtype)
-    out, log_sum = attention(qkv, 2)
+    out, log_sum = run_cudnn_attention(qkv, 2)
     d_qkv, partials = kernels.attention_backward(d_out, qkv, out, log_sum)
     exact, theirs = by_torch(qkv.double(), d_out.double(), 2), by_torch(qkv, d_out, 2)
     for ours, torchs, best in zip((out, *d_qkv.chunk(3, 2)), theirs, exact, strict=True):
@@ -56,10 +56,10 @@ def test_as_near_to_fp64_as_torch(tokens: int, head: int, dtype: torch.dtype) ->
 def test_cudnn_gives_natural_logarithms_and_writes_token_by_token() -> None:
     qkv = torch.randn(2, 197, 3 * 4 * 64, device="cuda", dtype=torch.bfloat16)
     assert is_short(torch.empty(2, 197, 4 * 64, device="cuda"), torch.bfloat16, 4)
-    q, k, v = by_heads(qkv, 4)
+    q, k, v = split_heads(qkv, 4)
     raw = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, compute_log_sumexp=True)[0]
     assert raw.transpose(1, 2).is_contiguous()
-    _, log_sum = attention(qkv, 4)
+    _, log_sum = run_cudnn_attention(qkv, 4)
     expected = torch.logsumexp(q.double() @ k.double().transpose(2, 3) / 8, 3)
     torch.testing.assert_close(log_sum.double(), expected, rtol=1e-4, atol=1e-4)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.backend_flags import fp32_mode
-from halfstep.kernels.fast_forms import FORMS, Form, forced, wanted
+from halfstep.kernels.fast_forms import FORMS, Form, force, is_wanted
 from halfstep.models.layers import PatchConv2d
 from halfstep.models.vit import build_vit
 
@@ -38,7 +38,7 @@ def outcome(model: nn.Module, x: Tensor, dtype: torch.dtype, *forms: Form, on: b
     """Output, gradients of input and parameters, and buffers of a compiled copy."""
     model, x = copy.deepcopy(model), x.clone().requires_grad_()
     autocast = torch.autocast("cuda", dtype) if dtype is not torch.float32 else contextlib.nullcontext()
-    with forced(on, *forms), autocast:
+    with force(on, *forms), autocast:
         y = torch.compile(model, fullgraph=True)(x)
     y.backward(torch.linspace(-1, 1, y.numel(), device="cuda").sin().view(y.shape).to(y.dtype))
     assert x.grad is not None
@@ -77,7 +77,7 @@ def test_compiled_code_on_the_gpu_wants_them_and_eager_code_does_not() -> None:
     seen = []
 
     def note(x: Tensor) -> Tensor:
-        seen.append(wanted("patches", x))
+        seen.append(is_wanted("patches", x))
         return x + 1
 
     note(image(1, 1, 1, 1))

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from halfstep.kernels.fast_forms import forced
-from halfstep.kernels.group_norm import fits, group_norm_silu
+from halfstep.kernels.fast_forms import force
+from halfstep.kernels.group_norm import apply_group_norm_silu, can_fuse_group_norm
 
 pytestmark = pytest.mark.gpu
 
@@ -25,9 +25,9 @@ def test_values_and_gradients_are_within_the_formats_rounding(
     x.requires_grad_()
     scale, shift = (torch.randn(4, channels, device="cuda", dtype=dtype, requires_grad=True) for _ in range(2))
     wanted = [x, norm.weight, norm.bias, scale, shift]
-    with torch.autocast("cuda", dtype=dtype), forced(True, "group_norm"):
-        assert fits(x, norm)
-        found = group_norm_silu(norm, x, None, scale, shift)
+    with torch.autocast("cuda", dtype=dtype), force(True, "group_norm"):
+        assert can_fuse_group_norm(x, norm)
+        found = apply_group_norm_silu(norm, x, None, scale, shift)
     plain = F.group_norm(x.double(), groups, norm.weight.double(), norm.bias.double(), norm.eps)
     expected = F.silu(plain * (1 + scale.double()[:, :, None, None]) + shift.double()[:, :, None, None])
     ahead = torch.randn_like(found)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from capture import captured
-from halfstep.kernels.fast_forms import forced
-from halfstep.kernels.resnet_chain import resnet_map
+from halfstep.kernels.fast_forms import force
+from halfstep.kernels.resnet_chain import run_resnet_chain
 from halfstep.models.recompute import set_recompute
 from halfstep.workloads.classification.resnet import ResNet, build_resnet
 
@@ -55,10 +55,10 @@ def test_the_chain_is_as_near_to_fp64_as_the_layers(
     name: str, blocks: tuple[int, ...], stem: str, size: tuple[int, int], dtype: torch.dtype
 ) -> None:
     model, x = built(name, blocks, stem), image(*size)
-    with forced(False), torch.backends.cudnn.flags(allow_tf32=False):
+    with force(False), torch.backends.cudnn.flags(allow_tf32=False):
         exact = step(copy.deepcopy(model).double(), x.double(), torch.float64)
         layers = step(copy.deepcopy(model), x, dtype)
-        with forced(True, "chain"):
+        with force(True, "chain"):
             chain = step(model, x, dtype)
     # Both round every map once, and both gradients jump where that turns a ReLU or a maximum over.
     assert mean_error(chain, exact) < 1.5 * mean_error(layers, exact)
@@ -68,7 +68,7 @@ def test_normalised_maps_built_again_give_the_same_bits() -> None:
     model, x = built("resnet50", (1, 2)), image(64, 64)
     again = copy.deepcopy(model)
     set_recompute(again, "pointwise")
-    with forced(True, "chain"), torch.backends.cudnn.flags(deterministic=True):
+    with force(True, "chain"), torch.backends.cudnn.flags(deterministic=True):
         assert all(map(torch.equal, step(model, x), step(again, x)))
 
 
@@ -80,9 +80,9 @@ def test_compiled_under_autocast_the_chain_is_chosen_and_captured(monkeypatch: p
 
     def noted(*args: object, **options: object) -> Tensor:
         calls.append(True)
-        return resnet_map(*args, **options)  # type: ignore[arg-type]
+        return run_resnet_chain(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("halfstep.workloads.classification.resnet.resnet_map", noted)
+    monkeypatch.setattr("halfstep.workloads.classification.resnet.run_resnet_chain", noted)
     model, x = built("resnet50", (1, 2)), image(64, 64)
     compiled = torch.compile(model)
     with torch.backends.cudnn.flags(deterministic=True):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from capture import captured
 from chain_steps import error, step
-from halfstep.kernels.fast_forms import forced
+from halfstep.kernels.fast_forms import force
 from halfstep.models.recompute import Recompute, set_recompute
 from halfstep.workloads.segmentation import unet as unet_module
 from halfstep.workloads.segmentation.unet import UNet
@@ -32,10 +32,10 @@ def image(*size: int) -> Tensor:
 @pytest.mark.parametrize(("size", "classes"), [((64, 96), 2), ((53, 47), 5)])
 def test_in_bf16_the_chain_is_as_near_to_fp32_as_the_layers(size: tuple[int, int], classes: int) -> None:
     model, x = unet(num_classes=classes), image(*size)
-    with forced(False), torch.backends.cudnn.flags(allow_tf32=False):
+    with force(False), torch.backends.cudnn.flags(allow_tf32=False):
         exact = step(copy.deepcopy(model), x, half=False)
         layers = step(copy.deepcopy(model), x)
-        with forced(True, "chain"):
+        with force(True, "chain"):
             chain = step(copy.deepcopy(model), x)
             in_fp32 = step(copy.deepcopy(model), x, half=False)
     assert error(in_fp32, exact) < 1e-3
@@ -49,7 +49,7 @@ def test_what_is_not_kept_is_computed_again_to_the_bit() -> None:
     for how in ways:
         changed = copy.deepcopy(model)
         set_recompute(changed, how)
-        with forced(True, "chain"), torch.backends.cudnn.flags(deterministic=True):
+        with force(True, "chain"), torch.backends.cudnn.flags(deterministic=True):
             found.append(step(changed, x))
     assert all(map(torch.equal, *found))
 

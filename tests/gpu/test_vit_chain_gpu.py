@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from capture import captured
-from halfstep.kernels.fast_forms import forced
+from halfstep.kernels.fast_forms import force
 from halfstep.models.recompute import Recompute, set_recompute
 from halfstep.models.vit import ViT, build_vit
 
@@ -43,18 +43,18 @@ def mean_error(found: list[Tensor], exact: list[Tensor]) -> float:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_chain_is_as_near_to_fp64_as_the_layers(dtype: torch.dtype, how: Recompute) -> None:
     model, images = model_and_images()
-    with forced(False):
+    with force(False):
         exact = outcome(copy.deepcopy(model).double(), images.double(), torch.float64)
         plain = outcome(model, images, dtype)
     set_recompute(model, how)
-    with forced(True, "chain", "class_token"):
+    with force(True, "chain", "class_token"):
         chained = outcome(model, images, dtype)
     assert mean_error(chained, exact) < 1.3 * mean_error(plain, exact)
 
 
 def test_compiled_code_chooses_it_and_a_captured_step_gives_the_same_every_time() -> None:
     model, images = model_and_images()
-    with forced(False):
+    with force(False):
         exact = outcome(copy.deepcopy(model).double(), images.double(), torch.float64)
     compiled = torch.compile(model)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:

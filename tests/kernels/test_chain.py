@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from halfstep.kernels.chain import (
     NormReluConv,
     SideStream,
-    convolution_gradients,
+    convolve_backward,
 )
-from halfstep.kernels.fast_forms import chain_fits, forced, has_room_for_tiles
+from halfstep.kernels.fast_forms import can_chain, force, has_room_for_tiles
 
 CONVOLUTIONS = [(1, 1, 0), (3, 1, 1), (3, 2, 1), (1, 2, 0), (3, 1, 0)]
 """Kernel, stride, padding."""
@@ -106,26 +106,26 @@ def test_a_second_derivative_is_refused_not_wrong() -> None:
 def test_gradients_not_wanted_are_not_computed() -> None:
     z, w = a_map(2, 4, 5, 5), torch.randn(3, 4, 3, 3)
     dy = torch.ones(2, 3, 5, 5)
-    dz, dw = convolution_gradients(SideStream(z.device), dy, z, w, 1, 1)
+    dz, dw = convolve_backward(SideStream(z.device), dy, z, w, 1, 1)
     assert dz is not None
     assert dw is not None
-    assert convolution_gradients(SideStream(z.device), dy, z, w, 1, 1, (True, False))[1] is None
-    assert convolution_gradients(SideStream(z.device), dy, z, w, 1, 1, (False, True))[0] is None
+    assert convolve_backward(SideStream(z.device), dy, z, w, 1, 1, (True, False))[1] is None
+    assert convolve_backward(SideStream(z.device), dy, z, w, 1, 1, (False, True))[0] is None
     expected = torch.autograd.functional.vjp(lambda z, w: F.conv2d(z, w, padding=1), (z, w), dy)[1]
     torch.testing.assert_close((dz, dw), expected)
 
 
 def test_a_chain_needs_training_gradients_channels_last_and_at_most_fp32() -> None:
     x = a_map(2, 3, 4, 4)
-    assert not chain_fits(x, is_training=True)
-    with forced(True, "chain"):
-        assert chain_fits(x, is_training=True)
-        assert not chain_fits(x, is_training=False)
-        assert not chain_fits(x.contiguous(), is_training=True)
-        assert chain_fits(torch.zeros(2, 1, 4, 4), is_training=True)
-        assert not chain_fits(x.double(), is_training=True)
+    assert not can_chain(x, is_training=True)
+    with force(True, "chain"):
+        assert can_chain(x, is_training=True)
+        assert not can_chain(x, is_training=False)
+        assert not can_chain(x.contiguous(), is_training=True)
+        assert can_chain(torch.zeros(2, 1, 4, 4), is_training=True)
+        assert not can_chain(x.double(), is_training=True)
         with torch.no_grad():
-            assert not chain_fits(x, is_training=True)
+            assert not can_chain(x, is_training=True)
 
 
 @pytest.mark.parametrize(("offered", "has_room"), [(101_376, False), (166_912, True), (232_448, True)])
@@ -138,9 +138,9 @@ def test_tiles_have_room_on_gpus_of_data_centres(offered: int, has_room: bool, m
 
 def test_whether_a_chain_fits_is_decided_while_compiling() -> None:
     def marked(x: Tensor) -> Tensor:
-        return x + 1 if chain_fits(x, is_training=True) else x
+        return x + 1 if can_chain(x, is_training=True) else x
 
     x, compiled = a_map(2, 3, 4, 4), torch.compile(marked, backend="eager", fullgraph=True)
-    with forced(True, "chain"):
+    with force(True, "chain"):
         assert torch.equal(compiled(x), x + 1)
     assert torch.equal(compiled(x), x)

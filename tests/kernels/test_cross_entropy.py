@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep.hardware.memory import LiveBytes
-from halfstep.kernels.cross_entropy import linear_cross_entropy, logits_to_gradients_, rows_of_a_chunk
+from halfstep.kernels.cross_entropy import choose_chunk_rows, linear_cross_entropy, replace_logits_by_gradients_
 from halfstep.precision.simulate import simulated_kernels
 
 CLASSES, PADDED, ROWS, DIM = 37, 64, 50, 16
@@ -122,15 +122,15 @@ def test_one_chunk_of_logits_is_alive_at_a_time() -> None:
 def test_a_row_that_does_not_count_may_be_infinite() -> None:
     logits = torch.zeros(2, 4)
     logits[0] = float("inf")
-    total = logits_to_gradients_(logits, torch.tensor([-1, 2]), 4, True)
+    total = replace_logits_by_gradients_(logits, torch.tensor([-1, 2]), 4, True)
     assert float(total) == pytest.approx(1.386294)
     assert not logits[0].any()
 
 
 def test_chunks_of_gpt2s_logits_are_even_and_stay_below_half_a_gigabyte() -> None:
-    assert rows_of_a_chunk(16 * 1024, 50304, torch.bfloat16) == 4096
+    assert choose_chunk_rows(16 * 1024, 50304, torch.bfloat16) == 4096
     for num_rows in (1, 100, 5248, 5249, 12_345, 65_536):
-        chunk = rows_of_a_chunk(num_rows, 50304, torch.bfloat16)
+        chunk = choose_chunk_rows(num_rows, 50304, torch.bfloat16)
         assert chunk % 128 == 0
         assert chunk * 50304 * 2 <= 2**29
         last = num_rows % chunk or chunk
@@ -147,7 +147,7 @@ def test_the_kernel_gives_its_twins_losses_and_gradients(dtype: torch.dtype) -> 
     targets = torch.randint(CLASSES, (9,), generator=generator)
     targets[4] = -1
     ours, twins = logits.clone(), logits.clone()
-    found = cross_entropy_triton.logits_to_gradients_(ours, targets, CLASSES, True)
-    wanted = logits_to_gradients_(twins, targets, CLASSES, True)
+    found = cross_entropy_triton.replace_logits_by_gradients_(ours, targets, CLASSES, True)
+    wanted = replace_logits_by_gradients_(twins, targets, CLASSES, True)
     assert found.item() == pytest.approx(float(wanted), rel=1e-6)
     torch.testing.assert_close(ours, twins, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.kernels.fast_forms import FORMS, Form, forced, wanted
+from halfstep.kernels.fast_forms import FORMS, Form, force, is_wanted
 from halfstep.models.layers import PatchConv2d
 from halfstep.models.vit import build_vit
 
@@ -33,9 +33,9 @@ def outcome(layer: nn.Module, x: Tensor) -> list[Tensor]:
 
 def assert_same_function(layer: nn.Module, x: Tensor) -> None:
     """fp64 differs by the order of its sums only: torch's own tolerance for it, 1e-7, is far above that."""
-    with forced(False):
+    with force(False):
         plain = outcome(layer, x)
-    with forced(True):
+    with force(True):
         fast = outcome(layer, x)
     for ours, theirs in zip(fast, plain, strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -64,7 +64,7 @@ def test_a_compiled_step_in_fast_forms_is_the_plain_step() -> None:
     fast = copy.deepcopy(plain)
     x = image(4, 3, 16, 16)
     plain(x).square().mean().backward()
-    with forced(True):
+    with force(True):
         torch.compile(fast, backend="aot_eager_decomp_partition", fullgraph=True)(x).square().mean().backward()
     assert list(plain.state_dict()) == list(fast.state_dict())
     for (key, theirs), (_, ours) in zip(plain.named_parameters(), fast.named_parameters(), strict=True):
@@ -76,7 +76,7 @@ def test_the_last_block_in_its_fast_form_gives_the_class_token_alone() -> None:
     model, seen = tiny_vit(), []
     model.get_submodule("encoder.layers.encoder_layer_1").register_forward_hook(lambda _m, _x, y: seen.append(y.shape))
     for on in (False, True):
-        with forced(on):
+        with force(on):
             model(torch.randn(2, 3, 16, 16))
     assert seen == [torch.Size([2, 19, 16]), torch.Size([2, 1, 16])]
 
@@ -86,7 +86,7 @@ def test_eager_code_and_the_cpu_want_no_fast_form(form: Form) -> None:
     x, seen = torch.ones(1, 3, 2, 2), []
 
     def note(x: Tensor) -> Tensor:
-        seen.append(wanted(form, x))
+        seen.append(is_wanted(form, x))
         return x + 1
 
     note(x)
@@ -96,8 +96,8 @@ def test_eager_code_and_the_cpu_want_no_fast_form(form: Form) -> None:
 
 def test_forcing_one_form_leaves_the_others_and_ends_with_its_block() -> None:
     x = torch.ones(1)
-    with forced(True, "patches"):
-        with forced(False, "patches"):
-            assert not wanted("patches", x)
-        assert [form for form in FORMS if wanted(form, x)] == ["patches"]
-    assert not wanted("patches", x)
+    with force(True, "patches"):
+        with force(False, "patches"):
+            assert not is_wanted("patches", x)
+        assert [form for form in FORMS if is_wanted(form, x)] == ["patches"]
+    assert not is_wanted("patches", x)

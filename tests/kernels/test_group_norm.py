@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.kernels.fast_forms import forced
-from halfstep.kernels.group_norm import add_branch, fits, group_norm_silu
+from halfstep.kernels.fast_forms import force
+from halfstep.kernels.group_norm import add_branch, apply_group_norm_silu, can_fuse_group_norm
 
 pytest.importorskip("triton", reason="Triton is not installed: NOT tested")
 
@@ -40,7 +40,7 @@ def test_values_and_all_gradients_are_torchs(
     plain = F.group_norm(map_, groups, norm.weight.double(), norm.bias.double(), norm.eps)
     if scale is not None and shift is not None:
         plain = plain * (1 + scale[:, :, None, None]) + shift[:, :, None, None]
-    expected, found = F.silu(plain).float(), group_norm_silu(norm, x, added, scale, shift)
+    expected, found = F.silu(plain).float(), apply_group_norm_silu(norm, x, added, scale, shift)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     wanted = [x, norm.weight, norm.bias, *between, *([] if added is None else [added])]
     ahead = torch.randn_like(expected)
@@ -53,13 +53,13 @@ def test_values_and_all_gradients_are_torchs(
 
 def test_it_runs_where_it_is_asked_for_and_the_map_and_its_layer_are_plain() -> None:
     norm, x, _ = made(8, 4, 4, scaled=False)
-    assert not fits(x, norm)
-    with forced(True, "group_norm"):
-        assert fits(x, norm) or DEVICE == "cuda", "on a GPU under autocast alone"
-        assert not fits(x.contiguous(), norm)
-        assert not fits(x, nn.GroupNorm(4, 8, affine=False).to(DEVICE))
+    assert not can_fuse_group_norm(x, norm)
+    with force(True, "group_norm"):
+        assert can_fuse_group_norm(x, norm) or DEVICE == "cuda", "on a GPU under autocast alone"
+        assert not can_fuse_group_norm(x.contiguous(), norm)
+        assert not can_fuse_group_norm(x, nn.GroupNorm(4, 8, affine=False).to(DEVICE))
         norm.register_forward_hook(lambda *_: None)
-        assert not fits(x, norm)
+        assert not can_fuse_group_norm(x, norm)
 
 
 @pytest.mark.parametrize(("channels", "side"), [(80, 9), (6, 1)])

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.kernels.layout import row_stride
+from halfstep.kernels.layout import get_row_stride
 from halfstep.kernels.normalise import (
     GradientSums,
     Norm,
-    combined,
-    gradient_of_raw,
-    gradient_sums,
-    normalisation,
-    normalised,
+    combine_partials,
+    compute_norm,
+    compute_raw_gradient,
+    normalise,
+    sum_gradients,
 )
 
 SHAPES = [(2, 64, 5, 7), (3, 70, 2, 3), (2, 5, 1, 4), (5, 3, 1, 1), (1, 1, 3, 3)]
@@ -54,9 +54,9 @@ def by_torch(y: Tensor, dz: Tensor, norm: nn.BatchNorm2d) -> tuple[Tensor, ...]:
 
 
 def by_kernels(y: Tensor, dz: Tensor, norm: nn.BatchNorm2d) -> tuple[Tensor, ...]:
-    how = normalisation(y, norm)
-    sums = gradient_sums(dz, y, how)
-    return normalised(y, how), gradient_of_raw(dz, y, how, sums, masked=True), sums.weight, sums.g
+    how = compute_norm(y, norm)
+    sums = sum_gradients(dz, y, how)
+    return normalise(y, how), compute_raw_gradient(dz, y, how, sums, masked=True), sums.weight, sums.g
 
 
 def assert_near(ours: tuple[Tensor, ...], exact: tuple[Tensor, ...], *, roundings: float) -> None:
@@ -87,52 +87,54 @@ def test_what_the_layer_keeps_moves_as_torchs(shape: tuple[int, ...]) -> None:
     ours, theirs = batch_norm(shape[1]), batch_norm(shape[1])
     for seed in range(2):
         y = random_map(*shape, seed=seed) + 3
-        normalisation(y, ours)
+        compute_norm(y, ours)
         theirs(y)
     torch.testing.assert_close(dict(ours.named_buffers()), dict(theirs.named_buffers()))
 
 
 def test_a_slice_of_a_wider_map_is_read_and_written_in_place() -> None:
     y, dz = random_map(2, 16, 5, 7), random_map(2, 16, 5, 7, seed=2)
-    how = normalisation(y, batch_norm(16))
+    how = compute_norm(y, batch_norm(16))
     out = slice_of_wider(torch.zeros_like(y))
-    assert normalised(y, how, out=out) is out
-    assert torch.equal(out, normalised(y, how))
+    assert normalise(y, how, out=out) is out
+    assert torch.equal(out, normalise(y, how))
     assert out._base is not None
     assert out._base.isnan().sum() == 2 * 24 * 5 * 7
-    sums, from_slice = gradient_sums(dz, y, how), gradient_sums(slice_of_wider(dz), y, how)
+    sums, from_slice = sum_gradients(dz, y, how), sum_gradients(slice_of_wider(dz), y, how)
     torch.testing.assert_close(from_slice, sums, rtol=0, atol=0)
-    dy = gradient_of_raw(slice_of_wider(dz), y, how, sums, masked=True)
-    assert torch.equal(dy, gradient_of_raw(dz, y, how, sums, masked=True))
+    dy = compute_raw_gradient(slice_of_wider(dz), y, how, sums, masked=True)
+    assert torch.equal(dy, compute_raw_gradient(dz, y, how, sums, masked=True))
     assert dy.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_a_gradient_that_relu_has_masked_already_needs_no_mask() -> None:
     y, dz = random_map(2, 16, 5, 7), random_map(2, 16, 5, 7, seed=2)
-    how = normalisation(y, batch_norm(16))
-    g, sums = dz * (normalised(y, how) > 0), gradient_sums(dz, y, how)
-    masked, plain = (gradient_of_raw(x, y, how, sums, masked=is_masked) for x, is_masked in ((dz, True), (g, False)))
+    how = compute_norm(y, batch_norm(16))
+    g, sums = dz * (normalise(y, how) > 0), sum_gradients(dz, y, how)
+    masked, plain = (
+        compute_raw_gradient(x, y, how, sums, masked=is_masked) for x, is_masked in ((dz, True), (g, False))
+    )
     assert torch.equal(masked, plain)
-    assert not torch.equal(gradient_of_raw(dz, y, how, sums, masked=False), plain)
+    assert not torch.equal(compute_raw_gradient(dz, y, how, sums, masked=False), plain)
 
 
 @pytest.mark.parametrize(("parts", "kinds", "channels"), [(1, 2, 64), (528, 2, 12), (1500, 3, 5), (7, 1, 130)])
 def test_parts_are_combined(parts: int, kinds: int, channels: int) -> None:
     partials = torch.randn(parts, kinds, channels, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(combined(partials).double(), partials.double().sum(0), rtol=0, atol=1e-4)
+    torch.testing.assert_close(combine_partials(partials).double(), partials.double().sum(0), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("ratio", [0, 100, 10_000])
 def test_statistics_stay_exact_however_far_the_mean_is(ratio: int) -> None:
     y = random_map(4, 16, 8, 8) + ratio
-    norm, exact = normalisation(y, nn.BatchNorm2d(16, eps=0.0)), y.double()
+    norm, exact = compute_norm(y, nn.BatchNorm2d(16, eps=0.0)), y.double()
     torch.testing.assert_close(norm.mean.double(), exact.mean((0, 2, 3)), rtol=2**-22, atol=2**-20)
     # kernels.normalise states 2⁻²³ (1 + r²) for the variance; r up to 4, 8 for the summation.
     torch.testing.assert_close(norm.inverse.double() ** -2, exact.var((0, 2, 3), correction=0), rtol=1.6e-5, atol=0)
 
 
 def test_a_constant_channel_has_variance_zero_not_below() -> None:
-    norm = normalisation(torch.full((2, 1, 8, 8), 0.1), nn.BatchNorm2d(1, eps=0.25))
+    norm = compute_norm(torch.full((2, 1, 8, 8), 0.1), nn.BatchNorm2d(1, eps=0.25))
     assert norm.inverse.item() == 2
 
 
@@ -142,7 +144,7 @@ def test_a_constant_channel_has_variance_zero_not_below() -> None:
 def test_what_is_not_finite_reaches_output_and_running_statistics(bad: float, place: tuple[int, ...]) -> None:
     layer, y = nn.BatchNorm2d(3), random_map(2, 3, 4, 4)
     y[place] = bad
-    z = normalised(y, normalisation(y, layer))
+    z = normalise(y, compute_norm(y, layer))
     assert layer.running_mean is not None
     assert layer.running_var is not None
     assert not layer.running_mean[1].isfinite()
@@ -153,10 +155,10 @@ def test_what_is_not_finite_reaches_output_and_running_statistics(bad: float, pl
 
 def test_a_gradient_that_is_not_finite_stays_so() -> None:
     y, dz = random_map(2, 3, 4, 4), torch.ones(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
-    how = normalisation(y, nn.BatchNorm2d(3))
+    how = compute_norm(y, nn.BatchNorm2d(3))
     dz[0, 1] = float("nan")
-    sums = gradient_sums(dz, y, how)
-    dy = gradient_of_raw(dz, y, how, sums, masked=True)
+    sums = sum_gradients(dz, y, how)
+    dy = compute_raw_gradient(dz, y, how, sums, masked=True)
     assert [x.isnan().tolist() for x in sums] == [[False, True, False]] * 3
     assert dy[:, 1].isnan().all()
     assert dy[:, ::2].isfinite().all()
@@ -164,22 +166,22 @@ def test_a_gradient_that_is_not_finite_stays_so() -> None:
 
 def test_one_value_a_channel_is_torchs_error() -> None:
     with pytest.raises(ValueError, match="more than 1 value"):
-        normalisation(torch.zeros(1, 3, 1, 1), nn.BatchNorm2d(3))
+        compute_norm(torch.zeros(1, 3, 1, 1), nn.BatchNorm2d(3))
 
 
 def test_rows_are_read_off_the_strides() -> None:
     wide = random_map(2, 24, 3, 5)
-    assert (row_stride(wide), row_stride(wide[:, 8:16]), row_stride(wide[:1, :4, :1, :1])) == (24, 24, 4)
+    assert (get_row_stride(wide), get_row_stride(wide[:, 8:16]), get_row_stride(wide[:1, :4, :1, :1])) == (24, 24, 4)
     with pytest.raises(AssertionError, match="not rows of channels"):
-        row_stride(torch.zeros(2, 4, 3, 5))
+        get_row_stride(torch.zeros(2, 4, 3, 5))
 
 
 def test_the_same_sums_come_out_each_time() -> None:
     y, dz = random_map(2, 16, 9, 9), random_map(2, 16, 9, 9, seed=2)
     found: list[tuple[Norm, GradientSums]] = []
     for _ in range(2):
-        how = normalisation(y, batch_norm(16))
-        found.append((how, gradient_sums(dz, y, how)))
+        how = compute_norm(y, batch_norm(16))
+        found.append((how, sum_gradients(dz, y, how)))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 

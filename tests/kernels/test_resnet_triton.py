@@ -9,12 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.kernels.normalise import Norm, gradient_of_raw, normalisation
+from halfstep.kernels.normalise import Norm, compute_norm, compute_raw_gradient
 
 pytest.importorskip("triton")
 
 from halfstep.kernels import resnet_triton
-from halfstep.kernels.resnet_triton import join_gradient, joined, pair_gradients, pool_gradient, pooled
+from halfstep.kernels.resnet_triton import (
+    compute_join_gradient,
+    compute_pair_gradients,
+    compute_stem_pool_gradient,
+    join_maps,
+    pool_stem,
+)
 
 SHAPES = [(2, 5, 4, 6), (3, 64, 5, 7), (2, 300, 3, 3)]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -34,7 +40,7 @@ def norm_with_gains_of_both_signs(num_channels: int) -> nn.BatchNorm2d:
 def prepared(y: Tensor) -> tuple[nn.BatchNorm2d, Norm]:
     norm = norm_with_gains_of_both_signs(y.shape[1])
     with torch.no_grad():
-        return norm, normalisation(y, norm)
+        return norm, compute_norm(y, norm)
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:
@@ -49,7 +55,7 @@ def test_a_block_ends_in_the_relu_of_the_normalised_map_and_its_shortcut(shape: 
     y, other = rows_of_channels(*shape), rows_of_channels(*shape)
     (norm, how), (other_norm, other_how) = prepared(y), prepared(other)
     shortcut = {"none": torch.zeros(()), "identity": other, "projected": other_norm(other)}[kind]
-    ours = joined(y, how, None if kind == "none" else other, other_how if kind == "projected" else None)
+    ours = join_maps(y, how, None if kind == "none" else other, other_how if kind == "projected" else None)
     close(ours, (norm(y) + shortcut).relu())
 
 
@@ -57,8 +63,8 @@ def test_what_is_not_finite_stays_so_behind_the_relu_and_the_pooling() -> None:
     y = rows_of_channels(2, 4, 5, 5)
     y[0, 1, 2, 2] = float("nan")
     _, how = prepared(y)
-    assert joined(y, how, y, None)[:, 1].isnan().all()
-    pool = pooled(y, how)
+    assert join_maps(y, how, y, None)[:, 1].isnan().all()
+    pool = pool_stem(y, how)
     assert pool.z[:, 1].isnan().all()
     assert pool.z[:, [0, 2, 3]].isfinite().all()
 
@@ -75,7 +81,7 @@ def test_the_gradient_of_a_join_sums_what_its_readers_sent(shape: tuple[int, ...
     spread[:, :, ::2, ::2] = even
     raws = [(y, prepared(y)[1]) for y in (rows_of_channels(*shape) for _ in range(num_raws))]
     dzs = {"none": [first], "dense": [first, dense], "even pixels": [first, even]}[second]
-    g, sums = join_gradient(dzs, z, raws)
+    g, sums = compute_join_gradient(dzs, z, raws)
     expected = (first + {"none": 0, "dense": dense, "even pixels": spread}[second]) * (z > 0)
     assert torch.equal(g, expected)
     for (y, how), found in zip(raws, sums, strict=True):
@@ -90,9 +96,9 @@ def test_the_gradients_of_two_raw_maps_in_one_pass_are_those_of_each_alone(shape
     torch.manual_seed(6)
     g, z = rows_of_channels(*shape), rows_of_channels(*shape).abs()
     raws = [(y, prepared(y)[1]) for y in (rows_of_channels(*shape) for _ in range(2))]
-    g, sums = join_gradient([g], z, raws)
-    for ours, (y, how), its_sums in zip(pair_gradients(g, raws, sums), raws, sums, strict=True):
-        close(ours, gradient_of_raw(g, y, how, its_sums, masked=False))
+    g, sums = compute_join_gradient([g], z, raws)
+    for ours, (y, how), its_sums in zip(compute_pair_gradients(g, raws, sums), raws, sums, strict=True):
+        close(ours, compute_raw_gradient(g, y, how, its_sums, masked=False))
 
 
 def test_few_programs_walk_over_many_tiles_to_the_end_of_the_map(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,10 +107,10 @@ def test_few_programs_walk_over_many_tiles_to_the_end_of_the_map(monkeypatch: py
         monkeypatch.setattr(resnet_triton, name, replace(getattr(resnet_triton, name), num_programs=2))
     y = rows_of_channels(3, 64, 9, 11)
     norm, how = prepared(y)
-    _, (sums,) = join_gradient([y], y, [(y, how)])
+    _, (sums,) = compute_join_gradient([y], y, [(y, how)])
     close(sums.g, (y * (y > 0)).sum((0, 2, 3)))
-    close(joined(y, how, y, None), (norm(y) + y).relu())
-    close(pooled(y, how).z, pooled_by_torch(y, norm))
+    close(join_maps(y, how, y, None), (norm(y) + y).relu())
+    close(pool_stem(y, how).z, pooled_by_torch(y, norm))
 
 
 def pooled_by_torch(y: Tensor, norm: nn.BatchNorm2d) -> Tensor:
@@ -119,11 +125,11 @@ def test_pooling_normalises_on_the_way_and_sends_each_gradient_where_its_maximum
     expected = pooled_by_torch(y, norm)
     dz = torch.randn(expected.shape).to(memory_format=torch.channels_last)
     expected.backward(dz)
-    pool = pooled(y.detach(), how)
-    g, (sums,) = join_gradient([dz], pool.z, [(pool.raw, how)])
+    pool = pool_stem(y.detach(), how)
+    g, (sums,) = compute_join_gradient([dz], pool.z, [(pool.raw, how)])
     close(pool.z, expected)
     assert y.grad is not None
-    close(pool_gradient(g, pool.places, y.detach(), how, sums), y.grad)
+    close(compute_stem_pool_gradient(g, pool.places, y.detach(), how, sums), y.grad)
     for ours, parameter in ((sums.g, norm.bias), (sums.weight, norm.weight)):
         assert parameter.grad is not None
         close(ours, parameter.grad)
@@ -135,9 +141,9 @@ def test_of_equal_maxima_the_first_in_reading_order_gets_the_gradient_as_in_torc
     norm = nn.BatchNorm2d(8)
     nn.init.ones_(norm.bias)
     with torch.no_grad():
-        how = normalisation(y, norm)
+        how = compute_norm(y, norm)
     _, indices = F.max_pool2d(norm(y).relu(), 3, stride=2, padding=1, return_indices=True)
-    places = pooled(y.detach(), how).places
+    places = pool_stem(y.detach(), how).places
     top, left = torch.meshgrid(torch.arange(4) * 2 - 1, torch.arange(3) * 2 - 1, indexing="ij")
     assert torch.equal((top + places // 3) * 6 + left + places % 3, indices)
 
@@ -148,6 +154,6 @@ def test_half_maps_are_rounded_once(dtype: torch.dtype) -> None:
     y, other = (rows_of_channels(2, 16, 6, 6).to(dtype) for _ in range(2))
     (norm, how), (other_norm, other_how) = prepared(y), prepared(other)
     expected = (norm(y.float()) + other_norm(other.float())).relu()
-    ours = joined(y, how, other, other_how)
+    ours = join_maps(y, how, other, other_how)
     assert ours.dtype == dtype
     torch.testing.assert_close(ours.float(), expected, rtol=torch.finfo(dtype).eps, atol=1e-5)

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from halfstep.kernels.normalise import GradientSums, Norm
 from halfstep.kernels.stem import (
     StemConv,
-    padded_image,
-    stem_fits,
-    stem_weight_gradient_through_norm,
+    can_run_stem,
+    compute_stem_gradient_through_norm,
+    pad_image,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,7 +57,7 @@ def plain(image: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
 def test_map_and_gradient_are_those_of_torch(size: tuple[int, ...], layer: tuple[int, ...]) -> None:
     out, kernel, stride, padding = layer
     image, weight = image_and_weight(size, out, kernel)
-    assert stem_fits(image, weight, stride, padding)
+    assert can_run_stem(image, weight, stride, padding)
     y, gradient = outcome(StemConv.apply, image, weight, stride, padding)
     exact_y, exact = outcome(plain, image.double(), weight.double(), stride, padding)
     assert y.is_contiguous(memory_format=torch.channels_last)
@@ -122,8 +122,8 @@ def test_the_gradient_through_batch_norm_is_that_of_the_raw_maps_gradient(
     sums = GradientSums(*torch.randn(3, out, device=DEVICE) * 10)
     dy = plain_gradient_of_raw(g, y, norm, sums, masked)
     StemConv.apply(image, weight, 1, 1).backward(dy.to(dtype))
-    padded = padded_image(image, 3, 1, 1, dtype)
-    found = stem_weight_gradient_through_norm(padded, weight, g, y, norm, sums, masked=masked)
+    padded = pad_image(image, 3, 1, 1, dtype)
+    found = compute_stem_gradient_through_norm(padded, weight, g, y, norm, sums, masked=masked)
     # Where dy lies between two values of a half format, the order of operations decides which it becomes: now and then
     # one of 126 dy, of sizes up to 20, differs in its last place.
     torch.testing.assert_close(found, weight.grad, rtol=1e-5, atol=max(1e-4, 20 * torch.finfo(dtype).eps))
@@ -152,11 +152,11 @@ def plain_gradient_of_raw(g: Tensor, y: Tensor, norm: Norm, sums: GradientSums, 
 def test_what_the_kernels_do_not_compute_does_not_fit(
     size: tuple[int, ...], shape: tuple[int, ...], stride: int
 ) -> None:
-    assert not stem_fits(torch.zeros(size), torch.zeros(shape), stride, 1)
+    assert not can_run_stem(torch.zeros(size), torch.zeros(shape), stride, 1)
 
 
 def test_an_image_that_wants_a_gradient_does_not_fit() -> None:
     image, weight = image_and_weight((1, 3, 6, 6), 16, 3)
-    assert not stem_fits(image.requires_grad_(), weight, 1, 1)
+    assert not can_run_stem(image.requires_grad_(), weight, 1, 1)
     with pytest.raises(AssertionError, match="image's gradient"):
         StemConv.apply(image, weight, 1, 1)

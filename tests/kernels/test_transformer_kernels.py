@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from halfstep.kernels import transformer_triton as kernels
-from halfstep.kernels.transformer_chain import total
+from halfstep.kernels.transformer_chain import sum_partials
 
 SIZES = [(1, 8), (7, 24), (37, 32), (50, 40)]
 """Rows and channels: fewer than a tile has, more than one, and channels that are not a power of two."""
@@ -61,7 +61,7 @@ def test_gelu_of_a_sum_with_its_bias_and_all_gradients(rows: int, dim: int) -> N
     assert torch.equal(out, again)
     assert_near(out, y.detach())
     assert_near(d_raw, d_x, 5e-6)
-    assert_near(total(partials), d_b, 5e-6)
+    assert_near(sum_partials(partials), d_b, 5e-6)
 
 
 @pytest.mark.parametrize("has_branch", [False, True])
@@ -85,7 +85,7 @@ def test_a_sum_its_layer_norm_and_all_gradients(rows: int, dim: int, has_branch:
     assert_near(dx, d_x, 5e-6)
     if d_branch is not None:
         assert torch.equal(d_branch, dx)
-    for ours, theirs in zip(total(partials).split(dim), sums[: 2 + has_branch], strict=False):
+    for ours, theirs in zip(sum_partials(partials).split(dim), sums[: 2 + has_branch], strict=False):
         assert_near(ours, theirs, 5e-6)
 
 
@@ -119,10 +119,10 @@ def test_three_gradients_side_by_side_from_any_layout(
     elif layout == "one broadcast":
         thirds[1] = thirds[1][:1, :, :1].expand(batch, heads, tokens, channels)
     out = torch.empty(batch, tokens, 3 * heads * channels)
-    partials = kernels.packed(thirds, out)
+    partials = kernels.pack(thirds, out)
     exact = torch.stack(thirds).permute(1, 3, 0, 2, 4).flatten(2)
     assert torch.equal(out, exact)
-    assert_near(total(partials), exact.double().sum((0, 1)))
+    assert_near(sum_partials(partials), exact.double().sum((0, 1)))
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # numpy's, in the interpreter

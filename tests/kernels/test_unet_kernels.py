@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.kernels.normalise import normalisation
+from halfstep.kernels.normalise import compute_norm
 from halfstep.kernels.unet_chain import Head, PoolConv, UpConcatConv
 
 pytest.importorskip("triton")
@@ -57,7 +57,7 @@ def pooled_and_skip(norm: nn.BatchNorm2d, *, chain: bool) -> Callable[..., tuple
         return F.conv2d(F.max_pool2d(z, 2), w_conv.to(y.dtype), padding=1), F.conv2d(z, w_skip.to(y.dtype))
 
     def kernels(y: Tensor, weight: Tensor, bias: Tensor, w_conv: Tensor, w_skip: Tensor) -> tuple[Tensor, ...]:
-        how = normalisation(y.detach(), norm)
+        how = compute_norm(y.detach(), norm)
         u, promise = PoolConv.apply(y, weight, bias, w_conv, how)
         return u, Skip.apply(promise, y.detach(), how, w_skip)
 
@@ -111,7 +111,7 @@ def test_pooling_in_bf16_is_as_near_as_its_roundings() -> None:
 def test_a_nan_comes_through_pooling_and_head() -> None:
     norm, y = some_norm(4), some_map(1, 4, 4, 4)
     y[0, 2, 3, 3] = float("nan")
-    how = normalisation(y, norm)
+    how = compute_norm(y, norm)
     u, _ = PoolConv.apply(y, norm.weight, norm.bias, some_map(1, 4, 3, 3), how)
     assert u.isnan().all()
     assert Head.apply(y, norm.weight, norm.bias, some_map(2, 4, 1, 1), torch.zeros(2), how).isnan().all()
@@ -138,7 +138,7 @@ def test_doubling_into_the_concatenation(deep_shape: tuple[int, ...], size: tupl
 
     def kernels(deep: Tensor, weight: Tensor, bias: Tensor, w_up: Tensor, b_up: Tensor, w_conv: Tensor) -> Tensor:
         promise = torch.zeros(n, depth, *size)
-        how, skip_how = normalisation(deep.detach(), norm), normalisation(skip, skip_norm)
+        how, skip_how = compute_norm(deep.detach(), norm), compute_norm(skip, skip_norm)
         return UpConcatConv.apply(promise, skip, skip_how, deep, weight, bias, w_up, b_up, w_conv, how, False)
 
     deep = some_map(*deep_shape)
@@ -162,7 +162,7 @@ def test_the_head_whose_logits_gradient_lies_in_any_order(shape: tuple[int, ...]
         return F.conv2d(F.relu(F.batch_norm(y, None, None, weight, bias, training=True)), w_out, b_out)
 
     def kernels(y: Tensor, weight: Tensor, bias: Tensor, w_out: Tensor, b_out: Tensor) -> Tensor:
-        logits: Tensor = Head.apply(y, weight, bias, w_out, b_out, normalisation(y.detach(), norm))
+        logits: Tensor = Head.apply(y, weight, bias, w_out, b_out, compute_norm(y.detach(), norm))
         logits.register_hook(LAYOUTS[layout])
         return logits
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.kernels.fast_forms import forced
+from halfstep.kernels.fast_forms import force
 from halfstep.workloads.diffusion import diffusers_blocks
 from halfstep.workloads.diffusion.diffusers_blocks import find_blocks
 
@@ -59,7 +59,7 @@ def test_every_residual_block_runs_by_our_kernels_and_computes_the_same(
     monkeypatch.setattr(diffusers_blocks, "run_residual_block", lambda *given: ours.append(True) or residual(*given))
     for kind, forward in find_blocks(net).items():
         monkeypatch.setattr(kind, "forward", forward)
-    with forced(True, "group_norm"):
+    with force(True, "group_norm"):
         torch.manual_seed(1)
         found = net(*inputs).sample
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.kernels.fast_forms import forced
+from halfstep.kernels.fast_forms import force
 from halfstep.models.recompute import set_recompute
 from halfstep.workloads.language import gpt2 as gpt2_module
 from halfstep.workloads.language.gpt2 import GPT2, build_gpt2
@@ -49,16 +49,16 @@ def errors(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> list[float]:
 
 def is_chained(model: GPT2, monkeypatch: pytest.MonkeyPatch) -> bool:
     calls = []
-    inner = gpt2_module.through_blocks
-    monkeypatch.setattr(gpt2_module, "through_blocks", lambda *a, **k: calls.append(1) or inner(*a, **k))
-    with forced(True, "chain"):
+    inner = gpt2_module.run_blocks
+    monkeypatch.setattr(gpt2_module, "run_blocks", lambda *a, **k: calls.append(1) or inner(*a, **k))
+    with force(True, "chain"):
         outcome(model)
     return bool(calls)
 
 
 def test_in_fp32_the_chain_is_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = outcome(tiny().double())
-    with forced(True, "chain"):
+    with force(True, "chain"):
         assert max(errors(outcome(tiny()), exact)) < 1e-5
     assert is_chained(tiny(), monkeypatch)
 
@@ -67,7 +67,7 @@ def test_in_fp32_the_chain_is_the_model(monkeypatch: pytest.MonkeyPatch) -> None
 def test_in_fp16_the_chain_is_as_near_to_fp64_as_the_model() -> None:
     exact = outcome(tiny().double())
     plain = outcome(tiny(), torch.float16)
-    with forced(True, "chain"):
+    with force(True, "chain"):
         chained = outcome(tiny(), torch.float16)
     assert sum(errors(chained, exact)) < 1.7 * sum(errors(plain, exact))
 

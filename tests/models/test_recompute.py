@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.hardware.memory import LiveBytes
-from halfstep.kernels.fast_forms import forced
+from halfstep.kernels.fast_forms import force
 from halfstep.models.recompute import COMPUTE_BOUND_TERMS, Recompute, get_recompute, set_recompute
 from halfstep.models.vit import build_vit
 from halfstep.workloads.classification.resnet import build_resnet
@@ -91,7 +91,7 @@ def test_the_compiled_model_recomputes_and_gives_the_same_gradients(name: str, h
     set_recompute(model, how)
     compiled = torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)
     state, gradients = step(plain, plain)
-    with forced(False):
+    with force(False):
         other_state, other_gradients = step(compiled, model)
     for key, gradient in gradients.items():
         torch.testing.assert_close(other_gradients[key], gradient, rtol=1e-4, atol=1e-6)

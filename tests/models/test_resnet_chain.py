@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.kernels import resnet_chain
-from halfstep.kernels.fast_forms import forced
+from halfstep.kernels.fast_forms import force
 from halfstep.models.recompute import set_recompute
 from halfstep.workloads.classification.resnet import Bottleneck, ResNet, build_resnet
 
@@ -53,11 +53,11 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.times = 0
-        monkeypatch.setattr("halfstep.workloads.classification.resnet.resnet_map", self)
+        monkeypatch.setattr("halfstep.workloads.classification.resnet.run_resnet_chain", self)
 
     def __call__(self, *args: object, **options: object) -> Tensor:
         self.times += 1
-        return resnet_chain.resnet_map(*args, **options)  # type: ignore[arg-type]
+        return resnet_chain.run_resnet_chain(*args, **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def chain(monkeypatch: pytest.MonkeyPatch) -> Counted:
 
 def stepped(model: nn.Module, x: Tensor, *, is_chain: bool) -> dict[str, Tensor]:
     """Logits, gradients and buffers after a forward and a backward."""
-    with forced(False), forced(is_chain, "chain"):
+    with force(False), force(is_chain, "chain"):
         logits = model(x)
     logits.float().square().sum().backward()
     gradients = {f"d {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}

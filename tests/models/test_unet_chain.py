@@ -12,8 +12,8 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from halfstep.hardware.memory import LiveBytes
 from halfstep.kernels import chain
-from halfstep.kernels.fast_forms import forced
-from halfstep.kernels.normalise import normalised
+from halfstep.kernels.fast_forms import force
+from halfstep.kernels.normalise import normalise
 from halfstep.models.layers import CentredConv2d, DoublingConvTranspose2d
 from halfstep.models.recompute import Recompute, set_recompute
 from halfstep.workloads.segmentation import unet as unet_chain
@@ -60,7 +60,7 @@ def outcome(
     model = copy.deepcopy(model)
     set_recompute(model, how)
     autocast = torch.autocast("cpu", half or torch.bfloat16, enabled=half is not None)
-    with forced(False), forced(chain, "chain"), autocast:
+    with force(False), force(chain, "chain"), autocast:
         logits = model(x)
     torch.manual_seed(2)
     (logits.float() * torch.randn(logits.shape)).sum().backward()
@@ -121,7 +121,7 @@ def test_a_compiled_model_runs_the_chain_until_a_layer_is_frozen_or_watched(chai
     model, x, seen = unet(base_channels=2, depth=1), image(4, 4), []
     plain = copy.deepcopy(model)
     compiled = torch.compile(lambda x: model(x).square().mean(), backend="aot_eager")
-    with forced(False), forced(True, "chain"):
+    with force(False), force(True, "chain"):
         compiled(x).backward()
         assert len(chained) == 1
         plain(x.clone().requires_grad_()).square().mean().backward()
@@ -141,7 +141,7 @@ def test_a_compiled_model_runs_the_chain_until_a_layer_is_frozen_or_watched(chai
 def test_frozen_parameters_get_no_gradient_and_change_no_other(frozen: str, chained: list[Tensor]) -> None:
     model, x = unet(base_channels=2, depth=1), image(4, 4)
     whole = outcome(model, x, chain=True)[1]
-    with forced(False), forced(True, "chain"):
+    with force(False), force(True, "chain"):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.startswith(tuple(frozen.split())))
         logits = model(x)
@@ -233,7 +233,7 @@ def test_what_the_chain_has_no_kernels_for_runs_layer_by_layer(name: str, chaine
     options, change = UNSUITED[name]
     model = UNet(**{"base_channels": 2, "depth": 1} | options)  # type: ignore[arg-type]
     change(model)
-    with forced(True, "chain"):
+    with force(True, "chain"):
         model(image(4, 4).to(next(model.parameters()).dtype))
     assert not chained
 
@@ -241,7 +241,7 @@ def test_what_the_chain_has_no_kernels_for_runs_layer_by_layer(name: str, chaine
 def test_a_hook_on_all_modules_is_a_hook(chained: list[Tensor]) -> None:
     seen: list[nn.Module] = []
     handle = register_module_forward_hook(lambda module, *_: seen.append(module))
-    with handle, forced(True, "chain"):
+    with handle, force(True, "chain"):
         model = unet(base_channels=2, depth=1)
         model(image(4, 4))
     assert not chained
@@ -252,7 +252,7 @@ def test_a_gpu_with_little_shared_memory_runs_layer_by_layer(
     chained: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unet_module, "has_room_for_tiles", lambda device: False)
-    with forced(True, "chain"):
+    with force(True, "chain"):
         unet(base_channels=2, depth=1)(image(4, 4))
     assert not chained
 
@@ -268,12 +268,12 @@ def peak_bytes(*, forgets_last: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[
     def counting(*args: object, **options: object) -> Tensor:
         nonlocal counted
         counted += 1
-        return normalised(*args, **options)  # type: ignore[arg-type]
+        return normalise(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(unet_chain, "compute_second_raw_map", forgetting)
-    monkeypatch.setattr(chain, "normalised", counting)
+    monkeypatch.setattr(chain, "normalise", counting)
     image = torch.randn(1, 3, 16, 16).contiguous(memory_format=torch.channels_last)
-    with LiveBytes() as live, forced(True, "chain"):
+    with LiveBytes() as live, force(True, "chain"):
         model(image).square().mean().backward()
     monkeypatch.undo()
     return live.peak, counted

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.kernels import transformer_chain
-from halfstep.kernels.fast_forms import forced
+from halfstep.kernels.fast_forms import force
 from halfstep.models import vit as vit_module
 from halfstep.models.recompute import Recompute, set_recompute
 from halfstep.models.vit import ViT, ViTSize
@@ -42,9 +42,9 @@ def outcome(model: nn.Module, images: Tensor, dtype: torch.dtype) -> dict[str, T
 
 def chain_is_used(model: ViT, run: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> bool:
     calls = []
-    inner = vit_module.through_blocks
-    monkeypatch.setattr(vit_module, "through_blocks", lambda *a, **k: calls.append(1) or inner(*a, **k))
-    with forced(True, "chain", "class_token"):
+    inner = vit_module.run_blocks
+    monkeypatch.setattr(vit_module, "run_blocks", lambda *a, **k: calls.append(1) or inner(*a, **k))
+    with force(True, "chain", "class_token"):
         run()
     return bool(calls)
 
@@ -60,13 +60,13 @@ def own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     Triton's interpreter could not multiply matrices."""
 
     def attention(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-        q, k, v = transformer_chain.by_heads(qkv, num_heads).float()
+        q, k, v = transformer_chain.split_heads(qkv, num_heads).float()
         scores = q @ k.transpose(2, 3) * q.shape[3] ** -0.5
         out = (scores.softmax(3) @ v).transpose(1, 2).flatten(2)
         return out.to(qkv.dtype), scores.logsumexp(3)
 
     monkeypatch.setattr(transformer_chain, "is_short", lambda *_: True)
-    monkeypatch.setattr(transformer_chain, "attention", attention)
+    monkeypatch.setattr(transformer_chain, "run_cudnn_attention", attention)
 
 
 @pytest.mark.usefixtures("own_attention")
@@ -75,7 +75,7 @@ def test_in_fp32_the_chain_with_its_own_attention_is_the_model(how: Recompute) -
     model = tiny()
     exact = outcome(tiny().double(), IMAGES.double(), torch.float64)
     set_recompute(model, how)
-    with forced(True, "chain", "class_token"):
+    with force(True, "chain", "class_token"):
         assert max(errors(outcome(model, IMAGES, torch.float32), exact)) < 1e-5
 
 
@@ -84,7 +84,7 @@ def test_in_fp32_the_chain_with_its_own_attention_is_the_model(how: Recompute) -
 def test_in_fp16_the_chain_with_its_own_attention_is_as_near_to_fp64_as_the_model() -> None:
     exact = outcome(tiny().double(), IMAGES.double(), torch.float64)
     plain = outcome(tiny(), IMAGES, torch.float16)
-    with forced(True, "chain", "class_token"):
+    with force(True, "chain", "class_token"):
         chained = outcome(tiny(), IMAGES, torch.float16)
     assert mean(errors(chained, exact)) < 1.7 * mean(errors(plain, exact))
 
@@ -93,7 +93,7 @@ def test_in_fp16_the_chain_with_its_own_attention_is_as_near_to_fp64_as_the_mode
 def test_in_fp32_the_chain_is_the_model(registers: int) -> None:
     model = tiny(registers=registers)
     exact = outcome(tiny(registers=registers).double(), IMAGES.double(), torch.float64)
-    with forced(True, "chain", "class_token"):
+    with force(True, "chain", "class_token"):
         assert max(errors(outcome(model, IMAGES, torch.float32), exact)) < 1e-5
 
 
@@ -104,13 +104,13 @@ def test_in_a_half_format_the_chain_is_as_near_to_fp64_as_the_model(dtype: torch
     model = tiny()
     exact = outcome(tiny().double(), IMAGES.double(), torch.float64)
     plain = outcome(model, IMAGES, dtype)
-    with forced(True, "chain", "class_token"):
+    with force(True, "chain", "class_token"):
         chained = outcome(model, IMAGES, dtype)
     assert mean(errors(chained, exact)) < times * mean(errors(plain, exact))
 
 
 def test_what_is_not_kept_changes_no_gradient_to_the_bit() -> None:
-    with forced(True, "chain", "class_token"):
+    with force(True, "chain", "class_token"):
         kept, again = tiny(), tiny()
         set_recompute(again, "pointwise")
         first, second = outcome(kept, IMAGES, torch.float16), outcome(again, IMAGES, torch.float16)
@@ -127,7 +127,7 @@ def test_not_keeping_saves_memory_for_backward() -> None:
             kept[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
             return value
 
-        with forced(True, "chain"), torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        with force(True, "chain"), torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
             model(IMAGES)
         sizes.append(sum(kept.values()))
     # Of 2 blocks: 2 LayerNorms and a GELU, 2 · 32 + 96 channels, 30 tokens, 4 bytes.
@@ -137,7 +137,7 @@ def test_not_keeping_saves_memory_for_backward() -> None:
 def test_compiled_code_breaks_off_for_the_chain_and_goes_on() -> None:
     model = tiny()
     exact = outcome(tiny().double(), IMAGES.double(), torch.float64)
-    with forced(True, "chain", "class_token"):
+    with force(True, "chain", "class_token"):
         compiled = torch.compile(model, backend="aot_eager")
         logits = compiled(IMAGES)
         weights = torch.arange(1, logits.numel() + 1).view_as(logits)
@@ -241,7 +241,7 @@ def test_the_layers_run_with_layer_scale_and_without_gradients(monkeypatch: pyte
 def test_a_layer_frozen_after_compiling_gets_no_gradient() -> None:
     model = tiny()
     compiled = torch.compile(model, backend="aot_eager")
-    with forced(True, "chain"):
+    with force(True, "chain"):
         compiled(IMAGES)
         frozen(model)
         compiled(IMAGES).sum().backward()
@@ -254,9 +254,9 @@ def test_a_block_replaced_after_compiling_is_called(change: Callable[[ViT], None
     torch.compiler.reset()
     model = tiny()
     compiled = torch.compile(model, backend="eager")
-    with forced(True, "chain"):
+    with force(True, "chain"):
         compiled(IMAGES)
         change(model)
         logits = compiled(IMAGES)
-    with forced(False):
+    with force(False):
         torch.testing.assert_close(logits, model(IMAGES))

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from halfstep.hardware.probe import probe
-from halfstep.kernels.fast_forms import decided
+from halfstep.kernels.fast_forms import is_forced_on
 from halfstep.run import engine as engine_module
 from halfstep.run.assemble import assemble, build_workload, plan_for
 from halfstep.run.engine import Engine
@@ -190,7 +190,7 @@ def test_chains_of_our_kernels_run_in_captured_steps_only(engine: Engine) -> Non
     eager = engine.parts.eager
 
     def region(batch: Batch) -> tuple[torch.Tensor, torch.Tensor | float, Any]:
-        seen.append(decided("chain", otherwise=True))
+        seen.append(is_forced_on("chain", otherwise=True))
         return eager(batch)
 
     engine.parts.region = region

@@ -15,7 +15,7 @@ def advance(snapshots: Snapshots, step, num: int, *, bad: bool = False) -> None:
         if bad:
             taken["image"][0] = float("nan")
         step(loss_of(step.model), [taken])
-        if snapshots.due(step.attempted):
+        if snapshots.is_due(step.attempted):
             snapshots.take(step.model, step)
 
 
@@ -28,7 +28,7 @@ def test_the_ring_reaches_back_past_the_margin_and_no_further() -> None:
     snapshots.take(step.model, step)
     advance(snapshots, step, 40)
     assert kept(snapshots) == [32, 36, 40]
-    assert snapshots.before(40)["step"]["committed"] == 32
+    assert snapshots.find_before(40)["step"]["committed"] == 32
 
 
 def test_skipped_steps_do_not_empty_the_ring() -> None:
@@ -38,7 +38,7 @@ def test_skipped_steps_do_not_empty_the_ring() -> None:
     for _ in range(6):
         advance(snapshots, step, 1)
         advance(snapshots, step, 7, bad=True)
-    found = snapshots.before(int(step.committed))
+    found = snapshots.find_before(int(step.committed))
     assert found is not None
     assert found["step"]["committed"] <= int(step.committed) - 6
 
@@ -47,13 +47,13 @@ def test_a_state_gone_back_to_is_far_enough_the_next_time() -> None:
     step, snapshots = make_step(), Snapshots(every=4, margin=6)
     snapshots.take(step.model, step)
     advance(snapshots, step, 16)
-    first = snapshots.before(16)
+    first = snapshots.find_before(16)
     snapshots.go_back(first, step.model, step)
     before = everything(step)
     assert (int(step.committed), step.attempted) == (8, 16)
     for _ in range(3):
         advance(snapshots, step, 2)
-        again = snapshots.before(int(step.committed))
+        again = snapshots.find_before(int(step.committed))
         assert again is first
         snapshots.go_back(again, step.model, step)
         assert_same_bits(before, everything(step))
@@ -64,17 +64,17 @@ def test_where_snapshots_begin_in_mid_run_the_first_is_a_way_back() -> None:
     for k in range(5):
         step(loss_of(step.model), [batch(k)])
     snapshots.take(step.model, step)
-    assert snapshots.before(6) is snapshots.states[0]
-    assert snapshots.before(4) is None
+    assert snapshots.find_before(6) is snapshots.states[0]
+    assert snapshots.find_before(4) is None
 
 
 def test_what_is_stored_is_all_of_it() -> None:
     step, snapshots, other = make_step(), Snapshots(every=4, margin=6), Snapshots(every=4, margin=6)
     snapshots.take(step.model, step)
     advance(snapshots, step, 16)
-    snapshots.go_back(snapshots.before(16), step.model, step)
+    snapshots.go_back(snapshots.find_before(16), step.model, step)
     other.load_state_dict(snapshots.state_dict())
-    assert other.before(9) is snapshots.before(9)
+    assert other.find_before(9) is snapshots.find_before(9)
 
 
 class Counting(TinyNet):

@@ -165,5 +165,5 @@ def test_only_the_chosen_parts_are_averaged() -> None:
     assert names == {"norm.weight", "norm.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked",
                      "head.weight"}  # fmt: skip
     before = parts.model.body.weight.detach().clone()
-    with parts.step.ema.swapped_in():
+    with parts.step.ema.swap_in():
         assert torch.equal(parts.model.body.weight, before)

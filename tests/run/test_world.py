@@ -115,7 +115,7 @@ def killed_launcher(rank: int, size: int, port: int) -> str:
     store.set("met", "")
     try:
         while True:
-            met.posted(0)
+            met.read_posts(0)
     except RankLost as error:
         return str(error)
 

@@ -52,7 +52,7 @@ def test_swapping_in_gives_the_average_and_then_every_bit_back() -> None:
     for k in range(3):
         step(loss_of(step.model), [batch(k)])
     own = {name: value.clone() for name, value in step.model.state_dict().items()}
-    with step.ema.swapped_in():
+    with step.ema.swap_in():
         assert_same_bits(dict(step.model.state_dict()), step.ema.state_dict())
     assert_same_bits(own, dict(step.model.state_dict()))
 
@@ -85,7 +85,7 @@ def test_a_large_model_is_moved_in_pieces_with_the_same_bits(monkeypatch: pytest
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     own = {name: value.clone() for name, value in model.state_dict().items()}
-    with pieces.swapped_in():
+    with pieces.swap_in():
         assert torch.equal(model[2].weight, expected["2.weight"])
     assert all(torch.equal(value, own[name]) for name, value in model.state_dict().items())
 

@@ -60,7 +60,7 @@ def test_rollbacks_are_limited_and_name_the_first_fault() -> None:
     verdict = guard.watch(reading(14))
     assert verdict.action is Action.ROLLBACK
     assert verdict.first_fault_committed == 10
-    guard.rolled_back()
+    guard.note_rollback()
     assert guard.rate_factor == 0.5
     assert feed(guard, [fault(k) for k in range(4)])[-1] is Action.STOP
 

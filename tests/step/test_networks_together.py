@@ -94,7 +94,7 @@ def test_a_bad_batch_leaves_both_networks_of_a_gan_alone(loop: Loop) -> None:
 def test_guarding_the_other_network_changes_no_bit_of_a_good_step(loop: Loop) -> None:
     guarded, plain = Pair(), Pair()
     for step in (plain.of_critic, plain.of_generator):
-        step._step.writes.places.roots = step._step.writes.places.roots[:1]
+        step._step.writes.slots.roots = step._step.writes.slots.roots[:1]
     for k in range(3):
         assert loop(guarded, good(k), good(k + 10)) == loop(plain, good(k), good(k + 10))
     assert_same_bits(plain.state, guarded.state)

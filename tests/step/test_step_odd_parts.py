@@ -156,7 +156,7 @@ def test_the_average_follows_a_buffer_that_the_module_replaces() -> None:
     for _ in range(3):
         step(lambda x: model(x).mean(), [torch.ones(3, 2)])
     assert torch.equal(step.ema.state_dict()["seen"], model.seen)
-    with step.ema.swapped_in():
+    with step.ema.swap_in():
         assert model.seen.tolist() == [9.0, 9.0]
 
 

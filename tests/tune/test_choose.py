@@ -12,7 +12,7 @@ import torch
 import torch._functorch.config as functorch_config
 
 from halfstep.config.schema import RunConfig
-from halfstep.kernels.fast_forms import decided
+from halfstep.kernels.fast_forms import is_forced_on
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import assemble
 from halfstep.run.engine import Engine, rehearsal
@@ -245,7 +245,7 @@ def test_a_trial_ends_where_its_capture_fails_and_compiles_nothing_else(demo: Pa
         eager, allowed = trial.parts.eager, list[bool]()
 
         def region(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | float, object]:
-            allowed.append(decided("chain", otherwise=True))
+            allowed.append(is_forced_on("chain", otherwise=True))
             return eager(batch)
 
         trial.parts.region = region

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from halfstep.kernels.fast_forms import chains, decided
+from halfstep.kernels.fast_forms import allow_chains, is_forced_on
 from halfstep.models.recompute import Recompute, set_recompute
 from halfstep.tune.modes import Blocks, by_blocks, one_for_all, repeats_blocks
 from halfstep.workloads.language.gpt2 import build_gpt2
@@ -31,7 +31,7 @@ class Halved(Block):
 
 def by_itself(block: Block, x: Tensor) -> Tensor:
     """What a captured step runs."""
-    assert decided("group_norm", otherwise=False)
+    assert is_forced_on("group_norm", otherwise=False)
     return x + torch.sin(x * block.scale) + 0.0
 
 
@@ -55,7 +55,7 @@ def test_blocks_run_in_their_own_form(blocks: Blocks, captured: bool, graphs: in
     expected = gradients(model, lambda batch: model(batch).square().sum(), x)
     before = counters["stats"]["unique_graphs"]
     region = by_blocks(lambda batch: model(batch).square().sum(), blocks, COMPILER)
-    with chains(on=captured):
+    with allow_chains(on=captured):
         found = gradients(model, region, x)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)

@@ -194,8 +194,8 @@ def _show_once(world: World) -> Iterator[None]:
     except HalfstepError as error:
         if not (error.is_agreed or isinstance(error, (TrainingStopped, Interrupted, RankLost))):
             error.what = f"rank {world.rank}: {error.what}"
-        error.is_told = not world.speaks(error)
+        error.is_told = not world.is_first_to_show(error)
         raise
     except Exception as error:  # a traceback is on its way: those who lose this rank need not say so
-        world.speaks(error)
+        world.is_first_to_show(error)
         raise

@@ -46,12 +46,12 @@ class Share:
     rank: int
     size: int
 
-    def rows(self, num: int, rank: int | None = None) -> int:
+    def count_rows(self, num: int, rank: int | None = None) -> int:
         """How many of a global batch's samples are this rank's; the first ranks have one more where they must."""
         rank = self.rank if rank is None else rank
         return num // self.size + (rank < num % self.size)
 
-    def place(self, num: int) -> int:
+    def find_first_row(self, num: int) -> int:
         return self.rank * (num // self.size) + min(self.rank, num % self.size)
 
 
@@ -62,7 +62,7 @@ class World(Share):
         self._store = c10d.PrefixStore("halfstep", c10d._get_default_store())
         self._seen = self._others  # the ranks that were there when one was lost
         self.talking: list[DistributedDataParallel] = []  # what holds the connections to the others, besides torch
-        self._where: dict[int, tuple[str, int]] = dict(enumerate(self.gathered((socket.gethostname(), os.getpid()))))
+        self._where: dict[int, tuple[str, int]] = dict(enumerate(self.gather((socket.gethostname(), os.getpid()))))
 
     @property
     def is_first(self) -> bool:
@@ -71,13 +71,13 @@ class World(Share):
 
     # --- talking, host to host ---
 
-    def gathered(self, own: Made) -> list[Made]:
+    def gather(self, own: Made) -> list[Made]:
         found: list[Any] = [None] * self.size
-        with self.listening():
+        with self.translate_losses():
             dist.all_gather_object(found, own)
         return found
 
-    def from_first(self, make: Callable[[], Made]) -> Made:
+    def broadcast_from_first(self, make: Callable[[], Made]) -> Made:
         """What the first rank makes, or the error it meets, on every rank."""
         answer: list[Any] = [None]
         if self.is_first:
@@ -85,65 +85,65 @@ class World(Share):
                 answer = [make()]
             except HalfstepError as error:
                 answer = [mark_agreed(error)]
-        with self.listening():
+        with self.translate_losses():
             dist.broadcast_object_list(answer, src=0)
         if isinstance(answer[0], HalfstepError):
             raise mark_agreed(answer[0])
         made: Made = answer[0]
         return made
 
-    def summed(self, tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    def sum_over_ranks(self, tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         """The sums over all ranks by name; a name that a rank lacks counts as zero there."""
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for theirs in self.gathered({name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}):
+        for theirs in self.gather({name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}):
             shapes |= theirs
         found: dict[str, Tensor] = {}
         for name, (shape, dtype) in sorted(shapes.items()):
             own = tensors.get(name)
             found[name] = torch.zeros(shape, dtype=dtype, device=device) if own is None else own.to(device, copy=True)
-            with self.listening():
+            with self.translate_losses():
                 dist.all_reduce(found[name])
         return found
 
-    def share_(self, tensors: Sequence[Tensor]) -> None:
-        with self.listening(), torch.no_grad():
+    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
+        with self.translate_losses(), torch.no_grad():
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
     # --- what went wrong elsewhere ---
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def translate_losses(self) -> Iterator[None]:
         """A collective inside whose other side is gone becomes an error that names it."""
         try:
             yield
         except RuntimeError as error:
             if not is_lost_rank(error):
                 raise
-            raise self.lost(error) from error
+            raise self.explain_loss(error) from error
 
-    def lost(self, error: BaseException | None = None) -> RankLost:
+    def explain_loss(self, error: BaseException | None = None) -> RankLost:
         """What is known of the ranks that do not answer; without an error the limit is over."""
         self._seen = [rank for rank in self._others if self._is_there(rank)]
         time.sleep(0.2)  # a process that was killed needs a moment to be gone
         gone = [rank for rank in self._others if not self._is_there(rank)]
-        silent = gone or self._silent()
+        silent = gone or self._find_silent()
         if gone:
-            what = f"{self._named(gone)} {'is' if len(gone) == 1 else 'are'} gone"
+            what = f"{self._name_ranks(gone)} {'is' if len(gone) == 1 else 'are'} gone"
             why = "killed, or out of host memory: it ended without a word"
         elif isinstance(error, dist.DistNetworkError):  # of the store; collectives raise others
             what, why = "the place where the ranks meet is gone", "torchrun, which keeps it, was killed"
         elif error is None or any(word in str(error).lower() for word in TIMED_OUT):
-            what = f"{self._named(silent)} did not answer for {self.limit_s:g} s{self.limit_name}"
+            what = f"{self._name_ranks(silent)} did not answer for {self.limit_s:g} s{self.limit_name}"
             why = "it runs and takes no part in the step: stuck in its own code, its data or its device"
         else:
-            what = f"{self._named(silent)} takes no part any more"
+            what = f"{self._name_ranks(silent)} takes no part any more"
             first_line = next(iter(str(error).strip().splitlines()), "")
             is_closed = CLOSED in first_line.lower()
             why = "it has ended: with an error, or after fewer steps than the others" if is_closed else first_line
         return RankLost(what, why=why, fix=self.go_on)
 
-    def _silent(self) -> list[int]:
+    def _find_silent(self) -> list[int]:
         """The ranks that do not say in time that they miss somebody, too."""
         until = time.monotonic() + GRACE_S
         silent = self._others
@@ -156,7 +156,7 @@ class World(Share):
             pass
         return silent
 
-    def _named(self, ranks: Sequence[int]) -> str:
+    def _name_ranks(self, ranks: Sequence[int]) -> str:
         """With their processes, for whoever looks after them."""
         if not ranks:
             return "another rank"
@@ -181,11 +181,11 @@ class World(Share):
         while not event.query():
             waited_s = time.monotonic() - start
             if waited_s > self.limit_s:
-                raise self.lost()
+                raise self.explain_loss()
             if waited_s > next_look_s:
                 next_look_s = waited_s + LOOK_S
                 if self._has_ended():
-                    raise self.lost()
+                    raise self.explain_loss()
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 1e-3)
 
@@ -196,7 +196,7 @@ class World(Share):
         except RuntimeError:  # the store went with the rank that held it
             return True
 
-    def speaks(self, error: BaseException) -> bool:
+    def is_first_to_show(self, error: BaseException) -> bool:
         """Whether this rank is the one to show an error: who met it, not those who lost that rank because of it."""
         try:
             if isinstance(error, RankLost):
@@ -217,9 +217,9 @@ class World(Share):
         with suppress(RuntimeError):  # of a peer that is gone
             leave()
         if self.is_first:
-            self._see_off()
+            self._wait_for_readers()
 
-    def _see_off(self) -> None:
+    def _wait_for_readers(self) -> None:
         """The store may go with this rank: the others learn first who has told."""
         until = time.monotonic() + GRACE_S
         with suppress(RuntimeError):
@@ -231,14 +231,14 @@ class World(Share):
     # --- notices of other ranks ---
 
     def post(self, text: str) -> None:
-        with self.listening():
+        with self.translate_losses():
             number = self._store.add("posts", 1)
             self._store.set(f"post/{number}", f"{self.rank} {text}")
 
-    def posted(self, seen: int) -> tuple[int, list[str]]:
+    def read_posts(self, seen: int) -> tuple[int, list[str]]:
         """How many lines there are of the others, and those after the first `seen`, the same of several as one."""
         by_text: dict[str, list[str]] = {}
-        with self.listening():
+        with self.translate_losses():
             num = self._store.add("posts", 0)
             for number in range(seen + 1, num + 1):
                 rank, text = self._store.get(f"post/{number}").decode().split(" ", 1)

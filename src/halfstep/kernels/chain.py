@@ -16,22 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from halfstep.kernels.normalise import GradientSums, Norm, gradient_of_raw, gradient_sums, normalisation, normalised
+from halfstep.kernels.normalise import GradientSums, Norm, compute_norm, compute_raw_gradient, normalise, sum_gradients
 
 
-def convolved(z: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
+def convolve(z: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
     """The convolution of z with w in z's dtype, channels_last."""
-    w = weights_for(z, w)
+    w = cast_weight(z, w)
     y: Tensor = torch.ops.aten.convolution(z, w, None, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1)
     return y.contiguous(memory_format=torch.channels_last)
 
 
-def weights_for(z: Tensor, w: Tensor) -> Tensor:
+def cast_weight(z: Tensor, w: Tensor) -> Tensor:
     """w in z's dtype and channels_last, as tensor-core convolutions read it."""
     return w.to(z.dtype, memory_format=torch.channels_last)
 
 
-def convolution_gradients(
+def convolve_backward(
     side: SideStream,
     dy: Tensor,
     z: Tensor,
@@ -44,35 +44,35 @@ def convolution_gradients(
 
     That of w comes aside, behind that of z: who needs it waits for the end of `side`.
     """
-    w, dy = weights_for(z, w), dy.contiguous(memory_format=torch.channels_last)
-    dz = _input_gradient(dy, z, w, stride, padding) if wants[0] else None
-    return dz, _weight_gradient_aside(side, dy, z, w, stride, padding) if wants[1] else None
+    w, dy = cast_weight(z, w), dy.contiguous(memory_format=torch.channels_last)
+    dz = _compute_input_gradient(dy, z, w, stride, padding) if wants[0] else None
+    return dz, _compute_weight_gradient_aside(side, dy, z, w, stride, padding) if wants[1] else None
 
 
-def convolution_gradients_and_sums(
+def convolve_backward_with_sums(
     side: SideStream, dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int, wants_w: bool, y: Tensor, norm: Norm
 ) -> tuple[Tensor, Tensor | None, GradientSums]:
-    """`convolution_gradients` of z = relu(y·scale + offset), and the sums that y's own gradient needs."""
-    dz, dw = convolution_gradients(side, dy, z, w, stride, padding, (True, wants_w))
+    """`convolve_backward` of z = relu(y·scale + offset), and the sums that y's own gradient needs."""
+    dz, dw = convolve_backward(side, dy, z, w, stride, padding, (True, wants_w))
     assert dz is not None
-    return dz, dw, gradient_sums(dz, y, norm)
+    return dz, dw, sum_gradients(dz, y, norm)
 
 
-def _input_gradient(dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
-    dz = _library_gradients(dy, z, w, stride, padding, (True, False))[0]
+def _compute_input_gradient(dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
+    dz = _call_library_backward(dy, z, w, stride, padding, (True, False))[0]
     assert dz is not None
     return dz.contiguous(memory_format=torch.channels_last)
 
 
-def _weight_gradient_aside(
+def _compute_weight_gradient_aside(
     side: SideStream, dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int
 ) -> Tensor | None:
     side.keep(dy)  # which may be a copy of our own
     with side.aside():
-        return _library_gradients(dy, z, w, stride, padding, (False, True))[1]
+        return _call_library_backward(dy, z, w, stride, padding, (False, True))[1]
 
 
-def _library_gradients(
+def _call_library_backward(
     dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int, wants: tuple[bool, bool]
 ) -> tuple[Tensor | None, ...]:
     return torch.ops.aten.convolution_backward(
@@ -99,23 +99,23 @@ class NormReluConv(torch.autograd.Function):
         padding: int,
         keep: bool,
     ) -> Tensor:
-        how, w = normalisation(y, norm), weights_for(y, w_conv)
-        z = normalised(y, how)
+        how, w = compute_norm(y, norm), cast_weight(y, w_conv)
+        z = normalise(y, how)
         ctx.save_for_backward(y, w, z if keep else None, *how)
         ctx.stride, ctx.padding = stride, padding
-        return convolved(z, w, stride, padding)
+        return convolve(z, w, stride, padding)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         y, w, z, *vectors = ctx.saved_tensors
         norm = Norm(*vectors)
-        z = normalised(y, norm) if z is None else z
+        z = normalise(y, norm) if z is None else z
         with SideStream(y.device) as side:
-            dz, dw, sums = convolution_gradients_and_sums(
+            dz, dw, sums = convolve_backward_with_sums(
                 side, gradients[0], z, w, ctx.stride, ctx.padding, ctx.needs_input_grad[3], y, norm
             )
-            dy = gradient_of_raw(dz, y, norm, sums, masked=True)
+            dy = compute_raw_gradient(dz, y, norm, sums, masked=True)
         return dy, sums.weight, sums.g, dw, None, None, None, None
 
 
@@ -133,18 +133,18 @@ class CastTogether(torch.autograd.Function):
     def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.dtype = weights[0].dtype
         ctx.set_materialize_grads(False)
-        cast, wanted = _cast(weights, dtype), ctx.needs_input_grad[1:]
+        cast, wanted = _cast_all(weights, dtype), ctx.needs_input_grad[1:]
         ctx.mark_non_differentiable(*(weight for weight, wants in zip(cast, wanted, strict=True) if not wants))
         return tuple(cast)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        cast = iter(_cast([gradient for gradient in gradients if gradient is not None], ctx.dtype))
+        cast = iter(_cast_all([gradient for gradient in gradients if gradient is not None], ctx.dtype))
         return (None, *(None if gradient is None else next(cast) for gradient in gradients))
 
 
-def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def _cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     cast = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
     torch._foreach_copy_(cast, list(tensors))
     return cast
@@ -157,7 +157,7 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = _second_stream(device) if device.type == "cuda" else None
+        self.stream = _get_second_stream(device) if device.type == "cuda" else None
         self._is_used = False
         self._kept: list[Tensor] = []
 
@@ -188,7 +188,7 @@ class SideStream:
 
 
 @functools.cache
-def _second_stream(device: torch.device) -> torch.cuda.Stream:
+def _get_second_stream(device: torch.device) -> torch.cuda.Stream:
     # torch hands out 32 streams of a priority in turn. The loader's has the usual one and must not be this one: a copy
     # on this stream, while a step is captured, would be captured with it.
     return torch.cuda.Stream(device, priority=-1)

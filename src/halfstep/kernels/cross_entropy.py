@@ -11,7 +11,7 @@ by, so that fp16 loses none of it; the factor is applied in fp32, later.
 
 Columns from `num_classes` on pad the weight to a size that matmuls like: they have no probability and no gradient.
 Rows whose target is negative count for nothing. On CUDA a Triton kernel goes over the logits (cross_entropy_triton.py);
-its twin, `logits_to_gradients_`, runs everywhere else.
+its twin, `replace_logits_by_gradients_`, runs everywhere else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from halfstep.kernels.fast_forms import has_triton, is_pretended
+from halfstep.kernels.fast_forms import has_triton, is_pretending
 
 CHUNK_BYTES = 2**29
 """Of a chunk's logits at most: 5248 rows of 50,304 in bf16. Fewer rows cost passes over the weight's gradient."""
@@ -38,11 +38,11 @@ def linear_cross_entropy(
     To be called with autocast off: a chunk's matmuls have the formats they are given.
     """
     wants_gradients = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
-    chunk_rows = chunk_rows or rows_of_a_chunk(len(rows), len(weight), dtype)
+    chunk_rows = chunk_rows or choose_chunk_rows(len(rows), len(weight), dtype)
     return _LinearCrossEntropy.apply(rows, weight, targets, num_classes, dtype, chunk_rows, wants_gradients)  # type: ignore[no-untyped-call]
 
 
-def rows_of_a_chunk(num_rows: int, num_columns: int, dtype: torch.dtype) -> int:
+def choose_chunk_rows(num_rows: int, num_columns: int, dtype: torch.dtype) -> int:
     """Even chunks of at most CHUNK_BYTES, in whole tiles of a matmul: a short last one costs a whole pass too."""
     most = max(ROWS_MULTIPLE, CHUNK_BYTES // (num_columns * dtype.itemsize) // ROWS_MULTIPLE * ROWS_MULTIPLE)
     num_chunks = max(1, math.ceil(num_rows / most))
@@ -62,7 +62,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(rows), chunk_rows):
             chunk, wanted = half_rows[start : start + chunk_rows], targets[start : start + chunk_rows]
             logits = chunk @ half_weight.t()
-            total += _kernel(logits)(logits, wanted, num_classes, wants_gradients)
+            total += _choose_kernel(logits)(logits, wanted, num_classes, wants_gradients)
             if d_rows is not None and d_weight is not None:
                 # By now logits are their own gradient.
                 torch.mm(logits, half_weight, out=d_rows[start : start + chunk_rows])
@@ -84,17 +84,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return d_rows, d_weight, None, None, None, None, None
 
 
-def _kernel(logits: Tensor) -> Any:
-    if is_pretended():
+def _choose_kernel(logits: Tensor) -> Any:
+    if is_pretending():
         return lambda logits, *_: logits.new_empty(len(logits), dtype=torch.float32).sum()
     if not (logits.is_cuda and has_triton()):
-        return logits_to_gradients_
+        return replace_logits_by_gradients_
     from halfstep.kernels import cross_entropy_triton
 
-    return cross_entropy_triton.logits_to_gradients_
+    return cross_entropy_triton.replace_logits_by_gradients_
 
 
-def logits_to_gradients_(logits: Tensor, targets: Tensor, num_classes: int, wants_gradients: bool) -> Tensor:
+def replace_logits_by_gradients_(logits: Tensor, targets: Tensor, num_classes: int, wants_gradients: bool) -> Tensor:
     """The sum of a chunk's losses; its logits become p - y, the gradient, where that is wanted."""
     exact = logits[:, :num_classes].float()
     is_counted = targets >= 0
@@ -112,7 +112,7 @@ def logits_to_gradients_(logits: Tensor, targets: Tensor, num_classes: int, want
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left · right, whose sums stay fp32: across chunks they would be rounded again and again."""
-    if is_pretended():
+    if is_pretending():
         return  # on a GPU it takes no memory
     if left.is_cuda and left.dtype != torch.float32:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)

@@ -52,8 +52,8 @@ def _rows_to_gradients(
             tl.store(logits + at, gradient.to(logits.dtype.element_ty), at < num_columns)
 
 
-def logits_to_gradients_(logits: Tensor, targets: Tensor, num_classes: int, wants_gradients: bool) -> Tensor:
-    """`cross_entropy.logits_to_gradients_`, by one kernel and a sum."""
+def replace_logits_by_gradients_(logits: Tensor, targets: Tensor, num_classes: int, wants_gradients: bool) -> Tensor:
+    """`cross_entropy.replace_logits_by_gradients_`, by one kernel and a sum."""
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     _rows_to_gradients[(len(logits),)](
         logits, targets, losses, num_classes, logits.shape[1], logits.stride(0),

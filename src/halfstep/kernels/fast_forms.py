@@ -2,7 +2,7 @@
 
 A fast form gives the layer's result up to the order of sums. It is written in plain torch operations that the compiler
 fuses with their neighbours, so it pays inside `torch.compile` on a GPU and costs time everywhere else: eager code and
-the CPU run torch's layers, to the bit. `forced` overrules that, for tests and for measuring a form alone.
+the CPU run torch's layers, to the bit. `force` overrules that, for tests and for measuring a form alone.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _pretended = False
 _has_triton = importlib.util.find_spec("triton") is not None  # here, as torch 2.11's compiler cannot trace the search
 
 
-def wanted(form: Form, x: Tensor) -> bool:
+def is_wanted(form: Form, x: Tensor) -> bool:
     """Whether the layer that got `x` should compute in this form."""
-    return decided(form, otherwise=torch.compiler.is_compiling() and x.is_cuda)
+    return is_forced_on(form, otherwise=torch.compiler.is_compiling() and x.is_cuda)
 
 
-def decided(form: Form, *, otherwise: bool) -> bool:
-    """What `forced` says of this form, or `otherwise` where it says nothing."""
+def is_forced_on(form: Form, *, otherwise: bool) -> bool:
+    """What `force` says of this form, or `otherwise` where it says nothing."""
     return _forced.get(form, otherwise)
 
 
-def chain_fits(x: Tensor, *, is_training: bool) -> bool:
+def can_chain(x: Tensor, *, is_training: bool) -> bool:
     """Whether a model that got `x` should, and can, run as a chain of our own kernels between convolutions.
 
     A chain runs eagerly, so it is called through `torch.compiler.disable`. It computes in fp32 at most, and pays where
@@ -44,13 +44,13 @@ def chain_fits(x: Tensor, *, is_training: bool) -> bool:
     """
     is_rows = x.is_contiguous(memory_format=torch.channels_last)
     is_possible = is_training and torch.is_grad_enabled() and is_rows and x.dtype != torch.float64
-    return is_possible and wanted("chain", x) and (has_half_autocast(x) or "chain" in _forced) and has_triton()
+    return is_possible and is_wanted("chain", x) and (has_half_autocast(x) or "chain" in _forced) and has_triton()
 
 
-def chains(*, on: bool) -> contextlib.AbstractContextManager[None]:
+def allow_chains(*, on: bool) -> contextlib.AbstractContextManager[None]:
     """Whether models may run as chains within: where steps are captured. One by one, their launches can cost the host
     more time than the kernels save the device (benchmarks/NOTES.md)."""
-    return contextlib.nullcontext() if on else forced(False, "chain")
+    return contextlib.nullcontext() if on else force(False, "chain")
 
 
 @functools.cache
@@ -76,7 +76,7 @@ def has_triton() -> bool:
 
 
 @contextlib.contextmanager
-def forced(on: bool, *forms: Form) -> Iterator[None]:
+def force(on: bool, *forms: Form) -> Iterator[None]:
     """Switch these forms, or all, on or off whatever the device; to be entered outside of compiled code."""
     before = dict(_forced)
     _forced.update(dict.fromkeys(forms or FORMS, on))
@@ -87,26 +87,26 @@ def forced(on: bool, *forms: Form) -> Iterator[None]:
         _forced.update(before)
 
 
-def is_pretended() -> bool:
+def is_pretending() -> bool:
     """Whether tensors have no content and only stand for a GPU's: kernels of our own are then not launched."""
     return _pretended
 
 
 @contextlib.contextmanager
-def pretended() -> Iterator[list[str]]:
+def pretend_launches() -> Iterator[list[str]]:
     """Count memory within, of tensors without content: whoever launches kernels takes their memory, and nothing runs.
     The names of kernels that would have been launched come back."""
     global _pretended
     before, _pretended = _pretended, True
     try:
-        with _unlaunched() as names:
+        with _skip_launches() as names:
             yield names
     finally:
         _pretended = before
 
 
 @contextlib.contextmanager
-def _unlaunched() -> Iterator[list[str]]:
+def _skip_launches() -> Iterator[list[str]]:
     names: list[str] = []
     if not has_triton():
         yield names

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.kernels.fast_forms import decided, has_half_autocast, has_triton
+from halfstep.kernels.fast_forms import has_half_autocast, has_triton, is_forced_on
 
 
-def fits(x: Tensor, norm: nn.Module) -> bool:
-    """Whether this map may be normalised here: asked for (`forced`), where its layer is plain."""
-    is_asked = decided("group_norm", otherwise=False) and not torch.compiler.is_compiling() and has_triton()
+def can_fuse_group_norm(x: Tensor, norm: nn.Module) -> bool:
+    """Whether this map may be normalised here: asked for (`force`), where its layer is plain."""
+    is_asked = is_forced_on("group_norm", otherwise=False) and not torch.compiler.is_compiling() and has_triton()
     is_map = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and x.dtype != torch.float64
     return is_asked and is_plain_norm(norm) and is_map and (not x.is_cuda or has_half_autocast(x))
 
@@ -27,12 +27,12 @@ def is_plain_norm(norm: nn.Module) -> bool:
     return type(norm) is nn.GroupNorm and norm.affine and not (norm._forward_hooks or norm._forward_pre_hooks)
 
 
-def group_norm_silu(norm: nn.GroupNorm, x: Tensor, *between: Tensor | None) -> Tensor:
+def apply_group_norm_silu(norm: nn.GroupNorm, x: Tensor, *between: Tensor | None) -> Tensor:
     """SiLU of the normalised map, in autocast's format. `between` is `added`, `scale` and `shift`, or nothing."""
-    return _GroupNormSilu.apply(*_given(norm, x, *between))  # type: ignore[no-untyped-call]
+    return _GroupNormSilu.apply(*_collect_arguments(norm, x, *between))  # type: ignore[no-untyped-call]
 
 
-def _given(norm: nn.GroupNorm, x: Tensor, *between: Tensor | None) -> tuple[Any, ...]:
+def _collect_arguments(norm: nn.GroupNorm, x: Tensor, *between: Tensor | None) -> tuple[Any, ...]:
     added, scale, shift = between or (None, None, None)
     assert (scale is None) == (shift is None)
     return x, norm.weight, norm.bias, added, scale, shift, norm.num_groups, norm.eps
@@ -41,29 +41,29 @@ def _given(norm: nn.GroupNorm, x: Tensor, *between: Tensor | None) -> tuple[Any,
 class _GroupNormSilu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
-        y, table = _normalised(x, *given)
-        ctx.save_for_backward(x, *_kept(ctx, *given), table)
+        y, table = _normalise(x, *given)
+        ctx.save_for_backward(x, *_collect_saved(ctx, *given), table)
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         x, weight, bias, scale, table = ctx.saved_tensors
-        return _gradients(ctx, (x, weight, bias, scale), table, gradients[0])
+        return _compute_gradients(ctx, (x, weight, bias, scale), table, gradients[0])
 
 
-def convolved(norm: nn.GroupNorm, layer: nn.Conv2d, x: Tensor, *between: Tensor | None) -> Tensor:
-    """The layer's output, without its bias, of `group_norm_silu`, which is not kept: backward writes it once more."""
+def convolve_group_norm_silu(norm: nn.GroupNorm, layer: nn.Conv2d, x: Tensor, *between: Tensor | None) -> Tensor:
+    """Convolve the result of `apply_group_norm_silu` without bias; backward recomputes that result."""
     form = (layer.stride, layer.padding, layer.dilation, layer.groups)
-    given = _given(norm, x, *between)
-    return _NormalisedConvolution.apply(layer.weight.to(_format(x)), form, *given)  # type: ignore[no-untyped-call]
+    given = _collect_arguments(norm, x, *between)
+    return _NormalisedConvolution.apply(layer.weight.to(_choose_dtype(x)), form, *given)  # type: ignore[no-untyped-call]
 
 
 class _NormalisedConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel: Tensor, form: Any, x: Tensor, *given: Any) -> Tensor:
-        y, table = _normalised(x, *given)
+        y, table = _normalise(x, *given)
         ctx.form, ctx.dtype = form, y.dtype
-        ctx.save_for_backward(kernel, x, *_kept(ctx, *given), table)
+        ctx.save_for_backward(kernel, x, *_collect_saved(ctx, *given), table)
         stride, padding, dilation, groups = form
         with torch.autocast(x.device.type, enabled=False):
             out: Tensor = torch.ops.aten.convolution(y, kernel, None, stride, padding, dilation, False, [0, 0], groups)
@@ -75,42 +75,42 @@ class _NormalisedConvolution(torch.autograd.Function):
 
         kernel, x, weight, bias, scale, table = ctx.saved_tensors
         y = torch.empty_like(x, dtype=ctx.dtype)
-        group_norm_triton.silu_again(x, table, y)
+        group_norm_triton.recompute_silu(x, table, y)
         stride, padding, dilation, groups = ctx.form
         wanted = [True, ctx.needs_input_grad[0], False]
         at_y, at_kernel, _ = torch.ops.aten.convolution_backward(
             gradients[0], y, kernel, None, stride, padding, dilation, False, [0, 0], groups, wanted
         )
-        return at_kernel, None, *_gradients(ctx, (x, weight, bias, scale), table, at_y)
+        return at_kernel, None, *_compute_gradients(ctx, (x, weight, bias, scale), table, at_y)
 
 
-def _normalised(x: Tensor, weight: Tensor, bias: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+def _normalise(x: Tensor, weight: Tensor, bias: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
     """What is made of x, and the table that its gradient needs."""
     from halfstep.kernels import group_norm_triton
 
     added, scale, shift, groups, eps = more
     added, scale, shift = (None if one is None else one.contiguous() for one in (added, scale, shift))
-    y = torch.empty_like(x, dtype=_format(x))
-    return y, group_norm_triton.normalised_silu(x, weight, bias, added, scale, shift, y, groups, eps)
+    y = torch.empty_like(x, dtype=_choose_dtype(x))
+    return y, group_norm_triton.normalise_silu(x, weight, bias, added, scale, shift, y, groups, eps)
 
 
-def _format(x: Tensor) -> torch.dtype:
+def _choose_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if has_half_autocast(x) else x.dtype
 
 
-def _kept(ctx: Any, weight: Tensor, bias: Tensor, *more: Any) -> tuple[Tensor | None, ...]:
+def _collect_saved(ctx: Any, weight: Tensor, bias: Tensor, *more: Any) -> tuple[Tensor | None, ...]:
     added, scale, _, groups, _ = more
     ctx.groups, ctx.added_dtype = groups, None if added is None else added.dtype
     return weight, bias, None if scale is None else scale.contiguous()
 
 
-def _gradients(ctx: Any, kept: tuple[Any, ...], table: Tensor, dy: Tensor) -> tuple[Any, ...]:
+def _compute_gradients(ctx: Any, kept: tuple[Any, ...], table: Tensor, dy: Tensor) -> tuple[Any, ...]:
     """Of x, weight, bias, added, scale and shift; none of the two numbers."""
     from halfstep.kernels import group_norm_triton
 
     x, weight, bias, scale = kept
     dx = torch.empty_like(x)
-    db, dw, before = group_norm_triton.gradient(
+    db, dw, before = group_norm_triton.compute_gradient(
         x, dy.contiguous(memory_format=torch.channels_last), table, dx, ctx.groups
     )
     dadded = None if ctx.added_dtype is None else before.to(ctx.added_dtype)
@@ -144,4 +144,4 @@ class _AddBranch(torch.autograd.Function):
 
         dy = gradients[0].contiguous(memory_format=torch.channels_last)
         of_x, of_branch, of_bias = ctx.dtypes
-        return dy.to(of_x), dy.to(of_branch), group_norm_triton.sums_of_channels(dy).to(of_bias)
+        return dy.to(of_x), dy.to(of_branch), group_norm_triton.sum_channels(dy).to(of_bias)

@@ -164,17 +164,17 @@ def _group_gradient(x, dy, table, sums, dx, num_rows, num_channels, ROWS: tl.con
     tl.store(dx + at, found.to(dx.dtype.element_ty), inside)
 
 
-def _sizes(x: Tensor) -> tuple[int, int, int]:
+def _get_sizes(x: Tensor) -> tuple[int, int, int]:
     images, channels, height, width = x.shape
     return images, height * width, channels
 
 
-def _grid(x: Tensor) -> tuple[int, int, int]:
-    images, rows, channels = _sizes(x)
+def _make_grid(x: Tensor) -> tuple[int, int, int]:
+    images, rows, channels = _get_sizes(x)
     return triton.cdiv(rows, ROWS), triton.cdiv(channels, COLUMNS), images
 
 
-def normalised_silu(
+def normalise_silu(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
@@ -186,7 +186,7 @@ def normalised_silu(
     eps: float,
 ) -> Tensor:
     """Writes y, and returns the table that its gradient needs."""
-    (images, rows, channels), grid = _sizes(x), _grid(x)
+    (images, rows, channels), grid = _get_sizes(x), _make_grid(x)
     parts = torch.empty(images, grid[0], 2, channels, device=x.device, dtype=torch.float32)
     table = torch.empty(images, FIELDS.value, channels, device=x.device, dtype=torch.float32)
     tile = {"ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS}
@@ -201,15 +201,15 @@ def normalised_silu(
     return table
 
 
-def silu_again(x: Tensor, table: Tensor, y: Tensor) -> None:
+def recompute_silu(x: Tensor, table: Tensor, y: Tensor) -> None:
     """Writes y once more."""
-    (_, rows, channels), grid = _sizes(x), _grid(x)
+    (_, rows, channels), grid = _get_sizes(x), _make_grid(x)
     _group_silu[grid](x, table, y, rows, channels, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
 
 
-def gradient(x: Tensor, dy: Tensor, table: Tensor, dx: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def compute_gradient(x: Tensor, dy: Tensor, table: Tensor, dx: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """Writes dx, and returns Σ dz, Σ dz·x̂ and Σ dx, each [images, channels]."""
-    (images, rows, channels), grid = _sizes(x), _grid(x)
+    (images, rows, channels), grid = _get_sizes(x), _make_grid(x)
     parts = torch.empty(images, grid[0], 2, channels, device=x.device, dtype=torch.float32)
     sums = torch.empty(images, FIELDS.value, channels, device=x.device, dtype=torch.float32)
     tile = {"ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS}
@@ -246,13 +246,13 @@ def _row_sums(dy, parts, num_rows, num_channels, turns, ROWS: tl.constexpr, COLU
 
 def add_branch(x: Tensor, branch: Tensor, bias: Tensor, y: Tensor) -> None:
     """Writes y = x + branch + bias."""
-    (_, rows, channels), grid = _sizes(x), _grid(x)
+    (_, rows, channels), grid = _get_sizes(x), _make_grid(x)
     _add_branch[grid](x, branch, bias, y, rows, channels, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
 
 
-def sums_of_channels(dy: Tensor) -> Tensor:
+def sum_channels(dy: Tensor) -> Tensor:
     """Σ over images and rows, in fp32."""
-    images, rows, channels = _sizes(dy)
+    images, rows, channels = _get_sizes(dy)
     turns = max(1, triton.cdiv(images * rows, ROWS * MOST_PARTS))
     num_parts = triton.cdiv(images * rows, ROWS * turns)
     parts = torch.empty(num_parts, channels, device=dy.device, dtype=torch.float32)

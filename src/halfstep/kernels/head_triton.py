@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.kernels.normalise import GradientSums, Norm, combined, dense_like
+from halfstep.kernels.normalise import GradientSums, Norm, allocate_like, combine_partials
 
 
-class Blocks(NamedTuple):
+class HeadBlocks(NamedTuple):
     """Values of a tile or of each of its parts, and programs at most."""
 
     values: int
@@ -28,9 +28,9 @@ class Blocks(NamedTuple):
     programs: int
 
 
-LOGITS = Blocks(4096, warps=8, programs=8 * 132)
-GRADIENT = Blocks(1024, warps=2, programs=24 * 132)
-SUMS = Blocks(2048, warps=8, programs=2 * 132)
+LOGITS = HeadBlocks(4096, warps=8, programs=8 * 132)
+GRADIENT = HeadBlocks(1024, warps=2, programs=24 * 132)
+SUMS = HeadBlocks(2048, warps=8, programs=2 * 132)
 """Eight or sixteen values per thread, in loads of 16 bytes; few programs for sums, since each leaves a part of them."""
 SUM_LOADS = 8  # how many loads of the logits' gradient the parts of a tile have together
 
@@ -200,7 +200,7 @@ def head_gradient_kernel(y, dlogits, mean, inverse, scale, offset, weight, sum_g
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class HeadTiles:
     """How rows are cut: programs, each of which walks over tiles of an image's rows with all channels."""
 
     num_tiles: int
@@ -210,26 +210,26 @@ class Tiles:
     programs: int
 
 
-def tiles_of(y: Tensor, blocks: Blocks, parts: int = 1) -> Tiles:
+def cut_head_tiles(y: Tensor, blocks: HeadBlocks, parts: int = 1) -> HeadTiles:
     """The cut for this map."""
     n, channels, height, width = y.shape
     columns = int(triton.next_power_of_2(channels))
     rows = max(blocks.values // columns, 1)
     num_tiles = n * triton.cdiv(height * width, rows * parts)
-    return Tiles(num_tiles, height * width, rows, columns, min(num_tiles, blocks.programs))
+    return HeadTiles(num_tiles, height * width, rows, columns, min(num_tiles, blocks.programs))
 
 
-def strides_of(dlogits: Tensor) -> tuple[int, int, int]:
+def get_strides(dlogits: Tensor) -> tuple[int, int, int]:
     """Between images, classes and pixels."""
     n_stride, k_stride, h_stride, w_stride = dlogits.stride()
     assert dlogits.shape[2] == 1 or h_stride == dlogits.shape[3] * w_stride, "lines of pixels must follow each other"
     return n_stride, k_stride, w_stride
 
 
-def logits(y: Tensor, norm: Norm, weight: Tensor, bias: Tensor) -> Tensor:
+def compute_logits(y: Tensor, norm: Norm, weight: Tensor, bias: Tensor) -> Tensor:
     """relu(y normalised) times the kernel [classes, channels], plus the bias."""
     n, channels, height, width = y.shape
-    classes, tiles = len(weight), tiles_of(y, LOGITS)
+    classes, tiles = len(weight), cut_head_tiles(y, LOGITS)
     out = torch.empty((n, classes, height, width), dtype=y.dtype, device=y.device, memory_format=torch.channels_last)
     logits_kernel[(tiles.programs,)](
         *(y, norm.scale, norm.offset, weight, bias, out, tiles.num_tiles, tiles.pixels, channels),
@@ -241,32 +241,36 @@ def logits(y: Tensor, norm: Norm, weight: Tensor, bias: Tensor) -> Tensor:
     return out
 
 
-def head_sums(y: Tensor, dlogits: Tensor, norm: Norm, weight: Tensor) -> tuple[GradientSums, Tensor, Tensor]:
+def sum_head_gradients(y: Tensor, dlogits: Tensor, norm: Norm, weight: Tensor) -> tuple[GradientSums, Tensor, Tensor]:
     """The sums that BatchNorm's gradient needs, and the gradients of kernel and bias."""
     channels, classes = y.shape[1], len(weight)
     parts = max(SUM_LOADS // classes, 1)
-    tiles = tiles_of(y, SUMS, parts)
+    tiles = cut_head_tiles(y, SUMS, parts)
     partials = y.new_empty((tiles.programs, 2 + classes, channels), dtype=torch.float32)
     bias_partials = y.new_empty((tiles.programs, classes), dtype=torch.float32)
     head_sums_kernel[(tiles.programs,)](
         *(y, dlogits, norm.mean, norm.scale, norm.offset, weight, partials, bias_partials),
-        *(tiles.num_tiles, tiles.pixels, channels, *strides_of(dlogits)),
+        *(tiles.num_tiles, tiles.pixels, channels, *get_strides(dlogits)),
         CLASSES=classes,
         PARTS=parts,
         ROWS=tiles.rows,
         COLS=tiles.columns,
         num_warps=SUMS.warps,
     )
-    total = combined(partials)
-    return GradientSums(total[0], total[1], total[1] * norm.inverse), total[2:], combined(bias_partials[:, None])[0]
+    total = combine_partials(partials)
+    return (
+        GradientSums(total[0], total[1], total[1] * norm.inverse),
+        total[2:],
+        combine_partials(bias_partials[:, None])[0],
+    )
 
 
-def head_gradient(y: Tensor, dlogits: Tensor, norm: Norm, weight: Tensor, sums: GradientSums) -> Tensor:
+def compute_head_gradient(y: Tensor, dlogits: Tensor, norm: Norm, weight: Tensor, sums: GradientSums) -> Tensor:
     """The gradient of y."""
-    channels, tiles, out = y.shape[1], tiles_of(y, GRADIENT), dense_like(y)
+    channels, tiles, out = y.shape[1], cut_head_tiles(y, GRADIENT), allocate_like(y)
     head_gradient_kernel[(tiles.programs,)](
         *(y, dlogits, norm.mean, norm.inverse, norm.scale, norm.offset, weight, sums.g, sums.gx, out),
-        *(tiles.num_tiles, y.numel() // channels, tiles.pixels, channels, *strides_of(dlogits)),
+        *(tiles.num_tiles, y.numel() // channels, tiles.pixels, channels, *get_strides(dlogits)),
         CLASSES=len(weight),
         ROWS=tiles.rows,
         COLS=tiles.columns,

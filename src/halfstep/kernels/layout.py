@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 
-def row_stride(x: Tensor) -> int:
+def get_row_stride(x: Tensor) -> int:
     """Values between neighbouring pixels of a channels_last map, or of a slice of such a map's channels."""
     n, c, height, width = x.shape
     stride = x.stride(3) if width > 1 else x.stride(2) if height > 1 else x.stride(0) if n > 1 else c
@@ -94,7 +94,7 @@ class Tiles:
         return {"BR": self.rows, "BC": self.channels, "num_warps": self.num_warps}
 
 
-def tiles_of(num_rows: int, num_channels: int, tiling: Tiling) -> Tiles:
+def cut_tiles(num_rows: int, num_channels: int, tiling: Tiling) -> Tiles:
     """The cut for a map of this size."""
     import triton  # optional: what reads layouts alone has to work without it
 

@@ -39,34 +39,34 @@ class GradientSums(NamedTuple):
     weight: Tensor  # inverse·Σ g·(y - mean), the gradient of the weight
 
 
-def normalisation(y: Tensor, norm: nn.BatchNorm2d) -> Norm:
+def compute_norm(y: Tensor, norm: nn.BatchNorm2d) -> Norm:
     """By the statistics of this batch; the running ones are updated."""
     from halfstep.kernels import normalise_triton as kernels
 
     if y.numel() == y.shape[1]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {y.shape}")
     result = torch.empty(4, y.shape[1], dtype=torch.float32, device=y.device)
-    kernels.finish_statistics(kernels.statistics(y), y, norm, result)
+    kernels.finish_statistics(kernels.sum_statistics(y), y, norm, result)
     return Norm(*result)
 
 
-def normalised(y: Tensor, norm: Norm, *, out: Tensor | None = None) -> Tensor:
+def normalise(y: Tensor, norm: Norm, *, out: Tensor | None = None) -> Tensor:
     """relu(y·scale + offset); `out` may be a slice of the channels of a wider map."""
     from halfstep.kernels import normalise_triton as kernels
 
-    result = dense_like(y) if out is None else out
-    kernels.normalised(y, norm.scale, norm.offset, result)
+    result = allocate_like(y) if out is None else out
+    kernels.normalise(y, norm.scale, norm.offset, result)
     return result
 
 
-def gradient_sums(dz: Tensor, y: Tensor, norm: Norm) -> GradientSums:
+def sum_gradients(dz: Tensor, y: Tensor, norm: Norm) -> GradientSums:
     """The sums for z = relu(y·scale + offset), whose gradient is dz; dz may be a slice of a wider map's channels."""
     from halfstep.kernels import normalise_triton as kernels
 
-    return finished_sums(kernels.gradient_parts(dz, y, norm.mean, norm.scale, norm.offset), norm)
+    return finish_sums(kernels.sum_gradient_parts(dz, y, norm.mean, norm.scale, norm.offset), norm)
 
 
-def finished_sums(partials: Tensor, norm: Norm) -> GradientSums:
+def finish_sums(partials: Tensor, norm: Norm) -> GradientSums:
     """From parts of Σ g and Σ g·(y - mean), [parts, 2, channels], as a kernel that had g at hand left them."""
     from halfstep.kernels import normalise_triton as kernels
 
@@ -75,7 +75,7 @@ def finished_sums(partials: Tensor, norm: Norm) -> GradientSums:
     return GradientSums(*sums)
 
 
-def combined(partials: Tensor) -> Tensor:
+def combine_partials(partials: Tensor) -> Tensor:
     """[parts, kinds, channels] summed over parts, always in the same order."""
     from halfstep.kernels import normalise_triton as kernels
 
@@ -84,15 +84,15 @@ def combined(partials: Tensor) -> Tensor:
     return totals
 
 
-def gradient_of_raw(g: Tensor, y: Tensor, norm: Norm, sums: GradientSums, *, masked: bool) -> Tensor:
+def compute_raw_gradient(g: Tensor, y: Tensor, norm: Norm, sums: GradientSums, *, masked: bool) -> Tensor:
     """dy; `masked` zeroes g where y·scale + offset <= 0 first, as ReLU does. g may be a slice of a wider map."""
     from halfstep.kernels import normalise_triton as kernels
 
-    dy = dense_like(y)
-    kernels.gradient_of_raw(g, y, norm, (sums.g, sums.gx), dy, is_masked=masked)
+    dy = allocate_like(y)
+    kernels.compute_raw_gradient(g, y, norm, (sums.g, sums.gx), dy, is_masked=masked)
     return dy
 
 
-def dense_like(y: Tensor) -> Tensor:
+def allocate_like(y: Tensor) -> Tensor:
     """Memory for a map of y's shape and dtype, channels_last and dense even where y is a slice."""
     return torch.empty(y.shape, dtype=y.dtype, device=y.device, memory_format=torch.channels_last)

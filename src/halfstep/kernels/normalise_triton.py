@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.kernels.layout import row_stride
+from halfstep.kernels.layout import get_row_stride
 
 SUM_COLUMNS, SUM_WARPS = 64, 8
 STATISTICS_ROWS, GRADIENT_ROWS = 64, 32
@@ -186,31 +186,31 @@ def _gradient_of_raw(
         tl.store(results, result.to(dy.dtype.element_ty), inside)
 
 
-def statistics(y: Tensor) -> Tensor:
+def sum_statistics(y: Tensor) -> Tensor:
     """Parts of Σ d and Σ d² over rows, [parts, 2, channels]; d = y - its first row."""
-    return _summed(y, y, y, y, y, is_gradient=False)
+    return _launch_sums(y, y, y, y, y, is_gradient=False)
 
 
-def gradient_parts(dz: Tensor, y: Tensor, mean: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+def sum_gradient_parts(dz: Tensor, y: Tensor, mean: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     """Parts of Σ g and Σ g·(y - mean) over rows, [parts, 2, channels]; g = dz where y·scale + offset > 0."""
-    return _summed(y, dz, mean, scale, offset, is_gradient=True)
+    return _launch_sums(y, dz, mean, scale, offset, is_gradient=True)
 
 
-def _summed(y: Tensor, dz: Tensor, centre: Tensor, scale: Tensor, offset: Tensor, *, is_gradient: bool) -> Tensor:
+def _launch_sums(y: Tensor, dz: Tensor, centre: Tensor, scale: Tensor, offset: Tensor, *, is_gradient: bool) -> Tensor:
     num_channels, num_rows = y.shape[1], y.numel() // y.shape[1]
-    columns, rows = block_of_channels(num_channels), GRADIENT_ROWS if is_gradient else STATISTICS_ROWS
+    columns, rows = choose_channel_block(num_channels), GRADIENT_ROWS if is_gradient else STATISTICS_ROWS
     num_blocks = triton.cdiv(num_channels, columns)
     num_parts = min(triton.cdiv(num_rows, rows), triton.cdiv(SUM_PROGRAMS, num_blocks))
     partials = torch.empty(num_parts, 2, num_channels, dtype=torch.float32, device=y.device)
     _partial_sums[(num_parts, num_blocks)](
         y, dz, centre, scale, offset, partials,
-        num_rows, num_channels, row_stride(y), row_stride(dz),
+        num_rows, num_channels, get_row_stride(y), get_row_stride(dz),
         IS_GRADIENT=is_gradient, ROWS=rows, COLUMNS=columns, num_warps=SUM_WARPS,
     )  # fmt: skip
     return partials
 
 
-def block_of_channels(num_channels: int, most: int = SUM_COLUMNS) -> int:
+def choose_channel_block(num_channels: int, most: int = SUM_COLUMNS) -> int:
     """How wide a tile is."""
     return int(min(most, triton.next_power_of_2(num_channels)))
 
@@ -218,7 +218,7 @@ def block_of_channels(num_channels: int, most: int = SUM_COLUMNS) -> int:
 def finish_plain(partials: Tensor, totals: Tensor) -> None:
     """totals [kinds, channels] = the sum of partials [parts, kinds, channels]."""
     num_parts, num_kinds, num_channels = partials.shape
-    blocks = _finish_blocks(num_parts, num_channels)
+    blocks = _choose_finish_blocks(num_parts, num_channels)
     grid = (triton.cdiv(num_channels, blocks["COLUMNS"]), num_kinds)
     _finish_plain[grid](partials, totals, num_parts, num_channels, **blocks)
 
@@ -226,7 +226,7 @@ def finish_plain(partials: Tensor, totals: Tensor) -> None:
 def finish_gradient(partials: Tensor, inverse: Tensor, sums: Tensor) -> None:
     """sums [3, channels] = Σ g, Σ gx, inverse·Σ gx."""
     num_parts, _, num_channels = partials.shape
-    blocks = _finish_blocks(num_parts, num_channels)
+    blocks = _choose_finish_blocks(num_parts, num_channels)
     grid = (triton.cdiv(num_channels, blocks["COLUMNS"]),)
     _finish_gradient[grid](partials, inverse, sums, num_parts, num_channels, **blocks)
 
@@ -234,7 +234,7 @@ def finish_gradient(partials: Tensor, inverse: Tensor, sums: Tensor) -> None:
 def finish_statistics(partials: Tensor, y: Tensor, norm: torch.nn.BatchNorm2d, result: Tensor) -> None:
     """result [4, channels] = mean, inverse, scale, offset; what `norm` keeps of batches moves on."""
     num_parts, _, num_channels = partials.shape
-    blocks = _finish_blocks(num_parts, num_channels)
+    blocks = _choose_finish_blocks(num_parts, num_channels)
     grid = (triton.cdiv(num_channels, blocks["COLUMNS"]),)
     _finish_statistics[grid](
         partials, y, norm.weight, norm.bias, result, norm.running_mean, norm.running_var, norm.num_batches_tracked,
@@ -242,31 +242,31 @@ def finish_statistics(partials: Tensor, y: Tensor, norm: torch.nn.BatchNorm2d, r
     )  # fmt: skip
 
 
-def _finish_blocks(num_parts: int, num_channels: int) -> dict[str, int]:
+def _choose_finish_blocks(num_parts: int, num_channels: int) -> dict[str, int]:
     parts = min(triton.next_power_of_2(num_parts), FINISH_VALUES // 8)
-    columns = min(FINISH_VALUES // parts, block_of_channels(num_channels))
+    columns = min(FINISH_VALUES // parts, choose_channel_block(num_channels))
     return {"PARTS": parts, "COLUMNS": columns, "num_warps": FINISH_WARPS}
 
 
-def normalised(y: Tensor, scale: Tensor, offset: Tensor, out: Tensor) -> None:
+def normalise(y: Tensor, scale: Tensor, offset: Tensor, out: Tensor) -> None:
     """out = relu(y·scale + offset)."""
     num_channels, num_rows = y.shape[1], y.numel() // y.shape[1]
-    grid, blocks = _map_blocks(num_rows, num_channels)
-    _normalised[grid](y, scale, offset, out, num_rows, num_channels, row_stride(y), row_stride(out), **blocks)
+    grid, blocks = _choose_map_blocks(num_rows, num_channels)
+    _normalised[grid](y, scale, offset, out, num_rows, num_channels, get_row_stride(y), get_row_stride(out), **blocks)
 
 
-def gradient_of_raw(
+def compute_raw_gradient(
     g: Tensor, y: Tensor, norm: tuple[Tensor, ...], sums: tuple[Tensor, Tensor], dy: Tensor, *, is_masked: bool
 ) -> None:
     """dy of a dense map; norm is mean, inverse, scale and offset, sums are Σ g and Σ gx."""
     num_channels, num_rows = y.shape[1], y.numel() // y.shape[1]
-    grid, blocks = _map_blocks(num_rows, num_channels)
-    strides = row_stride(g), row_stride(y)
+    grid, blocks = _choose_map_blocks(num_rows, num_channels)
+    strides = get_row_stride(g), get_row_stride(y)
     _gradient_of_raw[grid](g, y, *norm, *sums, dy, num_rows, num_channels, *strides, IS_MASKED=is_masked, **blocks)
 
 
-def _map_blocks(num_rows: int, num_channels: int) -> tuple[tuple[int, int], dict[str, int]]:
-    columns = block_of_channels(num_channels, MAP_COLUMNS)
+def _choose_map_blocks(num_rows: int, num_channels: int) -> tuple[tuple[int, int], dict[str, int]]:
+    columns = choose_channel_block(num_channels, MAP_COLUMNS)
     grid = (triton.cdiv(num_rows, MAP_ROWS * MAP_TILES), triton.cdiv(num_channels, columns))
     num_warps = max(MAP_ROWS * columns // MAP_VALUES, 1)
     return grid, {"ROWS": MAP_ROWS, "COLUMNS": columns, "TILES": MAP_TILES, "num_warps": num_warps}

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.kernels.layout import Tiling, row_stride, tiles_of
-from halfstep.kernels.normalise import GradientSums, Norm, dense_like, finished_sums
+from halfstep.kernels.layout import Tiling, cut_tiles, get_row_stride
+from halfstep.kernels.normalise import GradientSums, Norm, allocate_like, finish_sums
 
 POOLED = Tiling(values=512, most_channels=64, num_warps=4, num_programs=12 * 132)
 SUMS = GRADIENT = Tiling(values=1024, most_channels=64, num_warps=4, num_programs=3 * 132)
@@ -158,7 +158,7 @@ def pool_gradient_kernel(y, dskip, dpooled, mean, inverse, scale, offset, sum_g,
         _store_pixel(out, channels, first + WIDTH + 1, right & below, columns, is_channel, d)
 
 
-class Windows(NamedTuple):
+class PoolWindows(NamedTuple):
     """How windows × channels are cut."""
 
     num: int
@@ -166,19 +166,19 @@ class Windows(NamedTuple):
     options: dict[str, int]  # what every kernel of windows is compiled for
 
 
-def windows_of(y: Tensor, tiling: Tiling) -> Windows:
+def cut_windows(y: Tensor, tiling: Tiling) -> PoolWindows:
     """The cut for the windows of this map."""
     n, channels, height, width = y.shape
     count = n * triton.cdiv(height, 2) * triton.cdiv(width, 2)
-    tiles = tiles_of(count, channels, tiling)
+    tiles = cut_tiles(count, channels, tiling)
     sides = {"HEIGHT": height, "WIDTH": width, "ROWS": tiles.rows, "COLS": tiles.channels}
-    return Windows(count, tiles.grid[::-1], {**sides, "num_warps": tiles.num_warps})
+    return PoolWindows(count, tiles.grid[::-1], {**sides, "num_warps": tiles.num_warps})
 
 
-def pooled(y: Tensor, norm: Norm) -> Tensor:
+def pool_map(y: Tensor, norm: Norm) -> Tensor:
     """2×2 max-pooling of relu(y normalised)."""
     n, channels, height, width = y.shape
-    tiles = windows_of(y, POOLED)
+    tiles = cut_windows(y, POOLED)
     out = torch.empty(
         (n, channels, height // 2, width // 2), dtype=y.dtype, device=y.device, memory_format=torch.channels_last
     )
@@ -186,24 +186,24 @@ def pooled(y: Tensor, norm: Norm) -> Tensor:
     return out
 
 
-def pool_gradient_sums(y: Tensor, dskip: Tensor, dpooled: Tensor, norm: Norm) -> GradientSums:
+def sum_pool_gradients(y: Tensor, dskip: Tensor, dpooled: Tensor, norm: Norm) -> GradientSums:
     """The sums that BatchNorm's gradient needs; `dskip` may be a slice of a wider map's channels."""
-    channels, tiles = y.shape[1], windows_of(y, SUMS)
+    channels, tiles = y.shape[1], cut_windows(y, SUMS)
     partials = y.new_empty((tiles.grid[0], 2, channels), dtype=torch.float32)
     pool_gradient_sums_kernel[tiles.grid](
         *(y, dskip, dpooled, norm.mean, norm.scale, norm.offset, partials),
-        *(row_stride(dskip), tiles.num, channels),
+        *(get_row_stride(dskip), tiles.num, channels),
         **tiles.options,
     )
-    return finished_sums(partials, norm)
+    return finish_sums(partials, norm)
 
 
-def pool_gradient(y: Tensor, dskip: Tensor, dpooled: Tensor, norm: Norm, sums: GradientSums) -> Tensor:
+def compute_pool_gradient(y: Tensor, dskip: Tensor, dpooled: Tensor, norm: Norm, sums: GradientSums) -> Tensor:
     """The gradient of y."""
-    channels, tiles, out = y.shape[1], windows_of(y, GRADIENT), dense_like(y)
+    channels, tiles, out = y.shape[1], cut_windows(y, GRADIENT), allocate_like(y)
     pool_gradient_kernel[tiles.grid](
         *(y, dskip, dpooled, norm.mean, norm.inverse, norm.scale, norm.offset, sums.g, sums.gx, out),
-        *(row_stride(dskip), tiles.num, channels, y.numel() // channels),
+        *(get_row_stride(dskip), tiles.num, channels, y.numel() // channels),
         **tiles.options,
     )
     return out

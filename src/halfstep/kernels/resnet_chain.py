@@ -23,12 +23,12 @@ from halfstep.kernels.chain import (
     NormReluConv,
     SideStream,
     cast_together,
-    convolution_gradients,
-    convolved,
-    weights_for,
+    cast_weight,
+    convolve,
+    convolve_backward,
 )
-from halfstep.kernels.normalise import Norm, gradient_of_raw, normalisation, normalised
-from halfstep.kernels.stem import StemConv, stem_fits
+from halfstep.kernels.normalise import Norm, compute_norm, compute_raw_gradient, normalise
+from halfstep.kernels.stem import StemConv, can_run_stem
 
 Gradients = tuple[Tensor | None, ...]
 Layer = tuple[nn.Conv2d, nn.BatchNorm2d]
@@ -36,7 +36,7 @@ Reader = tuple[Tensor, int]  # the weight and the stride of a convolution that r
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class ResNetBlock:
     layers: Sequence[Layer]  # in the order they run
     projection: Layer | None  # of the shortcut, where the shape changes
     keep: bool  # whether normalised maps within the block stay in memory, or are computed again in backward
@@ -50,17 +50,17 @@ class Block:
         return [*self.readers, *(convolution for convolution, _ in self.layers[1:])]
 
 
-def resnet_map(image: Tensor, stem: Layer, blocks: Sequence[Block], *, is_pooled: bool) -> Tensor:
+def run_resnet_chain(image: Tensor, stem: Layer, blocks: Sequence[ResNetBlock], *, is_pooled: bool) -> Tensor:
     """The last block's output; gradients reach every parameter, and running statistics move on."""
-    y = _first_raw(image, stem[0])
+    y = _convolve_first(image, stem[0])
     convolutions = [convolution for block in blocks for convolution in block.convolutions]
     cast = cast_together([convolution.weight for convolution in convolutions], y.dtype)
     weights = dict(zip(convolutions, cast, strict=True))
-    readers = _readers(blocks[0], weights)
+    readers = _list_readers(blocks[0], weights)
     if is_pooled:
-        z, *raws = _pooled(y, stem[1], readers, keep=blocks[0].keep)
+        z, *raws = _pool(y, stem[1], readers, keep=blocks[0].keep)
     else:
-        z, *raws = _joined(y, stem[1], None, None, readers)
+        z, *raws = _join(y, stem[1], None, None, readers)
     for block, following in zip_longest(blocks, blocks[1:]):
         y, *projected = raws
         for (_, norm), (convolution, _) in pairwise(block.layers):
@@ -69,32 +69,32 @@ def resnet_map(image: Tensor, stem: Layer, blocks: Sequence[Block], *, is_pooled
                 y, norm.weight, norm.bias, w, norm, stride, w.shape[2] // 2, block.keep
             )
         shortcut_norm = None if block.projection is None else block.projection[1]
-        readers = [] if following is None else _readers(following, weights)
-        z, *raws = _joined(y, block.layers[-1][1], projected[0] if projected else z, shortcut_norm, readers)
+        readers = [] if following is None else _list_readers(following, weights)
+        z, *raws = _join(y, block.layers[-1][1], projected[0] if projected else z, shortcut_norm, readers)
     return z
 
 
-def _first_raw(image: Tensor, convolution: nn.Conv2d) -> Tensor:
+def _convolve_first(image: Tensor, convolution: nn.Conv2d) -> Tensor:
     weight, stride, device = convolution.weight, convolution.stride[0], image.device.type
-    if not stem_fits(image, weight, stride, weight.shape[2] // 2):
+    if not can_run_stem(image, weight, stride, weight.shape[2] // 2):
         plain: Tensor = convolution(image)
         return plain.contiguous(memory_format=torch.channels_last)
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else image.dtype
     return StemConv.apply(image, weight, stride, weight.shape[2] // 2, dtype)  # type: ignore[no-untyped-call]
 
 
-def _readers(block: Block, weights: Mapping[nn.Conv2d, Tensor]) -> list[Reader]:
+def _list_readers(block: ResNetBlock, weights: Mapping[nn.Conv2d, Tensor]) -> list[Reader]:
     return [(weights[reader], reader.stride[0]) for reader in block.readers]
 
 
-def _pooled(y: Tensor, norm: nn.BatchNorm2d, readers: Sequence[Reader], *, keep: bool) -> tuple[Tensor, ...]:
+def _pool(y: Tensor, norm: nn.BatchNorm2d, readers: Sequence[Reader], *, keep: bool) -> tuple[Tensor, ...]:
     weights, strides = (w for w, _ in readers), tuple(stride for _, stride in readers)
     return StemPool.apply(  # type: ignore[no-untyped-call]
         y, norm.weight, norm.bias, norm, keep, strides, *weights
     )
 
 
-def _joined(
+def _join(
     y: Tensor,
     norm: nn.BatchNorm2d,
     shortcut: Tensor | None,
@@ -128,15 +128,15 @@ class Join(torch.autograd.Function):
         strides: tuple[int, ...],
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        from halfstep.kernels.resnet_triton import joined
+        from halfstep.kernels.resnet_triton import join_maps
 
-        how, raws = normalisation(y, norm), [y]
+        how, raws = compute_norm(y, norm), [y]
         hows, shortcut_how = [how], None
         if shortcut is not None and shortcut_norm is not None:
-            shortcut_how = normalisation(shortcut, shortcut_norm)
+            shortcut_how = compute_norm(shortcut, shortcut_norm)
             raws, hows = [y, shortcut], [how, shortcut_how]
-        z = joined(y, how, shortcut, shortcut_how)
-        found, cast = read(z, weights, strides)
+        z = join_maps(y, how, shortcut, shortcut_how)
+        found, cast = convolve_readers(z, weights, strides)
         ctx.save_for_backward(z, *cast, *raws)
         ctx.hows, ctx.strides = hows, strides
         ctx.set_materialize_grads(False)
@@ -145,23 +145,23 @@ class Join(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dz: Tensor | None, *gradients: Tensor) -> Gradients:
-        from halfstep.kernels.resnet_triton import join_gradient, pair_gradients
+        from halfstep.kernels.resnet_triton import compute_join_gradient, compute_pair_gradients
 
         (z, *kept), num_readers = ctx.saved_tensors, len(ctx.strides)
         weights, raws = kept[:num_readers], kept[num_readers:]
         wants = ctx.needs_input_grad
         with SideStream(z.device) as side:
-            dzs, dws = reader_gradients(side, gradients, z, weights, ctx.strides, any(wants[:6]), wants[9:])
+            dzs, dws = compute_reader_gradients(side, gradients, z, weights, ctx.strides, any(wants[:6]), wants[9:])
             dzs += [] if dz is None else [dz.contiguous(memory_format=torch.channels_last)]
             if not any(wants[:6]):
                 return (*[None] * 9, *dws)
             pairs = list(zip(raws, ctx.hows, strict=True))
-            g, sums = join_gradient(dzs, z, pairs)
+            g, sums = compute_join_gradient(dzs, z, pairs)
             if len(pairs) == 2:
-                dy, dshortcut = pair_gradients(g, pairs, sums)
+                dy, dshortcut = compute_pair_gradients(g, pairs, sums)
                 of_shortcut: Gradients = (dshortcut, sums[1].weight, sums[1].g)
             else:
-                dy = gradient_of_raw(g, *pairs[0], sums[0], masked=False)
+                dy = compute_raw_gradient(g, *pairs[0], sums[0], masked=False)
                 of_shortcut = (g if wants[3] else None, None, None)
         return (dy, sums[0].weight, sums[0].g, *of_shortcut, None, None, None, *dws)
 
@@ -180,11 +180,11 @@ class StemPool(torch.autograd.Function):
         strides: tuple[int, ...],
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        from halfstep.kernels.resnet_triton import pooled
+        from halfstep.kernels.resnet_triton import pool_stem
 
-        how = normalisation(y, norm)
-        pool = pooled(y, how)
-        found, cast = read(pool.z, weights, strides)
+        how = compute_norm(y, norm)
+        pool = pool_stem(y, how)
+        found, cast = convolve_readers(pool.z, weights, strides)
         ctx.save_for_backward(y, pool.raw, pool.places, pool.z if keep else None, *how, *cast)
         ctx.strides = strides
         ctx.set_materialize_grads(False)
@@ -193,28 +193,28 @@ class StemPool(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dz: Tensor | None, *gradients: Tensor) -> Gradients:
-        from halfstep.kernels.resnet_triton import join_gradient, pool_gradient
+        from halfstep.kernels.resnet_triton import compute_join_gradient, compute_stem_pool_gradient
 
         y, raw, places, z, *kept = ctx.saved_tensors
         how, weights, wants = Norm(*kept[:4]), kept[4:], ctx.needs_input_grad
-        z = normalised(raw, how) if z is None else z
+        z = normalise(raw, how) if z is None else z
         with SideStream(z.device) as side:
-            dzs, dws = reader_gradients(side, gradients, z, weights, ctx.strides, any(wants[:3]), wants[6:])
+            dzs, dws = compute_reader_gradients(side, gradients, z, weights, ctx.strides, any(wants[:3]), wants[6:])
             dzs += [] if dz is None else [dz.contiguous(memory_format=torch.channels_last)]
             if not any(wants[:3]):
                 return (*[None] * 6, *dws)
-            g, (sums,) = join_gradient(dzs, z, [(raw, how)])
-            dy = pool_gradient(g, places, y, how, sums) if wants[0] else None
+            g, (sums,) = compute_join_gradient(dzs, z, [(raw, how)])
+            dy = compute_stem_pool_gradient(g, places, y, how, sums) if wants[0] else None
         return (dy, sums.weight, sums.g, None, None, None, *dws)
 
 
-def read(z: Tensor, weights: Sequence[Tensor], strides: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+def convolve_readers(z: Tensor, weights: Sequence[Tensor], strides: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
     """z convolved with each of these, centred; and the weights as they were used."""
-    cast = [weights_for(z, w) for w in weights]
-    return [convolved(z, w, stride, w.shape[2] // 2) for w, stride in zip(cast, strides, strict=True)], cast
+    cast = [cast_weight(z, w) for w in weights]
+    return [convolve(z, w, stride, w.shape[2] // 2) for w, stride in zip(cast, strides, strict=True)], cast
 
 
-def reader_gradients(
+def compute_reader_gradients(
     side: SideStream,
     gradients: Sequence[Tensor],
     z: Tensor,
@@ -229,14 +229,14 @@ def reader_gradients(
     for dy, w, stride, wants_w in zip(gradients, weights, strides, wants_weights, strict=True):
         is_sparse = bool(dzs) and stride == 2 and w.shape[2] == 1  # a sum's second, or it would be read as a whole map
         wants = (wants_z and not is_sparse, wants_w)
-        dz, dw = convolution_gradients(side, dy, z, w, stride, w.shape[2] // 2, wants)
+        dz, dw = convolve_backward(side, dy, z, w, stride, w.shape[2] // 2, wants)
         if wants_z and is_sparse:
-            dz = pixel_gradient(dy, w)
+            dz = compute_pixel_gradient(dy, w)
         dzs += [] if dz is None else [dz]
         dws.append(dw)
     return dzs, dws
 
 
-def pixel_gradient(dy: Tensor, w: Tensor) -> Tensor:
+def compute_pixel_gradient(dy: Tensor, w: Tensor) -> Tensor:
     """The gradient of a 1×1 convolution's input at the pixels it reads: at stride 2 all others would be zeros."""
     return (dy.permute(0, 2, 3, 1) @ w.flatten(1)).permute(0, 3, 1, 2)

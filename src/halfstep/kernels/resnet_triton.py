@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.kernels.layout import Tiling, tiles_of
-from halfstep.kernels.normalise import GradientSums, Norm, dense_like, finished_sums
+from halfstep.kernels.layout import Tiling, cut_tiles
+from halfstep.kernels.normalise import GradientSums, Norm, allocate_like, finish_sums
 
 SUMS = Tiling(values=2048, most_channels=64, num_warps=8, num_programs=132 * 4)
 """Programs that keep sums in registers, and leave them to a second kernel: not too many."""
@@ -27,10 +27,10 @@ POOLS = Tiling(values=1024, most_channels=64, num_warps=4, num_programs=132 * 32
 """9 or 4 pixels of a window are operands; 8 values per thread, so that bytes lie in threads as halfs do."""
 
 
-def joined(y: Tensor, norm: Norm, shortcut: Tensor | None, shortcut_norm: Norm | None) -> Tensor:
+def join_maps(y: Tensor, norm: Norm, shortcut: Tensor | None, shortcut_norm: Norm | None) -> Tensor:
     """relu(y normalised + shortcut), the shortcut normalised too where it has a Norm; reads each once, writes one."""
     num_rows, num_channels = y.numel() // y.shape[1], y.shape[1]
-    z, tiles, other = dense_like(y), tiles_of(num_rows, num_channels, MAPS), shortcut_norm or norm
+    z, tiles, other = allocate_like(y), cut_tiles(num_rows, num_channels, MAPS), shortcut_norm or norm
     _join[tiles.grid](
         *(y, norm.scale, norm.offset, y if shortcut is None else shortcut, other.scale, other.offset, z),
         *(num_rows, num_channels),
@@ -67,7 +67,7 @@ def _join(
         tl.store(z + at, tl.where(v <= 0, 0.0, v).to(z.dtype.element_ty), mask=inside)
 
 
-def join_gradient(
+def compute_join_gradient(
     dzs: Sequence[Tensor], z: Tensor, raws: Sequence[tuple[Tensor, Norm]]
 ) -> tuple[Tensor, list[GradientSums]]:
     """g = Σ dzs where z > 0, and its sums for each of the raw maps that z was made of; one or two of either.
@@ -75,7 +75,7 @@ def join_gradient(
     A second of `dzs` that is smaller than z stands at its even rows and columns: a convolution at stride 2 read them.
     """
     num_rows, num_channels = z.numel() // z.shape[1], z.shape[1]
-    g, tiles = dense_like(z), tiles_of(num_rows, num_channels, SUMS)
+    g, tiles = allocate_like(z), cut_tiles(num_rows, num_channels, SUMS)
     (y, norm), (other, other_norm) = raws[0], raws[-1]
     first, second = dzs[0], dzs[-1]
     partials = torch.empty(len(raws), tiles.grid[1], 2, num_channels, dtype=torch.float32, device=z.device)
@@ -87,7 +87,7 @@ def join_gradient(
         NUM_RAWS=len(raws),
         **tiles.options,
     )
-    return g, [finished_sums(parts, norm) for parts, (_, norm) in zip(partials, raws, strict=True)]
+    return g, [finish_sums(parts, norm) for parts, (_, norm) in zip(partials, raws, strict=True)]
 
 
 @triton.jit
@@ -146,13 +146,13 @@ def _join_gradient(
         tl.store(to + num_channels, tl.sum(sum_other, 0), mask=is_channel)
 
 
-def pair_gradients(
+def compute_pair_gradients(
     g: Tensor, raws: Sequence[tuple[Tensor, Norm]], sums: Sequence[GradientSums]
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of two raw maps whose normalised sum has the gradient g: `gradient_of_raw` of both in one pass."""
+    """Return the gradients of two raw maps whose normalised sum has the gradient g, in one pass over all of them."""
     num_rows, num_channels = g.numel() // g.shape[1], g.shape[1]
     (y, how), (other, other_how) = raws
-    dy, dother, tiles = dense_like(y), dense_like(other), tiles_of(num_rows, num_channels, MAPS)
+    dy, dother, tiles = allocate_like(y), allocate_like(other), cut_tiles(num_rows, num_channels, MAPS)
     _pair_gradients[tiles.grid](
         *(g, y, how.mean, how.inverse, how.scale, sums[0].g, sums[0].gx, dy),
         *(other, other_how.mean, other_how.inverse, other_how.scale, sums[1].gx, dother),
@@ -209,14 +209,14 @@ class Pooled:
     """int8, row · 3 + column in the window: the first in reading order where there are several, as torch has it."""
 
 
-def pooled(y: Tensor, norm: Norm) -> Pooled:
+def pool_stem(y: Tensor, norm: Norm) -> Pooled:
     """Reads y once (a window's pixels come from the cache), writes a quarter of it twice and a quarter in bytes."""
     n, num_channels, height, width = y.shape
     shape = (n, num_channels, (height + 1) // 2, (width + 1) // 2)
     z = torch.empty(shape, dtype=y.dtype, device=y.device, memory_format=torch.channels_last)
     raw, places = torch.empty_like(z), torch.empty_like(z, dtype=torch.int8)
     num_windows = z.numel() // num_channels
-    tiles = tiles_of(num_windows, num_channels, POOLS)
+    tiles = cut_tiles(num_windows, num_channels, POOLS)
     _pool[tiles.grid](
         *(y, norm.scale, norm.offset, z, raw, places, num_windows, num_channels, height, width), **tiles.options
     )
@@ -262,10 +262,10 @@ def _pool(
         tl.store(places + to, place, mask=is_window)
 
 
-def pool_gradient(g: Tensor, places: Tensor, y: Tensor, norm: Norm, sums: GradientSums) -> Tensor:
+def compute_stem_pool_gradient(g: Tensor, places: Tensor, y: Tensor, norm: Norm, sums: GradientSums) -> Tensor:
     """The gradient of y from that of the pooled map: each pixel looks at the windows it lies in, so no writers meet."""
     num_windows, num_channels = g.numel() // g.shape[1], g.shape[1]
-    dy, tiles = dense_like(y), tiles_of(num_windows, num_channels, POOLS)
+    dy, tiles = allocate_like(y), cut_tiles(num_windows, num_channels, POOLS)
     _pool_gradient[tiles.grid](
         *(g, places, y, norm.mean, norm.inverse, norm.scale, sums.g, sums.gx, dy),
         *(num_windows, num_channels, *y.shape[2:], num_channels / y.numel()),

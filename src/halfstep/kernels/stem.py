@@ -19,7 +19,7 @@ from halfstep.kernels.normalise import GradientSums, Norm
 OUT_CHANNELS_AT_ONCE = 16  # the least that matrix units take
 
 
-def stem_fits(image: Tensor, weight: Tensor, stride: int, padding: int) -> bool:
+def can_run_stem(image: Tensor, weight: Tensor, stride: int, padding: int) -> bool:
     out, channels, kernel, kernel_width = weight.shape
     return (
         image.dim() == 4
@@ -47,10 +47,10 @@ class StemConv(torch.autograd.Function):
         ctx: Any, image: Tensor, weight: Tensor, stride: int, padding: int, dtype: torch.dtype | None = None
     ) -> Tensor:
         assert not ctx.needs_input_grad[0], "the image's gradient is not computed here"
-        padded = padded_image(image, weight.shape[2], stride, padding, dtype or image.dtype)
+        padded = pad_image(image, weight.shape[2], stride, padding, dtype or image.dtype)
         ctx.save_for_backward(padded.values, weight)
         ctx.channels, ctx.windows = padded.channels, padded.windows
-        return convolved_image(padded, weight)
+        return convolve_image(padded, weight)
 
     @staticmethod
     @once_differentiable
@@ -58,11 +58,11 @@ class StemConv(torch.autograd.Function):
         values, weight = ctx.saved_tensors
         padded = PaddedImage(values=values, channels=ctx.channels, windows=ctx.windows)
         dy = gradients[0].contiguous(memory_format=torch.channels_last)
-        return None, stem_weight_gradient(padded, weight, dy).to(weight.dtype), None, None, None
+        return None, compute_stem_gradient(padded, weight, dy).to(weight.dtype), None, None, None
 
 
-def padded_image(image: Tensor, kernel: int, stride: int, padding: int, dtype: torch.dtype) -> PaddedImage:
-    """The image as `convolved_image` reads it, in the dtype of the map to come; it may lie in memory in any order."""
+def pad_image(image: Tensor, kernel: int, stride: int, padding: int, dtype: torch.dtype) -> PaddedImage:
+    """The image as `convolve_image` reads it, in the dtype of the map to come; it may lie in memory in any order."""
     from halfstep.kernels import stem_triton as kernels
 
     n, channels, height, width = image.shape
@@ -74,7 +74,7 @@ def padded_image(image: Tensor, kernel: int, stride: int, padding: int, dtype: t
     return padded
 
 
-def convolved_image(image: PaddedImage, weight: Tensor) -> Tensor:
+def convolve_image(image: PaddedImage, weight: Tensor) -> Tensor:
     """The raw map, channels_last, in the padded image's dtype."""
     from halfstep.kernels import stem_triton as kernels
 
@@ -85,26 +85,26 @@ def convolved_image(image: PaddedImage, weight: Tensor) -> Tensor:
         device=weight.device,
         memory_format=torch.channels_last,
     )
-    kernels.convolve(image, kernels.arranged(image, weight), y)
+    kernels.convolve(image, kernels.arrange_weights(image, weight), y)
     return y
 
 
-def stem_weight_gradient(image: PaddedImage, weight: Tensor, dy: Tensor) -> Tensor:
+def compute_stem_gradient(image: PaddedImage, weight: Tensor, dy: Tensor) -> Tensor:
     """The gradient of `weight`, in fp32 and laid out like it, from that of the raw map."""
     from halfstep.kernels import stem_triton as kernels
 
     gradient = torch.empty_like(weight, dtype=torch.float32)
-    kernels.finish(image, kernels.gradient_parts(image, dy), gradient)
+    kernels.finish(image, kernels.sum_gradient_parts(image, dy), gradient)
     return gradient
 
 
-def stem_weight_gradient_through_norm(
+def compute_stem_gradient_through_norm(
     image: PaddedImage, weight: Tensor, g: Tensor, y: Tensor, norm: Norm, sums: GradientSums, *, masked: bool
 ) -> Tensor:
-    """The same where the raw map y goes through a BatchNorm: dy is what `gradient_of_raw` gives, and never written."""
+    """Do the same where the raw map y goes through a BatchNorm: dy (see `compute_raw_gradient`) is never written."""
     from halfstep.kernels import stem_triton as kernels
 
     gradient = torch.empty_like(weight, dtype=torch.float32)
-    parts = kernels.gradient_parts(image, g, kernels.ThroughNorm(y, norm, sums, masked))
+    parts = kernels.sum_gradient_parts(image, g, kernels.ThroughNorm(y, norm, sums, masked))
     kernels.finish(image, parts, gradient)
     return gradient

@@ -20,11 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.kernels.layout import PIXEL, PaddedImage, row_stride
+from halfstep.kernels.layout import PIXEL, PaddedImage, get_row_stride
 from halfstep.kernels.normalise import GradientSums, Norm
 
 
-class Blocks(NamedTuple):
+class StemBlocks(NamedTuple):
     """Pixels of a tile; one stage reads through the first cache, more read ahead, past it where windows are aligned."""
 
     pixels: int
@@ -39,11 +39,11 @@ OUT_CHANNELS = 64
 """Of a tile: 128 bytes of a half format, a cache line of each pixel; and the 64 rows of Hopper's matrix units."""
 PAD_PIXELS, PAD_WARPS = 512, 4
 ARRANGE_VALUES, ARRANGE_WARPS = 1024, 4
-FORWARD = Blocks(pixels=128, warps=4, stages=1)
+FORWARD = StemBlocks(pixels=128, warps=4, stages=1)
 FEW_TAPS = 64
-GRADIENT_OF_FEW, GRADIENT_OF_MANY = Blocks(pixels=128, warps=4, stages=3), Blocks(pixels=64, warps=8, stages=2)
+GRADIENT_OF_FEW, GRADIENT_OF_MANY = StemBlocks(pixels=128, warps=4, stages=3), StemBlocks(pixels=64, warps=8, stages=2)
 """A program holds its part of the gradient in registers: 64 taps leave room for more pixels at once."""
-GRADIENT_THROUGH_NORM = Blocks(pixels=128, warps=4, stages=1, programs=4 * 132)
+GRADIENT_THROUGH_NORM = StemBlocks(pixels=128, warps=4, stages=1, programs=4 * 132)
 """The fastest of those tried on an H200, as all here."""
 FINISH_VALUES, FINISH_PARTS, FINISH_WARPS = 64, 64, 4
 
@@ -205,7 +205,7 @@ def pad(image: Tensor, padded: PaddedImage) -> None:
     )  # fmt: skip
 
 
-def arranged(image: PaddedImage, weight: Tensor) -> Tensor:
+def arrange_weights(image: PaddedImage, weight: Tensor) -> Tensor:
     """The weight as the matrix that taps are multiplied with, in the image's dtype."""
     windows, out = image.windows, weight.shape[0]
     result = torch.empty(windows.kernel * windows.row_taps, out, dtype=image.values.dtype, device=weight.device)
@@ -220,17 +220,17 @@ def arranged(image: PaddedImage, weight: Tensor) -> Tensor:
 def convolve(image: PaddedImage, weights: Tensor, y: Tensor) -> None:
     """y = the convolution with arranged weights."""
     num_pixels, out = y.numel() // y.shape[1], y.shape[1]
-    channels = _block_of_channels(out)
+    channels = _choose_channel_block(out)
     _convolve[(triton.cdiv(num_pixels, FORWARD.pixels), triton.cdiv(out, channels))](
-        image.values, weights, y, num_pixels, **_places(image), OUT=out,
+        image.values, weights, y, num_pixels, **_make_constants(image), OUT=out,
         PIXELS=FORWARD.pixels, OUT_CHANNELS=channels, num_warps=FORWARD.warps, num_stages=FORWARD.stages,
     )  # fmt: skip
 
 
-def gradient_parts(image: PaddedImage, g: Tensor, through: ThroughNorm | None = None) -> Tensor:
+def sum_gradient_parts(image: PaddedImage, g: Tensor, through: ThroughNorm | None = None) -> Tensor:
     """Parts of the weight's gradient, [parts, out channels, taps], from dy or from what BatchNorm makes dy of."""
     num_pixels, out, windows = g.numel() // g.shape[1], g.shape[1], image.windows
-    channels, all_taps = _block_of_channels(out), triton.next_power_of_2(windows.kernel * windows.row_taps)
+    channels, all_taps = _choose_channel_block(out), triton.next_power_of_2(windows.kernel * windows.row_taps)
     of_few = GRADIENT_OF_FEW if through is None else GRADIENT_THROUGH_NORM
     blocks = of_few if all_taps <= FEW_TAPS else GRADIENT_OF_MANY
     num_tiles = triton.cdiv(num_pixels, blocks.pixels * blocks.programs)
@@ -238,8 +238,8 @@ def gradient_parts(image: PaddedImage, g: Tensor, through: ThroughNorm | None = 
     partials = torch.empty(grid[0], out, all_taps, dtype=torch.float32, device=g.device)
     vectors = [g] * 7 if through is None else [through.y, *through.norm, through.sums.g, through.sums.gx]
     _weight_gradient[grid](
-        image.values, g, *vectors, partials, num_pixels, num_tiles, row_stride(g), **_places(image), OUT=out,
-        ALL_TAPS=all_taps, IS_NORMALISED=through is not None, IS_MASKED=through is not None and through.masked,
+        image.values, g, *vectors, partials, num_pixels, num_tiles, get_row_stride(g), **_make_constants(image),
+        OUT=out, ALL_TAPS=all_taps, IS_NORMALISED=through is not None, IS_MASKED=through is not None and through.masked,
         PIXELS=blocks.pixels, OUT_CHANNELS=channels, num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     return partials
@@ -256,7 +256,7 @@ def finish(image: PaddedImage, partials: Tensor, gradient: Tensor) -> None:
     )  # fmt: skip
 
 
-def _places(image: PaddedImage) -> dict[str, int]:
+def _make_constants(image: PaddedImage) -> dict[str, int]:
     windows = image.windows
     return {
         "ROWS": windows.rows, "COLUMNS": windows.columns, "STRIDE": windows.stride,
@@ -265,5 +265,5 @@ def _places(image: PaddedImage) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _block_of_channels(out: int) -> int:
+def _choose_channel_block(out: int) -> int:
     return min(OUT_CHANNELS, int(triton.next_power_of_2(out)))

@@ -25,13 +25,13 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn import functional as F
 
 from halfstep.kernels.fast_forms import has_room_for_tiles
-from halfstep.kernels.normalise import combined
+from halfstep.kernels.normalise import combine_partials
 
 MOST_TOKENS = 256  # whose gradients a program of our attention kernel holds at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
+class TransformerBlock:
     """The layers of a pre-norm block: attention, whose three projections are one, then two linear layers with GELU."""
 
     num_heads: int
@@ -64,16 +64,16 @@ class Stream(NamedTuple):
     branch_bias: Tensor | None
 
 
-def through_blocks(blocks: Sequence[Block], tokens: Tensor, dtype: torch.dtype, *, keep: bool) -> Stream:
+def run_blocks(blocks: Sequence[TransformerBlock], tokens: Tensor, dtype: torch.dtype, *, keep: bool) -> Stream:
     """fp32 tokens through all blocks, whose matmuls and attention compute in `dtype`."""
     stream = Stream(tokens.contiguous(), None, None)
-    for block, rounded in zip(blocks, rounded_weights(blocks, dtype), strict=True):
-        stream = through_attention(block, rounded, stream, keep=keep)
-        stream = through_perceptron(block, rounded, stream, keep=keep)
+    for block, rounded in zip(blocks, round_weights(blocks, dtype), strict=True):
+        stream = run_attention(block, rounded, stream, keep=keep)
+        stream = run_perceptron(block, rounded, stream, keep=keep)
     return stream
 
 
-def rounded_weights(blocks: Sequence[Block], dtype: torch.dtype) -> Iterator[Rounded]:
+def round_weights(blocks: Sequence[TransformerBlock], dtype: torch.dtype) -> Iterator[Rounded]:
     """All copies are made at once: a kernel for each would take longer to start than to run."""
     weights = [Rounded(b.in_weight, b.in_bias, b.out.weight, b.first.weight, b.second.weight) for b in blocks]
     flat = [weight.detach() for of_block in weights for weight in of_block]
@@ -82,16 +82,16 @@ def rounded_weights(blocks: Sequence[Block], dtype: torch.dtype) -> Iterator[Rou
     return (Rounded(*copies[i : i + 5]) for i in range(0, len(copies), 5))
 
 
-def through_attention(block: Block, rounded: Rounded, stream: Stream, *, keep: bool) -> Stream:
+def run_attention(block: TransformerBlock, rounded: Rounded, stream: Stream, *, keep: bool) -> Stream:
     """Attention as the stream's new branch."""
-    norm, form = block.norm_1, Form(eps=block.norm_1.eps, num_heads=block.num_heads, keep=keep)
+    norm, form = block.norm_1, BlockSettings(eps=block.norm_1.eps, num_heads=block.num_heads, keep=keep)
     given = *stream, norm.weight, norm.bias, block.in_weight, block.in_bias, rounded.in_weight, rounded.in_bias, form
     if not block.is_causal and is_short(stream.x, rounded.in_weight.dtype, block.num_heads):
         x, attended = ShortAttention.apply(*given)  # type: ignore[no-untyped-call]
     else:
         x, q, k, v = AttentionInput.apply(*given)  # type: ignore[no-untyped-call]
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=block.is_causal).transpose(1, 2).flatten(2)
-    branch = Product.apply(attended, block.out.weight, rounded.out)  # type: ignore[no-untyped-call]
+    branch = LinearProduct.apply(attended, block.out.weight, rounded.out)  # type: ignore[no-untyped-call]
     return Stream(x, branch, block.out.bias)
 
 
@@ -102,35 +102,35 @@ def is_short(x: Tensor, dtype: torch.dtype, num_heads: int) -> bool:
     is_ours = is_half and x.shape[1] <= MOST_TOKENS and x.shape[2] in (32 * num_heads, 64 * num_heads)
     if not (x.is_cuda and is_ours and has_room_for_tiles(x.device)):
         return False
-    q, k, v = by_heads(x.new_empty(*x.shape[:2], 3 * x.shape[2], dtype=dtype), num_heads)
+    q, k, v = split_heads(x.new_empty(*x.shape[:2], 3 * x.shape[2], dtype=dtype), num_heads)
     return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, False, False))
 
 
-def by_heads(qkv: Tensor, num_heads: int) -> Tensor:
+def split_heads(qkv: Tensor, num_heads: int) -> Tensor:
     """Queries, keys and values, [3, batch, heads, tokens, channels], of packed ones, [batch, tokens, 3 · dim]."""
     split: Tensor = qkv.unflatten(2, (3, num_heads, -1))
     return split.permute(2, 0, 3, 1, 4)
 
 
-def attention(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+def run_cudnn_attention(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
     """cuDNN's: the output, [batch, tokens, dim], and the logarithm of each row's sum, [batch, heads, tokens]."""
-    q, k, v = by_heads(qkv, num_heads)
+    q, k, v = split_heads(qkv, num_heads)
     out, log_sum, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, compute_log_sumexp=True)
     # The output lies in memory as the queries do, token by token, so this is not a copy. log_sum may end in a 1.
     return out.transpose(1, 2).flatten(2), log_sum.reshape(q.shape[:3])
 
 
-def through_perceptron(block: Block, rounded: Rounded, stream: Stream, *, keep: bool) -> Stream:
+def run_perceptron(block: TransformerBlock, rounded: Rounded, stream: Stream, *, keep: bool) -> Stream:
     """The two linear layers as the stream's new branch."""
     norm = block.norm_2
-    form = Form(eps=norm.eps, num_heads=block.num_heads, keep=keep, by_tanh=block.by_tanh)
+    form = BlockSettings(eps=norm.eps, num_heads=block.num_heads, keep=keep, by_tanh=block.by_tanh)
     parameters = norm.weight, norm.bias, block.first.weight, block.first.bias, block.second.weight
     x, branch = Perceptron.apply(*stream, *parameters, rounded.first, rounded.second, form)  # type: ignore[no-untyped-call]
     return Stream(x, branch, block.second.bias)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Form:
+class BlockSettings:
     """What a half of a block needs to know besides tensors."""
 
     eps: float
@@ -145,11 +145,11 @@ class ShortAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, branch: Tensor | None, branch_bias: Tensor | None, norm_weight: Tensor, norm_bias: Tensor,
-        in_weight: Tensor, in_bias: Tensor, half_weight: Tensor, half_bias: Tensor, form: Form,
+        in_weight: Tensor, in_bias: Tensor, half_weight: Tensor, half_bias: Tensor, form: BlockSettings,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         normed = add_norm(Stream(x, branch, branch_bias), norm_weight, norm_bias, form.eps, half_weight.dtype)
         qkv = F.linear(normed.out, half_weight, half_bias)
-        out, log_sum = attention(qkv, form.num_heads)
+        out, log_sum = run_cudnn_attention(qkv, form.num_heads)
         save(ctx, form, normed, branch, norm_weight, norm_bias, half_weight, qkv, out, log_sum)
         return normed.x, out
 
@@ -158,9 +158,11 @@ class ShortAttention(torch.autograd.Function):
     def backward(ctx: Any, dx: Tensor, d_attended: Tensor) -> tuple[Tensor | None, ...]:
         from halfstep.kernels import attention_triton as kernels
 
-        normed, (norm_weight, norm_bias, half_weight, *attended) = saved(ctx)
+        normed, (norm_weight, norm_bias, half_weight, *attended) = restore_saved(ctx)
         d_qkv, partials = kernels.attention_backward(d_attended, *attended)
-        return projection_gradients(ctx, d_qkv, total(partials), dx, normed, norm_weight, norm_bias, half_weight)
+        return compute_projection_gradients(
+            ctx, d_qkv, sum_partials(partials), dx, normed, norm_weight, norm_bias, half_weight
+        )
 
 
 class AttentionInput(torch.autograd.Function):
@@ -169,25 +171,25 @@ class AttentionInput(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, branch: Tensor | None, branch_bias: Tensor | None, norm_weight: Tensor, norm_bias: Tensor,
-        in_weight: Tensor, in_bias: Tensor, half_weight: Tensor, half_bias: Tensor, form: Form,
+        in_weight: Tensor, in_bias: Tensor, half_weight: Tensor, half_bias: Tensor, form: BlockSettings,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         normed = add_norm(Stream(x, branch, branch_bias), norm_weight, norm_bias, form.eps, half_weight.dtype)
         qkv = F.linear(normed.out, half_weight, half_bias)
         save(ctx, form, normed, branch, norm_weight, norm_bias, half_weight)
-        return normed.x, *by_heads(qkv, form.num_heads)
+        return normed.x, *split_heads(qkv, form.num_heads)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         from halfstep.kernels import transformer_triton as kernels
 
-        normed, parameters = saved(ctx)
+        normed, parameters = restore_saved(ctx)
         d_qkv = dq.new_empty(*dx.shape[:2], 3 * dx.shape[2])
-        partials = kernels.packed((dq, dk, dv), d_qkv)
-        return projection_gradients(ctx, d_qkv, total(partials), dx, normed, *parameters)
+        partials = kernels.pack((dq, dk, dv), d_qkv)
+        return compute_projection_gradients(ctx, d_qkv, sum_partials(partials), dx, normed, *parameters)
 
 
-def projection_gradients(
+def compute_projection_gradients(
     ctx: Any, d_qkv: Tensor, d_bias: Tensor, dx: Tensor,
     normed: Normed, norm_weight: Tensor, norm_bias: Tensor, half_weight: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
@@ -198,7 +200,7 @@ def projection_gradients(
     d_norm_weight, d_norm_bias, d_branch_bias = sums
     return (
         dx, d_branch, d_branch_bias if ctx.has_branch else None, d_norm_weight, d_norm_bias,
-        weight_gradient(d_qkv, out), d_bias, None, None, None,
+        compute_weight_gradient(d_qkv, out), d_bias, None, None, None,
     )  # fmt: skip
 
 
@@ -208,7 +210,7 @@ class Perceptron(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, branch: Tensor, branch_bias: Tensor, norm_weight: Tensor, norm_bias: Tensor,
-        first: Tensor, first_bias: Tensor, second: Tensor, half_first: Tensor, half_second: Tensor, form: Form,
+        first: Tensor, first_bias: Tensor, second: Tensor, half_first: Tensor, half_second: Tensor, form: BlockSettings,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         from halfstep.kernels import transformer_triton as kernels
 
@@ -226,15 +228,15 @@ class Perceptron(torch.autograd.Function):
     def backward(ctx: Any, dx: Tensor, d_second: Tensor) -> tuple[Tensor | None, ...]:
         from halfstep.kernels import transformer_triton as kernels
 
-        normed, (norm_weight, norm_bias, half_first, half_second, first_bias, raw, active) = saved(ctx)
+        normed, (norm_weight, norm_bias, half_first, half_second, first_bias, raw, active) = restore_saved(ctx)
         d_second = d_second.reshape(-1, dx.shape[2])
         d_raw = d_second @ half_second  # of GELU's output until the kernel has run: it works in place
         remade = None if ctx.keep else torch.empty_like(raw)
-        d_bias = total(kernels.gelu_backward(d_raw, raw, first_bias, d_raw, remade, by_tanh=ctx.by_tanh))
-        d_second_weight = weight_gradient(d_second, active if remade is None else remade)
+        d_bias = sum_partials(kernels.gelu_backward(d_raw, raw, first_bias, d_raw, remade, by_tanh=ctx.by_tanh))
+        d_second_weight = compute_weight_gradient(d_second, active if remade is None else remade)
         d_out = d_raw @ half_first
         dx, d_branch, out, sums = add_norm_backward(ctx, d_out, dx, normed, norm_weight, norm_bias)
-        d_first_weight = weight_gradient(d_raw, out)
+        d_first_weight = compute_weight_gradient(d_raw, out)
         d_norm_weight, d_norm_bias, d_branch_bias = sums
         return (
             dx, d_branch, d_branch_bias, d_norm_weight, d_norm_bias,
@@ -242,7 +244,7 @@ class Perceptron(torch.autograd.Function):
         )  # fmt: skip
 
 
-class Product(torch.autograd.Function):
+class LinearProduct(torch.autograd.Function):
     """A linear layer without bias: rows, its weight, and the rounded weight it computes with."""
 
     @staticmethod
@@ -254,7 +256,7 @@ class Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, half_weight = ctx.saved_tensors
-        return d_out @ half_weight, weight_gradient(d_out.flatten(0, 1), rows), None
+        return d_out @ half_weight, compute_weight_gradient(d_out.flatten(0, 1), rows), None
 
 
 class Normed(NamedTuple):
@@ -288,22 +290,22 @@ def add_norm_backward(
     partials = kernels.add_norm_backward(
         d_out, dx.contiguous(), normed.x, (normed.mean, normed.inverse), weight, bias, dx_in, d_branch, remade
     )
-    return dx_in, d_branch, normed.out if remade is None else remade, total(partials).chunk(3)
+    return dx_in, d_branch, normed.out if remade is None else remade, sum_partials(partials).chunk(3)
 
 
-def save(ctx: Any, form: Form, normed: Normed, branch: Tensor | None, *others: Tensor | None) -> None:
+def save(ctx: Any, form: BlockSettings, normed: Normed, branch: Tensor | None, *others: Tensor | None) -> None:
     """For backward: the sum, with its LayerNorm if that is to be kept, and the others."""
     ctx.has_branch, ctx.keep = branch is not None, form.keep
     ctx.save_for_backward(normed.x, normed.out if form.keep else None, normed.mean, normed.inverse, *others)
 
 
-def saved(ctx: Any) -> tuple[Normed, Sequence[Any]]:
+def restore_saved(ctx: Any) -> tuple[Normed, Sequence[Any]]:
     """What `save` took; without `keep` the LayerNorm is missing."""
     x, out, mean, inverse, *others = ctx.saved_tensors
     return Normed(x, out, mean, inverse), others
 
 
-def weight_gradient(d_out: Tensor, rows: Tensor) -> Tensor:
+def compute_weight_gradient(d_out: Tensor, rows: Tensor) -> Tensor:
     """d_outᵀ·rows in fp32. On CUDA the matmul writes it so itself: nothing is rounded, and there is no cast to run."""
     rows = rows.reshape(-1, rows.shape[-1])
     if d_out.is_cuda and d_out.dtype != torch.float32:
@@ -311,6 +313,6 @@ def weight_gradient(d_out: Tensor, rows: Tensor) -> Tensor:
     return torch.mm(d_out.t(), rows).float()
 
 
-def total(partials: Tensor) -> Tensor:
+def sum_partials(partials: Tensor) -> Tensor:
     """Sums over rows from the parts that programs left."""
-    return combined(partials[:, None]).flatten()
+    return combine_partials(partials[:, None]).flatten()

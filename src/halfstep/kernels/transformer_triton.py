@@ -203,7 +203,7 @@ def add_norm(
     dim, num_rows = x.shape[-1], x.numel() // x.shape[-1]
     x_out = x if branch is None else torch.empty_like(x)
     mean, inverse = x.new_empty(2, num_rows)
-    blocks = _norm_blocks(dim, NORM_VALUES)
+    blocks = _choose_norm_blocks(dim, NORM_VALUES)
     _add_norm[(triton.cdiv(num_rows, blocks["ROWS"]),)](
         x, branch, branch_bias, weight, bias, x_out, out, mean, inverse,
         num_rows, dim, eps, HAS_BRANCH=branch is not None, **blocks,
@@ -217,8 +217,8 @@ def add_norm_backward(
 ) -> Tensor:  # fmt: skip
     """dx and d_branch, and `out` once more where it is given; the result: parts of weight, bias and branch_bias."""
     dim, num_rows = x_out.shape[-1], x_out.numel() // x_out.shape[-1]
-    blocks = _norm_blocks(dim, NORM_BACKWARD_VALUES)
-    partials = _new_partials(min(NORM_BACKWARD_PARTS, triton.cdiv(num_rows, blocks["ROWS"])), 3 * dim, dx)
+    blocks = _choose_norm_blocks(dim, NORM_BACKWARD_VALUES)
+    partials = _allocate_partials(min(NORM_BACKWARD_PARTS, triton.cdiv(num_rows, blocks["ROWS"])), 3 * dim, dx)
     _add_norm_backward[(len(partials),)](
         d_out, dx_out, x_out, *statistics, weight, bias, dx, d_branch, out, partials,
         num_rows, dim, partials.stride(0), HAS_BRANCH=d_branch is not None, REMAKES_OUT=out is not None,
@@ -230,8 +230,8 @@ def add_norm_backward(
 def gelu(raw: Tensor, bias: Tensor, out: Tensor, *, by_tanh: bool = False) -> None:
     """out = GELU(raw + bias), exact or as GPT-2 has it."""
     dim, num_rows = raw.shape[-1], raw.numel() // raw.shape[-1]
-    blocks = _map_blocks(dim, MAP_ROWS, MAP_COLUMNS, MAP_STAGES)
-    _gelu[_map_grid(num_rows, dim, blocks, GELU_PARTS)](
+    blocks = _choose_map_blocks(dim, MAP_ROWS, MAP_COLUMNS, MAP_STAGES)
+    _gelu[_choose_map_grid(num_rows, dim, blocks, GELU_PARTS)](
         raw, bias, out, num_rows, dim, BY_TANH=by_tanh, **blocks
     )  # fmt: skip
 
@@ -241,9 +241,9 @@ def gelu_backward(
 ) -> Tensor:
     """d_raw, and `out` once more where it is given; the result: parts of bias. d_raw may be d_out."""
     dim, num_rows = raw.shape[-1], raw.numel() // raw.shape[-1]
-    blocks = _map_blocks(dim, MAP_ROWS, MAP_COLUMNS, MAP_STAGES)
-    grid = _map_grid(num_rows, dim, blocks, GELU_BACKWARD_PARTS)
-    partials = _new_partials(grid[0], dim, bias)
+    blocks = _choose_map_blocks(dim, MAP_ROWS, MAP_COLUMNS, MAP_STAGES)
+    grid = _choose_map_grid(num_rows, dim, blocks, GELU_BACKWARD_PARTS)
+    partials = _allocate_partials(grid[0], dim, bias)
     _gelu_backward[grid](
         d_out, raw, bias, d_raw, out, partials, num_rows, dim, partials.stride(0),
         REMAKES_OUT=out is not None, BY_TANH=by_tanh, **blocks,
@@ -251,35 +251,35 @@ def gelu_backward(
     return partials
 
 
-def packed(thirds: Sequence[Tensor], out: Tensor) -> Tensor:
+def pack(thirds: Sequence[Tensor], out: Tensor) -> Tensor:
     """out [batch, tokens, 3 * dim] from three [batch, heads, tokens, channels of a head]; the result: parts of sums."""
     _, num_heads, num_tokens, head = thirds[0].shape
     thirds = [third if third.stride(3) == 1 else third.contiguous() for third in thirds]
     strided = [part for third in thirds for part in (third, *third.stride()[:3])]
     dim, num_rows = num_heads * head, out.numel() // out.shape[-1]
-    blocks = _map_blocks(dim, PACKED_ROWS, PACKED_COLUMNS, PACKED_STAGES)
-    grid = _map_grid(num_rows, dim, blocks, PACKED_PARTS)
-    partials = _new_partials(grid[0], 3 * dim, out)
+    blocks = _choose_map_blocks(dim, PACKED_ROWS, PACKED_COLUMNS, PACKED_STAGES)
+    grid = _choose_map_grid(num_rows, dim, blocks, PACKED_PARTS)
+    partials = _allocate_partials(grid[0], 3 * dim, out)
     _packed[(*grid, 3)](*strided, out, partials, num_rows, num_tokens, dim, partials.stride(0), HEAD=head, **blocks)
     return partials
 
 
-def _new_partials(num_parts: int, num_sums: int, like: Tensor) -> Tensor:
+def _allocate_partials(num_parts: int, num_sums: int, like: Tensor) -> Tensor:
     return torch.empty(num_parts, num_sums, dtype=torch.float32, device=like.device)
 
 
-def _norm_blocks(dim: int, num_values: int) -> dict[str, int]:
+def _choose_norm_blocks(dim: int, num_values: int) -> dict[str, int]:
     columns = triton.next_power_of_2(dim)
     rows = max(1, min(MAP_ROWS, num_values // columns))
     return {"ROWS": rows, "DIM": columns, "num_warps": NORM_WARPS}
 
 
-def _map_blocks(dim: int, rows: int, columns: int, stages: int) -> dict[str, int]:
+def _choose_map_blocks(dim: int, rows: int, columns: int, stages: int) -> dict[str, int]:
     columns = min(columns, triton.next_power_of_2(dim))
     return {"ROWS": rows, "COLUMNS": columns, "STAGES": stages, "num_warps": MAP_WARPS}
 
 
-def _map_grid(num_rows: int, dim: int, blocks: dict[str, int], most_parts: int) -> tuple[int, int]:
+def _choose_map_grid(num_rows: int, dim: int, blocks: dict[str, int], most_parts: int) -> tuple[int, int]:
     return min(most_parts, triton.cdiv(num_rows, blocks["ROWS"])), triton.cdiv(dim, blocks["COLUMNS"])
 
 

@@ -16,14 +16,14 @@ from torch.autograd.function import once_differentiable
 
 from halfstep.kernels.chain import (
     SideStream,
-    convolution_gradients,
-    convolution_gradients_and_sums,
-    convolved,
-    weights_for,
+    cast_weight,
+    convolve,
+    convolve_backward,
+    convolve_backward_with_sums,
 )
 from halfstep.kernels.layout import PaddedImage
-from halfstep.kernels.normalise import Norm, gradient_of_raw, gradient_sums, normalisation, normalised
-from halfstep.kernels.stem import convolved_image, padded_image, stem_weight_gradient_through_norm
+from halfstep.kernels.normalise import Norm, compute_norm, compute_raw_gradient, normalise, sum_gradients
+from halfstep.kernels.stem import compute_stem_gradient_through_norm, convolve_image, pad_image
 
 MOST_CLASSES, MOST_HEAD_CHANNELS = 8, 256
 """What `Head` can do: it has all channels of a pixel in registers, and walks over classes."""
@@ -48,25 +48,25 @@ class StemNormReluConv(torch.autograd.Function):
         dtype: torch.dtype,
         keep: bool,
     ) -> Tensor:
-        padded = padded_image(image, w_stem.shape[2], 1, w_stem.shape[2] // 2, dtype)
-        y = convolved_image(padded, w_stem)
-        how, w = normalisation(y, norm), weights_for(y, w_conv)
-        z = normalised(y, how)
+        padded = pad_image(image, w_stem.shape[2], 1, w_stem.shape[2] // 2, dtype)
+        y = convolve_image(padded, w_stem)
+        how, w = compute_norm(y, norm), cast_weight(y, w_conv)
+        z = normalise(y, how)
         ctx.save_for_backward(padded.values, w_stem, w, y if keep else None, z if keep else None, *how)
         ctx.channels, ctx.windows = padded.channels, padded.windows
-        return convolved(z, w, 1, 1)
+        return convolve(z, w, 1, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         values, w_stem, w, y, z, *vectors = ctx.saved_tensors
         padded, norm = PaddedImage(values=values, channels=ctx.channels, windows=ctx.windows), Norm(*vectors)
-        y = convolved_image(padded, w_stem) if y is None else y
-        z = normalised(y, norm) if z is None else z
+        y = convolve_image(padded, w_stem) if y is None else y
+        z = normalise(y, norm) if z is None else z
         with SideStream(y.device) as side:
             wants_w = ctx.needs_input_grad[4]
-            dz, dw, sums = convolution_gradients_and_sums(side, gradients[0], z, w, 1, 1, wants_w, y, norm)
-            dw_stem = stem_weight_gradient_through_norm(padded, w_stem, dz, y, norm, sums, masked=True)
+            dz, dw, sums = convolve_backward_with_sums(side, gradients[0], z, w, 1, 1, wants_w, y, norm)
+            dw_stem = compute_stem_gradient_through_norm(padded, w_stem, dz, y, norm, sums, masked=True)
         return None, dw_stem, sums.weight, sums.g, dw, None, None, None
 
 
@@ -81,28 +81,28 @@ class PoolConv(torch.autograd.Function):
     def forward(
         ctx: Any, y: Tensor, _weight: Tensor, _bias: Tensor, w_conv: Tensor, norm: Norm
     ) -> tuple[Tensor, Tensor]:
-        from halfstep.kernels.pool_triton import pooled
+        from halfstep.kernels.pool_triton import pool_map
 
-        w, z = weights_for(y, w_conv), pooled(y, norm)
+        w, z = cast_weight(y, w_conv), pool_map(y, norm)
         ctx.save_for_backward(y, w, z, *norm)
         n, channels, height, width = y.shape
         # The whole concatenation's shape, not only the skip's half of it: a slice would be copied on its way here.
         promise = y.new_empty(1).expand(n, 2 * channels, height, width)
-        return convolved(z, w, 1, 1), promise
+        return convolve(z, w, 1, 1), promise
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        from halfstep.kernels.pool_triton import pool_gradient, pool_gradient_sums
+        from halfstep.kernels.pool_triton import compute_pool_gradient, sum_pool_gradients
 
         y, w, z, *vectors = ctx.saved_tensors
         norm, dcat = Norm(*vectors), gradients[1].contiguous(memory_format=torch.channels_last)
         with SideStream(y.device) as side:
-            dpooled, dw = convolution_gradients(side, gradients[0], z, w, 1, 1, (True, ctx.needs_input_grad[3]))
+            dpooled, dw = convolve_backward(side, gradients[0], z, w, 1, 1, (True, ctx.needs_input_grad[3]))
             assert dpooled is not None
             dskip = dcat[:, : y.shape[1]]
-            sums = pool_gradient_sums(y, dskip, dpooled, norm)
-            dy = pool_gradient(y, dskip, dpooled, norm, sums)
+            sums = sum_pool_gradients(y, dskip, dpooled, norm)
+            dy = compute_pool_gradient(y, dskip, dpooled, norm, sums)
         return dy, sums.weight, sums.g, dw, None
 
 
@@ -128,48 +128,48 @@ class UpConcatConv(torch.autograd.Function):
         norm: Norm,
         keep: bool,
     ) -> Tensor:
-        w, taps, b_up = weights_for(deep, w_conv), taps_of(deep, w_up), b_up.to(deep.dtype)
-        z = normalised(deep, norm)
-        cat = concatenated(skip, skip_norm, z, taps, b_up)
+        w, taps, b_up = cast_weight(deep, w_conv), arrange_taps(deep, w_up), b_up.to(deep.dtype)
+        z = normalise(deep, norm)
+        cat = concatenate(skip, skip_norm, z, taps, b_up)
         ctx.save_for_backward(skip, deep, w, taps, b_up, *((z, cat) if keep else (None, None)), *skip_norm, *norm)
-        return convolved(cat, w, 1, 1)
+        return convolve(cat, w, 1, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        from halfstep.kernels.upsample_triton import doubling_gradient, tap_gradients
+        from halfstep.kernels.upsample_triton import compute_doubling_gradient, compute_tap_gradients
 
         skip, deep, w, taps, b_up, z, cat, *vectors = ctx.saved_tensors
         skip_norm, norm = Norm(*vectors[:4]), Norm(*vectors[4:])
-        z = normalised(deep, norm) if z is None else z
-        cat = concatenated(skip, skip_norm, z, taps, b_up) if cat is None else cat
+        z = normalise(deep, norm) if z is None else z
+        cat = concatenate(skip, skip_norm, z, taps, b_up) if cat is None else cat
         with SideStream(deep.device) as side:
-            dcat, dw = convolution_gradients(side, gradients[0], cat, w, 1, 1, (True, ctx.needs_input_grad[8]))
+            dcat, dw = convolve_backward(side, gradients[0], cat, w, 1, 1, (True, ctx.needs_input_grad[8]))
             assert dcat is not None
             dhalf = dcat[:, skip.shape[1] :]
             with side.aside():
-                dtaps, db_up = tap_gradients(dhalf, z)
-            dz = doubling_gradient(dhalf, z, taps)
-            sums = gradient_sums(dz, deep, norm)
-            ddeep = gradient_of_raw(dz, deep, norm, sums, masked=True)
+                dtaps, db_up = compute_tap_gradients(dhalf, z)
+            dz = compute_doubling_gradient(dhalf, z, taps)
+            sums = sum_gradients(dz, deep, norm)
+            ddeep = compute_raw_gradient(dz, deep, norm, sums, masked=True)
         dw_up = dtaps.view(len(taps), 2, 2, -1).permute(0, 3, 1, 2)
         return dcat, None, None, ddeep, sums.weight, sums.g, dw_up, db_up, dw, None, None
 
 
-def taps_of(deep: Tensor, w_up: Tensor) -> Tensor:
+def arrange_taps(deep: Tensor, w_up: Tensor) -> Tensor:
     """A transposed 2×2 convolution's weights as [channels in, 4 · channels out]: how channels_last has them."""
     return w_up.to(deep.dtype, memory_format=torch.channels_last).permute(0, 2, 3, 1).reshape(len(w_up), -1)
 
 
-def concatenated(skip: Tensor, skip_norm: Norm, z: Tensor, taps: Tensor, b_up: Tensor) -> Tensor:
+def concatenate(skip: Tensor, skip_norm: Norm, z: Tensor, taps: Tensor, b_up: Tensor) -> Tensor:
     """relu(skip normalised), and z doubled in size and put in its middle."""
-    from halfstep.kernels.upsample_triton import doubled_into
+    from halfstep.kernels.upsample_triton import double_into
 
     n, channels, height, width = skip.shape
     shape = (n, channels + len(b_up), height, width)
     cat = torch.empty(shape, dtype=skip.dtype, device=skip.device, memory_format=torch.channels_last)
-    normalised(skip, skip_norm, out=cat[:, :channels])
-    doubled_into(cat[:, channels:], z, taps, b_up)
+    normalise(skip, skip_norm, out=cat[:, :channels])
+    double_into(cat[:, channels:], z, taps, b_up)
     return cat
 
 
@@ -183,21 +183,21 @@ class Head(torch.autograd.Function):
     def forward(
         ctx: Any, y: Tensor, _weight: Tensor, _bias: Tensor, w_out: Tensor, b_out: Tensor, norm: Norm
     ) -> Tensor:
-        from halfstep.kernels.head_triton import logits
+        from halfstep.kernels.head_triton import compute_logits
 
         w = w_out.flatten(1).to(y.dtype).contiguous()
         ctx.save_for_backward(y, w, *norm)
-        return logits(y, norm, w, b_out.to(y.dtype))
+        return compute_logits(y, norm, w, b_out.to(y.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        from halfstep.kernels.head_triton import head_gradient, head_sums
+        from halfstep.kernels.head_triton import compute_head_gradient, sum_head_gradients
 
         y, w, *vectors = ctx.saved_tensors
         norm, dlogits = Norm(*vectors), gradients[0]
         if dlogits.stride(2) != dlogits.shape[3] * dlogits.stride(3):  # the kernels step from pixel to pixel
             dlogits = dlogits.contiguous()
-        sums, dw, db = head_sums(y, dlogits, norm, w)
-        dy = head_gradient(y, dlogits, norm, w, sums)
+        sums, dw, db = sum_head_gradients(y, dlogits, norm, w)
+        dy = compute_head_gradient(y, dlogits, norm, w, sums)
         return dy, sums.weight, sums.g, dw[:, :, None, None], db, None

@@ -20,11 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfstep.kernels.layout import row_stride
-from halfstep.kernels.normalise import dense_like
+from halfstep.kernels.layout import get_row_stride
+from halfstep.kernels.normalise import allocate_like
 
 
-class Blocks(NamedTuple):
+class UpsampleBlocks(NamedTuple):
     """A tile of a product, and how many terms are added at once."""
 
     rows: int
@@ -34,12 +34,12 @@ class Blocks(NamedTuple):
     stages: int
 
 
-DOUBLED = Blocks(128, 128, 64, warps=4, stages=3)
+DOUBLED = UpsampleBlocks(128, 128, 64, warps=4, stages=3)
 """Two programs share a multiprocessor: one computes while the other reads or writes."""
-HALVED = Blocks(128, 256, 64, warps=8, stages=3)
-WEIGHTS = Blocks(128, 256, 64, warps=8, stages=4)
+HALVED = UpsampleBlocks(128, 256, 64, warps=8, stages=3)
+WEIGHTS = UpsampleBlocks(128, 256, 64, warps=8, stages=4)
 WEIGHT_PROGRAMS = 132  # one per multiprocessor of an H200, since a program's tiles fill its shared memory
-EXACT = Blocks(32, 32, 32, warps=4, stages=3)
+EXACT = UpsampleBlocks(32, 32, 32, warps=4, stages=3)
 """In fp32, which no matrix unit multiplies: larger tiles become code that takes minutes to compile."""
 
 
@@ -138,44 +138,52 @@ def weight_parts_kernel(dout, z, partials, num_rows, columns, rows_each, stride,
         tl.store(part + columns * (4 * CHANNELS) + tap, tl.sum(total_bias, 1) / 16, mask=is_tap)
 
 
-def doubled_into(half: Tensor, z: Tensor, taps: Tensor, bias: Tensor) -> None:
+def double_into(half: Tensor, z: Tensor, taps: Tensor, bias: Tensor) -> None:
     """Fills `half`, a slice of a map's channels: z, transposedly convolved, in its middle; zeros where it is larger."""
     if half.shape[2:] != (2 * z.shape[2], 2 * z.shape[3]):
         half.zero_()
     num_rows, depth, width = z.numel() // z.shape[1], z.shape[1], taps.shape[1]
-    blocks = blocks_for(z, DOUBLED, width, depth)
+    blocks = choose_blocks(z, DOUBLED, width, depth)
     doubled_kernel[(triton.cdiv(num_rows, blocks.rows) * triton.cdiv(width, blocks.columns),)](
-        z, taps, bias, half, num_rows, depth, row_stride(half), **sizes_of(half, z), **launch(blocks)
+        z, taps, bias, half, num_rows, depth, get_row_stride(half), **get_sizes(half, z), **make_launch_options(blocks)
     )
 
 
-def doubling_gradient(dout: Tensor, z: Tensor, taps: Tensor) -> Tensor:
+def compute_doubling_gradient(dout: Tensor, z: Tensor, taps: Tensor) -> Tensor:
     """The gradient of z."""
-    num_rows, columns, dz = z.numel() // z.shape[1], z.shape[1], dense_like(z)
-    blocks = blocks_for(z, HALVED, columns, taps.shape[1])
+    num_rows, columns, dz = z.numel() // z.shape[1], z.shape[1], allocate_like(z)
+    blocks = choose_blocks(z, HALVED, columns, taps.shape[1])
     halved_kernel[(triton.cdiv(num_rows, blocks.rows) * triton.cdiv(columns, blocks.columns),)](
-        dout, taps, dz, num_rows, columns, row_stride(dout), **sizes_of(dout, z), **launch(blocks)
+        dout, taps, dz, num_rows, columns, get_row_stride(dout), **get_sizes(dout, z), **make_launch_options(blocks)
     )
     return dz
 
 
-def tap_gradients(dout: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+def compute_tap_gradients(dout: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of taps, [channels in, 4C], and of the bias."""
     num_rows, columns, channels = z.numel() // z.shape[1], z.shape[1], dout.shape[1]
-    blocks = blocks_for(z, WEIGHTS, columns, num_rows)
+    blocks = choose_blocks(z, WEIGHTS, columns, num_rows)
     tiles = triton.cdiv(4 * channels, blocks.rows), triton.cdiv(columns, blocks.columns)
     parts = max(1, WEIGHT_PROGRAMS // (tiles[0] * tiles[1]))
     rows_each = triton.cdiv(num_rows, parts * blocks.depth) * blocks.depth
     num_parts = triton.cdiv(num_rows, rows_each)
     partials = z.new_empty((num_parts, columns + 1, 4 * channels), dtype=torch.float32)
     weight_parts_kernel[(*tiles, num_parts)](
-        dout, z, partials, num_rows, columns, rows_each, row_stride(dout), **sizes_of(dout, z), **launch(blocks)
+        dout,
+        z,
+        partials,
+        num_rows,
+        columns,
+        rows_each,
+        get_row_stride(dout),
+        **get_sizes(dout, z),
+        **make_launch_options(blocks),
     )
     total = partials.sum(0)
     return total[:columns], total[columns].view(4, channels).sum(0)
 
 
-def sizes_of(half: Tensor, z: Tensor) -> dict[str, int]:
+def get_sizes(half: Tensor, z: Tensor) -> dict[str, int]:
     """Channels, height and width of z and of the map that gets it doubled, and where in the latter it begins."""
     (height, width), (out_height, out_width) = z.shape[2:], half.shape[2:]
     # In the middle; half a pixel up and left of it where the difference is odd.
@@ -186,14 +194,14 @@ def sizes_of(half: Tensor, z: Tensor) -> dict[str, int]:
     }  # fmt: skip
 
 
-def blocks_for(z: Tensor, most: Blocks, columns: int, depth: int) -> Blocks:
+def choose_blocks(z: Tensor, most: UpsampleBlocks, columns: int, depth: int) -> UpsampleBlocks:
     """Of a product with so many columns and terms: powers of two, as every product needs them at least 16."""
     most = EXACT if z.dtype == torch.float32 else most
     columns, depth = (max(16, int(triton.next_power_of_2(size))) for size in (columns, depth))
     return most._replace(columns=min(columns, most.columns), depth=min(depth, most.depth))
 
 
-def launch(blocks: Blocks) -> dict[str, int]:
+def make_launch_options(blocks: UpsampleBlocks) -> dict[str, int]:
     """What a kernel's call says of them."""
     rows, columns, depth, warps, stages = blocks
     return {"BM": rows, "BN": columns, "BK": depth, "num_warps": warps, "num_stages": stages}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as of_all_modules
 
-from halfstep.kernels.fast_forms import wanted
+from halfstep.kernels.fast_forms import is_wanted
 
 
 class CentredConv2d(nn.Conv2d):
@@ -40,7 +40,7 @@ class PatchConv2d(nn.Conv2d):
         super().__init__(in_channels, out_channels, kernel_size=patch, stride=patch)
 
     def forward(self, input: Tensor) -> Tensor:
-        if wanted("patches", input) and self.is_as_built():
+        if is_wanted("patches", input) and self.is_as_built():
             return convolve_patches(input, self.weight, self.bias)
         return super().forward(input)
 

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from halfstep.errors import ModelError
 from halfstep.islands import fp32_island, get_matmul_dtype, to_fp32
-from halfstep.kernels.fast_forms import decided, has_half_autocast, has_room_for_tiles, has_triton, wanted
-from halfstep.kernels.transformer_chain import Block, Stream, through_blocks
+from halfstep.kernels.fast_forms import has_half_autocast, has_room_for_tiles, has_triton, is_forced_on, is_wanted
+from halfstep.kernels.transformer_chain import Stream, TransformerBlock, run_blocks
 from halfstep.models.layers import (
     Checks,
     PatchConv2d,
@@ -113,16 +113,16 @@ class EncoderBlock(nn.Module):
             nn.init.normal_(linear.bias, std=1e-6)
 
     def forward(self, x: Tensor) -> Tensor:
-        num_read = 1 if self.is_last and wanted("class_token", x) else x.shape[1]
+        num_read = 1 if self.is_last and is_wanted("class_token", x) else x.shape[1]
         x = x[:, :num_read] + self.ls_1(self.self_attention(self.ln_1(x), num_read))
         return x + self.ls_2(self.mlp(self.ln_2(x)))
 
-    def layers_of_chain(self) -> Block:
-        """This block for `through_blocks`, which gives what `forward` does if there is no layer scale."""
+    def layers_of_chain(self) -> TransformerBlock:
+        """This block for `run_blocks`, which gives what `forward` does if there is no layer scale."""
         attention, first, second = self.self_attention, self.mlp[0], self.mlp[2]
         assert isinstance(first, nn.Linear)
         assert isinstance(second, nn.Linear)
-        return Block(
+        return TransformerBlock(
             num_heads=attention.heads, norm_1=self.ln_1, in_weight=attention.in_proj_weight,
             in_bias=attention.in_proj_bias, out=attention.out_proj, norm_2=self.ln_2, first=first, second=second,
         )  # fmt: skip
@@ -173,7 +173,7 @@ class Encoder(nn.Module):
         if not self._suits_chain():  # compiled code asked once, and since then a layer may have been frozen or replaced
             return Stream(nn.Sequential(*blocks)(tokens), None, None)
         layers = [block.layers_of_chain() for block in blocks if isinstance(block, EncoderBlock)]
-        return through_blocks(layers, tokens, get_matmul_dtype(tokens), keep=self.layers.recompute == "none")
+        return run_blocks(layers, tokens, get_matmul_dtype(tokens), keep=self.layers.recompute == "none")
 
 
 def wants_chain(blocks: nn.Module, tokens: Tensor) -> bool:
@@ -182,7 +182,7 @@ def wants_chain(blocks: nn.Module, tokens: Tensor) -> bool:
     is_fast = torch.compiler.is_compiling() and tokens.is_cuda and has_half_autocast(tokens)
     are_kept = isinstance(blocks, Blocks) and len(blocks) > 1 and keeps_every_product(blocks.recompute)
     is_possible = torch.is_grad_enabled() and tokens.dtype == torch.float32 and are_kept
-    return is_possible and decided("chain", otherwise=is_fast) and has_triton()
+    return is_possible and is_forced_on("chain", otherwise=is_fast) and has_triton()
 
 
 def is_whole(block: EncoderBlock) -> bool:

@@ -57,7 +57,7 @@ class LossChecker:
         self.weighs = False  # whether a batch of this window counts
         self.overflow: Tensor | None = None  # whether a gradient taken inside the loss function was not finite
 
-    def checked(self, loss_fn: LossFn, *, is_alone: bool) -> LossFn:
+    def wrap(self, loss_fn: LossFn, *, is_alone: bool) -> LossFn:
         if not torch.is_grad_enabled():
             raise ConfigError(
                 "the step was called inside torch.no_grad() or inference_mode()",
@@ -86,7 +86,7 @@ class LossChecker:
 
     def refuse_unreached(self) -> None:
         """After a first window: its gradients have gone elsewhere, and training would go on without any effect."""
-        if self.weighs and all(p.grad is None for p in self.step.trained_parameters()):
+        if self.weighs and all(p.grad is None for p in self.step.find_trained_parameters()):
             self.step.abandon()
             raise ConfigError(
                 "no gradient reached a parameter that this step trains",
@@ -141,12 +141,12 @@ class LossChecker:
             warn_user(f"loss_fn gave (loss, {float(weight):g}): the second value weighs the batch in its window. If "
                        "it is an accuracy, return the loss alone")  # fmt: skip
         self.halves = find_half_dtypes(loss)
-        if strange := self.halves - self._half_dtypes_of_plan():
+        if strange := self.halves - self._list_half_dtypes():
             names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in strange))
             warn_user(f"loss_fn computes in {names}, while the plan says {self.step.plan.granted}: an autocast of "
                        "your own, or a cast, is in force; leave it to precision= and modules=")  # fmt: skip
 
-    def _half_dtypes_of_plan(self) -> set[torch.dtype | None]:
+    def _list_half_dtypes(self) -> set[torch.dtype | None]:
         plan = self.step.plan
         computed = {plan.compute, *(row.compute for row in plan.rows), *(row.precision for row in plan.rows)}
         stored = {p.dtype for p in self.step.model.parameters()}
@@ -273,7 +273,7 @@ class UnguardedNetworks:
         self.ran_own = True  # whether a module of the step's own ran in the window that was looked at last
 
     @contextlib.contextmanager
-    def noticed(self, loss_fn: Callable[..., Any]) -> Iterator[None]:
+    def watch(self, loss_fn: Callable[..., Any]) -> Iterator[None]:
         named = find_named(loss_fn)
         self.writes.slots.refresh()
         own = set(self.writes.slots.modules)
@@ -290,21 +290,21 @@ class UnguardedNetworks:
             if module in own:
                 self.ran_own = True
             elif module not in ran:
-                ran[module] = self._copies(module) if module.training else {}
+                ran[module] = self._copy_buffers(module) if module.training else {}
 
         handle = register_module_forward_pre_hook(note)
         try:
             yield
         finally:
             handle.remove()
-        self._warn_of(ran, named)
+        self._warn_of_writes(ran, named)
 
-    def _copies(self, module: nn.Module) -> Buffers:
+    def _copy_buffers(self, module: nn.Module) -> Buffers:
         given = {id(tensor) for tensor in self.writes.loose._buffers.values()}
         held = ((name, buffer) for name, buffer in module._buffers.items() if buffer is not None)
         return {n: b.detach().clone() for n, b in held if b.is_floating_point() and id(b) not in given}
 
-    def _warn_of(self, ran: dict[nn.Module, Buffers], named: dict[str, Any]) -> None:
+    def _warn_of_writes(self, ran: dict[nn.Module, Buffers], named: dict[str, Any]) -> None:
         for module, before in ran.items():
             if not any(_differs(module._buffers.get(name), then) for name, then in before.items()):
                 continue

@@ -69,12 +69,12 @@ class LoopSchedules:
     def __init__(self, given: object, optimizers: Sequence[Optimizer], device: torch.device) -> None:
         self.epochs = 0
         self.hints: list[str] = []
-        self.driven = [self._driven(one, optimizer) for optimizer, one in _assign_to_optimizers(given, optimizers)]
-        self.rates = self._rates(device) if self.driven else None
+        self.driven = [self._drive(one, optimizer) for optimizer, one in _assign_to_optimizers(given, optimizers)]
+        self.rates = self._make_rates(device) if self.driven else None
         kinds = {id(driven.optimizer): driven.kind for driven in self.driven}
         self.kinds = [kinds.get(id(optimizer), "none") for optimizer in optimizers]
 
-    def _driven(self, given: Any, optimizer: Optimizer) -> Driven:
+    def _drive(self, given: Any, optimizer: Optimizer) -> Driven:
         inner, every = _unwrap(given), given.every if isinstance(given, Paced) else "step"
         if isinstance(inner, ReduceLROnPlateau):
             twin = Plateau(inner)
@@ -88,7 +88,7 @@ class LoopSchedules:
         self.hints += _hint_at_multiples(inner, AHEAD if every == "step" else 10, max(bases))
         return Driven(optimizer, every, lambda count: _multiply(bases, inner(count)))
 
-    def _rates(self, device: torch.device) -> Rates:
+    def _make_rates(self, device: torch.device) -> Rates:
         schedules = [
             _make_group_schedule(driven, position)
             for driven in self.driven
@@ -98,26 +98,26 @@ class LoopSchedules:
         dtype = torch.float64 if device.type == "cpu" else torch.float32
         rates = Rates(optimizers, schedules, device, base=[1.0] * len(schedules), chunk=AHEAD, dtype=dtype)
         self.rates = rates
-        self._write()
+        self._write_rates()
         return rates
 
-    def _write(self) -> None:
+    def _write_rates(self) -> None:
         """Give the rates what does not follow steps."""
         assert self.rates is not None
         said: list[float | None] = []
         for driven in self.driven:
             by_steps = driven.every == "step"
-            said += [None] * len(driven.optimizer.param_groups) if by_steps else self._said_by(driven, self.epochs)
+            said += [None] * len(driven.optimizer.param_groups) if by_steps else self._ask(driven, self.epochs)
         self.rates.set_by_host(said)
 
-    def _said_by(self, driven: Driven, epochs: int) -> Sequence[float]:
+    def _ask(self, driven: Driven, epochs: int) -> Sequence[float]:
         try:
             return [check_rate(own) for own in driven.absolute(epochs)]
         except Exception as error:  # whatever a user's function may raise
             raise explain_no_rate(f"epoch {epochs}", error, "T_max=number of epochs") from error
 
     def epoch_ended(self) -> None:
-        if not self.has("epoch"):
+        if not self.has_any("epoch"):
             raise ConfigError(
                 "epoch_ended() was called, but no schedule= is per epoch",
                 why="a scheduler follows optimizer steps unless it is given as hs.per_epoch(scheduler), and a "
@@ -126,11 +126,11 @@ class LoopSchedules:
             )
         self.refuse_other_hands()
         self.epochs += 1
-        self._write()
-        self._show()
+        self._write_rates()
+        self._show_rates()
 
     def validated(self, metric: float) -> None:
-        if not self.has("validation"):
+        if not self.has_any("validation"):
             raise ConfigError(
                 "validated(metric) was called, but schedule= holds no ReduceLROnPlateau",
                 why="no other schedule follows a metric",
@@ -140,14 +140,14 @@ class LoopSchedules:
         for driven in self.driven:
             if driven.plateau is not None:
                 driven.plateau.observe(float(metric))
-        self._write()
-        self._show()
+        self._write_rates()
+        self._show_rates()
 
-    def _show(self) -> None:
+    def _show_rates(self) -> None:
         assert self.rates is not None
         self.rates.show_by_host()
 
-    def has(self, *kinds: str) -> bool:
+    def has_any(self, *kinds: str) -> bool:
         return any(driven.every in kinds for driven in self.driven)
 
     def refuse_other_hands(self) -> None:
@@ -171,7 +171,7 @@ class LoopSchedules:
         plateaus = [driven.plateau.state_dict() for driven in self.driven if driven.plateau]
         return {"kinds": self.kinds, "epochs": self.epochs, "plateaus": plateaus}
 
-    def check(self, state: Mapping[str, Any]) -> None:
+    def refuse_unfit(self, state: Mapping[str, Any]) -> None:
         if not state:
             return
         kinds = state["kinds"]
@@ -190,7 +190,7 @@ class LoopSchedules:
             )
         for driven in self.driven:
             if driven.every == "epoch":
-                self._said_by(driven, int(state.get("epochs", 0)))
+                self._ask(driven, int(state.get("epochs", 0)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.epochs = int(state.get("epochs", 0))
@@ -198,8 +198,8 @@ class LoopSchedules:
         for plateau, stored in zip(plateaus, state.get("plateaus", ()), strict=bool(state)):
             plateau.load_state_dict(stored)
         if self.driven:
-            self._write()
-            self._show()
+            self._write_rates()
+            self._show_rates()
 
 
 def _make_group_schedule(driven: Driven, position: int) -> Schedule:

@@ -199,7 +199,7 @@ class Step:
 
     def windows(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
         """Groups of `accumulate` batches; the last may be shorter. When it is exhausted, the last steps are judged."""
-        if self._passes and self._schedules.has("epoch"):
+        if self._passes and self._schedules.has_any("epoch"):
             warnings.warn("schedule= is per epoch, but step.epoch_ended() was not called after the last pass over the "
                           "data: the learning rate stays as it is", stacklevel=2)  # fmt: skip
         yield from self._step.windows(iterate_loader(batches))
@@ -209,7 +209,7 @@ class Step:
 
     def __call__(self, loss_fn: LossFn, window: Iterable[Batch]) -> Outcome:
         """Compute, judge and commit one window. `loss_fn(batch)` returns the loss, or (loss, weight)."""
-        with self._step.signals.delayed():  # but not in forward and backward, which can be undone
+        with self._step.signals.delay():  # but not in forward and backward, which can be undone
             facts = self.compute(loss_fn, window)
             self.commit(facts)
         return Outcome(facts)
@@ -220,14 +220,14 @@ class Step:
         refuse_non_finite_settings(self._step.optimizers)
         refuse_no_function(loss_fn)
         batches = read_window(window, self._step.accumulate)
-        checked = self._loss.checked(loss_fn, is_alone=len(batches) == 1)
+        checked = self._loss.wrap(loss_fn, is_alone=len(batches) == 1)
         if self._rollback is not None:
-            self._rollback.keep()
+            self._rollback.keep_if_due()
         with explain_errors(), contextlib.ExitStack() as watched:
             if self._recorder is not None:
                 watched.enter_context(self._recorder.watch(batches))
             if is_new := self._loss.is_new(loss_fn):
-                watched.enter_context(self._strangers.noticed(loss_fn))
+                watched.enter_context(self._strangers.watch(loss_fn))
             facts = self._step.compute(checked, batches)
             if is_new:
                 self._loss.refuse_unreached()
@@ -237,7 +237,7 @@ class Step:
     def commit(self, facts: Facts) -> None:
         """The second half: the optimizers step, or everything stays as it was."""
         before = self.attempted
-        with self._step.signals.delayed():
+        with self._step.signals.delay():
             try:
                 with explain_errors():
                     self._step.commit(facts)
@@ -291,7 +291,7 @@ class Step:
         """The model holds its averaged weights and buffers inside: for evaluation and for saving them."""
         if self._step.ema is None:
             raise ConfigError("this step keeps no average", fix="hs.Step(..., ema_decay=0.999)")
-        with self._step.ema.swapped_in():
+        with self._step.ema.swap_in():
             yield
 
     # --- what is known of it ---
@@ -327,7 +327,7 @@ class Step:
         """Continue as `state_dict` was, or refuse what does not fit and change nothing."""
         refuse_unfit(self._step, state)
         schedules = state.get("schedules", {})
-        self._schedules.check(schedules)
+        self._schedules.refuse_unfit(schedules)
         self._guard.load_state_dict(state.get("guard", {}))
         self._step.load_state_dict(state)
         self._schedules.load_state_dict(schedules)
@@ -352,7 +352,7 @@ class Step:
     def _act_on(self, verdict: Verdict) -> None:
         if verdict.action is Action.CONTINUE:
             return
-        if verdict.action is Action.ROLLBACK and self._rollback is not None and self._rollback.to_before(verdict):
+        if verdict.action is Action.ROLLBACK and self._rollback is not None and self._rollback.roll_back(verdict):
             return
         self._guard.acknowledge()
         fix = verdict.fix or 'a smaller "margin" in guard={...}, or a lower learning rate: no copy is old enough'
@@ -428,19 +428,19 @@ class Rollback:
         self.model, self.step, self.guard = model, step, guard
         self.snapshots = Snapshots(every=guard.options.snapshot_every, margin=guard.options.margin)
 
-    def keep(self) -> None:
+    def keep_if_due(self) -> None:
         """Take a copy where one is due: before the first step, then every `snapshot_every` steps."""
-        if not self.snapshots.states or self.snapshots.due(self.step.attempted):
+        if not self.snapshots.states or self.snapshots.is_due(self.step.attempted):
             self.snapshots.take(self.model, self.step)
-            beside = {slot.name: slot.held for slot in self._beside()}
+            beside = {slot.name: slot.held for slot in self._list_beside()}
             self.snapshots.states[-1].setdefault("beside", copy_to_host(beside))
 
-    def _beside(self) -> list[TensorSlot]:
-        return self.step.writes.beside_the_model(self.step.trained_parameters())
+    def _list_beside(self) -> list[TensorSlot]:
+        return self.step.writes.find_tensors_beside(self.step.find_trained_parameters())
 
     @torch.no_grad()
-    def _put_beside(self, values: Mapping[Name, Tensor | None]) -> None:
-        for slot in self._beside():
+    def _restore_beside(self, values: Mapping[Name, Tensor | None]) -> None:
+        for slot in self._list_beside():
             held, then = slot.held, values.get(slot.name)
             if held is not None and then is not None:
                 if held.shape == then.shape:
@@ -452,23 +452,23 @@ class Rollback:
         """After a state was loaded: the copies are of another past."""
         self.snapshots.states.clear()
 
-    def to_before(self, verdict: Verdict) -> bool:
+    def roll_back(self, verdict: Verdict) -> bool:
         """Go back to well before the first fault and cut the learning rate; False where no copy is old enough."""
-        state = self.snapshots.before(verdict.first_fault_committed)
+        state = self.snapshots.find_before(verdict.first_fault_committed)
         if state is None:
             return False
         rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.step.optimizers]
         self.snapshots.go_back(state, self.model, self.step)
-        self._put_beside(state["beside"])
-        self.guard.rolled_back()
-        self._cut(rates)
+        self._restore_beside(state["beside"])
+        self.guard.note_rollback()
+        self._cut_rates(rates)
         warn_user(
             f"rolled back to committed step {state['step']['committed']} ({verdict.reason}); learning rate now "
             f"x{self.guard.rate_factor:g}"
         )
         return True
 
-    def _cut(self, rates: list[list[float]]) -> None:
+    def _cut_rates(self, rates: list[list[float]]) -> None:
         """By the schedule's factor; where the learning rate is the user's own, in the groups themselves."""
         if self.step.rates is not None:
             self.step.set_rate_factor(self.guard.rate_factor)

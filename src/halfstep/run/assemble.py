@@ -85,13 +85,13 @@ class Assembly:
     def full_batch(self) -> int:
         """Samples of a whole batch that this process has."""
         whole = min(self.config.train.batch_size, len(self.workload.train_samples))
-        return whole if self.world is None else self.world.rows(whole)
+        return whole if self.world is None else self.world.count_rows(whole)
 
     def ask_to_stop(self) -> None:
         steps = self.step.steps.values() if isinstance(self.step, PhasedStep) else [self.step]
         for step in steps:
             if step.ranks is not None:
-                step.ranks.ask()
+                step.ranks.ask_to_stop()
 
 
 def plan_for(config: RunConfig, workload: Workload, hardware: Hardware) -> Plan:

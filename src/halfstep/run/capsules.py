@@ -27,7 +27,7 @@ from halfstep.evidence.replay import Replayed
 from halfstep.evidence.replay import replay as replayed
 from halfstep.evidence.updates import Update
 from halfstep.hardware.probe import probe
-from halfstep.kernels.fast_forms import chains, forced
+from halfstep.kernels.fast_forms import allow_chains, force
 from halfstep.precision.decide import decide, decide_again
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly, assemble, build_workload
@@ -178,7 +178,7 @@ def _subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[str, T
         variants=_variants(parts.plan, region),
         frozen=modules_of(parts.workload.frozen),
         beside_state=dict(frozen),
-        trained=step.trained_parameters(),
+        trained=step.find_trained_parameters(),
     )
 
 
@@ -199,11 +199,11 @@ def _variants(plan: Plan, region: Region) -> dict[str, LossFn]:
         return {}
 
     def as_it_was(batch: Any) -> Any:
-        with chains(on=plan.mode == "graph"):
+        with allow_chains(on=plan.mode == "graph"):
             return region(batch)
 
     def without_kernels(batch: Any) -> Any:
-        with forced(False):
+        with force(False):
             return region(batch)
 
     return {"as it was": as_it_was, "kernels off": without_kernels}

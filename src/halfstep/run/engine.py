@@ -29,7 +29,7 @@ from halfstep.data.seeds import Key
 from halfstep.distributed.world import Share
 from halfstep.errors import ConfigError, HalfstepError, summarise_error
 from halfstep.hardware.memory import release_unused_memory
-from halfstep.kernels.fast_forms import chains
+from halfstep.kernels.fast_forms import allow_chains
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import AssembledPhase, Assembly, all_due, assemble
 from halfstep.run.memory.out_of_memory import OutOfMemory, describe_halving, split_window
@@ -186,7 +186,7 @@ class Engine:
 
         def loss(batch: Batch) -> tuple[Tensor, Tensor | float]:
             region = self.parts.region if self._runs_compiled(batch) else self.parts.eager
-            with chains(on=self.mode == "graph"), self._among_ranks(len(outputs)):
+            with allow_chains(on=self.mode == "graph"), self._among_ranks(len(outputs)):
                 value, weight, found = region(batch)
             outputs.append(tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, found))
             return value, 0 if isinstance(batch, Idle) else weight
@@ -199,7 +199,7 @@ class Engine:
         if ranks is None or ranks.size == 1 or not self._sizes or self.pieces > 1:
             return nullcontext()
         world = ranks.world
-        rows = [world.rows(self._sizes[number], rank) for rank in range(world.size)]
+        rows = [world.count_rows(self._sizes[number], rank) for rank in range(world.size)]
 
         def talks() -> None:
             ranks.talks_in_backward = True
@@ -262,7 +262,7 @@ class Engine:
         self._forget_code()
         self.notice(f"not captured as a CUDA graph, running compiled: {reason}", "warning")
         if self.guarded.ranks is not None:
-            self.guarded.ranks.fell_to("compile")
+            self.guarded.ranks.announce_mode("compile")
 
     def _forget_code(self) -> None:
         self.forget_graphs()
@@ -333,8 +333,8 @@ def prepared_window(
 def _prepared(parts: Assembly, window: list[Batch], sizes: Sequence[int], share: Share | None) -> Iterator[Batch]:
     place = 0
     for k, (batch, size) in enumerate(zip(window, sizes, strict=True)):
-        is_idle = share is not None and share.rows(size) == 0
-        row = 0 if share is None or is_idle else share.place(size)
+        is_idle = share is not None and share.count_rows(size) == 0
+        row = 0 if share is None or is_idle else share.find_first_row(size)
         key = Key.for_training(parts.config.train.seed, parts.step.attempted, k, place + row, row, size)
         prepared = in_layout_of(parts.model, parts.workload.prepared(batch, key=key, training=True))
         yield Idle(prepared) if is_idle else prepared

@@ -124,14 +124,14 @@ class Loop:
         """Their warnings, on the one screen there is."""
         world = self.parts.world
         if world is not None and world.is_first:
-            self._num_posts, lines = world.posted(self._num_posts)
+            self._num_posts, lines = world.read_posts(self._num_posts)
             for line in lines:
                 self.journal.notice(line, "warning")
 
     def _counted_by_all(self) -> dict[str, Tensor]:
         """What training metrics counted, over all processes; the first one's stored state stands for all."""
         own = self.train_metrics.state_dict()
-        return own if self.parts.world is None else self.parts.world.summed(own, self.parts.device)
+        return own if self.parts.world is None else self.parts.world.sum_over_ranks(own, self.parts.device)
 
     # --- one epoch ---
 
@@ -213,8 +213,8 @@ class Loop:
         self.journal.stepped(attempted, self.throughput.per_s(), waiting)
         if attempted % self.journal.report_every == 0:
             self.hear_others()
-        if parts.snapshots is not None and parts.snapshots.due(attempted):
-            parts.guard.let_go()
+        if parts.snapshots is not None and parts.snapshots.is_due(attempted):
+            parts.guard.release_held()
             parts.snapshots.take(parts.model, parts.step)
         if every and attempted % every == 0:
             self.save()
@@ -225,7 +225,7 @@ class Loop:
 
     def _act_on(self, verdict: Verdict) -> None:
         if verdict.action is not Action.CONTINUE:
-            self.parts.guard.let_go()
+            self.parts.guard.release_held()
         if verdict.action is Action.ROLLBACK:
             self._roll_back(verdict)
         elif verdict.action is Action.STOP:
@@ -241,12 +241,12 @@ class Loop:
     def _roll_back(self, verdict: Verdict) -> None:
         """Weights, buffers, optimizer, average and scale go back; data and generators go forward; the rate is cut."""
         parts = self.parts
-        state = parts.snapshots.before(verdict.first_fault_committed) if parts.snapshots is not None else None
+        state = parts.snapshots.find_before(verdict.first_fault_committed) if parts.snapshots is not None else None
         if parts.snapshots is None or state is None:
             return self._act_on(Verdict(action=Action.STOP, reason=f"{verdict.reason}; no snapshot is old enough",
                                         fix="a smaller guard.margin, or a lower learning rate"))  # fmt: skip
         parts.snapshots.go_back(state, parts.model, parts.step)
-        parts.guard.rolled_back()
+        parts.guard.note_rollback()
         self._set_rate_factor()
         self.journal.rolled_back(parts.step.attempted, verdict, state["step"]["committed"], parts.guard)
         return None
@@ -288,7 +288,7 @@ class Loop:
     def _sample(self) -> None:
         folder = self.checkpoints.folder.parent / "report" / "samples" / f"{self.parts.step.attempted:08d}"
         self.sampled_at = self.parts.step.attempted
-        self.parts.guard.let_go()
+        self.parts.guard.release_held()
         if not self.checkpoints.writes:
             return
         try:
@@ -362,13 +362,13 @@ class Loop:
         parts = self.parts
         parts.values.refresh()
         if parts.world is not None:
-            parts.world.share_(list(parts.model.buffers()))  # BatchNorm statistics are each process's own
+            parts.world.broadcast_(list(parts.model.buffers()))  # BatchNorm statistics are each process's own
         found = validate(
             parts.workload, parts.model, parts.plan, parts.val_loader, pieces=self.engine.pieces, world=parts.world,
             advance=advance,
         )  # fmt: skip
         # Early stopping and plateau follow them: machines that round otherwise must not part over it.
-        return found if parts.world is None else parts.world.from_first(lambda: found)
+        return found if parts.world is None else parts.world.broadcast_from_first(lambda: found)
 
     # --- what is stored ---
 
@@ -382,7 +382,7 @@ class Loop:
         )
 
     def save(self, *, is_best: bool = False) -> Path:
-        self.parts.guard.let_go()
+        self.parts.guard.release_held()
         own = {
             "position": asdict(self.position),
             **self.engine.stored(),

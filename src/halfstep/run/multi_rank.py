@@ -51,7 +51,7 @@ def connected(
         except Exception as error:
             found = eager(batch)  # what fails here as well is not the compiler's
             ranks.uncompiled = error
-            ranks.fell_to("eager")
+            ranks.announce_mode("eager")
             return found
 
     own = [p for p in model.parameters() if p.requires_grad] if trained is None else trained
@@ -94,7 +94,7 @@ def notes_on(config: RunConfig, workload: Workload, model: nn.Module, world: Wor
     if world is None or world.size == 1:
         return []
     notes = [f"over the samples of one process, not of the whole batch: {what}" for what in workload.by_batch]
-    each = world.rows(config.train.batch_size, world.size - 1)
+    each = world.count_rows(config.train.batch_size, world.size - 1)
     has_norm = any(type(m).__name__.startswith("BatchNorm") for m in model.modules())
     if has_norm and each < 16 and not config.train.sync_batch_norm:
         notes += [
@@ -141,7 +141,7 @@ def with_all_samples(world: World, reading: Reading) -> Reading:
     """A bad step's reading with the samples of the processes that made it so; asked of all at the same step."""
     if not reading.is_bad:
         return reading
-    ids = world.gathered(reading.sample_ids)
+    ids = world.gather(reading.sample_ids)
     # A reading that was stored may be of more processes than there are now.
     faulty = [rank for rank in reading.faulty_ranks if rank < world.size] or range(world.size)
     found = tuple(dict.fromkeys(number for rank in faulty for number in ids[rank]))

@@ -109,7 +109,7 @@ def _processes(parts: Assembly) -> str:
         return ""
     train = parts.config.train
     each = (
-        f"{format_count(world.rows(train.batch_size), 'sample')} of a batch each"
+        f"{format_count(world.count_rows(train.batch_size), 'sample')} of a batch each"
         if world.size > 1
         else "the whole batch"
     )

@@ -41,7 +41,7 @@ class RunRank:
 
     def of_first(self, make: Callable[[], Made]) -> Made:
         """Made by the process that writes, known to all."""
-        return make() if self.world is None else self.world.from_first(make)
+        return make() if self.world is None else self.world.broadcast_from_first(make)
 
     def device_of(self, config: RunConfig) -> str:
         return choose_device(config, self.launch)
@@ -71,7 +71,7 @@ class RunRank:
         """The config as trials take it: a process computes its part of a batch, and none of them cuts it by itself."""
         if self.world is None:
             return config
-        rows = self.world.rows(config.train.batch_size)
+        rows = self.world.count_rows(config.train.batch_size)
         return config.changed(train={"batch_size": rows, "auto_batch": False})
 
 
@@ -97,7 +97,7 @@ class AgreedTrials:
         try:
             plan = make(self._leading)
         except HalfstepError as error:
-            self.world.from_first(partial(_raise, error))
+            self.world.broadcast_from_first(partial(_raise, error))
             raise
         self._say("done", plan.to_json())
         return plan
@@ -112,7 +112,7 @@ class AgreedTrials:
                 trial = stack.enter_context(self.rehearse(config, self.workload, plan))
             except CannotRun as error:
                 own = _strip_frames(error)
-            _take_slowest(self.world.gathered(own))
+            _take_slowest(self.world.gather(own))
             yield trial
 
     # --- the first one ---
@@ -129,7 +129,7 @@ class AgreedTrials:
             self._say("end")
 
     def _say(self, *words: Any) -> None:
-        self.world.from_first(lambda: words)
+        self.world.broadcast_from_first(lambda: words)
 
     # --- the others ---
 
@@ -148,10 +148,10 @@ class AgreedTrials:
     def _follow(self, trial: Trial) -> None:
         while (said := self._heard())[0] == "cost":
             mode, cudnn_benchmark = said[1:]
-            self.world.gathered(_run_trial(partial(trial.cost, mode, cudnn_benchmark=cudnn_benchmark)))
+            self.world.gather(_run_trial(partial(trial.cost, mode, cudnn_benchmark=cudnn_benchmark)))
 
     def _heard(self) -> tuple[Any, ...]:
-        return self.world.from_first(tuple)
+        return self.world.broadcast_from_first(tuple)
 
     def _with_batch(self, tried: int) -> RunConfig:
         """With as many samples as the first process tries; it has as many as any other, and one more than some."""
@@ -165,9 +165,9 @@ class AgreedTrial(Trial):
         self.own, self.world, self.parts, self.engine, self.window = own, world, own.parts, own.engine, own.window
 
     def cost(self, mode: Mode, time: TrialTime | None = None, *, cudnn_benchmark: bool | None = None) -> Cost:
-        self.world.from_first(lambda: ("cost", mode, cudnn_benchmark))
+        self.world.broadcast_from_first(lambda: ("cost", mode, cudnn_benchmark))
         return _take_slowest(
-            self.world.gathered(_run_trial(lambda: self.own.cost(mode, time, cudnn_benchmark=cudnn_benchmark)))
+            self.world.gather(_run_trial(lambda: self.own.cost(mode, time, cudnn_benchmark=cudnn_benchmark)))
         )
 
 

@@ -25,7 +25,7 @@ from halfstep.evidence.captured import COMPUTING, Modules, Placed, captured_ledg
 from halfstep.evidence.compiled_code import CompiledCode, GraphRecorder, NodeRecorder, names_in, num_of, seen_in
 from halfstep.evidence.kernel_events import Event, Kernel, replays_of
 from halfstep.evidence.precision_ledger import Ledger, Weights, ledger_of, observe, seen_by, undone
-from halfstep.kernels.fast_forms import chains
+from halfstep.kernels.fast_forms import allow_chains
 from halfstep.run.assemble import Assembly
 from halfstep.run.engine import Engine, PhasedEngine, prepared_window
 from halfstep.run.frozen_modules import modules_of
@@ -94,7 +94,7 @@ def _ledgers_of_one(
     if engine.mode == "eager" or parts.workload.blocks:
         return [eager], islands  # tracing the whole network would take the minutes that its blocks save
     recorder = GraphRecorder()
-    with undone(step), chains(on=False), without_remarks():
+    with undone(step), allow_chains(on=False), without_remarks():
         step.compute(loss_alone(recorder.compiled(engine.parts.eager)), prepared)
     seen = seen_in(recorder.graphs, step.model, frozen, observer.seen)
     notes = _notes(engine, num_of(recorder.graphs)["forward"])
@@ -245,7 +245,7 @@ def _nodes(engine: Engine, prepared: list[Batch]) -> list[dict[str, str]]:
     region = recorder.traced(engine.parts.eager)
 
     def loss(batch: Any) -> tuple[Tensor, Tensor | float]:
-        with chains(on=True):
+        with allow_chains(on=True):
             value, weight, _ = region(batch)
         return value, weight
 

@@ -54,7 +54,7 @@ def stored(parts: Assembly, own: Mapping[str, Any]) -> Checkpoint:
         **own,
     }
     if parts.world is not None:
-        state["rank_generators"] = parts.world.gathered(read_generators())
+        state["rank_generators"] = parts.world.gather(read_generators())
     return Checkpoint(model=dict(parts.model.state_dict()), ema=average, state=state)
 
 
@@ -107,7 +107,7 @@ def _average(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> dict[
     """The stored one; an average that was switched on or off starts from the weights, or is dropped."""
     own = parts.step.ema
     if changes.touch("ema.") and (own is not None) != bool(checkpoint.ema):
-        return {} if own is None else own.restarted()
+        return {} if own is None else own.restart()
     return dict(checkpoint.ema)
 
 

@@ -47,7 +47,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def averaged(step: Step | PhasedStep) -> Iterator[None]:
     """The model holds its averaged weights inside, where the step keeps an average."""
-    with step.ema.swapped_in() if step.ema is not None else nullcontext():
+    with step.ema.swap_in() if step.ema is not None else nullcontext():
         yield
 
 
@@ -69,11 +69,11 @@ def validate(
     index = 0
     with evaluating(model):
         for batch, size in zip(prefetch(loader.epoch(0), device), loader.sizes(0, len(loader)), strict=True):
-            place = 0 if world is None else world.place(size)
+            place = 0 if world is None else world.find_first_row(size)
             key = Key.for_validation(index + place)
             index += size
             advance()
-            if world is not None and world.rows(size) == 0:
+            if world is not None and world.count_rows(size) == 0:
                 continue
             prepared = in_layout_of(model, workload.prepared(batch, key=key, training=False))
             with plan.forward():
@@ -84,9 +84,9 @@ def validate(
                     weight_sum += weight
                     metrics.update(outputs, part)
     if world is not None:
-        sums = world.summed({"loss": loss_sum, "weight": weight_sum}, device)
+        sums = world.sum_over_ranks({"loss": loss_sum, "weight": weight_sum}, device)
         loss_sum, weight_sum = sums["loss"], sums["weight"]
-        metrics.load_state_dict(world.summed(metrics.state_dict(), device))
+        metrics.load_state_dict(world.sum_over_ranks(metrics.state_dict(), device))
     return {"loss": float(loss_sum / weight_sum), **metrics.compute()}
 
 

@@ -27,8 +27,8 @@ class Clip:
 
         Nothing but clipping by value writes into the gradients."""
         if self.kind == "value" and self.limit:
-            return self._clamped(gradients, unscale), None
-        norm = self._norm_of(gradients)
+            return self._clamp(gradients, unscale), None
+        norm = self._compute_norm(gradients)
         if unscale is not None:
             norm = norm * unscale
         if self.limit == 0:
@@ -37,15 +37,15 @@ class Clip:
         share = torch.clamp(self.limit / (norm + 1e-6), max=1.0)
         return norm, share if unscale is None else unscale * share
 
-    def _norm_of(self, gradients: list[Tensor]) -> Tensor:
+    def _compute_norm(self, gradients: list[Tensor]) -> Tensor:
         """The norm that is judged and reported: the one that is clipped, L2 under value clipping."""
         kind = float("inf") if self.kind == "inf" else 2.0
         return torch.nn.utils.get_total_norm(gradients, norm_type=kind, error_if_nonfinite=False)
 
-    def _clamped(self, gradients: list[Tensor], unscale: Tensor | None) -> Tensor:
+    def _clamp(self, gradients: list[Tensor], unscale: Tensor | None) -> Tensor:
         if unscale is not None:
             torch._foreach_mul_(gradients, unscale)
-        norm = self._norm_of(gradients)
+        norm = self._compute_norm(gradients)
         torch._foreach_clamp_min_(gradients, -self.limit)
         torch._foreach_clamp_max_(gradients, self.limit)
         return norm

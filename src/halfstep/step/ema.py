@@ -38,34 +38,34 @@ class Ema:
         self.decay, self.warmup_power, self.inv_gamma = decay, warmup_power, inv_gamma
         self.slots = {name: slot for name, slot in _find_slots(model).items() if not parts or is_within(name, parts)}
         kinds: dict[tuple[torch.device, torch.dtype, bool], list[str]] = {}
-        live = self._live()
+        live = self._find_live()
         for name in sorted(live, key=lambda name: live[name].numel() % ALIGNED_ELEMENTS != 0):
             tensor = live[name]
             kinds.setdefault((tensor.device, tensor.dtype, isinstance(tensor, nn.Parameter)), []).append(name)
         self.groups = [chunk for names in kinds.values() for chunk in _cut_chunks(names, live)]
-        self.shadows = [self._start(group) for group in self._live_groups()]
+        self.shadows = [self._gather_fp32(group) for group in self._find_live_groups()]
         self._pass = EmaPass()
 
-    def _live(self) -> dict[str, Tensor]:
+    def _find_live(self) -> dict[str, Tensor]:
         """The tensors by name as they are now: a module may have replaced a buffer."""
         found = {name: owner[key] for name, (owner, key) in self.slots.items()}
         return {name: t for name, t in found.items() if t is not None and is_writable_in_place(t)}
 
-    def _live_groups(self) -> list[list[Tensor]]:
-        live = self._live()
+    def _find_live_groups(self) -> list[list[Tensor]]:
+        live = self._find_live()
         return [[live[name] for name in group] for group in self.groups]
 
     @torch.no_grad()
-    def _start(self, group: list[Tensor]) -> Tensor:
+    def _gather_fp32(self, group: list[Tensor]) -> Tensor:
         flat = gather(group)
         return flat.float() if flat.is_floating_point() else flat
 
     @torch.no_grad()
     def update(self, committed: Tensor, bad: Tensor) -> None:
         """Move towards the model, unless the step was bad. `committed` counts the step that just committed."""
-        keep, left = self._decay_at(committed), []
+        keep, left = self._compute_decay(committed), []
         pairs: list[tuple[Tensor, Tensor]] = []
-        for group, shadow in zip(self._live_groups(), self.shadows, strict=True):
+        for group, shadow in zip(self._find_live_groups(), self.shadows, strict=True):
             # Not buffers: a module may replace one in any step, and a table of addresses would be wrong.
             if isinstance(group[0], nn.Parameter) and can_use_kernel(group):
                 pairs += zip(group, _split_like(shadow, group), strict=True)
@@ -79,16 +79,16 @@ class Ema:
                 now = torch.lerp(now.float(), shadow, keep)
             shadow.copy_(torch.where(bad, shadow, now))
 
-    def _decay_at(self, committed: Tensor) -> Tensor:
+    def _compute_decay(self, committed: Tensor) -> Tensor:
         """Rises with the steps up to `decay`: an early average must not hold on to the random start."""
         rising = 1 - (1 + (committed - 1) / self.inv_gamma) ** -self.warmup_power
         return rising.clamp(max=self.decay)
 
     @contextmanager
-    def swapped_in(self) -> Iterator[None]:
+    def swap_in(self) -> Iterator[None]:
         """The model holds the averaged values inside; its own bits come back afterwards."""
         with torch.no_grad():
-            own = [gather(group) for group in self._live_groups()]
+            own = [gather(group) for group in self._find_live_groups()]
             self._write(self.shadows)
         try:
             yield
@@ -97,23 +97,23 @@ class Ema:
                 self._write(own)
 
     def _write(self, flats: list[Tensor]) -> None:
-        for group, flat in zip(self._live_groups(), flats, strict=True):
+        for group, flat in zip(self._find_live_groups(), flats, strict=True):
             scatter(flat.to(group[0].dtype), group)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Averaged values by the model's names, in fp32 and the model's shapes. Live, as those of torch's optimizers
         are: a checkpoint is written before the next step, snapshots copy."""
         state: dict[str, Tensor] = {}
-        for names, group, shadow in zip(self.groups, self._live_groups(), self.shadows, strict=True):
+        for names, group, shadow in zip(self.groups, self._find_live_groups(), self.shadows, strict=True):
             pieces = _split_like(shadow, group)
             state |= {n: view_like(piece, t) for n, t, piece in zip(names, group, pieces, strict=True)}
         return state
 
     @torch.no_grad()
-    def restarted(self) -> dict[str, Tensor]:
+    def restart(self) -> dict[str, Tensor]:
         """The state of an average that begins with the model as it is now."""
-        for shadow, group in zip(self.shadows, self._live_groups(), strict=True):
-            shadow.copy_(self._start(group))
+        for shadow, group in zip(self.shadows, self._find_live_groups(), strict=True):
+            shadow.copy_(self._gather_fp32(group))
         return self.state_dict()
 
     def refuse_unfit(self, state: Mapping[str, Tensor]) -> None:
@@ -199,15 +199,15 @@ class EmaPass:
 
     def __init__(self) -> None:
         self.launches: list[EmaLaunch] = []
-        self.places: list[tuple[int, int]] = []
+        self.addresses: list[tuple[int, int]] = []
         self.old: list[EmaLaunch] = []
 
     def move(self, pairs: Pairs, decay: Tensor, bad: Tensor) -> None:
         """Move the averages. A capture finds the table made: steps come before it, and it moves no weights."""
-        places = [(weight.data_ptr(), average.data_ptr()) for weight, average in pairs]
-        if places != self.places:
+        addresses = [(weight.data_ptr(), average.data_ptr()) for weight, average in pairs]
+        if addresses != self.addresses:
             self.old += self.launches
-            self.launches, self.places = [*_make_launches(pairs)], places
+            self.launches, self.addresses = [*_make_launches(pairs)], addresses
         for launch in self.launches:
             launch(decay, bad)
 

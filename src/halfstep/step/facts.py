@@ -112,7 +112,7 @@ class Facts:
         """Whether the step was made, or dropped, in every place."""
         return self.packed.numel() > 0
 
-    def replayed(self, attempted: int) -> Facts:
+    def copy_for_replay(self, attempted: int) -> Facts:
         """The facts of a later step that a graph wrote into the same device tensors; to be sent before the next."""
         facts = copy.copy(self)
         facts.attempted, facts.factor = attempted, None

@@ -79,25 +79,25 @@ class ForwardWrites:
         ids = [id(p) for p in trained]
         has_become_sparse = any(_is_sparse(owner.get(key)) for _, owner, key in self.saved)
         if self.slots.refresh() or ids != self.trained or has_become_sparse:
-            self._take_in(trained)
+            self._sort_anew(trained)
             self.trained = ids
-        self._look_up([owner.get(key) for _, owner, key in self.saved])
+        self._update_views([owner.get(key) for _, owner, key in self.saved])
         self.before, self.storages, self.snapshots = list(self.held), list(self.aliases), [self.views]
         self.views.save()
         now = [owner.get(key) for _, owner, key in self.watched]
         self.marks = [(None, 0, 0) if held is None else (held, held._version, held.data_ptr()) for held in now]
-        self.copies = self._copies_of_new_ones() if self.has_new_ones else {}
+        self.copies = self._copy_new_ones() if self.has_new_ones else {}
         self.sparse.save()
         self.is_open = True
 
-    def _look_up(self, held: list[Tensor | None]) -> None:
+    def _update_views(self, held: list[Tensor | None]) -> None:
         """Find the memory of what is held now, unless it is that of the last window: most of `save` would be that."""
         last = zip(held, self.held, self.aliases, strict=True) if len(held) == len(self.held) else None
         if last is None or any(now is not then or _is_moved(now, alias) for now, then, alias in last):
             self.held, self.aliases = held, [_alias_storage(tensor) for tensor in held]
             self.views = Snapshot(s for s in self.aliases if s is not None and is_writable_in_place(s))
 
-    def look(self) -> None:
+    def find_writes(self) -> None:
         """After the window's last backward pass: find the parameters that it wrote without their being saved."""
         marked = list(zip(self.watched, self.marks, strict=False))
         self._find_written()
@@ -111,15 +111,15 @@ class ForwardWrites:
         self._find_exchanged()
         self._refuse_replaced_weights()
 
-    def look_again(self) -> None:
+    def find_commit_writes(self) -> None:
         """After `on_commit`: it may have written whatever the optimizers have not."""
         self._find_written()
         self._find_exchanged()
 
     def _find_exchanged(self) -> None:
-        self.replaced, self.moved = self._replaced_now(), self._moved_now()
+        self.replaced, self.moved = self._find_replaced(), self._find_moved()
         self.has_grown = self.slots.have_grown
-        self.exchanges = bool(self.replaced or self.moved or self.has_grown or self.sparse.changed())
+        self.exchanges = bool(self.replaced or self.moved or self.has_grown or self.sparse.find_changed())
 
     @torch.no_grad()
     def became_non_finite(self, device: torch.device) -> Tensor:
@@ -156,20 +156,20 @@ class ForwardWrites:
                 held.data = torch.where(bad, storage, held.data)
             elif bool(bad):
                 held.data = storage
-        if self.sparse.changed() and bool(bad):
+        if self.sparse.find_changed() and bool(bad):
             self.sparse.restore()
         if self.has_grown and bool(bad):
-            self.slots.take_back()
+            self.slots.remove_new_entries()
         self._close()
 
     def put_back(self) -> str:
         """Undo a window that is not to be judged, as one that broke off. Return a sentence on what cannot be undone:
         a large or trained parameter that forward wrote for the first time."""
         self._find_written()
-        self._put_back_what_was_exchanged()
+        self._undo_exchanges()
         for snapshot in self.snapshots:
             snapshot.restore()
-        unsaved = self._names_of_unsaved()
+        unsaved = self._name_unsaved()
         self._close()
         if not unsaved:
             return ""
@@ -181,7 +181,7 @@ class ForwardWrites:
 
     def forget(self) -> None:
         """After a capture, which ran nothing: its copies are the graph's, and what it exchanged is put back."""
-        self._put_back_what_was_exchanged()
+        self._undo_exchanges()
         self._close()
 
     def _close(self) -> None:
@@ -197,22 +197,22 @@ class ForwardWrites:
         """What of the last window a CUDA graph could not repeat."""
         if self.exchanges:
             return "the model replaces or registers a tensor in its forward pass instead of writing into it"
-        return f"forward wrote {self._names_of_unsaved()} for the first time" if self.unsaved else ""
+        return f"forward wrote {self._name_unsaved()} for the first time" if self.unsaved else ""
 
     def refuse_unsaved(self, bad: Tensor) -> None:
         """A bad step has written a parameter that was never seen to be written, so that no copy of it exists."""
         if self.unsaved and bool(bad):
             raise ModelError(
-                f"a bad step wrote {self._names_of_unsaved()} in its forward pass, for the first time in this run",
+                f"a bad step wrote {self._name_unsaved()} in its forward pass, for the first time in this run",
                 why="parameters are saved once they were seen to be written, so these cannot be put back; everything "
                 "else is as it was before the step",
                 fix="load your last checkpoint, and name them when you make the step: "
                 "also=[model.part.weight], or also=[*model.part.parameters()]",
             )
 
-    def beside_the_model(self, trained: Sequence[Tensor]) -> list[TensorSlot]:
+    def find_tensors_beside(self, trained: Sequence[Tensor]) -> list[TensorSlot]:
         """What goes with the model and no other step trains: a teacher, a recurrent state, a loss's weights."""
-        self._hold(trained)
+        self._hold_loose(trained)
         others = self.slots.roots[1:]
         found = TensorSlots(
             [root for root in others if root is self.loose or not any(map(_is_trained, root.parameters()))]
@@ -221,7 +221,7 @@ class ForwardWrites:
         parameters = (slot for slot in found.parameters if slot.name in self.written or slot.module is self.loose)
         return [*parameters, *(slot for slot in found.buffers if not _is_trained(slot.held))]
 
-    def compare_anew(self) -> None:
+    def restart_comparison(self) -> None:
         """After state was loaded: the next window is a first one again."""
         self.compared.clear()
         self.trained = []
@@ -229,13 +229,13 @@ class ForwardWrites:
 
     # --- inside ---
 
-    def _take_in(self, trained: Sequence[Tensor]) -> None:
+    def _sort_anew(self, trained: Sequence[Tensor]) -> None:
         """Modules, or the optimizers' groups, are others than at the last window."""
-        self._hold(trained)
+        self._hold_loose(trained)
         refuse_uninitialised(self.slots)
         self._sort_parameters(trained)
 
-    def _hold(self, trained: Sequence[Tensor]) -> None:
+    def _hold_loose(self, trained: Sequence[Tensor]) -> None:
         inside = {id(owner[key]) for _, owner, key in self.slots.parameters}
         for tensor in trained:
             if id(tensor) not in inside:  # such as a loss function's own
@@ -243,7 +243,7 @@ class ForwardWrites:
         self.slots.refresh()
 
     def _sort_parameters(self, trained: Sequence[Tensor]) -> None:
-        small = self._small_untrained({id(p) for p in trained})
+        small = self._find_small_untrained({id(p) for p in trained})
         saved = [p for p in self.slots.parameters if p.name in self.written | small or p.owner[p.key] is None]
         self.sparse.slots = [p for p in (*self.slots.buffers, *saved) if _is_sparse(p.held)]
         self.saved = [p for p in (*self.slots.buffers, *saved) if not _is_sparse(p.held)]
@@ -252,14 +252,14 @@ class ForwardWrites:
         self.watched = [slot for slot in rest if _has_plain_storage(slot.owner[slot.key])]
         self.has_new_ones = any(slot.name not in self.compared for slot in self.watched)
 
-    def _small_untrained(self, trained: set[int]) -> set[Name]:
+    def _find_small_untrained(self, trained: set[int]) -> set[Name]:
         """Parameters that no optimizer holds, smallest first, up to SMALL_BYTES: cheap to save in every window."""
         held = [(p.name, p.held) for p in self.slots.parameters if p.held is not None and id(p.held) not in trained]
         sizes = sorted(((t.numel() * t.element_size(), name) for name, t in held), key=lambda pair: pair[0])
         totals = itertools.accumulate(size for size, _ in sizes)
         return {name for (_, name), total in zip(sizes, totals, strict=True) if total <= SMALL_BYTES}
 
-    def _copies_of_new_ones(self) -> dict[Name, Tensor]:
+    def _copy_new_ones(self) -> dict[Name, Tensor]:
         new = (slot for slot in self.watched if slot.name not in self.compared)
         return {p.name: held.data.to("cpu", copy=True) for p in new if (held := p.owner.get(p.key)) is not None}
 
@@ -294,32 +294,32 @@ class ForwardWrites:
         elif in_place:
             self.unsaved.append(slot)
 
-    def _names_of_unsaved(self) -> str:
-        return ", ".join(self.slots.full_name(slot) for slot in self.unsaved)
+    def _name_unsaved(self) -> str:
+        return ", ".join(self.slots.find_full_name(slot) for slot in self.unsaved)
 
-    def _replaced_now(self) -> list[Change]:
+    def _find_replaced(self) -> list[Change]:
         pairs = zip(self.saved, self.before, strict=False)
         return [(p, before, now) for p, before in pairs if (now := p.owner.get(p.key)) is not before]
 
-    def _moved_now(self) -> list[tuple[Tensor, Tensor]]:
+    def _find_moved(self) -> list[tuple[Tensor, Tensor]]:
         """Tensors with other storage than before, and the old one."""
         pairs = zip(self.before, self.storages, strict=True)
         return [(t, s) for t, s in pairs if _is_moved(t, s) and t is not None and s is not None]
 
-    def _put_back_what_was_exchanged(self) -> None:
+    def _undo_exchanges(self) -> None:
         if self.is_open:
-            for slot, before, _ in self._replaced_now():
+            for slot, before, _ in self._find_replaced():
                 _put(slot, before)
-            for held, storage in self._moved_now():
+            for held, storage in self._find_moved():
                 held.data = storage
             self.sparse.restore()
-            self.slots.take_back()
+            self.slots.remove_new_entries()
 
     def _refuse_replaced_weights(self) -> None:
         for slot, before, now in self.replaced:
             has_gradient = any(t is not None and t.grad is not None for t in (before, now))
             if has_gradient and id(before) in self.trained:
-                name = self.slots.full_name(slot)
+                name = self.slots.find_full_name(slot)
                 raise ModelError(
                     f"the forward pass replaces the parameter {name}, which an optimizer trains, by a new one",
                     why="the optimizer holds the old one and would go on training that, without any effect",
@@ -343,14 +343,14 @@ class SparseTensors:
             if tensor is not None and (then is None or then[0] is not tensor or then[1] != tensor._version):
                 self.saved[name] = (tensor, tensor._version, tensor.detach().clone())
 
-    def changed(self) -> list[TensorSlot]:
+    def find_changed(self) -> list[TensorSlot]:
         """Those that were written or replaced since `save`."""
         saved = ((slot, self.saved.get(slot.name)) for slot in self.slots)
         return [p for p, then in saved if then is not None and (p.held is not then[0] or then[0]._version != then[1])]
 
     def became_non_finite(self, device: torch.device) -> Tensor:
         found = torch.zeros((), dtype=torch.bool, device=device)
-        for slot in self.changed():
+        for slot in self.find_changed():
             now = slot.held
             if now is not None and can_be_non_finite(now):
                 found = found | ~is_finite(now).all().to(device)
@@ -358,7 +358,7 @@ class SparseTensors:
 
     @torch.no_grad()
     def restore(self) -> None:
-        for slot in self.changed():
+        for slot in self.find_changed():
             tensor, version, copy = self.saved[slot.name]
             if tensor._version != version:
                 tensor.copy_(copy)
@@ -389,7 +389,7 @@ def refuse_uninitialised(slots: TensorSlots) -> None:
     for slot in (*slots.parameters, *slots.buffers):
         if isinstance(slot.owner[slot.key], (UninitializedBuffer, UninitializedParameter)):
             raise ModelError(
-                f"{slots.full_name(slot)} has no shape yet: its module is lazy",
+                f"{slots.find_full_name(slot)} has no shape yet: its module is lazy",
                 why="what does not exist before a step could not be put back after a bad one",
                 fix="run the model once on a batch before you make the optimizer and the step",
             )
@@ -481,7 +481,7 @@ class TensorSlots:
         """Whether a module has registered something since `refresh`: in its forward pass."""
         return _count_entries(self.modules) != self.sizes
 
-    def take_back(self) -> None:
+    def remove_new_entries(self) -> None:
         """Remove what was registered since `refresh`: a dict keeps the order in which it was."""
         for module, sizes in zip(self.modules, self.sizes, strict=True):
             owners: tuple[dict[str, Any], ...] = (module._modules, module._parameters, module._buffers)
@@ -490,7 +490,7 @@ class TensorSlots:
                     del owner[key]
                     module._non_persistent_buffers_set.discard(key)
 
-    def full_name(self, slot: TensorSlot) -> str:
+    def find_full_name(self, slot: TensorSlot) -> str:
         """As `named_parameters` calls it, under whichever root holds it."""
         for root in self.roots:
             for prefix, module in root.named_modules():

@@ -58,7 +58,7 @@ class GraphedStep:
         ]
         self.graph = torch.cuda.CUDAGraph()
         self.passes: list[SinglePass] = []  # its kernels read their tables at every replay: they are kept here
-        self.facts = self._captured(loss_fn, pool)
+        self.facts = self._capture(loss_fn, pool)
         for single_pass in self.passes:
             single_pass.fill()
 
@@ -83,13 +83,13 @@ class GraphedStep:
             for name, value in batch.items():
                 own[name].copy_(value, non_blocking=True)
         self.graph.replay()
-        facts = self.facts.replayed(step.attempted)
+        facts = self.facts.copy_for_replay(step.attempted)
         facts.ids, facts.rng = read_sample_ids(window), rng
         step.attempted += 1
         facts.send()
         return facts
 
-    def _captured(self, loss_fn: LossFn, pool: Pool) -> Facts:
+    def _capture(self, loss_fn: LossFn, pool: Pool) -> Facts:
         stream = torch.cuda.current_stream(self.step.device)
         reason = ""
         # A cycle that still holds an earlier step's autograd graph ties its gradients to the stream of that step.
@@ -100,7 +100,7 @@ class GraphedStep:
                 capture = torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local")
                 with use_growing_segments(), capture:
                     try:
-                        return self._recorded(loss_fn)
+                        return self._record(loss_fn)
                     except Exception as error:
                         reason = _read_first_line(error)  # ending the capture may fail as well, in words that tell less
                         raise
@@ -112,7 +112,7 @@ class GraphedStep:
             _end_broken_capture(stream, pool)
             raise CaptureFailed(reason)
 
-    def _recorded(self, loss_fn: LossFn) -> Facts:
+    def _record(self, loss_fn: LossFn) -> Facts:
         facts = self.step.forward_backward(loss_fn, self.inputs)
         reason = self.step.why_not_captured()
         if reason:

@@ -133,7 +133,7 @@ class Guard:
                 return verdict
         return CONTINUE
 
-    def rolled_back(self) -> None:
+    def note_rollback(self) -> None:
         """The run went back: what is in flight belongs to the abandoned path."""
         self.num_rollbacks += 1
         self.acknowledge()
@@ -156,7 +156,7 @@ class Guard:
         self._make_held_again(found)
         return self.judge(reading)
 
-    def let_go(self) -> None:
+    def release_held(self) -> None:
         """Have all that is held made now: before the state is stored, copied, or looked at. Nothing is judged yet."""
         if self.make_again is None:
             return

@@ -33,7 +33,7 @@ class PhaseStep(Step):
     """A step that trains its own parameters only: all others of the model get no gradients while it runs."""
 
     def forward_backward(self, loss_fn: LossFn, window: Window) -> Facts:
-        with freeze_others(self.model, self.trained_parameters()):
+        with freeze_others(self.model, self.find_trained_parameters()):
             return super().forward_backward(loss_fn, window)
 
 
@@ -58,17 +58,17 @@ class Averages:
         self.own = own
 
     @contextmanager
-    def swapped_in(self) -> Iterator[None]:
+    def swap_in(self) -> Iterator[None]:
         with ExitStack() as all_of_them:
             for average in self.own:
-                all_of_them.enter_context(average.swapped_in())
+                all_of_them.enter_context(average.swap_in())
             yield
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: value for average in self.own for name, value in average.state_dict().items()}
 
-    def restarted(self) -> dict[str, Tensor]:
-        return {name: value for average in self.own for name, value in average.restarted().items()}
+    def restart(self) -> dict[str, Tensor]:
+        return {name: value for average in self.own for name, value in average.restart().items()}
 
 
 class PhasedStep:
@@ -124,7 +124,7 @@ class PhasedStep:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        parts = self._parts(state)
+        parts = self._split_state(state)
         for name, step in self.steps.items():
             refuse_unfit(step, parts[name])
         for name, step in self.steps.items():
@@ -132,17 +132,17 @@ class PhasedStep:
         self.attempted = int(state["attempted"])
         self.committed.fill_(int(state["committed"]))
 
-    def _parts(self, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def _split_state(self, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         stored = state.get("phases", {})
         if stored.keys() != self.steps.keys():
             raise CheckpointError(
                 f"the stored state is of the phases {', '.join(stored) or 'none'}, not {', '.join(self.steps)}",
                 fix="resume with the workload the run was started with",
             )
-        averages = self._averages(state["ema"])
+        averages = self._split_averages(state["ema"])
         return {name: {**stored[name], "scaler": state["scaler"], "ema": averages[name]} for name in self.steps}
 
-    def _averages(self, stored: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    def _split_averages(self, stored: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         """Each phase's own; names that belong to none go to the first, which refuses them."""
         own = {name: list(step.ema.state_dict()) if step.ema is not None else [] for name, step in self.steps.items()}
         known = {key for names in own.values() for key in names}
@@ -170,11 +170,11 @@ class PhasedGuard(Guard):
         """The gravest verdict on any phase. Where a rollback goes is counted in iterations, not in a phase's steps."""
         parts = split_phases(reading)
         before = reading.committed - any(not part.is_bad for part in parts.values())
-        found = [self._of_phase(name, part, before) for name, part in parts.items()]
+        found = [self._judge_phase(name, part, before) for name, part in parts.items()]
         self.num_skipped = sum(guard.num_skipped for guard in self.phases.values())
         return max(found, key=lambda verdict: FROM_MILDEST.index(verdict.action), default=CONTINUE)
 
-    def _of_phase(self, name: str, reading: Reading, committed: int) -> Verdict:
+    def _judge_phase(self, name: str, reading: Reading, committed: int) -> Verdict:
         guard = self.phases[name]
         guard.num_rollbacks = self.num_rollbacks
         verdict = guard.judge(replace(reading, committed=committed))

@@ -47,7 +47,7 @@ class Agreed:
     said: Tensor
     """Who asked to stop (how many), then of each rank the flags, the seconds it waited for the others, and its rate."""
 
-    def any_said(self, flag: int) -> Tensor:
+    def has_any(self, flag: int) -> Tensor:
         return (self.said[1 : 1 + len(self.said) // PER_RANK].long() & flag).any()
 
 
@@ -86,16 +86,16 @@ class Ranks:
         """Whether DDP has settled its buckets and measured its first iterations."""
         return self._num_reduced >= UNCAPTURED
 
-    def ask(self) -> None:
+    def ask_to_stop(self) -> None:
         """Have the next step tell all ranks that the run is to end."""
         self.asked.fill_(1)
 
-    def fell_to(self, mode: Slower) -> None:
+    def announce_mode(self, mode: Slower) -> None:
         """Have the next verdict tell all ranks that this one's steps run in a slower mode from now on."""
         self._fell.fill_(FELL[mode])
 
     @contextmanager
-    def reducing(self, *, is_last: bool) -> Iterator[None]:
+    def reduce_last(self, *, is_last: bool) -> Iterator[None]:
         """Around forward and backward: gradients travel with the window's last micro-batch only."""
         self._entered.clear()
         with ExitStack() as quiet:
@@ -105,15 +105,15 @@ class Ranks:
             yield
         self._num_reduced += is_last
 
-    def unit(self, weight: Tensor | float | int) -> Tensor:
+    def agree_on_unit(self, weight: Tensor | float | int) -> Tensor:
         """The mean of all ranks' first weights: equal ones count exactly 1 each, as in plain DDP."""
-        mean = self._tensor(weight) / self.size
-        with self._timed():
+        mean = self._to_tensor(weight) / self.size
+        with self._time_wait():
             dist.all_reduce(mean)
         return torch.where(mean > 0, mean, torch.ones_like(mean)).float()
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _time_wait(self) -> Iterator[None]:
         """How long this rank waits for the others where they first meet in a step: the slowest one waits least. On CUDA
         it is known one step later, and of captured steps it is not."""
         if self.device.type != "cuda":
@@ -131,7 +131,7 @@ class Ranks:
         yield
         self._marks[1].record(torch.cuda.current_stream(self.device))
 
-    def nothing(self, loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    def make_empty_loss(self, loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         """A loss of 0 whose backward pass reaches every parameter: the other ranks wait for this one's gradients."""
         if self.talks_in_backward:
             return loss * 0
@@ -140,7 +140,7 @@ class Ranks:
 
     def agree(self, loss_sum: Tensor, weight: Tensor | float | int, ruined: Tensor, rate: Tensor) -> Agreed:
         """One SUM over all ranks of what their windows came to."""
-        share = self._tensor(weight)
+        share = self._to_tensor(weight)
         loss_sum = torch.where(share == 0, torch.zeros_like(share), loss_sum.double())
         flags = BAD * (loss_sum - loss_sum != 0).double() + RUINED * ruined.double() + EMPTY * (share == 0).double()
         waited_s = self._waited_s
@@ -152,7 +152,7 @@ class Ranks:
         loss = torch.where(both[0] == 0, torch.full_like(both[0], float("nan")), both[1] / both[0])
         return Agreed(weight=both[0].float(), loss=loss.float(), said=both[2:])
 
-    def any_of(self, flag: Tensor) -> Tensor:
+    def agree_on_any(self, flag: Tensor) -> Tensor:
         found = flag.float()
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return found > 0
@@ -186,7 +186,7 @@ class Ranks:
                 fix="train.find_unused=true (in your own loop DDP(..., find_unused_parameters=True)), or freeze them",
             )
 
-    def _tensor(self, weight: Tensor | float | int) -> Tensor:
+    def _to_tensor(self, weight: Tensor | float | int) -> Tensor:
         if isinstance(weight, Tensor):
             return weight.detach().to(self.device, torch.float64).reshape(())
         return torch.full((), float(weight), dtype=torch.float64, device=self.device)
@@ -313,7 +313,7 @@ def refuse_other_steps(world: World, optimizers: Sequence[Optimizer], settings: 
 
 def refuse_other_settings(world: World, own: Mapping[str, Any], *, why: str, fix: str) -> None:
     """What all ranks must have alike, compared; every one of them is told who differs."""
-    first, *others = world.gathered({name: str(value) for name, value in own.items()})
+    first, *others = world.gather({name: str(value) for name, value in own.items()})
     for rank, other in enumerate(others, 1):
         keys = [key for key in first | other if first.get(key) != other.get(key)]
         if keys:

@@ -54,11 +54,11 @@ class Scaler:
     ) -> None:
         self.enabled = enabled
         self.options = options or ScalerOptions()
-        self.first = self._first(accumulate) if enabled else 1.0
+        self.first = self._choose_first(accumulate) if enabled else 1.0
         self.value = torch.full((), self.first, dtype=torch.float32, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
 
-    def _first(self, accumulate: int) -> float:
+    def _choose_first(self, accumulate: int) -> float:
         """Usual loops divide the loss by `accumulate` before they scale it, a window here divides at its end. So that
         fp16 meets the same numbers, and as many first steps overflow, the scale begins that much lower."""
         power_of_two = 1 << (accumulate - 1).bit_length()

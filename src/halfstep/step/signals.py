@@ -35,7 +35,7 @@ class DelayedSignals:
         self._is_allowed = False
 
     @contextlib.contextmanager
-    def delayed(self) -> Iterator[None]:
+    def delay(self) -> Iterator[None]:
         """Run the handlers of signals that arrive inside when the block ends; of nested blocks, the outermost."""
         # Python runs handlers in the main thread only.
         if self._depth or threading.current_thread() is not threading.main_thread():
@@ -54,7 +54,7 @@ class DelayedSignals:
                 self._run_pending()
 
     @contextlib.contextmanager
-    def allowed(self) -> Iterator[None]:
+    def allow(self) -> Iterator[None]:
         """Let handlers run at once inside: for the user's code, which may take long and can be undone."""
         self._is_allowed = True
         try:

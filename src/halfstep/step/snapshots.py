@@ -28,7 +28,7 @@ class Snapshots:
         self.start = 0
         """Committed steps of the first state, or of the one gone back to: nearer than the margin, still far enough."""
 
-    def due(self, attempted: int) -> bool:
+    def is_due(self, attempted: int) -> bool:
         return attempted % self.every == 0
 
     def take(self, model: nn.Module, step: Step | PhasedStep) -> None:
@@ -41,12 +41,12 @@ class Snapshots:
         state = {"model": model.state_dict(), "buffers": find_loose_buffers(model), "step": step.state_dict()}
         self.states.append(copy_to_host(state))
         # A fault that the guard has not acted on yet may be `lag` steps old; before that, one state is enough.
-        while len(self.states) > 1 and _read_committed(self.states[1]) <= self._limit(committed - self.lag):
+        while len(self.states) > 1 and _read_committed(self.states[1]) <= self._compute_limit(committed - self.lag):
             del self.states[0]
 
-    def before(self, committed: int) -> dict[str, Any] | None:
+    def find_before(self, committed: int) -> dict[str, Any] | None:
         """The newest state at least `margin` committed steps before `committed`, or the one everything began with."""
-        usable = [state for state in self.states if _read_committed(state) <= self._limit(committed)]
+        usable = [state for state in self.states if _read_committed(state) <= self._compute_limit(committed)]
         return usable[-1] if usable else None
 
     def go_back(self, state: Mapping[str, Any], model: nn.Module, step: Step | PhasedStep) -> None:
@@ -59,7 +59,7 @@ class Snapshots:
         self.start = _read_committed(state)
         self.states = [other for other in self.states if _read_committed(other) <= self.start]
 
-    def _limit(self, committed: int) -> int:
+    def _compute_limit(self, committed: int) -> int:
         return max(committed - self.margin, min(self.start, committed))
 
     def state_dict(self) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class Step:
         self.model, self.plan, self.accumulate, self.clip, self.ema = model, plan, accumulate, clip or Clip(), ema
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self.rates: Rates | None = None
-        trained = self.trained_parameters()
+        trained = self.find_trained_parameters()
         refuse_spread(model, trained)
         self.device = trained[0].device
         self.ranks: Ranks | None = None
@@ -95,7 +95,7 @@ class Step:
             self.rates = schedules
         elif schedules:
             self.rates = Rates(self.optimizers, schedules, self.device)
-        self.committers = [Committer(optimizer, self._rates_of(optimizer)) for optimizer in self.optimizers]
+        self.committers = [Committer(optimizer, self._find_rates(optimizer)) for optimizer in self.optimizers]
         if not isinstance(scaler, Scaler):
             scaler = Scaler(self.device, enabled=plan.needs_loss_scaling, options=scaler, accumulate=accumulate)
         self.scaler = scaler
@@ -141,30 +141,30 @@ class Step:
             if unsaved:
                 error.add_note(unsaved)
             if self.ranks is not None and isinstance(error, RuntimeError) and is_lost_rank(error):
-                raise self.ranks.world.lost(error) from error
+                raise self.ranks.world.explain_loss(error) from error
             raise
         facts.ids, facts.rng = read_sample_ids(window), self._rng
-        self._judged = JudgedGradients(self.trained_parameters())
+        self._judged = JudgedGradients(self.find_trained_parameters())
         return facts
 
     def forward_backward(self, loss_fn: LossFn, window: Window) -> Facts:
         """The part of `compute` that the device does: what a CUDA graph can hold."""
-        parameters = self.trained_parameters()
+        parameters = self.find_trained_parameters()
         if self.values is not None:
             self.values.refresh()
         self.writes.save(parameters)
         self.clear_gradients()
         choose_gradient_types(self.optimizers, len(window))
-        with self.signals.allowed():
+        with self.signals.allow():
             loss, weight = self._accumulate(loss_fn, window, parameters)
-        self.writes.look()
+        self.writes.find_writes()
         return self._judge(parameters, loss, weight, is_weighted=len(window) > 1)
 
     def abandon(self) -> str:
         """Undo a compute() that was not committed: buffers and generators as before. Twice does no harm. Return a
         sentence on what could not be undone, or nothing."""
         unsaved = ""
-        with self.signals.delayed():
+        with self.signals.delay():
             self.clear_gradients()
             if self._rng:
                 unsaved = self.writes.put_back()
@@ -180,7 +180,7 @@ class Step:
                 why="the gradients of these are gone, or were committed before",
                 fix="step.commit(step.compute(loss_fn, window))",
             )
-        with self.signals.delayed():
+        with self.signals.delay():
             try:
                 self._judged.refuse_edited()
                 self.look_ahead()
@@ -205,7 +205,7 @@ class Step:
         """The part of `commit` that the device does; everything is written in place, so that a graph can hold it."""
         if self.rates is not None:
             self.rates.refresh(self.committed)
-        lr = self._first_rate()
+        lr = self._read_first_rate()
         verdict = commit_all(self.committers, facts.bad, facts.factor)
         if verdict is not facts.bad:
             facts.spoil(verdict)
@@ -218,7 +218,7 @@ class Step:
     def _conclude(self, facts: Facts, lr: Tensor) -> None:
         bad = facts.bad
         if self.on_commit is not None:
-            self.writes.look_again()
+            self.writes.find_commit_writes()
             self.writes.refuse_unsaved(bad)
         self.writes.restore_where(bad)
         self.committed.add_(~bad)
@@ -247,7 +247,7 @@ class Step:
 
     def forget_writes(self) -> None:
         """After state was loaded: a compute() before it is void, and what forward writes is found again."""
-        self.writes.compare_anew()
+        self.writes.restart_comparison()
         self._rng, self._judged = {}, JudgedGradients()
 
     def forget_capture(self) -> None:
@@ -267,15 +267,15 @@ class Step:
         total_weight: Weight = 0.0
         unit: Weight | None = None
         for number, batch in enumerate(window, 1):
-            with self._reducing(is_last=number == len(window)):
+            with self._reduce_last(is_last=number == len(window)):
                 with self.plan.forward(), self.observed():
                     result = loss_fn(batch)
                 loss, weight = result if isinstance(result, tuple) else (result, count_samples(batch))
                 if unit is None and self.ranks is not None:
-                    unit = self.ranks.unit(weight)
+                    unit = self.ranks.agree_on_unit(weight)
                 if not isinstance(weight, Tensor) and weight == 0:
                     if self.ranks is not None and number == len(window):
-                        self._backward(self.ranks.nothing(loss, parameters))
+                        self._backward(self.ranks.make_empty_loss(loss, parameters))
                     continue
                 unit = make_positive(weight) if unit is None else unit
                 share = weight / unit
@@ -292,8 +292,8 @@ class Step:
             return torch.full((), float("nan"), device=self.device), 0.0
         return total_loss, total_weight
 
-    def _reducing(self, *, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if self.ranks is None else self.ranks.reducing(is_last=is_last)
+    def _reduce_last(self, *, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self.ranks is None else self.ranks.reduce_last(is_last=is_last)
 
     def _backward(self, loss: Tensor) -> None:
         with self.plan.backend(), self.observed():
@@ -306,7 +306,7 @@ class Step:
         if self.ranks is not None:
             refuse_sparse(parameters)
             self.ranks.refuse_unreduced(parameters, self.model)
-        totals = self._totals(loss_sum, weight, scale, is_weighted=is_weighted)
+        totals = self._sum_up(loss_sum, weight, scale, is_weighted=is_weighted)
         loss, unscale, overflow = totals.loss, totals.unscale, None
         if self.on_gradients is not None:
             overflow = self._unscale_and_edit(gradients, unscale)
@@ -320,16 +320,16 @@ class Step:
             torch._foreach_mul_(gradients, factor)
         return facts
 
-    def _totals(self, loss_sum: Tensor, weight: Weight, scale: Tensor, *, is_weighted: bool) -> Totals:
+    def _sum_up(self, loss_sum: Tensor, weight: Weight, scale: Tensor, *, is_weighted: bool) -> Totals:
         """What the window came to, over all ranks."""
         ruined = self.writes.became_non_finite(self.device)
         if self.ranks is None:
             loss = loss_sum if is_one(weight) else loss_sum / weight
             unscale = 1.0 / (scale * weight) if self.scaler.enabled or is_weighted else None
             return Totals(loss, weight, ruined, unscale, None)
-        agreed = self.ranks.agree(loss_sum, weight, ruined, self._first_rate())
+        agreed = self.ranks.agree(loss_sum, weight, ruined, self._read_first_rate())
         unscale = self.ranks.size / (scale * agreed.weight)  # DDP has divided by the number of ranks
-        return Totals(agreed.loss, agreed.weight, agreed.any_said(RUINED), unscale, agreed)
+        return Totals(agreed.loss, agreed.weight, agreed.has_any(RUINED), unscale, agreed)
 
     def _decide(self, facts: Facts, totals: Totals, overflow: Tensor | None) -> None:
         """Whether the step is bad, and in which way: empty, ruined, a spike, or not finite."""
@@ -345,8 +345,8 @@ class Step:
         bad = bad if overflow is None else bad | overflow
         if self.ranks is not None and totals.agreed is not None:
             # What a hook made of the gradients is each rank's own; all the rest is the same everywhere.
-            bad = bad | totals.agreed.any_said(BAD)
-            bad = bad if self.on_gradients is None else self.ranks.any_of(bad)
+            bad = bad | totals.agreed.has_any(BAD)
+            bad = bad if self.on_gradients is None else self.ranks.agree_on_any(bad)
             facts.said, facts.wait = totals.agreed.said, self.ranks.world.wait
         facts.bad = bad | facts.spike if self.spikes.skips else bad
         facts.spike = facts.spike & ~bad
@@ -363,7 +363,7 @@ class Step:
         self.on_gradients(self.model)
         return None if norm is None else norm - norm != 0
 
-    def trained_parameters(self) -> list[Tensor]:
+    def find_trained_parameters(self) -> list[Tensor]:
         """Each once, asked for again at every step: a group may have been added, a parameter be in two optimizers."""
         if self.rates is not None:
             self.rates.refuse_new_groups()
@@ -375,12 +375,12 @@ class Step:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-    def _rates_of(self, optimizer: Optimizer) -> Rates | None:
+    def _find_rates(self, optimizer: Optimizer) -> Rates | None:
         return self.rates if self.rates is not None and self.rates.drives(optimizer) else None
 
-    def _first_rate(self) -> Tensor:
-        if (rates := self._rates_of(self.optimizers[0])) is not None:
-            return rates.first_of(self.optimizers[0])
+    def _read_first_rate(self) -> Tensor:
+        if (rates := self._find_rates(self.optimizers[0])) is not None:
+            return rates.find_first(self.optimizers[0])
         lr = self.optimizers[0].param_groups[0]["lr"]
         lr = float("nan") if lr is None else lr  # an optimizer may find its own, as transformers' Adafactor does
         return lr.detach() if isinstance(lr, Tensor) else torch.full((), float(lr), device=self.device)

@@ -51,7 +51,7 @@ def load_state(step: Step, state: Mapping[str, Any]) -> None:
         _match_layouts(optimizer)
     if step.rates is not None:
         step.rates.set_cut(float(state["rate_factor"]))
-        step.rates.refind()
+        step.rates.find_groups_again()
     for committer in step.committers:
         committer.forget()
     step.forget_writes()

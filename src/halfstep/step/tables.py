@@ -47,19 +47,19 @@ class Tabulated:
         if attempted >= known and self.end is not None and int(committed) >= known:
             raise self.end
 
-    def at(self, committed: Tensor) -> Tensor:
+    def look_up(self, committed: Tensor) -> Tensor:
         return self.table.index_select(1, committed.view(1)).view(-1)
 
-    def checked(self, value: Any) -> float:
+    def check(self, value: Any) -> float:
         """A function's value, or `Unusable`."""
         return check_finite(value)
 
-    def ended(self, step: int, error: Exception) -> ConfigError:
+    def explain_end(self, step: int, error: Exception) -> ConfigError:
         """What to say where a function has no value for a step."""
         raise NotImplementedError
 
     def _extend(self, known: int, attempted: int) -> None:
-        columns = self._columns(known, attempted)
+        columns = self._compute_columns(known, attempted)
         if not columns:
             return
         more = torch.tensor(columns, dtype=self.table.dtype).T.contiguous()
@@ -67,16 +67,16 @@ class Tabulated:
             more = more.pin_memory()
         self.table = torch.cat([self.table, more.to(self.table.device, non_blocking=True)], dim=1)
 
-    def _columns(self, known: int, attempted: int) -> list[list[float]]:
+    def _compute_columns(self, known: int, attempted: int) -> list[list[float]]:
         """The values of the next steps. A function may end (a list, torch's OneCycleLR, a formula that holds for the
         steps of the training only): running into its end is an error, looking ahead over it is not."""
         columns: list[list[float]] = []
         first = CPU_CHUNK if self.table.device.type == "cpu" else TABLE_CHUNK
         for step in range(known, attempted + (self.chunk or max(known, first))):
             try:
-                columns.append([self.checked(function(step)) for function in self.functions])
+                columns.append([self.check(function(step)) for function in self.functions])
             except Exception as error:  # whatever a user's function may raise
-                self.end = self.ended(step, error)
+                self.end = self.explain_end(step, error)
                 break
         return columns
 
@@ -138,9 +138,9 @@ class Values(Tabulated):
     @torch.no_grad()
     def _write(self, committed: Tensor) -> None:
         if self.now:
-            torch._foreach_copy_(self.now, list(self.at(committed).unbind()))
+            torch._foreach_copy_(self.now, list(self.look_up(committed).unbind()))
 
-    def ended(self, step: int, error: Exception) -> ConfigError:
+    def explain_end(self, step: int, error: Exception) -> ConfigError:
         return ConfigError(
             f"one of the values {', '.join(self.names)} has none for step {step}",
             why=f"{type(error).__name__}: {error}",
@@ -179,7 +179,7 @@ class Rates(Tabulated):
         Foreign ones are asked for at most `chunk` steps ahead: they may be slow, or end with the training. CUDA's fused
         kernels read fp32; elsewhere fp64 gives the very rates of a scheduler that is stepped by hand."""
         self.optimizers = list(optimizers)
-        self.groups = self._live_groups()
+        self.groups = self._list_groups()
         if len(schedules) not in (1, len(self.groups)):
             raise ConfigError(
                 f"{len(schedules)} schedules for {len(self.groups)} parameter groups",
@@ -197,15 +197,15 @@ class Rates(Tabulated):
         """What stands in each group's `lr` unless somebody else wrote there."""
         self.version = self.now._version
 
-    def checked(self, value: Any) -> float:
+    def check(self, value: Any) -> float:
         return check_rate(value)
 
-    def ended(self, step: int, error: Exception) -> ConfigError:
+    def explain_end(self, step: int, error: Exception) -> ConfigError:
         return explain_no_rate(f"step {step}", error, "total_steps=number of optimizer steps")
 
     def refresh(self, committed: Tensor) -> None:
         """Put the rates of the step after `committed` steps into the vector that the groups look at."""
-        torch.mul(self.base, self.at(committed), out=self.now)
+        torch.mul(self.base, self.look_up(committed), out=self.now)
         self.now.mul_(self.factor)
         self.version = self.now._version
 
@@ -236,23 +236,23 @@ class Rates(Tabulated):
     def drives(self, optimizer: Optimizer) -> bool:
         return any(optimizer is own for own in self.optimizers)
 
-    def first_of(self, optimizer: Optimizer) -> Tensor:
-        return self.now[self._groups_of(optimizer)[0][0]]
+    def find_first(self, optimizer: Optimizer) -> Tensor:
+        return self.now[self._find_groups(optimizer)[0][0]]
 
     def bind(self, optimizer: Optimizer) -> None:
         """Let an optimizer that takes tensor learning rates read them from the vector."""
-        for position, group in self._groups_of(optimizer):
+        for position, group in self._find_groups(optimizer):
             group["lr"] = self.held[position] = self.views[position]
 
     def write_floats(self, optimizer: Optimizer) -> None:
         """Give an optimizer plain numbers; waits for the device."""
-        for position, group in self._groups_of(optimizer):
+        for position, group in self._find_groups(optimizer):
             group["lr"] = self.held[position] = float(self.now[position])
 
     def refuse_other_hands(self) -> None:
         """A rate that somebody else wrote would be lost, or used and never reported. Asks the host only."""
         written = self.now._version != self.version
-        for group, held in zip(self._live_groups(), self.held, strict=False):
+        for group, held in zip(self._list_groups(), self.held, strict=False):
             lr = group["lr"]
             if lr is held or not isinstance(held, Tensor) and lr == held:
                 continue
@@ -264,22 +264,22 @@ class Rates(Tabulated):
                 fix="leave the learning rate to schedule= (resume with step.load_state_dict), or leave schedule= out",
             )
 
-    def _groups_of(self, optimizer: Optimizer) -> list[tuple[int, dict[str, Any]]]:
+    def _find_groups(self, optimizer: Optimizer) -> list[tuple[int, dict[str, Any]]]:
         own = {id(group) for group in optimizer.param_groups}
         return [(k, group) for k, group in enumerate(self.groups) if id(group) in own]
 
-    def _live_groups(self) -> list[dict[str, Any]]:
+    def _list_groups(self) -> list[dict[str, Any]]:
         return list(itertools.chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers))
 
     def refuse_new_groups(self) -> None:
-        if len(self.groups) != len(self._live_groups()):
+        if len(self.groups) != len(self._list_groups()):
             raise ConfigError(
                 "a parameter group was added after the step was made", why="it has no schedule", fix="make a new Step"
             )
 
-    def refind(self) -> None:
+    def find_groups_again(self) -> None:
         """After `load_state_dict` the optimizers hold new group dicts."""
-        self.groups = self._live_groups()
+        self.groups = self._list_groups()
         self.held = [group["lr"] for group in self.groups]
         # The vector as well: a state that is stored again before the next step has the rates that were loaded.
         self.now.copy_(self.now.new_tensor([float(lr) for lr in self.held]))

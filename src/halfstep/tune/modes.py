@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from halfstep.disk import find_cache_directory, read_variable
-from halfstep.kernels.fast_forms import decided, forced
+from halfstep.kernels.fast_forms import force, is_forced_on
 from halfstep.models.recompute import Blocks as BlockSequence
 from halfstep.models.recompute import compile_each_block
 from halfstep.tune.memory_low import activation_budget as budget
@@ -151,14 +151,14 @@ def by_blocks(region: Callable[..., Any], blocks: Blocks, compiler: Callable[...
     is_whole = all(forward is not None for forward in blocks.values())
 
     def run(*arguments: Any) -> Any:
-        is_captured = decided("chain", otherwise=True)
+        is_captured = is_forced_on("chain", otherwise=True)
         if is_whole and not is_captured:
             return compiled(region)(*arguments)
         # A forward of its own: a kind that inherits it has it from its parent, which may not be asked for.
         own = {kind: given for kind, given in blocks.items() if "forward" in vars(kind)}
         forwards = {k: given if given and is_captured else compiled(plain(k)) for k, given in own.items()}
         copies = weights_cast_again() if is_captured else contextlib.nullcontext()
-        with _swapped(forwards), forced(is_captured, "group_norm"), most_shapes(), copies:
+        with _swapped(forwards), force(is_captured, "group_norm"), most_shapes(), copies:
             return region(*arguments)
 
     return run

@@ -27,7 +27,7 @@ from halfstep.config.schema import RunConfig
 from halfstep.data.seeds import Key
 from halfstep.errors import HalfstepError, ModelError, summarise_error
 from halfstep.hardware.gpus import look_up_gpu
-from halfstep.kernels.fast_forms import forced, pretended
+from halfstep.kernels.fast_forms import force, pretend_launches
 from halfstep.models.first_values import skip_first_values
 from halfstep.models.recompute import Recompute, Recomputing
 from halfstep.precision.apply import apply_frozen_
@@ -383,9 +383,9 @@ class Pretence:
         GPU would have launched."""
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
-            pretended() as kernels,
+            pretend_launches() as kernels,
             _AttentionWithoutScores(),
-            forced(chains, "chain"),
+            force(chains, "chain"),
             cuda_op_lists("cpu"),
         ):
             self._put()

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import ModelError
-from halfstep.kernels.fast_forms import chain_fits, has_room_for_tiles
-from halfstep.kernels.resnet_chain import Block, Layer, resnet_map
+from halfstep.kernels.fast_forms import can_chain, has_room_for_tiles
+from halfstep.kernels.resnet_chain import Layer, ResNetBlock, run_resnet_chain
 from halfstep.models.layers import (
     CONVOLUTIONAL,
     BatchNorm2d,
@@ -124,7 +124,7 @@ class ResNet(nn.Module):
         self.apply(initialise_)
 
     def forward(self, x: Tensor) -> Tensor:
-        is_chain = not x.requires_grad and chain_fits(x, is_training=self.training)
+        is_chain = not x.requires_grad and can_chain(x, is_training=self.training)
         x = self._chained(x) if is_chain and self._suits_chain() else self._layer_by_layer(x)
         return self.fc(x.mean(dim=(2, 3)))
 
@@ -153,7 +153,7 @@ class ResNet(nn.Module):
             make_chain_block(block, keep=stage.recompute == "none") for stage in self._stages() for block in stage
         ]
         is_pooled = isinstance(self.maxpool, HalvingMaxPool2d)
-        return resnet_map(image, (self.conv1, self.bn1), blocks, is_pooled=is_pooled)
+        return run_resnet_chain(image, (self.conv1, self.bn1), blocks, is_pooled=is_pooled)
 
 
 def has_blocks_only(stage: Blocks) -> bool:
@@ -178,14 +178,14 @@ CHAINED: Checks = {
 """What `kernels.resnet_chain` takes the place of."""
 
 
-def make_chain_block(block: nn.Module, *, keep: bool) -> Block:
+def make_chain_block(block: nn.Module, *, keep: bool) -> ResNetBlock:
     """A block's layers as the chain takes them."""
     assert isinstance(block, BasicBlock | Bottleneck)
     match [*block.downsample.children()]:
         case [nn.Conv2d() as convolution, nn.BatchNorm2d() as norm]:
-            return Block(layers=block.layers(), projection=(convolution, norm), keep=keep)
+            return ResNetBlock(layers=block.layers(), projection=(convolution, norm), keep=keep)
         case _:
-            return Block(layers=block.layers(), projection=None, keep=keep)
+            return ResNetBlock(layers=block.layers(), projection=None, keep=keep)
 
 
 def make_shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | nn.Identity:

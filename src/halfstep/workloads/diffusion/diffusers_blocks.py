@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from halfstep.kernels.group_norm import add_branch, convolved, fits, group_norm_silu, is_plain_norm
+from halfstep.kernels.group_norm import (
+    add_branch,
+    apply_group_norm_silu,
+    can_fuse_group_norm,
+    convolve_group_norm_silu,
+    is_plain_norm,
+)
 from halfstep.workloads.diffusion.diffusers_nets import Net
 
 
@@ -39,11 +45,11 @@ def is_plain(block: Any, x: Tensor, temb: Tensor | None) -> bool:
     told = temb is None or block.time_embedding_norm in ("default", "scale_shift")
     knows = told and isinstance(block.nonlinearity, nn.SiLU)
     convolves = is_plain_convolution(block.conv1) and is_plain_convolution(block.conv2)
-    return knows and convolves and not resizes and fits(x, block.norm1) and is_plain_norm(block.norm2)
+    return knows and convolves and not resizes and can_fuse_group_norm(x, block.norm1) and is_plain_norm(block.norm2)
 
 
 def run_residual_block(block: Any, x: Tensor, temb: Tensor | None) -> Tensor:
-    hidden, added = convolved(block.norm1, block.conv1, x), block.conv1.bias.expand(len(x), -1)
+    hidden, added = convolve_group_norm_silu(block.norm1, block.conv1, x), block.conv1.bias.expand(len(x), -1)
     if block.time_emb_proj is not None and temb is not None:
         temb = block.time_emb_proj(temb if block.skip_time_act else block.nonlinearity(temb))
     between: tuple[Tensor | None, ...] = (added, None, None)
@@ -53,10 +59,10 @@ def run_residual_block(block: Any, x: Tensor, temb: Tensor | None) -> Tensor:
     elif temb is not None:
         between = (added + temb, None, None)
     if block.training and block.dropout.p > 0:
-        dropped = block.dropout(group_norm_silu(block.norm2, hidden, *between))
+        dropped = block.dropout(apply_group_norm_silu(block.norm2, hidden, *between))
         hidden = block.conv2._conv_forward(dropped, block.conv2.weight, None)
     else:
-        hidden = convolved(block.norm2, block.conv2, hidden, *between)
+        hidden = convolve_group_norm_silu(block.norm2, block.conv2, hidden, *between)
     straight = x if block.conv_shortcut is None else block.conv_shortcut(x)
     found = add_branch(straight, hidden, block.conv2.bias)
     return found if block.output_scale_factor == 1 else found / block.output_scale_factor

@@ -21,8 +21,8 @@ from halfstep.errors import ModelError
 from halfstep.islands import fp32_island, get_matmul_dtype
 from halfstep.kernels.cross_entropy import linear_cross_entropy
 from halfstep.kernels.fast_forms import has_room_for_tiles
-from halfstep.kernels.transformer_chain import Block as Layers
-from halfstep.kernels.transformer_chain import Stream, through_blocks
+from halfstep.kernels.transformer_chain import Stream, run_blocks
+from halfstep.kernels.transformer_chain import TransformerBlock as Layers
 from halfstep.models.first_values import draw_normal_, make_bare
 from halfstep.models.layers import Checks, accept_any, are_plain, consists_of, has_bias, has_gain_and_bias
 from halfstep.models.recompute import Blocks
@@ -119,7 +119,7 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
     def layers_of_chain(self) -> Layers:
-        """This block for `through_blocks`, which gives what `forward` does without a memory."""
+        """This block for `run_blocks`, which gives what `forward` does without a memory."""
         return Layers(
             num_heads=self.attn.heads, norm_1=self.ln_1, in_weight=self.attn.c_attn.weight,
             in_bias=self.attn.c_attn.bias, out=self.attn.c_proj, norm_2=self.ln_2, first=self.mlp.c_fc,
@@ -168,9 +168,7 @@ class Transformer(nn.Module):
         if not self._suits_chain():  # compiled code asked once, and since then a layer may have been frozen or replaced
             return Stream(nn.Sequential(*self.h)(x), None, None)
         layers = [block.layers_of_chain() for block in self.h if isinstance(block, Block)]
-        return through_blocks(
-            layers, x, get_matmul_dtype(x), keep=False
-        )  # outputs of LayerNorm and GELU are made again
+        return run_blocks(layers, x, get_matmul_dtype(x), keep=False)  # outputs of LayerNorm and GELU are made again
 
 
 def is_whole(block: Block) -> bool:

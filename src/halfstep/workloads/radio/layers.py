@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from halfstep.islands import fp32_island, in_fp32
-from halfstep.kernels.group_norm import fits, group_norm_silu
+from halfstep.kernels.group_norm import apply_group_norm_silu, can_fuse_group_norm
 
 EPSILON = 1e-5
 
@@ -56,9 +56,9 @@ class ConvNormSilu(nn.Module):
 
     def forward(self, x: Tensor, scale_shift: tuple[Tensor, Tensor] | None = None) -> Tensor:
         x = self.proj(x)
-        if fits(x, self.norm):
+        if can_fuse_group_norm(x, self.norm):
             between = (None, *(part.flatten(1) for part in scale_shift)) if scale_shift else ()
-            return group_norm_silu(self.norm, x, *between)
+            return apply_group_norm_silu(self.norm, x, *between)
         x = self.norm(x)
         if scale_shift is not None:
             scale, shift = scale_shift

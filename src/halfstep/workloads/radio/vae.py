@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from halfstep.kernels.group_norm import fits, group_norm_silu
+from halfstep.kernels.group_norm import apply_group_norm_silu, can_fuse_group_norm
 from halfstep.models.posterior import Codec, draw_and_decode, split_moments
 from halfstep.models.recompute import Recomputing, choose_block_runner
 
@@ -26,7 +26,7 @@ def make_group_norm(channels: int) -> nn.GroupNorm:
 
 
 def apply_norm_silu(norm: nn.GroupNorm, x: Tensor) -> Tensor:
-    return group_norm_silu(norm, x) if fits(x, norm) else F.silu(norm(x))
+    return apply_group_norm_silu(norm, x) if can_fuse_group_norm(x, norm) else F.silu(norm(x))
 
 
 def make_conv3(inputs: int, outputs: int) -> nn.Conv2d:

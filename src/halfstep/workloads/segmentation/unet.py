@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from halfstep.errors import ModelError
 from halfstep.islands import get_matmul_dtype
 from halfstep.kernels.chain import NormReluConv, cast_together
-from halfstep.kernels.fast_forms import chain_fits, has_room_for_tiles
-from halfstep.kernels.normalise import normalisation
-from halfstep.kernels.stem import stem_fits
+from halfstep.kernels.fast_forms import can_chain, has_room_for_tiles
+from halfstep.kernels.normalise import compute_norm
+from halfstep.kernels.stem import can_run_stem
 from halfstep.kernels.unet_chain import MOST_CLASSES, MOST_HEAD_CHANNELS, Head, PoolConv, StemNormReluConv, UpConcatConv
 from halfstep.models.layers import (
     CONVOLUTIONAL,
@@ -148,7 +148,7 @@ class UNet(Recomputing):
                 fix="a larger image_size, or a smaller model.depth",
             )
         is_chain = (
-            keeps_every_product(self.recompute) and not x.requires_grad and chain_fits(x, is_training=self.training)
+            keeps_every_product(self.recompute) and not x.requires_grad and can_chain(x, is_training=self.training)
         )
         if is_chain and self._suits_chain():
             return self._chained(x)
@@ -260,18 +260,18 @@ def compute_chained_logits(
     level, skips = downs[0], []
     y = compute_first_raw_map(image, level, weights, keep=keep)
     for below in downs[1:]:
-        norm, how = level.last_norm, normalisation(y.detach(), level.last_norm)
+        norm, how = level.last_norm, compute_norm(y.detach(), level.last_norm)
         affine = (norm.weight, norm.bias)
         u, promise = PoolConv.apply(y, *affine, weights[below.convolution], how)  # type: ignore[no-untyped-call]
         skips.append((promise, y.detach(), how))
         level, y = below, compute_second_raw_map(u, below, weights, keep=keep)
     for up, above in ups:
-        norm, how = level.last_norm, normalisation(y.detach(), level.last_norm)
+        norm, how = level.last_norm, compute_norm(y.detach(), level.last_norm)
         deep = (y, norm.weight, norm.bias, up.weight, up.bias)
         u = UpConcatConv.apply(*skips.pop(), *deep, weights[above.convolution], how, keep)  # type: ignore[no-untyped-call]
         # Memory is highest in the last concatenation's backward. What is let go of before may stay until then.
         level, y = above, compute_second_raw_map(u, above, weights, keep=keep or not skips)
-    norm, how = level.last_norm, normalisation(y.detach(), level.last_norm)
+    norm, how = level.last_norm, compute_norm(y.detach(), level.last_norm)
     return Head.apply(y, norm.weight, norm.bias, head.weight, head.bias, how)  # type: ignore[no-untyped-call]
 
 
@@ -280,7 +280,7 @@ Weights = Mapping[nn.Conv2d, Tensor]  # of convolutions, in the format they comp
 
 def compute_first_raw_map(image: Tensor, level: Level, weights: Weights, *, keep: bool) -> Tensor:
     convolution, norm, next_convolution, _ = level
-    if not stem_fits(image, convolution.weight, 1, 1):
+    if not can_run_stem(image, convolution.weight, 1, 1):
         u: Tensor = convolution(image)
         return compute_second_raw_map(u.contiguous(memory_format=torch.channels_last), level, weights, keep=keep)
     parameters = (convolution.weight, norm.weight, norm.bias, weights[next_convolution])
