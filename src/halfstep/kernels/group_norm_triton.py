@@ -40,7 +40,7 @@ def _of_channels(table, field, column, num_channels):
 
 @triton.jit
 def _group_parts(x, parts, num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the mean of each channel over these rows, and Σ (x - mean)²."""
+    """Write the mean of each channel over these rows, and Σ (x - mean)²."""
     column, inside, at = _place(num_rows, num_channels, ROWS, COLUMNS)
     value = tl.load(x + at, inside, 0.0).to(tl.float32)
     count = tl.minimum(ROWS, num_rows - tl.program_id(0) * ROWS).to(tl.float32)

@@ -142,7 +142,7 @@ def weight_parts_kernel(dout, z, partials, num_rows, columns, rows_each, stride,
 
 
 def double_into(half: Tensor, z: Tensor, taps: Tensor, bias: Tensor) -> None:
-    """Write the transposed convolution of z into the centre of `half`, a slice of a map's channels, and zeros around
+    """Write the transposed convolution of z to the centre of `half`, a slice of a map's channels, with zeros around
     it."""
     if half.shape[2:] != (2 * z.shape[2], 2 * z.shape[3]):
         half.zero_()
