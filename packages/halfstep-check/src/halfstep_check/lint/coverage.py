@@ -10,8 +10,16 @@ from halfstep_check.findings import Finding
 from halfstep_check.lint.amp import Amp, is_scaled_backward
 from halfstep_check.lint.flow import Event, Trace
 from halfstep_check.lint.regions import region_of
-from halfstep_check.lint.script import AUTOCASTS
-from halfstep_check.lint.syntax import Function, dotted_name, is_constant, keyword, last, methods_of, parameters_of
+from halfstep_check.lint.script import (
+    AUTOCASTS,
+    Function,
+    dotted_name,
+    is_constant,
+    keyword,
+    last,
+    methods_of,
+    parameters_of,
+)
 from halfstep_check.lint.weights import half_models
 
 OWN_METHODS = ("encode", "decode", "compute_loss", "get_loss", "training_loss")
@@ -23,7 +31,7 @@ EVALUATION = re.compile(r"eval|valid|test|infer|predict|sample|generat", re.IGNO
 LOST_BLOCK = re.compile(r"^\s*#\s*with [\w.]*autocast", re.MULTILINE)
 
 
-def find(amp: Amp) -> Iterator[Finding]:
+def find_uncovered_models(amp: Amp) -> Iterator[Finding]:
     in_bf16 = {last(model.name) for model in half_models(amp) if model.dtype == "bf16"}
     in_bf16 -= {last(model.name) for model in half_models(amp) if model.dtype != "bf16"}
     yield from bf16_asked(amp)

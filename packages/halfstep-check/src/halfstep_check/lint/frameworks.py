@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from halfstep_check.findings import Finding, Severity
 from halfstep_check.lint.amp import Amp, is_clip, is_plain_backward, same_object
 from halfstep_check.lint.flow import Trace
-from halfstep_check.lint.syntax import Function, dotted_name, keyword, last, methods_of
+from halfstep_check.lint.script import Function, dotted_name, keyword, last, methods_of
 
 RULE = "framework-bypassed"
 
 
-def find(amp: Amp) -> Iterator[Finding]:
+def find_bypassed_frameworks(amp: Amp) -> Iterator[Finding]:
     yield from backward_in_compute_loss(amp)
     yield from plain_backward_in_lightning(amp)
     yield from apex_without_scaling(amp)

@@ -11,14 +11,13 @@ from halfstep_check.lint.accumulation import Window, inner_windows, windows
 from halfstep_check.lint.amp import Amp, is_clip, is_plain_backward
 from halfstep_check.lint.dtypes import is_model_call
 from halfstep_check.lint.flow import Event, Trace
-from halfstep_check.lint.script import Script
-from halfstep_check.lint.syntax import dotted_name, keyword, last
+from halfstep_check.lint.script import Script, dotted_name, keyword, last
 
 OUTPUT_NAMES = ("out", "output", "outputs", "logits", "pred", "preds", "prediction", "predictions", "noise_pred")
 CHECKS = ("isnan", "isinf", "isfinite")
 
 
-def find(amp: Amp) -> Iterator[Finding]:
+def find_hidden_nans(amp: Amp) -> Iterator[Finding]:
     if not amp.goes_backward:
         return
     yield from hidden_nans(amp)

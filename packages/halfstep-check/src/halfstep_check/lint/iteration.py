@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from halfstep_check.findings import Finding, Severity
-from halfstep_check.lint.amp import Amp, is_clip, is_plain_backward, is_scaled_backward, runs_without_amp, same_object
-from halfstep_check.lint.flow import Event, Trace
-from halfstep_check.lint.syntax import dotted_name, last
+from halfstep_check.lint.amp import (
+    Amp,
+    is_clip,
+    is_constant_true,
+    is_plain_backward,
+    is_scaled_backward,
+    is_scaler_step,
+    plain,
+    runs_without_amp,
+    same_object,
+)
+from halfstep_check.lint.flow import Condition, Event, Trace
+from halfstep_check.lint.script import dotted_name, keyword, last, names_in
 
 HARMLESS = {
     *("unscale_", "update", "step", "zero_grad", "get_scale", "get_last_lr", "item", "detach", "cpu", "append"),
@@ -40,7 +51,7 @@ PENALTY = re.compile(r"grad(ient)?_?penalty|\b(wgan_)?gp\b|\br1_?(reg|penalty|lo
 """In the name of a function that differentiates a gradient."""
 
 
-def find(amp: Amp) -> Iterator[Finding]:
+def find_wrong_iterations(amp: Amp) -> Iterator[Finding]:
     yield from replaced_step(amp)
     for trace in amp.traces:
         yield from update_alone(amp, trace)
@@ -250,4 +261,168 @@ def scaler_out_of_order(amp: Amp, trace: Trace, step: Event) -> Iterator[Finding
             message = "unscale_() after step(): GradScaler raises, step() has unscaled these gradients already"
             fix = "unscale_(optimizer), clip, step(optimizer), update(), in this order"
             yield amp.script.finding("scaler-misused", event.node, message, fix=fix, related=step.node)
+            return
+
+
+BAD_GRADIENT = re.compile(
+    r"(nan|inf\b|inf_|finite|overflow|bad|invalid).*(grad|norm)|(grad|norm).*(nan|inf\b|finite|overflow)", re.IGNORECASE
+)
+AMP_WORDS = re.compile(r"amp|fp16|half|mixed|scaler|precision|enabled", re.IGNORECASE)
+
+
+def find_unreached_calls(amp: Amp) -> Iterator[Finding]:
+    for trace in amp.traces:
+        scaled = [e for e in trace.events if is_scaled_backward(e) and not amp.is_disabled(e.scaled_by)]
+        if scaled:
+            yield from update_skipped(amp, trace, scaled)
+            yield from overflow_raises(amp, trace, scaled)
+        yield from never_due(amp, trace)
+        yield from nothing_to_step(amp, trace)
+
+
+def update_skipped(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:
+    """unscale_ (or a gradient that is not finite) on a path that leaves out update(): the next unscale_ raises."""
+    seen: set[str] = set()
+    unscales = [e for e in trace.calls("unscale_") if e.receiver and e.loops]
+    for event, scaler in [*((e, e.receiver) for e in unscales), *((e, e.scaled_by) for e in scaled)]:
+        missing = missing_before_update(trace, event, scaler)
+        if missing is None or scaler in seen or amp.is_disabled(scaler):
+            continue
+        name, when = last(scaler), " and ".join(sorted(ends(*c) for c in missing))
+        fix = f"{name}.update() on every path that unscales; {name}.step() skips bad steps by itself"
+        if event.method == "unscale_":
+            seen.add(scaler)
+            message = f"unscale_() runs, {name}.update() only where {when}: otherwise the next unscale_() raises"
+            yield amp.script.finding("update-skipped", event.node, message, fix=fix)
+        elif any(BAD_GRADIENT.search(text) for text, _ in missing):
+            seen.add(scaler)
+            texts = {plain(text) for text, _ in missing if BAD_GRADIENT.search(text)}
+            tests = [n for n in amp.script.nodes if isinstance(n, ast.If) and ast.unparse(n.test) in texts]
+            message = f"gradients that are not finite leave {name}.update() out: the scale that caused them stays"
+            yield amp.script.finding("update-skipped", tests[0] if tests else event.node, message, fix=fix)
+
+
+def ends(text: str, holds: bool) -> str:
+    return f"`{text}`" if holds else f"not `{text}`"
+
+
+def missing_before_update(trace: Trace, event: Event, scaler: str) -> frozenset[Condition] | None:
+    """What must hold for the nearest update beyond what holds here; None where every path has one."""
+    updates = [u for u in trace.calls("update") if same_object(u.receiver, scaler) and u.index > event.index]
+    updates = [u for u in updates if not u.excludes(event) and event.loops[: len(u.loops)] == u.loops]
+    if not updates or any(u.loops != event.loops for u in updates):
+        return None
+    more = [
+        without_parts(c for c in asked_again(trace, event, u) if not follows(c, event) and c[0] not in trace.fatal)
+        for u in updates
+    ]
+    both = any(one.excludes(other) for one, other in itertools.combinations(updates, 2))
+    return None if both or frozenset() in more else min(more, key=len)
+
+
+def without_parts(conditions: Iterable[Condition]) -> frozenset[Condition]:
+    """`a and b` says a and b too; the whole is enough."""
+    known = set(conditions)
+    whole = [ast.parse(text, mode="eval").body for text, holds in known if holds and " and " in text]
+    parts = {ast.unparse(v) for n in whole if isinstance(n, ast.BoolOp) and isinstance(n.op, ast.And) for v in n.values}
+    return frozenset((text, holds) for text, holds in known if not (holds and text in parts))
+
+
+def asked_again(trace: Trace, event: Event, later: Event) -> set[Condition]:
+    """Conditions of a later event that are new, or asked anew after one of their names was given another value."""
+    changed = {plain(target) for e in trace.events[event.index : later.index] for target in e.targets}
+    anew = [names_in(guard.test) & changed for guard in later.guards if guard not in event.guards]
+    again = {c for c in later.conditions if any(re.search(rf"\b{name}\b", c[0]) for names in anew for name in names)}
+    return {*(later.conditions - event.conditions), *again}
+
+
+def follows(condition: Condition, event: Event) -> bool:
+    """Whether a condition says nothing new: it asks for AMP, or `a or b` where a is known."""
+    text, holds = condition
+    known = any(held and f"{fact} or " in f"{text} or " for fact, held in event.conditions)
+    return bool(AMP_WORDS.search(text)) or text.startswith("except ") or holds and known
+
+
+def overflow_raises(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:
+    """A gradient that is not finite ends the run, where the scaler would skip the step and lower its scale."""
+    for step in (e for e in trace.calls("step") if any(is_scaler_step(e, b.scaled_by) for b in scaled)):
+        backward = max((b for b in scaled if b.index < step.index), key=lambda b: b.index, default=None)
+        if backward is None or backward.function != step.function:
+            continue
+        home = amp.script.owners.get(id(step.node), amp.script.tree)
+        between = range(backward.node.lineno, step.node.lineno)
+        places = [n for n in amp.script.below(home) if isinstance(n, ast.If | ast.Call) and n.lineno in between]
+        clips = {id(e.node) for e in trace.events if is_clip(e)}
+        for node in places:
+            strict = id(node) in clips and is_constant_true(keyword(node, "error_if_nonfinite"))  # type: ignore[arg-type]
+            if strict or isinstance(node, ast.If) and raises_on_bad_gradient(amp, node):
+                message = "an overflow ends the run here: the scaler would skip the step and lower its scale"
+                fix = f"let {last(backward.scaled_by)}.step() decide, and stop only after many skips in a row"
+                yield amp.script.finding("overflow-raises", node, message, fix=fix, related=step.node)
+                return
+
+
+def raises_on_bad_gradient(amp: Amp, node: ast.If) -> bool:
+    if not isinstance(node.body[-1], ast.Raise) or "loss" in ast.unparse(node.test).lower():
+        return False
+    values = [v for name in names_in(node.test) for v in amp.script.values(name)]
+    return any(BAD_GRADIENT.search(ast.unparse(part)) for part in (node.test, *values))
+
+
+def never_due(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """The step waits for a counter that only the step moves."""
+    targets = (n.target for n in amp.script.nodes if isinstance(n, ast.For | ast.comprehension))
+    counted = {name for target in targets for name in names_in(target)}
+    for step in trace.calls("step"):
+        gates = [text for text, holds in step.conditions if holds and text in trace.windows]
+        for gate in gates if step.optimizer and step.loops else ():
+            for counter in counters(gate) - counted:
+                moves = [e for e in trace.events if counter in map(plain, e.targets) and e.loops[:1] == step.loops[:1]]
+                everywhere = [n for n in amp.script.nodes if is_move(n, counter)]
+                if moves and len(everywhere) <= len(moves) and all(waits(amp, e, gate) for e in moves):
+                    message = (
+                        f"{counter} moves only with a step, and the step waits for `{gate}`: it is never due again"
+                    )
+                    fix = "count batches for the window, and steps separately"
+                    yield amp.script.finding("step-never-due", moves[0].node, message, fix=fix, related=step.node)
+                    return
+
+
+def counters(gate: str) -> set[str]:
+    """`self.step` of `(self.step + 1) % n == 0`."""
+    mods = (n for n in ast.walk(ast.parse(gate, mode="eval")) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod))
+    left = [mod.left for mod in mods if not (isinstance(mod.right, ast.Constant) and mod.right.value == 1)]
+    parts = [n.left if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Add) else n for n in left]
+    return {name for part in parts if (name := dotted_name(part))}
+
+
+def is_move(node: ast.AST, counter: str) -> bool:
+    return isinstance(node, ast.AugAssign) and dotted_name(node.target) == counter
+
+
+def waits(amp: Amp, move: Event, gate: str) -> bool:
+    """Whether a counter moves where the gate is open, `if gate:` or `+= int(gate)`."""
+    value = move.node.value if isinstance(move.node, ast.AugAssign) else None
+    inner = value.args[0] if isinstance(value, ast.Call) and dotted_name(value.func) == "int" and value.args else None
+    given = amp.script.values(dotted_name(inner)) if inner is not None else []
+    by_gate = any(ast.unparse(part) == gate for part in (*([inner] if inner is not None else []), *given))
+    return isinstance(move.node, ast.AugAssign) and (by_gate or (gate, True) in move.conditions)
+
+
+def nothing_to_step(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """One branch runs backward and steps, the other only steps."""
+    for step in trace.calls("step"):
+        inside = [e for e in trace.events if e.loops == step.loops != () and e.index < step.index]
+        mine = [e for e in inside if not e.excludes(step)]
+        others = [e for e in inside if e.method == "backward" and e.excludes(step)]
+        later = [e for e in trace.calls("backward") if e.loops == step.loops and e.excludes(step)]
+        helped = any("back" in e.method or e.method in ("step", "closure") for e in mine)
+        has_loss = any("loss" in target and e.conditions >= step.conditions for e in mine for target in e.targets)
+        plain_step = step.optimizer and not step.arguments and step.conditions
+        if plain_step and has_loss and not helped and (others or later):
+            message = f"{last(step.receiver)}.step() on a path without backward(): it trains nothing"
+            fix = "loss.backward() before it, as in the other branch"
+            yield amp.script.finding(
+                "step-without-backward", step.node, message, fix=fix, related=(others or later)[0].node
+            )
             return

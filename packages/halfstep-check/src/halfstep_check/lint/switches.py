@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 from halfstep_check.findings import Finding, Severity
 from halfstep_check.lint.amp import Amp
-from halfstep_check.lint.script import AUTOCASTS, SCALERS, Script
-from halfstep_check.lint.syntax import dotted_name, is_constant, keyword, last
+from halfstep_check.lint.script import AUTOCASTS, SCALERS, Script, dotted_name, is_constant, keyword, last
 from halfstep_check.spellings import dtype_of
 
 AMP_FLAG = re.compile(r"(^|[-_.])(use|enable)?(amp|fp16|bf16|half|mixed|autocast|precision)($|[-_])", re.IGNORECASE)
@@ -19,7 +18,7 @@ BF16 = re.compile(r"bfloat16|bf16", re.IGNORECASE)
 FP16 = re.compile(r"(?<!b)float16|(?<!b)fp16|\.half\b", re.IGNORECASE)
 
 
-def find(amp: Amp) -> Iterator[Finding]:
+def find_stuck_switches(amp: Amp) -> Iterator[Finding]:
     yield from bool_flags(amp.script)
     for test in amp_tests(amp.script):
         yield from fixed(amp.script, test)

@@ -12,8 +12,7 @@ from halfstep_check.findings import Finding, Severity
 from halfstep_check.lint.amp import Amp, is_scaled_backward
 from halfstep_check.lint.dtypes import explicit_cast
 from halfstep_check.lint.regions import arms, format_of
-from halfstep_check.lint.script import WRAPPER, Script
-from halfstep_check.lint.syntax import argument, dotted_name, is_constant, keyword, last, paired
+from halfstep_check.lint.script import WRAPPER, Script, argument, dotted_name, is_constant, keyword, last, paired
 from halfstep_check.spellings import dtype_of
 
 PLAIN_OPTIMIZERS = {
@@ -59,7 +58,7 @@ class HalfModel:
     loaded: bool = False
 
 
-def find(amp: Amp) -> Iterator[Finding]:
+def find_half_weights(amp: Amp) -> Iterator[Finding]:
     script = amp.script
     optimized = [pair for call in script.calls if is_plain_optimizer(amp, call) for pair in optimized_by(script, call)]
     optimized += [pair for call in script.calls for pair in optimized_elsewhere(script, call)]
