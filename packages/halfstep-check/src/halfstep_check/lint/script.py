@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from halfstep_check.findings import Edit, Finding, Place
-from halfstep_check.textlines import lines_of
+from halfstep_check.findings import Edit, Finding, Place, lines_of
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
