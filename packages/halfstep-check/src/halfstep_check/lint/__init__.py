@@ -53,7 +53,6 @@ FLOW_RULES = (
     checkpoints.find_remade_scalers,
     hiding.find_hidden_nans,
     regimes.find_disagreements,
-    clearing.find_second_divisions,
 )
 """Rules that follow objects through calls, also into helpers imported from neighbouring files."""
 RELEVANT = re.compile(

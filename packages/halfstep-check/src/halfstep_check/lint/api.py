@@ -12,8 +12,6 @@ from halfstep_check.lint.amp import Amp, is_scaled_backward
 from halfstep_check.lint.flow import Trace
 from halfstep_check.lint.regions import format_of
 from halfstep_check.lint.script import (
-    AUTOCASTS,
-    Function,
     Script,
     argument,
     dotted_name,
@@ -176,9 +174,6 @@ def find_refused_arguments(amp: Amp) -> Iterator[Finding]:
         for call in script.calls:
             yield from broken_contracts(script, call)
             yield from missing_device(script, call)
-    for call in script.calls:
-        yield from scaler_arguments(amp, call)
-    yield from never_entered(script)
 
 
 def broken_contracts(script: Script, call: ast.Call) -> Iterator[Finding]:
@@ -225,62 +220,11 @@ def kind_of(script: Script, node: ast.expr, *, by_name: bool = False) -> str:
     return "bool" if by_name and not values and FLAG.search(last(dotted_name(asked))) else ""
 
 
-def scaler_arguments(amp: Amp, call: ast.Call) -> Iterator[Finding]:
-    """unscale_() and step() take the optimizer, no less and nothing else; scale() takes a loss that is not scaled."""
-    func = call.func
-    if not isinstance(func, ast.Attribute) or func.attr not in ("unscale_", "step", "scale"):
-        return
-    if not is_scaler(amp, func.value):
-        return
-    first = argument(call, 0, "optimizer")
-    fix = f"{ast.unparse(func.value)}.{func.attr}(optimizer)"
-    if func.attr != "scale" and first is None and not call.keywords:
-        message = f"{func.attr}() needs the optimizer: a TypeError when this line runs"
-        yield amp.script.finding("scaler-misused", call, message, fix=fix)
-    elif func.attr != "scale" and first is not None and is_no_optimizer(amp.script, first):
-        message = (
-            f"{func.attr}() takes the optimizer, not {ast.unparse(first)}: it asks for its param_groups and raises"
-        )
-        yield amp.script.finding("scaler-misused", call, message, fix=fix)
-    elif func.attr == "scale" and isinstance(first := argument(call, 0, "outputs"), ast.Call):
-        inner = first.func
-        if isinstance(inner, ast.Attribute) and inner.attr == "scale" and is_scaler(amp, inner.value):
-            yield amp.script.finding(
-                "scaler-misused", call, "the loss is scaled twice, and unscaled once", fix="scale once"
-            )
-
-
-def is_no_optimizer(script: Script, node: ast.expr) -> bool:
-    """A model, its parameters, or a loss."""
-    name = last(dotted_name(node))
-    by_call = isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("parameters", "step")
-    return by_call or name == "loss" or name in script.model_names - script.optimizer_names
-
-
-def never_entered(script: Script) -> Iterator[Finding]:
-    """`autocast("cuda")` as a statement, or `with autocast:`: nothing is switched on."""
-    for node in script.nodes:
-        called = node.value.func if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
-        if called is not None and script.name_of(called) in AUTOCASTS:
-            message = "autocast() alone switches nothing on: it is a context"
-            yield script.finding("model-outside-autocast", node, message, fix="with autocast(…): around the model")
-        bare = [script.name_of(d) for d in node.decorator_list] if isinstance(node, Function) else []
-        if AUTOCASTS.intersection(bare) - {"autocast"}:
-            message = "`@autocast` without a call makes the function an autocast object: it can no longer be called"
-            yield script.finding("launch-refused", node, message, fix="@autocast(…)")
-        for item in node.items if isinstance(node, ast.With) else ():
-            context = item.context_expr
-            if isinstance(context, ast.Name | ast.Attribute) and script.name_of(context) in AUTOCASTS - {"autocast"}:
-                message = "`with autocast:` enters the class, not a context: a TypeError"
-                yield script.finding("launch-refused", node, message, fix="with autocast(…):")
-
-
 def find_misused_scalers(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces:
         yield from updated_twice(amp, trace)
     yield from asked_for_result(amp)
     yield from missing_attribute(amp)
-    yield from entered_scale(amp)
     yield from called_as_function(amp)
     yield from scaled_for_nothing(amp)
     yield from loaded_into_none(amp)
@@ -307,17 +251,6 @@ def missing_attribute(amp: Amp) -> Iterator[Finding]:
             message = f"GradScaler has no `{node.attr}`: an AttributeError when this line runs"
             fix = "unscale_(optimizer), then torch.nn.utils.clip_grad_norm_; step() skips what is not finite"
             yield amp.script.finding("scaler-misused", node, message, fix=fix)
-
-
-def entered_scale(amp: Amp) -> Iterator[Finding]:
-    """`with scaler.scale(loss):` is apex's form; torch's scale() returns a tensor."""
-    for node in (n for n in amp.script.nodes if isinstance(n, ast.With)):
-        for call in (item.context_expr for item in node.items):
-            func = call.func if isinstance(call, ast.Call) else None
-            if isinstance(func, ast.Attribute) and func.attr == "scale" and is_scaler(amp, func.value):
-                message = "scale() returns a tensor, which is no context: this raises, and nothing is scaled"
-                fix = f"{ast.unparse(call)}.backward()"
-                yield amp.script.finding("scaler-misused", node, message, fix=fix)
 
 
 def called_as_function(amp: Amp) -> Iterator[Finding]:

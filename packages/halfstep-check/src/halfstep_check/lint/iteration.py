@@ -3,46 +3,23 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import itertools
 import re
 from collections.abc import Iterable, Iterator
 
-from halfstep_check.findings import Finding, Severity
+from halfstep_check.findings import Finding
 from halfstep_check.lint.amp import (
     Amp,
     is_clip,
     is_constant_true,
-    is_plain_backward,
     is_scaled_backward,
     is_scaler_step,
     plain,
-    runs_without_amp,
     same_object,
 )
 from halfstep_check.lint.flow import Condition, Event, Trace
 from halfstep_check.lint.script import dotted_name, keyword, last, names_in
 
-HARMLESS = {
-    *("unscale_", "update", "step", "zero_grad", "get_scale", "get_last_lr", "item", "detach", "cpu", "append"),
-    *("print", "set_postfix", "set_description", "log", "info", "debug", "warning", "add_scalar", "format", "time"),
-    *(
-        "isfinite",
-        "isnan",
-        "isinf",
-        "any",
-        "all",
-        "len",
-        "float",
-        "int",
-        "range",
-        "parameters",
-        "synchronize",
-        "empty_cache",
-    ),
-    *("clip_grad_norm_", "clip_grad_value_", "norm", "write", "numel", "size", "str", "round", "max", "min", "set_lr"),
-}
-"""Calls that compute no gradient."""
 MAY_TRAIN = re.compile(r"back|grad|closure|train|step|optim|scal|fit", re.IGNORECASE)
 """In the name of a function that may run backward itself."""
 
@@ -55,15 +32,10 @@ def find_wrong_iterations(amp: Amp) -> Iterator[Finding]:
     yield from replaced_step(amp)
     for trace in amp.traces:
         yield from update_alone(amp, trace)
-        yield from scaled_value_read(amp, trace)
         yield from unscaled_penalty(amp, trace)
         for step in (e for e in trace.calls("step") if e.optimizer and not takes_closure(e)):
-            yield from cleared_before_step(amp, trace, step)
             yield from clipped_after_step(amp, trace, step)
             yield from clipped_before_backward(amp, trace, step)
-            if step.arguments and step.receiver and not amp.is_disabled(step.receiver):
-                yield from never_scaled(amp, trace, step)
-                yield from scaler_out_of_order(amp, trace, step)
 
 
 def replaced_step(amp: Amp) -> Iterator[Finding]:
@@ -75,16 +47,6 @@ def replaced_step(amp: Amp) -> Iterator[Finding]:
         if name == "step" and amp.script.is_optimizer(owner):
             message = f"{owner}.step is replaced for good: no later step changes a weight"
             yield amp.script.finding("step-never-due", node, message, fix="leave the step out this once: continue")
-
-
-def scaled_value_read(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """`loss = scaler.scale(loss)` and then `loss.item()`: what is logged is 65536 times the loss."""
-    for event in trace.calls("item"):
-        if event.scaled_by and not amp.is_disabled(event.scaled_by) and event.receiver:
-            message = f"{last(event.receiver)} is scaled here: what is read is the loss times the scale"
-            found = amp.script.finding("scaler-misused", event.node, message, fix="keep the unscaled loss for the log")
-            yield dataclasses.replace(found, severity=Severity.WARNING)
-            return
 
 
 def unscaled_penalty(amp: Amp, trace: Trace) -> Iterator[Finding]:
@@ -123,30 +85,6 @@ def beside(trace: Trace, event: Event) -> list[Event]:
     return [e for e in trace.events if e.loops[:depth] == event.loops and not e.excludes(event) and e is not event]
 
 
-def cleared_before_step(amp: Amp, trace: Trace, step: Event) -> Iterator[Finding]:
-    """zero_grad(), step() with no backward() between: the optimizer sees no gradients."""
-    around = beside(trace, step)
-    before = [e for e in around if e.index < step.index]
-    backward = [e for e in around if e.method == "backward"]
-    late = bool(backward) and backward[0].index > step.index and backward[0].conditions <= step.conditions
-    for event in reversed(before) if step.loops and backward else ():
-        clears = event.method == "zero_grad" and event.loops == step.loops
-        mine = last(event.receiver) == last(step.optimizer) or last(event.receiver) in amp.script.model_names
-        if clears and mine and event.conditions <= step.conditions:
-            message = f"no backward() between zero_grad() and {last(step.optimizer)}.step(): it steps on nothing"
-            fix = "clear the gradients before backward(), or after the step"
-            yield amp.script.finding("step-without-backward", event.node, message, fix=fix, related=step.node)
-            return
-        if not clears and not is_harmless(event) and (not late or MAY_TRAIN.search(event.method)):
-            return
-
-
-def is_harmless(event: Event) -> bool:
-    if not isinstance(event.node, ast.Call):
-        return not any(target.endswith(".grad") for target in event.targets)
-    return event.method in HARMLESS and "closure" not in event.arguments
-
-
 def clipped_after_step(amp: Amp, trace: Trace, step: Event) -> Iterator[Finding]:
     """A clip that follows the step, with no other step or backward after it in the iteration."""
     later = [e for e in beside(trace, step) if e.index > step.index and e.loops == step.loops]
@@ -179,37 +117,6 @@ def clipped_before_backward(amp: Amp, trace: Trace, step: Event) -> Iterator[Fin
             return
 
 
-def never_scaled(amp: Amp, trace: Trace, step: Event) -> Iterator[Finding]:
-    """scaler.step() after a plain loss.backward(): it divides gradients that nobody multiplied."""
-    if not is_scaler_object(amp, trace, step.receiver):
-        return
-    before = [e for e in beside(trace, step) if e.method == "backward" and e.index < step.index]
-    # Of a GAN's two losses, the one since this optimizer's gradients were cleared, or since another one stepped.
-    starts = [e.index for e in beside(trace, step) if begins(e, step) and e.index < step.index]
-    before = [e for e in before if not starts or e.index > starts[-1]]
-    others = {e.scaled_by for e in before}
-    made = {last(made.key) for made in amp.scalers}
-    if before and all(last(name) in made and not same_object(name, step.receiver) for name in others):
-        name = last(step.receiver)
-        message = f"the loss is scaled by {last(before[-1].scaled_by)}, and {name}.step() divides by its own scale"
-        yield amp.script.finding(
-            "scaler-misused", step.node, message, fix="one scaler for both", related=before[-1].node
-        )
-        return
-    if not before or any(is_scaled_backward(e) or not is_plain_backward(e) for e in before):
-        return
-    backward = before[-1]
-    scales_itself = re.search(r"scale", ast.unparse(backward.node))
-    values = [e for e in trace.events if backward.receiver and backward.receiver in e.targets]
-    may_scale = scales_itself or any("scale" in ast.unparse(e.node) for e in values)
-    certain = backward.conditions <= step.conditions and not runs_without_amp(backward)
-    if certain and not may_scale:
-        name = last(step.receiver)
-        message = f"{name}.step() divides gradients by its scale, and nothing multiplied the loss: too small by 65536"
-        fix = f"{name}.scale(loss).backward()"
-        yield amp.script.finding("fp16-without-scaler", backward.node, message, fix=fix, related=step.node)
-
-
 def begins(event: Event, step: Event) -> bool:
     """Whether nothing that was computed before an event reaches a step, which runs wherever the event does."""
     cleared = event.method == "zero_grad" and last(event.receiver) == last(step.optimizer)
@@ -234,33 +141,6 @@ def update_alone(amp: Amp, trace: Trace) -> Iterator[Finding]:
             message = "update() on a path without step() or unscale_(): without an inf check GradScaler raises"
             fix = "leave update() out where nothing is stepped"
             yield amp.script.finding("scaler-misused", update.node, message, fix=fix, related=others[0].node)
-            return
-
-
-def scaler_out_of_order(amp: Amp, trace: Trace, step: Event) -> Iterator[Finding]:
-    """update() before the first step, unscale_() after the step: GradScaler raises for both."""
-    own = [e for e in beside(trace, step) if e.receiver == step.receiver]
-    first = next((e for e in own if e.method in ("step", "unscale_", "update")), None)
-    if first is not None and first.method == "update" and first.index < step.index and first.loops == step.loops:
-        earlier = any(e.optimizer and e.arguments and e.index < first.index for e in trace.calls("step"))
-        if first.conditions <= step.conditions and not earlier and is_scaler_object(amp, trace, step.receiver):
-            message = "update() before step(): no inf check was recorded yet, and GradScaler raises"
-            fix = f"{last(step.receiver)}.step({last(step.optimizer)}), then update()"
-            yield amp.script.finding("scaler-misused", first.node, message, fix=fix, related=step.node)
-    windows = {text for text, holds in step.conditions if holds and text in trace.windows}
-    ungated = [e for e in own if not any(text in windows for text, _ in e.conditions) and e.loops == step.loops]
-    for event in (e for e in own if e.index > step.index and e.loops == step.loops):
-        if event.method == "update":
-            if windows and {e.method for e in ungated} & {"update", "step", "unscale_"} == {"update"}:
-                message = f"update() at every micro-batch, step() only where `{min(windows)}`: without one it raises"
-                fix = "update() right after step(), under the same condition"
-                yield amp.script.finding("scaler-misused", event.node, message, fix=fix, related=step.node)
-            return
-        same = event.method == "unscale_" and event.arguments[:1] == step.arguments[:1]
-        if same and step.conditions <= event.conditions:
-            message = "unscale_() after step(): GradScaler raises, step() has unscaled these gradients already"
-            fix = "unscale_(optimizer), clip, step(optimizer), update(), in this order"
-            yield amp.script.finding("scaler-misused", event.node, message, fix=fix, related=step.node)
             return
 
 

@@ -36,7 +36,6 @@ def find_unscaled_fp16(amp: Amp) -> Iterator[Finding]:
     yield from scaler_beside_bf16(amp)
     yield from inverted_scaler(amp)
     yield from scaler_of_another_device(amp)
-    yield from scaler_off(amp)
     yield from sharded_in_fp16(amp)
     yield from unscaled_fallback(amp)
     yield from unscaled_bf16_branch(amp)
@@ -198,15 +197,6 @@ def inverted_scaler(amp: Amp) -> Iterator[Finding]:
             yield amp.script.finding("fp16-without-scaler", made.call, message, fix=fix)
 
 
-def scaler_off(amp: Amp) -> Iterator[Finding]:
-    """GradScaler(enabled=False) in a file whose every autocast is fp16 and on."""
-    fp16 = bool(amp.regions) and all(r.dtype == "fp16" and r.enabled and r.device != "cpu" for r in amp.regions)
-    for made in amp.scalers if fp16 and all(made.enabled is False for made in amp.scalers) else ():
-        if any(is_scaled_backward(e) for t in amp.traces for e in t.events):
-            message = f"{last(made.key)} is switched off, and autocast is fp16: nothing scales the loss"
-            yield amp.script.finding("fp16-without-scaler", made.call, message, fix="enabled=True")
-
-
 def sharded_in_fp16(amp: Amp) -> Iterator[Finding]:
     """MixedPrecision(param_dtype=torch.float16) of FSDP, a plain backward, and nothing that could scale."""
     plain = any(is_plain_backward(e) for t in amp.traces for e in t.events)
@@ -333,17 +323,10 @@ SWITCH = re.compile(r"amp|fp16|half|mixed|autocast", re.IGNORECASE)
 NO_SWITCH = re.compile(r"bf16|bfloat16|float16|dtype|is_available|device|cuda", re.IGNORECASE)
 """What chooses a dtype, or only asks for a GPU, without which autocast("cuda") is off anyway."""
 
-ASKS_FOR_AMP = re.compile(r"(^|_)(amp|fp16|half|mixed(_precision)?|autocast|scaler|scaling)(_|$)", re.IGNORECASE)
-NEGATIVE = re.compile(
-    r"(^|_)(no|not|disable\w*|without|off|skip|bf16|fp32|full|has|pure|native|apex)(_|$)", re.IGNORECASE
-)
-"""In the name of a switch that is on where mixed precision is off, or another kind of it is on."""
-
 
 def find_disagreements(amp: Amp) -> Iterator[Finding]:
     scalers = switches(amp)
     yield from asked_for_scaler(amp, scalers)
-    yield from opposite(amp)
     yield from never_there(amp)
     for trace in amp.traces if amp.scalers else ():
         yield from always_on(amp, trace, scalers)
@@ -391,17 +374,6 @@ def never_there(amp: Amp) -> Iterator[Finding]:
         if asked and values and all(is_constant(v, None) for v in values) and name not in amp.script.parameters:
             message = f"`{ast.unparse(test)}` never holds, {name} is None throughout: autocast is off for good"
             yield amp.script.finding("amp-switch-stuck", call, message, fix="enabled by the flag that asks for AMP")
-
-
-def opposite(amp: Amp) -> Iterator[Finding]:
-    """`enabled=not use_amp`, of autocast or of the scaler: on where mixed precision is not asked for."""
-    scalers = [(flag, made.call) for made in amp.scalers if (flag := keyword(made.call, "enabled")) is not None]
-    for test, call in (*autocast_tests(amp), *scalers):
-        flag = test.operand if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) else None
-        name = last(dotted_name(flag))
-        if flag is not None and ASKS_FOR_AMP.search(name) and not NEGATIVE.search(name):
-            message = f"{last(dotted_name(call.func))} is on where `{ast.unparse(test)}`: where AMP is not asked for"
-            yield amp.script.finding("amp-switch-stuck", call, message, fix=f"enabled={ast.unparse(flag)}")
 
 
 def autocast_tests(amp: Amp) -> Iterator[tuple[ast.expr, ast.Call]]:

@@ -33,7 +33,6 @@ def find_wrong_order(amp: Amp) -> Iterator[Finding]:
             yield from bypassed_scaler(amp, trace, scaled)
             yield from updated_between_steps(amp, trace)
         yield from clip_beside_accelerate(amp, trace)
-        yield from clip_in_a_step(amp, trace)
     yield from step_without_update(amp)
     yield from clip_inside_apex(amp)
 
@@ -71,21 +70,6 @@ def is_fp16_fabric(amp: Amp, name: str) -> bool:
     made = [v for v in amp.script.values(name) if isinstance(v, ast.Call) and last(dotted_name(v.func)) == "Fabric"]
     words = [amp.script.default(keyword(call, "precision")) for call in made]
     return any(isinstance(word, ast.Constant) and word.value in ("16-mixed", 16, "16") for word in words)
-
-
-def clip_in_a_step(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """`def step(optimizer, scaler): clip; scaler.step(optimizer)` in a file where nothing unscales."""
-    if "unscale" in amp.script.code or any("backward" in e.method for e in trace.events):
-        return
-    for clip in (e for e in trace.events if is_clip(e) and not runs_without_amp(e)):
-        later = [e for e in trace.events[clip.index :] if not e.excludes(clip)]
-        steps = [e for e in later if e.optimizer and e.arguments and "scaler" in last(e.receiver).lower()]
-        if steps and not amp.is_disabled(steps[0].receiver):
-            scaler = last(steps[0].receiver)
-            message = f"gradients are clipped while still multiplied by {scaler}'s scale"
-            fix = f"call {scaler}.unscale_(optimizer) before clipping"
-            yield amp.script.finding("clip-before-unscale", clip.node, message, fix=fix, related=steps[0].node)
-            return
 
 
 def clip_before_unscale(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:
@@ -271,28 +255,11 @@ def step_without_update(amp: Amp) -> Iterator[Finding]:
         updated = any(name.endswith(f"{last(scaler)}.update") for name in called)
         updated = updated or any(same_object(e.receiver, scaler) for t in amp.traces for e in t.calls("update"))
         hidden = any(same_object(scaler, name) for name in amp.escaped) or inherits(amp, scaler)
-        if steps and updated and not hidden and not amp.is_disabled(scaler):
-            yield from stepped_more_often(amp, scaler)
         if steps and not updated and not hidden and not amp.is_disabled(scaler):
             message = f"{last(scaler)}.step() without {last(scaler)}.update(): the scale never changes, skips never end"
             yield amp.script.finding(
                 "step-without-update", steps[0].node, message, fix=f"call {last(scaler)}.update() after it"
             )
-
-
-def stepped_more_often(amp: Amp, scaler: str) -> Iterator[Finding]:
-    """update() after the loop over batches, or at every n-th one: the second step() in a row raises."""
-    for trace in amp.traces:
-        updates = [e for e in trace.calls("update") if e.receiver == scaler]
-        for step in (e for e in trace.events if is_scaler_step(e, scaler) and e.loops and updates):
-            per_step = [e for e in updates if e.loops[: len(step.loops)] == step.loops]
-            gates = [{t for t, _ in e.conditions - step.conditions if t in trace.windows} for e in per_step]
-            once = len([e for e in trace.events if is_scaler_step(e, scaler)]) == 1
-            if once and all(gates) and not any(e.excludes(step) for e in updates):
-                message = f"{last(scaler)}.step() runs more often than {last(scaler)}.update(): the second one raises"
-                fix = f"{last(scaler)}.update() right after it"
-                yield amp.script.finding("step-without-update", step.node, message, fix=fix, related=updates[0].node)
-                return
 
 
 def inherits(amp: Amp, scaler: str) -> bool:
