@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from halfstep.cli.main import main
-from halfstep.run.resume import flattened
+from halfstep.run.resume import flatten_settings
 from halfstep.run.train import train
 from halfstep.workloads import KINDS, load
 
@@ -57,7 +57,7 @@ def test_defaults_count_and_the_folder_is_the_runs_own(run: Path, capsys: pytest
         (("--num",), "--num needs a value"),
         (("--loud=yes",), "--loud takes no value"),
         (("--num", "2", "--num", "3"), "`--num 2` and `--num 3` disagree"),
-        (("--top-k", "3"), "--top-k 3 means nothing for drawing_workload:KIND"),
+        (("--top-k", "3"), "drawing_workload:KIND has no option --top-k 3"),
         (("photo.png",), "photo.png: drawing_workload:KIND takes no input files"),
     ],
 )
@@ -112,5 +112,5 @@ def test_throughput_is_told_in_the_familys_unit(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.parametrize("workload", list(KINDS))
 def test_what_a_run_keeps_are_settings_that_it_has(workload: str) -> None:
-    names = list(flattened(load(workload).config))
+    names = list(flatten_settings(load(workload).config))
     assert [kept for kept in KINDS[workload].kept if not any(name.startswith(kept) for name in names)] == []

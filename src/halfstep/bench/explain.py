@@ -28,11 +28,11 @@ from halfstep.bench.step_profile import (
     wake_profiler,
 )
 from halfstep.errors import ConfigError, HardwareError
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.report.tables import make_columns_table, make_pairs_table
-from halfstep.run.assemble import plan_for
+from halfstep.run.assemble import decide_plan
 from halfstep.tune.channels_last import wants_channels_last
-from halfstep.tune.fresh_thread import in_fresh_thread
+from halfstep.tune.fresh_thread import run_in_fresh_thread
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +92,9 @@ def group_kernels(step: StepProfile, kind_of: Callable[[str], OpKind]) -> tuple[
     for event in step.events:
         times_us[event.name].append(event.self_us)
     kernels = [
-        KernelTime(name=name, kind=kind_of(name), ms=step.a_step_ms(sum(us)), launches=len(us) / step.num_steps)
+        KernelTime(
+            name=name, kind=kind_of(name), ms=step.convert_to_step_ms(sum(us)), launches=len(us) / step.num_steps
+        )
         for name, us in times_us.items()
     ]
     return tuple(sorted(kernels, key=lambda kernel: kernel.ms, reverse=True))
@@ -183,7 +185,7 @@ def _explain_in_turn(
         try:
             facts = collect_step_facts(runner, problem, hardware, flops)
             work = partial(explain, runner, steps=steps, facts=facts)
-            return in_fresh_thread(work, problem.device)
+            return run_in_fresh_thread(work, problem.device)
         # Any error, as in measure_row: one row that fails must not end the others.
         except Exception as error:
             error.__traceback__ = None  # its frames would keep the model, and thereby memory, alive for the next row
@@ -214,7 +216,7 @@ def _keeps_channels_last(runner: Runner, hardware: Hardware) -> bool:
             fix="--precisions fp32",
         )
     config, workload = runner.config, runner.workload()
-    return wants_channels_last(config, plan_for(config, workload, hardware), workload.model)
+    return wants_channels_last(config, decide_plan(config, workload, hardware), workload.model)
 
 
 # --- the result, and how it is printed ---

@@ -11,10 +11,10 @@ from halfstep.errors import format_bytes, format_count
 from halfstep.evidence.proofs import Line, clipping, is_same_rate, nan_is_dropped, rates_are_scheduled, scheduled_rate
 from halfstep.report.page.read_run import RunRecord, read_run
 from halfstep.run.assemble import Assembly
-from halfstep.run.engine import prepared_window
-from halfstep.run.journal import SHORTEST_S, Waiting, busy_line
+from halfstep.run.engine import prepare_window
+from halfstep.run.journal import SHORTEST_S, Waiting, format_gpu_use
 from halfstep.run.memory.out_of_memory import split_window
-from halfstep.run.step_ledger import AnyEngine, engines_of, ledgers_of, loss_alone
+from halfstep.run.step_ledger import AnyEngine, drop_outputs, list_engines, observe_ledgers
 from halfstep.step.step import LossFn, Step
 from halfstep.tune.modes import Batch
 from halfstep.use.observe_step import assemble_step, is_run
@@ -47,9 +47,9 @@ def verify(word: str, *, flags: Mapping[str, object], overrides: Sequence[str], 
 def _prove_each_phase(name: str, engine: AnyEngine, window: list[Batch], parts: Assembly, proof: Proof) -> Line:
     """Run a proof for every phase; one failure decides."""
     found = []
-    for phase, own in engines_of(engine):
-        prepared = split_window(prepared_window(parts, window), own.pieces)
-        holds, text = proof(own.guarded, loss_alone(own.parts.eager), prepared)
+    for phase, own in list_engines(engine):
+        prepared = split_window(prepare_window(parts, window), own.pieces)
+        holds, text = proof(own.guarded, drop_outputs(own.parts.eager), prepared)
         found.append((holds, f"{phase}: {text}" if phase else text))
     worst = next((one for one in found if one[0] is False), None) or next((o for o in found if o[0] is None), None)
     return Line(name=name, holds=(worst or found[0])[0], text="; ".join(text for _, text in found))
@@ -62,7 +62,7 @@ def _check_clipping(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> 
 
 
 def _check_amp(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> Line:
-    ledgers = ledgers_of(parts, engine, window)
+    ledgers = observe_ledgers(parts, engine, window)
     differing = [finding for ledger in ledgers for finding in ledger.differences]
     text = "; ".join(f"{ledger.mode}: {ledger.summary}" for ledger in ledgers)
     if differing:
@@ -72,10 +72,10 @@ def _check_amp(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> Line:
 
 def _check_rate(parts: Assembly, engine: AnyEngine, window: list[Batch], record: RunRecord | None) -> Line:
     """Check every recorded rate of a run, or the rates of a few steps."""
-    trained = record.of_kind("train") if record is not None else []
+    trained = record.select_kind("train") if record is not None else []
     if record is None or not trained or parts.phases:
         return _prove_each_phase(RATE, engine, window, parts, rates_are_scheduled)
-    if parts.plateau is not None or any(event.get("event") == "rollback" for event in record.of_kind("event")):
+    if parts.plateau is not None or any(event.get("event") == "rollback" for event in record.select_kind("event")):
         return Line(
             name=RATE, holds=None, text="a plateau or a rollback reduced the rate by a factor that is not recorded"
         )
@@ -110,7 +110,7 @@ def _check_gpu(record: RunRecord) -> Line:
     if elapsed_s < SHORTEST_S:
         return Line(name="GPU use", holds=None, text=f"the run took {elapsed_s:.1f} s, less than {SHORTEST_S:g} s")
     waiting = Waiting(**{field.name: float(record.summary[field.name]) for field in dataclasses.fields(Waiting)})
-    line = busy_line(sum(busy) / len(busy), waiting, elapsed_s, str(record.summary["steps_run"]))
+    line = format_gpu_use(sum(busy) / len(busy), waiting, elapsed_s, str(record.summary["steps_run"]))
     return Line(name="GPU use", holds="under" not in line, text=line)
 
 
@@ -122,7 +122,7 @@ def _check_memory(record: RunRecord) -> Line:
 
 
 def _check_skipped(record: RunRecord) -> Line:
-    trained, events = record.of_kind("train"), record.of_kind("event")
+    trained, events = record.select_kind("train"), record.select_kind("event")
     if not trained and not events:
         return Line(name="skipped steps", holds=None, text="no step is on record")
     attempted = max(int(one["step"]) for one in (*trained, *events))  # a run ended by faults records no later step
