@@ -11,7 +11,7 @@ import typer
 from halfstep.cli.options import BatchSize, DataDir, Device, Json, Trust, WordsOrRun, option
 
 if TYPE_CHECKING:
-    from halfstep.evidence.dry_run import Judged
+    from halfstep.evidence.dry_run import Judgement
 
 
 def command(
@@ -51,13 +51,13 @@ def command(
         raise typer.Exit(1)
 
 
-def _compute_badness(row: Judged) -> float:
+def _compute_badness(row: Judgement) -> float:
     """From 0, far from the format's ends, to 1, past them."""
     edge = max(0.0, 1.0 - row.headroom_bits / 8) if row.headroom_bits and row.headroom_bits > 0 else 0.0
     return 1.0 if row.is_bad else max(min(row.lost * 10, 0.9), min(edge, 0.9))
 
 
-def _convert_row(row: Judged) -> dict[str, object]:
+def _convert_row(row: Judgement) -> dict[str, object]:
     import math
 
     headroom = row.headroom_bits if math.isfinite(row.headroom_bits) else None
@@ -67,7 +67,7 @@ def _convert_row(row: Judged) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _show(rows: list[Judged], target: str, *, every: bool) -> None:
+def _show(rows: list[Judgement], target: str, *, every: bool) -> None:
     from halfstep.report.results import open_result_console
     from halfstep.report.tables import rows_table
 
