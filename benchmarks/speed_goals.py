@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from halfstep.report.bench_view import format_digits
-from halfstep.report.tables import columns_table
+from halfstep.report.tables import make_columns_table
 from readme_tables import fastest
 from speed_cases import CASES, Goal
 
@@ -21,7 +21,9 @@ def show_goals(problems: dict[str, Any], console: Console) -> None:
     lines = [goal_line(name, problems) for name in CASES if name in problems]
     device = next(iter(problems.values()))["device"]
     console.print(f"goals of one {DEVICE}, measured on {device}; in brackets the speedup asked for", style="bold")
-    console.print(columns_table({name: [line[name] for line in lines] for name in lines[0]}, left=("model, batch",)))
+    console.print(
+        make_columns_table({name: [line[name] for line in lines] for name in lines[0]}, left=("model, batch",))
+    )
 
 
 def goal_line(name: str, problems: dict[str, Any]) -> dict[str, str]:

@@ -74,7 +74,7 @@ def test_kernels_add_up_by_name_and_kind_a_step() -> None:
 @pytest.mark.parametrize(("gap_ms", "num_notes"), [(1.0, 0), (8.0, 1)])
 def test_a_host_that_sets_the_pace_is_noted_and_a_step_without_fault_has_no_note(gap_ms: float, num_notes: int) -> None:
     notes = explain_profile(step((GEMM, 12), gap_ms=gap_ms), facts(), title="").notes
-    assert len([note for note in notes if "the host is slower" in note]) == len(notes) == num_notes
+    assert len([note for note in notes if "limited by the host" in note]) == len(notes) == num_notes
 
 
 def test_layout_copies_that_remain_under_channels_last_are_named() -> None:

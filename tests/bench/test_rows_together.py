@@ -9,7 +9,8 @@ import pytest
 
 from halfstep.bench.bench import add_speedups, check_clocks, check_drift, check_losses, conclude, find_loss_reference
 from halfstep.bench.measure_row import Row
-from halfstep.bench.record import format_command_line, refuse_to_overwrite, summarise_results
+from halfstep.bench.record import format_command_line, summarise_results
+from halfstep.cli.options import refuse_to_overwrite
 from halfstep.errors import ConfigError
 from halfstep.hardware.gpus import look_up_gpu
 
@@ -61,7 +62,7 @@ def test_drift_beyond_the_spread_is_warned_of() -> None:
 
 def test_clocks_that_were_held_down_are_warned_of_by_row() -> None:
     rows = [row("eager", "fp32", 100.0), row("graph", "bf16", 10.0, clock_limits=("power cap",))]
-    assert check_clocks(rows) == "the device's clocks were held down in halfstep graph bf16 (power cap)"
+    assert check_clocks(rows) == "the device's clocks were throttled in halfstep graph bf16 (power cap)"
     assert check_clocks(rows[:1]) == ""
 
 
@@ -77,7 +78,7 @@ def test_files_are_overwritten_only_when_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "why", "fix"),
     [
-        (".", "", "name a file in it: --save {}/bench.json"),
+        (".", "", "name a file in it"),
         ("no where/bench.json", "the folder {}/no where does not exist", "make it first: mkdir -p '{}/no where'"),
         ("file/bench.json", "the folder {}/file is a file, not a folder", "another name"),
     ],

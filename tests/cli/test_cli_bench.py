@@ -42,7 +42,7 @@ def test_one_table_with_simulated_rows_marked_and_missing_ones_explained(capsys:
 
 def test_modes_were_once_called_ways_and_are_still_understood(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("unet", "--ways", "eagre") == exit_code("unet", "--modes", "eagre") == 2
-    assert "--modes takes no 'eagre'" in capsys.readouterr().err
+    assert "unknown --modes 'eagre'" in capsys.readouterr().err
 
 
 def test_without_a_workload_it_is_unet_though_a_folder_has_its_name_and_rows_are_told(
@@ -54,7 +54,7 @@ def test_without_a_workload_it_is_unet_though_a_folder_has_its_name_and_rows_are
     assert exit_code(*FP32[1:], "--json", f"data.dir={tmp_path}") == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["problem"]["workload"] == "unet"
-    assert "no workload named: this is unet" in said.err
+    assert "no workload given: using unet" in said.err
     assert f"data.dir={tmp_path} is not read" in said.err
     first, again = [line for line in said.err.splitlines() if line.startswith("measuring")]
     assert first == "measuring halfstep eager fp32 (row 1 of 2)"
@@ -126,8 +126,8 @@ def test_precision_and_mode_of_a_config_file_are_the_rows_unless_options_say_oth
     assert exit_code(*words) == 0
     said = capsys.readouterr()
     assert [(row["variant"], row["precision"]) for row in json.loads(said.out)["rows"]] == [("eager", "tf32")]
-    assert "mine.yaml:2 says; --precisions takes others" in said.err
-    assert "mine.yaml:4 says; --modes takes others" in said.err
+    assert "mine.yaml:2; --precisions selects others" in said.err
+    assert "mine.yaml:4; --modes selects others" in said.err
     assert exit_code(*words, "--precisions", "fp32", "--modes", "auto") == 0
     said = capsys.readouterr()
     assert [(row["variant"], row["precision"]) for row in json.loads(said.out)["rows"]] == [("auto", "fp32")]
@@ -179,12 +179,12 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
     ("words", "said"),
     [
         (("unet", "--steps", "3"), "--steps 3 is too few"),
-        (("unet", "--modes", "eagre"), "--modes takes no 'eagre'"),
+        (("unet", "--modes", "eagre"), "unknown --modes 'eagre'"),
         (("unet", "--modes", "eagre"), "fix: did you mean 'eager'?"),
         (("unet", "--modes", ""), "--modes '' names nothing"),
         (("unet", "--precisions", " ,"), "--precisions ' ,' names nothing"),
         (("unet", "--against", ""), "--against '' names nothing"),
-        (("unet", "--against", "keras"), "--against takes no 'keras'"),
+        (("unet", "--against", "keras"), "unknown --against 'keras'"),
         (("unet", "--against", "keras"), "fix: one of plain, lightning, accelerate\n"),
         (("unet", "--against", "plain:graph"), "did you mean 'plain:graphs'"),
         (("unet", "--precisions", "fp7"), "fp7"),
@@ -192,7 +192,7 @@ def test_a_peer_that_is_not_installed_is_named_with_its_command_before_anything_
         (("",), "the workload is ''"),
         (("warp", "--steps", "10"), "unknown workload 'warp'"),
         (("unet", "--save", "/nowhere/at/all.json"), "the folder /nowhere/at does not exist"),
-        (("unet", "--picture", "speed.xyz"), "speed.xyz has no ending of a picture"),
+        (("unet", "--picture", "speed.xyz"), "speed.xyz is not a picture file name"),
         (("unet", "--picture", "speed"), "fix: speed.png"),
         (("unet", "train.fast=off"), "fix: --modes eager"),
         (("unet", "precision=bf16"), "fix: --precisions bf16"),

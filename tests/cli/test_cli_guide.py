@@ -131,7 +131,10 @@ def write_demo_pairs(folder: Path) -> Path:
         ("task: painting", "'painting' is not a choice"),
         ("start: perhaps", "'perhaps' is not a choice"),
         ("task: segmentation\ndata: /no/such/folder", "/no/such/folder does not exist"),
-        ("task: own\nworkload: tiny_workload:build\ndata: .\nmodel: resnet50", "answered, but not asked: model"),
+        (
+            "task: own\nworkload: tiny_workload:build\ndata: .\nmodel: resnet50",
+            "answers to questions that were not asked: model",
+        ),
         ("task: own\nworkload: nowhere", "'nowhere' is not an import path"),
         ("task: own\nworkload: no_such_module:build", "cannot be imported"),
         ("task: own\nworkload: json:loads", "no folder"),

@@ -138,7 +138,7 @@ def test_a_flag_may_be_repeated_where_it_says_the_same_or_is_made_for_it(capsys:
         (["pack", "x", "--size", "0"], "error: --size 0: it must be greater than or equal to 1",
          "halfstep pack --help"),
         (["predict"], "error: Missing argument 'RUN'", "halfstep predict --help"),
-        (["train", "unet", "-v"], "error: No such option: -v", "leave it out: all is shown, and --quiet shows less"),
+        (["train", "unet", "-v"], "error: No such option: -v", "leave it out: everything is shown"),
         (["detect", "-v"], "error: No such option: -v", "halfstep detect --help"),
         (["detect", "--gpu"], "error: Option '--gpu' requires an argument", "halfstep detect --help"),
         (["trian", "unet"], "error: No such command 'trian'. Did you mean 'train'?", "halfstep --help"),
@@ -175,7 +175,7 @@ def test_help_names_every_workload_and_wraps_to_the_terminal(
         main(["train", "--help"])
     out = capsys.readouterr().out
     assert all(name in out for name in KINDS)
-    assert "or one of your own by import path" in out, "a line break of the docstring"
+    assert "or a custom one by import path" in out, "a line break of the docstring"
 
 
 @pytest.mark.parametrize("words", [["plan", "--memory"], ["train", "--dry", "--quiet", "data.num_workers=0"]])

@@ -37,7 +37,7 @@ def test_packing_says_what_it_packed_and_finds_it_again(tmp_path: Path, capsys: 
     code, text, said = run(capsys, "pack", str(tmp_path), "--size", "32")
     assert (code, said) == (0, "")
     assert "nothing was packed" in text
-    assert "Every image in it was checked" in run(capsys, "pack", str(tmp_path), "--size", "32", "--verify")[1]
+    assert "Every image was checked" in run(capsys, "pack", str(tmp_path), "--size", "32", "--verify")[1]
     assert run(capsys, "pack", str(tmp_path), "--size", "32", "--force")[0] == 0
     assert (tmp_path / ".halfstep-32.pack").stat().st_mtime_ns != written
 

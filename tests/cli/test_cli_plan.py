@@ -75,9 +75,9 @@ def test_the_memory_plan_has_a_row_for_each_precision_and_level_and_what_fits(tm
     [
         (("--memory", "--fit", "24 parsecs"), "24 parsecs"),
         (("--memory", "--gpu", "warp9"), "unknown GPU 'warp9'"),
-        (("--memory", "--mode", "slow"), "--mode takes no 'slow'"),
+        (("--memory", "--mode", "slow"), "unknown --mode 'slow'"),
         (("--fit", "24GB"), "--memory --fit 24GB"),
-        (("--memory", "--picture", "x.docx"), "no ending of a picture"),
+        (("--memory", "--picture", "x.docx"), "is not a picture file name"),
     ],
 )
 def test_mistakes_in_a_memory_plan_are_clear_errors(
@@ -91,7 +91,10 @@ def test_mistakes_in_a_memory_plan_are_clear_errors(
 
 @pytest.mark.parametrize(
     ("gpu", "said"),
-    [("V100", "only emulates bf16: a run there takes another precision"), ("M2 Ultra", "is the buyer's choice: --fit")],
+    [
+        ("V100", "only emulates bf16: a run on it uses another precision"),
+        ("M2 Ultra", "is sold with several memory sizes: give one with --fit"),
+    ],
 )
 def test_a_memory_plan_says_what_the_named_gpu_lacks(gpu: str, said: str) -> None:
     words = ("unet", *SMALL, "--memory", "--precision", "bf16", "--mode", "eager", "--json")
@@ -103,5 +106,5 @@ def test_a_narrow_terminal_shows_totals_and_no_number_is_cut(monkeypatch: pytest
     said = printed("unet", *SMALL, "--memory", "--precision", "bf16", "--fit", "1GB")
     assert "…" not in said
     assert "activations" not in said
-    assert "fits 1.0 GB, in order of predicted speed" in said
+    assert "fits 1.0 GB, fastest (predicted) first" in said
     assert "traced for compile" in said

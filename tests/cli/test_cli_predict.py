@@ -72,9 +72,9 @@ def test_a_bad_file_is_counted_and_gives_exit_code_1(
     [
         (("gone", "x.png"), "there is no run folder gone"),
         (("RUN", "gone.png"), "none of the inputs can be used: gone.png"),
-        (("RUN", "RUN/checkpoints"), "nothing in it that can be read"),
+        (("RUN", "RUN/checkpoints"), "no readable file in it"),
         (("RUN", "RUN/data", "--csv", "RUN/config.yaml"), "exists already"),
-        (("RUN", "RUN/data", "--csv", "RUN/gone/a.csv"), "no folder"),
+        (("RUN", "RUN/data", "--csv", "RUN/gone/a.csv"), "cannot be written"),
         (("RUN", "RUN/data", "--tile", "100"), "--tile 100 means nothing for resnet18"),
         (("RUN", "RUN/data", "--precision", "fp7"), "unknown precision 'fp7'"),
     ],

@@ -33,7 +33,7 @@ def test_a_run_that_is_under_way_shows_its_newest_step_and_fault(
     code, text = look(capsys, str(tmp_path), "--once")
     assert code == 0
     for part in (
-        "not known whether it runs",
+        "not known whether it is running",
         "20 (epoch 1)",
         "0.5000",
         "tokens/s",
@@ -125,9 +125,9 @@ def test_a_live_look_at_a_run_that_is_killed_ends_with_how_to_go_on(
         killer.join()
     assert code == 0
     last = text[text.rindex("state") :]
-    assert "the run goes on" in text, "while it ran"
-    assert "the run goes on" not in last
-    assert "its process is gone; go on with: halfstep train --resume" in last
+    assert "the run continues" in text, "while it ran"
+    assert "the run continues" not in last
+    assert "its process is gone; continue with: halfstep train --resume" in last
 
 
 def test_a_record_that_comes_while_it_looks_is_for_the_next_look(

@@ -173,7 +173,7 @@ def test_a_run_goes_on_by_the_command_it_was_started_with(capsys: Capture, tmp_p
         (["unet", "--learning_rate", "3"], "did you mean --lr?"),
         (["unet", "--learning-rate", "3"], "did you mean --lr?"),
         (["unet", "--optimizer.lr=3"], "did you mean --lr?"),
-        (["unet", "--optimizer.eps=3"], "settings are words: optimizer.eps=VALUE"),
+        (["unet", "--optimizer.eps=3"], "write settings as optimizer.eps=VALUE"),
         (["unet", "--gradient-clip-norm", "3"], "train.clip_norm, as KEY=VALUE?"),
         (["unet", "optimizer.name=adamm"], "did you mean 'adam' or"),
         (["unet", "schedule.name=cosin"], "did you mean 'cosine'"),

@@ -116,7 +116,7 @@ def test_references_are_resolved_as_omegaconf_does() -> None:
     [
         ("a: ${b}\n", "names a key that is not there"),
         ("a: ${b}\nb: ${a}\n", "refers to itself"),
-        ("a: ${env:HOME}\n", "does not know"),
+        ("a: ${env:HOME}\n", "is an unknown function"),
         ("a: ${div:1,0}\n", "cannot be computed"),
         ("a: ${mul:x,2}\n", "not a number"),
         ("a: '${b'\nb: 1\n", "open"),

@@ -46,7 +46,7 @@ def test_exercise_1_compares_three_formats_with_paired_seeds_in_the_steps_its_ti
     lines: list[str] = []
     story = benchmark_formats.run(tmp_path, data=str(tmp_path / "cifar"), most_s=0.0, say=lines.append)
     assert [row[0] for row in story.rows] == ["fp32", "fp16", "bf16"]
-    assert ("1 step a run instead of 60" in lines[0], "s in all" in lines[0]) == (True, True)
+    assert ("1 step per run instead of 60" in lines[0], "s in all" in lines[0]) == (True, True)
     assert sum("accuracy" in line and "seed" in line for line in lines) == 15
     assert any("often expected" in line for line in story.told)
     assert any("measured here: accuracy within" in line for line in story.told)
@@ -98,7 +98,7 @@ def test_generated_pictures_are_the_same_for_the_same_seed() -> None:
 def test_a_place_that_is_no_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "taken").write_text("")
     code, text = exercise(capsys, "3", "--out", str(tmp_path / "taken"))
-    assert (code, f"{tmp_path / 'taken'} is in the way" in text) == (2, True)
+    assert (code, f"{tmp_path / 'taken'} exists and is not a folder" in text) == (2, True)
 
 
 @pytest.mark.parametrize(("words", "said"), [(("4",), "no exercise 4"), (("2", "--data-dir", "x"), "needs no data")])

@@ -100,7 +100,7 @@ def test_a_gpu_that_others_use_is_only_looked_at() -> None:
     assert driver.timed == []
     assert hardware.source == "probe"
     assert hardware.measurements == ()
-    assert "in use by others (9.1 GiB taken and 97 % busy): only looked at, not measured" in hardware.notes
+    assert "in use by others (9.1 GiB taken and 97 % busy): not measured" in hardware.notes
 
 
 def test_hardware_from_the_table_cannot_be_measured() -> None:

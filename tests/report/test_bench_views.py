@@ -64,7 +64,7 @@ RECORD: dict[str, Any] = {
     "warnings": ["the GPU is in use by others"],
     "rows": [
         measured("eager", "fp32", 246.6),
-        measured("graph", "bf16", 25.1, cache="warm", remarks=["its start takes 9.1 GB"]),
+        measured("graph", "bf16", 25.1, cache="warm", remarks=["start-up takes 9.1 GB"]),
         measured("tuned", "bf16", 26.0, name="lightning", cache="cold"),
         measured("eager", "fp8", 900.0, simulated=True, remarks=["simulated: no speed"], speedup_fp32=None),
         {**NOTHING, "name": "halfstep", "variant": "graph", "precision": "fp8", "reason": "out of memory: no"},
@@ -96,7 +96,7 @@ def test_title_reasons_remarks_and_warnings_stand_around_the_table() -> None:
     said = shown(RECORD)
     assert said.startswith("unet, 31.0M parameters, batch 8, 512 pixels, adamw, clip 1: NVIDIA H200, torch 2.11.0")
     assert "not measured: halfstep graph fp8: out of memory: no" in said
-    assert "halfstep graph bf16: its start takes 9.1 GB" in said
+    assert "halfstep graph bf16: start-up takes 9.1 GB" in said
     assert "halfstep eager fp8: simulated: no speed" in said
     assert "warning: the GPU is in use by others" in said
     assert "held against halfstep eager fp32 within 10%" in said
@@ -106,7 +106,7 @@ def test_a_reduced_network_is_not_shown_under_the_bare_name() -> None:
     problem = {**RECORD["problem"], "parameters": 438_456, "reduced": {"model.width": 16, "model.blocks": [1, 1]}}
     said = shown({**RECORD, "problem": problem})
     assert said.startswith("unet reduced to 438,456 parameters, batch 8")
-    assert "reduced: this is the network of the demo (model.width=16, model.blocks=[1, 1])" in said
+    assert "reduced: this is the demo's network (model.width=16, model.blocks=[1, 1])" in said
     assert "reduced" not in shown(RECORD)
 
 

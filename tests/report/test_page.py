@@ -159,7 +159,7 @@ def test_a_run_killed_before_its_first_record_has_a_page_too(tmp_path: Path) -> 
     assert not end.value.code
     text = (tmp_path / "report" / "report.html").read_text()
     assert "has not ended" in text
-    assert "Nothing is on record." in text
+    assert "Nothing is recorded." in text
 
 
 def test_where_it_cannot_be_written_another_place_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,7 @@ def test_a_page_of_a_run_names_the_file_that_is_no_record(tmp_path: Path, name: 
     (folder / "report" / name).write_text('"text"')
     with pytest.raises(CheckpointError, match=name) as refused:
         read_run(folder)
-    assert "move it away" in refused.value.fix
+    assert "remove it" in refused.value.fix
 
 
 def test_an_edit_of_the_config_that_changes_a_step_is_refused_unless_it_is_allowed(

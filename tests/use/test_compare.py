@@ -93,7 +93,7 @@ def test_a_budget_ends_it_before_the_last_look(tmp_path: Path, capsys: pytest.Ca
         capsys, MOONS, *SMALL, *TWO, "--margin", "0.1", "--budget", "0.01s", "--out", str(tmp_path / "c")
     )
     assert code == 1
-    assert "the budget of 0.01 s is spent (--resume with a larger --budget goes on)" in text
+    assert "the budget of 0.01 s is spent (--resume with a larger --budget continues)" in text
     assert "5 are the fewest" in text
 
 

@@ -204,7 +204,7 @@ def test_data_that_were_moved_keep_their_validation_part(unet: Path, tmp_path: P
     told = Told(run)
     found = evaluate(run, report=told.report, data=unet / "data")
     assert (found.samples, found.metrics) == (20, usual(unet).metrics)
-    assert "only its validation part" in told.text
+    assert "only its validation split" in told.text
     shutil.copytree(unet / "data", tmp_path / "fewer")
     for part in ("imgs", "masks"):
         for path in sorted((tmp_path / "fewer" / part).iterdir())[:10]:
@@ -265,7 +265,7 @@ def test_a_run_of_a_device_that_is_not_here_is_evaluated_on_this_one_with_a_warn
     folder.write_plan(dataclasses.replace(folder.stored_plan(), device="cuda:97", device_name="Some GPU"))
     told = Told(run)
     evaluate(run, report=told.report)
-    assert "cuda:97 (Some GPU) is not here" in told.text
+    assert "cuda:97 (Some GPU) is not available" in told.text
 
 
 def test_a_simulated_precision_runs_as_it_was_stored(tmp_path: Path) -> None:
@@ -314,5 +314,5 @@ def test_data_of_another_kind_are_refused_without_settings_that_no_evaluation_ta
     for run, data in ((resnet, "masks"), (unet, "other")):
         with pytest.raises(DataError) as refused:
             evaluated(run, data=tmp_path / data)
-        assert "laid out as the run's own" in refused.value.fix
+        assert "in the layout of the run's data" in refused.value.fix
         assert "data." not in refused.value.fix

@@ -58,7 +58,7 @@ def test_defaults_count_and_the_folder_is_the_runs_own(run: Path, capsys: pytest
         (("--loud=yes",), "--loud takes no value"),
         (("--num", "2", "--num", "3"), "`--num 2` and `--num 3` disagree"),
         (("--top-k", "3"), "--top-k 3 means nothing for drawing_workload:KIND"),
-        (("photo.png",), "photo.png means nothing for drawing_workload:KIND"),
+        (("photo.png",), "photo.png: drawing_workload:KIND takes no input files"),
     ],
 )
 def test_a_wrong_option_or_an_input_is_refused_with_what_the_workload_takes(

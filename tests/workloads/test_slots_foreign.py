@@ -170,7 +170,7 @@ def test_a_key_nobody_knows_is_named(written: Path) -> None:
         ("'a ** 2', 2", "'__import__(1)', 2", "is not arithmetic"),
         ("'a ** 2', 2", "'a.real', 2", "is not arithmetic"),
         ("'a ** 2', 2", "'9 ** 9 ** 9', 2", "exponents"),
-        ('"${mul: ${.GPUS}, ${.PER_GPU}}"', '"${oops: 1}"', "does not know"),
+        ('"${mul: ${.GPUS}, ${.PER_GPU}}"', '"${oops: 1}"', "is an unknown function"),
         ("${globals.PER_GPU}", "${globals.NOPE}", "names a key that is not there"),
     ],
 )

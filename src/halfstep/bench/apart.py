@@ -1,4 +1,4 @@
-"""Rows that do not disturb each other, and what could disturb them: switches, memory, compiled code, other users."""
+"""Isolate benchmark rows: reset flags, memory and compiled code, and detect other users of the device."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from halfstep.hardware.nvml import ask_nvml
 from halfstep.tune.fresh_thread import forget_compiled
 
 CacheState = Literal["", "cold", "warm"]
-"""Empty: nothing was compiled."""
+"""Whether compiled code came from the cache; empty if nothing was compiled."""
 
 OURS = "halfstep."
 
 
 class CacheWatch:
-    """What torch's compiler found on disk since the watch was made; Triton's own cache is not asked."""
+    """Reports whether torch's compiler hit its disk cache since the watch was made; ignores Triton's own cache."""
 
     def __init__(self) -> None:
         self._before = _read_cache_counts()
@@ -36,7 +36,7 @@ class CacheWatch:
 
 
 def _read_cache_counts() -> tuple[int, int]:
-    """Those found in the cache, and those compiled because they were not, or because they cannot be kept."""
+    """Return the number of cache hits, and of compilations because of a miss or because the graph cannot be cached."""
     from torch._dynamo.utils import counters
 
     inductor = counters["inductor"]
@@ -44,7 +44,7 @@ def _read_cache_counts() -> tuple[int, int]:
 
 
 def forget_our_kernels() -> None:
-    """Those of Triton that this process has loaded: the next call looks for them on disk."""
+    """Unload halfstep's Triton kernels, so that the next call looks for them on disk."""
     if "triton" not in sys.modules:
         return
     import torch
@@ -59,7 +59,7 @@ def forget_our_kernels() -> None:
 
 @contextmanager
 def isolate_row(device: torch.device) -> Iterator[None]:
-    """A clean device inside; TF32, cuDNN and grad switches are put back on exit, whoever turned them."""
+    """Clean the device before and after, and restore the TF32, cuDNN and grad flags on exit."""
     flags, cudnn = read_flags(), torch.backends.cudnn
     switches = (cudnn.benchmark, cudnn.deterministic, torch.is_grad_enabled())
     clean_device(device)
@@ -73,7 +73,7 @@ def isolate_row(device: torch.device) -> Iterator[None]:
 
 
 def clean_device(device: torch.device) -> None:
-    """Nothing compiled, nothing cached, nothing waiting to be freed."""
+    """Drop compiled code, cached memory and garbage."""
     # Compiled code keeps weights alive, and dynamo gives up on a function it has compiled eight times.
     forget_compiled()
     forget_our_kernels()
@@ -81,15 +81,15 @@ def clean_device(device: torch.device) -> None:
 
 
 def read_clock_limits(device: torch.device) -> tuple[str, ...]:
-    """What holds the GPU's clocks down at this moment; empty where nothing does, or nobody can tell."""
+    """Return what limits the GPU's clocks at this moment; empty if nothing does, or NVML is missing."""
 
-    # The older of its two names: drivers before 535 know no other.
+    # The older of the function's two names: drivers before 535 lack the other.
     bits = ask_nvml(device, lambda nvml, handle: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))) or 0
     return list_limits(bits)
 
 
 def find_other_users(device: torch.device) -> str:
-    """Why others may disturb the measurement, in words; empty where nobody does."""
+    """Describe other work on the device that may disturb the measurement; empty if there is none."""
     driver = Driver()
     if device.type == "cpu":
         load, cores = driver.load(), os.cpu_count() or 1

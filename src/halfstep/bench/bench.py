@@ -1,4 +1,4 @@
-"""Every row of a bench, one after the other, and what they say together."""
+"""Measure the rows of a benchmark one after the other, and compare them: speedups, floor, loss, drift."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from halfstep.tune.memory_low import MemorySetting
 from halfstep.workloads.base.workload import Workload
 
 LOSS_BOUND = 0.1
-"""Relative distance to the reference's loss after the same steps; random data are learned by heart, which is chaotic
-enough that bf16 and fp32 part by a few percent."""
+"""Relative difference from the reference's loss after the same steps. Memorising random data is chaotic: bf16 and fp32
+differ by a few percent."""
 DRIFT_BOUND = 0.02
 """Relative change of the repeated row beyond its own spread."""
 
@@ -64,7 +64,7 @@ class BenchRequest:
     repeat_first: bool = True
     """Measure the first row again at the end: did the machine change meanwhile?"""
     deadline: float | None = None
-    """Of `time.monotonic`: no row starts after it."""
+    """In `time.monotonic` seconds: no row starts after it."""
 
     @property
     def is_late(self) -> bool:
@@ -78,25 +78,25 @@ EAGER_ONLY = "{} is simulated here, and a simulation cannot be compiled (--preci
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchResult:
-    """All rows, and what a reader must know of them."""
+    """All rows, with warnings and references."""
 
     rows: tuple[Row, ...]
     warnings: tuple[str, ...]
     reference: str
-    """The row whose loss the others were held against."""
+    """The row whose loss the others are compared with."""
     bases: Mapping[str, str] = field(default_factory=dict)
-    """The row that speedups over fp32 and over TF32 refer to, where there is one."""
+    """The row that speedups over fp32 and over TF32 refer to, if there is one."""
     repeated: Row | None = None
-    """The first measured row once more, at the end."""
+    """The first measured row, measured again at the end."""
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the user has had enough."""
+        """True after Ctrl-C."""
         return any(row is not None and row.reason == STOPPED for row in (*self.rows, self.repeated))
 
 
 def bench(problem: Problem, request: BenchRequest, hardware: Hardware, flops: int, tell: Tell) -> BenchResult:
-    """Measure what was asked for; `hardware` brings the matmul rates to hold `flops` of a step against."""
+    """Measure the requested rows; `hardware` has the matmul rates that turn `flops` into the floor."""
     busy = find_other_users(problem.device)
     rows: list[Row] = []
     first: Runner | None = None
@@ -108,7 +108,7 @@ def bench(problem: Problem, request: BenchRequest, hardware: Hardware, flops: in
         reason = reason or (LATE if request.is_late else "")
         try:
             rows.append(_measure_in_turn(runner, problem, request, tell, reason))
-        except KeyboardInterrupt:  # what was measured before is worth more than none
+        except KeyboardInterrupt:  # keep the rows measured so far
             reason = STOPPED
             rows.append(_measure_in_turn(runner, problem, request, tell, reason))
         first = first or (runner if rows[-1].is_measured else None)
@@ -123,7 +123,7 @@ def bench(problem: Problem, request: BenchRequest, hardware: Hardware, flops: in
 
 
 def _measure_in_turn(runner: Runner, problem: Problem, request: BenchRequest, tell: Tell, reason: str) -> Row:
-    """The runner's row, or one that says why it has none."""
+    """Return the runner's row; with a `reason`, an unmeasured one."""
     if reason:
         return make_unmeasured_row(runner.name, runner.variant, runner.precision, reason)
     tell(f"{runner.name} {runner.variant} {runner.precision}")
@@ -133,7 +133,7 @@ def _measure_in_turn(runner: Runner, problem: Problem, request: BenchRequest, te
 def conclude(
     rows: Sequence[Row], flops: int, hardware: Hardware, *, busy: str = "", repeated: Row | None = None
 ) -> BenchResult:
-    """What rows say together: the floor, speedups, and what a reader must know."""
+    """Add floor, speedups and warnings to the measured rows."""
     rows = add_speedups([_add_floor(row, flops, hardware) for row in rows])
     reference = find_loss_reference(rows)
     warnings = [busy, check_clocks(rows), *check_losses(rows, reference), check_drift(rows, repeated)]
@@ -147,8 +147,8 @@ def conclude(
 
 
 def list_runners(problem: Problem, request: BenchRequest, hardware: Hardware) -> Iterator[Runner | Row]:
-    """Those who run, and a finished row for each who cannot."""
-    unmeasured = dataclasses.replace(hardware, measurements=())  # a format that is slow here is timed as well
+    """Yield a runner for each requested row, and an unmeasured row for each that cannot run."""
+    unmeasured = dataclasses.replace(hardware, measurements=())  # so that formats that are slow here are timed too
     for precision in request.precisions:
         asked = problem.config.precision.model_copy(update={"default": precision})
         simulate = bool(explain_simulation(asked, hardware)) or asked.simulate and precision != "fp32"
@@ -173,7 +173,7 @@ def _list_peers(word: str, problem: Problem, precision: str, missing: str) -> It
 
 
 def measure_runner(runner: Runner, problem: Problem, request: BenchRequest, pause: Pause | None = None) -> Row:
-    """One row, with what only halfstep's own runner can tell; `pause` is where it may wait for its turn."""
+    """Measure one row; add the remarks of halfstep's own runner. `pause` is called once during the warm-up."""
     row = measure_row(runner, problem, request.schedule, pause=pause)
     if not isinstance(runner, HalfstepRunner) or not row.is_measured:
         return row
@@ -188,7 +188,7 @@ def _add_floor(row: Row, flops: int, hardware: Hardware) -> Row:
 
 
 def add_speedups(rows: Sequence[Row]) -> list[Row]:
-    """Each row's speed over strict fp32 and over TF32, as halfstep runs them eagerly, or else as they were run."""
+    """Add each row's speedup over strict fp32 and over TF32, halfstep's eager rows if measured."""
     bases = {name: find_baseline(rows, name) for name in BASES}
 
     def over(name: str, row: Row) -> float | None:
@@ -199,18 +199,18 @@ def add_speedups(rows: Sequence[Row]) -> list[Row]:
 
 
 def find_baseline(rows: Sequence[Row], precision: str) -> Row | None:
-    """The row that speedups over this precision refer to: eager where it was measured."""
+    """Return the row that speedups over this precision refer to: halfstep eager if measured."""
     there = [row for row in rows if row.precision == precision and row.is_measured and not row.simulated]
     return min(there, key=lambda row: (row.name != "halfstep", row.variant != "eager"), default=None)
 
 
 def find_loss_reference(rows: Sequence[Row]) -> Row | None:
-    """Eager fp32 where it was measured, else the first row that was."""
+    """Return eager fp32 if measured, else the first measured row."""
     return find_baseline(rows, "fp32") or next((row for row in rows if row.is_measured), None)
 
 
 def check_losses(rows: Sequence[Row], reference: Row | None) -> list[str]:
-    """Rows that trained to another loss than the reference: fast is not enough."""
+    """Return a warning for each row whose loss differs from the reference."""
     if reference is None or reference.loss is None:
         return []
     return [
@@ -222,13 +222,13 @@ def check_losses(rows: Sequence[Row], reference: Row | None) -> list[str]:
 
 
 def check_clocks(rows: Sequence[Row]) -> str:
-    """Which rows a hot or power-capped device slowed down."""
+    """Return a warning that names the rows slowed by heat or a power cap."""
     held = [f"{row.label} ({', '.join(row.clock_limits)})" for row in rows if row.clock_limits]
-    return f"the device's clocks were held down in {'; '.join(held)}" if held else ""
+    return f"the device's clocks were throttled in {'; '.join(held)}" if held else ""
 
 
 def check_drift(rows: Sequence[Row], repeated: Row | None) -> str:
-    """Whether the first row came out otherwise when it was measured again."""
+    """Return a warning if the first row took a different time when it was measured again."""
     first = next((row for row in rows if row.is_measured), None)
     if first is None or repeated is None:
         return ""
@@ -241,7 +241,7 @@ def check_drift(rows: Sequence[Row], repeated: Row | None) -> str:
 
 
 class HalfstepRunner:
-    """halfstep in one of its modes."""
+    """Trains the problem with halfstep in one mode."""
 
     name = "halfstep"
 
@@ -252,9 +252,9 @@ class HalfstepRunner:
         self.simulated = simulate
         self.config = set_mode(set_precision(problem.config, precision, simulate=simulate), mode)
         self.remarks: list[str] = []
-        """What the run said of itself while it trained."""
+        """Notices of the run while it trained."""
         self._plan: Plan | None = None
-        """Of the first training: its trials are part of that start, and of no other."""
+        """Made once: only the first training pays for the trials."""
 
     def train(self, steps: int, after_step: AfterStep) -> float:
         seed_everything(self.config.train.seed)
@@ -271,12 +271,12 @@ class HalfstepRunner:
             batches = prefetch(itertools.repeat(self.problem.host_batch, steps), self.problem.device)
             loss = self._trained(engine, batches, after_step)
         if engine.mode != plan.mode or self.variant not in ("auto", engine.mode):
-            # A row must not show another mode's time.
+            # A row must not show the time of another mode.
             raise HardwareError(f"could not run as {plan.mode}: {'; '.join(self.remarks) or f'ran as {engine.mode}'}")
         return loss
 
     def workload(self) -> Workload:
-        """As a run would build it, with its seeded weights."""
+        """Build the workload as a run would, with the problem's seeded weights."""
         model = self.problem.make_model()
         with skip_first_values():
             return _begin_all_phases(build_random_workload(self.config), model)
@@ -299,6 +299,6 @@ class HalfstepRunner:
 
 
 def _begin_all_phases(workload: Workload, model: nn.Module) -> Workload:
-    """With all of its phases begun: most steps of a run are such."""
+    """Start all phases at once: most steps of a run have all of them active."""
     phases = tuple(dataclasses.replace(phase, from_step=phase.from_step % phase.every) for phase in workload.phases)
     return dataclasses.replace(workload, model=model, phases=phases)

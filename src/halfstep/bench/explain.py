@@ -1,4 +1,4 @@
-"""`halfstep bench --explain`: where a step's time goes, from a profile and from what a profile cannot know."""
+"""`halfstep bench --explain`: profile a step and show where its time goes, by kind of operation and by kernel."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from halfstep.bench.step_profile import (
 )
 from halfstep.errors import ConfigError, HardwareError
 from halfstep.hardware.facts import Hardware
-from halfstep.report.tables import columns_table, pairs_table
+from halfstep.report.tables import make_columns_table, make_pairs_table
 from halfstep.run.assemble import plan_for
 from halfstep.tune.channels_last import wants_channels_last
 from halfstep.tune.fresh_thread import in_fresh_thread
@@ -37,21 +37,21 @@ from halfstep.tune.fresh_thread import in_fresh_thread
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepFacts:
-    """How the step was run, and what its device was measured to do."""
+    """How the step runs, and the measured rates of its device."""
 
     channels_last: bool
     device: torch.device
     device_name: str
     floor_ms: float | None = None
-    """The step, were it matrix products alone at their measured rate."""
+    """The time of the step's matrix products alone, at the measured rate."""
     bandwidth_gb_s: float | None = None
 
 
 TOP_KERNELS = 10
 WORTH_SAYING = 0.01
-"""Share of the step; less is within the spread of a measurement."""
+"""Share of the step below which a note would be noise."""
 HOST_BOUND = 0.1
-"""Share of launch gaps in a step from which the host sets the pace."""
+"""Share of launch gaps above which the step is limited by the host."""
 
 
 def explain(runner: Runner, *, steps: int, facts: StepFacts) -> Explanation:
@@ -61,7 +61,7 @@ def explain(runner: Runner, *, steps: int, facts: StepFacts) -> Explanation:
 
 
 def explain_profile(step: StepProfile, facts: StepFacts, *, title: str) -> Explanation:
-    """The explanation of steps that were traced already."""
+    """Build the explanation from a profile."""
     kernels = group_kernels(step, classify_kernel if facts.device.type == "cuda" else classify_operator)
     kinds = {row.kind: row for row in _group_kinds(kernels)}
     memory_ms = sum(row.ms for kind, row in kinds.items() if kind in MEMORY_BOUND)
@@ -87,7 +87,7 @@ def explain_profile(step: StepProfile, facts: StepFacts, *, title: str) -> Expla
 
 
 def group_kernels(step: StepProfile, kind_of: Callable[[str], OpKind]) -> tuple[KernelTime, ...]:
-    """A step's kernels, the longest first."""
+    """Return a step's kernels, the longest first."""
     times_us: defaultdict[str, list[float]] = defaultdict(list)
     for event in step.events:
         times_us[event.name].append(event.self_us)
@@ -99,7 +99,7 @@ def group_kernels(step: StepProfile, kind_of: Callable[[str], OpKind]) -> tuple[
 
 
 def _group_kinds(kernels: Sequence[KernelTime]) -> list[KindTime]:
-    """The longest first."""
+    """Sum kernels by kind, the longest first."""
     ms, launches = defaultdict[str, float](float), defaultdict[str, float](float)
     for kernel in kernels:
         ms[kernel.kind] += kernel.ms
@@ -111,37 +111,39 @@ def _group_kinds(kernels: Sequence[KernelTime]) -> list[KindTime]:
 
 def _list_notes(step: StepProfile, kernels: Sequence[KernelTime], facts: StepFacts) -> Iterator[str]:
     if facts.device.type == "cuda" and step.launch_gap_ms > HOST_BOUND * step.step_ms:
-        yield "the host is slower than the device: shorter kernels alone change little"
+        yield "the step is limited by the host: faster kernels alone change little"
     turned = [kernel for kernel in kernels if kernel.kind is OpKind.LAYOUT]
     turned_ms = sum(kernel.ms for kernel in turned)
     if facts.channels_last and turned and turned_ms >= WORTH_SAYING * step.step_ms:
-        yield f"{turned_ms:.2f} ms of layout copies although channels_last is on: {turned[0].name}"
+        yield f"{turned_ms:.2f} ms of layout copies even though channels_last is on: {turned[0].name}"
     if facts.device.type == "cpu":
         yield (
-            "recording slows a CPU's operators, small ones most: times are scaled to the clock's, shares are rough; "
-            "gaps are what Python does between them"
+            "profiling slows CPU operators, small ones most: times are scaled to the unprofiled step, shares are "
+            "approximate; gaps are Python between operators"
         )
 
 
-# --- which rows of a bench are explained, and what is known of each beside its profile ---
+# --- the rows of a benchmark, one after the other ---
 
 MODES = ("eager", "compile", "graph")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotExplained:
-    """A row that could not be run, and why."""
+    """A row that could not run, with the reason."""
 
     title: str
     reason: str
 
 
 def refuse_unexplainable(modes: Iterable[str], steps: int) -> None:
-    """Raise ConfigError for what no row could be explained with, before anything is measured."""
+    """Raise ConfigError for modes or steps that cannot be profiled, before anything is measured."""
     for mode in modes:
         if mode not in MODES:
             raise ConfigError(
-                f"--modes {mode} cannot be explained", why="it is one of the others", fix=f"--modes {','.join(MODES)}"
+                f"--modes {mode} cannot be explained",
+                why="it resolves to one of the other modes",
+                fix=f"--modes {','.join(MODES)}",
             )
     refuse_too_few(steps)
 
@@ -155,9 +157,9 @@ def explain_rows(
     flops: int,
     tell: Tell = lambda title: None,
 ) -> Iterator[Explanation | NotExplained]:
-    """Each runner's explanation, one after the other; a row stands for one who cannot run here.
+    """Yield the explanation of each runner; a `Row` among them is one that cannot run.
 
-    Ctrl-C leaves out the runner whose turn it is, and all after it. `tell` hears whose turn comes.
+    Ctrl-C skips the current runner and all after it. `tell` is called with the title before each.
     """
     wake_profiler(problem.device)
     is_stopped = False
@@ -169,7 +171,7 @@ def explain_rows(
         tell(title)
         try:
             found = _explain_in_turn(runner, problem, hardware, steps=steps, flops=flops)
-        except KeyboardInterrupt:  # what was explained before is worth more than none
+        except KeyboardInterrupt:  # keep the explanations made so far
             is_stopped, found = True, NotExplained(title=title, reason=STOPPED)
         yield found
 
@@ -182,16 +184,16 @@ def _explain_in_turn(
             facts = collect_step_facts(runner, problem, hardware, flops)
             work = partial(explain, runner, steps=steps, facts=facts)
             return in_fresh_thread(work, problem.device)
-        # Anything at all, as in the bench itself: one row that cannot run must not cost the others.
+        # Any error, as in measure_row: one row that fails must not end the others.
         except Exception as error:
-            error.__traceback__ = None  # its frames hold the model, and with it the memory of the next row
+            error.__traceback__ = None  # its frames would keep the model, and thereby memory, alive for the next row
             return NotExplained(
                 title=f"{runner.name} {runner.variant} {runner.precision}", reason=describe_failure(error)
             )
 
 
 def collect_step_facts(runner: Runner, problem: Problem, hardware: Hardware, flops: int) -> StepFacts:
-    """How this runner makes its step."""
+    """Collect layout, floor and bandwidth for this runner."""
     return StepFacts(
         channels_last=_keeps_channels_last(runner, hardware),
         device=problem.device,
@@ -208,19 +210,21 @@ def _keeps_channels_last(runner: Runner, hardware: Hardware) -> bool:
     if runner.simulated:
         raise HardwareError(
             f"{runner.precision} is simulated here",
-            why="a simulation's time says nothing about it",
+            why="the time of a simulation says nothing about the format",
             fix="--precisions fp32",
         )
     config, workload = runner.config, runner.workload()
     return wants_channels_last(config, plan_for(config, workload, hardware), workload.model)
 
 
+# --- the result, and how it is printed ---
+
 NAME_LENGTH = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KindTime:
-    """One kind's part of a step."""
+    """Time of one kind of operation per step."""
 
     kind: str
     ms: float
@@ -231,7 +235,7 @@ class KindTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelTime:
-    """All launches of one kernel, a step."""
+    """Time of one kernel per step, over all launches."""
 
     name: str
     kind: str
@@ -241,14 +245,14 @@ class KernelTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """One runner's step, taken apart."""
+    """Where the time of one runner's step goes."""
 
     title: str
     device_name: str
     num_steps: int
-    """Timed by the clock."""
+    """Steps timed without the profiler."""
     step_ms: float
-    """By the clock, without the profiler."""
+    """Time per step without the profiler."""
     kernel_ms: float
     busy_ms: float
     launch_gap_ms: float
@@ -256,7 +260,7 @@ class Explanation:
     launches: float
     memory_bound_share: float
     memory_gb: float | None
-    """What the memory-bound kernels move at most: their time at the measured bandwidth."""
+    """Upper bound of the traffic of memory-bound kernels: their time at the measured bandwidth."""
     cast_share: float
     optimizer_share: float
     kinds: tuple[KindTime, ...]
@@ -269,7 +273,7 @@ class Explanation:
 
 
 def render_explanation(explanation: Explanation) -> RenderableType:
-    """Kinds, what they say, and the longest kernels."""
+    """Render the kinds, the main findings and the longest kernels."""
     return Group(*_render_parts(explanation))
 
 
@@ -279,7 +283,7 @@ def _render_parts(explanation: Explanation) -> Iterator[RenderableType]:
     yield ""
     yield _build_kinds_table(explanation)
     yield ""
-    yield pairs_table(_list_findings(explanation))
+    yield make_pairs_table(_list_findings(explanation))
     yield ""
     yield Text(f"the {len(explanation.top_kernels)} longest", style="bold")
     yield _build_kernels_table(explanation)
@@ -294,7 +298,7 @@ def _build_kinds_table(explanation: Explanation) -> RenderableType:
         "share": [*(f"{row.share:.1%}" for row in rows), "100.0%"],
         "launches": [*(f"{row.launches:.0f}" for row in rows), f"{explanation.launches:.0f}"],
     }
-    return columns_table(columns, left=("kind",))
+    return make_columns_table(columns, left=("kind",))
 
 
 def _list_findings(explanation: Explanation) -> Iterator[tuple[str, str]]:
@@ -316,12 +320,12 @@ def _build_kernels_table(explanation: Explanation) -> RenderableType:
         "kind": [row.kind for row in rows],
         "kernel": [_shorten_kernel(row.name) for row in rows],
     }
-    table = columns_table(columns, left=("kind", "kernel"))
+    table = make_columns_table(columns, left=("kind", "kernel"))
     table.columns[3].no_wrap, table.columns[3].overflow = False, "fold"
     return table
 
 
 def _shorten_kernel(name: str) -> str:
-    """Without what stands before every kernel of torch."""
+    """Remove the prefixes that all torch kernels share."""
     text = name.removeprefix("void ").replace("at::native::", "").replace("(anonymous namespace)::", "")
     return text if len(text) <= NAME_LENGTH else f"{text[: NAME_LENGTH - 1]}…"

@@ -1,11 +1,11 @@
-"""One runner, measured apart from all others; whatever stops it becomes the row's reason.
+"""Measure one runner, isolated from all others; if it fails, the row records the reason.
 
-It trains in a thread of its own, backward included: torch keeps cuDNN's algorithms for each thread, and in the thread
-of an earlier row it would train with what that one had found (see `fresh_thread`).
+The runner trains in a new thread, backward included: torch caches cuDNN's algorithm choices per thread, so a reused
+thread would train with the choices of an earlier row (see `fresh_thread`).
 
-It calls its clock after each step: warm-up, then windows. On CUDA a window lies between two events on the stream, so
-host and device run on as they do in training. The host waits three times only: after the first step, after the warm-up,
-and at the end.
+The runner calls a timer after each step: warm-up, then windows. On CUDA a window is the time between two events on the
+stream, so host and device overlap as in training. The host waits only three times: after the first step, after the
+warm-up, and at the end.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from halfstep.hardware.nvml import EnergyMeter
 from halfstep.tune.fresh_thread import in_fresh_thread
 
 LISTS = ("remarks", "window_ms", "clock_limits")
-"""Fields that JSON knows as lists."""
+"""Tuples that become lists in JSON."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Numbers of one runner; without windows it was not measured, and `reason` says why."""
+    """Measurements of one runner; without windows it was not measured, and `reason` says why."""
 
     name: str
     variant: str
     precision: str
     reason: str = ""
     simulated: bool = False
-    """Numerics without the hardware: its time is not a statement about the format."""
+    """The format's numerics are simulated: the time says nothing about the format."""
     remarks: tuple[str, ...] = ()
     window_ms: tuple[float, ...] = ()
-    """Milliseconds a step, of each window."""
+    """Milliseconds per step, one value per window."""
     samples_per_s: float | None = None
     peak_bytes: int | None = None
     start_peak_bytes: int | None = None
@@ -55,9 +55,9 @@ class Row:
     loss: float | None = None
     start_s: float | None = None
     cache: str = ""
-    """How `start_s` found the compiler's cache: cold, warm, or empty where nothing was compiled."""
+    """State of the compiler's cache at the start: cold, warm, or empty if nothing was compiled."""
     clock_limits: tuple[str, ...] = ()
-    """What held the device's clocks down at its end."""
+    """What limited the device's clocks at the end."""
     speedup_fp32: float | None = None
     speedup_tf32: float | None = None
 
@@ -76,7 +76,7 @@ class Row:
 
     @property
     def spread_ms(self) -> float:
-        """Slowest window less fastest."""
+        """Slowest window minus fastest."""
         return max(self.window_ms) - min(self.window_ms)
 
     @property
@@ -84,11 +84,11 @@ class Row:
         return self.floor_ms / self.ms if self.is_measured and self.floor_ms is not None else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, with what follows from the windows written out for readers."""
+        """Return plain JSON types, including the values derived from the windows."""
         values = dataclasses.asdict(self)
         values |= {name: list(values[name]) for name in LISTS}
         if self.loss is not None and not math.isfinite(self.loss):
-            values["loss"] = None  # JSON has no NaN; a warning tells of it
+            values["loss"] = None  # JSON has no NaN; a warning reports it
         if self.is_measured:
             values |= {"ms": self.ms, "ms_min": min(self.window_ms), "ms_max": max(self.window_ms)}
             values["floor_share"] = self.floor_share
@@ -97,24 +97,24 @@ class Row:
 
 NUM_WINDOWS = 5
 MIN_STEPS = 10
-"""Two a window; less than that is one step's luck."""
+"""Two per window: a single step varies too much."""
 
 PAUSE_AFTER = 3
-"""Steps, by which everything is compiled; a pause is long over when the warm-up ends."""
+"""Steps after which everything is compiled, well before the warm-up ends."""
 
 Pause = Callable[[], None]
 Mark = float | torch.cuda.Event
-"""A moment: on CUDA of the device, elsewhere of the host."""
+"""A point in time: on the device for CUDA, else on the host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """How many steps are made, and which of them count."""
+    """How many steps run, and which of them are timed."""
 
     warm_up: int
-    """Compilation, cuDNN's choices, capture, rising clocks."""
+    """Steps for compilation, cuDNN's choices, capture and rising clocks."""
     ramp: int
-    """After the wait that ends the warm-up: until the host is ahead of the device again."""
+    """Steps after the wait that ends the warm-up, until the host is ahead of the device again."""
     window: int
     """Steps of one window."""
 
@@ -124,11 +124,11 @@ class Schedule:
 
 
 def make_schedule(timed_steps: int, device: torch.device) -> Schedule:
-    """`timed_steps` in equal windows; a remainder that fills none is left out."""
+    """Split `timed_steps` into equal windows and drop the remainder."""
     if timed_steps < MIN_STEPS:
         raise ConfigError(
             f"--steps {timed_steps} is too few to time",
-            why=f"{NUM_WINDOWS} windows are compared to tell how much the time varies",
+            why=f"{NUM_WINDOWS} windows are compared to measure how much the time varies",
             fix=f"--steps {MIN_STEPS} or more",
         )
     if device.type == "cuda":
@@ -137,27 +137,27 @@ def make_schedule(timed_steps: int, device: torch.device) -> Schedule:
 
 
 class StepTimer:
-    """Called after each step; `found()` once all of them are made. Memory is None on a CPU."""
+    """Called after each step; `found()` returns it once all steps are done. Memory is None on a CPU."""
 
     start_s: float
-    """From nothing to the end of the first step."""
+    """Seconds from creation to the end of the first step."""
     cache: CacheState
-    """What the compilers found until then: a capture, steps later, has kernels of its own."""
+    """State of the compiler's cache at the first step: a capture, steps later, compiles further kernels."""
     start_peak_bytes: int | None
     """Up to the end of the warm-up, when kernels are chosen and graphs captured."""
     window_s: tuple[float, ...] = ()
-    """Seconds a step, of each window."""
+    """Seconds per step, one value per window."""
     peak_bytes: int | None
-    """While it trains, a graph's own memory included."""
+    """Peak while training, including a graph's memory."""
     reserved_bytes: int | None
-    """The most that torch held while it trains, its caches included."""
+    """The most memory that torch reserved while training, caches included."""
     joules_a_step: float | None
     _energy: EnergyMeter
     clock_limits: tuple[str, ...]
-    """What held the device's clocks down."""
+    """What limited the device's clocks."""
 
     def __init__(self, schedule: Schedule, device: torch.device, pause: Pause | None = None) -> None:
-        """`pause` is called once, early in the warm-up: what is timed may wait there for its turn."""
+        """`pause` is called once, early in the warm-up: a benchmark that alternates processes waits there."""
         self.schedule, self.device, self.pause = schedule, device, pause
         self._compilers = CacheWatch()
         self.began = time.perf_counter()
@@ -200,11 +200,11 @@ class StepTimer:
         return event
 
     def _peak_bytes(self) -> int | None:
-        # A process keeps what earlier rows imported and freed: on a CPU each row would look larger than the one before.
+        # A process keeps memory that earlier rows freed: on a CPU each row would look larger than the one before.
         return None if self.device.type == "cpu" else get_peak_memory_bytes(self.device)
 
     def _end(self) -> None:
-        """Inside the last call: a graph's memory is gone once its owner is."""
+        """Read memory and energy inside the last call: a graph's memory is freed with its owner."""
         self.clock_limits = read_clock_limits(self.device)  # before the wait: an idle device has no reason to slow down
         wait_for(self.device)
         joules = self._energy.joules()
@@ -223,17 +223,17 @@ def _measure_between(start: Mark, end: Mark) -> float:
 
 
 START_MATTERS = 1.05
-"""A start that takes this much more memory than the training after it is told."""
+"""Report a start-up peak that exceeds the training peak by this factor."""
 
 
 def measure_row(runner: Runner, problem: Problem, schedule: Schedule, *, pause: Pause | None = None) -> Row:
-    """The row of this runner."""
+    """Measure this runner and return its row."""
     with isolate_row(problem.device):
         try:
             return _measure(runner, problem, schedule, pause)
-        # Anything at all: a peer's own error must cost its own row and no other.
+        # Any error: a peer that fails must lose only its own row.
         except Exception as error:
-            error.__traceback__ = None  # its frames hold the model, and with it the memory of the next row
+            error.__traceback__ = None  # its frames would keep the model, and thereby memory, alive for the next row
             return make_unmeasured_row(runner.name, runner.variant, runner.precision, describe_failure(error))
 
 
@@ -242,7 +242,7 @@ def make_unmeasured_row(name: str, variant: str, precision: str, reason: str) ->
 
 
 def describe_failure(error: Exception) -> str:
-    """One line of what stopped a row."""
+    """Summarise in one line what stopped a row."""
     if isinstance(error, torch.OutOfMemoryError | MemoryLimitError):
         return f"out of memory: {summarise_error(error)}"
     if isinstance(error, HalfstepError):
@@ -275,4 +275,4 @@ def _measure(runner: Runner, problem: Problem, schedule: Schedule, pause: Pause 
 
 def _list_remarks(peak: int | None, start_peak: int | None) -> list[str]:
     is_larger = peak and start_peak and start_peak > START_MATTERS * peak
-    return [f"its start takes {format_bytes(start_peak)}"] if is_larger and start_peak else []
+    return [f"start-up takes {format_bytes(start_peak)}"] if is_larger and start_peak else []

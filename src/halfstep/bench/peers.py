@@ -1,7 +1,12 @@
-"""The others in the field, timed on the same problem in the same process: `--against lightning,accelerate,plain`.
+"""Peers: the same problem trained with other tools in the same process, `--against lightning,accelerate,plain`.
 
-A peer's name stands for two runners: as its documentation shows, and once more tuned by hand (see `peer_setup`). One
-variant alone is `plain:graphs`. Peers are not dependencies of halfstep: only who compares needs them.
+Every peer gets the same model, batches and AdamW. A name alone selects two variants; `plain:graphs` selects one.
+- `documented`: what the project's own pages show for the precision, with the compiler on.
+- `tuned`: what performance guides recommend in addition: channels_last where it is known to help, fused AdamW, the loss
+  inside the compiled region, TF32 for what stays fp32, cudnn.benchmark.
+- `graphs`: `tuned` with the compiler's CUDA graphs (mode `reduce-overhead`).
+
+Peers are not dependencies of halfstep: only `--against` needs them.
 """
 
 from __future__ import annotations
@@ -41,25 +46,22 @@ class PeerMissing(HalfstepError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerSetup:
-    """A problem in the hands of a peer's user."""
+    """A problem as a peer's user would set it up."""
 
     problem: Problem
     precision: str
     variant: Variant
     compiler: str = "inductor"
-    """The backend of torch.compile; tests take a light one."""
+    """The backend of torch.compile; tests use a fast one."""
 
     @property
     def by_hand(self) -> bool:
-        """Whether the user did more than the documentation shows."""
+        """True if the user tuned beyond what the documentation shows."""
         return self.variant != "documented"
 
     @property
     def channels_last(self) -> bool:
-        """Not in strict fp32 on CUDA: the fastest known there is contiguous with cuDNN's trials, as tuned ones run.
-
-        In channels_last it was timed without trials alone, and gained nothing (benchmarks/NOTES.md).
-        """
+        """False in strict fp32 on CUDA: contiguous with cudnn.benchmark is the fastest known (benchmarks/NOTES.md)."""
         return self.by_hand and (self.precision, self.problem.device.type) != ("fp32", "cuda")
 
     @property
@@ -67,33 +69,33 @@ class PeerSetup:
         return "reduce-overhead" if self.variant == "graphs" else None
 
     def model(self) -> nn.Module:
-        """Seeded and in training mode, still on the host: Lightning and Accelerate move it themselves."""
+        """Return the seeded model in training mode, on the host: Lightning and Accelerate move it themselves."""
         model = self.problem.make_model().train()
-        # torch knows the keyword, its stubs do not.
+        # The keyword is missing in torch's type stubs.
         return cast(nn.Module, model.to(memory_format=torch.channels_last)) if self.channels_last else model  # type: ignore[call-overload]
 
     def optimizer(self, model: nn.Module, *, may_fuse: bool = True) -> torch.optim.AdamW:
-        """Over all parameters alike, as every guide writes it."""
+        """Return AdamW over all parameters in one group, as in most guides."""
         fused = True if self.by_hand and may_fuse else None
         problem, options = self.problem, self.problem.config.optimizer.options()
         decay = problem.weight_decay
         return torch.optim.AdamW(model.parameters(), lr=problem.lr, weight_decay=decay, fused=fused, **options)
 
     def loader(self, steps: int) -> DataLoader[Batch]:
-        """The same batch again and again, for no peer shall wait for data."""
+        """Return a loader that repeats one batch, so that no peer waits for data."""
         return DataLoader(_Repeated(self.problem.host_batch, steps), batch_size=None)
 
     def prepared(self, batch: Batch) -> Batch:
-        """What the model sees, images in the model's layout."""
+        """Prepare a batch for the model, with images in the model's layout."""
         batch = self.problem.prepare(batch)
         return {name: _convert_to_channels_last(part) for name, part in batch.items()} if self.channels_last else batch
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Of a batch as it arrived on the device."""
+        """Compute the loss of a batch that is on the device."""
         return self.problem.loss(model, self.prepared(batch))
 
     def compiled_loss(self, model: nn.Module) -> LossOf:
-        """Preparation, forward and loss as one compiled region."""
+        """Compile preparation, forward and loss as one region."""
 
         def loss(batch: Batch) -> Tensor:
             return self.loss(model, batch)
@@ -102,7 +104,7 @@ class PeerSetup:
 
 
 Loop = Callable[[PeerSetup, int, AfterStep], float]
-"""Trains so many steps and returns the last loss."""
+"""Trains the given number of steps and returns the last loss."""
 
 
 class _Repeated(Dataset[Batch]):
@@ -125,7 +127,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextlib.contextmanager
 def isolate_peer(device: torch.device) -> Iterator[None]:
-    """Quiet and with nothing compiled; flags, seeds, environment and signal handlers are put back on exit."""
+    """Silence a peer, and restore flags, seeds, environment and signal handlers on exit.
+
+    `isolate_row` restores what every row may change: backend flags, memory and compiled code. Frameworks change more:
+    they print and warn, install signal handlers, set environment variables and draw random numbers.
+    """
     on_cuda = device.type == "cuda"
     with (
         silence(),
@@ -134,9 +140,9 @@ def isolate_peer(device: torch.device) -> Iterator[None]:
         _restore_signals(),
         torch.random.fork_rng(devices=[device] if on_cuda else []),
         torch.cuda.device(device) if on_cuda else contextlib.nullcontext(),
-        # A peer that silently stopped being compiled would be timed as something it is not.
+        # Fail instead of timing a peer that silently fell back to eager.
         dynamo_config.patch(fail_on_recompile_limit_hit=True),
-        # Our models would compute in our own fast forms: a peer's user writes torch's layers.
+        # A peer's user writes torch's layers: switch off our models' fused kernels.
         force(False),
     ):
         yield
@@ -144,7 +150,7 @@ def isolate_peer(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def set_float32_mode(precision: str, *, by_hand: bool) -> Iterator[None]:
-    """`fp32` is strict and `tf32` is not; beside bf16 or fp16, TF32 is on for those who know of it, else as found."""
+    """Make `fp32` strict and switch TF32 on for `tf32`; with bf16 or fp16, switch TF32 on only for tuned variants."""
     if precision in ("fp32", "tf32") or by_hand:
         with fp32_mode("ieee" if precision == "fp32" else "tf32"):
             yield
@@ -154,7 +160,7 @@ def set_float32_mode(precision: str, *, by_hand: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """No warnings and no log lines below errors."""
+    """Suppress warnings and log lines below errors."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -179,7 +185,7 @@ def _restore_environment() -> Iterator[None]:
 @contextlib.contextmanager
 def _restore_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python lets only the main thread set handlers, so nobody else could have
+        yield  # only the main thread can set handlers, so there is nothing to restore
         return
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
@@ -193,7 +199,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def train_plain(setup: PeerSetup, steps: int, after_step: AfterStep) -> float:
-    """Stock PyTorch, with the loss read once, at the end."""
+    """Train with plain PyTorch: autocast, GradScaler for fp16, clipping after unscaling, one loss read at the end."""
     problem, device = setup.problem, setup.problem.device
     model = setup.model().to(device)
     optimizer = setup.optimizer(model)
@@ -231,7 +237,7 @@ IMPORT_NAMES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def import_lightning() -> Any:
-    """The package under either of its names, or how to get it."""
+    """Import Lightning under either of its names; raise PeerMissing with how to install it."""
     reasons = []
     for name in IMPORT_NAMES:
         try:
@@ -242,7 +248,12 @@ def import_lightning() -> Any:
 
 
 def train_lightning(setup: PeerSetup, steps: int, after_step: AfterStep) -> float:
-    """Lightning's Trainer around the problem."""
+    """Train with Lightning's Trainer, which owns the loop.
+
+    The whole module goes through torch.compile, as its documentation shows, and with `training_step` the loss: the two
+    variants differ only in layout, optimizer and flags. Logger, checkpoints, progress bar and summary are off, because
+    no other row has them.
+    """
     lightning = import_lightning()
     device = setup.problem.device
     module = _build_module(lightning, setup)
@@ -263,7 +274,7 @@ def train_lightning(setup: PeerSetup, steps: int, after_step: AfterStep) -> floa
     compiled = torch.compile(module, backend=setup.compiler, mode=setup.compile_mode)
     try:
         trainer.fit(compiled, setup.loader(steps))
-    except SystemExit as stopped:  # what it makes of Ctrl-C
+    except SystemExit as stopped:  # Lightning turns Ctrl-C into SystemExit
         raise KeyboardInterrupt from stopped
     return float(counter.loss)
 
@@ -278,12 +289,12 @@ def _build_module(lightning: Any, setup: PeerSetup) -> Any:
             return setup.loss(self.model, batch)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            # In fp16 it leaves unscaling to a fused optimizer, and clipping before that would clip scaled gradients.
+            # In fp16 Lightning leaves unscaling to a fused optimizer; clipping before that would clip scaled gradients.
             clips_scaled = setup.precision == "fp16" and setup.problem.clip_norm > 0
             return setup.optimizer(self.model, may_fuse=not clips_scaled)
 
     class ClippingModule(PeerModule):
-        """Under autocast the Trainer's own clipping refuses every fused optimizer, so its user takes the hook."""
+        """Clips in a hook, because under autocast the Trainer's own clipping refuses every fused optimizer."""
 
         def configure_gradient_clipping(
             self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -309,7 +320,7 @@ MIXED_PRECISION = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
 def import_accelerate() -> Any:
-    """The package, or how to get it."""
+    """Import Accelerate; raise PeerMissing with how to install it."""
     try:
         return importlib.import_module("accelerate")
     except ImportError as error:
@@ -317,7 +328,11 @@ def import_accelerate() -> Any:
 
 
 def train_accelerate(setup: PeerSetup, steps: int, after_step: AfterStep) -> float:
-    """Accelerate at the head of its user's loop."""
+    """Train with `prepare`, `backward` and `clip_grad_norm_` of an Accelerator in the user's loop.
+
+    Documented: its TorchDynamoPlugin compiles the model, and the loader copies as by default. Tuned: the prepared model
+    is compiled together with the loss, and the loader's copies do not block.
+    """
     with _open_accelerator(setup) as accelerator:
         model = setup.model()
         model, optimizer, loader = accelerator.prepare(model, setup.optimizer(model), setup.loader(steps))
@@ -336,7 +351,7 @@ def train_accelerate(setup: PeerSetup, steps: int, after_step: AfterStep) -> flo
 
 @contextlib.contextmanager
 def _open_accelerator(setup: PeerSetup) -> Iterator[Any]:
-    """An Accelerator of its own: the state it shares process-wide is emptied before and after."""
+    """Open a fresh Accelerator; reset its process-wide state before and after."""
     accelerate = import_accelerate()
     _reset(accelerate)
     try:
@@ -346,7 +361,7 @@ def _open_accelerator(setup: PeerSetup) -> Iterator[Any]:
             dynamo_plugin=accelerate.utils.TorchDynamoPlugin(backend="no" if setup.by_hand else setup.compiler),
             dataloader_config=accelerate.DataLoaderConfiguration(non_blocking=setup.by_hand),
         )
-        # Once more, because its compiler plugin switches TF32 on in a run that asked for no mixed precision.
+        # Set it again, because the compiler plugin switches TF32 on in runs without mixed precision.
         with set_float32_mode(setup.precision, by_hand=setup.by_hand):
             yield accelerator
             accelerator.free_memory()
@@ -396,22 +411,22 @@ class PeerRunner:
 
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 UNASKED: tuple[Variant, ...] = ("documented", "tuned")
-"""What a name alone stands for."""
+"""Variants that a name without a colon selects."""
 
 
 def parse_peer_name(word: str) -> str:
-    """`plain` of `plain` and of `plain:graphs`."""
+    """Return `plain` for `plain` and for `plain:graphs`."""
     return word.partition(":")[0]
 
 
 def list_variants(word: str) -> tuple[Variant, ...]:
-    """Those that a word of `--against` stands for."""
+    """Return the variants that a word of `--against` selects."""
     asked = word.partition(":")[2]
     return tuple(variant for variant in VARIANTS if variant == asked) if asked else UNASKED
 
 
 def require_peers(words: Sequence[str]) -> None:
-    """Raise ConfigError for one nobody knows, PeerMissing for one not installed: before anything is timed."""
+    """Raise ConfigError for an unknown peer and PeerMissing for one that is not installed, before anything is timed."""
     known = [*PEERS, *(f"{name}:{variant}" for name in PEERS for variant in VARIANTS)]
     for word in words:
         if word not in known:
@@ -422,18 +437,18 @@ def require_peers(words: Sequence[str]) -> None:
 
 
 def list_peers(words: Sequence[str], problem: Problem, precision: str, *, _compiler: str = "inductor") -> list[Runner]:
-    """Runners of the named peers and variants. `_compiler` is for tests: the light backends of torch.compile."""
+    """Return runners for the given peers and variants. Tests pass a fast torch.compile backend as `_compiler`."""
     require_peers(words)
     if precision not in PEER_PRECISIONS:
         raise PrecisionError(
             f"peers cannot be timed in {precision!r}",
-            why=f"without further packages they take {', '.join(PEER_PRECISIONS)}",
+            why=f"without further packages they support {', '.join(PEER_PRECISIONS)}",
             fix="leave that precision or --against out",
         )
     if problem.num_phases > 1:
         raise HardwareError(
             f"{problem.config.workload} trains in {problem.num_phases} phases",
-            why="a peer's loop makes one optimizer step, so it would be timed at other work",
+            why="a peer's loop makes one optimizer step per iteration, so it would do different work",
             fix="leave --against out",
         )
     return [

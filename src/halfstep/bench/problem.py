@@ -1,7 +1,7 @@
-"""What is timed: a workload's real model, loss and preparation on random data, the same for all who run it.
+"""The training problem that is timed: a workload's model, loss and preparation on random data, equal for all tools.
 
-A peer such as Lightning owns its loop, so a runner is not asked for one step at a time: it trains, and calls back after
-each step. The time between two calls is the time of a step.
+A peer such as Lightning owns its loop, so a runner trains many steps and calls back after each one. The time between
+two calls is the time of a step.
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ from halfstep.workloads.base.workload import Workload
 
 Batch = dict[str, Tensor]
 AfterStep = Callable[[], None]
-"""Called by a runner once each optimizer step was handed to the device; must not be waited for."""
+"""Called by a runner after each optimizer step is queued on the device; must not wait for the device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One model, one batch shape, one loss: equal for everybody who is timed."""
+    """One model, one batch shape and one loss, the same for every runner."""
 
     config: RunConfig
     make_model: Callable[[], nn.Module]
-    """The same seeded weights each time, on the host, in fp32 and contiguous layout."""
+    """Returns a model with the same seeded weights each time, on the host, in fp32 and contiguous layout."""
     host_batch: Batch
-    """What a loader delivers: samples in (pinned) host memory; copied to the device in every step."""
+    """A batch as a loader delivers it: in (pinned) host memory, copied to the device in every step."""
     prepare: Callable[[Batch], Batch]
-    """On the device: to what the model sees, without augmentation."""
+    """Prepares a batch on the device for the model, without augmentation."""
     loss: Callable[[nn.Module, Batch], Tensor]
-    """Forward and loss of a prepared batch; islands inside."""
+    """Forward and loss of a prepared batch, including fp32 islands."""
     device: torch.device
     lr: float
     weight_decay: float
     clip_norm: float
     samples: int
-    """In one step."""
+    """Samples per step."""
     num_phases: int = 1
-    """Optimizer steps of an iteration; a peer's loop makes one."""
+    """Optimizer steps per iteration; a peer's loop makes one."""
     unit: Unit = Unit()
     """What throughput counts."""
     holds_tensors: bool = False
-    """Whether the loss reads more than model and batch (frozen parts, scheduled values), which lies on the device."""
+    """True if the loss reads further tensors on the device (frozen modules, scheduled values)."""
 
 
 class Runner(Protocol):
-    """Somebody who can train a problem."""
+    """Trains a problem: halfstep in one mode, or a peer."""
 
     name: str
     """`halfstep`, `lightning`, `accelerate`, `plain`."""
@@ -76,16 +76,16 @@ class Runner(Protocol):
     """The canonical word: fp32, tf32, bf16, fp16, fp8."""
 
     def train(self, steps: int, after_step: AfterStep) -> float:
-        """Make so many steps from the seeded start, calling `after_step` after each; the last loss."""
+        """Train this many steps from the seeded start, call `after_step` after each, and return the last loss."""
         ...
 
 
 NUM_BATCHES = 10_000
-"""Length of the pretended data set, that of ImageNet in batches of 128: `auto` weighs its trials against the run."""
+"""Length of the pretended data set (ImageNet in batches of 128): `auto` weighs its trials against a run's length."""
 
 
 class RandomSamples:
-    """A data set whose samples are those of one batch, over and over."""
+    """A data set that repeats the samples of one batch."""
 
     def __init__(self, batch: Batch) -> None:
         self.values = batch  # not `batch`: samples with that name make whole batches themselves
@@ -100,7 +100,7 @@ class RandomSamples:
 
 
 def build_problem(config: RunConfig, device: torch.device) -> Problem:
-    """What everybody who is timed gets: weights, one pinned batch, preparation and loss."""
+    """Build the problem of a config: weights, one pinned batch, preparation and loss."""
     kind = KINDS.of(config.workload)
     workload = build_random_workload(config)
     for part in workload.frozen.values():  # peers autocast them; ours are built again and placed by the plan
@@ -128,9 +128,10 @@ def build_problem(config: RunConfig, device: torch.device) -> Problem:
 
 
 def build_random_workload(config: RunConfig) -> Workload:
-    """The workload as a run would build it, with its seeded weights, but for augmentation.
+    """Build the workload as a run would, with its seeded weights, but without augmentation.
 
-    One that makes no data up learns from the first batch of its own, prepared as in training."""
+    A workload without synthetic data trains on its first real batch, prepared as in training.
+    """
     synthetic = KINDS.of(config.workload).synthetic
     if synthetic is None:
         with data_at_hand(config) as with_data:
@@ -150,12 +151,15 @@ def _choose_preparation(kind: Kind, workload: Workload, device: torch.device) ->
 
 
 MATMUL_FORMAT = {"fp8": "fp8_e4m3", "bf16-true": "bf16"}
-"""A precision's format in the measurements, where it has another name."""
+"""Name of a precision's format in the measurements, if it differs."""
 
 
 def count_step_flops(problem: Problem) -> int:
-    """Matmuls, convolutions and attention of forward and backward, counted on tensors without content where nothing but
-    the model computes; 0 for a workload of several phases, whose arithmetic is not that of its validation loss."""
+    """Count the FLOPs of matmuls, convolutions and attention, forward and backward.
+
+    Uses meta tensors if only the model computes. Returns 0 for a workload with several phases: its training arithmetic
+    differs from that of its validation loss.
+    """
     if problem.num_phases > 1:
         return 0
     place = problem.device if problem.holds_tensors else torch.device("meta")
@@ -168,20 +172,20 @@ def count_step_flops(problem: Problem) -> int:
 
 
 def compute_floor_ms(flops: int, hardware: Hardware, precision: str) -> float | None:
-    """The shortest step this arithmetic allows; None where the format's rate was not measured at full size."""
+    """Return the shortest step this arithmetic allows; None if the format's rate was not measured at full size."""
     measured = hardware.measured("matmul", MATMUL_FORMAT.get(precision, precision))
     return flops / (measured.tflops * 1e9) if flops and measured and not measured.small else None
 
 
 def refuse_too_large(config: RunConfig, precisions: Sequence[str], modes: Sequence[str], hardware: Hardware) -> None:
-    """Raise MemoryLimitError where the most demanding row would need more of a CPU's memory than is free."""
+    """Raise MemoryLimitError if the largest row would need more than the free memory of a CPU."""
     free_bytes, synthetic = hardware.memory_free_bytes, KINDS.of(config.workload).synthetic
     if hardware.kind != "cpu" or free_bytes is None or synthetic is None:
         return
     precision = next((name for name in precisions if name in ("fp32", "tf32")), precisions[0])
     cost = predict_step_cost(config, synthetic.make_store(config), hardware, precision)
     batch_size = config.train.batch_size
-    # What is compiled or recomputed may keep fewer activations than are counted.
+    # Compiled or recomputing rows may keep fewer activations than counted.
     keeps_activations = "eager" in modes and config.train.memory != "low"
     needed = cost.bytes_at(batch_size if keeps_activations else 0)
     if needed <= free_bytes:
@@ -191,14 +195,14 @@ def refuse_too_large(config: RunConfig, precisions: Sequence[str], modes: Sequen
         f"{config.workload} at batch {batch_size} needs {format_bytes(needed)} or more, and {format_bytes(free_bytes)} "
         "of this machine's memory are free",
         why=f"{format_bytes(cost.fixed_bytes)} for {cost.num_parameters:,} parameters, gradients and optimizer, "
-        f"{format_bytes(cost.sample_bytes)} per sample; the system would end the bench without a word",
+        f"{format_bytes(cost.sample_bytes)} per sample; the OS would kill the benchmark",
         fix=f"{f'--batch-size {fits} or less' if fits > 0 else 'a smaller model'}, or --device cuda where there is one",
     )
 
 
 BenchMode = Literal["eager", "compile", "graph", "auto"]
 FAST: dict[BenchMode, str] = {"eager": "off", "compile": "compile", "graph": "graph", "auto": "auto"}
-"""A mode to `train.fast`."""
+"""Value of `train.fast` for each mode."""
 
 COMPARABLE = {
     "optimizer.name": "adamw",
@@ -210,7 +214,7 @@ COMPARABLE = {
     "schedule.warmup_steps": "0",
     "ema.enabled": "false",
 }
-"""One optimizer at one rate for every model and every tool; what the user states wins."""
+"""One optimizer and rate for every model and tool; settings of the user take precedence."""
 OF_PEERS: dict[str, tuple[object, ...]] = {
     "optimizer.name": ("adamw",),
     "schedule.name": ("constant",),
@@ -223,16 +227,16 @@ OF_PEERS: dict[str, tuple[object, ...]] = {
     "precision.modules": ({},),
     **{f"scaler.{name}": (field.default,) for name, field in ScalerConfig.model_fields.items()},
 }
-"""What peers train with. Settings of halfstep that none of them is given; the scaler's defaults are torch's."""
+"""Settings that peers do not implement, with the values they train with; the scaler's defaults are torch's."""
 UNSTATED = ("default", "demo")
 STATED_BELOW = ("preset", "file")
-"""Layers that may speak of precision and mode; options of the command line have the last word."""
+"""Config layers that may set precision and mode; command-line options override them."""
 NO_FOLDER = "random"
-"""Any name: with a folder a workload takes its full size, without one the small size of its demo."""
+"""A placeholder: with a data folder a workload uses its full size, without one the small size of its demo."""
 
 
 def choose_default_precisions(hardware: Hardware) -> tuple[str, ...]:
-    """Those the device has; fp8 changes what a model computes too much to be run unasked."""
+    """Return the precisions the device supports, except fp8, which changes the results too much to be a default."""
     return tuple(name for name in ("fp32", "tf32", "bf16", "fp16") if not explain_lack(name, hardware))
 
 
@@ -243,7 +247,7 @@ def choose_default_modes(device: torch.device) -> tuple[BenchMode, ...]:
 def load_bench_config(
     target: str, overrides: Sequence[str], flags: Mapping[str, object], *, small: bool, against: Sequence[str] = ()
 ) -> RunConfig:
-    """The config of a workload's name or file; `small` takes the size of the workload's demo, for a CPU."""
+    """Load the config of a workload or file; `small` uses the size of the workload's demo, for a CPU."""
     said, given = load(target, flags=flags, overrides=overrides), dict(flags)
     makes_data = KINDS.of(said.config.workload).synthetic is not None
     if makes_data and not small:
@@ -254,8 +258,8 @@ def load_bench_config(
     _refuse_rows_as_settings(said)
     if config.train.accumulate > 1:
         raise ConfigError(
-            f"train.accumulate={config.train.accumulate}: one step of one batch is timed",
-            fix="leave it at 1; a window of accumulated batches takes that many times as long, less one update",
+            f"train.accumulate={config.train.accumulate} is not supported: a benchmark times steps of one batch",
+            fix="leave it at 1; accumulating N batches takes about N times as long",
         )
     if against:
         _refuse_what_peers_lack(config)
@@ -263,34 +267,36 @@ def load_bench_config(
 
 
 def _refuse_rows_as_settings(said: Loaded) -> None:
-    """A bench varies precision and mode itself, so such a word would be ignored."""
+    """Raise ConfigError for an override of precision or mode, which the benchmark varies itself."""
     for option, (path, value) in _read_rows(said).items():
         if said.origins[path].layer == "override":
-            raise ConfigError(f"{said.origins[path].where}: a bench has rows of several", fix=f"{option} {value}")
+            raise ConfigError(
+                f"{said.origins[path].where} cannot be an override of a benchmark", fix=f"{option} {value}"
+            )
 
 
 def _refuse_what_peers_lack(config: RunConfig) -> None:
-    """Rows of one table must do the same work."""
+    """Raise ConfigError for settings that peers do not implement: all rows must do the same work."""
     for path, possible in OF_PEERS.items():
         value = operator.attrgetter(path)(config)
         if value not in possible:
             raise ConfigError(
                 f"{path}={format_setting(value)}, and peers train with {format_setting(possible[0])}",
-                why="a row that does other work than its neighbours says nothing of their speed",
+                why="all rows must do the same work to be comparable",
                 fix=f"leave {path} at {format_setting(possible[0])}, or --against out",
             )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatedRow:
-    """What a config file or a preset says of precision or mode, and where."""
+    """A precision or mode set by a config file or preset, and where."""
 
     value: str
     where: str
 
 
 def find_stated_rows(said: Loaded) -> dict[str, StatedRow]:
-    """By the option that would say otherwise, `--precisions` or `--modes`; nothing where the config is silent."""
+    """Return the precision and mode that the config sets, by option (`--precisions`, `--modes`)."""
     return {
         option: StatedRow(value=value, where=said.origins[path].where)
         for option, (path, value) in _read_rows(said).items()
@@ -299,16 +305,16 @@ def find_stated_rows(said: Loaded) -> dict[str, StatedRow]:
 
 
 def _read_rows(said: Loaded) -> dict[str, tuple[str, str]]:
-    """Path and value of the settings that are rows of a bench, by the option that chooses them."""
+    """Return path and value of the settings that a benchmark varies, by option."""
     mode = next(mode for mode, fast in FAST.items() if fast == said.config.train.fast)
     return {"--precisions": ("precision.default", said.config.precision.default), "--modes": ("train.fast", mode)}
 
 
 def set_precision(config: RunConfig, precision: str, *, simulate: bool) -> RunConfig:
-    """The same run in this precision or not at all: a row must not show another one's time."""
+    """Set the precision without fallback: a row must not show the time of another precision."""
     return config.changed(precision={"default": precision, "strict": not simulate, "simulate": simulate})
 
 
 def set_mode(config: RunConfig, mode: BenchMode) -> RunConfig:
-    """The same run in this mode."""
+    """Set the mode of the config."""
     return config.changed(train={"fast": FAST[mode]})

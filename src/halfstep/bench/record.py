@@ -1,4 +1,4 @@
-"""A bench as plain JSON: rows and all that they depend on."""
+"""The record of a benchmark as plain JSON: the rows and everything they depend on."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import importlib.metadata
 import json
 import platform
 import shlex
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -24,16 +23,14 @@ from halfstep.config.foreign import flatten_keys
 from halfstep.config.keys import list_fields
 from halfstep.config.schema import RunConfig
 from halfstep.disk import write_atomically
-from halfstep.errors import ConfigError
 from halfstep.hardware.facts import Hardware
 from halfstep.workloads import KINDS
 
 VERSION: Literal[1] = 1
-"""Of the file's layout."""
+"""Version of the file's layout."""
 PACKAGES = {"lightning": ("lightning", "pytorch-lightning"), "accelerate": ("accelerate",)}
-"""Names under which a peer may be installed."""
+"""Package names of each peer."""
 FILE_FLAGS = ("--save", "--picture")
-DEFAULT_NAMES = {"--picture": "bench.png", "--save": "bench.json"}
 
 Record = dict[str, Any]
 
@@ -41,7 +38,7 @@ Record = dict[str, Any]
 def describe_circumstances(
     problem: Problem, request: BenchRequest, hardware: Hardware, flops: int, command: str
 ) -> Record:
-    """All that the rows depend on, known before the first one is measured."""
+    """Return everything the rows depend on, known before the first one is measured."""
     return {
         "bench": VERSION,
         "command": command,
@@ -58,7 +55,7 @@ def describe_circumstances(
 
 
 def format_command_line(words: Sequence[str]) -> str:
-    """What the user called, its files by name: where they lay on some machine is not part of a result to pass on."""
+    """Return the command without the folders of its files, which do not belong in a published result."""
     return f"halfstep {shlex.join(_strip_folders(words))}"
 
 
@@ -74,7 +71,7 @@ def _strip_folders(words: Sequence[str]) -> Iterator[str]:
 
 
 def summarise_results(benched: BenchResult) -> Record:
-    """What was measured, and what it says."""
+    """Return the rows, their references and warnings."""
     return {
         "loss_reference": benched.reference,
         "loss_bound": LOSS_BOUND,
@@ -87,7 +84,7 @@ def summarise_results(benched: BenchResult) -> Record:
 
 
 def describe_problem(problem: Problem, flops: int) -> dict[str, Any]:
-    """What is trained: what a title names of it, and every setting."""
+    """Return what is trained: the facts of the title, and every setting."""
     config = problem.config
     threads = {"threads": torch.get_num_threads()} if problem.device.type == "cpu" else {}
     return {
@@ -105,7 +102,7 @@ def describe_problem(problem: Problem, flops: int) -> dict[str, Any]:
 
 
 def find_reduced_settings(config: RunConfig) -> dict[str, Any]:
-    """Model settings by which the demo's network differs from the one that the workload's name means."""
+    """Return the model settings in which the demo's network is smaller than the workload's default."""
     fields, here = list_fields(type(config)), flatten_keys(config.model_dump(mode="json"))
     found = {}
     for path, value in type(config).demo.items():
@@ -116,7 +113,7 @@ def find_reduced_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def collect_versions(hardware: Hardware, against: Sequence[str]) -> dict[str, str | None]:
-    """Of everything that makes a step fast or slow."""
+    """Return the versions of everything that affects the speed of a step."""
     found: dict[str, str | None] = {
         "halfstep": __version__,
         "torch": str(torch.__version__),
@@ -137,35 +134,12 @@ def _find_version(peer: str) -> str | None:
 
 
 def explain_memory(hardware: Hardware) -> str:
-    """What the column of memory counts."""
+    """Explain what the memory column counts."""
     if hardware.kind == "cpu":
-        return "not counted on a CPU, where a process keeps what earlier rows took and later ones would look larger"
-    return "peak of torch's tensors while training, what captured graphs hold included; reserved: all that torch took"
-
-
-def refuse_to_overwrite(paths: Mapping[str, Path | None], *, force: bool) -> None:
-    """Before minutes of measuring, by option: a file that is there, or a folder that is not."""
-    for option, path in paths.items():
-        if path is None:
-            continue
-        said, folder = f"{option} {path}", path.parent
-        if path.is_dir():
-            raise ConfigError(f"{said} is a folder", fix=f"name a file in it: {option} {path / DEFAULT_NAMES[option]}")
-        if path.exists() and not force:
-            raise ConfigError(f"{said} exists already", fix="another name, or --force to overwrite it")
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"{said} is not an ordinary file", fix="another name")
-        if not folder.is_dir():
-            missing = "is a file, not a folder" if folder.exists() else "does not exist"
-            fix = "another name" if folder.exists() else f"make it first: mkdir -p {shlex.quote(str(folder))}"
-            raise ConfigError(f"{said} cannot be written", why=f"the folder {folder} {missing}", fix=fix)
-        try:
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            why = f"nothing can be written into {folder}: {error.strerror}"
-            raise ConfigError(f"{said} cannot be written", why=why, fix="a name in another folder") from error
+        return "not counted on a CPU: a process keeps the memory of earlier rows, so later ones would look larger"
+    return "peak of torch's tensors while training, including captured graphs; reserved: all that torch reserved"
 
 
 def save_record(found: Record, path: Path) -> None:
-    """Write the record, whole or not at all."""
+    """Write the record atomically."""
     write_atomically(path, json.dumps(found, indent=2) + "\n", follows_links=True)

@@ -1,7 +1,7 @@
-"""A few steps of a runner, timed by the clock and then seen by the profiler.
+"""Time a few steps of a runner, then profile as many, and classify kernels by what they do.
 
-A profiled step is slower than a real one, above all where the host is the limit, so the same run is timed first
-without the profiler. Times of kernels hold under it; idle time does not, and counts only as far as the clock agrees.
+A profiled step is slower than a real one, above all if the host is the limit, so the same run is first timed without
+the profiler. Kernel times stay valid under the profiler; idle time does not, and is limited to what the clock leaves.
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ from halfstep.hardware.clock import Stopwatch
 
 LEAST_STEPS = 3
 WARM_UP_STEPS = {"cuda": 10, "cpu": 2}
-"""Compilation, cuDNN's choice of algorithms and graph capture are over by then."""
+"""Steps after which compilation, cuDNN's choice of algorithms and graph capture are over."""
 NOT_WORK = frozenset({"Context Sync", "Stream Sync", "Event Sync"})
-"""Waits that the profiler lists among the kernels."""
+"""Waits that the profiler lists like kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileEvent:
-    """One kernel, copy or operator."""
+    """One kernel, copy or operator in the profile."""
 
     name: str
     start_us: float
     end_us: float
     self_us: float
-    """Without what is nested in it; on a GPU nothing is."""
+    """Without nested events; on a GPU there are none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepProfile:
-    """What a few steps were made of."""
+    """The events of a few profiled steps, and the time of a step without the profiler."""
 
     events: tuple[ProfileEvent, ...]
     num_steps: int
     step_ms: float
-    """By the clock, without the profiler."""
+    """Time per step without the profiler."""
     is_host: bool = False
-    """Operators of a CPU, each of them slowed by being recorded."""
+    """True for CPU operators, which profiling slows down."""
 
     @property
     def busy_ms(self) -> float:
-        """A step's time in which anything runs, however many streams run it."""
+        """Time per step in which at least one stream is busy."""
         return self.a_step_ms(compute_covered_us(self.events))
 
     @property
     def span_ms(self) -> float:
-        """From the first event's start to the last one's end, a step."""
+        """Time per step from the start of the first event to the end of the last."""
         return self.a_step_ms(self._span_us)
 
     def a_step_ms(self, us: float) -> float:
-        """Recorded time as a step's; on a CPU shortened as far as the whole span is longer than the clock says."""
+        """Convert recorded time to time per step; on a CPU scale it down to the unprofiled step time."""
         recorded_ms = us / 1e3 / self.num_steps
         if not self.is_host:
             return recorded_ms
@@ -71,12 +71,12 @@ class StepProfile:
 
     @property
     def launch_gap_ms(self) -> float:
-        """Nothing runs: seen in the span, and no more than the clock leaves beside the work."""
+        """Time per step in which nothing runs, at most what the unprofiled step leaves besides the work."""
         return max(0.0, min(self.span_ms, self.step_ms) - self.busy_ms)
 
 
 def compute_covered_us(events: Iterable[ProfileEvent]) -> float:
-    """Length of the union of all intervals."""
+    """Return the length of the union of all intervals."""
     total, reached = 0.0, float("-inf")
     for event in sorted(events, key=lambda e: e.start_us):
         total += max(0.0, event.end_us - max(event.start_us, reached))
@@ -85,17 +85,17 @@ def compute_covered_us(events: Iterable[ProfileEvent]) -> float:
 
 
 def refuse_too_few(steps: int) -> None:
-    """Raise ConfigError for steps that say nothing."""
+    """Raise ConfigError for too few steps."""
     if steps < LEAST_STEPS:
         raise ConfigError(
             f"{format_count(steps, 'step')}: too few to explain",
-            why="single steps differ by more than what is to be seen",
+            why="the time of single steps varies too much",
             fix=f"--steps {LEAST_STEPS} or more",
         )
 
 
 def wake_profiler(device: torch.device) -> None:
-    """Start it where torch was imported: the first start in another thread is an error on the terminal."""
+    """Start the profiler once in the main thread: a first start in another thread prints an error."""
     with profile(activities=[_choose_activity(device)], acc_events=True):
         pass
 
@@ -104,7 +104,9 @@ def profile_steps(runner: Runner, *, steps: int, device: torch.device) -> StepPr
     """Train past the warm-up, time `steps` steps, then profile as many."""
     if device.type not in WARM_UP_STEPS:
         raise HardwareError(
-            f"--explain cannot look into {device.type}", why="it reads CUDA kernels and CPU operators", fix="--device"
+            f"--explain does not support {device.type}",
+            why="it profiles CUDA kernels and CPU operators",
+            fix="--device cuda or --device cpu",
         )
     refuse_too_few(steps)
     session = _Session(steps, device)
@@ -113,9 +115,9 @@ def profile_steps(runner: Runner, *, steps: int, device: torch.device) -> StepPr
     events = tuple(_collect_events(session.profiler.events(), device))
     if not events:
         raise HardwareError(
-            f"the profiler saw nothing run on {device}",
-            why="another profiler holds the device, or the driver does not let this user count",
-            fix="end the other one; NVIDIA: allow GPU performance counters for all users",
+            f"the profiler recorded nothing on {device}",
+            why="another profiler uses the device, or the driver does not let this user read performance counters",
+            fix="end the other profiler; NVIDIA: allow GPU performance counters for all users",
         )
     return StepProfile(
         events=events, num_steps=steps, step_ms=session.timed_s * 1e3 / steps, is_host=device.type == "cpu"
@@ -123,7 +125,7 @@ def profile_steps(runner: Runner, *, steps: int, device: torch.device) -> StepPr
 
 
 class _Session:
-    """Counts steps: warm-up, timed ones, one for the profiler, profiled ones."""
+    """Counts steps: warm-up, timed steps, one to start the profiler, profiled steps."""
 
     def __init__(self, steps: int, device: torch.device) -> None:
         self.device = device
@@ -148,13 +150,13 @@ class _Session:
 
 
 def _choose_activity(device: torch.device) -> ProfilerActivity:
-    # CUDA alone: recording operators too would slow the host and widen the gaps that are to be measured.
+    # CUDA only: recording operators too would slow the host and widen the gaps to be measured.
     return ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
 
 
 def _collect_events(seen: Sequence[FunctionEvent] | None, device: torch.device) -> Iterator[ProfileEvent]:
     for event in seen or ():
-        # Annotations (`ProfilerStep`, `Optimizer.step`) span what happens inside them.
+        # Skip annotations (`ProfilerStep`, `Optimizer.step`): they span other events.
         if event.device_type.name != device.type.upper() or event.is_user_annotation or event.name in NOT_WORK:
             continue
         start_us, end_us = event.time_range.start, event.time_range.end
@@ -163,19 +165,19 @@ def _collect_events(seen: Sequence[FunctionEvent] | None, device: torch.device) 
 
 
 def _name_event(event: FunctionEvent) -> str:
-    """A CPU copy with the operator that asked for it: a cast and a change of layout are both `aten::copy_`."""
+    """Name a CPU copy with its caller, because casts and layout changes are both `aten::copy_`."""
     parent = event.cpu_parent
     return f"{event.name} in {parent.name}" if event.name == "aten::copy_" and parent else str(event.name)
 
 
 class OpKind(StrEnum):
-    """What time is spent on."""
+    """What a kernel or operator does."""
 
     CONV_FORWARD = "convolution forward"
     CONV_INPUT_GRADIENT = "convolution input gradient"
     CONV_WEIGHT_GRADIENT = "convolution weight gradient"
     CONV_BACKWARD = "convolution backward"
-    """Both gradients in one operator, as a CPU has them."""
+    """Both gradients in one operator, as on a CPU."""
     MATMUL = "matrix product"
     ATTENTION = "attention"
     FUSED = "fused by the compiler"
@@ -183,7 +185,7 @@ class OpKind(StrEnum):
     CHAIN = "fused by hand"
     """Normalisations, activations and their reductions in halfstep's own kernels between convolutions or matmuls."""
     ELEMENTWISE = "elementwise"
-    """One operator a kernel; pooling, concatenation, softmax and losses too."""
+    """One operator per kernel; also pooling, concatenation, softmax and losses."""
     NORMALISATION = "normalisation"
     REDUCTION = "reduction"
     CAST = "cast"
@@ -194,7 +196,7 @@ class OpKind(StrEnum):
     COPY = "copy on the device"
     FILL = "fill"
     BOOKKEEPING = "allocation and autograd"
-    """On a CPU only: what an operator costs besides its work."""
+    """On a CPU only: the overhead of an operator."""
     OTHER = "other"
 
 
@@ -207,10 +209,10 @@ MEMORY_BOUND = {
     OpKind.CAST,
 }
 MEMORY_BOUND |= {OpKind.LAYOUT, OpKind.OPTIMIZER, OpKind.COPY, OpKind.FILL}
-"""A few operations a byte: these run as fast as the device's memory."""
+"""Kinds with few operations per byte, limited by memory bandwidth."""
 
 _AROUND = r"(?:convolution_backward|convolution|_unsafe_view|view|permute|transpose|unsqueeze|expand|t)_"
-"""Operators that leave no work of their own in a pointwise Triton kernel."""
+"""Operators that add no work to a pointwise Triton kernel."""
 
 _COPY = r"direct_copy_kernel_cuda"
 
@@ -229,7 +231,7 @@ OWN_RULES: tuple[tuple[OpKind, str], ...] = (
         r"^_(?:join\w*|pair_gradients|pool\w*|pad|arrange|add_norm\w*|gelu\w*|packed|rows_to_gradients|group_\w+|add_branch|row_sums)$",
     ),
 )
-"""halfstep's own kernels, in kernels/ and step/; nobody else's name is a whole Python name."""
+"""halfstep's kernels, in kernels/ and step/; only their names are plain Python identifiers."""
 
 KERNEL_RULES: tuple[tuple[OpKind, str], ...] = (
     (OpKind.COPY_IN, r"^Memcpy HtoD"),
@@ -244,9 +246,9 @@ KERNEL_RULES: tuple[tuple[OpKind, str], ...] = (
     (OpKind.LAYOUT, rf"^triton_poi_fused_(?:{_AROUND})*clone_(?:{_AROUND})*\d+$"),
     (OpKind.FUSED, r"^triton_"),
     (OpKind.ATTENTION, r"flash_(?:fwd|bwd)|flash::|fmha|sdpa|flashattn|flash_attn"),
-    # What cuDNN runs around its attention's backward.
+    # Kernels that cuDNN runs around the backward of its attention.
     (OpKind.ATTENTION, r"cudnn::fusion::(?:compute_dot_do_o|convert_dq)"),
-    # A foreach copy between equal types moves, between others casts.
+    # A foreach copy between equal types is a copy, between different types a cast.
     (OpKind.COPY, r"multi_tensor_apply_kernel.*native::Copy<([\w:]+), \1>"),
     (OpKind.CAST, r"multi_tensor_apply_kernel.*native::Copy<"),
     (OpKind.OPTIMIZER, r"multi_tensor_apply_kernel|FusedAdam|FusedSgd|FusedAdagrad|lerp|kOptimizer"),
@@ -254,7 +256,7 @@ KERNEL_RULES: tuple[tuple[OpKind, str], ...] = (
     (OpKind.CONV_WEIGHT_GRADIENT, r"wgrad|conv\w*_(?:grad|backward)_weight|bwd_filter"),
     (OpKind.CONV_INPUT_GRADIENT, r"dgrad|conv_depthwise\w*_backward|bwd_data"),
     (OpKind.CONV_FORWARD, r"fprop|convFwd|convolve|conv2d|conv_depthwise|winograd|fft2d|im2col"),
-    # Strided copies in one type turn a tensor round; contiguous ones are vectorised; the rest change the type.
+    # Strided copies within one type change the layout; contiguous ones are vectorised; the rest are casts.
     (OpKind.LAYOUT, rf"gpu_kernel_impl_nocast<.*{_COPY}"),
     (OpKind.COPY, rf"vectorized_elementwise_kernel<.*{_COPY}|{_COPY}.*WithoutCast"),
     (
@@ -271,7 +273,7 @@ KERNEL_RULES: tuple[tuple[OpKind, str], ...] = (
 )
 
 OPERATOR_RULES: tuple[tuple[OpKind, str], ...] = (
-    # The compiler's C++ kernels are not recorded one by one: they are what their graph does besides operators.
+    # The compiler's C++ kernels are not recorded one by one: they are the self time of their graph.
     (OpKind.FUSED, r"cpp_fused|^## Call CompiledFxGraph"),
     (OpKind.ATTENTION, r"^aten::_?scaled_dot_product|attention"),
     (OpKind.CONV_BACKWARD, r"^aten::\w*convolution\w*_backward|^aten::_slow_conv\w*_backward"),
@@ -310,10 +312,10 @@ _KERNELS, _OPERATORS = _compile_rules(OWN_RULES + KERNEL_RULES), _compile_rules(
 
 
 def classify_kernel(name: str) -> OpKind:
-    """What a CUDA kernel, memory copy or memset does."""
+    """Classify a CUDA kernel, memory copy or memset by name."""
     return next((kind for kind, pattern in _KERNELS if pattern.search(name)), OpKind.OTHER)
 
 
 def classify_operator(name: str) -> OpKind:
-    """What a CPU operator does; `aten::copy_ in PARENT` names a copy with the operator that asked for it."""
+    """Classify a CPU operator by name; `aten::copy_ in PARENT` is a copy made by the operator PARENT."""
     return next((kind for kind, pattern in _OPERATORS if pattern.search(name)), OpKind.OTHER)

@@ -1,4 +1,8 @@
-"""`halfstep bench`: how fast is a training step here, in which precision and mode, and against whom?"""
+"""`halfstep bench`: time a training step per precision and mode, and compare with other tools.
+
+The command checks its arguments without importing torch, measures one row after the other, and writes, prints and draws
+the result. With --explain it profiles each row instead.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from halfstep.cli.options import MaybeWords, Strict, option
+from halfstep.cli.options import MaybeWords, Strict, option, refuse_to_overwrite
 from halfstep.errors import ConfigError, suggest_command, suggest_nearest
 from halfstep.workloads import DEMO_WORKLOAD, KINDS
 
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
 
 
 WHAT, OUTPUT = "What is measured", "Output"
-PEER = "plain,lightning,accelerate: the same step elsewhere; plain:graphs names one variant."
+PEER = "Tools to compare with: plain,lightning,accelerate; plain:graphs is one variant."
 
 
 def command(
@@ -36,7 +40,7 @@ def command(
     batch_size: Annotated[int | None, option("Samples per step.", panel=WHAT, min=1)] = None,
     image_size: Annotated[int | None, option("Image side in pixels.", panel=WHAT, min=1)] = None,
     precisions: Annotated[
-        str | None, option("fp32,tf32,bf16,fp16,fp8,auto; default: those this device has.", panel=WHAT)
+        str | None, option("fp32,tf32,bf16,fp16,fp8,auto; default: all that this device supports.", panel=WHAT)
     ] = None,
     modes: Annotated[
         str | None, option("eager,compile,graph,auto; default: all that run here.", "--modes", "--ways", panel=WHAT)
@@ -47,15 +51,15 @@ def command(
     ] = None,
     device: Annotated[str | None, option("cpu, cuda, cuda:1.", panel=WHAT)] = None,
     strict: Strict = None,
-    explain: Annotated[bool, option("Where the time of a step goes.", "--explain", panel=WHAT)] = False,
+    explain: Annotated[bool, option("Profile: show where the time of a step goes.", "--explain", panel=WHAT)] = False,
     as_json: Annotated[bool, option("Print JSON.", "--json", panel=OUTPUT)] = False,
     picture: Annotated[Path | None, option("Draw a bar chart.", panel=OUTPUT)] = None,
     save: Annotated[Path | None, option("Write the result as JSON.", panel=OUTPUT)] = None,
     force: Annotated[bool, option("Overwrite files.", "--force", panel=OUTPUT)] = False,
 ) -> None:
-    """How fast is a training step here, in which precision and mode, and against whom? No data are needed.
+    """Time a training step on this machine, per precision and mode, and compare with other tools. Needs no data.
 
-    One row per precision and mode: time, speedup, memory, energy, share of the floor, loss, start.
+    One row per precision and mode: time, speedup, memory, energy, share of the arithmetic floor, loss, start-up time.
 
     Example:
 
@@ -89,27 +93,27 @@ MODES = {
     "eager": "operation by operation",
     "compile": "model and loss through torch.compile",
     "graph": "the whole step as one CUDA graph",
-    "auto": "what `halfstep train` takes by itself",
+    "auto": "the mode that `halfstep train` chooses",
 }
 PEERS = {
-    "plain": "a loop of your own in PyTorch",
+    "plain": "a plain PyTorch loop",
     "lightning": "Lightning's Trainer",
     "accelerate": "Hugging Face Accelerate",
 }
 VARIANTS = ("documented", "tuned", "graphs")
 STEPS = {"cuda": 100, "cpu": 20}
 """Timed steps by default."""
-UNSET = "an empty word is most often a shell variable that is not set"
+UNSET = "an empty argument is usually an unset shell variable"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchArguments:
-    """The command line's own words; None where an option was not given."""
+    """Arguments of the command line, not yet checked; None if an option was not given."""
 
     words: Sequence[str]
     """The workload or config file, then settings."""
     flags: Mapping[str, object]
-    """Options that are settings of a run, too."""
+    """Options that are also settings of a run."""
     precisions: str | None
     modes: str | None
     against: str | None
@@ -119,23 +123,21 @@ class BenchArguments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputFiles:
-    """What is written beside the table."""
+    """Files to write in addition to the table."""
 
     picture: Path | None
     save: Path | None
     force: bool
 
     def without_outputs(self) -> OutputFiles:
-        """Where nothing was measured: an empty file would stand in the way of the same command."""
+        """Drop the outputs because nothing was measured: an empty file would block the same command later."""
         for path in filter(None, (self.save, self.picture)):
             typer.secho(f"{path} was not written: nothing was measured", fg="yellow", err=True)
         return dataclasses.replace(self, save=None, picture=None)
 
 
 def refuse_files(files: OutputFiles, *, explain: bool) -> None:
-    """Files that must not be written."""
-    from halfstep.bench.record import refuse_to_overwrite
-
+    """Raise ConfigError for output files that cannot or must not be written."""
     refuse_to_overwrite({"--picture": files.picture, "--save": files.save}, force=files.force)
     if files.picture:
         if explain:
@@ -146,9 +148,9 @@ def refuse_files(files: OutputFiles, *, explain: bool) -> None:
 
 
 def add_workload(words: Sequence[str]) -> list[str]:
-    """The words with what is trained in front; the default is taken where none is named, and said."""
+    """Return the arguments with the workload first; print a notice if the default is used."""
     if not words or "=" in words[0]:
-        typer.secho(f"no workload named: this is {DEMO_WORKLOAD}", fg="yellow", err=True)
+        typer.secho(f"no workload given: using {DEMO_WORKLOAD}", fg="yellow", err=True)
         return [DEMO_WORKLOAD, *words]
     target = words[0]
     if not target.strip():
@@ -167,7 +169,7 @@ def _suggest_for_folder(folder: Path) -> str:
 
 
 def split_choices(text: str | None, option: str, allowed: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """`a,b` as its words, in the order given; nothing, and a word that the option does not take, are refused."""
+    """Split `a,b` into its words, in the order given; refuse an empty list and unknown words."""
     if text is None:
         return ()
     found = tuple(dict.fromkeys(word.strip().lower() for word in text.split(",") if word.strip()))
@@ -181,17 +183,17 @@ def split_choices(text: str | None, option: str, allowed: Mapping[str, str] | No
 
 
 def _explain_unknown_choice(word: str, option: str, allowed: Mapping[str, str]) -> ConfigError:
-    """Those with a `:` are named only to who wrote one."""
+    """Return the error for an unknown word; suggest variants (`plain:graphs`) only if the word has a colon."""
     named = {name: meaning for name, meaning in allowed.items() if ":" not in name}
     return ConfigError(
-        f"{option} takes no {word!r}",
-        why="it takes " + ", ".join(f"{name} ({meaning})" for name, meaning in named.items()),
+        f"unknown {option} {word!r}",
+        why="known are " + ", ".join(f"{name} ({meaning})" for name, meaning in named.items()),
         fix=suggest_nearest(word, allowed if ":" in word else named),
     )
 
 
 def prepare_request(asked: BenchArguments) -> tuple[Hardware, Problem, BenchRequest]:
-    """Everything that can be wrong is found here, before anything is measured."""
+    """Check all arguments and build the problem, before anything is measured."""
     variants = {f"{peer}:{kind}": meaning for peer, meaning in PEERS.items() for kind in VARIANTS}
     modes, against = (
         split_choices(asked.modes, "--modes", MODES),
@@ -225,7 +227,7 @@ def prepare_request(asked: BenchArguments) -> tuple[Hardware, Problem, BenchRequ
     config = load_bench_config(target, overrides, asked.flags, small=hardware.kind == "cpu", against=against)
     said = load(target, flags=asked.flags, overrides=overrides)
     if said.config.data.dir and config.data.dir is None:
-        note = f"data.dir={said.config.data.dir} is not read: one random batch of such a run's size is trained on"
+        note = f"data.dir={said.config.data.dir} is not read: the benchmark trains on one random batch of the same size"
         typer.secho(note, fg="yellow", err=True)
     stated = read_stated_rows(said, explain=asked.explain)
     unasked = ("auto",) if asked.explain else choose_default_precisions(hardware)
@@ -240,28 +242,28 @@ def prepare_request(asked: BenchArguments) -> tuple[Hardware, Problem, BenchRequ
 
 
 def read_stated_rows(said: Loaded, *, explain: bool) -> dict[str, StatedRow]:
-    """Rows that a config file or a preset states."""
+    """Return the precision and mode that a config file or a preset sets, by option."""
     from halfstep.bench.problem import find_stated_rows
 
     stated = find_stated_rows(said)
     if explain and "--modes" in stated and stated["--modes"].value == "auto":
-        del stated["--modes"]  # auto is not a mode of its own that could be explained
+        del stated["--modes"]  # auto resolves to another mode, so it cannot be profiled by itself
     return stated
 
 
 def choose_values(
     option: str, asked: tuple[str, ...], stated: Mapping[str, StatedRow], unasked: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """What the option asks for, else what the config states, which is said, else all that is usual here."""
+    """Return the values of the option, else those of the config (with a notice), else the default."""
     if asked or option not in stated:
         return asked or unasked
     row = stated[option]
-    typer.secho(f"{option} {row.value}, as {row.where} says; {option} takes others", fg="yellow", err=True)
+    typer.secho(f"{option} {row.value}, from {row.where}; {option} selects others", fg="yellow", err=True)
     return (row.value,)
 
 
 def resolve_auto(precisions: tuple[str, ...], hardware: Hardware) -> tuple[str, ...]:
-    """`auto` as the precision that `halfstep train` takes on this device, and why it does."""
+    """Replace `auto` by the precision that `halfstep train` would choose on this device, and print why."""
     from halfstep.precision.decide import decide
 
     plan = decide("auto", hardware)
@@ -271,7 +273,7 @@ def resolve_auto(precisions: tuple[str, ...], hardware: Hardware) -> tuple[str, 
 
 
 ABOUT = ("command", "date", "device", "versions", "problem")
-"""What a stored explanation needs to be made again."""
+"""What is needed to repeat a stored explanation."""
 EXPLAINED_STEPS = {"cuda": 10, "cpu": 5}
 """Timed, and then profiled, by default: kernels vary far less than whole steps."""
 SILENT = "6"
@@ -284,7 +286,7 @@ def time_rows(
     from halfstep.bench.bench import bench
     from halfstep.bench.record import summarise_results
     from halfstep.report.bench_view import show_bench
-    from halfstep.report.results import open_result_console
+    from halfstep.report.tables import open_result_console
 
     with _prepare_work(hardware, problem, request, repeats_first=request.repeat_first) as work:
         benched = bench(problem, request, work.hardware, work.flops, work.tell)
@@ -305,12 +307,12 @@ def profile_rows(
     from halfstep.bench.bench import STOPPED
     from halfstep.bench.explain import Explanation, NotExplained, explain_rows, refuse_unexplainable, render_explanation
     from halfstep.report.bench_view import format_title
-    from halfstep.report.results import open_result_console
+    from halfstep.report.tables import open_result_console
 
     steps = EXPLAINED_STEPS.get(problem.device.type, EXPLAINED_STEPS["cpu"]) if steps is None else steps
     refuse_unexplainable(request.modes, steps)
     if problem.device.type == "cpu":
-        # Read when the profiler first starts. Not on a GPU, where that log tells why the driver lets nobody count.
+        # Read when the profiler first starts. Not set on a GPU: there the log explains missing profiling permissions.
         os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
     with _prepare_work(hardware, problem, request, repeats_first=False) as work:
         rows = list(explain_rows(work.asked, problem, work.hardware, steps=steps, flops=work.flops, tell=work.tell))
@@ -352,7 +354,7 @@ class Work(NamedTuple):
 def _prepare_work(
     hardware: Hardware, problem: Problem, request: BenchRequest, *, repeats_first: bool
 ) -> Iterator[Work]:
-    """Progress is on standard error; nothing that runs inside can write to standard output."""
+    """Show progress on stderr while rows run; whatever they print to stdout goes to stderr too."""
     from rich.console import Console
 
     from halfstep.bench.bench import list_runners
@@ -372,7 +374,7 @@ def _prepare_work(
             flops = count_step_flops(problem)
             about = describe_circumstances(problem, request, hardware, flops, format_command_line(sys.argv[1:]))
             asked = list(list_runners(problem, request, rated))
-            # Rows of a kind take alike, whatever their precision.
+            # Rows of one mode take about the same time in every precision.
             kinds = [f"{row.name} {row.variant}" for row in asked if not isinstance(row, Row)]
             left = RowsLeft(kinds, console, repeats_first=repeats_first)
             status.update(left)
@@ -382,7 +384,7 @@ def _prepare_work(
 def _deliver(
     record: Record, files: OutputFiles, show: Callable[[], None], *, as_json: bool, has_rows: bool, is_stopped: bool
 ) -> None:
-    """Save, show and draw; exit 1 where nothing could be measured, 130 after Ctrl-C."""
+    """Save, print and draw the record; exit with 1 if nothing was measured, 130 after Ctrl-C."""
     from halfstep.bench.record import save_record
     from halfstep.report.bench_view import draw_bench
 

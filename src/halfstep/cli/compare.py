@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from halfstep.use.compare_run import ComparedRow
 
 FREE = ("budget", "at_once", "price", "as_json")
-"""What may be said anew when a comparison goes on: nothing of it changes what is compared."""
+"""Options that may change with --resume, because they do not change what is compared."""
 SETTINGS = {"device": "device", "batch_size": "train.batch_size", "epochs": "train.epochs",
             "max_steps": "train.max_steps"}  # fmt: skip
 """Flags that are settings of every row."""
@@ -50,28 +50,32 @@ def command(
     precisions: Annotated[str, option("One row each; the first is the baseline.", metavar="A,B,...")] = "fp32,bf16",
     rows: Annotated[
         list[str] | None,
-        option("Rows by settings instead; others may follow.", "--rows", metavar='"NAME: KEY=VALUE ..."'),
+        option(
+            "Rows by settings instead of precisions; several may follow.", "--rows", metavar='"NAME: KEY=VALUE ..."'
+        ),
     ] = None,
     seeds: Annotated[int | None, option("Paired seeds, one look; default: looks at 5, 8, 12, 20.")] = None,
     margin: Annotated[
-        float | None, option("What counts as the same, in the metric's unit; default: from a pilot.")
+        float | None,
+        option("Largest difference that counts as the same, in the metric's unit; default: from pilot runs."),
     ] = None,
     budget: Annotated[str | None, option("Stop after this total time: 90s, 30m, 8h.", metavar="30m")] = None,
-    price: Annotated[float | None, option("Price of a device hour.")] = None,
+    price: Annotated[float | None, option("Price of one device hour.")] = None,
     at_once: Annotated[int, option("Runs in parallel; gives metrics only, no times.", min=1)] = 1,
     best: Annotated[bool, option("Judge each run's best validation, not its last.", "--best")] = False,
     strict: Strict = None,
     simulate: Simulate = None,
     out: Annotated[Path | None, option("Folder.", metavar="DIR", show_default="runs/compare-WORKLOAD-TIME")] = None,
-    resume: Annotated[Path | None, option("Go on with an interrupted comparison.", metavar="DIR")] = None,
+    resume: Annotated[Path | None, option("Continue an interrupted comparison.", metavar="DIR")] = None,
     as_json: Json = False,
 ) -> None:
-    """Is the accuracy the same? Paired seeds, a margin fixed before the first run, and a table of what each row costs.
+    """Test whether rows of settings reach the same accuracy, and show what each row costs.
 
-    A format that the device lacks is simulated, and its row says so; --strict refuses it.
+    Runs use paired seeds and a margin fixed before the first run. A format that the device lacks is simulated and
+    marked; --strict refuses it.
 
-    The verdict is "same" only where the interval of the difference lies inside the margin; otherwise lower, higher or
-    not shown, with the seeds that would decide. An interrupted comparison goes on with --resume.
+    The verdict is "same" only if the confidence interval of the difference is inside the margin; otherwise it is lower,
+    higher or not shown, with the number of seeds that would decide. --resume continues an interrupted comparison.
 
     Exit code 0: every row is the same; 1: one is lower, higher or not shown.
 
@@ -119,13 +123,13 @@ def _build_request(context: typer.Context, how: dict[str, Any]) -> CompareReques
 
 
 def _reopen(folder: Path, context: typer.Context, how: dict[str, Any]) -> Comparison:
-    """An interrupted comparison, which goes on as it began but for what is free."""
+    """Open an interrupted comparison to continue it; only the options in FREE may change."""
     from halfstep.use.compare import open_comparison, refuse_other_settings
 
     flags, names = map_flags(context), read_given(context)
     if fixed := [flags.get(name, "the settings") for name in names if name not in (*FREE, "resume")]:
         raise ConfigError(
-            f"{', '.join(fixed)}: --resume {folder} goes on as it began",
+            f"{', '.join(fixed)} cannot change with --resume {folder}",
             fix=f"leave it out; {', '.join(flags[name] for name in FREE)} may change",
         )
     comparison = open_comparison(folder)
@@ -141,24 +145,24 @@ def _run(folder: Path, comparison: Comparison) -> None:
     from halfstep.use.compare import run_comparison
 
     screen, again = Console(stderr=True), suggest_command("compare", "--resume", folder)
-    screen.print(f"interrupted? go on with: {again}", style="dim", soft_wrap=True)
+    screen.print(f"if interrupted, continue with: {again}", style="dim", soft_wrap=True)
     try:
         run_comparison(
             folder, comparison, lambda line: screen.print(line, highlight=False, markup=False, soft_wrap=True)
         )
     except (Interrupted, KeyboardInterrupt) as error:
         raise Interrupted(
-            f"comparison stopped after {format_count(len(comparison.runs), 'run')}; the run under way is saved as well",
-            fix=f"go on with: {again}",
+            f"comparison stopped after {format_count(len(comparison.runs), 'run')}; the current run is saved too",
+            fix=f"continue with: {again}",
             exit_code=getattr(error, "exit_code", 130),
         ) from error
     if comparison.margin is None:
-        raise Interrupted(comparison.ended, fix=f"go on with more: {again} --budget 8h", exit_code=1)
+        raise Interrupted(comparison.ended, fix=f"continue with a larger budget: {again} --budget 8h", exit_code=1)
 
 
 def _show(folder: Path, comparison: Comparison, *, as_json: bool) -> None:
-    """The table, and beside the runs its curves and numbers."""
-    from halfstep.report.results import open_result_console
+    """Print the table; write its curves and numbers next to the runs."""
+    from halfstep.report.tables import open_result_console
     from halfstep.use.compare_table import build_lines, collect_notes, draw_comparison, show_comparison
     from halfstep.use.compare_table import convert_comparison as comparison_json
 
@@ -172,7 +176,7 @@ def _show(folder: Path, comparison: Comparison, *, as_json: bool) -> None:
 
 
 def _split_words(words: list[str]) -> tuple[str, list[str], list[str]]:
-    """The target, its settings, and the rows that follow a `--rows` without one of their own."""
+    """Split the arguments into target, settings, and further rows (several may follow one `--rows`)."""
     if not words or "=" in words[0]:
         raise ConfigError("nothing to compare", fix="name a workload or a file first: halfstep compare unet")
     rows = [word for word in words[1:] if ":" in word.partition("=")[0]]
@@ -181,7 +185,7 @@ def _split_words(words: list[str]) -> tuple[str, list[str], list[str]]:
 
 
 def _make_absolute(path: str) -> str:
-    """A file or folder as it is found whatever the working folder is when the comparison goes on."""
+    """Make an existing path absolute, so that --resume finds it from any working folder."""
     place = make_absolute(path)
     return str(place) if place.exists() else path
 
@@ -196,7 +200,7 @@ def _parse_rows(rows: list[str], precisions: str) -> list[ComparedRow]:
 
 
 def _parse_row(text: str) -> ComparedRow:
-    """`amp: precision=bf16 train.batch_size=16`."""
+    """Parse `amp: precision=bf16 train.batch_size=16`."""
     from halfstep.use.compare_run import ComparedRow
 
     name, colon, settings = text.partition(":")
@@ -211,7 +215,7 @@ def _parse_row(text: str) -> ComparedRow:
 
 
 def parse_budget(text: str) -> float:
-    """`90s`, `30m`, `1.5h`."""
+    """Parse `90s`, `30m` or `1.5h` into seconds."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip().lower())
     if not found or float(found[1]) == 0:
         raise ConfigError(f"--budget {text!r} is not a time", fix="write 90s, 30m or 8h")

@@ -1,4 +1,4 @@
-"""`halfstep detect`: what can this machine (or a GPU I may rent) do, and what should I use?"""
+"""`halfstep detect`: show what this machine, or a GPU by name, supports, and which settings to use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 THIS_MACHINE = re.compile(r"(auto|cpu|cuda|rocm|mps|xpu)(:\d+)?", re.IGNORECASE)
-"""A word that names a device of this machine; any other names a GPU of the table."""
+"""Matches a device of this machine; any other name is looked up in the GPU table."""
 LIST = "list"
 
 
@@ -29,14 +29,14 @@ def command(
     ] = None,
     gpu: Annotated[str, option("Answer for a known GPU instead: v100, 4090; list: all of them.", metavar="NAME")] = "",
     device: Annotated[str, option("Only this device: cuda:1, cpu, mps, xpu, or auto for the best.")] = "",
-    no_measure: Annotated[bool, option("Only look, measure nothing.", "--no-measure")] = False,
-    fresh: Annotated[bool, option("Measure again, whatever was stored.", "--fresh")] = False,
+    no_measure: Annotated[bool, option("Probe only, measure nothing.", "--no-measure")] = False,
+    fresh: Annotated[bool, option("Measure again instead of using cached results.", "--fresh")] = False,
     as_json: Json = False,
 ) -> None:
-    """What can this machine (or a GPU I may rent) do, and what should I use?
+    """Show what this machine, or a GPU you may rent, supports, and which precision and settings to use.
 
-    Looks at every device, measures a matmul and a convolution in each format (seconds; the result is stored),
-    and says which precision and settings to use.
+    Probes every device, measures a matmul and a convolution in each format (takes seconds; the result is cached), and
+    recommends a precision and settings.
 
     Example:
 
@@ -51,7 +51,7 @@ def command(
     gpu, device = resolve_name(" ".join(name or []), gpu, device)
     if gpu and (device or fresh or no_measure):
         raise ConfigError(
-            f"--gpu {gpu} asks the table, and --device, --fresh or --no-measure ask this machine",
+            f"--gpu {gpu} cannot be combined with --device, --fresh or --no-measure",
             fix="give --gpu alone, or leave it out",
         )
     if gpu.lower() == LIST:
@@ -69,7 +69,7 @@ def command(
 
 
 def resolve_name(name: str, gpu: str, device: str) -> tuple[str, str]:
-    """What a bare name adds to --gpu and --device."""
+    """Return --gpu and --device, with a bare name assigned to one of them."""
     if not name:
         return gpu, device
     is_here = THIS_MACHINE.fullmatch(name) is not None
@@ -80,7 +80,7 @@ def resolve_name(name: str, gpu: str, device: str) -> tuple[str, str]:
 
 
 def print_known(*, as_json: bool) -> None:
-    """Every name of the table, an architecture a line."""
+    """Print every GPU of the table, one line per architecture."""
     from halfstep.hardware.gpus import KNOWN
 
     names: dict[str, list[str]] = {}
@@ -93,9 +93,9 @@ def print_known(*, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from halfstep.report.tables import pairs_table
+    from halfstep.report.tables import make_pairs_table
 
-    Console().print(pairs_table((family, ", ".join(models)) for family, models in names.items()))
+    Console().print(make_pairs_table((family, ", ".join(models)) for family, models in names.items()))
 
 
 def probe_devices(name: str, *, look_only: bool, fresh: bool) -> tuple[Hardware, ...]:
@@ -143,7 +143,7 @@ def print_device(console: Console, hardware: Hardware, advice: HardwareAdvice) -
     from rich.text import Text
 
     from halfstep.hardware.describe import describe_identity, make_format_columns
-    from halfstep.report.tables import columns_table, pairs_table, rows_table
+    from halfstep.report.tables import make_columns_table, make_pairs_table, make_rows_table
 
     title = f"{hardware.device}  {hardware.name}" if hardware.device else hardware.name
     settings = ((s.name, format_advice(s.value), s.reason) for s in advice.settings)
@@ -154,15 +154,15 @@ def print_device(console: Console, hardware: Hardware, advice: HardwareAdvice) -
     ]
     console.print(
         Rule(Text(title, style="bold"), align="left"),
-        pairs_table(describe_identity(hardware)),
+        make_pairs_table(describe_identity(hardware)),
         "",
-        columns_table(make_format_columns(hardware), left=("format", "support")),
+        make_columns_table(make_format_columns(hardware), left=("format", "support")),
         "",
         Text(advice.headline, style="bold green"),
         "",
-        rows_table(("setting", "use", "why"), settings),
+        make_rows_table(("setting", "use", "why"), settings),
         "",
-        pairs_table(remarks),
+        make_pairs_table(remarks),
         "",
         sep="\n",
     )

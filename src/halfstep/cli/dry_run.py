@@ -1,4 +1,4 @@
-"""`halfstep dry-run`: would this format hold?"""
+"""`halfstep dry-run`: predict, per module, whether a format would overflow or lose values."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ def command(
     batch_size: BatchSize = None,
     batches: Annotated[int, option("Batches to look at.", min=1)] = 2,
     device: Device = None,
-    picture: Annotated[Path | None, option("Draw a heat map, modules × kind.", metavar="FILE.png")] = None,
-    every: Annotated[bool, option("Show modules that fit, too.", "--all")] = False,
+    picture: Annotated[
+        Path | None, option("Draw a heat map of modules and kinds of tensors.", metavar="FILE.png")
+    ] = None,
+    every: Annotated[bool, option("Also show modules that fit.", "--all")] = False,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Would this format hold: per module what would overflow, flush to zero or lose updates, before a GPU is rented.
+    """Predict whether a format would hold: per module, what would overflow, flush to zero or lose updates.
 
-    Steps run in fp32 on real batches, from a run's weights where a run is named. Shows the headroom in bits and whether
-    loss scaling, or the rounding of bf16-true, saves it. Exit code 1 where a module does not fit and nothing saves it.
+    Runs a few steps in fp32 on real batches, from a run's weights if a run is given. Shows the headroom in bits and
+    whether loss scaling, or the rounding of bf16-true, fixes it. Exit code 1: a module does not fit without a fix.
 
     Example:
 
@@ -52,7 +54,7 @@ def command(
 
 
 def _compute_badness(row: Judgement) -> float:
-    """From 0, far from the format's ends, to 1, past them."""
+    """Return 0 for values far inside the format's range, up to 1 for values outside it."""
     edge = max(0.0, 1.0 - row.headroom_bits / 8) if row.headroom_bits and row.headroom_bits > 0 else 0.0
     return 1.0 if row.is_bad else max(min(row.lost * 10, 0.9), min(edge, 0.9))
 
@@ -68,8 +70,7 @@ def _convert_row(row: Judgement) -> dict[str, object]:
 
 
 def _show(rows: list[Judgement], target: str, *, every: bool) -> None:
-    from halfstep.report.results import open_result_console
-    from halfstep.report.tables import rows_table
+    from halfstep.report.tables import make_rows_table, open_result_console
 
     console = open_result_console()
     shown = [row for row in rows if every or row.is_bad]
@@ -78,7 +79,7 @@ def _show(rows: list[Judgement], target: str, *, every: bool) -> None:
         for row in shown
     ]
     if cells:
-        console.print(rows_table(("module", "kind", "verdict", "headroom (bits)", "lost", "remedy"), cells))
+        console.print(make_rows_table(("module", "kind", "verdict", "headroom (bits)", "lost", "remedy"), cells))
     bad = {row.module for row in rows if row.is_bad and not row.is_saved}
     saved = {row.module for row in rows if row.is_bad} - bad
     more = f"; {len(saved)} would not fit by themselves and are saved" if saved else ""

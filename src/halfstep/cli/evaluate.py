@@ -1,4 +1,4 @@
-"""`halfstep evaluate`: how good is it?"""
+"""`halfstep evaluate`: score a trained model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def command(
     run: RunFolder,
     data: Annotated[
         Path | None,
-        option("Other data; default: the validation part of the run's own.", "--data", "--data-dir", metavar="DIR"),
+        option("Other data; default: the run's validation split.", "--data", "--data-dir", metavar="DIR"),
     ] = None,
     checkpoint: Checkpoint = "best",
     device: UsedDevice = None,
@@ -27,12 +27,12 @@ def command(
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """How good is it: overall and per-class scores, and pictures of what went wrong.
+    """Score a trained model: overall and per-class scores, and pictures of its mistakes.
 
-    Without --data these are the numbers that training saw when it wrote the checkpoint. Other data are
-    evaluated whole, or by their own validation part where they have one. Nothing is overwritten.
+    Without --data the scores are those that training computed for this checkpoint. Other data are evaluated completely,
+    or on their own validation split if they have one. No file is overwritten.
 
-    `halfstep evaluate RUN --help` shows the options of the run's workload, too.
+    `halfstep evaluate RUN --help` also shows the options of the run's workload.
 
     Example:
 
@@ -42,11 +42,12 @@ def command(
     """
     from rich.console import Console
 
-    from halfstep.report.results import open_result_console, show_evaluation
+    from halfstep.report.results import show_evaluation
     from halfstep.report.run_report import RunReport
+    from halfstep.report.tables import open_result_console
     from halfstep.use.evaluate import evaluate
 
-    # Progress and warnings go to stderr: what is printed can be piped.
+    # Progress and warnings go to stderr, so that stdout can be piped.
     report = RunReport(run, console=Console(stderr=True))
     found = evaluate(
         run,

@@ -1,4 +1,4 @@
-"""`halfstep exercise`: teach me."""
+"""`halfstep exercise`: three short experiments that teach mixed precision."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ NUMBERS = (1, 2, 3)
 
 
 def command(
-    number: Annotated[int, typer.Argument(metavar="1|2|3", help="Which one.")],
+    number: Annotated[int, typer.Argument(metavar="1|2|3", help="Which exercise.")],
     data_dir: Annotated[
         str | None,
-        typer.Option(help="Exercise 1: a folder with CIFAR-10's binary batches; default: generated pictures."),
+        typer.Option(help="Exercise 1: a folder with CIFAR-10's binary batches; default: generated images."),
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the picture goes.")] = Path(),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone.")] = False,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the picture.")] = Path(),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Three exercises in mixed precision, each under two minutes on two cores.
+    """Run one of three exercises in mixed precision, each under two minutes on two cores.
 
-    1: a small CNN in fp32, fp16 and bf16: time, memory, accuracy, and why they differ from what is often promised.
+    1: a small CNN in fp32, fp16 and bf16: time, memory, accuracy, and why they differ from common promises.
     2: overflow in fp16 on purpose: the loss scale falls, steps are skipped, training recovers; then without scaling.
-    3: what stays in fp32 and why: each part is switched to half and shown to break.
+    3: what stays in fp32 and why: each computation is repeated in half precision and shown to break.
 
-    Exit code 1 where something the exercise claims was not seen.
+    Exit code 1: a claim of the exercise was not observed.
 
     Example:
 
@@ -61,7 +61,7 @@ def _run_exercise(number: int, data_dir: str | None, out: Path, screen: Console)
         from halfstep.exercises.benchmark_formats import run as benchmark
 
         if data_dir is None:
-            screen.print("no CIFAR-10 folder was given: the pictures are generated, gratings of ten kinds", style="dim")
+            screen.print("no CIFAR-10 folder given: using generated images, gratings of ten classes", style="dim")
         return benchmark(out, data=data_dir, say=lambda line: screen.print(line, style="dim", markup=False))
     if number == 2:
         from halfstep.exercises.overflow import run as overflow
@@ -75,12 +75,11 @@ def _run_exercise(number: int, data_dir: str | None, out: Path, screen: Console)
 def _show(story: Story) -> None:
     from rich.text import Text
 
-    from halfstep.report.results import open_result_console
-    from halfstep.report.tables import print_text, rows_table
+    from halfstep.report.tables import make_rows_table, open_result_console, print_text
 
     console = open_result_console()
     console.print(Text(story.title, style="bold"))
-    console.print(rows_table(story.titles, story.rows))
+    console.print(make_rows_table(story.titles, story.rows))
     for claim in story.claims:
         seen = Text("  seen  ", style="green") if claim.holds else Text("  NOT seen  ", style="bold red")
         print_text(console, seen + Text(claim.text))

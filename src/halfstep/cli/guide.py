@@ -1,4 +1,4 @@
-"""`halfstep guide`: I don't know the flags: ask me, suggest, start."""
+"""`halfstep guide`: ask a few questions, suggest configs, write one and start it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 def command(
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take every default, and print it.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: use and print all defaults.")] = False,
     answers: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Answers in YAML or JSON; what it leaves out takes its default.")
+        Path | None, typer.Option(metavar="FILE", help="Answers in YAML or JSON; missing ones use their default.")
     ] = None,
     device: Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu, cuda:1, mps, xpu; default: best.")] = None,
     no_measure: Annotated[
-        bool, typer.Option("--no-measure", help="Only look at the device: estimates instead of trials.")
+        bool, typer.Option("--no-measure", help="Probe the device only: estimates instead of trials.")
     ] = False,
 ) -> None:
-    """I don't know the flags: ask me, suggest, start.
+    """Write a config by answering a few questions, and start it.
 
-    Looks at this machine and at your data, suggests two or three configs with their reasons, writes the one you
-    pick, and starts it if you like. Answers may come from a terminal, a pipe or a file.
+    Looks at this machine and your data, suggests two or three configs with reasons, writes the one you pick, and starts
+    it if you like. Answers can come from a terminal, a pipe or a file.
 
     Example:
 
@@ -49,7 +49,7 @@ def command(
 
 
 def run_conversation(*, yes: bool, answers: Path | None, device: str | None, no_measure: bool) -> GuideResult:
-    """Everything up to the written file; Ctrl-C inside leaves nothing behind."""
+    """Ask, suggest and write the file; Ctrl-C before that leaves no files."""
     import tempfile
 
     from rich.console import Console
@@ -72,7 +72,7 @@ def choose_asker(console: Console, *, yes: bool, answers: Path | None) -> Asker:
 
     if answers is not None:
         return Scripted(console, add_task(read_answers(answers, QUESTIONS)))
-    # Python has no stdin where the caller closed it; that is an input that has ended.
+    # sys.stdin is None if the caller closed it: treat that as an empty input.
     return Scripted(console, {}) if yes else Prompt(console, sys.stdin or io.StringIO())
 
 

@@ -1,4 +1,4 @@
-"""`halfstep ledger`: what really ran."""
+"""`halfstep ledger`: record the formats that a step really computes in."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def command(
     batch_size: BatchSize = None,
     device: Device = None,
     simulate: Simulate = None,
-    strict: Annotated[bool, option("Exit code 1 where anything differs from the plan.", "--strict")] = False,
+    strict: Annotated[bool, option("Exit with 1 if anything differs from the plan.", "--strict")] = False,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """What really ran: per module, what its matmuls, convolutions and attention computed in, held against the plan.
+    """Show which format each module's matmuls, convolutions and attention really computed in, compared with the plan.
 
-    One step is observed, forward and backward: formats, share of the FLOPs, casts, what is kept for backward, gradients
-    and optimizer state. What differs from the plan is named with its reason and the fix. Nothing of a run is changed.
+    Observes one step, forward and backward: formats, share of the FLOPs, casts, tensors saved for backward, gradients
+    and optimizer state. Differences from the plan are listed with reason and fix. A run is not changed.
 
     Example:
 

@@ -1,6 +1,10 @@
-"""The `halfstep` command: collects the commands, normalises flags, turns our errors into messages and exit codes.
+"""The `halfstep` command: builds the command line, normalises flags, and turns errors into messages and exit codes.
 
-A reader may leave (`halfstep check x.py | head -1`): neither what a command does nor its exit code depends on that.
+A closed pipe (`halfstep check x.py | head -1`) changes neither what a command does nor its exit code.
+
+`evaluate` and `predict` take the options of a run's workload in addition to their own. The parser knows only the
+common ones, so `RunCommand` removes a family's options from the arguments before parsing and appends them to the help
+text. This needs no torch: the run's config file names the workload.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class PatientFile(io.FileIO):
-    """Writes until nobody reads any more, then to nowhere."""
+    """A file that discards its output once the reader has closed the pipe."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
@@ -44,7 +48,7 @@ class PatientFile(io.FileIO):
 
 
 def wrap_standard_streams() -> None:
-    """Both standard streams of a real process; those that somebody put in their place are left alone."""
+    """Wrap stdout and stderr of this process, unless they were already replaced (as tests do)."""
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
         sys.stdout = _wrap_stream(sys.stdout)
     if sys.stderr is sys.__stderr__ and sys.stderr is not None:
@@ -52,7 +56,7 @@ def wrap_standard_streams() -> None:
 
 
 def flush_or_drop() -> None:
-    """What a full disk refused must not come up again when Python ends: that would change the exit code to 120."""
+    """Flush both streams; discard what a full disk refused, which would otherwise change the exit code to 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -62,7 +66,7 @@ def flush_or_drop() -> None:
 
 def _wrap_stream(stream: TextIO) -> TextIO:
     buffer = io.BufferedWriter(PatientFile(stream.fileno(), "w", closefd=False))
-    # A terminal that lacks a character gets its number: output never ends a run.
+    # Escape characters that the terminal's encoding lacks: output must never end a run.
     return io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=bool(stream.line_buffering))
 
 
@@ -70,14 +74,14 @@ COMMANDS = (
     *("bench", "check", "compare", "detect", "dry-run", "evaluate", "exercise", "formats", "guide", "ledger"),
     *("pack", "plan", "predict", "replay", "report", "top", "train", "verify"),
 )
-"""Each is the function `command` of the module of its name, parsed with the settings in the module's `CONTEXT`."""
+"""Each command is the function `command` of the module with its name, parsed with the module's `CONTEXT`."""
 
 COMMANDS_ON_RUNS = ("evaluate", "predict")
 """Commands whose options depend on the workload of the run they are given."""
 
 
 def build_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
-    """The command line with these commands; a module is imported only when its command is there."""
+    """Build the command line with these commands; import only their modules."""
     app = typer.Typer(
         name="halfstep",
         add_completion=False,
@@ -95,13 +99,13 @@ def build_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
 
 
 def unwrap_paragraphs(docstring: str) -> str:
-    """Each paragraph as one line: typer keeps a docstring's own line breaks, whatever the terminal's width."""
+    """Join each paragraph into one line: typer would keep a docstring's line breaks at any terminal width."""
     paragraphs = inspect.cleandoc(docstring).split("\n\n")
     return "\n\n".join(re.sub(r"\n\s*", " ", paragraph) for paragraph in paragraphs)
 
 
 def choose_commands(argv: Sequence[str]) -> Sequence[str]:
-    """The command asked for alone: building the others takes longer than comparing two configs."""
+    """Return only the command that was called: building all of them takes longer than comparing two configs."""
     return argv[:1] if argv and argv[0] in COMMANDS else COMMANDS
 
 
@@ -120,18 +124,18 @@ def root(
 
 
 def normalise_dashes(argv: Sequence[str]) -> list[str]:
-    """`--data_dir X` and `--data-dir X` are the same flag; values and `key=value` overrides stay as they are."""
+    """Write `--data_dir X` as `--data-dir X`; leave values and `key=value` overrides unchanged."""
     stop = list(argv).index("--") if "--" in argv else len(argv)
     dashed = [re.sub(r"^--[^=]+", lambda flag: flag.group().replace("_", "-"), word) for word in argv[:stop]]
     return dashed + list(argv[stop:])
 
 
 def shorten_paths(argv: Sequence[str]) -> list[str]:
-    """`data/../d` is `d`, as an argument or after `--flag=`; a run makes the paths of its settings absolute itself."""
+    """Shorten `data/../d` to `d`, as an argument or after `--flag=`; a run makes paths in settings absolute itself."""
 
     def shorten(word: str) -> str:
         flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        # Other texts may hold `..` as well: a path goes up from a folder that is there.
+        # Other texts may contain `..` too: treat it as a path only if it goes up from an existing folder.
         is_path = ".." in value.split(os.sep) and "=" not in value and os.path.isdir(value[: value.rindex("..") + 2])
         return f"{flag}{equals}{normalise_path(value)}" if is_path else word
 
@@ -139,11 +143,11 @@ def shorten_paths(argv: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line; exit 0 only when what it says holds, 1 for findings, 2 for the user's own mistake."""
+    """Run the command line; exit with 0 for success, 1 for findings, 2 for a mistake in the call."""
     words = shorten_paths(normalise_dashes(sys.argv[1:] if argv is None else argv)) or ["--help"]
     wrap_standard_streams()
     try:
-        # Not standalone: typer would draw its own errors, in another form than ours.
+        # Not standalone: typer would print its own errors in another form.
         sys.exit(build_app(choose_commands(words))(words, prog_name="halfstep", standalone_mode=False) or 0)
     except USAGE_ERROR as error:
         show_once(explain_usage_error(error))
@@ -167,7 +171,7 @@ UNUSABLE = {getattr(errno, name) for name in ("EACCES", "EPERM", "EROFS", "EEXIS
 
 
 def explain_os_error(error: OSError) -> HalfstepError:
-    """A file or folder that the user named and that cannot be written or read; anything else is our mistake."""
+    """Return the error for a user's file or folder that cannot be used; raise any other OSError, which is a bug."""
     if error.errno == errno.ENOSPC and error.filename is None:
         from halfstep.report.run_report import explain_unwritable_output
 
@@ -175,26 +179,26 @@ def explain_os_error(error: OSError) -> HalfstepError:
     if error.errno not in UNUSABLE or error.filename is None:
         raise error
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
-        return ConfigError(f"{error.filename} is in the way", why="it is a file, or inside one", fix="name a folder")
+        return ConfigError(f"{error.filename} exists and is not a folder", fix="choose another folder")
     return ConfigError(
-        f"cannot use {error.filename}: {error.strerror}", fix="look at its permissions, or choose another place"
+        f"cannot use {error.filename}: {error.strerror}", fix="check its permissions, or choose another path"
     )
 
 
 def explain_memory_error(error: MemoryError | RuntimeError) -> HalfstepError:
-    """Sizes that no memory holds, such as a number with a digit too many; torch says so by a RuntimeError."""
+    """Return the error for sizes that do not fit the host's memory; torch reports them as RuntimeError."""
     asked = re.search(r"DefaultCPUAllocator: .*?(tried to allocate \d+ bytes)", str(error))
     if asked is None and not isinstance(error, MemoryError):
         raise error
     return MemoryLimitError(
-        "out of memory: this machine has too little for these sizes",
+        "out of memory: these sizes do not fit this machine",
         why=asked[1] if asked else str(error).strip().split("\n")[-1],
         fix="a smaller train.batch_size, data.image_size or model, or fewer data.num_workers",
     )
 
 
 def show_once(error: HalfstepError) -> None:
-    """Of several processes that met the same error, one shows it."""
+    """Show an error that several ranks met only once."""
     if error.is_told is None and "RANK" in os.environ:
         from halfstep.distributed.launch import choose_speaker
 
@@ -210,7 +214,7 @@ def show_error(error: HalfstepError) -> None:
     from halfstep.report.tables import print_text
 
     console = Console(stderr=True)
-    if isinstance(error, Interrupted):  # no mistake, and nothing to fix: it says itself who stopped it
+    if isinstance(error, Interrupted):  # not a mistake: its text says who stopped the command
         print_text(console, Text(error.what, style="yellow"))
         for text in filter(None, (error.why, error.fix)):
             print_text(console, Text(f"  {text}"))
@@ -222,24 +226,24 @@ def show_error(error: HalfstepError) -> None:
 
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
-"""The base of all of the parser's own errors; typer has no public name for it."""
+"""Base class of the parser's errors; typer has no public name for it."""
 
 EXPECTED = {"valid integer": "a whole number", "valid number": "a number"}
-"""Our words for what typer says of a value."""
+"""Replacements for typer's descriptions of a value."""
 
 OF_OTHERS = {
-    "-v": "leave it out: all is shown, and --quiet shows less",
-    "--verbose": "leave it out: all is shown, and --quiet shows less",
+    "-v": "leave it out: everything is shown, and --quiet shows less",
+    "--verbose": "leave it out: everything is shown, and --quiet shows less",
     "--no-interactive": "leave it out: nothing asks questions",
     "--no-tensorboard": "leave it out: --tensorboard writes events",
     "--no-sub-logdirs": "--out DIR is the run's folder itself",
     "--run-eval-after-training": "halfstep evaluate RUN, after the run",
 }
-"""Flags of SlotContrast's own command that have no part in this one, and what to do instead."""
+"""Flags of SlotContrast's command that halfstep lacks, and what to use instead."""
 
 
 def explain_usage_error(error: Any, words: Sequence[str] = (), context: Any = None) -> ConfigError:
-    """The parser's error in our words; `words` are those it was given, `context` the command they were for."""
+    """Return the parser's error as one of ours; `words` are the arguments, `context` is the command."""
     context = error.ctx or context
     called = context.command_path if context else "halfstep"
     help_text = f"{called} --help explains every argument" if " " in called else f"{called} --help lists all commands"
@@ -256,7 +260,7 @@ def explain_usage_error(error: Any, words: Sequence[str] = (), context: Any = No
     has_settings = "words" in names
     if is_unknown and has_settings and (setting := _find_setting(error.option_name)):
         same = _find_same_option(setting, context.command.params)
-        fix = f"did you mean {same}?" if same else f"settings are words: {setting}=VALUE."
+        fix = f"did you mean {same}?" if same else f"write settings as {setting}=VALUE."
         return ConfigError(what.rstrip("."), fix=f"{fix} {help_text}")
     near = [name for name in getattr(error, "possibilities", None) or () if name != "--help"]
     nearest = f"did you mean {' or '.join(near)}? " if near else ""
@@ -272,7 +276,7 @@ def _is_precision(word: str) -> bool:
 
 
 def _find_setting(option: str) -> str:
-    """The setting that an option which is none would be: `--learning_rate`, `--optimizer.lr`."""
+    """Return the setting that an unknown option names, such as `--learning_rate` or `--optimizer.lr`; else empty."""
     from halfstep.config.aliases import KEY_ALIASES, PRECISION_KEYS
 
     name = option.lstrip("-").replace("-", "_")
@@ -280,7 +284,7 @@ def _find_setting(option: str) -> str:
 
 
 def _find_same_option(setting: str, options: Sequence[Any]) -> str:
-    """The option of the same setting: `--lr` for `learning_rate`; empty where there is none."""
+    """Return the option for a setting, such as `--lr` for `learning_rate`; empty if there is none."""
     from halfstep.config.aliases import KEY_ALIASES
 
     paths = {key: alias.path for key, alias in KEY_ALIASES.items()}
@@ -289,7 +293,7 @@ def _find_same_option(setting: str, options: Sequence[Any]) -> str:
 
 
 def _suggest_setting(option: str) -> str:
-    """`did you mean optimizer.weight_decay=VALUE? ` for an option that looks like a setting; else empty."""
+    """Return `did you mean optimizer.weight_decay, as KEY=VALUE? ` if the option resembles a setting; else empty."""
     from halfstep.config.keys import suggest_key
     from halfstep.config.schema import RunConfig
 
@@ -303,7 +307,7 @@ def _format_expectation(message: str) -> str:
 
 
 def find_occurrences(words: Sequence[str], parameter: Any) -> Iterator[str]:
-    """Every place where the option is given, as it is written."""
+    """Yield every occurrence of the option, as written."""
     stop = list(words).index("--") if "--" in words else len(words)
     names = {*parameter.opts, *parameter.secondary_opts}
     for place, word in enumerate(words[:stop]):
@@ -314,13 +318,13 @@ def find_occurrences(words: Sequence[str], parameter: Any) -> Iterator[str]:
 
 
 class OnceCommand(TyperCommand):
-    """A command whose flags say one thing each, but for those that are made to be repeated."""
+    """A command that refuses one flag with two values, unless the flag may be repeated."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for parameter in self.params:
             if parameter.param_type_name == "option" and not parameter.multiple:
                 refuse_conflict(list(find_occurrences(args, parameter)))
-        words = list(args)  # parsing takes its words from the list
+        words = list(args)  # parsing empties the list
         try:
             return super().parse_args(ctx, args)
         except USAGE_ERROR as error:
@@ -328,14 +332,14 @@ class OnceCommand(TyperCommand):
 
 
 def refuse_conflict(said: Sequence[str]) -> None:
-    """One flag that was given two values."""
+    """Raise ConfigError if one flag was given two values."""
     different = list(dict.fromkeys(text.replace("=", " ", 1) for text in said))
     if len(different) > 1:
         raise ConfigError(" and ".join(f"`{text}`" for text in different) + " disagree", fix="keep one of them")
 
 
 class RunCommand(OnceCommand):
-    """Leaves what was given of the workload's options in the context's `obj`, by name."""
+    """A command with the options of a run's workload, which it stores in the context's `obj` by name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         from halfstep.workloads import KINDS
@@ -344,7 +348,7 @@ class RunCommand(OnceCommand):
         workload = find_workload(args, trust="--trust" in args)
         own = find_options(KINDS.of(workload), command) if workload else ()
         families = list(KINDS.translators())
-        # Those of other families are taken as well: they are refused by name, with what this workload takes.
+        # Also recognise options of other families, to refuse them with a list of what this workload takes.
         known = {option.flag: option for kind in families for option in find_options(kind, command)}
         known |= {option.flag: option for option in own}
         if workload or not {"-h", "--help"} & set(args):
@@ -363,7 +367,7 @@ class RunCommand(OnceCommand):
 
 
 def find_workload(args: Sequence[str], *, trust: bool) -> str:
-    """The workload of the run among the words; empty where there is none, which the command itself will refuse."""
+    """Return the workload of the run among the arguments; empty if there is none, which the command refuses itself."""
     from halfstep.config.yaml_source import read_yaml
     from halfstep.workloads import KINDS
 
@@ -381,7 +385,7 @@ def find_workload(args: Sequence[str], *, trust: bool) -> str:
 
 
 def extract_options(args: Sequence[str], known: dict[str, Option]) -> tuple[list[str], dict[str, Any]]:
-    """The words without a family's options, and these by name."""
+    """Return the arguments without a family's options, and those options by name."""
     rest: list[str] = []
     given: dict[str, Any] = {}
     said: dict[str, list[str]] = {}
@@ -412,7 +416,7 @@ def find_options(kind: Kind, command: str) -> tuple[Option, ...]:
 
 
 def format_options(options: Sequence[Option], title: str) -> str:
-    """A paragraph each: the help text's own form."""
+    """Format options for the help text, one paragraph each."""
     return "\n\n".join([f"{title}:", *(format_option(option) for option in options)]) if options else ""
 
 

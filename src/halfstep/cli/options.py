@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import shlex
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-PRECISION, DATA, RUN, SHOW = "Precision", "Data and training", "Run", "Look without training"
+from halfstep.errors import ConfigError
+
+PRECISION, DATA, RUN, SHOW = "Precision", "Data and training", "Run", "Show without training"
 
 
 def read_given(context: typer.Context) -> dict[str, Any]:
-    """What was given on the command line, by the parameter's name."""
+    """Return the values given on the command line, by parameter name."""
     sources = ((name, context.get_parameter_source(name)) for name in context.params)
     return {name: context.params[name] for name, source in sources if source and source.name == "COMMANDLINE"}
 
 
 def map_flags(context: typer.Context) -> dict[str, str]:
-    """The options of a command by the parameter's name."""
+    """Return the flag of each option, by parameter name."""
     return {one.name or "": one.opts[0] for one in context.command.params if one.param_type_name == "option"}
 
 
@@ -31,7 +35,7 @@ Command = TypeVar("Command", bound=Callable[..., None])
 
 
 def add_flags(flags: type) -> Callable[[Command], Command]:
-    """Gives a command, as its `**settings`, the flags that a class declares; they stand behind its first argument."""
+    """Add the flags that a class declares to a command, which receives them as `**settings`."""
 
     def given(command: Command) -> Command:
         first, *own, _ = inspect.signature(command, eval_str=True).parameters.values()
@@ -43,20 +47,51 @@ def add_flags(flags: type) -> Callable[[Command], Command]:
     return given
 
 
-Words = Annotated[list[str], typer.Argument(metavar="WORKLOAD|CONFIG.yaml KEY=VALUE", help="What, then settings.")]
+def refuse_to_overwrite(paths: Mapping[str, Path | None], *, force: bool | None = None) -> None:
+    """Raise ConfigError, before minutes of work, for an output file that exists or cannot be written; by option.
+
+    `force` is None for a command without --force.
+    """
+    for option, path in paths.items():
+        if path is None:
+            continue
+        given, folder = f"{option} {path}", path.parent
+        if path.is_dir():
+            raise ConfigError(f"{given} is a folder", fix="name a file in it")
+        if path.exists() and not force:
+            fix = "another name" if force is None else "another name, or --force to overwrite it"
+            raise ConfigError(f"{given} exists already", fix=fix)
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{given} is not an ordinary file", fix="another name")
+        if not folder.is_dir():
+            missing = "is a file, not a folder" if folder.exists() else "does not exist"
+            fix = "another name" if folder.exists() else f"make it first: mkdir -p {shlex.quote(str(folder))}"
+            raise ConfigError(f"{given} cannot be written", why=f"the folder {folder} {missing}", fix=fix)
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            why = f"the folder {folder} is not writable: {error.strerror}"
+            raise ConfigError(f"{given} cannot be written", why=why, fix="a name in another folder") from error
+
+
+Words = Annotated[
+    list[str], typer.Argument(metavar="WORKLOAD|CONFIG.yaml KEY=VALUE", help="What to use, then settings.")
+]
 WordsOrRun = Annotated[
-    list[str], typer.Argument(metavar="WORKLOAD|CONFIG.yaml|RUN KEY=VALUE", help="What, then settings.")
+    list[str], typer.Argument(metavar="WORKLOAD|CONFIG.yaml|RUN KEY=VALUE", help="What to use, then settings.")
 ]
 MaybeWords = Annotated[
     list[str] | None, typer.Argument(metavar="WORKLOAD|CONFIG.yaml KEY=VALUE", help="What to train, then settings.")
 ]
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, as `halfstep train` named it.")]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, made by `halfstep train`.")]
 
 Precision = Annotated[
-    str | None, option("auto, fp32, tf32, bf16, fp16, fp8, bf16-true, or another tool's name.", panel=PRECISION)
+    str | None, option("auto, fp32, tf32, bf16, fp16, fp8, bf16-true, or another tool's spelling.", panel=PRECISION)
 ]
 Strict = Annotated[bool | None, option("Refuse a format that the device lacks.", "--strict", panel=PRECISION)]
-Simulate = Annotated[bool | None, option("Numerics of a format this hardware lacks.", "--simulate", panel=PRECISION)]
+Simulate = Annotated[
+    bool | None, option("Simulate the numerics of a format that this hardware lacks.", "--simulate", panel=PRECISION)
+]
 DataDir = Annotated[str | None, option("Data folder; default: demo data.", panel=DATA)]
 BatchSize = Annotated[int | None, option("Samples per micro-batch.", panel=DATA)]
 ImageSize = Annotated[int | None, option("Image side in pixels.", panel=DATA)]
@@ -64,7 +99,9 @@ Epochs = Annotated[int | None, option("Passes over the training set.", panel=DAT
 MaxSteps = Annotated[int | None, option("At most this many steps; 0: no limit.", panel=DATA)]
 Device = Annotated[str | None, option("cpu, cuda, cuda:1, mps, xpu.", panel=RUN)]
 UsedDevice = Annotated[str | None, option("cpu, cuda, cuda:1, mps, xpu; default: the run's.")]
-UsedPrecision = Annotated[str | None, option("Another precision than the run's.")]
+UsedPrecision = Annotated[str | None, option("A different precision than the run's.")]
 Checkpoint = Annotated[str, option("Which checkpoint, or its step.", metavar="best|last|NAME")]
-Trust = Annotated[bool, option("Run the code that the run names, though it is not what you trained with.", "--trust")]
+Trust = Annotated[
+    bool, option("Import the custom code that the run names, even if you did not train with it.", "--trust")
+]
 Json = Annotated[bool, option("Print JSON.", "--json")]

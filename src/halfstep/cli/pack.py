@@ -1,4 +1,4 @@
-"""`halfstep pack`: make my image folder fast."""
+"""`halfstep pack`: decode an image folder once into one file."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ def command(
         ),
     ],
     size: Annotated[int, option("Pixels per side of a stored image.", min=1)] = 256,
-    out: Annotated[Path | None, option("Where to write it; default: inside DIR.", metavar="FILE")] = None,
-    workers: Annotated[int, option("Threads that decode; 0: one per core.", min=0)] = 0,
-    limit_gb: Annotated[float, option("Largest size of the file.", min=0)] = 64.0,
-    on_bad_file: Annotated[str, option("Stop at a bad file, or leave it out.", metavar="error|skip")] = "error",
+    out: Annotated[Path | None, option("Output file; default: inside DIR.", metavar="FILE")] = None,
+    workers: Annotated[int, option("Decoding threads; 0: one per core.", min=0)] = 0,
+    limit_gb: Annotated[float, option("Maximum size of the file.", min=0)] = 64.0,
+    on_bad_file: Annotated[str, option("Stop at a bad file, or skip it.", metavar="error|skip")] = "error",
     train_folder: Annotated[str, option("Training folder, if not train.", metavar="NAME")] = "",
     val_folder: Annotated[str, option("Validation folder, if not val.", metavar="NAME")] = "",
-    val_fraction: Annotated[float, option("Share held out where no val folder is.", min=0, max=0.9)] = 0.1,
+    val_fraction: Annotated[float, option("Fraction held out if there is no val folder.", min=0, max=0.9)] = 0.1,
     split_seed: Annotated[int, option("Seed of that split.", min=0)] = 0,
     label_column: Annotated[str, option("Column of metadata.jsonl, if not label.", metavar="NAME")] = "",
-    force: Annotated[bool, option("Pack again, even where the file fits the folder.", "--force")] = False,
+    force: Annotated[bool, option("Pack again, even if the file matches the folder.", "--force")] = False,
     verify: Annotated[
-        bool, option("Only check: every image of the packed file, and whether it fits DIR.", "--verify")
+        bool, option("Only check every image of the packed file, and whether it matches DIR.", "--verify")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Make my image folder fast: decode every image once into one file.
+    """Decode every image of a folder once into one file, for fast reading.
 
-    Training with `data.cache=true` reads that file instead of the pictures. It is checked when opened and made
-    again when the folder changes. --verify exits with 1 where it no longer fits the folder.
+    Training with `data.cache=true` reads that file instead of the images. It is checked when opened and rebuilt when
+    the folder changes. --verify exits with 1 if the file no longer matches the folder.
 
     Example:
 
@@ -54,7 +54,7 @@ def command(
 
         halfstep pack data/photos --verify --json
 
-    A config with `data.cache: latents` packs the latents of every picture:
+    A config with `data.cache: latents` packs the latents of every image:
 
         halfstep pack latent.yaml
     """
@@ -79,7 +79,7 @@ def command(
 
 
 def read_settings(context: typer.Context) -> tuple[FolderLayout, PackSettings]:
-    """What the flags say of the folder and of the file."""
+    """Read the folder layout and the pack settings from the flags."""
     from halfstep.data.image_folder import FolderLayout
     from halfstep.data.packed import PackSettings
 
@@ -92,21 +92,21 @@ def read_settings(context: typer.Context) -> tuple[FolderLayout, PackSettings]:
 
 
 def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
-    """What the config's workload can make ahead; everything else is the config's to say."""
-    from halfstep.report.results import dump_json
+    """Pack what the config's workload can precompute; all settings come from the config."""
+    from halfstep.report.tables import dump_json
     from halfstep.run.interrupts import raised_at_once
     from halfstep.workloads import KINDS, load
     from halfstep.workloads.base.kind import load_part
 
     flags = map_flags(context)
     for name in read_given(context).keys() & flags.keys() - {"as_json"}:
-        raise ConfigError(f"{flags[name]} means nothing with a config", fix=f"say it in {path}")
+        raise ConfigError(f"{flags[name]} cannot be combined with a config", fix=f"set it in {path}")
     config = load(str(path)).config
     kind = KINDS.of(config.workload)
     if kind.pack is None:
         raise ConfigError(
-            f"{config.workload} packs nothing by a config",
-            why="with a config latents are packed; pictures in class folders are packed without one",
+            f"{config.workload} cannot be packed from a config",
+            why="a config packs latents; image folders with classes are packed without one",
             fix=suggest_command("pack", config.data.dir or "DIR", "--size", "256") + ", if it holds class folders",
         )
     with raised_at_once("while packing"):
@@ -120,7 +120,7 @@ def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
 
 Summary = dict[str, object]
 NOT_AGAIN = {"verify", "as_json", "force", "workers"}
-"""Flags that change nothing of what is packed."""
+"""Flags that do not change what is packed."""
 
 
 def make_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSettings, *, force: bool) -> Summary:
@@ -133,9 +133,9 @@ def make_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSett
 
     if find_cifar_folder(folder) or find_idx_folder(folder):
         raise DataError(
-            f"{folder} holds the files of CIFAR-10 or MNIST, not pictures",
-            why="these are read whole, so that packing would gain nothing",
-            fix=f"train on them as they are: {suggest_command('train', 'WORKLOAD', '--data-dir', folder)}",
+            f"{folder} holds the files of CIFAR-10 or MNIST, not images",
+            why="these are read as a whole, so packing would gain nothing",
+            fix=f"train on them directly: {suggest_command('train', 'WORKLOAD', '--data-dir', folder)}",
         )
     found = find_images(folder, layout)
     start = time.perf_counter()
@@ -146,7 +146,7 @@ def make_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSett
 
 
 def format_command(context: typer.Context, folder: Path) -> str:
-    """The command that packs this very file: with every flag that was given."""
+    """Return the command that makes this file, with every flag that was given."""
     flags = map_flags(context)
     given = (
         (flags[name], value) for name, value in read_given(context).items() if name in flags and name not in NOT_AGAIN
@@ -170,7 +170,7 @@ def verify_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSe
 
 
 def suggest_other_sizes(folder: Path, again: str) -> str:
-    """Packs of other sizes that lie in the folder: how to verify one, and how to make the missing one."""
+    """Suggest how to verify a pack of another size in the folder, and how to make the missing one."""
     from halfstep.data.packed import list_packed_sizes
 
     if not (sizes := list_packed_sizes(folder)):
@@ -194,7 +194,7 @@ def summarise_pack(pack: Pack) -> Summary:
 
 
 def format_overrides(layout: FolderLayout, settings: PackSettings, out: Path | None) -> str:
-    """The settings with which training finds this file fitting."""
+    """Return the overrides with which training uses this file."""
     from halfstep.workloads import KINDS
 
     usual = next(KINDS[name].schema(name) for name in KINDS if KINDS[name].reads_packs).model_fields["data"].default
@@ -213,7 +213,7 @@ def format_overrides(layout: FolderLayout, settings: PackSettings, out: Path | N
 
 def show_summary(summary: Summary, *, as_json: bool) -> None:
     if as_json:
-        from halfstep.report.results import dump_json
+        from halfstep.report.tables import dump_json
 
         typer.echo(dump_json(summary))
         return
@@ -230,7 +230,7 @@ def show_summary(summary: Summary, *, as_json: bool) -> None:
         typer.echo(f"STALE: {summary['stale']}. Pack it again: {summary['again']}")
         return
     if summary.get("verified"):
-        typer.echo("Every image in it was checked, and it fits the folder.")
+        typer.echo("Every image was checked, and the file matches the folder.")
     elif not summary["made"]:
-        typer.echo("It was there already and fits the folder: nothing was packed (--force packs again).")
+        typer.echo("The file exists and matches the folder: nothing was packed (--force packs again).")
     typer.echo(f"Use it: {suggest_command('train', 'WORKLOAD', '--data-dir', summary['folder'])} {summary['use']}")

@@ -29,17 +29,22 @@ def command(
     precision: Precision = None,
     data_dir: DataDir = None,
     device: Device = None,
-    gpu: Annotated[str | None, option("A GPU by name; it need not be in this machine: v100, 'RTX 4090'.")] = None,
+    gpu: Annotated[
+        str | None, option("Plan for this GPU, which need not be in this machine: v100, 'RTX 4090'.")
+    ] = None,
     strict: Strict = None,
     simulate: Simulate = None,
-    memory: Annotated[bool, option("Peak memory by component, before anything runs.", "--memory")] = False,
-    fit: Annotated[str | None, option("With --memory: the largest batch that fits this memory, such as 24GB.")] = None,
+    memory: Annotated[bool, option("Predict peak memory by component, without running.", "--memory")] = False,
+    fit: Annotated[
+        str | None, option("With --memory: find the largest batch for this much memory, such as 24GB.")
+    ] = None,
     mode: Annotated[str | None, option("With --memory: only eager, compile or graph; default: all.")] = None,
-    picture: Annotated[Path | None, option("With --memory: stacked bars in this file.")] = None,
+    picture: Annotated[Path | None, option("With --memory: draw stacked bars.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Which precision goes where, and why: the plan that `halfstep train` would run, one row per module. With --memory:
-    what a step needs in each precision, memory level and mode, and what fits a GPU.
+    """Show the precision plan that `halfstep train` would use: format and reason per module.
+
+    With --memory: the predicted peak memory of a step for each precision, memory level and mode, and what fits a GPU.
 
     Example:
 
@@ -57,7 +62,7 @@ def command(
         return show_memory(words, flags, gpu=gpu, fit=fit, mode=mode, picture=picture, as_json=as_json)
     for name, value in (("--fit", fit), ("--mode", mode), ("--picture", picture)):
         if value is not None:
-            raise ConfigError(f"{name} {value} is an option of the memory plan", fix=f"--memory {name} {value}")
+            raise ConfigError(f"{name} {value} needs --memory", fix=f"--memory {name} {value}")
     loaded = load(words[0], flags=flags, overrides=words[1:])
     decided = plan_config(loaded.config, gpu=gpu)
     if as_json:
@@ -69,20 +74,20 @@ OF_FAST = {"off": "eager", "compile": "compile", "graph": "graph", "auto": "grap
 """`train.fast` to the mode that is shown."""
 TRACED = {
     "eager": "forward and backward, operation by operation",
-    "compile": "the eager trace, cut and fused by the compiler's rules",
-    "graph": "our chains of kernels where the model has one, else as compiled; plus the pool's gaps",
+    "compile": "the eager trace, partitioned and fused by the compiler's rules",
+    "graph": "our fused kernels if the model has them, else as compiled; plus fragmentation of the graph's pool",
 }
 NO_FOLDER = "random"
 TABLE_WIDTH = 125
-MADE_UP = "made-up data of the usual shape; yours with --data-dir DIR"
-RECOMPUTED = "recomputing counts {}; a run checks on a copy that it changes no number"
+MADE_UP = "predicted for synthetic data of the usual shape; --data-dir DIR uses yours"
+RECOMPUTED = "recomputation covers {}; a run checks on a copy that it changes no result"
 
 Flags = Mapping[str, object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """What is shown: rows of all precisions and levels, and those that fit where a size was asked for."""
+    """Predictions for all precisions and levels, and those that fit if a memory size was given."""
 
     config: RunConfig
     num_parameters: int
@@ -90,7 +95,7 @@ class MemoryPlan:
     rows: Sequence[MemoryRow]
     fits: Sequence[Fit]
     memory_bytes: int
-    """0: not asked for."""
+    """0 if no size was given."""
     where: str
     notes: Sequence[str]
 
@@ -106,7 +111,7 @@ def show_memory(
     words: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, mode: str | None, picture: Path | None,
     as_json: bool,
 ) -> None:  # fmt: skip
-    """Print the plan, or write it as JSON; draw it where a picture is asked for."""
+    """Print the memory plan, as text or JSON, and draw it if a picture was asked for."""
     from halfstep.report.memory_view import draw_memory, merge_equal_rows
     from halfstep.report.picture_file import refuse_unknown_format
 
@@ -185,7 +190,7 @@ def _predict_row(
 
 
 def _choose_device(gpu: str | None, fit: str | None, flags: Flags) -> tuple[Hardware | None, int, str]:
-    """Whose formats count, how much memory there is (0: not asked), and how that is called."""
+    """Return the hardware that decides the formats, the memory size in bytes (0: not given), and its description."""
     from halfstep.hardware.gpus import look_up_gpu
     from halfstep.hardware.probe import probe
     from halfstep.run.memory.planner import read_size
@@ -204,18 +209,21 @@ def _choose_device(gpu: str | None, fit: str | None, flags: Flags) -> tuple[Hard
 
 
 def _list_gpu_notes(hardware: Hardware, precision: str, memory: int) -> Iterator[str]:
-    """What a named GPU lacks of what was asked for, and which sizes of it there are."""
+    """Yield notes about a GPU chosen by name: missing formats and memory sizes."""
     from halfstep.precision.ladder import explain_lack
 
     if precision != "auto" and (reason := explain_lack(precision, hardware)):
-        yield f"{reason}: a run there takes another precision"
+        yield f"{reason}: a run on it uses another precision"
     if not memory:
-        yield f"how much memory {hardware.name} has is the buyer's choice: --fit SIZE says what fits"
+        yield f"{hardware.name} is sold with several memory sizes: give one with --fit SIZE"
     yield from hardware.notes
 
 
 def _load_full_size(words: Sequence[str], flags: Flags) -> tuple[RunConfig, bool]:
-    """The config at full size: without a folder a workload would take the small size of its demo."""
+    """Return the config at full size, and whether its data are made up.
+
+    Without a data folder a workload would use the small size of its demo.
+    """
     from halfstep.workloads import KINDS, load
 
     loaded = load(words[0], flags=flags, overrides=words[1:])
@@ -229,7 +237,7 @@ def _load_full_size(words: Sequence[str], flags: Flags) -> tuple[RunConfig, bool
 def _choose_mode(asked: str | None, config: RunConfig) -> Mode:
     word = asked or OF_FAST[config.train.fast]
     if word not in TRACED:
-        raise ConfigError(f"--mode takes no {word!r}", fix=suggest_nearest(word, TRACED))
+        raise ConfigError(f"unknown --mode {word!r}", fix=suggest_nearest(word, TRACED))
     return word  # type: ignore[return-value]
 
 
@@ -248,11 +256,11 @@ def _print_memory(plan: MemoryPlan) -> None:
     console.print(", ".join(filter(None, [f"{plan.title}: predicted peak in {unit}", by_component, of_modes])))
     console.print(build_memory_table(merge_equal_rows(plan.rows), with_components=is_wide))
     if not is_wide:
-        console.print(f"components: a terminal of {TABLE_WIDTH} columns, --json or --picture FILE", style="dim")
+        console.print(f"for components use --json, --picture FILE or a {TABLE_WIDTH}-column terminal", style="dim")
     if plan.fits:
-        console.print(f"\nfits {plan.where}, in order of predicted speed")
+        console.print(f"\nfits {plan.where}, fastest (predicted) first")
         console.print(_build_fit_table(plan.fits))
-        console.print(f"to take the first: {' '.join(plan.fits[0].words)}")
+        console.print(f"to use the first: {' '.join(plan.fits[0].words)}")
     for note in plan.notes:
         print_text(console, Text(f"note: {note}"))
     for name in plan.rows[0].totals:
@@ -261,7 +269,7 @@ def _print_memory(plan: MemoryPlan) -> None:
 
 def _build_fit_table(fits: Sequence[Fit]) -> Table:
     from halfstep.report.memory_view import shorten_level
-    from halfstep.report.tables import columns_table
+    from halfstep.report.tables import make_columns_table
 
     cells = [fit.prediction.cell for fit in fits]
     columns = {
@@ -272,7 +280,7 @@ def _build_fit_table(fits: Sequence[Fit]) -> Table:
         "peak": [format_bytes(fit.prediction.total, digits=3) for fit in fits],
         "predicted\ntime": [f"{fit.relative_time:.2f}x" for fit in fits],
     }
-    return columns_table(columns, left=("precision", "memory"))
+    return make_columns_table(columns, left=("precision", "memory"))
 
 
 def _convert_plan(plan: MemoryPlan) -> dict[str, Any]:

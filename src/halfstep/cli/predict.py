@@ -1,4 +1,4 @@
-"""`halfstep predict`: use it."""
+"""`halfstep predict`: apply a trained model to files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from halfstep.cli.options import Checkpoint, Json, RunFolder, Trust, UsedDevice, UsedPrecision, option
+from halfstep.cli.options import (
+    Checkpoint,
+    Json,
+    RunFolder,
+    Trust,
+    UsedDevice,
+    UsedPrecision,
+    option,
+    refuse_to_overwrite,
+)
 
 
 def command(
@@ -15,12 +24,12 @@ def command(
     run: RunFolder,
     inputs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="INPUT", help="Files, or folders of them; none for a workload that needs none."),
+        typer.Argument(metavar="INPUT", help="Files or folders; none for a workload without input."),
     ] = None,
     out: Annotated[
         Path | None,
         option(
-            "New folder for what is written, or that of the same command interrupted.",
+            "New folder for the results, or the folder of the same command interrupted.",
             metavar="DIR",
             show_default="RUN/predictions",
         ),
@@ -28,16 +37,16 @@ def command(
     checkpoint: Checkpoint = "best",
     device: UsedDevice = None,
     precision: UsedPrecision = None,
-    csv: Annotated[Path | None, option("Write the table to a new file as well.", metavar="FILE")] = None,
+    csv: Annotated[Path | None, option("Also write the table to a new file.", metavar="FILE")] = None,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Use a trained model on files or folders; one that draws samples needs no input.
+    """Apply a trained model to files or folders; a model that draws samples needs no input.
 
-    U-Net writes masks with the values and size of the originals, and overlays; classifiers give the most probable
-    classes. `halfstep predict RUN --help` shows the options of the run's workload, too. Files that cannot be read are
-    named and left out (exit code 1). Nothing is overwritten. Ctrl-C finishes the file in progress; the same command
-    with the same --out continues from there.
+    U-Net writes masks with the values and size of the originals, and overlays; classifiers print the most probable
+    classes. `halfstep predict RUN --help` also shows the options of the run's workload. Files that cannot be read are
+    listed and skipped (exit code 1). No file is overwritten. Ctrl-C finishes the current file; the same command with
+    the same --out continues from there.
 
     Example:
 
@@ -47,14 +56,14 @@ def command(
     """
     from rich.console import Console
 
-    from halfstep.report.results import open_result_console, refuse_existing, show_predictions, write_csv
+    from halfstep.report.results import show_predictions, write_csv
     from halfstep.report.run_report import RunReport
+    from halfstep.report.tables import open_result_console
     from halfstep.use.predict import predict
     from halfstep.workloads.base.using import Wishes
 
-    if csv:
-        refuse_existing(csv)
-    # Progress and warnings go to stderr: what is printed can be piped.
+    refuse_to_overwrite({"--csv": csv})
+    # Progress and warnings go to stderr, so that stdout can be piped.
     report = RunReport(run, console=Console(stderr=True))
     wishes = Wishes(out=out, options=context.obj)
     made = predict(

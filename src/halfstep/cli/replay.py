@@ -1,4 +1,4 @@
-"""`halfstep replay`: why did it go NaN?"""
+"""`halfstep replay`: run a recorded bad step again to find its cause."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from halfstep.cli.options import Json, Trust, UsedDevice, option
 def command(
     capsule: Annotated[Path, typer.Argument(metavar="CAPSULE", help="A folder RUN/capsules/STEP.")],
     device: UsedDevice = None,
-    picture: Annotated[Path | None, option("Draw the ranges along the network there.", metavar="FILE.png")] = None,
+    picture: Annotated[Path | None, option("Draw the value range of each module.", metavar="FILE.png")] = None,
     trust: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Why did this step go bad? It is run again: as it was, in fp32, in fp64, eager and without our kernels.
+    """Find out why a step went bad: run it again as recorded, in fp32, in fp64, eager and without our kernels.
 
-    Names the cause, the first operation that left the finite range and where it stands, proposes the smallest change,
-    tries it on that very step, and prints the line for the config. A run keeps such steps by itself (guard.capsules).
+    Reports the cause and the first operation that produced a non-finite value, with its source line; proposes the
+    smallest change, tries it on the same step, and prints the line for the config. Runs record bad steps automatically
+    (guard.capsules).
 
     Example:
 
@@ -30,8 +31,7 @@ def command(
     from rich.text import Text
 
     from halfstep.report.curves import draw_ranges
-    from halfstep.report.results import open_result_console
-    from halfstep.report.tables import print_text
+    from halfstep.report.tables import open_result_console, print_text
     from halfstep.run.capsules import replay_run
 
     found = replay_run(capsule, device=device, trust=trust)

@@ -1,4 +1,4 @@
-"""`halfstep report`: show me."""
+"""`halfstep report`: write runs or a comparison as one HTML page."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from halfstep.errors import CheckpointError, ConfigError, HalfstepError, format_
 def command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...|COMPARISON", help="Runs, or one comparison.")],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Where to write it.", show_default="RUN/report/report.html")
+        Path | None, typer.Option(metavar="FILE.html", help="Output file.", show_default="RUN/report/report.html")
     ] = None,
     open_it: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
 ) -> None:
-    """One HTML file of a run, of several side by side, or of a comparison.
+    """Write one HTML file for a run, for several runs side by side, or for a comparison.
 
-    Curves to zoom, the plan with its reasons, memory by component, where the time went, faults, samples, every setting
-    with its source. The file needs no network and no server: mail it, archive it, open it from the disk.
+    It shows zoomable curves, the plan with its reasons, memory by component, where the time went, faults, samples, and
+    every setting with its source. The file needs no network and no server.
 
     Example:
 
@@ -49,27 +49,27 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
     if any((path / "comparison.json").is_file() for path in runs):
         if len(runs) > 1:
             whole = next(path for path in runs if (path / "comparison.json").is_file())
-            raise ConfigError(f"the comparison {whole} is shown alone", fix=f"halfstep report {whole}")
+            raise ConfigError(f"{whole} is a comparison and needs its own page", fix=f"halfstep report {whole}")
         page = render_comparison_page(runs[0])
     else:
         records = [read_run(path) for path in runs]
         page = render_runs(records, [_predict_memory(path) for path in runs])
     place = out or runs[0] / "report" / "report.html"
     if out is None:
-        with contextlib.suppress(OSError):  # what is written next says why
+        with contextlib.suppress(OSError):  # writing the file below reports the reason
             place.parent.mkdir(exist_ok=True)
     elif not place.parent.is_dir():
         raise ConfigError(f"{place.parent} is not a folder", fix="make it first, or choose another --out")
     try:
         write_atomically(place, page, follows_links=out is not None)
     except CheckpointError as error:
-        error.fix = "a place with room that you may write to: --out FILE.html"
+        error.fix = "choose a writable path with free space: --out FILE.html"
         raise
     return place
 
 
 def _predict_memory(path: Path) -> dict[str, int] | str:
-    """What the run's step is predicted to take; where that cannot be said, why: a workload that is not here, say."""
+    """Predict the memory of the run's step by component; return the reason if that is not possible."""
     from halfstep.run.memory.sizing import predict_stored_run
     from halfstep.workloads.base.import_path import UnknownCode
 

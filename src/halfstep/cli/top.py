@@ -1,4 +1,4 @@
-"""`halfstep top`: show it live."""
+"""`halfstep top`: watch a run from another terminal."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from rich.table import Table
 from halfstep.disk import is_folder_owned
 from halfstep.errors import CheckpointError, format_bytes, suggest_command
 from halfstep.report.page.read_run import SAMPLES, RunRecord, format_rate_unit
-from halfstep.report.tables import pairs_table
+from halfstep.report.tables import make_pairs_table
 
 
 def command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once and leave.")] = False,
-    wants_json: Annotated[bool, typer.Option("--json", help="Look once, as JSON.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
+    wants_json: Annotated[bool, typer.Option("--json", help="Print once, as JSON.")] = False,
 ) -> None:
     """Watch a run that trains in another terminal: loss, metric, throughput, GPU, memory, faults.
 
-    It reads the run's records, never touches the run, and quits when the run ends.
+    Only reads the run's records, and exits when the run ends.
 
     Example:
 
@@ -47,7 +47,7 @@ def command(
         return typer.echo(json.dumps(replace_non_finite(facts), indent=2))
     if once or not console.is_terminal or is_over(record):
         return console.print(table)
-    hint = Text("Ctrl-C leaves; the run goes on", style="dim")
+    hint = Text("Ctrl-C exits; the run continues", style="dim")
     with Live(Group(table, hint), console=console, auto_refresh=False) as live:
         while not is_over(record):
             time.sleep(every)
@@ -66,7 +66,7 @@ GPU = {"utilization": "% busy", "power_w": "W", "temperature_c": "°C"}
 
 @contextmanager
 def explain_bad_records(run: RunRecord) -> Iterator[None]:
-    """Explain records of another form: the folder may be someone else's."""
+    """Turn errors in reading the records into one that explains them."""
     try:
         yield
     except (KeyError, TypeError, ValueError) as error:
@@ -78,7 +78,7 @@ def explain_bad_records(run: RunRecord) -> Iterator[None]:
 
 
 def collect_facts(run: RunRecord) -> dict[str, Any]:
-    """What there is to know of a run now, as numbers; what is not on record is left out."""
+    """Collect the current numbers of a run; omit what is not recorded."""
     train, val, events = run.of_kind("train"), run.of_kind("val"), run.of_kind("event")
     latest: dict[str, Any] = train[-1] if train else {}
     facts: dict[str, Any] = {"run": str(run.path), "state": _describe_state(run)}
@@ -96,7 +96,7 @@ def collect_facts(run: RunRecord) -> dict[str, Any]:
 
 
 def build_table(run: RunRecord, facts: dict[str, Any]) -> Table:
-    """The same for people, with curves."""
+    """Build the table of the facts, with curves."""
     train, val = run.of_kind("train"), run.of_kind("val")
     metric = run.metric
     lines = {"run": facts["run"], "state": facts["state"], "step": "none on record yet"}
@@ -113,11 +113,11 @@ def build_table(run: RunRecord, facts: dict[str, Any]) -> Table:
     lines["GPU"] = ", ".join(f"{facts[key]:.0f} {unit}" for key, unit in GPU.items() if key in facts)
     if fault := facts.get("last_fault"):
         lines["last fault"] = f"step {fault['step']}: {fault['reason']}"
-    return pairs_table(pair for pair in lines.items() if pair[1])
+    return make_pairs_table(pair for pair in lines.items() if pair[1])
 
 
 def _list_loss_keys(run: RunRecord) -> list[str]:
-    """The loss, or that of each network where several train in turn."""
+    """Return the key of the loss, or of each phase's loss if phases alternate."""
     return [f"loss/{phase}" for phase in run.phases] or ["loss"]
 
 
@@ -127,7 +127,7 @@ def _format_latest(records: list[dict[str, Any]], key: str) -> str:
 
 
 def draw_sparkline(values: list[float]) -> str:
-    """The newest values as bars, or nothing where there is only one."""
+    """Draw the newest values as bars; empty if there is only one."""
     finite = [value for value in values[-WIDTH:] if value == value and abs(value) != float("inf")]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     if len(finite) < 2 or low == high:
@@ -136,7 +136,7 @@ def draw_sparkline(values: list[float]) -> str:
 
 
 def is_over(run: RunRecord) -> bool:
-    """Whether it has ended, was stopped or killed; a resumed run still has the summary of its first end."""
+    """True if the run has ended, was stopped or killed; a resumed run still has the summary of its first end."""
     is_live = is_folder_owned(run.path)
     return not is_live and run.has_ended or is_live is False
 
@@ -147,12 +147,11 @@ def _describe_state(run: RunRecord) -> str:
         return "ended"
     if is_over(run):
         if any(run.path.glob("checkpoints/step-*")):
-            return (
-                f"stopped or killed, its process is gone; go on with: {suggest_command('train', '--resume', run.path)}"
-            )
+            again = suggest_command("train", "--resume", run.path)
+            return f"stopped or killed, its process is gone; continue with: {again}"
         return "stopped or killed before its first checkpoint, its process is gone; start it again"
     if not file.exists():
         return "starting"
     seconds = max(time.time() - file.stat().st_mtime, 0)
-    known = "running" if is_live else "not known whether it runs"
+    known = "running" if is_live else "not known whether it is running"
     return f"{known}, last record {seconds:.0f} s ago"

@@ -1,4 +1,4 @@
-"""`halfstep train`: argv -> config -> run."""
+"""`halfstep train`: load the config, choose the run's folder, start ranks on several GPUs, and train."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from halfstep.cli.options import (
     Strict,
     add_flags,
     option,
+    refuse_to_overwrite,
 )
 from halfstep.disk import DRY_PREFIX
 from halfstep.errors import ConfigError, RankLost
@@ -46,12 +47,12 @@ if TYPE_CHECKING:
 PRESETS = "fast, quality, lowmem, stable, debug; classifiers: quick, nvidia90, guide, deit."
 MIXED = "Mixed precision on (bf16, or --precision-type) or off (fp32)."
 OVERRIDES = "YAML file whose values replace those of the config."
-VALIDATION = "Say how validation counts its samples."
-LEDGER = "Record what steps really compute in, once per mode."
+VALIDATION = "Print how validation counts its samples."
+LEDGER = "Record the formats that steps really compute in, once per mode."
 
 
 class TrainFlags:
-    """Settings with a flag of their own, by the name the config room knows."""
+    """Flags that set a config key, by their name in config/aliases.py."""
 
     precision: Precision = None
     mixed_precision: Annotated[bool | None, option(MIXED, panel=PRECISION)] = None
@@ -89,7 +90,7 @@ def command(
     resume: Annotated[Path | None, option("Continue the run in this folder.", panel=RUN)] = None,
     continue_from: Annotated[Path | None, option("Same as --resume.", "--continue", panel=RUN)] = None,
     allow_changes: Annotated[
-        bool, option("With --resume: accept other settings.", "--allow-changes", panel=RUN)
+        bool, option("With --resume: accept changed settings.", "--allow-changes", panel=RUN)
     ] = False,
     dry: Annotated[
         bool, option("Train and keep nothing: the run's folder is removed.", "--dry", "-n", panel=RUN)
@@ -97,19 +98,19 @@ def command(
     log_dir: Annotated[Path | None, option("Parent folder of the run's folder.", panel=RUN)] = None,
     timeout: Annotated[str | None, option("Save and stop after DD:HH:MM:SS.", panel=RUN)] = None,
     show_config: Annotated[
-        bool, option("Every setting, its value and its source.", "--show-config", panel=SHOW)
+        bool, option("Show every setting with its value and source.", "--show-config", panel=SHOW)
     ] = False,
-    as_json: Annotated[bool, option("With --show-config: for scripts.", "--json", panel=SHOW)] = False,
+    as_json: Annotated[bool, option("With --show-config: print JSON.", "--json", panel=SHOW)] = False,
     schema: Annotated[Path | None, option("Write the JSON schema for editors to this file.", panel=SHOW)] = None,
     **settings: Any,
 ) -> None:
     """Train a workload, or what a config file describes.
 
     Workloads: unet, resnet18, resnet34, resnet50, resnet101, resnet152, vit_s_16, vit_b_16, vit_l_16, vae, diffusion,
-    radiodiff_vae, radiodiff, slotcontrast, steve, slotcontrast_steve, gpt2, gpt2_medium, gpt2_large, gpt2_xl, or one of
-    your own by import path (my_pkg.my_mod:build). Without --data-dir they train on generated demo data.
+    radiodiff_vae, radiodiff, slotcontrast, steve, slotcontrast_steve, gpt2, gpt2_medium, gpt2_large, gpt2_xl, or a
+    custom one by import path (my_pkg.my_mod:build). Without --data-dir they train on generated demo data.
 
-    Flags win over KEY=VALUE words, those over the file, the file over the preset. Flags take - and _ alike.
+    Flags override KEY=VALUE arguments, which override the file, which overrides the preset. Flags accept - and _.
 
     Example:
 
@@ -124,11 +125,11 @@ def command(
     resume = choose_resumed_folder(resume, continue_from)
     loaded = load_config(words or [], settings, resume, overrides_file)
     if resume and out:
-        raise ConfigError(f"--resume {resume} continues in its own folder, not in --out {out}", fix="leave --out")
+        raise ConfigError(f"--resume {resume} continues in its own folder, not in --out {out}", fix="leave --out out")
     if as_json and not show_config:
         raise ConfigError("--json needs --show-config", fix="a run's metrics are JSON: metrics.jsonl in its folder")
     if check_validation:
-        typer.echo("validation reads every sample once, in order, by its index; data.val_size is compared", err=True)
+        typer.echo("validation reads each sample once, in index order; data.val_size is compared", err=True)
     if schema or show_config:
         return show_without_training(loaded, schema, is_shown=show_config, as_json=as_json)
     if gpus is not None:
@@ -145,8 +146,10 @@ def command(
 def load_config(
     words: list[str], flags: dict[str, object], resume: Path | None, overrides_file: Path | None = None
 ) -> Loaded:
-    """The first word names the workload or the file. With --resume the run's own config is the file, and what another
-    one says on top of it has to be the same."""
+    """Load the config; the first argument is the workload or the file.
+
+    With --resume the run's stored config is the file, and settings of another file on top of it must agree with it.
+    """
     from halfstep.config.load import is_file
     from halfstep.workloads import KINDS, load
 
@@ -172,7 +175,7 @@ def load_config(
 
 
 def list_overrides(loaded: Loaded) -> list[str]:
-    """Everything that was said, whoever said it, as KEY=VALUE words."""
+    """Return every setting that is not a default as a KEY=VALUE override."""
     from halfstep.config.dump import dump_values
 
     found: dict[str, object] = {}
@@ -181,7 +184,7 @@ def list_overrides(loaded: Loaded) -> list[str]:
         value: Any = whole
         said: list[str] = []
         for name in path.split("."):
-            if not isinstance(value, dict) or name not in value:  # below it keys are the user's own
+            if not isinstance(value, dict) or name not in value:  # keys below are user-defined
                 break
             value = value[name]
             said.append(name)
@@ -193,20 +196,17 @@ def write_schema(workload: str, path: Path) -> None:
     from halfstep.config.dump import make_json_schema
     from halfstep.workloads import KINDS
 
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(json.dumps(make_json_schema(KINDS.of(workload).schema(workload)), indent=2) + "\n")
-    except FileExistsError:
-        raise ConfigError(f"{path} exists already", fix="choose another name, or remove it first") from None
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    refuse_to_overwrite({"--schema": path})
+    path.write_text(
+        json.dumps(make_json_schema(KINDS.of(workload).schema(workload)), indent=2) + "\n", encoding="utf-8"
+    )
     typer.echo(f"wrote the schema of {workload} to {path}")
 
 
 def show_without_training(loaded: Loaded, schema: Path | None, *, is_shown: bool, as_json: bool) -> None:
-    """What is asked for without training: the schema's file, the config on the screen."""
+    """Write the schema and print the config, without training."""
     from halfstep.report.config_view import dump_config, show_config
-    from halfstep.report.results import open_result_console
+    from halfstep.report.tables import open_result_console
 
     if schema:
         write_schema(loaded.config.workload, schema)
@@ -218,18 +218,18 @@ def show_without_training(loaded: Loaded, schema: Path | None, *, is_shown: bool
 
 DURATION = re.compile(r"(?:(?:(\d+):)?(\d+):)?(\d+):(\d+)")
 SAVING_S = 600
-"""How long processes may take to finish their step and save after Ctrl-C; torchrun itself gives them 30 s."""
+"""How long ranks may take to finish their step and save after Ctrl-C; torchrun's default is 30 s."""
 
 
 def choose_resumed_folder(resume: Path | None, continue_from: Path | None) -> Path | None:
-    """--resume, or --continue, which means the same."""
+    """Return the folder of --resume or of its synonym --continue."""
     if resume and continue_from and resume != continue_from:
         raise ConfigError(f"--resume {resume} and --continue {continue_from} are two runs", fix="name one")
     found = resume or continue_from
     if found is not None and found.suffix == ".ckpt":
         raise ConfigError(
-            f"{found} is a checkpoint of Lightning",
-            why="its optimizer and data position mean nothing to halfstep",
+            f"{found} is a Lightning checkpoint",
+            why="halfstep cannot restore its optimizer state and data position",
             fix=f"start a new run from its weights: model.weights={found}",
         )
     return found
@@ -237,12 +237,12 @@ def choose_resumed_folder(resume: Path | None, continue_from: Path | None) -> Pa
 
 @contextmanager
 def choose_new_folder(out: Path | None, log_dir: Path | None, *, dry: bool, name: str) -> Iterator[Path | None]:
-    """Where a new run goes; None: its usual place. A dry one is gone afterwards."""
+    """Yield the folder of a new run, None for the default; remove the folder of a dry run afterwards."""
     if sum(map(bool, (out, log_dir, dry))) > 1:
-        raise ConfigError("--out, --log-dir and --dry each say where the run goes", fix="keep one of them")
+        raise ConfigError("--out, --log-dir and --dry each choose the run's folder", fix="keep one of them")
     if dry:
         with tempfile.TemporaryDirectory(prefix=DRY_PREFIX) as place:
-            typer.echo(f"--dry: the run is in {place} while it lasts, then removed", err=True)
+            typer.echo(f"--dry: the run's folder {place} is removed at the end", err=True)
             yield Path(place) / name
     else:
         yield log_dir / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}" if log_dir else out
@@ -250,7 +250,7 @@ def choose_new_folder(out: Path | None, log_dir: Path | None, *, dry: bool, name
 
 @contextmanager
 def stop_after(timeout: str | None) -> Iterator[None]:
-    """After so long the run is told what a scheduler would tell it: finish the step, save, end."""
+    """Send SIGTERM after the timeout, as a scheduler would: the run finishes the step, saves and ends."""
     if timeout is None:
         yield
         return
@@ -269,7 +269,7 @@ def _stop(timeout: str) -> None:
 
 
 def parse_timeout(text: str) -> int:
-    """DD:HH:MM:SS, of which days and hours may be missing."""
+    """Parse DD:HH:MM:SS into seconds; days and hours are optional."""
     found = DURATION.fullmatch(text)
     if found is None:
         raise ConfigError(f"--timeout {text} is not a duration", fix="DD:HH:MM:SS, such as 00:11:30:00")
@@ -281,7 +281,7 @@ def parse_timeout(text: str) -> int:
 
 
 def parse_gpus(gpus: str) -> tuple[int, str]:
-    """How many processes, and what CUDA_VISIBLE_DEVICES says then: `2` is a count, `1,2` are devices (`3,` is one)."""
+    """Return the number of ranks and CUDA_VISIBLE_DEVICES: `2` is a count, `1,2` are devices, `3,` is one device."""
     if gpus.isdecimal() and int(gpus) > 0:
         return int(gpus), ""
     names = [name.strip() for name in gpus.split(",") if name.strip()]
@@ -291,12 +291,12 @@ def parse_gpus(gpus: str) -> tuple[int, str]:
 
 
 def start_on_gpus(gpus: str, device: str, variables: MutableMapping[str, str]) -> None:
-    """Start this command once for each GPU, wait for all of them, and exit as they did. With one it goes on here."""
+    """Start this command once per GPU, wait for all ranks and exit with their status; with one GPU return."""
     num, visible = parse_gpus(gpus)
     if "RANK" in variables or "SLURM_STEP_NUM_TASKS" in variables:
         raise ConfigError(
             f"--gpus {gpus} inside a process that a launcher started",
-            why="torchrun and srun have decided how many processes there are",
+            why="torchrun or srun already set the number of processes",
             fix="leave --gpus out, or start the command alone",
         )
     if device.startswith("cuda:"):
@@ -320,7 +320,7 @@ def refuse_missing_gpus(num: int) -> None:
 
 
 def remove_gpus_flag(words: list[str]) -> list[str]:
-    """The command line that each process gets."""
+    """Return the command line for each rank."""
     kept, skips = [], False
     for word in words:
         if skips or word.startswith("--gpus"):
@@ -331,7 +331,7 @@ def remove_gpus_flag(words: list[str]) -> list[str]:
 
 
 def launch_ranks(num: int, words: list[str]) -> int:
-    """The exit status of `num` processes of this command; an error was shown by the one that met it."""
+    """Run `num` ranks of this command and return their exit status; a failing rank prints its own error."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -342,7 +342,7 @@ def launch_ranks(num: int, words: list[str]) -> int:
         min_nodes=1, max_nodes=1, nproc_per_node=num, run_id="halfstep", rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
     )  # fmt: skip
-    logging.disable(logging.ERROR)  # torchrun's lines on top of what the processes say themselves
+    logging.disable(logging.ERROR)  # the ranks print their own errors; torchrun would repeat them
     try:
         elastic_launch(config, sys.executable)("-m", "halfstep", *words)
     except ChildFailedError as error:
@@ -350,16 +350,16 @@ def launch_ranks(num: int, words: list[str]) -> int:
         if not any(code > 0 for code in codes.values()):
             raise explain_killed_ranks(codes) from None
         return next(code for code in codes.values() if code > 0)
-    except SignalException as asked:  # it was passed on: the processes have saved and said so
+    except SignalException as asked:  # it was passed on: the ranks have saved and reported
         return 128 + asked.sigval
     return 0
 
 
 def explain_killed_ranks(codes: Mapping[int, int]) -> RankLost:
-    """By signals, so that none of them could say a word."""
+    """Return the error for ranks that were all killed by signals and could not report anything."""
     names = {rank: signal.Signals(-code).name for rank, code in sorted(codes.items())}
     return RankLost(
         "; ".join(f"rank {rank} was ended by {name}" for rank, name in names.items()),
         why="killed by hand, by a scheduler, or out of host memory",
-        fix="go on from the last checkpoint with --resume RUN",
+        fix="continue from the last checkpoint with --resume RUN",
     )

@@ -1,4 +1,4 @@
-"""Keys of other tools and which of ours they mean: one table for files, flags and overrides."""
+"""Keys of other tools and the settings they mean: one table for files, flags and overrides."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from halfstep.config.section import parse_scalar
 
 Role = Literal["name", "switch", "switch or name", "type", "fp16", "bf16", "optimizations"]
-"""What a key says about the precision: its name, mixed on or off, which half format, or one format on or off."""
+"""What a key sets: the precision's name, mixed precision on or off, which half format, or one format on or off."""
 
 PRECISION_KEYS: dict[str, Role] = {
     "precision": "name",
@@ -33,14 +33,14 @@ PRECISION_KEYS |= {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alias:
-    """Where a foreign key lives in our tree, and how its value is said there."""
+    """The setting that a foreign key means, and how its value is converted."""
 
     path: str
     convert: Callable[[object], object] = lambda value: value
 
 
 def convert_compile_model(compile_model: object) -> object:
-    """Guide 0's `compile_model` is our `train.fast`: two switches for one thing could disagree."""
+    """Convert guide 0's `compile_model` to `train.fast`: two switches for one thing could disagree."""
     is_on = parse_scalar(compile_model) if isinstance(compile_model, str) else compile_model
     return {"True": "compile", "False": "off"}.get(str(is_on), compile_model)
 
@@ -82,7 +82,7 @@ FOREIGN_KEYS: dict[str, tuple[str, ...]] = {
     "data.num_workers": ("num_workers", "workers", "dataset.num_workers"),
     "data.image_size": ("image_size", "img_size"),
     "model.path": ("model",),
-    # nanoGPT's and transformers' words for the size of a GPT-2.
+    # nanoGPT's and transformers' names for the size of a GPT-2.
     "model.depth": ("n_layer",),
     "model.heads": ("n_head",),
     "model.dim": ("n_embd",),
@@ -108,4 +108,4 @@ KEY_ALIASES |= dict.fromkeys(
 )
 
 GLOBAL_ALIASES = {"BATCH_SIZE_PER_GPU": "train.batch_size"}
-"""Globals of guide 3 that mean a setting of ours where nothing refers to them."""
+"""Globals of guide 3 that set one of our settings if nothing refers to them."""

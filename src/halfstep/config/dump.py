@@ -1,4 +1,4 @@
-"""A config as YAML that loads back to the very same config, and its JSON schema for editors."""
+"""Write a config as YAML that loads back to the same config, and its JSON schema for editors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from halfstep.config.schema import RunConfig
 from halfstep.config.section import parse_scalar
 
 SHORTHANDS = ("precision", "optimizer", "schedule", "model", "data", "ema")
-"""Sections that one value may stand for: `precision: bf16`, `optimizer: sgd`, `ema: true`."""
+"""Sections that accept a single value: `precision: bf16`, `optimizer: sgd`, `ema: true`."""
 TEXT = "tag:yaml.org,2002:str"
 REFERENCE = {"type": "string", "pattern": r"\$\{globals\..+\}"}
 
 
-# PyYAML's wheels bring libyaml, which writes in a quarter of the time.
+# PyYAML's wheels include libyaml, which is four times as fast at writing.
 class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Writes for our loader: it decides what a plain scalar is, so text that looks like another type is quoted."""
+    """Writes for our loader, which types plain scalars itself: text that looks like another type is quoted."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, Any]]] = {}
 
@@ -42,7 +42,7 @@ for kind in (bool, int, float, type(None)):
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The whole config, defaults included: what a run stores, so that later defaults cannot change it."""
+    """Return the whole config as YAML, defaults included: a run stores it, so that later defaults cannot change it."""
     return yaml.dump(
         dump_values(config), Dumper=Dumper, sort_keys=False, default_flow_style=False, width=120, allow_unicode=True
     )
@@ -53,7 +53,7 @@ def dump_values(config: RunConfig) -> dict[str, Any]:
 
 
 def make_json_schema(config: type[RunConfig]) -> dict[str, Any]:
-    """The JSON schema of such config files: shorthands and `${globals.NAME}` are valid in it."""
+    """Return the JSON schema of config files, which accepts shorthands and `${globals.NAME}`."""
     schema = config.model_json_schema()
     for definition in schema["$defs"].values():
         fields = definition.get("properties", {})
@@ -65,7 +65,7 @@ def make_json_schema(config: type[RunConfig]) -> dict[str, Any]:
 
 
 def allow_reference(field: dict[str, Any]) -> dict[str, Any]:
-    """A field that also takes a reference; text fields do so anyway."""
+    """Let a field also accept a reference; text fields already do."""
     if field.get("type") == "string" and "enum" not in field or "$ref" in field:
         return field
     outer = {key: value for key, value in field.items() if key in ("title", "description", "default")}

@@ -1,7 +1,7 @@
-"""Config files of other projects: read by their own rules, then asked of each family, which may translate one.
+"""Config files of other projects: read by their own rules, then offered to each family, which may translate them.
 
-Words of the command line in the file's own keys (`globals.BATCH_SIZE_PER_GPU=4`) change the file before it is read, so
-that what follows from them follows; all others are ours, on top of the translation.
+Overrides in the file's own keys (`globals.BATCH_SIZE_PER_GPU=4`) change the file before it is read, so that values
+derived from them follow; all other overrides are in our keys and apply on top of the translation.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from halfstep.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Foreign:
-    """Another project's config in our settings."""
+    """Another project's config, translated to our settings."""
 
     workload: str
     values: Mapping[str, Any]
     """By our paths: `{"train.max_steps": 300_000}`."""
     used: Iterable[str] = ()
-    """Their keys, or whole sections, that `values` came from; those in neither `used` nor `unused` are listed as not
-    understood."""
+    """Their keys, or whole sections, that `values` came from; keys in neither `used` nor `unused` are reported as
+    unknown."""
     unused: Mapping[str, str] = field(default_factory=dict)
-    """Their keys, or whole sections, that change nothing here, and why."""
+    """Their keys, or whole sections, that have no effect here, and why."""
     notes: Iterable[str] = ()
-    """What else its author should read, such as a key that means something else there."""
+    """Further notes for the user, such as a key that has another meaning there."""
 
 
 class Translator(Protocol):
@@ -42,24 +42,24 @@ class Translator(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Translation:
-    """What a foreign file says in our settings, which words were spent on it, and what to tell of it."""
+    """A foreign file as statements in our settings, the overrides that remain, and notes for the user."""
 
     said: list[Statement]
     overrides: list[str]
-    """Those that are ours."""
+    """The overrides in our own keys."""
     notes: list[str]
 
 
 def translate_document(
     document: Document, overrides: Sequence[str], families: Iterable[Translator]
 ) -> Translation | None:
-    """The file as the first family that knows it translates it; None where nobody does."""
+    """Translate the file with the first family that recognises it; None if no family does."""
     families = list(families)
     inside = [word for word in overrides if find_section(document.values, get_key(word)) is not None]
     known = claim_document(document, inside, families)
     if known is None:
         return None
-    # A word is theirs where the file has its key, or where its translator reads one that the file left out.
+    # An override is theirs if the file has its key, or if its translator reads a key that the file left out.
     theirs = [word for word in inside if has_key(document.values, get_key(word)) or get_key(word) in set(known[1].used)]
     own = [word for word in overrides if word not in theirs]
     values, found = claim_document(document, theirs, families) or known
@@ -70,7 +70,7 @@ def translate_document(
 def claim_document(
     document: Document, words: Sequence[str], families: Iterable[Translator]
 ) -> tuple[dict[str, Any], Foreign] | None:
-    """The file's values, changed by words in its own keys, and what the first family that knows it makes of them."""
+    """Apply overrides in the file's own keys; return its values and the first family's translation of them."""
     values = resolve_document(apply_overrides(document.values, words))
     found = next((f for family in families if (f := family.claim(values, document.name)) is not None), None)
     return None if found is None else (values, found)
@@ -81,7 +81,7 @@ def get_key(word: str) -> str:
 
 
 def make_notes(found: Foreign, values: Mapping[str, Any], document: Document, words: Sequence[str]) -> list[str]:
-    """Every key is translated or named."""
+    """Return the notes of a translation; every key is either translated or listed as not used."""
     keys = list(flatten_keys(values))
     unused = {key: why for key in keys if (why := find_enclosing(found.unused, key)) is not None}
     used = dict.fromkeys(found.used, "")
@@ -97,14 +97,14 @@ def make_notes(found: Foreign, values: Mapping[str, Any], document: Document, wo
 
 
 def find_enclosing(sections: Mapping[str, str], key: str) -> str | None:
-    """What is said of a key, or of a section it lies in."""
+    """Return the text for a key, or for the innermost section that contains it."""
     parts = key.split(".")
     names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((sections[name] for name in names if name in sections), None)
 
 
 def flatten_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by the full path of their key."""
+    """Return all values by the full path of their key."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         is_section = isinstance(value, Mapping) and value
@@ -117,7 +117,7 @@ def has_key(values: Mapping[str, Any], path: str) -> bool:
 
 
 def find_section(values: Mapping[str, Any], path: str) -> Mapping[str, Any] | None:
-    """The section a key belongs into, where it is there."""
+    """Return the section that a key belongs to, or None if it does not exist."""
     section: Any = values
     for parent in path.split(".")[:-1]:
         section = section.get(parent) if isinstance(section, Mapping) else None
@@ -136,7 +136,7 @@ def apply_overrides(values: Mapping[str, Any], words: Sequence[str]) -> dict[str
 
 
 def resolve_document(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain Python values, every reference replaced."""
+    """Return plain Python values with every reference replaced."""
 
     def find(name: str, place: Place, at: str) -> tuple[Any, Place]:
         num_up = len(name) - len(name.lstrip("."))
@@ -153,7 +153,7 @@ def resolve_document(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ForeignReader:
-    """A document and the keys that were read from it."""
+    """Reads a foreign document and records which of its keys were used."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self.document = document
@@ -161,7 +161,7 @@ class ForeignReader:
         self.unused: dict[str, str] = {}
 
     def __call__(self, path: str, default: Any = None) -> Any:
-        """The value of a key, noted as used where it is there."""
+        """Return the value of a key and record it as used, if it exists."""
         parent, _, name = path.rpartition(".")
         section = self.section(parent) if parent else self.document
         if name not in section:
@@ -170,28 +170,28 @@ class ForeignReader:
         return default if section[name] is None else section[name]
 
     def note(self, section: str, *keys: str) -> None:
-        """Keys that follow from others are used, too."""
+        """Record keys as used that follow from others."""
         for key in keys:
             self(f"{section}.{key}")
 
     def section(self, path: str) -> Mapping[str, Any]:
-        """A mapping, empty where there is none; its keys are not noted."""
+        """Return a section, empty if it does not exist; its keys are not recorded as used."""
         return find_section(self.document, f"{path}.") or {}
 
     def parts(self, path: str) -> dict[str, Mapping[str, Any]]:
-        """The mappings of a section by their names, in the file's order."""
+        """Return the mappings in a section by their names, in the file's order."""
         named = self.section(path).items()
         if wrong := [name for name, given in named if not isinstance(given, Mapping)]:
             raise ConfigError(f"{path}.{wrong[0]} is not a mapping", fix="its keys below it, `name` first")
         return dict(named)
 
     def values(self, keys: Mapping[str, str]) -> dict[str, Any]:
-        """Our settings by their keys; an empty key (`ckpt_path:`) says nothing."""
+        """Return our settings from their keys; an empty key (`ckpt_path:`) is ignored."""
         found = {ours: self(theirs) for ours, theirs in keys.items()}
         return {ours: value for ours, value in found.items() if value is not None}
 
     def must_be(self, path: str, *allowed: Any, why: str) -> None:
-        """A key that is not there says nothing."""
+        """Refuse a value that is not allowed; a missing key is fine."""
         value = self(path)
         if value is not None and value not in allowed:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The keys of a schema: from any spelling to the full path, and pydantic's complaints about their values as ours."""
+"""The keys of a schema: from any spelling to the full path, and pydantic's errors as ConfigErrors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from halfstep.errors import ConfigError, suggest_nearest
 NEAR = 0.6
 """Similarity (difflib) from which a name is worth suggesting: one typo in five letters stays above it."""
 ABBREVIATED = 0.9
-"""Likeness of `rotat` to `rotate_degrees`."""
+"""Likeness of an abbreviation, such as `rotat` for `rotate_degrees`."""
 CLEARLY_WORSE = 0.1
 """Suggestions this much below the best one are noise."""
 
 
 @functools.cache
 def list_fields(schema: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
-    """Every setting of a schema by its full path."""
+    """Return every setting of a schema by its full path."""
     fields: dict[str, FieldInfo] = {}
     for name, field in schema.model_fields.items():
         kind = field.annotation
@@ -39,20 +39,20 @@ def list_fields(schema: type[Section], prefix: str = "") -> dict[str, FieldInfo]
 
 
 def find_field(schema: type[Section], path: str) -> FieldInfo:
-    """The field a path belongs to; keys of an open section share that section's."""
+    """Return the field of a path; keys of an open section share that section's field."""
     return list_fields(schema)[find_open_section(path) or path]
 
 
 @functools.cache
 def list_sections(schema: type[Section]) -> frozenset[str]:
-    """Paths that hold settings, not values: `train`, `data`, `data.augment`."""
+    """Return the paths that hold settings, not values: `train`, `data`, `data.augment`."""
     paths = (path.split(".")[:-1] for path in list_fields(schema))
     inner = {".".join(parts[:length]) for parts in paths for length in range(1, len(parts) + 1)}
     return frozenset(inner | set(OPEN_SECTIONS))
 
 
 def find_full_path(statement: Statement, schema: type[Section]) -> Statement | None:
-    """The statement with its full path (precision keys keep theirs), or None when it says nothing."""
+    """Return the statement with its full path (precision keys keep theirs), or None for an empty section."""
     if find_open_section(statement.path):
         return statement
     path = statement.path.replace("-", "_")
@@ -76,7 +76,7 @@ def is_empty(value: object) -> bool:
 
 
 def suggest_key(path: str, schema: type[Section]) -> str:
-    """The nearest settings, by full path or by last name, each with its full path."""
+    """Suggest the most similar settings, by full path or by last name, each with its full path."""
     names = dict.fromkeys(PRECISION_KEYS, "precision")
     names |= {key: alias.path for key, alias in KEY_ALIASES.items() if alias.path in list_fields(schema)}
     names |= {key: key for key in list_fields(schema)}
@@ -116,7 +116,7 @@ EXPECTED = {
 }
 """What was expected, by the first word of pydantic's error type."""
 NEXT_LINE = "\n" + " " * len("error: ")
-"""Several settings, one below the other, where `error: ` and `  fix: ` stand in front of the first."""
+"""Separates several settings on lines of their own, aligned behind `error: ` and `  fix: `."""
 BOUNDS = {
     "greater_than": ("more than", "gt"),
     "greater_than_equal": ("at least", "ge"),
@@ -126,7 +126,7 @@ BOUNDS = {
 
 
 def make_config_error(error: ValidationError, said: Mapping[str, Statement], schema: type[Section]) -> ConfigError:
-    """One error for all that is wrong, each setting on a line of its own."""
+    """Make one error for everything that is wrong, one line per setting."""
     details: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors():
         details.setdefault(find_setting(detail["loc"], said, schema), []).append(detail)
@@ -139,7 +139,7 @@ def make_config_error(error: ValidationError, said: Mapping[str, Statement], sch
 
 
 def suggest_remedy(path: str, details: list[ErrorDetails], schema: type[Section]) -> str:
-    """`set train.epochs (passes over the training set) to at least 1; its default is 100`."""
+    """Return `set train.epochs (passes over the training set) to at least 1; its default is 100`."""
     if near := suggest_choice(details):  # the complaint lists every choice already
         return near
     field = find_field(schema, path)
@@ -154,7 +154,7 @@ def suggest_remedy(path: str, details: list[ErrorDetails], schema: type[Section]
 
 
 def suggest_choice(details: list[ErrorDetails]) -> str:
-    """`did you mean 'adam'?` for a mistyped choice; empty where no choice is near."""
+    """Return `did you mean 'adam'?` for a mistyped choice; empty if no choice is similar."""
     for detail in details:
         if detail["type"] == "literal_error" and isinstance(detail["input"], str):
             found = suggest_nearest(detail["input"], re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
@@ -167,7 +167,7 @@ def describe_wanted(details: list[ErrorDetails]) -> str:
 
 
 def find_setting(loc: tuple[int | str, ...], said: Mapping[str, Statement], schema: type[Section]) -> str:
-    """The setting an error location lies in: pydantic adds list positions and union members behind it."""
+    """Return the setting of an error location: pydantic appends list positions and union members to it."""
     paths = [".".join(str(part) for part in loc[:length]) for length in range(len(loc), 0, -1)]
     return next(
         (path for path in paths if path in said or path in list_fields(schema)), paths[0] if paths else "config"
@@ -175,7 +175,7 @@ def find_setting(loc: tuple[int | str, ...], said: Mapping[str, Statement], sche
 
 
 def describe_setting(path: str, said: Mapping[str, Statement], complaint: str) -> str:
-    """`train.epochs = 'x' (unet.yaml:3)`; for a whole section, what was said of the settings the complaint names."""
+    """Return `train.epochs = 'x' (unet.yaml:3)`; for a section, the statements on the settings the complaint names."""
     if path not in said:
         inside = {key: str(said[key]) for key in said if key.startswith(f"{path}.")}
         words = set(re.findall(r"\w+", complaint))

@@ -1,11 +1,11 @@
-"""From what was said to one frozen config that knows where each value came from.
+"""Load a config: merge all statements into one frozen config that knows the origin of each value.
 
 flags, overrides, file or dict  ->  statements
 ${globals.NAME}                 ->  replaced
 workload, preset                ->  the schema, and one more layer
 any spelling                    ->  its full path; all precision keys of a layer are one statement
-flag > override > file > preset ->  one value a path; what was overridden is kept
-schema                          ->  checked, frozen
+flag > override > file > preset ->  one value per path; overridden values are recorded
+schema                          ->  validated, frozen
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Loaded:
     overridden: tuple[Override, ...] = ()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    """What a user most likely did not mean; shown even when quiet."""
+    """What the user most likely did not intend; shown even when quiet."""
 
 
 def load(
@@ -62,9 +62,9 @@ def load(
     overrides: Sequence[str] = (),
     overrides_file: Path | None = None,
 ) -> Loaded:
-    """The config for a workload's name, an import path, or a YAML file, with flags and overrides on top.
+    """Load the config of a workload's name, an import path, or a YAML file, with flags and overrides on top.
 
-    A second file may change the first one before it is read as a whole.
+    `overrides_file` is merged into the first file before it is read.
     """
     given = flags or {}
     said = [*parse_overrides(overrides), *parse_flags(given)]
@@ -81,13 +81,13 @@ def load(
 
 
 def load_foreign(document: Document, overrides: Sequence[str], flags: Mapping[str, object], kinds: Schemas) -> Loaded:
-    """The config for a file that names no workload: another project's, where a family knows it."""
+    """Load a file that names no workload: another project's config, if a family can translate it."""
     found = translate_document(document, overrides, kinds.translators())
     if found is None:
         raise ConfigError(
             f"{document.name}: no workload is named",
-            why="and no family knows it as another project's config",
-            fix="it is accelerate's, and says how to launch: `halfstep check` takes it beside a training config"
+            why="and no family recognises it as another project's config",
+            fix="it is accelerate's launch config: `halfstep check` takes it together with a training config"
             if "distributed_type" in document.values
             else "add `workload: unet` to the file",
         )
@@ -97,22 +97,22 @@ def load_foreign(document: Document, overrides: Sequence[str], flags: Mapping[st
 
 
 def load_dict(workload: str, values: Mapping[str, object], *, kinds: Schemas) -> Loaded:
-    """The config for a Python dict, flat as in guide 0 (`use_amp`, `num_epochs`) or nested as in a file."""
+    """Load a Python dict, flat as in guide 0 (`use_amp`, `num_epochs`) or nested as in a file."""
     named = Statement(path="workload", value=workload, origin=Origin(layer="flag", where=workload, key="WORKLOAD"))
     return resolve([*make_layer_statements(values, "file", "config dict"), named], kinds)
 
 
 def is_file(target: str, workloads: Iterable[str]) -> bool:
-    """Whether this is meant as one. A workload's name is that, though a folder here be called the same."""
+    """True if the target is a path. A workload's name is not, even if a folder of that name exists here."""
     if target in ("", *workloads) or is_import_path(target):
         return False
     return target.lower().endswith((".yaml", ".yml")) or "/" in target or Path(target).exists()
 
 
 def resolve(said: Sequence[Statement], kinds: Schemas, *, is_whole: bool = False) -> Loaded:
-    """Everything that was said, in any order, as one config.
+    """Merge all statements, in any order, into one config.
 
-    What is whole (a translated file) describes its model and run: demo settings would mix another model into it.
+    With `is_whole` (a translated file, which describes its model and run completely) demo settings are not added.
     """
     used = {name.removeprefix("globals.") for statement in said for name in find_references(statement.value)}
     said = replace_globals(said)
@@ -142,13 +142,13 @@ def resolve(said: Sequence[Statement], kinds: Schemas, *, is_whole: bool = False
 
 
 def find_strongest(path: str, said: Iterable[Statement]) -> Statement | None:
-    """What the highest layer says about a key that decides how the others are read."""
+    """Return the statement of the highest layer about one key."""
     ranked = sorted((s for s in said if s.path == path), key=lambda s: LAYERS.index(s.origin.layer))
     return ranked[-1] if ranked else None
 
 
 def replace_globals(said: Sequence[Statement]) -> list[Statement]:
-    """Every reference replaced by the global of the highest layer that names it."""
+    """Replace every reference by the global's value in the highest layer that sets it."""
     ranked = sorted(said, key=lambda s: LAYERS.index(s.origin.layer))
     values = {s.path.removeprefix("globals."): s.value for s in ranked if find_open_section(s.path) == "globals"}
 
@@ -166,7 +166,7 @@ def replace_globals(said: Sequence[Statement]) -> list[Statement]:
 
 
 def translate_globals(settings: Sequence[Statement], used: set[str]) -> list[Statement]:
-    """Guide 3's globals as the settings they mean, where nothing refers to them and their layer says no other."""
+    """Return guide 3's globals as the settings they mean, if nothing refers to them and their layer sets no other."""
     spoken_of = {(s.origin.layer, s.path) for s in settings}
     return [
         replace(s, path=path)
@@ -189,8 +189,7 @@ def make_preset_statements(chosen: Statement | None, schema: type[RunConfig]) ->
 def add_demo(
     settings: Sequence[Statement], schema: type[RunConfig], suited: Mapping[str, Any]
 ) -> tuple[list[Statement], list[str]]:
-    """Without a data folder the workload trains on its demo data, with settings that suit those; names of files that
-    the demo does not have are left out and said."""
+    """Add demo settings if no data folder is given; settings that name files of one are dropped, with a warning."""
     if any(s.path == "data.dir" and not is_empty(s.value) for s in settings):
         return list(settings), []
     kept = [s for s in settings if s.path not in schema.demo_replaces]
@@ -200,7 +199,7 @@ def add_demo(
 
 
 def make_precision_statements(said: Sequence[Statement]) -> tuple[list[Statement], tuple[str, ...]]:
-    """One statement for each layer that speaks of the default precision, and the warnings of the strongest."""
+    """Return one statement per layer that sets the default precision, and the warnings of the strongest."""
     found: list[Statement] = []
     below = Stated()
     for layer in LAYERS:
@@ -219,7 +218,7 @@ def convert_statement(statement: Statement, schema: type[RunConfig]) -> Statemen
 
 
 def merge_layers(settings: Sequence[Statement]) -> tuple[dict[str, Statement], list[Override]]:
-    """One statement per path, the highest layer's, and what it overrode; a layer must agree with itself."""
+    """Return the highest layer's statement per path, and what it overrode; a layer must not contradict itself."""
     chosen: dict[str, Statement] = {}
     overridden: list[Override] = []
     for statement in sorted(settings, key=lambda s: LAYERS.index(s.origin.layer)):
@@ -227,7 +226,7 @@ def merge_layers(settings: Sequence[Statement]) -> tuple[dict[str, Statement], l
         if earlier and earlier.value != statement.value:
             if earlier.origin.layer == statement.origin.layer:
                 raise make_disagreement(earlier, statement)
-            if earlier.origin.layer == "demo":  # nobody said it, so nobody was overruled
+            if earlier.origin.layer == "demo":  # not a choice of the user, so nothing to report
                 chosen[statement.path] = statement
                 continue
             overridden.append(
@@ -251,7 +250,7 @@ def validate_config(chosen: Mapping[str, Statement], schema: type[RunConfig]) ->
 
 
 def nest_paths(chosen: Mapping[str, Statement]) -> dict[str, Any]:
-    """Paths as a tree; the rest of a path below an open section is one key, dots and all."""
+    """Turn paths into a tree; below an open section the rest of a path is one key, dots included."""
     tree: dict[str, Any] = {}
     for path, statement in chosen.items():
         section = find_open_section(path)
@@ -264,7 +263,7 @@ def nest_paths(chosen: Mapping[str, Statement]) -> dict[str, Any]:
 
 
 def note_unused_globals(said: Sequence[Statement], used: set[str]) -> list[str]:
-    """Globals set by hand that change nothing."""
+    """Note globals from overrides that nothing refers to."""
     names = [
         s.path.removeprefix("globals.") for s in said if s.path.startswith("globals.") and s.origin.layer == "override"
     ]
@@ -273,7 +272,7 @@ def note_unused_globals(said: Sequence[Statement], used: set[str]) -> list[str]:
 
 
 def note_unused_options(config: RunConfig) -> list[str]:
-    """Options that the chosen optimizer or schedule does not read."""
+    """Note options that the chosen optimizer or schedule does not read."""
     notes = []
     for section, readers in (("optimizer", OPTIMIZER_OPTIONS), ("schedule", SCHEDULE_OPTIONS)):
         part = getattr(config, section)
@@ -285,7 +284,7 @@ def note_unused_options(config: RunConfig) -> list[str]:
 
 
 def note_scaled_rate(config: RunConfig) -> list[str]:
-    """A learning rate that the batch size changes is never a surprise."""
+    """Note a learning rate that is scaled with the batch size."""
     optimizer, samples = config.optimizer, config.train.batch_size * config.train.accumulate
     if not optimizer.lr_per:
         return []
@@ -294,7 +293,7 @@ def note_scaled_rate(config: RunConfig) -> list[str]:
 
 
 def note_optimizations(settings: Iterable[Statement], config: RunConfig) -> list[str]:
-    """What --use-optimizations switched, in words: TF32 and cudnn.benchmark as in the guide, and our own search."""
+    """Note what --use-optimizations changes: TF32 and cudnn.benchmark as in the guide, and halfstep's mode search."""
     said = [s for s in settings if PRECISION_KEYS.get(s.path) == "optimizations"]
     if not said or convert_for_field(find_strongest(said[0].path, said).value, bool) is not True:  # type: ignore[union-attr]
         return []
@@ -306,6 +305,6 @@ def note_optimizations(settings: Iterable[Statement], config: RunConfig) -> list
     search = (
         "train.fast=auto times torch.compile, one CUDA graph and cudnn.benchmark, and takes what is faster"
         if config.train.fast == "auto"
-        else f"train.fast={config.train.fast} stays as it was said"
+        else f"train.fast={config.train.fast} stays as set"
     )
     return [f"--use-optimizations: {numbers}; {search}"]

@@ -1,8 +1,8 @@
-"""What all precision keys of one layer say together: they are one statement.
+"""Read all precision keys of one layer together, as one statement.
 
 `use_amp: false` with `amp_dtype: bfloat16` is fp32, because the switch is off; `amp: true` with `fp16: false` is bf16,
-because mixed precision is on and fp16 is not it. So a layer's keys are first sorted into four parts, a name, a switch,
-a type and exclusions, and then read as a whole. Parts that disagree are an error that names both.
+because mixed precision is on and fp16 is excluded. So a layer's keys are first sorted into a name, a switch, a type and
+exclusions, and then read together. Keys that contradict each other are an error that names both.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from halfstep.config.statements import Layer, Origin, Statement
 from halfstep.errors import ConfigError
 
 HALF_TYPES = ("bf16", "fp16")
-"""What a bare `use_amp: true` takes, the safer one first."""
+"""The candidates for `use_amp: true` without a type, the safer one first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stated:
-    """What the layers so far say: the precision (empty: nothing), and the last half type that was named."""
+    """The result of the layers so far: the precision (empty if not set), and the last half type that was named."""
 
     value: str = ""
     type: str = ""
@@ -32,7 +32,7 @@ class Stated:
 
 @dataclass(kw_only=True, slots=True)
 class PrecisionKeys:
-    """The precision keys of one layer, sorted by what they speak of; each part agrees with itself."""
+    """The precision keys of one layer, sorted by what they set; two keys for the same thing must agree."""
 
     name: str = ""
     switch: bool | None = None
@@ -60,13 +60,13 @@ SAME_PLACE: dict[Layer, str] = {
 
 
 def make_disagreement(one: Statement, other: Statement) -> ConfigError:
-    """The error for two statements of one layer that cannot both hold."""
+    """Return the error for two statements of one layer that contradict each other."""
     why = SAME_PLACE[one.origin.layer] + ", so neither wins over the other"
     return ConfigError(f"{one} and {other} disagree", why=why, fix="keep one of them")
 
 
 def read_layer(statements: Sequence[Statement], below: Stated) -> Stated:
-    """What one layer's precision keys say on top of the layers below it."""
+    """Return the precision after one layer's keys, on top of the layers below it."""
     parts = sort_keys(statements)
     check_name(parts)
     value, notes = read_together(parts, below)
@@ -98,7 +98,7 @@ def sort_switch(parts: PrecisionKeys, role: str, is_on: bool, statement: Stateme
     elif role == "optimizations":
         parts.say("optimizations", is_on, statement)
     elif is_on:
-        # `fp16: true` says two things: mixed precision is on, and it is fp16.
+        # `fp16: true` sets two things: mixed precision is on, and its type is fp16.
         parts.say("switch", True, statement)
         parts.say("type", role, statement)
     else:
@@ -113,7 +113,7 @@ def read_bool(value: object, statement: Statement) -> bool:
 
 
 def check_name(parts: PrecisionKeys) -> None:
-    """A precision named outright must fit what the layer's switches say."""
+    """Check that a precision named outright agrees with the layer's switches."""
     if not parts.name:
         return
     fits_switch = {None: True, True: parts.name in MIXED, False: parts.name in ("fp32", "tf32")}[parts.switch]
@@ -131,7 +131,7 @@ def check_name(parts: PrecisionKeys) -> None:
 
 
 def read_together(parts: PrecisionKeys, below: Stated) -> tuple[str, tuple[str, ...]]:
-    """The precision the sorted parts mean as a whole (empty: they say none), and what the user should know."""
+    """Return the precision that the sorted keys mean together (empty if none), and notes for the user."""
     if parts.name:
         return parts.name, ()
     if parts.switch:
@@ -161,14 +161,14 @@ def choose_half_type(parts: PrecisionKeys, below: Stated) -> str:
 
 
 def read_type_alone(parts: PrecisionKeys, below: Stated) -> tuple[str, tuple[str, ...]]:
-    """A type switches nothing on that is off; but by default, `auto`, mixed precision is on where it pays."""
+    """Read a type without a switch: it does not turn mixed precision on, but under `auto` it may be on already."""
     said = parts.said_by["type"]
     if parts.type in parts.excluded:
         raise make_disagreement(said, parts.said_by[f"not {parts.type}"])
     if below.value in MIXED:
         return parts.type, ()
     if below.value in ("", "auto"):
-        others = "scripts that know this key ignore it unless mixed precision is switched on, and train in fp32"
+        others = "scripts with this key ignore it unless mixed precision is switched on, and train in fp32"
         return parts.type, (f"{said} is taken as precision={parts.type}; {others}",)
     off = f"precision is {below.value} ({below.origin})"
     return "", (f"{said} changes nothing: {off}; precision={parts.type} would change it",)

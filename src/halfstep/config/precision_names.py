@@ -1,4 +1,4 @@
-"""Every spelling of a precision that users bring. Needs neither pydantic nor YAML: hs.Step reads it without them.
+"""Every spelling of a precision that other tools use. Imports neither pydantic nor YAML: hs.Step works without them.
 
 Names come from the guides, Lightning (`bf16-mixed`, `16`), Accelerate (`no`, `fp16`), Composer (`amp_bf16`), Hugging
 Face (`fp16: true`), torch (`bfloat16`, `high`).
@@ -10,7 +10,7 @@ from halfstep.errors import ConfigError, suggest_nearest
 
 PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16", "fp8", "bf16-true")
 MIXED = ("bf16", "fp16", "fp8")
-"""Precisions that compute in fewer bits than the weights have: what `use_amp: true` can mean."""
+"""Precisions that compute in fewer bits than the weights are stored in: what `use_amp: true` can mean."""
 
 SPELLINGS: dict[str, tuple[str, ...]] = {
     "auto": ("auto",),
@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[str, str]] = {
 
 
 def normalise_precision(value: object, where: str = "") -> str:
-    """The one precision this spelling means; `where` says in an error who wrote it."""
+    """Return the precision that a spelling means; `where` names its origin in an error."""
     word = str(value).strip().lower().removeprefix("torch.")
     if word in PRECISION_NAMES:
         return PRECISION_NAMES[word]

@@ -19,18 +19,18 @@ from halfstep.errors import ConfigError
 
 INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 MOST_IN_A_ROW = 20
-"""Keys that name one another: more is a mistake, and Python's stack has an end."""
+"""References that lead to one another: more is a mistake, and Python's stack is finite."""
 MOST_LOOKUPS = 10_000
 MOST_CHARACTERS = 100_000
-"""Of one text; real files need some hundreds."""
+"""Length of one text; real files need a few hundred."""
 
 Place = tuple[str, ...]
 Find = Callable[[str, Place, str], tuple[Any, Place]]
-"""(name, where it was read, the same for an error) -> what it names, and where that stands."""
+"""(name, path at which it is used, the same for errors) -> its value, and the path of that value."""
 
 
 def find_references(value: object) -> set[str]:
-    """What this value refers to."""
+    """Return the references in this value."""
     if isinstance(value, str):
         return {inner.strip() for inner in INNERMOST.findall(value)}
     inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
@@ -38,14 +38,14 @@ def find_references(value: object) -> set[str]:
 
 
 class References:
-    """Replaces the references of one config, each read where it stands."""
+    """Replaces the references of one config, each relative to the path at which it is used."""
 
     def __init__(self, find: Find, read: Callable[[str], Any] = lambda text: text) -> None:
         self.find, self.read = find, read
         self._num_looked_up = 0
 
     def __call__(self, value: Any, place: Place, at: str = "", chain: Place = ()) -> Any:
-        """`value`, which stands at `place`, with every reference replaced; `at` names it in errors."""
+        """Return `value`, found at `place`, with every reference replaced; `at` names it in errors."""
         if isinstance(value, Mapping):
             return {key: self(item, (*place, key), at, chain) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
@@ -55,14 +55,14 @@ class References:
         return self._replaced(value, place, at or ".".join(place), chain) if "${" in value else self.read(value)
 
     def _replaced(self, given: str, place: Place, at: str, chain: Place) -> Any:
-        """From the innermost reference outwards."""
+        """Replace the references of one text, innermost first."""
         text = str(given)
         while match := INNERMOST.search(text):
             value = self._looked_up(match[1].strip(), place, at, chain)
             if match.span() == (0, len(text)):
                 return value
             if isinstance(value, (list, Mapping)):
-                raise ConfigError(f"{at}: ${{{match[1]}}} is not a single value and cannot stand in a text")
+                raise ConfigError(f"{at}: ${{{match[1]}}} is not a single value and cannot be part of a text")
             text = text[: match.start()] + ("null" if value is None else str(value)) + text[match.end() :]
             if len(text) > MOST_CHARACTERS:
                 raise ConfigError(f"{at} is a text of more than {MOST_CHARACTERS:,} characters", fix="write it shorter")
@@ -117,7 +117,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "int": int, "float": float, "round": round, "abs": abs, "min": min, "max": max,
 }  # fmt: skip
 LETTERS = "abcdefghijk"
-"""Names of the values in an `eval` that names none itself."""
+"""Names of the values in an `eval` without parameter names."""
 LARGEST = 1e15
 LONGEST = 200
 """Characters of an expression."""
@@ -130,11 +130,11 @@ PROPERTIES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
         for patch, patches in (("8_224_dino", 784), ("16_224_dino", 196), ("14_dinov2", 256))
     }
 }
-"""What `config_prop` looks up: channels and patches of backbones by timm's names, at 224 pixels."""
+"""The table of `config_prop`: channels and patches of backbones by timm's names, at 224 pixels."""
 
 
 def compute_function(name: str, arguments: str, at: str) -> Any:
-    """The value of `${name: arguments}`; `at` stands in errors."""
+    """Compute `${name: arguments}`; `at` is used in errors."""
     at = f"{at}: ${{{name}:{arguments}}}"
     parts = [part.strip() for part in split_arguments(arguments)]
     try:
@@ -144,7 +144,7 @@ def compute_function(name: str, arguments: str, at: str) -> Any:
             return PROPERTIES[parts[0]][parts[1]][parts[2]]
         if name not in RESOLVERS:
             known = ", ".join((*RESOLVERS, "eval", "config_prop"))
-            raise ConfigError(f"{at} is a function halfstep does not know", fix=f"write its value; known are {known}")
+            raise ConfigError(f"{at} is an unknown function", fix=f"write its value; known functions: {known}")
         return check_bounds(RESOLVERS[name](check_numbers([parse_scalar(part) for part in parts], at)), at)
     except (TypeError, ValueError, ArithmeticError, LookupError) as error:
         raise ConfigError(f"{at} cannot be computed", why=f"{error}", fix="write the value itself") from error
@@ -163,7 +163,7 @@ def check_bounds(value: Any, at: str) -> Number:
 
 
 def split_arguments(text: str) -> list[str]:
-    """At commas outside of quotes and brackets."""
+    """Split a text at commas outside of quotes and brackets."""
     parts, depth, quote = [""], 0, ""
     for letter in text:
         if quote:
@@ -183,7 +183,7 @@ def unquote(text: str) -> str:
 
 
 def evaluate_text(text: str, values: list[Any], at: str) -> Any:
-    """`a * b`, or with names of its own `x, y: x * y`."""
+    """Evaluate `a * b`, or `x, y: x * y` with parameter names."""
     named, has_names, body = text.removeprefix("lambda ").partition(":")
     names = [name.strip() for name in named.split(",")] if has_names else list(LETTERS[: len(values)])
     known = dict(zip(names, check_numbers(values, at), strict=True))

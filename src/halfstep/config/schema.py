@@ -43,7 +43,7 @@ OPTIMIZER_OPTIONS: dict[str, frozenset[str]] = {
     "alpha": frozenset({"rmsprop"}),
     "rho": frozenset({"adadelta"}),
 }
-"""Which optimizers read an option; a value given to another one is reported, never dropped in silence."""
+"""Which optimizers read an option; a value given for another optimizer is reported, never silently dropped."""
 
 SCHEDULE_OPTIONS: dict[str, frozenset[str]] = {
     "decay_from_start": frozenset({"cosine", "linear", "polynomial", "exponential", "step"}),
@@ -61,12 +61,13 @@ SCHEDULE_OPTIONS: dict[str, frozenset[str]] = {
 
 
 class OptimizerConfig(Section):
-    """The optimizer. An option left out takes the optimizer's own default."""
+    """The optimizer. An option that is not set takes the optimizer's own default."""
 
     name: OptimizerName = Field(default="adamw", description="Which optimizer")
     lr: Positive = Field(default=1e-3, description="Learning rate at the top of the schedule")
     lr_per: OffCount = Field(
-        default=0, description="lr is meant for this many samples per step and grows with them; 0: lr is used as it is"
+        default=0,
+        description="lr is meant for this many samples per step and scales with them; 0: lr is used unchanged",
     )
     weight_decay: float = Field(
         default=1e-2, ge=0, description="Weight decay; decoupled in adamw, added to the gradient in sgd"
@@ -93,11 +94,11 @@ class OptimizerConfig(Section):
         return name
 
     def peak_lr(self, samples_per_step: int) -> float:
-        """The learning rate at the top of the schedule, scaled linearly (Goyal et al. 2017) where lr_per is set."""
+        """Return the learning rate at the top of the schedule, scaled linearly (Goyal et al. 2017) if lr_per is set."""
         return self.lr * samples_per_step / self.lr_per if self.lr_per else self.lr
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments for the chosen optimizer: what was set, and 0.9 where sgd needs a momentum."""
+        """Return keyword arguments for the chosen optimizer: the options that were set, and momentum 0.9 for sgd."""
         given = {option: getattr(self, option) for option, readers in OPTIMIZER_OPTIONS.items() if self.name in readers}
         defaults = {"momentum": 0.9} if self.name == "sgd" else {}
         return {**defaults, **{option: value for option, value in given.items() if value is not None}}
@@ -130,7 +131,7 @@ class ScheduleConfig(Section):
 
 
 WITHOUT_END = 1_000_000
-"""Epochs of a run that steps alone end."""
+"""Epochs of a run that only max_steps ends."""
 
 
 class TrainConfig(Section):
@@ -139,30 +140,30 @@ class TrainConfig(Section):
     epochs: PositiveCount = Field(default=100, description="Passes over the training set")
     max_steps: OffCount = Field(
         default=0,
-        description="Stop after this many attempted steps; epochs are no limit then, unless they are named; 0: epochs",
+        description="Stop after this many attempted steps; then epochs only limit the run if they are set too; 0: off",
     )
-    batch_size: PositiveCount = Field(default=8, description="Samples of one micro-batch, over all processes")
-    val_batch_size: OffCount = Field(default=0, description="Samples of a batch in validation; 0: as in training")
-    accumulate: PositiveCount = Field(default=1, description="Micro-batches of one optimizer step")
-    clip_norm: OffNumber = Field(default=1.0, description="Gradients are clipped to this; 0: off")
+    batch_size: PositiveCount = Field(default=8, description="Samples per micro-batch, over all ranks")
+    val_batch_size: OffCount = Field(default=0, description="Samples per validation batch; 0: as in training")
+    accumulate: PositiveCount = Field(default=1, description="Micro-batches per optimizer step")
+    clip_norm: OffNumber = Field(default=1.0, description="Clip gradients to this; 0: off")
     clip_type: Literal["l2", "inf", "value"] = Field(
-        default="l2", description="What is clipped: the L2 norm, the largest entry's norm, each value"
+        default="l2", description="What is clipped: the L2 norm, the largest magnitude, or each value"
     )
     early_stopping_patience: OffCount = Field(
         default=20, description="Validations without a better metric before the run ends; 0: off"
     )
     validate_every: PositiveCount = Field(default=1, description="Epochs between two validations")
     validate_every_steps: OffCount = Field(
-        default=0, description="Attempted steps between two validations, in place of epochs; 0: by epochs"
+        default=0, description="Attempted steps between two validations, instead of epochs; 0: by epochs"
     )
     sample_every: OffCount = Field(
-        default=0, description="Attempted steps between two looks at what the model makes, in report/samples; 0: off"
+        default=0, description="Attempted steps between two sets of model outputs in report/samples; 0: off"
     )
     checkpoint_every: OffCount = Field(
-        default=0, description="Attempted steps between two checkpoints; 0: at each epoch's end"
+        default=0, description="Attempted steps between two checkpoints; 0: at the end of each epoch"
     )
     checkpoints_total_limit: OffCount = Field(
-        default=3, description="Newest checkpoints kept besides the best one; 0: all"
+        default=3, description="Newest checkpoints kept in addition to the best one; 0: all"
     )
     report_every: Literal["auto"] | PositiveCount = Field(
         default="auto",
@@ -175,45 +176,45 @@ class TrainConfig(Section):
     )
     tune_kernels: Literal["auto"] | bool = Field(
         default="auto",
-        description="Let the compiler search each kernel's block sizes: minutes more to start; auto: for long runs",
+        description="Let the compiler search each kernel's block sizes: starts minutes later; auto: for long runs",
     )
     memory: Literal["normal", "low"] = Field(
         default="normal",
-        description="low: recompute, 8-bit moments, compiler's budget: the least that trials find within memory_time",
+        description="low: recompute, 8-bit moments, compiler's budget: the least memory found within memory_time",
     )
     memory_time: float = Field(
-        default=1.1, gt=1.01, description="How many times as long as normally a step with memory: low may take"
+        default=1.1, gt=1.01, description="With memory: low, a step may take this many times as long as a normal one"
     )
     channels_last: Literal["auto"] | bool = Field(
-        default="auto", description="NHWC memory layout of images and convolutions; auto: where it is faster"
+        default="auto", description="NHWC memory layout of images and convolutions; auto: if it is faster"
     )
     activation_checkpointing: bool = Field(
         default=False, description="Recompute activations in backward: less memory, one more forward pass per step"
     )
     auto_batch: bool = Field(
-        default=False, description="Out of memory: halve the micro-batch, double accumulate, and go on"
+        default=False, description="Out of memory: halve the micro-batch, double accumulate, and continue"
     )
     reduce: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="Several processes: the number format in which gradients are summed over them"
+        default="fp32", description="Several ranks: the number format in which gradients are summed over them"
     )
     sync_batch_norm: bool = Field(
-        default=False, description="Several processes: BatchNorm takes its statistics over all of them (GPUs only)"
+        default=False, description="Several ranks: BatchNorm computes its statistics over all of them (GPUs only)"
     )
     find_unused: bool = Field(
-        default=False, description="Several processes: some trained parameters take no part in every step"
+        default=False, description="Several ranks: some trained parameters are not used in every step"
     )
     backend: Literal["auto", "nccl", "gloo"] = Field(
-        default="auto", description="Several processes: how they talk; auto: nccl on CUDA, gloo elsewhere"
+        default="auto", description="Several ranks: communication backend; auto: nccl on CUDA, gloo elsewhere"
     )
     rank_timeout_s: Positive = Field(
-        default=600.0, description="Several processes: seconds that they wait for one that does not answer"
+        default=600.0, description="Several ranks: seconds to wait for a rank that does not answer"
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of weights, shuffling and augmentation")
-    deterministic: bool = Field(default=False, description="Bitwise repeatable on CUDA too, at the price of speed")
+    deterministic: bool = Field(default=False, description="Bitwise repeatable on CUDA too, but slower")
 
     @model_validator(mode="after")
     def steps_alone_say_how_long(self) -> Self:
-        """As in Lightning and transformers: beside `max_steps`, epochs that nobody named are no limit."""
+        """Ignore the default of `epochs` if only `max_steps` is set, as Lightning and transformers do."""
         if self.max_steps and "max_steps" in self.model_fields_set and "epochs" not in self.model_fields_set:
             object.__setattr__(self, "epochs", WITHOUT_END)  # frozen from here on
         return self
@@ -223,13 +224,13 @@ class GuardConfig(Section):
     """What happens when steps go bad."""
 
     on_fault: Literal["stop", "rollback"] = Field(
-        default="stop", description="After max_consecutive faults: end the run, or go back"
+        default="stop", description="After max_consecutive faults: stop the run, or roll back"
     )
     max_consecutive: PositiveCount = Field(
         default=5, description="Faults in a row (not routine fp16 overflows) before the guard acts"
     )
     margin: OffCount = Field(
-        default=50, description="A rollback goes at least this many committed steps before the first fault"
+        default=50, description="A rollback returns to at least this many committed steps before the first fault"
     )
     max_rollbacks: OffCount = Field(default=3, description="Rollbacks before the run stops")
     lr_cut: float = Field(
@@ -240,15 +241,17 @@ class GuardConfig(Section):
         default=10, description="fp16 overflows in a row at the smallest scale before the run stops"
     )
     capsules: OffCount = Field(
-        default=4, description="Faults whose step is kept in RUN/capsules for `halfstep replay`; 0 keeps none"
+        default=4, description="Faults whose step is saved in RUN/capsules for `halfstep replay`; 0: none"
     )
-    capture_spikes: bool = Field(default=False, description="Keep the step of a loss spike, too")
-    hold: bool = Field(default=False, description="Commit nothing after a fault until it is kept: exact capsules")
+    capture_spikes: bool = Field(default=False, description="Save the step of a loss spike as well")
+    hold: bool = Field(
+        default=False, description="Commit nothing after a fault until its step is saved: exact capsules"
+    )
     skip_spikes: bool = Field(default=False, description="Skip steps whose loss is a spike, not only non-finite ones")
     spike_threshold: Positive = Field(
-        default=10.0, description="A spike is a loss this many deviations (MAD) above the median"
+        default=10.0, description="A loss this many deviations (MAD) above the median is a spike"
     )
-    spike_window: int = Field(default=64, ge=8, description="Losses the median and the deviation are taken over")
+    spike_window: int = Field(default=64, ge=8, description="Number of losses for the median and the deviation")
 
 
 class ScalerConfig(Section):
@@ -270,14 +273,14 @@ class ScalerConfig(Section):
 
 
 class EmaConfig(Section):
-    """An fp32 moving average of the weights and buffers, moved by committed steps only."""
+    """An fp32 moving average of the weights and buffers, updated by committed steps only."""
 
     enabled: bool = Field(default=False, description="Keep the average, and validate and save it")
     decay: float = Field(default=0.9999, gt=0, lt=1, description="Decay after the warmup")
     warmup_power: Positive = Field(
         default=2 / 3, description="Warmup: decay = min(decay, 1 - (1 + step / inv_gamma) ** -warmup_power)"
     )
-    inv_gamma: Positive = Field(default=1.0, description="Steps scale of that warmup")
+    inv_gamma: Positive = Field(default=1.0, description="Scale of the steps in that warmup")
 
 
 class PrecisionConfig(Section):
@@ -288,21 +291,21 @@ class PrecisionConfig(Section):
         description="auto, fp32 (strict, no TF32), tf32, bf16, fp16, fp8 or bf16-true; other tools' names work",
     )
     modules: dict[str, str] = Field(
-        default_factory=dict, description='Precision of parts of the model by name pattern: {"vae.*": fp32}'
+        default_factory=dict, description='Precision of modules by name pattern: {"vae.*": fp32}'
     )
     strict: bool = Field(
-        default=False, description="Refuse to run when the asked precision is lacking, instead of falling back"
+        default=False, description="Refuse to run if the device lacks the requested precision, instead of falling back"
     )
     simulate: bool = Field(
         default=False, description="Run the numerics of a format the hardware lacks; never for speed"
     )
     rounding: Literal["split", "stochastic", "nearest"] = Field(
         default="split",
-        description="How bf16-true stores weights: split keeps the other 16 bits beside them, stochastic rounds up or "
-        "down at random, nearest loses small updates",
+        description="How bf16-true stores weights: split keeps the other 16 bits in a second tensor, stochastic rounds "
+        "up or down at random, nearest loses small updates",
     )
     force: bool = Field(
-        default=False, description="Run fp8 in every layer that can take it, also where bf16 is measured faster"
+        default=False, description="Run fp8 in every layer that can take it, even if bf16 is measured faster"
     )
 
     @field_validator("default", mode="before")
@@ -329,16 +332,16 @@ class DataConfig(Section):
     """Where the data is and how it is read."""
 
     dir: NamedPath = Field(
-        default=None, description="Folder of the data set; without one halfstep trains on generated demo data"
+        default=None, description="Folder of the dataset; without one halfstep trains on generated demo data"
     )
     image_size: PositiveCount = Field(default=224, description="Side of the square images the model sees, in pixels")
     num_workers: Workers = Field(
         default="auto",  # type: ignore[assignment]  # validated as any other value, into a number
-        description="Processes that read and decode; 0 reads in the main process; auto: one per core, at most 8",
+        description="Worker processes that read and decode; 0: the main process reads; auto: one per core, at most 8",
     )
     val_fraction: float = Field(default=0.1, ge=0, lt=1, description="Share of the samples kept for validation")
     on_bad_file: Literal["error", "skip"] = Field(
-        default="error", description="A file that cannot be read: stop, or skip and count"
+        default="error", description="A file that cannot be read: stop, or skip and count it"
     )
 
 
@@ -346,23 +349,21 @@ class ModelConfig(Section):
     """Which model, and how large."""
 
     path: str | None = Field(
-        default=None, description="Import path of your own model, pkg.module:callable; default: the workload's"
+        default=None, description="Import path of your model, pkg.module:callable; default: the workload's"
     )
     options: dict[str, JsonValue] = Field(
-        default_factory=dict, description="Keyword arguments for your own model or workload"
+        default_factory=dict, description="Keyword arguments for your model or workload"
     )
     weights: FilePath = Field(default=None, description="File with weights to start from")
 
 
 class BuiltModelConfig(ModelConfig):
-    """Of a workload that builds its own model."""
+    """The model section of a workload that builds its own model."""
 
     @model_validator(mode="after")
     def builds_its_own_model(self) -> Self:
         if self.path or self.options:
-            raise ValueError(
-                "this workload builds its own model; one of yours is a workload: halfstep train my_pkg.my_mod:build"
-            )
+            raise ValueError("this workload builds its own model; to train yours: halfstep train my_pkg.my_mod:build")
         return self
 
 
@@ -371,18 +372,18 @@ def read_off(value: object) -> object:
 
 
 LatentCaching = Annotated[Literal["off", "latents"], BeforeValidator(read_off)]
-"""Whether what an autoencoder says of samples is kept on disk; `null` and `false` say off."""
+"""Whether the autoencoder's latents of the samples are cached on disk; `null` and `false` mean off."""
 
 
 class LogConfig(Section):
-    """What is written and shown besides metrics.jsonl."""
+    """What is written and shown in addition to metrics.jsonl."""
 
     tensorboard: bool = Field(default=False, description="Write TensorBoard events into the run's folder")
     quiet: bool = Field(default=False, description="Show warnings, errors and the final summary only")
-    curves: bool = Field(default=True, description="Draw report/curves.png when the run ends, a second or two")
-    ledger: bool = Field(default=False, description="Observe what steps really compute in: report/ledger.json")
+    curves: bool = Field(default=True, description="Draw report/curves.png when the run ends (a second or two)")
+    ledger: bool = Field(default=False, description="Record what steps really compute in: report/ledger.json")
     ledger_every: int = Field(
-        default=0, ge=0, description="The same, and again every so many steps; 0: the first of each mode"
+        default=0, ge=0, description="Record it again every this many steps; 0: only the first step of each mode"
     )
 
 
@@ -390,7 +391,7 @@ PRESET_NAMES = ("fast", "quality", "lowmem", "stable", "debug")
 
 
 class RunConfig(Section):
-    """Everything one run is made of."""
+    """The config of one run."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "fast": {"precision.default": "bf16"},
@@ -399,13 +400,13 @@ class RunConfig(Section):
         "stable": {"precision.default": "fp32", "train.fast": "off", "guard.on_fault": "rollback"},
         "debug": {"precision.default": "fp32", "train.fast": "off", "train.epochs": 1, "data.num_workers": 0},
     }
-    """Values by path for each preset; a workload has its own."""
+    """Values by path for each preset; a workload may define its own."""
     demo: ClassVar[dict[str, Any]] = {}
-    """Values by path that suit the workload's demo data; they count only where no data folder is given."""
+    """Values by path for the workload's demo data; they apply only if no data folder is given."""
     demo_replaces: ClassVar[frozenset[str]] = frozenset()
-    """Paths of settings that name files of a data folder: without one they do not count."""
+    """Paths of settings that name files of a data folder: without one they are ignored."""
     defaults: ClassVar[dict[str, Any]] = {}
-    """Defaults by path that differ from those of the class's sections; a subclass names its own alone."""
+    """Defaults by path that differ from those of the class's sections; a subclass lists only its own."""
 
     workload: str = Field(description="What is trained: a workload's name, or an import path pkg.module:build")
     preset: str | None = Field(default=None, description=f"Values for a purpose: {', '.join(PRESET_NAMES)}")
@@ -421,17 +422,17 @@ class RunConfig(Section):
     ema: EmaConfig = EmaConfig()
     log: LogConfig = LogConfig()
     globals: dict[str, JsonValue] = Field(
-        default_factory=dict, description="Values of your own: ${globals.NAME} works anywhere"
+        default_factory=dict, description="Your values, used anywhere as ${globals.NAME}"
     )
 
     def changed(self, **sections: Mapping[str, Any]) -> Self:
-        """The same run with other values in some of its sections; nothing is checked again."""
+        """Return a copy with other values in some of its sections; nothing is validated again."""
         parts = {name: getattr(self, name).model_copy(update=dict(values)) for name, values in sections.items()}
         return self.model_copy(update=parts)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """A section with other defaults is a class of its own, held by the config's class so that pickle finds it."""
+        """Make a subclass of each section with other defaults, as an attribute of the config class for pickle."""
         given = [(*path.split("."), value) for path, value in vars(cls).get("defaults", {}).items()]
         for section in dict.fromkeys(name for name, _, _ in given):
             field = cls.model_fields[section]
@@ -454,7 +455,7 @@ class HasSchema(Protocol):
 
 
 class Schemas(Protocol):
-    """Families by workload name; import paths of the user's own are found in it, too."""
+    """Families by workload name; also finds a user's workload by its import path."""
 
     def __getitem__(self, workload: str) -> HasSchema: ...
     def __iter__(self) -> Iterator[str]: ...
@@ -462,12 +463,12 @@ class Schemas(Protocol):
 
 
 def is_import_path(name: str) -> bool:
-    """Whether this names a workload of the user's own, `my_pkg.my_mod:build`."""
+    """True if this is the import path of a custom workload, `my_pkg.my_mod:build`."""
     return IMPORT_PATH.fullmatch(name) is not None
 
 
 def find_schema(workload: str, kinds: Schemas, where: str = "") -> type[RunConfig]:
-    """The schema of a workload."""
+    """Return the schema of a workload; an unknown name is an error."""
     try:
         return kinds[workload].schema(workload)
     except KeyError:

@@ -1,7 +1,7 @@
-"""The base of every part of a config, the number types its fields use, and how plain text becomes a typed value.
+"""The base of every config section, the number types of its fields, and how plain text becomes a typed value.
 
 YAML 1.1 reads `1e-5` as text, `010` as 8 and `1:30` as 90. Here a number is what a person calls a number, in YAML and
-in `key=value` words alike. What a text means may depend on where it stands (`off` is a word for `train.fast` and a bool
+in `key=value` overrides alike. The meaning of a text may depend on its field (`off` is text for `train.fast` and a bool
 for `ema.enabled`), so unquoted text stays `Plain` until its field is known.
 """
 
@@ -26,13 +26,13 @@ BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "of
 
 
 class Plain(str):
-    """Unquoted text whose type is still open."""
+    """Unquoted text whose type is not yet decided."""
 
     __slots__ = ()
 
 
 def parse_scalar(text: str) -> object:
-    """`3` is an int, `1e-5` a float, `no` a bool, `null` None; everything else is text."""
+    """Convert `3` to an int, `1e-5` to a float, `no` to a bool, `null` to None; everything else stays text."""
     word = text.strip().lower()
     if word in NULLS:
         return None
@@ -48,10 +48,10 @@ def parse_scalar(text: str) -> object:
 
 
 def convert_for_field(value: object, annotation: Any) -> object:
-    """`value` with every `Plain` inside turned into what a field of this annotation expects."""
+    """Convert every `Plain` in `value` to what a field of this annotation expects."""
     if isinstance(value, Plain):
         is_off = "off" in get_args(annotation) and (value.lower() in NULLS or BOOLS.get(value.lower()) is False)
-        if is_off:  # a choice among words that has one for false
+        if is_off:  # a choice among texts, of which `off` means false
             return "off"
         keeps_text = is_text_only(annotation) and not (value.lower() in NULLS and type(None) in list_types(annotation))
         return str(value) if keeps_text else parse_scalar(value)
@@ -63,12 +63,12 @@ def convert_for_field(value: object, annotation: Any) -> object:
 
 
 def is_text_only(annotation: Any) -> bool:
-    """Whether nothing but text (or None) can stand in a field of this annotation."""
+    """True if a field of this annotation only accepts text (or None)."""
     return list_types(annotation) <= {str, type(None)}
 
 
 def list_types(annotation: Any) -> set[object]:
-    """The innermost types of an annotation: `tuple[str, ...] | None` has str and NoneType."""
+    """Return the innermost types of an annotation: str and NoneType for `tuple[str, ...] | None`."""
     if get_origin(annotation) is Literal:
         return {type(choice) for choice in get_args(annotation)}
     args = get_args(annotation)
@@ -77,7 +77,7 @@ def list_types(annotation: Any) -> set[object]:
 
 
 def read_off_as_zero(value: object) -> object:
-    """`null` and `false` say off, and so does 0 in the fields that use this."""
+    """Convert `null` and `false` to 0, which means off in the fields that use this."""
     return 0 if value is None or value is False else value
 
 
@@ -88,21 +88,21 @@ OffNumber = Annotated[float, Field(ge=0), BeforeValidator(read_off_as_zero)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 IS_PATH = "path"
-"""Marks a setting that names a file or folder: a run stores it as it is found from any working folder."""
+"""Marks a setting that names a file or folder: a run stores it as an absolute path."""
 FilePath = Annotated[str | None, IS_PATH]
 NamedPath = Annotated[Annotated[str, Field(min_length=1)] | None, IS_PATH]
 PositiveCount = Annotated[int, Field(ge=1)]
 
 
 class Section(BaseModel):
-    """One part of a config."""
+    """One section of a config."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
     @field_validator("*", mode="before")
     @classmethod
     def no_bool_as_number(cls, value: object, info: ValidationInfo) -> object:
-        """`epochs: yes` is a mistake, not one epoch; null and false reach the fields where they mean off."""
+        """Refuse `epochs: yes`, which is not one epoch; null and false reach the fields where they mean off."""
         field = cls.model_fields[info.field_name or ""]
         kinds = list_types(field.annotation)
         means_off = value is False and any(isinstance(item, BeforeValidator) for item in field.metadata)
@@ -112,23 +112,23 @@ class Section(BaseModel):
 
 
 def fill_from_settings(kind: type[Kind], section: Section, **more: Any) -> Kind:
-    """A dataclass filled from the settings of the same names, and with what has none."""
+    """Fill a dataclass from the settings of the same names; `more` holds the fields without a setting."""
     names = {field.name for field in dataclasses.fields(kind)} & type(section).model_fields.keys()  # type: ignore[arg-type]
     return kind(**{name: getattr(section, name) for name in names} | more)
 
 
 MOST = 8
-"""More pay only where decoding is slow; each holds a copy of the interpreter and its own batches."""
+"""More workers pay off only if decoding is slow; each holds an interpreter and its own batches."""
 
 
 def count_cores() -> int:
-    """Cores this process may use."""
+    """Return the number of cores this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def choose_num_workers() -> int:
-    """What `auto` stands for on this machine."""
+    """Return the number of workers that `auto` means on this machine."""
     return min(count_cores(), MOST)
 
 

@@ -1,4 +1,4 @@
-"""What was said, where: files, `key=value` words and flags become statements, and every value remembers its own."""
+"""Statements: one value for one setting, with its origin, from files, `key=value` overrides and flags."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from halfstep.errors import ConfigError
 
 Layer = Literal["default", "demo", "preset", "file", "override", "flag"]
 LAYERS: tuple[Layer, ...] = ("demo", "preset", "file", "override", "flag")
-"""From the weakest to the strongest; a default is what no layer speaks of."""
+"""From the weakest to the strongest; a default applies if no layer sets the value."""
 
 OPEN_SECTIONS = ("globals", "precision.modules", "model.options")
-"""Sections whose keys belong to the user; a value below them is taken whole."""
+"""Sections whose keys the user chooses; a value below them is taken as a whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,14 +39,14 @@ DEFAULT = Origin(layer="default")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Statement:
-    """One value for one setting (its full path), and who said so."""
+    """One value for one setting (its full path), and its origin."""
 
     path: str
     value: object
     origin: Origin
 
     def __str__(self) -> str:
-        """As the user would find it again: flags and overrides show their value themselves."""
+        """Show it as the user wrote it: flags and overrides already contain their value."""
         if self.origin.layer in ("flag", "override"):
             return f"`{self.origin.where}`"
         return f"`{self.origin.key}: {self.value}` ({self.origin.where})"
@@ -69,13 +69,13 @@ class Override:
 def iterate_leaves(
     mapping: Mapping[str, object], prefix: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], object]]:
-    """Every value with its key path; what stands below an open section is one value."""
+    """Yield every value with its key path; a value below an open section is not split."""
     for key, value in mapping.items():
         if not isinstance(key, str):
             raise ConfigError(f"{'.'.join((*prefix, repr(key)))}: a key must be text", fix="quote the key")
         path = (*prefix, key)
         is_section = isinstance(value, Mapping) and not find_open_section(".".join(path))
-        # An empty section says nothing, but an unknown one must still be noticed.
+        # An empty section sets nothing, but an unknown one must still be noticed.
         if is_section and value:
             yield from iterate_leaves(value, path)  # type: ignore[arg-type]
         else:
@@ -83,7 +83,7 @@ def iterate_leaves(
 
 
 def find_open_section(path: str) -> str:
-    """The open section this path lies in, or an empty string."""
+    """Return the open section that contains this path, or an empty string."""
     return next((section for section in OPEN_SECTIONS if path.startswith(section + ".")), "")
 
 
@@ -91,7 +91,7 @@ KEY = re.compile(r"[A-Za-z_][\w\-]*(\.[^=\s]+)*")
 
 
 def parse_overrides(words: Sequence[str]) -> list[Statement]:
-    """One statement per word; a mapping value (`globals={A: 1}`) is as many statements as it has keys."""
+    """Return one statement per override; a mapping value (`globals={A: 1}`) gives one per key."""
     return [statement for word in words for statement in parse_override(word)]
 
 
@@ -114,15 +114,15 @@ def parse_override(word: str) -> list[Statement]:
 
 
 def parse_value(text: str, word: str) -> object:
-    """`[a, b]`, `{a: 1}` and quoted text as YAML has them; anything else is plain text, whatever it holds."""
+    """Parse `[a, b]`, `{a: 1}` and quoted text as YAML; anything else is plain text."""
     if not text:
-        # `data.dir=$UNSET` must not quietly mean null.
+        # `data.dir=$UNSET` must not silently mean null.
         return ""
     return parse_flow(text, f"override {word}") if text[:1] in ("[", "{", '"', "'") else Plain(text)
 
 
 def parse_flags(flags: Mapping[str, object]) -> list[Statement]:
-    """Flags by name (`data_dir`, `bf16`); None means the flag was not given."""
+    """Return the statements of flags by name (`data_dir`, `bf16`); None means the flag was not given."""
 
     def origin_of(path: tuple[str, ...]) -> Origin:
         flag, value = "--" + path[0].replace("_", "-"), flags[path[0]]
@@ -133,7 +133,7 @@ def parse_flags(flags: Mapping[str, object]) -> list[Statement]:
 
 
 def read_file_statements(document: Document) -> list[Statement]:
-    """What a YAML file says, with its lines."""
+    """Return the statements of a YAML file, with their lines."""
 
     def origin_of(path: tuple[str, ...]) -> Origin:
         line = document.lines.get(path)
@@ -143,7 +143,7 @@ def read_file_statements(document: Document) -> list[Statement]:
 
 
 def make_layer_statements(values: Mapping[str, object], layer: Layer, where: str) -> list[Statement]:
-    """What a dict of a Python caller or a preset says."""
+    """Return the statements of a preset or of a Python caller's dict."""
     return make_statements(values, lambda path: Origin(layer=layer, where=where, key=".".join(path)))
 
 

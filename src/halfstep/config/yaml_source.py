@@ -1,8 +1,8 @@
 """YAML files as values with line numbers, without YAML's traps.
 
-PyYAML scans and composes; we walk its nodes ourselves. That keeps the text of every scalar (`Plain` decides its type
-later), finds duplicate keys with both lines, and never builds an object a tag asks for. Anchors and `<<` work, within
-bounds: a few lines of nested aliases may otherwise expand to gigabytes.
+PyYAML scans and composes; we walk its nodes ourselves. That keeps the text of every scalar (its type is decided later,
+see `Plain`), finds duplicate keys with both lines, and never builds an object for a tag. Anchors and `<<` work, within
+bounds: a few lines of nested aliases could otherwise expand to gigabytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_BYTES = 1 << 20
 MAX_NODES = 20_000
 MAX_DEPTH = 40
 ALLOWED_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "map", "seq", "int", "float", "bool", "null")}
-"""`!!float 1e-4`, as some projects write it, says what we read anyway."""
+"""`!!float 1e-4`, as some projects write it, is read as the same number without the tag."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,10 +33,10 @@ class Document:
     lines: dict[tuple[str, ...], int] = field(default_factory=dict)
 
     def changed_by(self, other: Document) -> Document:
-        """With the values of another file in place of its own; lines are those of the file that says it last."""
+        """Return this document with the values of another file on top; values from that file have no line."""
         name = f"{self.name} with {other.name}"
         lines = {**self.lines, **dict.fromkeys(other.lines, 0)}
-        lines = {path: line for path, line in lines.items() if line}  # of two files, a line alone means nothing
+        lines = {path: line for path, line in lines.items() if line}  # a line number alone is ambiguous with two files
         return Document(name=name, values=_merge(self.values, other.values), lines=lines)
 
 
@@ -47,13 +47,13 @@ def _merge(one: object, other: object) -> Any:
 
 
 class NodeLoader(yaml.SafeLoader):
-    """Composes nodes and resolves no type: every plain scalar stays the text that was written."""
+    """Compose nodes without resolving types: every plain scalar stays the text that was written."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, Any]]] = {}
 
 
 def read_yaml(path: Path) -> Document:
-    """The document in this file, or an error that says where it is broken."""
+    """Read a YAML file; an error names the line at which it is invalid."""
     return parse_yaml(read_text(path), str(path))
 
 
@@ -87,7 +87,7 @@ def decode_text(content: bytes, path: Path) -> str:
 
 
 def parse_yaml(text: str, name: str) -> Document:
-    """The mapping this text describes; `name` stands in errors."""
+    """Parse a text that must be a mapping; `name` is used in errors."""
     root = compose(text, name)
     if root is None:
         return Document(name=name, values={})
@@ -101,7 +101,7 @@ def parse_yaml(text: str, name: str) -> Document:
 
 
 def parse_flow(text: str, name: str) -> object:
-    """One value written in YAML's flow style: `[a, b]`, `{a: 1}`, `"quoted"`."""
+    """Parse one value written in YAML's flow style: `[a, b]`, `{a: 1}`, `"quoted"`."""
     node = compose(text, name)
     return None if node is None else Walk(name).value(node, ())
 
@@ -134,7 +134,7 @@ def suggest_yaml_fix(problem: str, text: str) -> str:
 
 
 class Walk:
-    """One pass over the nodes of a document: values out, lines noted, bounds kept."""
+    """One pass over the nodes of a document: collects values and lines, and enforces the bounds."""
 
     def __init__(self, name: str) -> None:
         self.name = name

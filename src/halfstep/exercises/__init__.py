@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """A sentence, and whether this very run shows it."""
+    """A statement, and whether this run shows it."""
 
     text: str
     holds: bool
@@ -22,7 +22,7 @@ class Story:
     rows: Sequence[Sequence[str]]
     claims: Sequence[Claim]
     told: Sequence[str] = ()
-    """What to make of it."""
+    """Comments on the result."""
     picture: Path | None = None
     numbers: dict[str, object] = field(default_factory=dict)
 

@@ -1,4 +1,7 @@
-"""Exercise 1: the same small CNN in fp32, fp16 and bf16. How much time, how much memory, the same accuracy?"""
+"""Exercise 1: compare time, memory and accuracy of a small CNN in fp32, fp16 and bf16.
+
+The CNN trains on CIFAR-10's binary batches, or on generated images of that shape.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,9 @@ FORMATS = ("fp32", "fp16", "bf16")
 SEEDS = 5
 STEPS, FEWEST_STEPS, TRIED_STEPS = 60, 20, 5
 MOST_S = 75.0
-"""For all runs together: with the imports and a first try it stays below two minutes."""
+"""Seconds for all runs together; with imports and a first try the exercise stays below two minutes."""
 MARGIN = 0.03
-"""Three points: with 500 test pictures a seed alone moves it by one."""
+"""Three points: with 500 test images the accuracy varies by one point between seeds."""
 EXPECTED = "1.5 to 2 times as fast, half the memory, accuracy within 0.5 points"
 
 
@@ -50,7 +53,7 @@ def run(
         overrides = (*common, f"train.max_steps={steps}")
         request = CompareRequest(target=WORKLOAD, overrides=overrides, rows=rows, looks=(seeds,), margin=MARGIN)
         place, comparison = new_comparison(request, Path(scratch) / "comparison")
-        comparison.margin_from = "three points, because so few test pictures move by one between seeds"
+        comparison.margin_from = "three points, because with few test images seeds differ by one"
         run_comparison(place, comparison, say)
     lines = build_lines(comparison)
     picture = folder / "exercise1.png"
@@ -73,7 +76,7 @@ def run(
 def _choose_steps(
     steps: int, most_s: float, num_runs: int, place: Path, row: ComparedRow, overrides: tuple[str, ...], say: Say
 ) -> int:
-    """As many steps a run as there is time for, judged by a run of a few."""
+    """Return the steps per run that the time allows, estimated from a short run."""
     tried = min(TRIED_STEPS, steps)
     found = train_row(row, 0, place, target=WORKLOAD, overrides=(*overrides, f"train.max_steps={tried}")).summary
     step_s, around_s = found["trained_s"] / tried, found["elapsed_s"] - found["trained_s"]
@@ -81,7 +84,7 @@ def _choose_steps(
     if fitting >= steps:
         return steps
     total_s = num_runs * (around_s + fitting * step_s)
-    fewer = f"{format_count(fitting, 'step')} a run instead of {steps}"
+    fewer = f"{format_count(fitting, 'step')} per run instead of {steps}"
     say(f"a step takes {step_s:.2g} s here: {fewer}, about {total_s:.0f} s in all")
     return fitting
 
@@ -100,13 +103,13 @@ def _format_cells(line: TableLine, baseline: TableLine) -> tuple[str, ...]:
 
 
 def _find_largest_gap(lines: list[TableLine]) -> float:
-    """How far the mean accuracy of any format is from the first one's."""
+    """Return the largest difference in mean accuracy from the first format."""
     means = [statistics.mean(line.values) for line in lines]
     return max(abs(mean - means[0]) for mean in means)
 
 
 def _explain_differences(lines: list[TableLine], *, simulates: bool, device: str) -> list[str]:
-    """Where this machine differs from the expectation, and why."""
+    """Explain how and why this machine differs from the expectation."""
     gap = 100 * _find_largest_gap(lines)
     expected = f"often expected: {EXPECTED}"
     if simulates:
@@ -124,14 +127,14 @@ def _explain_differences(lines: list[TableLine], *, simulates: bool, device: str
         f"measured here: {ratio:.2f} times as fast in {half.name}, accuracy within {gap:.1f} points",
     ]
     if ratio < 1.5:
-        said.append("a model this small waits for the host, not for the GPU: larger batches and models show the gain")
-    said.append("fp32 here is strict; against TF32, which many frameworks switch on, the gain is smaller")
+        said.append("a model this small is limited by the host, not the GPU: larger batches and models show the gain")
+    said.append("fp32 is strict here; compared with TF32, the default of many frameworks, the gain is smaller")
     return said
 
 
 SIDE, NUM_CLASSES = 32, 10
 MOST_TESTED = 1000
-"""Of CIFAR-10's 10,000 test pictures: fifteen runs validate, within two minutes on two cores."""
+"""Of CIFAR-10's 10,000 test images, so that fifteen runs validate within two minutes on two cores."""
 
 
 def make_samples(pixels: Tensor, labels: Tensor) -> TensorSamples:
@@ -139,20 +142,20 @@ def make_samples(pixels: Tensor, labels: Tensor) -> TensorSamples:
 
 
 def read_cifar(root: Path) -> tuple[TensorSamples, TensorSamples]:
-    """The binary version's five batches and its test batch, as they unpack; fewer training batches do too."""
+    """Read the binary version's training batches (one to five) and its test batch."""
     folder = find_cifar_folder(root)
     if folder is None:
         raise DataError(
             f"{root} holds no CIFAR-10",
             why="its binary version is read: data_batch_1.bin to data_batch_5.bin and test_batch.bin",
-            fix="unpack cifar-10-binary.tar.gz there, or leave the folder out for generated pictures",
+            fix="unpack cifar-10-binary.tar.gz there, or leave the folder out for generated images",
         )
     train, (pixels, labels) = read_cifar_planes(folder)
     return make_samples(*train), make_samples(pixels[:MOST_TESTED], labels[:MOST_TESTED])
 
 
 def generate_pictures(count: int, seed: int) -> TensorSamples:
-    """Gratings: the class is angle and frequency, colour and phase are chance, and there is noise."""
+    """Generate noisy gratings: angle and frequency define the class, colour and phase are random."""
     draws = np.random.default_rng(seed)
     labels = draws.integers(0, NUM_CLASSES, count)
     angle = (labels % 5) * np.pi / 5 + draws.normal(0, 0.12, count)

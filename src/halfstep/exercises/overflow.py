@@ -1,4 +1,4 @@
-"""Exercise 2: overflow in fp16 on purpose. The scale falls, steps are skipped, training recovers; then no scaling."""
+"""Exercise 2: make fp16 overflow. The loss scale falls, steps are skipped, training recovers; then without scaling."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from halfstep.step.step import Step
 
 STEPS = 40
 LOSS_FACTOR = 2.0e-6
-"""A loss so small that fp16 flushes its gradients to zero: what a mean over many pixels does."""
+"""Makes the loss so small that fp16 flushes its gradients to zero, as a mean over many pixels does."""
 FIRST_SCALE = 2.0**40
-"""Far too large on purpose: gradients overflow until it has fallen."""
+"""Far too large on purpose: gradients overflow until the scale has fallen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScaledTraining:
-    """What one training did."""
+    """The record of one training."""
 
     losses: list[float]
     scales: list[float]
     skipped: list[int]
     gradients: Tensor
-    """Of the last step, as the format holds them, scaled."""
+    """Scaled gradients of the last step in fp16."""
 
     @property
     def learned(self) -> float:
-        """Share of the first loss that is gone."""
+        """Relative decrease of the loss."""
         return 1 - self.losses[-1] / self.losses[0]
 
 
@@ -54,7 +54,7 @@ def run(folder: Path, *, steps: int = STEPS) -> Story:
         titles=("training", "first scale", "last scale", "skipped steps", "loss fell by", "gradients that are 0"),
         rows=[_format_cells("with dynamic loss scaling", scaled), _format_cells("without scaling", unscaled)],
         claims=[
-            Claim(text="the scale fell until gradients fitted", holds=scaled.scales[-1] < FIRST_SCALE),
+            Claim(text="the scale fell until gradients were finite", holds=scaled.scales[-1] < FIRST_SCALE),
             Claim(text="skipped steps came first, and then none", holds=_are_first(scaled.skipped)),
             Claim(text="with scaling the loss fell by more than half", holds=scaled.learned > 0.5),
             Claim(text="without scaling gradients were flushed to zero", holds=flushed > 0.5),
@@ -109,7 +109,7 @@ def _are_first(skipped: list[int]) -> bool:
 
 
 def _compute_gradients(model: nn.Module, batch: dict[str, Tensor], scale: float) -> Tensor:
-    """All gradients of a step as fp16 holds them."""
+    """Compute all gradients of a step, rounded to fp16."""
     model.zero_grad()
     loss = F.mse_loss(model(batch["x"]), batch["y"]) * LOSS_FACTOR * scale
     loss.backward()

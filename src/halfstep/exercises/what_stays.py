@@ -1,4 +1,4 @@
-"""Exercise 3: what stays in fp32 and why. Each part is switched to half, and what breaks is measured."""
+"""Exercise 3: what stays in fp32 and why. Repeat each computation in half precision and measure what breaks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from halfstep.report.picture_file import BAD, FAINT, GOOD, new_figure, save_figu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptPart:
-    """One thing that stays in fp32: the same computation in fp32 and in a half format, against fp64."""
+    """A computation that stays in fp32: its error in fp32 and in a half format, relative to fp64."""
 
     name: str
     format: str
     error_fp32: float
     error_half: float
     seen: str
-    """What happens in half, with its numbers."""
+    """What happens in half precision, with numbers."""
     why: str
 
 
@@ -42,8 +42,8 @@ def run(folder: Path) -> Story:
         rows=[(p.name, p.format, p.seen, f"{p.error_fp32:.1e}", f"{p.error_half:.1e}") for p in parts],
         claims=[Claim(text=f"{p.name}: {p.why}", holds=p.error_half > 1e3 * max(p.error_fp32, 1e-12)) for p in parts],
         told=[
-            "errors are relative to fp64; halfstep keeps these in fp32 whatever the precision is: regions of the model "
-            "by islands, weights by what the optimizer updates"
+            "errors are relative to fp64; halfstep keeps these in fp32 in every precision: regions of the model as "
+            "islands, and the weights that the optimizer updates"
         ],
         picture=picture,
         numbers={p.name: {"fp32": p.error_fp32, "half": p.error_half} for p in parts},
@@ -51,7 +51,7 @@ def run(folder: Path) -> Story:
 
 
 def measure_softmax() -> KeptPart:
-    """Many small probabilities: the sum of 4096 terms stops growing in bf16 where a term is below half a spacing."""
+    """Sum 4096 small terms: in bf16 the sum stops growing when a term is below half its spacing."""
     logits = torch.randn(8, 4096, generator=_make_generator(), dtype=torch.float64)
 
     def sums(x: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def measure_softmax() -> KeptPart:
 
 
 def measure_layer_norm() -> KeptPart:
-    """Squares of activations above 256 pass fp16's largest number: the variance is infinite."""
+    """Compute a variance: squares of activations above 256 exceed fp16's largest number."""
     x = torch.randn(4, 1024, generator=_make_generator(), dtype=torch.float64) * 400
 
     def variance(values: Tensor) -> Tensor:
@@ -84,12 +84,12 @@ def measure_layer_norm() -> KeptPart:
         error_fp32=_compute_error(variance(x.float()), variance(x)),
         error_half=_compute_error(found, variance(x)),
         seen=f"{int(found.isinf().sum())} of {len(found)} variances are infinite",
-        why="squares of activations above 256 pass 65504, so the normalised output is 0",
+        why="squares of activations above 256 exceed 65504, so the normalised output is 0",
     )
 
 
 def measure_dice() -> KeptPart:
-    """Dice sums over all pixels of a batch."""
+    """Compute Dice, which sums over all pixels of a batch."""
     probabilities = torch.rand(4, 256, 256, generator=_make_generator(), dtype=torch.float64)
     mask = (torch.rand(4, 256, 256, generator=_make_generator(), dtype=torch.float64) > 0.5).double()
 
@@ -104,12 +104,12 @@ def measure_dice() -> KeptPart:
         error_fp32=_compute_error(score(probabilities.float(), mask.float()), exact),
         error_half=_compute_error(found, exact),
         seen=f"Dice is {float(found):g} instead of {float(exact):.4f}",
-        why="a sum over 262,144 pixels passes 65504, and infinity over infinity is NaN",
+        why="a sum over 262,144 pixels exceeds 65504, and infinity divided by infinity is NaN",
     )
 
 
 def measure_noise_schedule() -> KeptPart:
-    """The linear DDPM schedule: in bf16 the first steps add no noise at all."""
+    """Compute the linear DDPM schedule: in bf16 the first steps add no noise."""
     betas = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)
     kept = (1 - betas).cumprod(0)
 
@@ -128,7 +128,7 @@ def measure_noise_schedule() -> KeptPart:
 
 
 def measure_master_weights() -> KeptPart:
-    """1,000 updates of one ten-thousandth each: in bf16 the weight never moves."""
+    """Apply 1,000 updates of 0.0001 each: in bf16 the weight never changes."""
 
     def trained(dtype: torch.dtype) -> Tensor:
         weight = torch.ones((), dtype=dtype)
@@ -143,12 +143,12 @@ def measure_master_weights() -> KeptPart:
         error_fp32=_compute_error(trained(torch.float32), exact),
         error_half=_compute_error(found, exact),
         seen=f"after 1,000 updates of 0.0001 the weight moved by {float(found):g}, not {float(exact):.4f}",
-        why="w + update == w where the update is below half the spacing of w",
+        why="w + update == w if the update is below half the spacing of w",
     )
 
 
 def _sum_one_by_one(terms: Tensor) -> Tensor:
-    """A running sum in the terms' own format, as a kernel without a wider accumulator adds."""
+    """Sum in the format of the terms, as a kernel without a wider accumulator does."""
     total = torch.zeros(len(terms), dtype=terms.dtype)
     for column in terms.unbind(1):
         total = total + column
@@ -156,7 +156,7 @@ def _sum_one_by_one(terms: Tensor) -> Tensor:
 
 
 def _compute_error(found: Tensor, exact: Tensor) -> float:
-    """The largest relative error; what is not finite, or is 0 where it must not be, counts as 1."""
+    """Return the largest relative error; non-finite values count as 1."""
     relative = ((found.double() - exact) / exact).abs()
     return float(torch.where(found.isfinite(), relative, torch.ones_like(relative)).max())
 

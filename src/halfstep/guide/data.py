@@ -1,4 +1,4 @@
-"""A look at a data folder before anything is decided: classes, counts, a few samples, and how fast they decode."""
+"""Look at a data folder: classes, counts, a few samples, and how fast they decode."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from halfstep.workloads.base.other_data import use_folder
 
 DataOrigin = Literal["folder", "demo"]
 DECODE_FILES, DECODE_S = 32, 1.0
-"""At most this many files and seconds to learn how fast pictures decode."""
+"""Most files and seconds spent on measuring the decoding speed."""
 GRID_SAMPLES, GRID_COLUMNS = 12, 4
 CELL, GAP, BAND = 160, 6, 20
-"""Sides in pixels: a picture, the space between two, a line of text."""
+"""Pixels: side of an image, gap between images, height of a caption."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,20 +35,20 @@ class DataLook:
     num_val: int
     classes: tuple[str, ...]
     counts: tuple[int, ...]
-    """Training samples of each class; empty for masks, where one picture holds many classes."""
+    """Training samples per class; empty for masks, where one image has many classes."""
     store: Mapping[str, Any]
-    """What a model must know of the data, as a run stores it."""
+    """Facts about the data that a model needs, as a run stores them."""
     decoded_per_s: float
-    """Samples that one process reads a second, measured."""
+    """Samples per second that one process reads, measured."""
     on_bad_file: OnBadFile
     notes: tuple[str, ...]
     pictures: tuple[tuple[str, Image.Image], ...]
     sides: tuple[int, int] | None = None
-    """Width and height of the median picture; None where nobody looked."""
+    """Width and height of the median image; None if not determined."""
 
 
 def look_at(workload: str, folder: Path) -> DataLook:
-    """Read a folder as training would; where only single files are bad, without them, and the look says so."""
+    """Read a folder as training would; if only single files are bad, skip them and note it."""
     try:
         return _look(workload, folder, "folder", "error")
     except DataError as first:
@@ -61,7 +61,7 @@ def look_at(workload: str, folder: Path) -> DataLook:
 
 
 def look_at_demo(workload: str, folder: Path) -> DataLook:
-    """The same for the demo data of a workload, which are written to `folder`."""
+    """Write the demo data of a workload to `folder` and look at them."""
     if not folder.exists():
         KINDS.of(workload).write_demo(workload, folder, seed=0)
     return _look(workload, folder, "demo", "error")
@@ -85,7 +85,7 @@ def describe(look: DataLook) -> list[tuple[str, str]]:
 
 
 def save_grid(look: DataLook, path: Path) -> None:
-    """A picture with a few samples and their classes."""
+    """Save a picture with a few samples and their classes."""
     num_rows = -(-len(look.pictures) // GRID_COLUMNS)
     sheet = Image.new("RGB", (GRID_COLUMNS * (CELL + GAP) + GAP, num_rows * (CELL + BAND + GAP) + GAP), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
@@ -98,7 +98,7 @@ def save_grid(look: DataLook, path: Path) -> None:
 
 
 def _look(workload: str, folder: Path, source: DataOrigin, on_bad_file: OnBadFile) -> DataLook:
-    # Without a folder the config has the demo's image size.
+    # Without a folder the config uses the demo's image size.
     config = from_dict(workload, {"data": {"dir": str(folder)}} if source == "folder" else {}).config
     config = use_folder(config, folder, on_bad_file=on_bad_file)
     family: Guiding = KINDS.of(workload).make_guide()

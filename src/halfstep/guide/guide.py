@@ -1,6 +1,6 @@
-"""`halfstep guide`: questions, a look at machine and data, configs to choose from, and one file at the end.
+"""`halfstep guide`: ask questions, look at machine and data, suggest configs, and write the chosen one.
 
-Nothing is written outside `scratch` before the last question has its answer.
+Nothing is written outside `scratch` before the last question is answered.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from halfstep.guide.trial import Trials
 from halfstep.hardware.describe import describe_identity
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.advice import advise
-from halfstep.report.tables import pairs_table
+from halfstep.report.tables import make_pairs_table
 from halfstep.workloads import KINDS
 from halfstep.workloads.base.import_path import import_callable
 
@@ -46,20 +46,20 @@ NO_DEFAULT = ""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """One thing to ask; `key` names it in a file of answers."""
+    """One question; `key` is its name in a file of answers."""
 
     key: str
     text: str
     choices: Mapping[str, str] = field(default_factory=dict)
-    """Name to explanation; empty where any text may come."""
+    """Explanation by name; empty if any text is allowed."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other words for a choice."""
+    """Synonyms of choices."""
     default: str = NO_DEFAULT
     empty_means: str = ""
-    """What an empty answer stands for, where that is not the default."""
+    """What an empty answer means, if not the default."""
 
     def chosen(self, answer: str) -> str:
-        """The choice that an answer means: by name, number or beginning; free text as it is."""
+        """Return the choice for an answer: a name, a number or the beginning of a name; free text is returned as is."""
         if not self.choices:
             return answer
         names, word = list(self.choices), answer.lower().replace(" ", "")
@@ -75,21 +75,21 @@ class Question:
 
 
 class Asker(Protocol):
-    """Gets the answer to a question; `check` turns it into a value or raises a HalfstepError that says why not."""
+    """Gets the answer to a question; `check` converts it to a value or raises a HalfstepError with the reason."""
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody sees what is shown while the questions are asked."""
+        """True if a person sees the output while answering."""
         ...
 
     def ask(self, question: Question, check: Callable[[str], Value]) -> Value: ...
 
     def finish(self) -> None:
-        """All questions were asked; raises where an answer was given to one that was not."""
+        """End the conversation; raise if there are answers to questions that were not asked."""
 
 
 class Prompt:
-    """Asks on the console and reads lines, from a terminal or a pipe; a bad answer is explained and asked again."""
+    """Asks on the console and reads lines from a terminal or a pipe; explains a bad answer and asks again."""
 
     def __init__(self, console: Console, lines: TextIO) -> None:
         self.console, self.lines = console, lines
@@ -109,11 +109,11 @@ class Prompt:
                 show_refusal(self.console, error)
 
     def finish(self) -> None:
-        """A person answers what is asked."""
+        """Do nothing: a person answers only what is asked."""
 
     def _line(self, question: Question) -> str:
         print("> ", end="", flush=True)
-        # A Ctrl-C between a look for signals and a read would wait for the next key: so wait in short turns.
+        # readline would delay a Ctrl-C until the next key: wait for input in short intervals instead.
         while self.lines.isatty() and os.name == "posix" and not select.select([self.lines], [], [], 0.1)[0]:
             pass
         try:
@@ -128,13 +128,13 @@ class Prompt:
                 fix="--yes takes the defaults, --answers FILE gives answers",
             )
         answer = line.strip()
-        if not self.lines.isatty():  # a pipe does not show what was typed
+        if not self.lines.isatty():  # a pipe does not echo the answer
             print(answer or question.default)
         return answer
 
 
 class Scripted:
-    """Answers given in advance, defaults for the rest; every one is printed, a bad one is an error."""
+    """Uses answers given in advance and defaults for the rest; prints each, and refuses bad ones."""
 
     is_watched = False
 
@@ -155,23 +155,23 @@ class Scripted:
         idle = sorted(self.answers.keys() - self._asked)
         if idle:
             raise ConfigError(
-                f"answered, but not asked: {', '.join(idle)}",
-                why="other answers made the question needless",
+                f"answers to questions that were not asked: {', '.join(idle)}",
+                why="other answers made the question unnecessary",
                 fix="remove it, or correct the other answers",
             )
 
 
 def parse_path(answer: str) -> Path:
-    """The path that an answer names, with ~ as the shell has it."""
+    """Parse an answer as a path and expand ~."""
     try:
-        answer.encode()  # a name that is not text cannot stand in a config
+        answer.encode()  # a name that is not valid text cannot be written to a config
         return Path(answer).expanduser()
     except (RuntimeError, UnicodeEncodeError) as error:
         raise ConfigError(f"{answer!r} is not a usable path", why=str(error)) from error
 
 
 def read_answers(path: Path, questions: Sequence[Question]) -> dict[str, str]:
-    """Answers from a YAML or JSON file: `key: value` for any of the questions, each choice checked at once."""
+    """Read answers from a YAML or JSON file, `key: value` for any of the questions; check each choice."""
     if not path.exists():
         raise ConfigError(f"no file of answers at {path}", fix="give a YAML or JSON file, or leave --answers out")
     known = {question.key: question for question in questions}
@@ -215,7 +215,7 @@ TASK = Question(
     text="What do you want to train?",
     choices={
         **{task: entry.about for task, (entry, _) in FAMILIES.items()},
-        "own": "a workload of your own, by import path pkg.module:KIND or pkg.module:build",
+        "own": "a custom workload, by import path pkg.module:KIND or pkg.module:build",
     },
     aliases={next(iter(entry.models)): task for task, (entry, _) in FAMILIES.items() if len(entry.models) == 1},
     default=next(iter(FAMILIES)),
@@ -254,7 +254,7 @@ QUESTIONS = (TASK, MODEL, WORKLOAD, DATA, GOAL, PICK, FILE, START)
 
 
 def add_task(answers: Mapping[str, str]) -> Mapping[str, str]:
-    """Answers that name a model and no task, with the task that the model is for."""
+    """Add the task to answers that name only a model."""
     task = next((task for task, (entry, _) in FAMILIES.items() if answers.get(MODEL.key) in entry.models), "")
     return {TASK.key: task, **answers} if task else answers
 
@@ -266,14 +266,14 @@ class Machine:
     hardware: Hardware
     num_cores: int
     device: str | None = None
-    """As the user named it; None: halfstep chose."""
+    """As given by the user; None: chosen by halfstep."""
     may_measure: bool = True
-    """Whether suggestions may be tried on the device, for a few seconds each."""
+    """True if suggestions may be tried on the device, for a few seconds each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GuideResult:
-    """What the conversation led to; the file is written."""
+    """The result of the conversation; the file has been written."""
 
     file: Path
     command: str
@@ -281,7 +281,7 @@ class GuideResult:
 
 
 def guide(asker: Asker, console: Console, machine: Machine, scratch: Path) -> GuideResult:
-    """Ask, suggest, write. `scratch` is a folder for demo data and pictures that the caller removes."""
+    """Ask, suggest and write. `scratch` is a folder for demo data and pictures that the caller removes."""
     show_machine(console, machine)
     workload = _ask_workload(asker, machine)
     data_dir, look = _ask_data(asker, console, workload, scratch)
@@ -323,7 +323,7 @@ def _ask_workload(asker: Asker, machine: Machine) -> str:
 
 
 def check_own_workload(answer: str) -> str:
-    """An import path that leads to a callable."""
+    """Check that an import path leads to a callable."""
     if not is_import_path(answer):
         raise ConfigError(f"workload: {answer!r} is not an import path", fix="such as my_pkg.my_mod:build")
     import_callable(answer, what="workload", form="build(config, store) -> Workload")
@@ -331,7 +331,7 @@ def check_own_workload(answer: str) -> str:
 
 
 def _ask_data(asker: Asker, console: Console, workload: str, scratch: Path) -> tuple[str | None, DataLook | None]:
-    """The folder for the config (None: demo data) and what is in it (None: only the user's workload knows)."""
+    """Return the data folder (None: demo data) and its content (None: only a custom workload can read it)."""
 
     def look(answer: str) -> DataLook:
         with console.status("looking at the data"):
@@ -347,18 +347,18 @@ def _ask_data(asker: Asker, console: Console, workload: str, scratch: Path) -> t
     found = asker.ask(DATA, look)
     grid = _get_grid_path(scratch)
     save_grid(found, grid)
-    console.print(pairs_table(describe(found)))
+    console.print(make_pairs_table(describe(found)))
     if asker.is_watched:
         console.print(Text(f"A few samples, for you to look at: {grid}"), soft_wrap=True)
-        console.print(Text("  (there while you answer, then beside your config)", style="dim"))
+        console.print(Text("  (kept while you answer, then saved next to your config)", style="dim"))
     return (None if found.source == "demo" else str(found.folder)), found
 
 
 def check_folder(answer: str) -> str:
-    """A folder that is there; what it holds is for the user's own workload to say."""
+    """Check that a folder exists; only the custom workload can read its content."""
     folder = make_absolute(parse_path(answer))
     if not answer or not folder.is_dir():
-        raise DataError(f"data: no folder {answer!r}", why="your own workload has no demo data", fix="name its folder")
+        raise DataError(f"data: no folder {answer!r}", why="a custom workload has no demo data", fix="give its folder")
     return str(folder)
 
 
@@ -368,7 +368,7 @@ def _ask_choice(asker: Asker, console: Console, situation: Situation) -> Suggest
     for number, one in enumerate(offered.values(), 1):
         console.print()
         console.print(Rule(Text(f"{number} {one.name}", style="bold"), align="left"))
-        console.print(pairs_table(one.facts))
+        console.print(make_pairs_table(one.facts))
     question = dataclasses.replace(PICK, choices={name: _summarise(one) for name, one in offered.items()})
     return asker.ask(question, lambda name: offered[name])
 
@@ -381,16 +381,18 @@ def _summarise(one: Suggestion) -> str:
 
 
 def check_new_file(answer: str) -> Path:
-    """A file that is not there yet, by a name that `halfstep train` takes for a file."""
+    """Check the name of a new config file, which `halfstep train` must recognise as a file."""
     path = parse_path(answer)
     if path.suffix.lower() not in (".yaml", ".yml") or "=" in answer or answer.startswith("-"):
-        raise ConfigError(f"file: {answer!r} is not a name for a config", fix="NAME.yaml, without = and no - in front")
+        raise ConfigError(
+            f"file: {answer!r} is not a name for a config", fix="NAME.yaml, without = and without a leading -"
+        )
     try:
         is_taken, has_folder = path.exists(), path.parent.is_dir()
     except OSError as error:
         raise ConfigError(f"file: {answer}: {error.strerror}", fix="another name") from error
     if is_taken:
-        raise ConfigError(f"file: {answer} exists already", why="nothing is overwritten", fix="another name")
+        raise ConfigError(f"file: {answer} exists already", why="files are never overwritten", fix="another name")
     if not has_folder:
         raise ConfigError(f"file: no folder {path.parent}", fix="make it first, or name another")
     return path
@@ -406,7 +408,7 @@ def _get_grid_path(scratch: Path) -> Path:
 
 
 def write_new(files: Mapping[Path, bytes]) -> None:
-    """All of these files or none; an existing one is never touched."""
+    """Write all of these new files or none."""
     made: list[Path] = []
     try:
         for path, content in files.items():
@@ -431,7 +433,7 @@ def show_machine(console: Console, machine: Machine) -> None:
         *(("warning", warning) for warning in advice.warnings),
     ]
     console.print(Rule(Text(f"{hardware.device}  {hardware.name}", style="bold"), align="left"))
-    console.print(pairs_table(rows))
+    console.print(make_pairs_table(rows))
 
 
 def _show_outcome(console: Console, files: tuple[Path, ...], command: str) -> None:

@@ -1,4 +1,4 @@
-"""From facts to two or three configs to choose from, each with its reason. Every number says where it comes from."""
+"""Suggest two or three configs for a machine, data and a goal, each with reasons and the source of every number."""
 
 from __future__ import annotations
 
@@ -26,43 +26,43 @@ ORDER = {
     "lowmem": ("lowmem", "fast", "stable"),
     "stable": ("stable", "quality", "lowmem"),
 }
-"""Goal to presets: its own first, then what a user may like better on seeing the numbers."""
+"""Presets for each goal: its own first, then alternatives."""
 REASONS = {
-    "fast": "the fastest precision of this machine, compiled where that pays, and few epochs",
+    "fast": "the fastest precision of this machine, compiled if that pays off, and few epochs",
     "quick": "small data: small images and 20 epochs, the quickest way to a first result",
-    "quality": "a long recipe with a weight average, validated as it goes",
-    "lowmem": "activations are computed twice instead of kept, about a third slower",
-    "stable": "strict fp32 and plain eager PyTorch; a bad stretch is rolled back instead of ending the run",
+    "quality": "a long recipe with averaged weights, validated during training",
+    "lowmem": "activations are recomputed instead of stored, about a third slower",
+    "stable": "strict fp32 and plain eager PyTorch; faults are rolled back instead of ending the run",
 }
 HOW_IT_RUNS = ("train.fast", "train.memory", "train.activation_checkpointing", "guard.on_fault")
-"""What a preset changes for demo data, which have a recipe of their own."""
+"""Settings of a preset that apply to demo data, which have their own recipe."""
 SMALL_SET = 10_000
-"""Training images below which `quick` stands for `fast`: its recipe is for a few thousand."""
+"""Training images below which `quick` replaces `fast`: its recipe is for a few thousand."""
 OWN_WORKERS = 4
 SIDE_STEP, LEAST_SIDE = 16, 32
-"""Image sides are multiples of the first, which the levels and patches of our models divide."""
+"""Image sides are multiples of the first, which fits the levels and patches of our models."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suggestion:
-    """One config to choose, with what it is expected to do."""
+    """One suggested config, with its expected results."""
 
     name: str
     values: Mapping[str, Any]
-    """What its file says, nested."""
+    """Content of its file, nested."""
     config: RunConfig
     facts: tuple[tuple[str, str], ...]
-    """Names and values for the screen, the reason first."""
+    """Names and values to print, the reason first."""
 
     def to_yaml(self) -> str:
-        """The file: its reasons as comments, then its values."""
+        """Return the file: reasons as comments, then the values."""
         comments = [f"# {name}: {' '.join(value.split())}" for name, value in self.facts]
         text = yaml.dump(dict(self.values), Dumper=Dumper, sort_keys=False, width=120, allow_unicode=True)
         return "\n".join(["# Written by `halfstep guide`. Change what you like.", *comments, text])
 
 
 def make_suggestions(situation: Situation) -> tuple[Suggestion, ...]:
-    """The config for the goal, and others worth a look; two that say the same are one."""
+    """Return the config for the goal and alternatives, without duplicates."""
     found: list[Suggestion] = []
     planners: Planners = {}
     for preset in ORDER[situation.goal]:
@@ -87,7 +87,7 @@ def _make_suggestion(situation: Situation, preset: str, planners: Planners) -> S
     if situation.look is None:
         facts.append(("speed", _describe_speed(situation.hardware, precision)))
         paths |= {"data.num_workers": min(OWN_WORKERS, situation.num_cores), "train.auto_batch": True}
-        facts.append(("memory", "not known for your own model: train.auto_batch halves the batch where it must"))
+        facts.append(("memory", "unknown for a custom model: train.auto_batch halves the batch if necessary"))
     else:
         cost = predict_step_cost(start, situation.look.store, situation.hardware, precision, planners)
         size, size_facts = choose_batch(situation, preset, start, cost)
@@ -111,7 +111,7 @@ def _make_suggestion(situation: Situation, preset: str, planners: Planners) -> S
 def _try_preset(
     situation: Situation, preset: str, paths: Mapping[str, Any], batch_size: int
 ) -> tuple[Trial | None, str]:
-    """The trial of a config, where trials are made, and what it says of the speed against fp32."""
+    """Try a config if trials are allowed; return the trial and its speed compared with fp32."""
     if situation.try_out is None or situation.look is None or KINDS.of(situation.workload).synthetic is None:
         return None, ""
     store, precision = situation.look.store, paths["precision"]
@@ -125,7 +125,7 @@ def _try_preset(
 
 
 def _choose_base_settings(situation: Situation, preset: str) -> dict[str, Any]:
-    """What the situation alone asks for, before anything is counted."""
+    """Return the settings that follow from the situation alone."""
     said = KINDS.of(situation.workload).schema(situation.workload).presets[preset]
     paths: dict[str, Any] = {"device": situation.device} if situation.device else {}
     if situation.is_demo:
@@ -141,7 +141,7 @@ def _choose_base_settings(situation: Situation, preset: str) -> dict[str, Any]:
 
 
 def _fit_to_pictures(situation: Situation, preset: str, paths: dict[str, Any]) -> list[tuple[str, str]]:
-    """Images no larger than the pictures, in place, with the first layers that such images need; and why."""
+    """Limit the image size to that of the data, with matching first layers; update `paths`, return the reason."""
     look, config = situation.look, _build_config(situation, preset, paths)
     if look is None or look.sides is None or situation.is_demo:
         return []
@@ -150,7 +150,7 @@ def _fit_to_pictures(situation: Situation, preset: str, paths: dict[str, Any]) -
         return []
     paths |= KINDS.of(situation.workload).make_guide().for_side(config, side)
     width, height = look.sides
-    return [("image size", f"{side} pixels: the pictures have {width}×{height}, and more would be blown up")]
+    return [("image size", f"{side} pixels: the images have {width}×{height}, and upscaling adds nothing")]
 
 
 def _choose_smaller(situation: Situation) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def _explain_precision(situation: Situation, precision: str) -> str:
     advice = advise(situation.hardware)
     if precision == advice.precision:
         return advice.headline.removeprefix("use ")
-    return f"{precision}: nothing is rounded to fewer digits ({advice.precision} would be faster here)"
+    return f"{precision}: no rounding to fewer digits ({advice.precision} would be faster here)"
 
 
 def _describe_speed(hardware: Hardware, precision: str) -> str:
@@ -190,10 +190,10 @@ def _describe_speed(hardware: Hardware, precision: str) -> str:
 
 def _list_remarks(situation: Situation, paths: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if situation.is_demo:
-        yield "demo", "a small model and few epochs of its own; the choice changes only how it runs"
+        yield "demo", "has its own small model and few epochs; the choice changes only how it runs"
     if smaller := _choose_smaller(situation):
         settings = ", ".join(f"{key}={paths[key]}" for key in smaller)
-        yield "on a CPU", f"so smaller than usual: {settings}"
+        yield "on a CPU", f"smaller than the default: {settings}"
 
 
 def _nest_settings(situation: Situation, preset: str, paths: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,32 +214,32 @@ def _build_config(situation: Situation, preset: str, paths: Mapping[str, Any]) -
 
 
 STEPS_AN_EPOCH = 10
-"""Fewer optimizer steps than this in an epoch, and a small set learns too slowly for its epochs."""
+"""Minimum optimizer steps per epoch: with fewer, a small set learns too slowly."""
 SMALLEST_BATCH = 8
-"""Not even for that: BatchNorm's statistics over fewer samples are noise (Wu and He 2018, figure 1)."""
+"""Minimum batch: BatchNorm's statistics over fewer samples are noise (Wu and He 2018, figure 1)."""
 FORWARD_SHARE = 1 / 3
-"""Of a training step's time: backward is two products for one of forward."""
+"""Forward's share of a step: backward computes two products for each one of forward."""
 LARGEST_GROWTH = 4
-"""How far `fast` enlarges its preset's batch: much larger ones need more epochs (McCandlish et al. 2018)."""
+"""Largest factor by which `fast` enlarges its batch: larger ones need more epochs (McCandlish et al. 2018)."""
 TryOut = Callable[[RunConfig, Mapping[str, Any], int], Trial | None]
 TIME_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Situation:
-    """What is known when a suggestion is made."""
+    """Everything that suggestions depend on."""
 
     workload: str
     goal: str
     hardware: Hardware
     num_cores: int
     look: DataLook | None
-    """None for a workload of the user's own, whose data only it can read."""
+    """None for a custom workload, whose data only it can read."""
     data_dir: str | None
     device: str | None
-    """What the user named, to be written down; None leaves the choice to the run."""
+    """As given by the user, to be written to the config; None: the run chooses."""
     try_out: TryOut | None = None
-    """How a suggestion is tried on the device; None: not at all, and what a trial would measure is estimated."""
+    """Tries a suggestion on the device; None: no trials, use estimates."""
 
     @property
     def is_demo(self) -> bool:
@@ -253,15 +253,15 @@ class Situation:
 def choose_batch(
     situation: Situation, preset: str, start: RunConfig, cost: StepCost
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Batch and accumulation: the recipe's samples per step, more for `fast`, limited by the data and the memory."""
+    """Choose batch and accumulation: the recipe's samples per step, more for `fast`, limited by data and memory."""
     assert situation.look is not None
     num_train, memory = situation.look.num_train, situation.memory_bytes
     recipe = start.train.batch_size * start.train.accumulate
     fits = _round_to_power_of_two(cost.largest_batch(memory)) if memory else recipe
-    # A CPU is no faster with a larger batch.
+    # A larger batch is not faster on a CPU.
     grows = preset == "fast" and not situation.is_demo and situation.hardware.kind != "cpu"
     grown = max(recipe, min(recipe * LARGEST_GROWTH, fits)) if grows else recipe
-    # A quarter where the recipe itself is small: a U-Net's BatchNorm sees many pixels of few samples.
+    # A quarter if the recipe's batch is small: a U-Net's BatchNorm sees many pixels of few samples.
     smallest = min(SMALLEST_BATCH, max(2, recipe // 4), num_train)
     by_data = _round_to_power_of_two(max(num_train // STEPS_AN_EPOCH, smallest))
     a_step = min(grown, by_data)
@@ -279,10 +279,10 @@ def choose_batch(
 
 
 def _describe_memory(cost: StepCost, micro: int, fits: int, memory: int) -> str:
-    a_sample = f"{format_bytes(cost.fixed_bytes)} + {format_bytes(cost.sample_bytes)} a sample"
+    a_sample = f"{format_bytes(cost.fixed_bytes)} + {format_bytes(cost.sample_bytes)} per sample"
     needed = f"about {format_bytes(cost.bytes_at(micro))} ({a_sample}; an estimate)"
     if not memory:
-        return f"{needed}; this device does not say how much it has"
+        return f"{needed}; the memory size of this device is unknown"
     if not fits:
         return f"{needed}: NOT EVEN ONE SAMPLE FITS {format_bytes(memory)}; smaller data.image_size or model"
     if fits > LARGEST_GROWTH * micro:
@@ -291,15 +291,15 @@ def _describe_memory(cost: StepCost, micro: int, fits: int, memory: int) -> str:
 
 
 def _round_to_power_of_two(number: int) -> int:
-    """The largest one that is not larger; 0 for 0."""
+    """Round down to a power of two; 0 for 0."""
     return 1 << (number.bit_length() - 1) if number > 0 else 0
 
 
 def choose_learning_rate(start: RunConfig, samples: int) -> tuple[dict[str, Any], tuple[str, str]]:
-    """Linear in the samples of a step for SGD (Goyal et al. 2017), their root for Adam (Malladi et al. 2022)."""
+    """Scale the rate linearly with the batch for SGD (Goyal et al. 2017), by its root for Adam (Malladi 2022)."""
     optimizer, recipe = start.optimizer, start.train.batch_size * start.train.accumulate
     if optimizer.lr_per:
-        peak, per, rule = optimizer.peak_lr(samples), optimizer.lr_per, "linear, as this recipe has it"
+        peak, per, rule = optimizer.peak_lr(samples), optimizer.lr_per, "linear, as in this recipe"
         paths: dict[str, Any] = {}
         shown = f"{optimizer.lr:g} x {samples}/{per}"
     elif optimizer.name in ADAM_LIKE:
@@ -317,7 +317,7 @@ def choose_learning_rate(start: RunConfig, samples: int) -> tuple[dict[str, Any]
 
 
 def choose_workers(situation: Situation, start: RunConfig, trained: Rate) -> tuple[dict[str, Any], tuple[str, str]]:
-    """As many as feed the device at the rate at which it trains, at most one a core."""
+    """Choose as many workers as the training rate needs, at most one per core."""
     look, cores = situation.look, situation.num_cores
     assert look is not None
     reading = f"one process reads {look.decoded_per_s:,.0f} samples/s (measured)"
@@ -327,7 +327,7 @@ def choose_workers(situation: Situation, start: RunConfig, trained: Rate) -> tup
         return {"data.num_workers": cores}, ("workers", f"{cores}: one per core; {reading}")
     workers = max(1, min(cores, math.ceil(trained.per_s / look.decoded_per_s)))
     fact = f"{workers} of {cores} cores: {reading}, the device {trained.words}"
-    # Of an upper limit, a training step reaches a quarter to a half.
+    # A training step reaches a quarter to a half of the upper limit.
     if workers * look.decoded_per_s < trained.per_s / (4 if trained.is_limit else 1) and look.counts:
         fact += f"; reading may be the limit: data.cache=true, or `{suggest_command('pack', situation.data_dir)}`"
     return {"data.num_workers": workers}, ("workers", fact)
@@ -335,17 +335,17 @@ def choose_workers(situation: Situation, start: RunConfig, trained: Rate) -> tup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """How many samples per second the device trains, and how that is known."""
+    """Samples per second of training, and how they were determined."""
 
     per_s: float | None
-    """None: nothing was measured."""
+    """None if nothing was measured."""
     is_limit: bool
-    """Whether it is only what no training can beat."""
+    """True if it is only an upper limit."""
     words: str
 
 
 def estimate_rate(situation: Situation, cost: StepCost, precision: str, trial: Trial | None) -> Rate:
-    """That of a trial; else the best rate of a matmul or convolution here, which training never reaches."""
+    """Return the rate of a trial, else the upper limit from the measured matmuls and convolutions."""
     if trial is not None:
         rate = f"{trial.samples_per_s:,.{0 if trial.samples_per_s >= 10 else 1}f} samples/s"
         words = f"trained {rate} (measured: whole eager steps of {trial.batch_size} samples)"
@@ -359,20 +359,20 @@ def estimate_rate(situation: Situation, cost: StepCost, precision: str, trial: T
 
 
 def estimate_duration(situation: Situation, config: RunConfig, trained: Rate) -> list[tuple[str, str]]:
-    """How long training, validation and reading will take; nothing where nothing was measured."""
+    """Estimate the time of training, validation and reading; empty if nothing was measured."""
     look, train = situation.look, config.train
     if trained.per_s is None or look is None:
         return []
     validated = train.epochs / train.validate_every * look.num_val
     computing = (train.epochs * look.num_train + validated * FORWARD_SHARE) / trained.per_s
     on_cpu, readers = situation.hardware.kind == "cpu", config.data.num_workers
-    # On a CPU workers take their time from the computing, on all cores; elsewhere the slower one sets the pace.
+    # On a CPU reading and computing share the cores; elsewhere they overlap and the slower one is the limit.
     rate = look.decoded_per_s * ((situation.num_cores if readers else 1) if on_cpu else max(1, readers))
     reading = (train.epochs * look.num_train + validated) / rate
     seconds = computing + reading if on_cpu else max(computing, reading)
     shown = next(f"{seconds / unit:.1f} {name}" for unit, name in TIME_UNITS if seconds >= unit or unit == 1)
     shown += f" for {format_count(train.epochs, 'epoch')}"
     if trained.is_limit:
-        return [("time", f"at least {shown}, most likely a few times as long (an estimate)")]
+        return [("time", f"at least {shown}, probably a few times as long (an estimate)")]
     compiled = "; compiled it may be shorter" if train.fast == "compile" else ""
     return [("time", f"about {shown} (an estimate from measured rates{compiled})")]

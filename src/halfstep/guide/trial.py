@@ -1,7 +1,7 @@
-"""A short real trial of a suggestion: its model learns from made-up images on the device itself, and is timed.
+"""Time a suggestion on the device: train its model for a few seconds on synthetic images.
 
-The batch doubles from two samples on, up to the suggested one, while there is time: a few seconds for each trial, which
-a slow device spends on a small batch and a fast one on the whole. Steps are the run's own, but eager.
+The batch doubles from two samples up to the suggested size while time is left: a slow device spends the seconds on a
+small batch, a fast one on the full batch. Steps are those of a run, but eager.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from halfstep.workloads import KINDS
 from halfstep.workloads.base.workload import Batch
 
 TRIAL_S = 3.0
-"""No step is begun that would end later."""
+"""Seconds per trial: no step starts that would end later."""
 ENOUGH = 4
-"""Steps at the largest size, of which the first is slower."""
+"""Steps at the largest size; the first is slower."""
 SMALLEST = 2
-"""BatchNorm refuses to learn from one value per channel."""
+"""BatchNorm needs more than one value per channel."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """What one trial found."""
+    """The result of one trial."""
 
     samples_per_s: float
     batch_size: int
 
 
 class Trials:
-    """Trials on one device, each made once: suggestions often differ only in how long they train."""
+    """Trials on one device, cached: suggestions often differ only in how long they train."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
         self._found: dict[str, Trial | None] = {}
 
     def __call__(self, config: RunConfig, store: Mapping[str, Any], batch_size: int) -> Trial | None:
-        """The rate of steps with up to `batch_size` samples; None where not even the smallest fits the memory."""
+        """Return the rate with up to `batch_size` samples; None if not even the smallest batch fits the memory."""
         shape = (config.workload, config.model, config.data.image_size, config.precision, config.optimizer.name)
         key = repr((shape, config.train.activation_checkpointing, config.train.channels_last, batch_size))
         if key not in self._found:
@@ -55,7 +55,7 @@ class Trials:
 
 
 def measure_trial(step: Callable[[int], float], batch_size: int) -> Trial | None:
-    """The best rate that was seen, since other work only slows; `step` takes a number of samples, gives its seconds."""
+    """Return the best rate, because other work only slows steps; `step` maps a number of samples to seconds."""
     best: Trial | None = None
     began, size, num_at_last_size = time.perf_counter(), min(SMALLEST, batch_size), 0
     while num_at_last_size < ENOUGH:
@@ -68,7 +68,7 @@ def measure_trial(step: Callable[[int], float], batch_size: int) -> Trial | None
         left_s = TRIAL_S - (time.perf_counter() - began)
         if left_s < seconds:
             break
-        if 2 * size <= batch_size and left_s > 4 * seconds:  # the first one of a size also sets kernels up
+        if 2 * size <= batch_size and left_s > 4 * seconds:  # the first step of a size also sets up kernels
             size *= 2
         else:
             num_at_last_size += 1
@@ -76,7 +76,7 @@ def measure_trial(step: Callable[[int], float], batch_size: int) -> Trial | None
 
 
 def _build_step(config: RunConfig, store: Mapping[str, Any], hardware: Hardware) -> Callable[[int], float]:
-    """A step of the run itself, eager: it takes a number of samples and gives its seconds."""
+    """Build an eager step of the run that maps a number of samples to seconds."""
     synthetic = KINDS.of(config.workload).synthetic
     assert synthetic is not None, "only workloads with synthetic data are tried"
     workload = synthetic.build(config, store, NoSamples())

@@ -1,4 +1,4 @@
-"""Measurements kept on disk, one small JSON file per device, driver and torch version."""
+"""Measurements cached on disk: one small JSON file per device, driver and torch version."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from halfstep.errors import CheckpointError
 from halfstep.hardware.facts import Hardware
 
 VERSION = 3
-"""Raised when what is measured, or what its notes say, changes: older files then no longer count."""
+"""Increased when the measurements or their notes change: older files are then ignored."""
 
 
 def make_cache_key(hardware: Hardware) -> str:
-    """The file name: everything a measurement depends on, readable at its front."""
+    """Return the file name: the device kind and a hash of everything a measurement depends on."""
     identity = (VERSION, hardware.kind, hardware.name, hardware.uuid, hardware.driver, hardware.torch_version)
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     return f"{hardware.kind}-{digest}.json"
@@ -27,7 +27,7 @@ def make_cache_key(hardware: Hardware) -> str:
 def measure_once(
     hardware: Hardware, directory: Path, measure: Callable[[Hardware], Hardware], *, fresh: bool = False
 ) -> Hardware:
-    """The stored measurement of this device, or a new one that is stored; `fresh` always measures."""
+    """Return the stored measurement of this device, or measure and store it; `fresh` always measures."""
     path = directory / make_cache_key(hardware)
     stored, note = (None, "") if fresh else _read(path)
     if stored is not None:
@@ -38,7 +38,7 @@ def measure_once(
 
 
 def _add_stored_speed(now: Hardware, stored: Hardware) -> Hardware:
-    """Speed keeps; free memory, the device's index and the facts of the table are as they are now."""
+    """Combine stored speeds with the current free memory, device index and table facts."""
     return dataclasses.replace(
         now,
         source=stored.source,
@@ -62,7 +62,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> str:
-    """A cache that cannot be written is told, not raised."""
+    """Write a cache file; return a note instead of raising if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(values, indent=1))

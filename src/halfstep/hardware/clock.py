@@ -18,7 +18,7 @@ Clock = Callable[[], float]
 
 
 class Stopwatch:
-    """Seconds since it was made or last restarted."""
+    """Seconds since its creation or last restart."""
 
     def __init__(self, *, clock: Clock = time.perf_counter) -> None:
         self._clock = clock
@@ -50,12 +50,12 @@ class Throughput:
         now_s = self._clock()
         self._total += num_samples
         self._marks.append((now_s, self._total))
-        # The mark just outside the window stays: it is the start of the first step inside.
+        # The mark just outside the window stays: it is the start of the first step inside the window.
         while len(self._marks) > 2 and self._marks[1][0] < now_s - self._window_s:
             self._marks.popleft()
 
     def per_s(self) -> float:
-        """Zero before the first step ended."""
+        """Return samples per second; zero before the end of the first step."""
         (first_s, first_total), (last_s, last_total) = self._marks[0], self._marks[-1]
         return (last_total - first_total) / (last_s - first_s) if last_s > first_s else 0.0
 
@@ -66,7 +66,7 @@ class Throughput:
 
 
 def wait_for(device: torch.device) -> None:
-    """Until everything handed to the device is done."""
+    """Wait until the device has finished all work given to it."""
     import torch
 
     if device.type != "cpu":

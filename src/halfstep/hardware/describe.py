@@ -1,4 +1,4 @@
-"""The facts of a device in words: rows for a table, and numbers as every sentence on them shows them. No torch."""
+"""Describe a device: table rows, and rates and speedups formatted the same way everywhere. No torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from halfstep.hardware.facts import Hardware, Measurement, Op
 
 GIB = 2**30
 SMALL_MARK = "*"
-"""Behind a rate of the small problem: a note says what fp32 reaches on that one."""
+"""Marks a rate measured on the small problem; a note gives fp32's rate on that one."""
 OP_NAMES: dict[Op, str] = {"matmul": "matmul", "conv_nchw": "convolution", "conv_nhwc": "channels_last convolution"}
 
 
 def describe_identity(hardware: Hardware) -> list[tuple[str, str]]:
-    """What the device is: name and value, one pair a line; what is not known is left out."""
+    """Return name and value of each known fact about the device, one pair per line."""
     pairs = [
         ("architecture", _describe_architecture(hardware)),
         ("memory", _describe_memory(hardware)),
@@ -44,7 +44,7 @@ def _describe_memory(hardware: Hardware) -> str:
 
 
 def make_format_columns(hardware: Hardware) -> dict[str, list[str]]:
-    """Column title to cells, one row a format; columns that would be empty are left out."""
+    """Return the cells by column title, one row per format; empty columns are left out."""
     unit, per_tflops = _choose_unit(hardware.measurements)
 
     def rates(op: Op) -> list[str]:
@@ -80,17 +80,17 @@ def _format_number(value: float | None) -> str:
 
 
 def format_speedup(speedup: float) -> str:
-    """2.0, or 1/199 where that reads better."""
+    """Return `2.0`, or `1/199` for a slowdown of more than ten times."""
     return f"{speedup:.1f}" if speedup >= 0.1 else f"1/{1 / speedup:.0f}"
 
 
 def format_rate(tflops: float, measurements: Sequence[Measurement]) -> str:
-    """As in the table of these measurements: `31.2 GFLOPS`."""
+    """Return `31.2 GFLOPS`, in the unit of the table of these measurements."""
     unit, per_tflops = _choose_unit(measurements)
     return f"{_format_number(tflops * per_tflops)} {unit}"
 
 
 def _choose_unit(measurements: Sequence[Measurement]) -> tuple[str, float]:
-    """A CPU's rates are unreadable in TFLOPS."""
+    """Choose GFLOPS for slow devices: a CPU's rates are unreadable in TFLOPS."""
     fastest = max((m.tflops for m in measurements), default=1.0)
     return ("TFLOPS", 1.0) if fastest >= 1 else ("GFLOPS", 1e3)

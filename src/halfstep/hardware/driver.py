@@ -1,6 +1,6 @@
-"""The boundary to the machine: every question to torch's device APIs, NVML, the kernel's files and the clock.
+"""The boundary to the machine: every call to torch's device APIs, NVML, /proc and the clock.
 
-Nothing is decided here. Tests subclass `Driver` to put a T4 on the desk or to make bf16 slow; all above is real code.
+Nothing is decided here. Tests subclass `Driver` to simulate a T4 or a slow bf16; all code above it is real.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ SAMPLES = 5
 """Timed samples of one operation."""
 
 SAMPLE_S = 0.005
-"""Short operations are repeated until a sample lasts about this long: launch and clock noise are microseconds."""
+"""Short operations are repeated until a sample takes about this long: launch and clock noise are microseconds."""
 
 CPU_SAMPLING_S = 0.1
 
 TOO_LONG_S = 0.5
-"""A first run of this length is the measurement: loading libraries hardly shows in it, and the budget is seconds."""
+"""A first run of at least this length is the measurement: loading libraries hardly matters in it."""
 
 OTHERS_BYTES = 2 * 2**30
-"""GPU memory in use, beyond our own tensors, that must be somebody else's: a context and the driver take less."""
+"""GPU memory in use, beyond our tensors, that must belong to other processes: a context and the driver take less."""
 
 UTILISATION_PERIOD_S = 1.0
-"""The longest period NVML averages utilisation over, by its manual."""
+"""The longest period over which NVML averages utilisation, according to its manual."""
 
 BUSY_PERCENT = 10
 """Utilisation of a GPU on which this process has nothing running; a desktop stays below."""
@@ -46,7 +46,7 @@ BUSY_PERCENT = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accelerator:
-    """What a driver says of one accelerator."""
+    """What a driver reports about one accelerator."""
 
     kind: Kind
     device: str
@@ -61,13 +61,13 @@ class Accelerator:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CpuDescription:
-    """What the operating system says of the CPU."""
+    """What the operating system reports about the CPU."""
 
     cpuinfo: str
     """Text of /proc/cpuinfo; empty where there is none."""
     brand: str
     features: frozenset[str]
-    """CPU features by macOS' `FEAT_*` names; on Linux they stand in cpuinfo."""
+    """CPU features by macOS' `FEAT_*` names; on Linux they are in cpuinfo."""
     cores: int
     memory_total_bytes: int
     memory_free_bytes: int | None
@@ -83,7 +83,7 @@ class Driver:
         return str(torch.__version__)
 
     def accelerators(self) -> tuple[Accelerator, ...]:
-        """Every accelerator torch can reach, best kind first."""
+        """Return every accelerator torch can use, best kind first."""
         import torch
 
         found: list[Accelerator] = []
@@ -108,7 +108,7 @@ class Driver:
         )
 
     def free_bytes(self, device: str) -> int | None:
-        """Free memory of an accelerator. Asked apart: on CUDA the question opens a context of some 500 MB there."""
+        """Return the free memory of an accelerator. A separate call: on CUDA it opens a context of about 500 MB."""
         import torch
 
         if device.startswith("cuda"):
@@ -118,13 +118,13 @@ class Driver:
         return None
 
     def load(self) -> float:
-        """Processes that want a core, averaged over a minute; 0 where the system does not count them."""
+        """Return the load average over a minute; 0 if the system does not provide it."""
         with contextlib.suppress(AttributeError, OSError):
             return os.getloadavg()[0]
         return 0.0
 
     def used_by_others(self, device: str) -> str:
-        """Who else is on this GPU, in words; empty when nobody is, or nobody can tell."""
+        """Describe the use of this GPU by other processes; empty if there is none, or it is unknown."""
         import torch
 
         if not device.startswith("cuda"):
@@ -133,14 +133,14 @@ class Driver:
         others = total - free - torch.cuda.memory_reserved(device)
         percent = _read_utilisation(device)
         if percent >= BUSY_PERCENT:
-            time.sleep(UTILISATION_PERIOD_S)  # our own kernels of a moment ago were counted too
+            time.sleep(UTILISATION_PERIOD_S)  # our own recent kernels were counted too
             percent = _read_utilisation(device)
         if others > OTHERS_BYTES or percent >= BUSY_PERCENT:
             return f"{others / 2**30:.1f} GiB taken and {percent} % busy"
         return ""
 
     def place(self, device: str) -> torch.device:
-        """Where tensors for this device are put."""
+        """Return the torch device for tensors."""
         import torch
 
         return torch.device(device)
@@ -149,7 +149,7 @@ class Driver:
         return time.perf_counter()
 
     def seconds(self, run: Callable[[], object], device: str, *, work: str) -> float:
-        """Time of one `run`. `work` names it (`matmul bf16`) for whoever watches or fakes the clock."""
+        """Return the time of one `run`. `work` names it (`matmul bf16`) for tests that fake the clock."""
         del work
         warm_up = self._sample(run, device, 1)  # libraries load, kernels are chosen
         if warm_up > TOO_LONG_S:
@@ -158,7 +158,7 @@ class Driver:
         repeats = min(50, max(1, round(SAMPLE_S / max(once, 1e-6))))
         if device != "cpu":
             return statistics.median(self._sample(run, device, repeats) for _ in range(SAMPLES))
-        # Other processes share the cores of a CPU and only ever add time: the best of more samples.
+        # Other processes share the cores of a CPU and can only add time: take the best of more samples.
         enough = min(4 * SAMPLES, max(SAMPLES, round(CPU_SAMPLING_S / (once * repeats))))
         return min(self._sample(run, device, repeats) for _ in range(enough))
 
@@ -234,7 +234,7 @@ def _read_nvidia_driver(index: int) -> str:
 
 
 def _read_utilisation(device: str) -> int:
-    """Percent of the last sampling period in which kernels ran; 0 where NVML does not answer."""
+    """Return the percentage of the last sampling period in which kernels ran; 0 if NVML does not answer."""
     import torch
 
     used = ask_nvml(torch.device(device), lambda nvml, handle: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu))
@@ -253,7 +253,7 @@ def _list_macos_features() -> frozenset[str]:
 
 
 def _read_page_bytes(name: str) -> int | None:
-    """Bytes behind a sysconf page count; None where the system does not know it."""
+    """Convert a sysconf page count to bytes; None if the system does not provide it."""
     with contextlib.suppress(AttributeError, ValueError, OSError):
         return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
     return None

@@ -1,4 +1,4 @@
-"""`Hardware`: the facts of one device. No policy and no torch: `decide` draws the conclusions."""
+"""`Hardware`: the facts of one device. No policy and no torch: `decide` uses them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 Support = Literal["native", "emulated", "missing"]
-"""native: units of its own. emulated: runs, through another format's units. missing: not to be had."""
+"""native: has hardware units. emulated: runs through another format's units. missing: not available."""
 
 Op = Literal["matmul", "conv_nchw", "conv_nhwc"]
 
@@ -27,14 +27,14 @@ class Measurement:
     error: float
     """Relative Frobenius distance to the fp64 result."""
     speedup: float
-    """Against strict fp32, same operation and same size."""
+    """Relative to strict fp32, same operation and size."""
     small: bool = False
-    """Timed on the small problem only, because the full one takes too long: its rate compares with no full one."""
+    """Timed on the small problem only, because the full one takes too long: not comparable with full rates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """Facts of one device, looked up (`source="table"`), seen (`"probe"`) or measured (`"measured"`)."""
+    """Facts of one device, looked up (`source="table"`), probed (`"probe"`) or measured (`"measured"`)."""
 
     kind: Kind
     device: str
@@ -47,7 +47,7 @@ class Hardware:
     memory_total_bytes: int = 0
     memory_free_bytes: int | None = None
     support: Mapping[str, Support] = field(default_factory=lambda: MappingProxyType({}))
-    """Format name to how the device has it; a format that is not listed is missing."""
+    """How the device supports each format; a format that is not listed is missing."""
     tensor_cores: bool = False
     uuid: str = ""
     driver: str = ""
@@ -56,35 +56,35 @@ class Hardware:
     measurements: tuple[Measurement, ...] = ()
     bandwidth_gb_s: float | None = None
     published_tflops: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    """Vendor's dense rates per format, from the table of known devices; leads, not measurements."""
+    """The vendor's dense rates per format, from the table of known devices; not measurements."""
     published_source: str = ""
     published_check: str = ""
-    """How those rates were compared with what their source says."""
+    """How those rates were checked against their source."""
     notes: tuple[str, ...] = ()
-    """What a reader should know: busy GPU, skipped measurements, shared memory, TPU not run here."""
+    """Notes for the user: busy GPU, skipped measurements, shared memory, TPU not run here."""
 
     def has(self, format_name: str) -> Support:
         return self.support.get(format_name, "missing")
 
     def measured(self, op: Op, format_name: str) -> Measurement | None:
-        """The measurement of this operation in this format, where one was made."""
+        """Return the measurement of this operation in this format, if there is one."""
         return next((m for m in self.measurements if (m.op, m.format) == (op, format_name)), None)
 
     def layout_gain(self, format_name: str) -> float | None:
-        """How much faster convolutions in this format are in channels_last; None unless both were timed at one size."""
+        """Return the speedup of channels_last convolutions in this format; None unless both were timed at one size."""
         nchw, nhwc = self.measured("conv_nchw", format_name), self.measured("conv_nhwc", format_name)
         return nhwc.tflops / nchw.tflops if nchw and nhwc and nchw.small == nhwc.small else None
 
     def best(self, format_name: str) -> Measurement | None:
-        """The operation that gains most from this format, where any was measured."""
+        """Return the operation that gains most from this format, if any was measured."""
         of_format = [m for m in self.measurements if m.format == format_name]
         return max(of_format, key=lambda m: m.speedup, default=None)
 
     def speedup(self, format_name: str) -> float | None:
-        """How much faster than strict fp32: measured, else by published rates, else unknown.
+        """Return the speedup over strict fp32: measured, else from published rates, else None.
 
-        Measured means the geometric mean of matmul and convolution, the latter in its better layout: a format that
-        gains on one and is hopeless on the other (fp16 on many CPUs, bf16 convolutions on a T4) is not a gain.
+        The measured speedup is the geometric mean of matmul and convolution, the latter in its better layout: a format
+        that gains on one and is very slow on the other (fp16 on many CPUs, bf16 convolutions on a T4) is no gain.
         """
         if format_name == "fp32":
             return 1.0
@@ -100,7 +100,7 @@ class Hardware:
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; `from_dict` is the way back."""
+        """Return plain JSON types; `from_dict` reads them back."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return values | {
             "capability": list(self.capability) if self.capability else None,
@@ -112,7 +112,7 @@ class Hardware:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Hardware:
-        """Raises LookupError, TypeError or ValueError on anything `to_dict` did not write."""
+        """Read what `to_dict` wrote; raise LookupError, TypeError or ValueError on anything else."""
         capability = values["capability"]
         return cls(
             **{

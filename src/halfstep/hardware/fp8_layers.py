@@ -1,8 +1,8 @@
-"""Whether fp8 pays, layer by layer: a Linear layer's forward and backward in fp8 against bf16, at its real shape.
+"""Measure whether fp8 pays off, layer by layer: forward and backward of a Linear layer in fp8 and bf16, at its shape.
 
-A matmul alone says too little. An fp8 layer finds the largest magnitude of both operands, scales and casts them, in
-forward and again in backward, and that eats what small matmuls gain. So the whole layer is timed as it would run:
-torchao's, compiled, fp32 weights, bf16 in and out.
+Timing the matmul alone is not enough. An fp8 layer finds the largest magnitude of both operands, scales and casts them,
+in forward and again in backward, which costs more than small matmuls gain. So the whole layer is timed as it would run:
+torchao's, compiled, fp32 weights, bf16 input and output.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from halfstep.hardware.driver import Driver
 from halfstep.hardware.facts import Hardware
 
 RECIPE = "tensorwise"
-"""One scale a tensor, found again each time: torchao's fastest recipe, without state, and what simulation computes."""
+"""One scale per tensor, recomputed each time: torchao's fastest recipe, stateless, and the one simulation follows."""
 
 MANY_SHAPES = 64
-"""Compiled variants of one function that torch keeps; its default of 8 would end the measurement after four shapes."""
+"""Compiled variants that torch keeps of one function; its default of 8 would stop the measurement after four shapes."""
 
 
 class LayerShape(NamedTuple):
-    """A Linear layer and how many rows it sees a step."""
+    """The sides of a Linear layer, and its number of input rows per step."""
 
     in_features: int
     out_features: int
@@ -43,14 +43,14 @@ class LayerShape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Gain:
-    """Forward and backward of one layer in both formats."""
+    """Time of one layer's forward and backward in both formats."""
 
     fp8_ms: float
     bf16_ms: float
 
     @property
     def ratio(self) -> float:
-        """How many times as fast as bf16."""
+        """Speedup of fp8 over bf16."""
         return self.bf16_ms / self.fp8_ms
 
     def __str__(self) -> str:
@@ -58,9 +58,9 @@ class Fp8Gain:
 
 
 def convert_to_float8(layer: nn.Linear, *, emulate: bool = False) -> Any:
-    """torchao's fp8 layer over this one's weights. `emulate` multiplies in fp32, on hardware without fp8.
+    """Return torchao's fp8 layer with this layer's weights. `emulate` multiplies in fp32, on hardware without fp8.
 
-    Made by torchao's public function, which also mends inductor where Triton writes wrong fp8 bytes.
+    torchao's public function is used because it also fixes inductor where Triton writes wrong fp8 bytes.
     """
     try:
         with warnings.catch_warnings():
@@ -79,7 +79,7 @@ def convert_to_float8(layer: nn.Linear, *, emulate: bool = False) -> Any:
 def measure_fp8_gain(
     in_features: int, out_features: int, tokens: int, device: str, *, driver: Driver | None = None
 ) -> Fp8Gain:
-    """Time one layer in both formats; a few seconds, most of them compilation."""
+    """Time one layer in both formats; takes a few seconds, mostly compilation."""
     driver = driver or Driver()
     shape, place = LayerShape(in_features, out_features, tokens), driver.place(device)
     plain, other = (nn.Linear(in_features, out_features, device=place) for _ in range(2))
@@ -99,7 +99,7 @@ def _time_layer(layer: nn.Module, shape: LayerShape, device: str, driver: Driver
     def forward_and_backward() -> None:
         torch.autograd.grad(compiled(x), (x, *layer.parameters()), grad)
 
-    forward_and_backward()  # compiles; the driver would take so long a first run for the measurement
+    forward_and_backward()  # compiles; the driver would treat such a long first run as the measurement
     return driver.seconds(forward_and_backward, device, work=work)
 
 
@@ -110,7 +110,7 @@ def measure_gains_once(
     *,
     measure: Callable[[int, int, int, str], Fp8Gain] = measure_fp8_gain,
 ) -> dict[LayerShape, Fp8Gain]:
-    """Gains of these shapes: stored ones, and new measurements, which are stored beside the device's others."""
+    """Return the gains of these shapes: stored ones, and new measurements, which are stored."""
     convert_to_float8(nn.Linear(16, 16, device="meta"))  # a stored number must not hide that torchao is missing
     path = directory / f"fp8-torchao-{version('torchao')}-{make_cache_key(hardware)}"
     stored = _read_stored(path)
@@ -123,7 +123,7 @@ def measure_gains_once(
 
 
 def _read_stored(path: Path) -> dict[str, Fp8Gain]:
-    """An unreadable file is measured again: nothing is lost but seconds."""
+    """Read stored gains; an unreadable file counts as empty, so its shapes are measured again."""
     try:
         return {name: Fp8Gain(**times) for name, times in read_json(path).items()}
     except (OSError, json.JSONDecodeError, TypeError, AttributeError):

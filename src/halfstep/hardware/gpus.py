@@ -1,4 +1,4 @@
-"""Known accelerators by name, as known_gpus.txt describes them: what a GPU that is not here can do. No torch."""
+"""Known accelerators by name, from known_gpus.txt: what a GPU that is not in this machine can do. No torch."""
 
 from __future__ import annotations
 
@@ -111,12 +111,12 @@ NOISE = frozenset((*VENDOR_WORDS, "r", "tm", "gpu", "graphics", "generation", "e
 """Words that vendors and drivers put around a model name, on either side of the comparison."""
 
 FORM_FACTOR = re.compile(r"sxm\d?|pcie|nvl|dgxs|hbm\d?e?|3e|oam|\d+gb?")
-"""Words that may follow the model without making it another one."""
+"""Words that may follow the model name without changing the model."""
 
 GIB = 2**30
 
 
-@functools.cache  # every name is held against every row
+@functools.cache  # every name is compared with every row
 def split_words(name: str) -> frozenset[str]:
     """`NVIDIA A100-SXM4-80GB` -> a100, sxm4, 80gb; `rtx4090`, `M2Max` and `v100 32 GB` are split and joined alike."""
     text = re.sub(r"(\d+)\s*gi?b\b", r" \1gb ", name.lower())

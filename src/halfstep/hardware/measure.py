@@ -1,7 +1,7 @@
-"""How fast and how exact each format is on a device that is here, within a few seconds.
+"""Measure speed and error of each format on a device of this machine, within a few seconds.
 
-Every format starts on a small problem, whose time tells whether the full one fits the budget. Where it does not (bf16
-on a CPU without it is 100 times slower than fp32) the small one is the measurement, and a note says so.
+Every format starts on a small problem, whose time shows whether the full one fits the budget. If it does not (bf16 on a
+CPU without it is 100 times slower than fp32) the small one is the measurement, and a note says so.
 
 Inputs are drawn once in fp32 and cast outside the timed call: a model keeps its activations in the low format too.
 The error is that of the whole path, cast included. Only a slice of the answer is checked against fp64, on the CPU,
@@ -95,14 +95,14 @@ def make_problem(op: Op, matmul_size: int, image: tuple[int, int, int], place: t
 
 
 def make_copy_kernel(num_bytes: int, place: torch.device) -> Kernel:
-    """Reads and writes `num_bytes` each: what memory gives when nothing is computed."""
+    """Make a kernel that reads and writes `num_bytes` each, to measure the memory bandwidth."""
     source = torch.zeros(num_bytes // 4, device=place)
     target = torch.ones_like(source)
     return lambda: target.copy_(source)
 
 
 def _draw(shape: tuple[int, ...], place: torch.device, *, seed: int = 0) -> torch.Tensor:
-    # A generator of our own: measuring must not move the user's random numbers.
+    # A separate generator: measuring must not advance the user's random numbers.
     return torch.randn(shape, device=place, generator=torch.Generator(place).manual_seed(seed))
 
 
@@ -120,7 +120,7 @@ OPS: tuple[Op, ...] = ("matmul", "conv_nchw", "conv_nhwc")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """What is measured on one kind of device."""
+    """Problem sizes and time budget for one kind of device."""
 
     small_matmul: int
     small_image: tuple[int, int, int]
@@ -154,12 +154,12 @@ WARM_UP_S = 0.3
 def measure(
     hardware: Hardware, *, budget_s: float | None = None, sizes: Sizes | None = None, driver: Driver | None = None
 ) -> Hardware:
-    """The same device with measurements, memory bandwidth, and notes on what was left out."""
+    """Return the device with measurements, memory bandwidth, and notes on what was left out."""
     driver = driver or Driver()
     if not hardware.device:
         raise HardwareError(f"{hardware.name} is not on this machine", fix="measure a device that `probe` returned")
     if others := driver.used_by_others(hardware.device):
-        note = f"in use by others ({others}): only looked at, not measured"
+        note = f"in use by others ({others}): not measured"
         return dataclasses.replace(hardware, notes=(*hardware.notes, note))
     sizes = sizes or (CPU_SIZES if hardware.kind == "cpu" else GPU_SIZES)
     session = _MeasuringSession(hardware=hardware, driver=driver, sizes=sizes, budget_s=budget_s or sizes.budget_s)
@@ -168,7 +168,7 @@ def measure(
 
 @dataclass(kw_only=True)
 class _MeasuringSession:
-    """One bounded round of measuring; it collects results and notes."""
+    """One round of measurements within a time budget; collects results and notes."""
 
     hardware: Hardware
     driver: Driver
@@ -176,7 +176,7 @@ class _MeasuringSession:
     budget_s: float
     notes: list[str] = field(default_factory=list)
     inexact: dict[str, list[str]] = field(default_factory=dict)
-    """Format to what errs by more than rounding its inputs explains."""
+    """By format: operations with a larger error than rounding the inputs explains."""
     began: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -275,7 +275,7 @@ class _MeasuringSession:
         )
 
     def _fits(self, expected_s: float) -> bool:
-        """A warm-up, the samples and the error check, in a fair share of the budget."""
+        """True if a warm-up, the samples and the error check fit into a fair share of the budget."""
         share = self.budget_s / (2 * len(OPS))
         return expected_s * (SAMPLES + 2) < min(share, self.left_s)
 
@@ -291,7 +291,7 @@ class _MeasuringSession:
         return self.driver.seconds(kernel, self.hardware.device, work=work)
 
     def _raise_clocks(self, place: torch.device) -> None:
-        """An idle accelerator runs slowly; what is measured first would look bad."""
+        """Warm the device up: an idle accelerator runs at low clocks, and the first measurement would be slow."""
         kernel = make_problem("matmul", self.sizes.full_matmul, self.sizes.full_image, place).kernel("fp32")
         until = self.driver.now() + WARM_UP_S
         while self.driver.now() < until:

@@ -1,4 +1,4 @@
-"""How much memory a run took, and the picture of it when there was not enough."""
+"""Peak memory of a run, and a description of memory use for out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def get_peak_memory_bytes(device: torch.device) -> int | None:
-    """The most memory in use since `reset_peak`: torch's on a GPU, the process's on a CPU; None where not counted."""
+    """Return the peak memory since `reset_peak`: torch's on a GPU, the process's on a CPU; None if not counted."""
     if device.type == "cuda":
         in_graphs = torch.cuda.memory_allocated(device) + _count_idle_graph_bytes(device)
         return max(torch.cuda.max_memory_allocated(device), in_graphs)
@@ -34,7 +34,7 @@ def get_peak_memory_bytes(device: torch.device) -> int | None:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Count the peak from here on; on a CPU without Linux' /proc it stays the peak since the process began."""
+    """Reset the peak; on a CPU without Linux' /proc it stays the peak since the process started."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif device.type == "xpu":
@@ -44,10 +44,11 @@ def reset_peak(device: torch.device) -> None:
 
 
 def release_unused_memory(device: torch.device) -> None:
-    """Free what nobody holds, the workspaces of cuBLAS among it, and hand it to the driver.
+    """Collect garbage, clear cuBLAS workspaces and return cached memory to the driver.
 
-    Each stream and thread that ever multiplied has a workspace, of 34 MB on an H200, until the process ends; one that a
-    graph was captured with keeps the rest of that graph's memory."""
+    Each stream and thread that ran a matmul keeps a workspace (34 MB on an H200) until the process ends; one that was
+    used in a graph capture keeps the rest of that graph's memory alive.
+    """
     gc.collect()
     if device.type == "cuda":
         torch._C._cuda_clearCublasWorkspaces()
@@ -57,7 +58,7 @@ def release_unused_memory(device: torch.device) -> None:
 
 
 def describe_memory(device: torch.device) -> str:
-    """One fact a line, for the message of a run that did not fit."""
+    """Return one fact per line, for an out-of-memory error."""
     if device.type == "cuda":
         return "\n".join(_describe_cuda_memory(device))
     facts = {"total on this machine": _read_kibibytes(MACHINE_MEMORY, "MemTotal")}
@@ -66,7 +67,7 @@ def describe_memory(device: torch.device) -> str:
         "peak of this run": get_peak_memory_bytes(device),
     }
     known = [f"{name}: {format_bytes(size)}" for name, size in facts.items() if size is not None]
-    return "\n".join(known) or f"{device} does not say how much memory it has"
+    return "\n".join(known) or f"{device} does not report its memory"
 
 
 def _describe_cuda_memory(device: torch.device) -> list[str]:
@@ -83,21 +84,22 @@ def _describe_cuda_memory(device: torch.device) -> list[str]:
 
 
 def _describe_biggest_process(others_bytes: int, device: torch.device) -> str:
-    """`, of it process 4242: 8.1 GB`; empty where there is none or NVML does not tell."""
+    """Return `, of it process 4242: 8.1 GB`; empty if there is none or NVML does not report it."""
     processes = ask_nvml(device, lambda nvml, handle: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
-    # Size is None where the driver hides it. A container's own process goes by another id here: it is the one too big.
+    # The size is None if the driver hides it. Our own process may have another id in a container: its size exceeds
+    # `others_bytes`, so it is skipped.
     sizes = [(p.usedGpuMemory or 0, p.pid) for p in processes if p.pid != os.getpid()]
     size, pid = max([s for s in sizes if s[0] <= others_bytes], default=(0, 0))
     return f", of it process {pid}: {format_bytes(size)}" if size else ""
 
 
 def _count_idle_graph_bytes(device: torch.device) -> int:
-    """Memory that captured CUDA graphs hold: replays write into it, though torch counts it as free."""
+    """Return the memory held by captured CUDA graphs: replays write into it, although torch counts it as free."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return sum(
         segment["total_size"] - segment["allocated_size"]
         for segment in torch.cuda.memory_snapshot()
-        # (0, 0) is the ordinary pool; every graph's pool has an id of its own.
+        # (0, 0) is the default pool; every graph's pool has its own id.
         if segment["device"] == index and tuple(segment["segment_pool_id"]) != (0, 0)
     )
 
@@ -115,13 +117,13 @@ def _read_peak_resident_bytes() -> int | None:
 
 
 def _read_kibibytes(file: Path, name: str) -> int | None:
-    """A `Name:  123 kB` line of Linux' /proc, in bytes; None elsewhere."""
+    """Read a `Name:  123 kB` line of Linux' /proc, in bytes; None on other systems."""
     found = re.search(rf"^{name}:\s+(\d+) kB$", file.read_text(), re.MULTILINE) if file.exists() else None
     return int(found.group(1)) * 1024 if found else None
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages made inside, from their making to their end."""
+    """Count the live bytes of all storages created inside, and their peak: for devices that keep no such count."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

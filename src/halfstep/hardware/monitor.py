@@ -1,7 +1,7 @@
-"""How the GPU does while a run lasts: a thread that asks NVML and appends to monitor.jsonl.
+"""GPU utilisation, power and memory during a run: a thread that queries NVML and appends to monitor.jsonl.
 
-It asks once per second, or more seldom where asking takes long: its share of the time stays below MOST_SHARE. NVML's
-calls let other threads run. Of a device without NVML, such as a CPU, nothing is recorded.
+It samples once per second, or less often if a query takes long: its share of the time stays below MOST_SHARE. NVML's
+calls release the GIL. For a device without NVML, such as a CPU, nothing is recorded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 INTERVAL_S = 1.0
 MOST_SHARE = 0.005
-"""Of the time, spent in asking."""
+"""Largest share of the time spent in queries."""
 LIMITS = {
     0x04: "power cap",
     0x08: "hardware slowdown",
@@ -42,14 +42,14 @@ def list_limits(bits: int) -> tuple[str, ...]:
 
 
 def take_sample(nvml: Any, handle: Any) -> Record:
-    """One look; what this GPU or driver does not tell is None."""
+    """Query all values once; a value that this GPU or driver does not provide is None."""
     questions: dict[str, Callable[[], Any]] = {
         "utilization": lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
         "memory_bytes": lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).used),
         "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
         "clock_mhz": lambda: int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
         "temperature_c": lambda: int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
-        # The older of its two names: drivers before 535 know no other.
+        # The older of its two names: drivers before 535 have no other.
         "throttled": lambda: ", ".join(list_limits(int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)))),
     }
     return {name: _ask(nvml, question) for name, question in questions.items()}
@@ -63,7 +63,7 @@ def _ask(nvml: Any, question: Callable[[], Any]) -> Any:
 
 
 class Monitor:
-    """Records of one device, in memory in sums and on disk in full."""
+    """Records of one device: sums in memory, every sample on disk."""
 
     def __init__(
         self,
@@ -81,11 +81,11 @@ class Monitor:
         self.latest: Record = {}
         self.num_samples = 0
         self.is_steady = False
-        """Whether steps are compiled and captured; a GPU waits for that, and its utilization says nothing of a step."""
+        """Whether steps are compiled and captured: before that, utilization says nothing about a step."""
         self.num_steady, self.busy_sum = 0, 0.0
         self.spent_s = 0.0
         self.trouble = ""
-        """Why it ended early, such as a full disk."""
+        """Why it stopped early, such as a full disk."""
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -95,11 +95,11 @@ class Monitor:
 
     @property
     def utilization(self) -> float | None:
-        """Mean percentage since steps were steady; None where nothing was recorded."""
+        """Mean percentage since steps became steady; None if nothing was recorded."""
         return self.busy_sum / self.num_steady if self.num_steady else None
 
     def settle(self) -> None:
-        """End the start: utilization counts from here."""
+        """Mark the end of the start-up: utilization counts from here."""
         self.is_steady = True
 
     def start(self) -> None:
@@ -114,7 +114,7 @@ class Monitor:
             self._thread = None
 
     def in_short(self) -> str:
-        """For the bar: `97%, 640 W`."""
+        """Return `97%, 640 W`, for the progress bar."""
         busy, power = self.latest.get("utilization"), self.latest.get("power_w")
         shown = [f"{busy}%" if busy is not None else "", f"{power:.0f} W" if power is not None else ""]
         return ", ".join(filter(None, shown))
@@ -142,14 +142,14 @@ class Monitor:
         return self.latest
 
     def _pause_s(self) -> float:
-        """As asked, or as long as keeps its share of the time."""
+        """Return the interval, or longer if needed to keep the share of the time."""
         looks = max(self.num_samples, 1)
         return max(self.interval_s, self.spent_s / looks / MOST_SHARE)
 
 
 @contextmanager
 def monitored(device: torch.device, file: Path, *, records: bool = True) -> Iterator[Monitor]:
-    """Records while the block lasts, in one of several processes; on a device without NVML there is no file."""
+    """Record during the block, on the rank with `records`; on a device without NVML there is no file."""
     monitor = Monitor(device, file)
     if records:
         monitor.start()
@@ -160,7 +160,7 @@ def monitored(device: torch.device, file: Path, *, records: bool = True) -> Iter
 
 
 def _read_last_elapsed_s(file: Path) -> float:
-    """Where a resumed run goes on counting."""
+    """Return the elapsed seconds at which a resumed run continues."""
     try:
         lines = file.read_text().splitlines()
     except OSError:

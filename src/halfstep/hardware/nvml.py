@@ -1,6 +1,6 @@
-"""The one door to NVML. Energy and other processes' memory are extras: without NVML they are unknown, not an error.
+"""The only access to NVML. Energy and other processes' memory are extras: without NVML they are unknown, not an error.
 
-Energy comes from the GPU's own counter (Volta and newer): of the whole board, not of this process alone.
+Energy comes from the GPU's counter (Volta and newer), which covers the whole board, not only this process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def ask_nvml(device: torch.device, question: Callable[[Any, Any], T]) -> T | None:
-    """`question(pynvml, handle)` for this CUDA device; None where NVML, the device or the permission is missing."""
+    """Call `question(pynvml, handle)` for this CUDA device; None if NVML, the device or the permission is missing."""
     import torch
 
     if device.type != "cuda" or torch.version.hip:
@@ -34,14 +34,14 @@ def ask_nvml(device: torch.device, question: Callable[[Any, Any], T]) -> T | Non
 
 
 class EnergyMeter:
-    """Joules the device has used since the meter was made."""
+    """Joules the device has used since the meter was created."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._start_mj = _read_counter_mj(device)
 
     def joules(self) -> float | None:
-        """None on a CPU, and where the GPU or its driver does not count."""
+        """Return the energy in joules; None on a CPU, or if the GPU or its driver does not count it."""
         now_mj = _read_counter_mj(self._device)
         if self._start_mj is None or now_mj is None:
             return None

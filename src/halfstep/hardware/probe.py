@@ -1,4 +1,4 @@
-"""Facts of this machine's devices: looked at, not measured. `measure` adds speed and error."""
+"""Probe the devices of this machine without measuring them. `measure` adds speed and error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ARM_CORES = {
 
 
 def find_cpu_name(processor: CpuDescription) -> str:
-    """The model by name, from cpuinfo, macOS, or the ARM part number."""
+    """Return the CPU's model name, from cpuinfo, macOS, or the ARM part number."""
     if named := re.search(r"^model name\s*:\s*(.+)$", processor.cpuinfo, re.MULTILINE):
         return named.group(1).strip()
     part = (_read_field(processor.cpuinfo, "CPU implementer"), _read_field(processor.cpuinfo, "CPU part"))
@@ -42,7 +42,7 @@ def find_cpu_vendor(name: str) -> str:
 
 
 def read_cpu_flags(processor: CpuDescription) -> frozenset[str]:
-    """x86 calls the line `flags`, ARM `Features`."""
+    """Read the CPU's feature flags: the cpuinfo line is `flags` on x86 and `Features` on ARM."""
     listed = _read_field(processor.cpuinfo, "flags") or _read_field(processor.cpuinfo, "Features")
     return frozenset(listed.split()) | processor.features
 
@@ -56,13 +56,13 @@ VENDORS = {"cuda": "NVIDIA", "rocm": "AMD", "xpu": "Intel", "mps": "Apple"}
 
 
 def probe(device: str | None = None, *, driver: Driver | None = None) -> Hardware:
-    """Facts of one device: the one named (`cuda:1`, `mps`, `cpu`), or the best one here."""
+    """Return the facts of one device: the one named (`cuda:1`, `mps`, `cpu`), or the best one."""
     driver = driver or Driver()
     return _add_free_memory(_pick(_list_devices(driver), "auto" if device is None else device), driver)
 
 
 def probe_all(*, driver: Driver | None = None) -> tuple[Hardware, ...]:
-    """Facts of every device, best first; the CPU is always there and always last."""
+    """Return the facts of every device, best first; the CPU is always included, as the last."""
     driver = driver or Driver()
     return tuple(_add_free_memory(hardware, driver) for hardware in _list_devices(driver))
 
@@ -84,7 +84,7 @@ def _pick(devices: tuple[Hardware, ...], name: str) -> Hardware:
         return devices[0]
     asked = name.lower()
     for hardware in devices:
-        # `cuda` means `cuda:0`, and `rocm` is what people call the device that torch names cuda.
+        # `cuda` means `cuda:0`, and `rocm` is a common name for a device that torch calls cuda.
         if asked in (hardware.device, hardware.device.removesuffix(":0"), hardware.kind):
             return hardware
     raise HardwareError(

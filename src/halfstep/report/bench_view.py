@@ -1,4 +1,4 @@
-"""The bench as one table on the console, and as a picture: a bar per row, time and, where it was counted, memory."""
+"""A benchmark on the console and as a picture: progress, the table of its rows, and bars of time and memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from halfstep.errors import format_count
 from halfstep.report.config_view import format_setting
 from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
 from halfstep.report.progress import format_time
-from halfstep.report.tables import columns_table, print_text
+from halfstep.report.tables import make_columns_table, print_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,19 +26,19 @@ Record = Mapping[str, Any]
 NOTHING = "-"
 WHO = ("who", "mode", "precision")
 OLDER_UNIT = {"name": "sample", "per_sample": 1}
-"""Of a stored bench that does not say what it counts."""
+"""Unit of stored benchmarks without one."""
 GAP = 2
-"""Blanks between two columns."""
+"""Spaces between two columns."""
 
 
 def show_bench(record: Record, console: Console) -> None:
-    """Title, table, the rows that could not be measured and why, and the warnings."""
+    """Print title, table, unmeasured rows with reasons, remarks and warnings."""
     rows = record["rows"]
     console.print(Text(format_title(record), style="bold"), soft_wrap=True)
     measured = [row for row in rows if row["window_ms"]]
     columns = _build_columns(measured, record.get("unit", OLDER_UNIT))
     for table in split_columns(columns, console.width) if measured else ():
-        console.print(columns_table(table, left=WHO))
+        console.print(make_columns_table(table, left=WHO))
     missing = [f"not measured: {_format_label(row)}: {row['reason']}" for row in rows if not row["window_ms"]]
     remarks = [f"{_format_label(row)}: {remark}" for row in measured for remark in row["remarks"]]
     for line in (
@@ -53,14 +53,14 @@ def show_bench(record: Record, console: Console) -> None:
 
 
 def format_title(record: Record) -> str:
-    """`unet, 31.0M parameters, batch 8, 512 pixels, adamw, clip 1: NVIDIA H200, torch 2.11.0`."""
+    """Format `unet, 31.0M parameters, batch 8, 512 pixels, adamw, clip 1: NVIDIA H200, torch 2.11.0`."""
     return f"{format_problem(record)}: {record['device']}, torch {record['versions']['torch']}"
 
 
 def format_problem(record: Record) -> str:
-    """`unet, 31.0M parameters, batch 8, 512 pixels, adamw, clip 1`."""
+    """Format `unet, 31.0M parameters, batch 8, 512 pixels, adamw, clip 1`."""
     problem = record["problem"]
-    # Benches stored before families said it themselves were all of images.
+    # Stored benchmarks without `sample_size` are all of images.
     size = record.get("sample_size", f"{problem['image_size']} pixels")
     parameters = f"{' reduced to' if problem.get('reduced') else ','} {_format_count(problem['parameters'])} parameters"
     return (
@@ -70,10 +70,10 @@ def format_problem(record: Record) -> str:
 
 
 def _describe_reduction(problem: Record) -> Iterator[str]:
-    """How the network differs from the one that its name means."""
+    """Yield how the network differs from the workload's default."""
     if changed := problem.get("reduced"):
         settings = ", ".join(f"{path}={format_setting(value)}" for path, value in changed.items())
-        yield f"reduced: this is the network of the demo ({settings}); with data.dir=DIR the full one is timed"
+        yield f"reduced: this is the demo's network ({settings}); data.dir=DIR times the full one"
 
 
 def _format_count(number: int) -> str:
@@ -81,7 +81,7 @@ def _format_count(number: int) -> str:
 
 
 def format_digits(value: float | None, significant: int = 3) -> str:
-    """So many significant digits, never an exponent: 0.0993, 25.1, 247, 5526."""
+    """Format with significant digits and without exponent: 0.0993, 25.1, 247, 5526."""
     if value is None:
         return NOTHING
     if value == 0 or not math.isfinite(value):
@@ -90,12 +90,12 @@ def format_digits(value: float | None, significant: int = 3) -> str:
 
 
 def format_start(row: Record) -> str:
-    """Seconds to the first step, and how the compiler found its cache."""
+    """Format the seconds to the first step and the state of the compiler's cache."""
     return f"{format_digits(row['start_s'])} {row['cache']}".rstrip()
 
 
 def split_columns(columns: Mapping[str, Sequence[str]], width: int) -> list[dict[str, Sequence[str]]]:
-    """The columns in as few tables as fit the width, each with the names of its rows: nothing is cut off."""
+    """Split the columns into as few tables as fit the width, each with the row names."""
     widths = {name: max(map(len, (name, *cells))) + GAP for name, cells in columns.items()}
     names = {name: columns[name] for name in WHO}
     tables: list[dict[str, Sequence[str]]] = [dict(names)]
@@ -128,7 +128,7 @@ def _build_columns(rows: Sequence[Record], unit: Record) -> dict[str, list[str]]
         "loss": each("loss", significant=4),
         "start s": [format_start(row) for row in rows],
     }
-    # Energy on a CPU, TF32 where nobody asked for it: a column of dashes says nothing.
+    # Drop columns of dashes only, such as energy on a CPU.
     return {name: cells for name, cells in columns.items() if any(cell != NOTHING for cell in cells)}
 
 
@@ -137,16 +137,16 @@ def _format_speedup(row: Record, name: str) -> str:
 
 
 def _explain_columns(record: Record, rows: Sequence[Record], columns: Iterable[str]) -> list[str]:
-    """What the columns that are shown mean, where the words alone could mislead."""
+    """Return explanations of the columns whose titles could mislead."""
     if not rows:
         return []
     meanings = {
         "ms/step": f"median of {len(rows[0]['window_ms'])} windows of {format_count(record['window_steps'], 'step')}, "
-        "copy of the batch to the device included; windows: fastest to slowest; the rate: at that median",
+        "including the copy of the batch to the device; windows: fastest to slowest; rate: at the median",
         **{f"x {name}": f"times as fast as {label}" for name, label in record["speedup_bases"].items()},
-        "loss": f"after {format_count(record['steps'], 'step')} on one random batch, held against "
+        "loss": f"after {format_count(record['steps'], 'step')} on one random batch, compared with "
         f"{record['loss_reference']} within {record['loss_bound']:.0%}",
-        "of floor": "counted arithmetic at the measured matmul rate, as a share of the step",
+        "of floor": "time of the counted arithmetic at the measured matmul rate, as a share of the step",
     }
     said = [f"{name}: {meanings[name]}" for name in columns if name in meanings]
     return [*said, f"memory: {record['memory']}"]
@@ -159,14 +159,14 @@ def _format_label(row: Record) -> str:
 COLOURS = {"fp32": "#616e7c", "tf32": "#8e44ad", "bf16": "#2f6fde", "fp16": "#0b9ac0", "fp8": "#12805c"}
 OTHER = "#b7791f"
 PEER_ALPHA = 0.45
-"""Peers stand back behind halfstep's own rows."""
+"""Peers are drawn paler than halfstep's rows."""
 INCHES_A_ROW = 0.36
 ROOM_FOR_LABELS = 1.55
-"""Of the longest bar: the numbers stand behind the bars."""
+"""Width of the axis relative to the longest bar, with room for the numbers after the bars."""
 
 
 def draw_bench(record: Record, path: Path) -> None:
-    """Write the picture; rows that say nothing about speed are left out of it."""
+    """Draw the measured rows, without simulated ones, which say nothing about speed."""
     rows = [row for row in record["rows"] if row["window_ms"] and not row["simulated"]]
     figure = new_figure((11.5, 1.5 + INCHES_A_ROW * max(len(rows), 2)))
     figure.suptitle(format_title(record), x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
@@ -181,12 +181,12 @@ def draw_bench(record: Record, path: Path) -> None:
 
 
 def _explain_gaps(record: Record, num_drawn: int, *, has_memory: bool) -> Iterator[str]:
-    """What is missing in the picture, and why."""
+    """Yield what is missing in the picture, and why."""
     if num_drawn and not has_memory:
         yield f"memory: {record['memory']}"
     if left_out := len(record["rows"]) - num_drawn:
         rows = format_count(left_out, "row")
-        yield f"not drawn: {rows} that could not be measured, or whose format is simulated here"
+        yield f"not drawn: {rows} that could not be measured or are simulated"
 
 
 def _draw_times(axes: Axes, rows: Sequence[Record], unit: Record) -> None:
@@ -216,7 +216,7 @@ def _draw_bars(axes: Axes, rows: Sequence[Record], lengths: Sequence[float], nam
 
 def _draw_spreads(axes: Axes, rows: Sequence[Record]) -> None:
     for place, row in enumerate(rows):
-        for colour, width in (("white", 4.0), (INK, 1.6)):  # a rim, to be seen on a dark bar
+        for colour, width in (("white", 4.0), (INK, 1.6)):  # a white edge, visible on a dark bar
             ends = [row["ms_min"], row["ms_max"]]
             axes.plot(ends, [place, place], color=colour, linewidth=width, solid_capstyle="butt")
 
@@ -234,10 +234,10 @@ def _format_time_label(row: Record, unit: Record) -> str:
 
 
 class RowsLeft:
-    """Which row is measured, and about how long the rest takes if rows go on as those of their kind before.
+    """Shows which row is measured, and estimates the time left from finished rows of the same kind.
 
-    A compiled row takes minutes where an eager one takes seconds: while a kind is still to come of which no row is
-    done, the time left is unknown.
+    A compiled row takes minutes, an eager one seconds: the time left is unknown until a row of each remaining kind is
+    done.
     """
 
     def __init__(
@@ -248,8 +248,8 @@ class RowsLeft:
         repeats_first: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`kinds`: of each row in order, such as `halfstep eager`. `repeats_first`: the first row comes again at the
-        end, and will take as long as it did."""
+        """`kinds`: the kind of each row in order, such as `halfstep eager`. `repeats_first`: the first row is measured
+        again at the end."""
         self.kinds = [*kinds, *(kinds[:1] if repeats_first else ())]
         self.total, self.repeats_first, self.row = len(self.kinds), repeats_first, ""
         self._console, self._clock = console, clock
@@ -257,30 +257,30 @@ class RowsLeft:
 
     @property
     def done(self) -> int:
-        """Rows before this one."""
+        """Number of finished rows."""
         return len(self._starts_s) - 1
 
     def begin(self, row: str) -> None:
-        """The row before this one is done."""
+        """Start this row; the previous one is done."""
         self._starts_s.append(self._clock())
         self.row = row
         if not self._console.is_terminal:  # where a status is not shown
             self._console.print(Text(f"measuring {self}"), soft_wrap=True)
 
     def left(self) -> str:
-        """`, about 1:20 left`; nothing until a row is done, and `unknown` until one of each kind is."""
+        """Return `, about 1:20 left`; empty until a row is done, `unknown` until one of each kind is."""
         if self.done < 1:
             return ""
-        # The first row's second measurement is known by the first one.
+        # The repeated first row takes as long as before.
         if not set(self.kinds[self.done : self.total - self.repeats_first]) <= set(self.kinds[: self.done]):
             return ", time left unknown"
         this_s = self._expected_s(self.done) - (self._clock() - self._starts_s[-1])
         others_s = sum(self._expected_s(index) for index in range(self.done + 1, self.total))
-        # A row that takes longer than those before it: only the others are known.
+        # If this row takes longer than expected, only the others can be estimated.
         return f", {'about' if this_s >= 0 else 'over'} {format_time(max(0.0, this_s) + others_s)} left"
 
     def _expected_s(self, index: int) -> float:
-        """As the row that comes again, or as the mean of its kind."""
+        """Estimate a row's time: that of the first for the repeated row, else the mean of its kind."""
         taken_s = [end - start for start, end in itertools.pairwise(self._starts_s)]
         if self.repeats_first and index == self.total - 1:
             return taken_s[0]

@@ -18,7 +18,7 @@ from halfstep.config.statements import DEFAULT, OPEN_SECTIONS, Origin
 from halfstep.report.tables import print_text
 
 TABLE_WIDTH = 110
-"""Columns below which four table columns squeeze the description into a ribbon."""
+"""Terminal width below which a list is more readable than a table."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class Setting:
 
 
 def list_settings(loaded: Loaded) -> Iterator[Setting]:
-    """Every setting in the order of the schema; an open section shows each of its keys."""
+    """Yield every setting in the order of the schema, and each key of an open section."""
     for path, field in list_fields(type(loaded.config)).items():
         value = operator.attrgetter(path)(loaded.config)
         described = field.description or ""
@@ -45,7 +45,7 @@ def list_settings(loaded: Loaded) -> Iterator[Setting]:
 
 
 def dump_config(loaded: Loaded) -> dict[str, Any]:
-    """The view for scripts."""
+    """Return every setting with value, source and description as plain data."""
     return {
         "settings": {
             one.key: {"value": one.value, "source": asdict(one.origin), "description": one.description}
@@ -58,7 +58,7 @@ def dump_config(loaded: Loaded) -> dict[str, Any]:
 
 
 def show_config(loaded: Loaded, console: Console) -> None:
-    """The view for people: what was set by hand stands out, defaults are dim."""
+    """Print every setting; those that were set are bold, defaults are dim."""
     show = show_table if console.width >= TABLE_WIDTH else show_list
     show(list(list_settings(loaded)), console)
     for line in format_header(loaded):
@@ -80,7 +80,7 @@ def show_table(rows: list[Setting], console: Console) -> None:
 
 
 def show_list(rows: list[Setting], console: Console) -> None:
-    """For narrow terminals: the description stands below its setting."""
+    """Print one setting per paragraph, for narrow terminals."""
     for row in rows:
         said = escape(f"{row.key} = {format_setting(row.value)}  ({row.origin})")
         console.print(f"[{choose_style(row)}]{said}[/]\n    [dim]{escape(row.description)}[/]", highlight=False)
@@ -91,12 +91,12 @@ def choose_style(row: Setting) -> str:
 
 
 def format_header(loaded: Loaded) -> list[str]:
-    """What a run's header says about its config: what was overridden, and what to know."""
+    """Return the lines about the config in a run's header: overridden settings and notes."""
     return [*(f"overridden: {override}" for override in loaded.overridden), *(f"note: {note}" for note in loaded.notes)]
 
 
 def format_setting(value: object) -> str:
-    """A value as it would be written in the file."""
+    """Format a value as in a config file."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (list, tuple)):

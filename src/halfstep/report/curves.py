@@ -1,7 +1,7 @@
-"""`curves.png`: what a run looked like, from its metrics records.
+"""Pictures of numbers: `curves.png` of a run, value ranges per module (`replay`), heat maps (`dry-run`).
 
-Four quarters: loss, validation metrics, learning rate, and health (the loss scale where there is one, else the gradient
-norm). A skipped step is a red mark on the floor of loss and health.
+`curves.png` has four plots: loss, validation metrics, learning rate, and health (the loss scale if there is one, else
+the gradient norm). A skipped step is a red mark at the bottom of loss and health.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ METRIC_COLOURS = ("#12805c", "#8e44ad", "#0b9ac0", "#b7791f")
 """Four at most: more curves in one quarter of a page cannot be told apart."""
 NOT_METRICS = {"step", "epoch", "loss", "elapsed_s"}
 TRAINING_TWIN = "train_"
-"""How a validation record names the same metric over the epoch's training samples."""
+"""Prefix of a metric over the epoch's training samples in a validation record."""
 SKIPS = {"skipped", "overflow"}
-"""Events of a step that was not committed."""
+"""Events of steps that were not committed."""
 LOG_FROM_POWER = 1.5
-"""Where the values span this power of the base (32-fold for 10), a linear axis presses the interesting part flat."""
+"""Use a logarithmic axis if the values span this power of the base (32-fold for 10)."""
 SMOOTH_FROM_POINTS = 20
 MARKERS_UP_TO_POINTS = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """One line of the picture; values that are not finite are gaps."""
+    """One line of a plot; non-finite values are gaps."""
 
     name: str
     colour: str
@@ -54,12 +54,12 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quarter:
-    """One of the four pictures."""
+    """One of the four plots."""
 
     title: str
     curves: list[Curve]
     skipped: list[float] = field(default_factory=list)
-    """Steps to mark on the floor."""
+    """Skipped steps to mark."""
     log_base: int = 0
     """0: linear. Otherwise logarithmic where the values span enough."""
     note: str = ""
@@ -106,7 +106,7 @@ def _build_quarters(metrics: Sequence[Record]) -> list[Quarter]:
 
 
 def _build_phase_curves(train: Sequence[Record], key: str, name: str) -> list[Curve]:
-    """One, or that of each phase (`loss/critic`)."""
+    """Build one curve, or one per phase (`loss/critic`)."""
     phases = dict.fromkeys(other for record in train for other in record if other.startswith(f"{key}/"))
     found = [
         _build_curve(train, own, own.removeprefix(f"{key}/"), colour)
@@ -126,7 +126,7 @@ def _is_number(value: object) -> bool:
 
 
 def _build_metric_curves(validation: Sequence[Record]) -> list[Curve]:
-    """Each metric of the whole, not those of single classes (`iou/cat`), with its training twin where there is one."""
+    """Build the curve of each overall metric (not per class, `iou/cat`), with its training counterpart if recorded."""
     names = dict.fromkeys(name for record in validation for name, value in record.items() if _is_number(value))
     metrics = [n for n in names if n not in NOT_METRICS and "/" not in n and not n.startswith(TRAINING_TWIN)]
     curves = []
@@ -137,7 +137,7 @@ def _build_metric_curves(validation: Sequence[Record]) -> list[Curve]:
 
 
 def _add_means(curves: Sequence[Curve]) -> list[Curve]:
-    """A noisy curve steps back behind its running mean; a short one stays as it is."""
+    """Add a running mean to each long curve, and draw the curve itself in the background."""
     found = []
     for curve in curves:
         is_long = len(curve.finite) >= SMOOTH_FROM_POINTS
@@ -147,9 +147,9 @@ def _add_means(curves: Sequence[Curve]) -> list[Curve]:
 
 
 def _compute_running_mean(values: Sequence[float]) -> list[float]:
-    """Over a window centred on each point: one that looks back only would draw a falling loss too high.
+    """Average over a window centred on each point: a trailing window would draw a falling loss too high.
 
-    At the start, where losses are steep, the window shrinks to stay centred; at the end it may look back.
+    At the start, where losses are steep, the window shrinks to stay centred; at the end it trails.
     """
     half = max(2, len(values) // 40)
     sums, counts = [0.0], [0]
@@ -225,15 +225,17 @@ def _style_axes(axes: Axes, last_step: float, note: str) -> None:
 
 COLOURS = {"forward": TRAIN, "backward": VALIDATION}
 MOST = 60
-"""Modules that can be read on one page; of more, the one at fault and those with the largest numbers."""
+"""Modules that fit one page; of more, draw the one at fault and those with the largest values."""
 
 Rows = Mapping[str, Sequence[tuple[str, float, float]]]
 """Name, smallest and largest magnitude of each module, forward and backward."""
 
 
 def draw_ranges(rows: Rows, format: str, path: Path, *, at: str = "") -> None:
-    """A bar from the smallest to the largest magnitude of each module; lines where the format ends. `at` is the module
-    at fault."""
+    """Draw a bar from the smallest to the largest magnitude of each module, and the limits of the format.
+
+    `at` is the module at fault.
+    """
     fmt = find_format(format if format != "fp8" else "bf16")
     names = choose_modules(rows, at)
     figure = new_figure((9, 1.5 + 0.22 * max(len(names), 4)))
@@ -263,7 +265,7 @@ def draw_ranges(rows: Rows, format: str, path: Path, *, at: str = "") -> None:
 
 
 def choose_modules(rows: Rows, at: str) -> list[str]:
-    """As many as can be read, in the order they ran."""
+    """Return as many modules as fit a page, in execution order."""
     largest: dict[str, float] = {}
     for name, _, high in (row for own in rows.values() for row in own):
         largest[name] = max(high, largest.get(name, 0.0))

@@ -10,20 +10,20 @@ from rich.table import Table
 
 from halfstep.errors import choose_byte_unit
 from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
-from halfstep.report.tables import columns_table
+from halfstep.report.tables import make_columns_table
 
 COLOURS = {
     "weights": "#0072b2", "gradients": "#56b4e9", "optimizer": "#009e73", "average": "#8fd3c0",
     "frozen parts": "#5d6d7e", "half copies": "#f0e442", "activations": "#e69f00", "inputs": "#bdc3c7",
     "workspaces": "#d55e00", "graph pool": "#cc79a7",
 }  # fmt: skip
-"""Okabe and Ito's, which colour-blind readers tell apart, and greys."""
+"""Okabe and Ito's palette, distinguishable for colour-blind readers, and greys."""
 INCHES_A_ROW = 0.34
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryRow:
-    """One precision and memory level: bytes by component in the mode that is shown, and the totals of all modes."""
+    """One precision and memory level: bytes by component in the shown mode, and totals of all modes."""
 
     precision: str
     level: str
@@ -36,7 +36,7 @@ class MemoryRow:
 
 
 def build_memory_table(rows: Sequence[MemoryRow], *, with_components: bool) -> Table:
-    """Peaks by mode, in the unit of the largest; by component where there is room, without those that no row has."""
+    """Build the table of peaks by mode in the unit of the largest, with components if there is room."""
     names = [name for name in COLOURS if with_components and any(row.components.get(name) for row in rows)]
     columns = {"precision": [row.precision for row in rows], "memory": [shorten_level(row.level) for row in rows]}
     _, unit = choose_memory_unit(rows)
@@ -44,7 +44,7 @@ def build_memory_table(rows: Sequence[MemoryRow], *, with_components: bool) -> T
         name.replace(" ", "\n"): [format_in_unit(row.components.get(name, 0), unit) for row in rows] for name in names
     }
     columns |= {mode: [format_in_unit(row.totals[mode], unit) for row in rows] for mode in rows[0].totals}
-    return columns_table(columns, left=("precision", "memory"))
+    return make_columns_table(columns, left=("precision", "memory"))
 
 
 def choose_memory_unit(rows: Sequence[MemoryRow]) -> tuple[str, float]:
@@ -52,7 +52,7 @@ def choose_memory_unit(rows: Sequence[MemoryRow]) -> tuple[str, float]:
 
 
 def merge_equal_rows(rows: Sequence[MemoryRow]) -> list[MemoryRow]:
-    """Rows with the same numbers as one: precisions are named together, and a level that saves nothing is left out."""
+    """Merge rows with equal numbers: list their precisions together, and omit levels that save nothing."""
     found: dict[tuple[object, ...], MemoryRow] = {}
     for row in rows:
         key = (tuple(row.components.items()), tuple(row.totals.items()))
@@ -72,7 +72,7 @@ def format_in_unit(size: int, unit_bytes: float) -> str:
 
 
 def draw_memory(title: str, rows: Sequence[MemoryRow], path: Path, *, limit_bytes: int = 0) -> None:
-    """Write stacked bars, one a row; a line where the device's memory ends."""
+    """Draw stacked bars, one per row, and a line at the device's memory size."""
     figure = new_figure((10.5, 1.8 + INCHES_A_ROW * len(rows)))
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
     axes = figure.subplots()

@@ -1,7 +1,7 @@
-"""`metrics.jsonl`: one record per line, always valid JSON, always readable, also after a kill in the middle of a line.
+"""`metrics.jsonl`: one JSON record per line, readable even after a kill in the middle of a line.
 
-JSON has no NaN: a value that is not finite stands as the string "NaN", "Infinity" or "-Infinity", and `read` turns it
-back. Finite floats are written by `repr`, so they come back as the same bits.
+JSON has no NaN: non-finite values are stored as the strings "NaN", "Infinity" or "-Infinity", which `read` converts
+back. Finite floats are written with `repr`, so they are restored bit-exactly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class MetricsFile:
-    """Appends records; each is on its way to the disk when `append` returns."""
+    """Appends records unbuffered: each is handed to the OS when `append` returns."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,8 +31,8 @@ class MetricsFile:
     def append(self, record: Mapping[str, object]) -> None:
         line = encode(record)
         try:
-            # Opened late: `cut_back` replaces the file, and an older handle would write into the one that is gone.
-            # Unbuffered: what a full disk refused must not come up again when the file is closed.
+            # Opened late: `cut_back` replaces the file, and an older handle would write into the deleted one.
+            # Unbuffered: a write that failed on a full disk must not be repeated when the file is closed.
             self._file = self._file or self.path.open("ab", buffering=0)
             while line:
                 line = line[self._file.write(line) :]
@@ -58,12 +58,12 @@ def encode(record: Mapping[str, object]) -> bytes:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Every whole record, oldest first; none when there is no file yet."""
+    """Return all complete records, oldest first; empty if there is no file yet."""
     return [_restore_non_finite(record) for _, record in _iterate_records(path)]
 
 
 def find_last_step(path: Path) -> int | None:
-    """The newest step on record; None when nothing is."""
+    """Return the newest recorded step; None if there is none."""
     return max((record["step"] for _, record in _iterate_records(path) if "step" in record), default=None)
 
 
@@ -74,15 +74,15 @@ def compute_fingerprint(path: Path, num_records: int) -> tuple[int, int]:
 
 
 def cut_back(path: Path, num_records: int) -> None:
-    """Keep what was on record when the checkpoint was taken; a count, since one step may write before and after it."""
-    if not path.exists() and not path.is_symlink():  # a link to nothing would be written through
+    """Keep the records that existed at a checkpoint, by count: one step may write before and after it."""
+    if not path.exists() and not path.is_symlink():  # writing would create the target of a dangling link
         return
     kept = [line for line, _ in _iterate_records(path)][:num_records]
     write_atomically(path, "".join(f"{line.decode()}\n" for line in kept))
 
 
 def _iterate_records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each line with its record; the last line may be one that a kill cut short, and is left out then."""
+    """Yield each line with its record; skip a last line that a kill cut short."""
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
@@ -96,13 +96,13 @@ def _iterate_records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 return
             raise CheckpointError(
                 f"line {number} of {path} is not a record: {line[:60]!r}",
-                why="only the last line can be cut short by a kill; this one was changed or the disk lost it",
+                why="a kill can cut short only the last line; this one was edited or damaged",
                 fix="delete that line",
             ) from error
 
 
 def replace_non_finite(value: object) -> object:
-    """With words for what is not finite."""
+    """Replace non-finite floats by strings, also in nested values."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):

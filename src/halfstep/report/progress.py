@@ -1,7 +1,6 @@
-"""One bar for one pass over the data: alive on a terminal, now and then a plain line elsewhere.
+"""A progress bar for one pass over the data: live on a terminal, an occasional plain line elsewhere.
 
-`advance` only counts. A thread of rich draws eight times per second, so the bar costs a step well under a
-microsecond.
+`advance` only counts. A thread of rich draws eight times per second, so the bar costs a step well under a microsecond.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from rich.text import Text
 
 REFRESHES_PER_S = 8
 LINE_EVERY_S = 30.0
-"""Log files are read later: often enough to see life, seldom enough to be read at all."""
+"""Seconds between lines in a log file."""
 PACE_WINDOW_S = 10.0
-"""The shown rate is that of the last seconds, so a slow first step does not spoil it for long."""
+"""The rate is averaged over the last seconds, so that a slow first step does not distort it for long."""
 BAR_WIDTHS = (5, 24)
-"""Cells: below the first it no longer reads as a bar, beyond the second it only takes room from numbers."""
+"""Minimum and maximum width in cells."""
 NAMELESS_FIELDS = {"precision", "memory", "speed"}
 """Fields whose value explains itself: `bf16`, `4.8 GB`, `310 images/s`."""
 
 
 class Bar:
-    """Where one pass stands; draws itself on one line of whatever width there is."""
+    """The progress of one pass, drawn on one line of any width."""
 
     def __init__(self, label: str, total: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.label, self.total, self.done = label, total, 0
@@ -44,9 +43,9 @@ class Bar:
         self._begin_pace()
 
     def advance(self, shown: Mapping[str, str] | None = None, *, begins_pace: bool = False) -> None:
-        """One step further; `shown` replaces the fields, most important first.
+        """Count one step; `shown` replaces the fields, most important first.
 
-        `begins_pace` leaves the steps so far out of the rate: they were not like those to come.
+        `begins_pace` excludes the steps so far from the rate, because they differ from those to come.
         """
         self.done += 1
         if begins_pace:
@@ -63,7 +62,7 @@ class Bar:
         self._marks = deque([self._begin])
 
     def parts(self) -> list[str]:
-        """What stands beside the bar, most important first."""
+        """Return the texts next to the bar, most important first."""
         now_s, done = self._clock(), self.done
         elapsed_s = now_s - self._start_s
         steps_per_s = self._whole_pace(now_s, done) if self.is_over else self._pace(now_s, done)
@@ -75,7 +74,7 @@ class Bar:
         return (done - first_done) / max(now_s - first_s, 1e-9)
 
     def _pace(self, now_s: float, done: int) -> float:
-        marks = self._marks  # the drawing thread's, while the training one may begin new ones
+        marks = self._marks  # a local reference: the training thread may replace the list meanwhile
         marks.append((now_s, done))
         while len(marks) > 2 and marks[1][0] < now_s - PACE_WINDOW_S:
             marks.popleft()
@@ -92,7 +91,7 @@ class Bar:
         room = options.max_width - cell_len(self.label) - narrowest - 1
         tail = ""
         for part in filter(None, self.parts()):
-            # Stop at the first that does not fit: letting later ones in would make fields come and go.
+            # Stop at the first that does not fit: showing later ones would make fields flicker.
             if cell_len(tail) + 1 + cell_len(part) > room:
                 break
             tail += f" {part}"
@@ -116,7 +115,7 @@ class LineBar(Bar):
         self._line_s = self._start_s
 
     def __enter__(self) -> LineBar:
-        if self.total:  # of samples, how many are asked for is known later
+        if self.total:  # the number of samples to draw is known only later
             self._write(f"{self.label} 0/{self.total}")
         return self
 
@@ -129,7 +128,7 @@ class LineBar(Bar):
         self._write_when_due()
 
     def show(self, shown: Mapping[str, str]) -> None:
-        """One item may take minutes, and its fields tell how far it is."""
+        """Replace the fields, and write a line if one is due: a single item may take minutes."""
         super().show(shown)
         self._write_when_due()
 
@@ -146,7 +145,7 @@ class LineBar(Bar):
 
 @contextlib.contextmanager
 def show_live(bar: Bar, console: Console) -> Iterator[None]:
-    """Keep the bar on the terminal's last line; whatever ends the block, the cursor comes back."""
+    """Keep the bar on the terminal's last line; restore the cursor however the block ends."""
     # rich's own redirection is off: see AboveBar.
     live = Live(bar, console=console, refresh_per_second=REFRESHES_PER_S, redirect_stdout=False, redirect_stderr=False)
     with _print_above_bar(console), live:
@@ -157,10 +156,10 @@ def show_live(bar: Bar, console: Console) -> Iterator[None]:
 
 
 class AboveBar(FileProxy):
-    """Shows what others print above the bar; in a forked loader worker it writes straight through.
+    """Prints other output above the bar; in a forked loader worker it writes directly.
 
-    A fork may happen while the drawing thread holds the console's lock. Nobody would ever release it in the child, so
-    the first warning printed there would hang the worker, and with it the training.
+    A fork may happen while the drawing thread holds the console's lock. It would never be released in the child, so the
+    first warning printed there would hang the worker, and with it the training.
     """
 
     def __init__(self, console: Console, file: IO[str]) -> None:
@@ -185,7 +184,7 @@ def _print_above_bar(console: Console) -> Iterator[None]:
 
 
 def format_rate(steps_per_s: float) -> str:
-    """`3.3 it/s`, or `2.5 s/it` for slow steps; empty while unknown."""
+    """Format `3.3 it/s`, or `2.5 s/it` for slow steps; empty while unknown."""
     if not steps_per_s:
         return ""
     if steps_per_s < 1:
@@ -194,7 +193,7 @@ def format_rate(steps_per_s: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """`0:45`, `1:02:03`."""
+    """Format `0:45` or `1:02:03`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,9 +1,8 @@
-"""How good a model is: the facts, the scores of the whole, and of every class; on the console and as JSON."""
+"""Results of `evaluate` and `predict`: on the console, as JSON and as CSV."""
 
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -14,16 +13,16 @@ from rich.console import Console
 from rich.text import Text
 
 from halfstep.errors import ConfigError, format_count, make_printable
-from halfstep.report.tables import columns_table, pairs_table, print_text
+from halfstep.report.tables import dump_json, make_columns_table, make_pairs_table, print_text
 
 Cell = str | int | float | None
 SHOWN_CLASSES = 40
-"""More rows than this are no longer read; the worst ones are."""
+"""With more classes, show only the worst ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationResult:
-    """The outcome of one evaluation: plain values only."""
+    """The result of one evaluation, as plain values."""
 
     run: str
     workload: str
@@ -37,36 +36,25 @@ class EvaluationResult:
     metrics: Mapping[str, float]
     """As validation computes them in training."""
     scoring: str = ""
-    """What the metrics' names do not say of how they are computed."""
+    """How the metrics are computed, if their names do not say it."""
     scored_at: str = ""
-    """The size at which masks were compared."""
+    """Size at which masks were compared."""
     classes: tuple[Mapping[str, Cell], ...] = ()
     """One row per class; every row has the same columns, the first of which names the class."""
     ranking: str = ""
-    """The column by which classes are good or bad."""
+    """The column that ranks the classes."""
     hint: str = ""
-    """What the scores say beyond their numbers, where they do."""
+    """Advice derived from the scores, if any."""
     files: tuple[str, ...] = ()
     seconds: float = 0.0
 
     def to_json(self) -> str:
-        """Everything."""
+        """Return all fields as JSON."""
         return dump_json(asdict(self))
 
 
-def open_result_console(pipe_width: int = 1000) -> Console:
-    """Standard output; a file or a pipe has no width, and rich would squeeze everything into 80 columns."""
-    console = Console()
-    return console if console.is_terminal else Console(width=pipe_width)
-
-
-def dump_json(value: Any) -> str:
-    """Valid JSON: a number that is not finite becomes null, a byte of a file name that is not UTF-8 `\\xe9`."""
-    return json.dumps(_make_plain(value), indent=2, ensure_ascii=False, allow_nan=False)
-
-
 def show_evaluation(found: EvaluationResult, console: Console) -> None:
-    """Facts, scores, classes, files."""
+    """Print facts, scores, classes and written files."""
     facts = {
         "run": found.run,
         "checkpoint": f"{found.checkpoint}, weights {found.weights}",
@@ -75,7 +63,7 @@ def show_evaluation(found: EvaluationResult, console: Console) -> None:
         "scores": found.scoring,
         "scored at": found.scored_at,
     }
-    console.print(pairs_table(pair for pair in facts.items() if pair[1]), soft_wrap=True)
+    console.print(make_pairs_table(pair for pair in facts.items() if pair[1]), soft_wrap=True)
     console.print()
     whole = {name: value for name, value in found.metrics.items() if "/" not in name}
     console.print(Text("   ".join(f"{name} {value:.4f}" for name, value in whole.items()), style="bold"))
@@ -96,7 +84,7 @@ def _show_classes(found: EvaluationResult, console: Console) -> None:
         console.print(Text(f"The {len(rows)} worst of {len(found.classes)} classes by {found.ranking}:"))
     columns = {title: [format_cell(row[title]) for row in rows] for title in rows[0]}
     texts = [title for title in columns if any(isinstance(row[title], str) for row in rows)]
-    console.print(columns_table(columns, left=texts), soft_wrap=True)
+    console.print(make_columns_table(columns, left=texts), soft_wrap=True)
 
 
 def _rank_cell(value: Cell) -> float:
@@ -104,37 +92,27 @@ def _rank_cell(value: Cell) -> float:
 
 
 def format_cell(value: Cell) -> str:
-    """A cell as text: four digits, thousands apart, a dash for what there is not."""
+    """Format a cell: four decimals, thousands separators, a dash for None."""
     if value is None:
         return "-"
     return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
 
 
-def _make_plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {make_printable(str(name)): _make_plain(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_make_plain(inner) for inner in value]
-    if isinstance(value, str):
-        return make_printable(value)
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 SHOWN_FILES = 40
-"""Of results that lie in a folder anyway."""
+"""Rows printed if the results are also in a folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What was found in one file, in three forms; each has the same columns for every file of a call."""
+    """The result for one file in three forms; each has the same columns for every file of a call."""
 
     file: str
     found: Mapping[str, Any]
     """For JSON."""
     cells: Mapping[str, Cell] = field(default_factory=dict)
-    """For CSV; empty: what was found."""
+    """For CSV; default: `found`."""
     brief: Mapping[str, str] = field(default_factory=dict)
-    """For the console; empty: what was found."""
+    """For the console; default: `found`."""
 
     def __post_init__(self) -> None:
         plain = {name: value if isinstance(value, str | float) else str(value) for name, value in self.found.items()}
@@ -152,7 +130,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predictions:
-    """The outcome of one call: plain values only."""
+    """The result of one call, as plain values."""
 
     run: str
     workload: str
@@ -167,20 +145,20 @@ class Predictions:
     seconds: float = 0.0
 
     def to_json(self) -> str:
-        """Everything, without the cells."""
+        """Return all fields except the cells as JSON."""
         whole = asdict(self)
         whole["predictions"] = [{"file": answer.file, **answer.found} for answer in self.answers]
         return dump_json({name: value for name, value in whole.items() if name != "answers"})
 
 
 def show_predictions(made: Predictions, console: Console) -> None:
-    """A row per file, then where the results are and what was left out."""
+    """Print one row per file, then where the results are and how many files failed."""
     answers = made.answers[:SHOWN_FILES] if made.out else made.answers
     rows = [_make_printable({"file": answer.file, **answer.brief}) for answer in answers]
     if rows:
-        table = columns_table({title: [row[title] for row in rows] for title in rows[0]}, left=rows[0])
+        table = make_columns_table({title: [row[title] for row in rows] for title in rows[0]}, left=rows[0])
         for column in table.columns:
-            column.no_wrap, column.overflow = False, "fold"  # the end of a path is what tells it apart
+            column.no_wrap, column.overflow = False, "fold"  # paths often differ only at their end
         console.print(table)
     if len(answers) < len(made.answers):
         console.print(Text(f"and {len(made.answers) - len(answers):,} more", style="dim"))
@@ -199,16 +177,8 @@ def _make_printable(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def refuse_existing(path: Path) -> None:
-    """Say so before the work, not after it."""
-    if path.exists():
-        raise ConfigError(f"--csv {path} exists already", why="nothing is overwritten", fix="choose another name")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"no folder {path.parent} for --csv {path}", fix="make it first, or choose another name")
-
-
 def write_csv(made: Predictions, path: Path) -> None:
-    """One line per file, with a title line; numbers in full."""
+    """Write one line per file after a title line, with numbers in full precision."""
     rows = [_make_printable({"file": answer.file, **answer.cells}) for answer in made.answers]
     try:
         with path.open("x", newline="", encoding="utf-8") as file:
@@ -216,4 +186,4 @@ def write_csv(made: Predictions, path: Path) -> None:
             table.writeheader()
             table.writerows(rows)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", fix="choose another place with --csv") from error
+        raise ConfigError(f"cannot write {path}: {error.strerror}", fix="choose another path with --csv") from error

@@ -1,8 +1,8 @@
-"""Everything a run tells: header, bars, notices, epoch summaries and the end on the console, records on disk.
+"""The output of a run: header, bars, notices, epoch summaries and final summary on the console, records on disk.
 
-On a terminal it is alive; elsewhere it writes plain lines; `quiet` leaves warnings, errors and the final summary.
-Warnings go to standard error, where `> log` does not hide them.
-Only strings and numbers come in here: a tensor would make the host wait.
+On a terminal bars are live; elsewhere plain lines are written; `quiet` keeps only warnings, errors and the final
+summary. Warnings go to stderr, where `> log` does not hide them.
+Takes only strings and numbers: reading a tensor would make the host wait for the device.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ NOT_CURVES = {"step", "epoch"}
 
 
 class Tracker:
-    """Writes scalars into a folder that `tensorboard --logdir` reads."""
+    """Writes scalars into a folder for `tensorboard --logdir`."""
 
     def __init__(self, folder: Path, *, after_step: int | None = None) -> None:
-        """`after_step`: the last step that a resumed run has on record; TensorBoard then hides all that came later."""
+        """`after_step`: the last recorded step of a resumed run; TensorBoard then hides all later ones."""
         writer_class = _import_summary_writer()
         self._writer = writer_class(str(folder), purge_step=None if after_step is None else after_step + 1)
 
@@ -48,8 +48,8 @@ def _import_summary_writer() -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise HalfstepError(
-            "--tensorboard asked for, but tensorboard cannot be imported",
-            why=f"it is an optional extra of halfstep ({error})",
+            "--tensorboard needs the package tensorboard, which cannot be imported",
+            why=f"it is an optional dependency of halfstep ({error})",
             fix=suggest_install("tensorboard"),
         ) from error
     return SummaryWriter
@@ -62,7 +62,7 @@ Rows = Sequence[tuple[str, str]]
 
 
 class DeafConsole(Console):
-    """Goes on when nobody reads any more: `halfstep train ... | head` must not end a run. The records stay complete."""
+    """A console that survives a closed pipe: `halfstep train ... | head` must not end a run."""
 
     def _check_buffer(self) -> None:
         try:
@@ -78,15 +78,15 @@ class DeafConsole(Console):
 
 
 def explain_unwritable_output(error: OSError) -> ConfigError:
-    """What is printed cannot be written: a disk that is full, mostly."""
+    """Return the error for output that cannot be written, usually because the disk is full."""
     return ConfigError(
-        f"cannot write what is printed: {error.strerror}",
-        fix="make room where the output goes, or send it elsewhere: > FILE",
+        f"cannot write the output: {error.strerror}",
+        fix="free disk space, or redirect the output: > FILE",
     )
 
 
 class RunReport:
-    """The voice of one run; a resumed run cuts its metrics file back before it makes one."""
+    """The output of one run. A resumed run cuts its metrics file back before creating it."""
 
     def __init__(
         self, folder: Path, *, quiet: bool = False, tensorboard: bool = False, console: Console | None = None
@@ -99,7 +99,7 @@ class RunReport:
         self._tracker = Tracker(folder / "tensorboard", after_step=after_step) if tensorboard else None
 
     def header(self, title: str, rows: Rows, *, warnings: Sequence[str]) -> None:
-        """What runs, on what, in which precision and why."""
+        """Print the header: workload, device, precision and reasons."""
         if not self._quiet:
             self._show_card(title, rows, border="cyan")
         for warning in dict.fromkeys(warnings):
@@ -107,7 +107,7 @@ class RunReport:
 
     @contextlib.contextmanager
     def phase(self, label: str, total: int) -> Iterator[Bar]:
-        """One pass over the data, such as `Epoch 1/100 [Train]`; call `advance` of what it gives once per step."""
+        """Show one pass over the data, such as `Epoch 1/100 [Train]`; call `advance` of the bar once per step."""
         if self._quiet:
             yield Bar(label, total)
         elif self._console.is_interactive:
@@ -119,14 +119,14 @@ class RunReport:
                 yield line_bar
 
     def notice(self, text: str, level: Level = "info") -> None:
-        """One message, above the bar where there is one."""
+        """Print one message, above the bar if there is one."""
         if level != "info":
             self._line(f"{level}: {text}", style=STYLES[level], console=self._warnings)
         elif not self._quiet:
             self._line(text, style=STYLES[level])
 
     def epoch_summary(self, epoch: int, epochs: int, rows: Sequence[tuple[str, str, str]]) -> None:
-        """Training beside validation, a line for each (name, train value, validation value)."""
+        """Print training next to validation, one line per (name, train value, validation value)."""
         if self._quiet:
             return
         has_validation = any(validation for *_, validation in rows)
@@ -140,23 +140,23 @@ class RunReport:
         self._console.print(table)
 
     def log(self, record: Mapping[str, object]) -> None:
-        """Append one record to metrics.jsonl, and to TensorBoard where asked for."""
+        """Append one record to metrics.jsonl, and to TensorBoard if requested."""
         self._metrics.append(record)
         if self._tracker is not None:
             self._tracker.add(record)
 
     def finish(self, title: str, rows: Rows) -> None:
-        """The final summary; also when quiet."""
+        """Print the final summary, even when quiet."""
         self._show_card(title, rows, border="green")
 
     def close(self) -> None:
-        """Close the files; the console needs nothing."""
+        """Close the files."""
         self._metrics.close()
         if self._tracker is not None:
             self._tracker.close()
 
     def _show_card(self, title: str, rows: Rows, *, border: str) -> None:
-        """A panel on a terminal; elsewhere lines that a search finds whole."""
+        """Print a panel on a terminal, plain lines elsewhere."""
         if not self._console.is_interactive:
             return self._line("\n".join([title, *(f"  {name}: {value}" for name, value in rows)]))
         grid = Table.grid(padding=(0, 2))

@@ -1,16 +1,19 @@
-"""Text and tables on the console: paragraphs, number formats, what becomes of a number, plain columns of text."""
+"""Console output that all commands share: paragraphs, tables, the console for results, JSON text."""
 
 from __future__ import annotations
 
+import json
+import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from halfstep.formats import FORMATS, Fate, Format
+from halfstep.errors import make_printable
 
 WORD_STYLES = {
     "native": "green",
@@ -24,7 +27,7 @@ WORD_STYLES = {
     "yes": "green",
     "no": "dim",
 }
-"""Words that carry their own colour wherever they stand."""
+"""Colours of words in table cells."""
 
 
 def print_text(console: Console, text: Text) -> None:
@@ -34,36 +37,36 @@ def print_text(console: Console, text: Text) -> None:
     """
     if console.is_terminal:
         text = text.copy()
-        text.plain = "\n".join(_broken(line, console.width) for line in text.plain.split("\n"))
+        text.plain = "\n".join(_break_line(line, console.width) for line in text.plain.split("\n"))
     console.print(text, soft_wrap=True)
 
 
-def _broken(line: str, width: int) -> str:
+def _break_line(line: str, width: int) -> str:
     # Not rich's wrapping, which folds or crops a word longer than the terminal.
     indent = " " * (len(line) - len(line.lstrip()))
     return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def plain_table(*titles: str) -> Table:
-    """Our style: no frame but a rule under the titles, readable at 80 columns. The first column stands out."""
+def make_plain_table(*titles: str) -> Table:
+    """Return an empty table in our style: a rule under the titles, no frame, the first column bold."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for index, title in enumerate(titles):
         table.add_column(title, style="bold" if index == 0 else "", no_wrap=index == 0)
     return table
 
 
-def columns_table(columns: Mapping[str, Sequence[str]], *, left: Iterable[str] = ()) -> Table:
-    """Cells column by column; numbers stand right, the columns named in `left` do not."""
-    table = plain_table(*columns)
+def make_columns_table(columns: Mapping[str, Sequence[str]], *, left: Iterable[str] = ()) -> Table:
+    """Make a table from columns of cells, right-aligned except for those in `left`."""
+    table = make_plain_table(*columns)
     for column, title in zip(table.columns, columns, strict=True):
         column.justify, column.no_wrap = "left" if title in left else "right", True
     for row in zip(*columns.values(), strict=True):
-        table.add_row(*(coloured(cell) for cell in row))
+        table.add_row(*(colour_word(cell) for cell in row))
     return table
 
 
-def pairs_table(pairs: Iterable[tuple[str, str]]) -> Table:
-    """Names with their values, no titles."""
+def make_pairs_table(pairs: Iterable[tuple[str, str]]) -> Table:
+    """Make a table of names and values without titles."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -72,50 +75,34 @@ def pairs_table(pairs: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def rows_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Rows of text; words with a colour of their own get it."""
-    table = plain_table(*titles)
+def make_rows_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Make a table from rows of text; words in WORD_STYLES are coloured."""
+    table = make_plain_table(*titles)
     for row in rows:
-        table.add_row(*(coloured(cell) for cell in row))
+        table.add_row(*(colour_word(cell) for cell in row))
     return table
 
 
-def coloured(word: str) -> Text:
+def colour_word(word: str) -> Text:
     return Text(word, style=WORD_STYLES.get(word, ""))
 
 
-def formats_table(formats: Iterable[Format]) -> Table:
-    """The table of number formats."""
-    listed = tuple(formats)
-    columns = {
-        "format": [f.name for f in listed],
-        "bits": [str(f.bits) for f in listed],
-        "sign+exp\n+mantissa": [f"1+{f.exponent_bits}+{f.mantissa_bits}" for f in listed],
-        "largest": [number(f.largest) for f in listed],
-        "smallest\nnormal": [number(f.smallest_normal) for f in listed],
-        "smallest\nsubnormal": [number(f.smallest_subnormal) for f in listed],
-        "spacing\nat 1": [number(f.spacing_at_1) for f in listed],
-        "decimal\ndigits": [f"{f.decimal_digits:.1f}" for f in listed],
-    }
-    return columns_table(columns, left=("format",))
+def open_result_console(pipe_width: int = 1000) -> Console:
+    """Return a console for stdout; give files and pipes a large width, which rich would limit to 80 columns."""
+    console = Console()
+    return console if console.is_terminal else Console(width=pipe_width)
 
 
-def fates_table(fates: Iterable[Fate]) -> Table:
-    """What each format makes of one number."""
-    digits = {"fp64": 17}
-    rows = ((f.format, f"{f.result:.{digits.get(f.format, 9)}g}", f.kind, _loss(f)) for f in fates)
-    return rows_table(("format", "becomes", "fate", "relative error"), rows)
+def dump_json(value: Any) -> str:
+    """Return valid JSON: non-finite numbers become null, bytes of a file name that are not UTF-8 become `\\xe9`."""
+    return json.dumps(_make_plain(value), indent=2, ensure_ascii=False, allow_nan=False)
 
 
-def number(value: float) -> str:
-    """Short where that is exact (65504, 448), three digits otherwise."""
-    return f"{value:.0f}" if 1 <= value < 1e6 else f"{value:.2e}"
-
-
-def _loss(fate: Fate) -> str:
-    fmt = FORMATS[fate.format]
-    if fate.kind == "overflow":
-        return f"the largest is {number(fmt.largest)}"
-    if fate.kind == "flushed to zero":
-        return f"the smallest is {number(fmt.smallest_subnormal)}"
-    return f"{fate.relative_error:.1e}" if fate.relative_error else ""
+def _make_plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {make_printable(str(name)): _make_plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_make_plain(inner) for inner in value]
+    if isinstance(value, str):
+        return make_printable(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value

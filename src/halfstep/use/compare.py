@@ -1,10 +1,11 @@
-"""`compare`: are rows of settings equally good, and what does each cost?
+"""`halfstep compare`: are rows of settings equally good, and what does each cost?
 
-    pilot    five runs of the baseline, where no margin was given: they fix it and are not part of the comparison
-    looks    runs with paired seeds up to a number, then a verdict; decided rows end it, or the last look, or the budget
+    pilot    five runs of the baseline if no margin was given: they set the margin and are not part of the comparison
+    looks    runs with paired seeds up to a number, then a verdict; stop when all rows are decided, at the last look, or
+             when the budget is spent
     table    time, memory, energy, money, final metric, verdict, time to the same quality
 
-Everything is in `comparison.json` as soon as it is known, so an interrupted comparison goes on where it stood.
+Every outcome is written to `comparison.json` at once, so an interrupted comparison can continue.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from halfstep.use.compare_run import (
 from halfstep.use.equivalence import FEWEST_SEEDS, LOOKS, Verdict, choose_margin, compute_power, is_wide, judge_rows
 
 PILOT_SEED = 1_000_000
-"""Pilot runs count from here: no seed of theirs is one of the comparison's."""
+"""First seed of the pilot runs, so that they share no seed with the comparison."""
 PILOT, FILE = "pilot", "comparison.json"
 
 Say = Callable[[str], None]
@@ -49,7 +50,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareRequest:
-    """What is compared; fixed before the first run."""
+    """What is compared, fixed before the first run."""
 
     target: str
     overrides: tuple[str, ...]
@@ -59,7 +60,7 @@ class CompareRequest:
     budget_s: float | None = None
     at_once: int = 1
     price: float | None = None
-    """Of an hour of the device."""
+    """Price of one device hour."""
     best: bool = False
     """Judge each run by its best validation instead of its last one."""
 
@@ -76,7 +77,7 @@ class CompareRequest:
 
 @dataclass(kw_only=True, slots=True)
 class Comparison:
-    """A request with what was found so far."""
+    """A request and the outcomes so far."""
 
     request: CompareRequest
     margin: float | None = None
@@ -87,9 +88,9 @@ class Comparison:
     ended: str = ""
     """Why no further seeds are run."""
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Every setting of each row when the comparison began, by row and key."""
+    """Every setting of each row at the start of the comparison, by row and key."""
     simulated: dict[str, str] = field(default_factory=dict)
-    """What the device lacks for rows that are therefore simulated, by row."""
+    """Why a row is simulated, by row."""
 
     @property
     def metric(self) -> str:
@@ -102,8 +103,10 @@ class Comparison:
 
     @property
     def in_points(self) -> bool:
-        """Whether the metric is a share of 1, such as accuracy or IoU, whose margin is given in points; one that is
-        adjusted for chance, such as the Rand index, may fall below 0."""
+        """True if the metric is a fraction of 1, such as accuracy or IoU, whose margin is given in points.
+
+        A metric adjusted for chance, such as the Rand index, may be negative.
+        """
         values = [run.value for run in (*self.pilot, *self.runs) if math.isfinite(run.value)]
         return self.mode == "max" and all(abs(value) <= 1 for value in values)
 
@@ -125,20 +128,20 @@ class Comparison:
         return next((run for run in self.runs if run.row == row and run.seed == seed), None)
 
     def outcomes(self, row: str) -> list[RunOutcome]:
-        """In the order of their seeds, which is how they pair."""
+        """Return the row's outcomes in the order of their seeds, as they are paired."""
         return sorted((run for run in self.runs if run.row == row), key=lambda run: run.seed)
 
     def paired(self, row: str) -> list[RunOutcome]:
-        """Those of the seeds that all rows have: what a budget or Ctrl-C cut off counts for nothing."""
+        """Return the row's outcomes for seeds that all rows have; incomplete seeds do not count."""
         return self.outcomes(row)[: self.whole_seeds()]
 
     def whole_seeds(self) -> int:
-        """Seeds with a run of every row."""
+        """Count the seeds with a run of every row."""
         seeds = [{run.seed for run in self.runs if run.row == row.name} for row in self.request.rows]
         return len(set.intersection(*seeds))
 
     def verdicts(self) -> dict[str, Verdict]:
-        """Each row against the baseline, over the seeds that all rows have."""
+        """Compare each row with the baseline, over the seeds that all rows have."""
         assert self.margin is not None
         values = {row.name: [run.value for run in self.paired(row.name)] for row in self.request.rows}
         baseline = values.pop(self.request.baseline.name)
@@ -146,7 +149,7 @@ class Comparison:
 
 
 def new_comparison(request: CompareRequest, out: Path | None) -> tuple[Path, Comparison]:
-    """A folder for it, once every row is known to be right."""
+    """Check every row, then make the folder of a new comparison."""
     refuse_bad_rows(request)
     configs = {row.name: load_row_config(request, row) for row in request.rows}
     simulated: dict[str, str] = {}
@@ -154,7 +157,7 @@ def new_comparison(request: CompareRequest, out: Path | None) -> tuple[Path, Com
         hardware = probe(config.device)
         if config.precision.simulate and (missing := explain_simulation(config.precision, hardware)):
             simulated[row] = missing
-        try:  # a format or a mode that is not there must not show after the pilot
+        try:  # refuse a missing format or mode now, not after the pilot
             asked_mode(config, decide(config.precision, hardware))
         except HalfstepError as error:
             error.what = f"{row}: {error.what}"
@@ -174,7 +177,7 @@ def load_row_config(request: CompareRequest, row: ComparedRow, seed: int = 0) ->
 
 
 def collect_settings(request: CompareRequest) -> dict[str, dict[str, Any]]:
-    """Every setting of each row, as JSON stores it, with its files as they are found from here."""
+    """Return every setting of each row as stored in JSON, with absolute paths."""
     return _flatten_settings({row.name: load_row_config(request, row) for row in request.rows})
 
 
@@ -183,7 +186,7 @@ def _flatten_settings(configs: Mapping[str, RunConfig]) -> dict[str, dict[str, A
 
 
 def refuse_other_settings(comparison: Comparison) -> None:
-    """A file that was edited, or another working folder, since the comparison began: its runs would not pair."""
+    """Raise ConfigError if settings changed since the comparison began: its runs would no longer be paired."""
     now = collect_settings(comparison.request)
     for row, then in comparison.settings.items():
         if changed := _find_differences(then, now[row]):
@@ -191,7 +194,7 @@ def refuse_other_settings(comparison: Comparison) -> None:
             raise ConfigError(
                 f"{row}: {', '.join(changed)} changed since this comparison began",
                 why=f"{key} was {then.get(key)}, and is {now[row].get(key)} in {comparison.request.target} as read now",
-                fix="put it back (relative paths count from where the comparison began), or compare anew",
+                fix="restore it (relative paths refer to the folder where the comparison began), or compare again",
             )
 
 
@@ -214,7 +217,7 @@ def open_comparison(folder: Path) -> Comparison:
 
 
 def run_comparison(folder: Path, comparison: Comparison, say: Say) -> None:
-    """All that is missing, until the rows are settled, the last look is done or the budget is spent."""
+    """Run what is missing, until the rows are decided, the last look is done or the budget is spent."""
     with own_folder(folder):
         _run(folder, comparison, say)
 
@@ -222,21 +225,21 @@ def run_comparison(folder: Path, comparison: Comparison, say: Say) -> None:
 def _run(folder: Path, comparison: Comparison, say: Say) -> None:
     comparison.ended, runs = "", _Runs(folder, comparison, say)
     for row, missing in comparison.simulated.items():
-        say(f"warning: {row} is simulated: {missing}; its numerics are compared, not its speed (--strict refuses)")
+        say(f"warning: {row} is simulated: {missing}; this compares numerics, not speed (--strict refuses)")
     if comparison.margin is None:
         if not runs.pilot():
             return _end(folder, comparison, f"{runs.budget} is spent, and the margin is not fixed")
         _fix_margin(folder, comparison, say)
     for count in comparison.request.looks:
         if not runs.paired(count):
-            return _end(folder, comparison, f"{runs.budget} is spent (--resume with a larger --budget goes on)")
+            return _end(folder, comparison, f"{runs.budget} is spent (--resume with a larger --budget continues)")
         if all(verdict.is_settled for verdict in comparison.verdicts().values()):
-            return _end(folder, comparison, f"every row is settled with {format_count(count, 'seed')}")
+            return _end(folder, comparison, f"every row is decided with {format_count(count, 'seed')}")
     return _end(folder, comparison, f"{format_count(comparison.request.looks[-1], 'seed')} were asked for")
 
 
 class _Runs:
-    """Trains what is missing and stores each outcome as soon as it is known, while the budget lasts."""
+    """Trains missing runs and stores each outcome at once, while the budget lasts."""
 
     def __init__(self, folder: Path, comparison: Comparison, say: Say) -> None:
         self.folder, self.comparison, self.say = folder, comparison, say
@@ -247,14 +250,14 @@ class _Runs:
         return f"the budget of {self.comparison.request.budget_s or 0:g} s"
 
     def pilot(self) -> bool:
-        """Runs of the baseline that the comparison never sees; False where the budget did not last."""
+        """Run the baseline for the margin only; return False if the budget ran out."""
         baseline = self.comparison.request.baseline
-        self.say(f"pilot: {FEWEST_SEEDS} runs of {baseline.name} fix the margin (--margin X spares them)")
+        self.say(f"pilot: {FEWEST_SEEDS} runs of {baseline.name} set the margin (--margin X skips them)")
         jobs = [(baseline, PILOT_SEED + k, self.folder / "runs" / f"{PILOT}-{k}") for k in range(FEWEST_SEEDS)]
         return self._trained(jobs, self.comparison.pilot)
 
     def paired(self, count: int) -> bool:
-        """One run each of every row up to this many seeds, seed by seed; False where the budget did not last."""
+        """Run every row for this many seeds, seed by seed; return False if the budget ran out."""
         named = choose_folder_names(self.comparison.request.rows)
         jobs = [(row, seed, self.folder / "runs" / f"{name}-{seed}")
                 for seed in range(count) for name, row in named.items()]  # fmt: skip
@@ -264,7 +267,7 @@ class _Runs:
         known = {(run.row, run.seed) for run in kept}
         for row, seed, place in jobs:
             if (row.name, seed) in known:
-                remove_all_but_records(place)  # an interruption may have come just before
+                remove_all_but_records(place)  # an interruption may have prevented it
         missing = [job for job in jobs if (job[0].name, job[1]) not in known]
         if missing and self._is_spent():
             return False
@@ -275,7 +278,7 @@ class _Runs:
             remove_all_but_records(job[2])
             self.say(_format_outcome(self.comparison, outcome))
             if len(self.comparison.runs) == 1 and (wide := explain_wide_margin(self.comparison)):
-                self.say(wide)  # before the other runs are paid for
+                self.say(wide)  # before spending time on the other runs
             if is_over and job is not missing[-1]:
                 return False
         return True
@@ -293,7 +296,7 @@ def _fix_margin(folder: Path, comparison: Comparison, say: Say) -> None:
         raise ConfigError(
             f"the pilot ended with {comparison.metric} = {', '.join(f'{v:g}' for v in values)}",
             why="; ".join(["a margin cannot come from runs that failed", *reasons]),
-            fix="mend the baseline first (a lower optimizer.lr, a smaller batch), or compare anew with --margin X",
+            fix="fix the baseline first (a lower optimizer.lr, a smaller batch), or compare again with --margin X",
         )
     _refuse_constant(values, comparison.metric)
     comparison.margin = choose_margin(values, in_points=comparison.in_points)
@@ -308,13 +311,13 @@ def _fix_margin(folder: Path, comparison: Comparison, say: Say) -> None:
 
 
 def _run_jobs(request: CompareRequest, jobs: Sequence[Job], known: Sequence[RunOutcome]) -> Iterator[RunOutcome]:
-    """One after the other, or as many at once as were asked for. `known` grows with them."""
+    """Run the jobs one after the other, or several at once if requested. The caller appends to `known` meanwhile."""
     is_alone = request.at_once == 1
     run = partial(train_row, target=request.target, overrides=request.overrides, best=request.best, alone=is_alone)
     if is_alone:
         for row, seed, place in jobs:
             too_large = next((one for one in known if one.row == row.name and one.end == OUT_OF_MEMORY), None)
-            # Another seed takes as much memory: the row is not tried again.
+            # Another seed needs as much memory: do not try the row again.
             yield run(row, seed, place) if too_large is None else replace(too_large, seed=seed)
         return
     yield from run_in_parallel(run, jobs, request.at_once)
@@ -326,7 +329,7 @@ def _end(folder: Path, comparison: Comparison, why: str) -> None:
 
 
 def explain_wide_margin(comparison: Comparison) -> str:
-    """Why "same" within this margin says little; empty where it says much."""
+    """Return a warning if the margin is so wide that "same" says little; else empty."""
     values = [run.value for run in comparison.outcomes(comparison.request.baseline.name) if math.isfinite(run.value)]
     margin, in_points = comparison.margin, comparison.in_points
     if not values or margin is None or not is_wide(margin, values, in_points=in_points):
@@ -336,7 +339,7 @@ def explain_wide_margin(comparison: Comparison) -> str:
 
 
 def measure_time_to_quality(comparison: Comparison, runs: Sequence[RunOutcome]) -> list[float | None]:
-    """When each of these runs first was as good as the baseline ends, less the margin; None: never."""
+    """Return when each run first reached the baseline's final quality minus the margin, in seconds; None: never."""
     assert comparison.margin is not None
     finals = [run.value for run in comparison.paired(comparison.request.baseline.name) if math.isfinite(run.value)]
     if not finals:
@@ -350,7 +353,7 @@ def refuse_bad_rows(request: CompareRequest) -> None:
     names = [row.name for row in request.rows]
     if len(names) < 2:
         raise ConfigError(
-            f"one row, {names[0]!r}, is not a comparison", fix="--precisions fp32,bf16, or a second --rows"
+            f"one row, {names[0]!r}, is not a comparison", fix="--precisions fp32,bf16, or add a row with --rows"
         )
     twice = next((name for name in names if names.count(name) > 1), "")
     if twice:
@@ -358,7 +361,7 @@ def refuse_bad_rows(request: CompareRequest) -> None:
     if request.looks[-1] < FEWEST_SEEDS:
         raise ConfigError(
             f"--seeds {request.looks[-1]} cannot show anything",
-            why=f"below {FEWEST_SEEDS} paired seeds an interval is wider than any margin worth having",
+            why=f"with fewer than {FEWEST_SEEDS} paired seeds the interval is wider than any useful margin",
             fix=f"--seeds {FEWEST_SEEDS}, or leave it out: then looks come after {', '.join(map(str, LOOKS))} seeds",
         )
     if request.margin is not None and not 0 < request.margin < math.inf:
@@ -366,7 +369,7 @@ def refuse_bad_rows(request: CompareRequest) -> None:
 
 
 def find_differing_keys(comparison: Comparison, row: ComparedRow) -> list[str]:
-    """Every setting in which the row differs from the baseline: what it says, and what follows from it."""
+    """Return every setting in which the row differs from the baseline, derived ones included."""
     settings = comparison.settings or collect_settings(comparison.request)
     return _find_differences(settings[row.name], settings[comparison.request.baseline.name])
 
@@ -375,8 +378,8 @@ def _refuse_constant(values: Sequence[float], metric: str) -> None:
     if len(set(values)) == 1:
         raise ConfigError(
             f"{metric} is {values[0]:g} in all {len(values)} pilot runs",
-            why="a metric that never moves tells nothing about precision: too little data, or too few steps",
-            fix="compare anew: train longer, or validate on more data",
+            why="a constant metric says nothing about precision: too little data, or too few steps",
+            fix="compare again: train longer, or validate on more data",
         )
 
 
@@ -386,7 +389,7 @@ def _format_outcome(comparison: Comparison, run: RunOutcome) -> str:
 
 
 def choose_folder_names(rows: Sequence[ComparedRow]) -> dict[str, ComparedRow]:
-    """What the folders of each row's runs are called: its name as files take it, numbered where another has it."""
+    """Return a folder name for each row: its name without special characters, numbered if taken."""
     found: dict[str, ComparedRow] = {}
     for number, row in enumerate(rows):
         name = re.sub(r"[^A-Za-z0-9_.+-]", "_", row.name)

@@ -1,4 +1,4 @@
-"""One run of a comparison: trained, or resumed where it stood, and read back as numbers."""
+"""The runs of a comparison: train or resume one row with one seed, one after the other or in parallel processes."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from halfstep.run.train import train
 from halfstep.workloads import load
 
 End = Literal["done", "stopped", "out of memory"]
-"""How a run came to its end: by itself, by its guard, or by the device's memory."""
+"""How a run ended: normally, stopped by its guard, or out of memory."""
 QUIET = ("log.quiet=true", "log.curves=false")
-"""A comparison has one table and one picture, of all its runs."""
+"""A comparison prints one table and draws one picture for all its runs."""
 OUT_OF_MEMORY: End = "out of memory"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedRow:
-    """One line of the table: a name, and what it changes."""
+    """One row of the table: a name and its overrides."""
 
     name: str
     overrides: tuple[str, ...]
@@ -54,20 +54,20 @@ class ComparedRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOutcome:
-    """What one run came to. Plain numbers: it is stored as JSON."""
+    """The result of one run, as plain numbers for JSON."""
 
     row: str
     seed: int
     value: float
-    """The headline metric at the last validation, or at the best one; NaN where the run was stopped."""
+    """The headline metric at the last (or best) validation; NaN if the run was stopped."""
     curve: tuple[tuple[int, float, float], ...]
     """(step, seconds, value) of each validation."""
     summary: dict[str, Any]
     alone: bool
-    """Whether nothing else ran beside it, from start to end: only then time, memory and energy are its own."""
+    """True if no other run ran at the same time: only then are time, memory and energy meaningful."""
     end: End = "done"
     stopped: str = ""
-    """Why the guard ended it, or that it did not fit the device."""
+    """Why the guard stopped it, or that it ran out of memory."""
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> RunOutcome:
@@ -80,9 +80,11 @@ class RunOutcome:
 
 
 def load_row(target: str, overrides: Sequence[str], row: ComparedRow, seed: int) -> Loaded:
-    """What is common, then what the row changes, then the seed: the later word wins, so each key is said once.
+    """Load the config of a row: common overrides, then the row's, then the seed; later ones win.
 
-    A format that the device lacks is simulated unless the user decided that: a fallback would compare another one."""
+    A format that the device lacks is simulated unless the user decided otherwise: a fallback would compare another
+    format.
+    """
     words = (*overrides, *row.overrides, f"train.seed={seed}", *QUIET)
     said = {word.split("=", 1)[0]: word for word in words}
     loaded = load(target, overrides=list(said.values()))
@@ -102,7 +104,7 @@ def train_row(
     best: bool = False,
     alone: bool = True,
 ) -> RunOutcome:
-    """Train this row with this seed; what an interruption left of it goes on from its checkpoint."""
+    """Train this row with this seed; resume an interrupted run from its checkpoint."""
     loaded = load_row(target, overrides, row, seed)
     end: End = "done"
     stopped, is_resumed = "", bool(list(folder.glob("checkpoints/step-*")))
@@ -112,7 +114,7 @@ def train_row(
             if is_resumed:
                 train(loaded, resume=folder)
             else:
-                shutil.rmtree(folder, ignore_errors=True)  # it was interrupted before its first checkpoint
+                shutil.rmtree(folder, ignore_errors=True)  # left by a run interrupted before its first checkpoint
                 train(loaded, out=folder)
         except TrainingStopped as error:
             end, stopped = "stopped", error.what
@@ -126,7 +128,7 @@ def train_row(
                 error.fix = f"delete {folder}: the comparison then trains this run again"
             raise
     if end != "done":
-        gc.collect()  # its model and batches, for the runs to come
+        gc.collect()  # free its model and batches for the next runs
     found = _read_outcome(folder, row, seed, best=best, alone=alone and not is_resumed, has_ended=end == "done")
     return dataclasses.replace(found, end=end, stopped=stopped)
 
@@ -150,11 +152,11 @@ def _read_outcome(folder: Path, row: ComparedRow, seed: int, *, best: bool, alon
 
 def _explain_out_of_memory(error: MemoryLimitError | OutOfMemory, *, alone: bool) -> str:
     what = error.what if isinstance(error, MemoryLimitError) else summarise_error(error)
-    return what if alone else f"{what}, with other runs beside it"
+    return what if alone else f"{what}, with other runs at the same time"
 
 
 def read_data_digest(folder: Path) -> dict[str, str]:
-    """What the data files looked like; generated ones lie in the run's folder and are each run's own."""
+    """Return the digest of the data files; empty for data generated inside the run's folder."""
     record = folder / "data.json"
     if not record.is_file() or (folder / "data").is_dir():
         return {}
@@ -162,9 +164,10 @@ def read_data_digest(folder: Path) -> dict[str, str]:
 
 
 def remove_all_but_records(folder: Path) -> None:
-    """Twenty seeds of three rows are sixty models; their numbers are what is asked for.
+    """Remove checkpoints and data of a run: twenty seeds of three rows would keep sixty models.
 
-    Once these are stored: a run that was cut short while its checkpoints are removed could neither go on nor end."""
+    Call it after the outcome is stored: an interrupted run without checkpoints could not be resumed.
+    """
     for name in ("checkpoints", "data", "model", "frozen"):
         shutil.rmtree(folder / name, ignore_errors=True)
 
@@ -174,15 +177,15 @@ Run = Callable[[ComparedRow, int, Path], RunOutcome]
 
 
 def run_in_parallel(run: Run, jobs: Sequence[Job], at_once: int) -> Iterator[RunOutcome]:
-    """In the order of the jobs."""
-    # Not forked: a process that has used the GPU cannot hand it down.
+    """Run `at_once` jobs at a time in processes; yield their outcomes in the order of the jobs."""
+    # Spawn, not fork: CUDA does not work in a forked child of a process that has used it.
     pool = ProcessPoolExecutor(at_once, mp_context=multiprocessing.get_context("spawn"), initializer=_exit_with_parent)
     try:
         with _ignore_ctrl_c():
             outcomes = pool.map(partial(_run_one, run), jobs)
         yield from outcomes
     except BrokenProcessPool as error:
-        raise Interrupted("a process with a run was ended from outside: by a signal, or for want of memory") from error
+        raise Interrupted("a process with a run was killed: by a signal, or out of memory") from error
     finally:
         for process in multiprocessing.active_children():
             process.terminate()
@@ -190,7 +193,7 @@ def run_in_parallel(run: Run, jobs: Sequence[Job], at_once: int) -> Iterator[Run
 
 
 _busy, _leaving = threading.Lock(), threading.Event()
-"""Of a process with runs: whether it makes one now, and whether it was asked to make no more."""
+"""In a worker process: held while a run trains, and set once no further run may start."""
 
 
 def _run_one(run: Run, job: Job) -> RunOutcome:
@@ -206,7 +209,7 @@ def _run_one(run: Run, job: Job) -> RunOutcome:
 
 @contextmanager
 def _ignore_ctrl_c() -> Iterator[None]:
-    """A terminal sends it to all processes; those started here leave it to us, who ask them to save and leave."""
+    """Ignore SIGINT in the workers started inside: a terminal sends it to all processes, and the parent stops them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -218,14 +221,14 @@ def _ignore_ctrl_c() -> Iterator[None]:
 
 
 def _exit_with_parent() -> None:
-    """Where it was killed nobody reads the outcome, and the run must be free when the comparison goes on."""
+    """Exit this worker when its parent is killed: its run must be unlocked when the comparison is resumed."""
     comparison = multiprocessing.parent_process()
 
     def wait() -> None:
         assert comparison is not None
         comparison.join()
         os.kill(os.getpid(), signal.SIGTERM)
-        with _busy:  # until it is saved
+        with _busy:  # wait until the run is saved
             os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()

@@ -1,4 +1,4 @@
-"""A comparison's numbers, row by row, for the table, the picture and `--json`."""
+"""The result of a comparison, row by row: as a table, as curves and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from halfstep.config.precision_names import normalise_precision
 from halfstep.errors import format_bytes, format_count
 from halfstep.report.page.read_run import SAMPLES, find_rate_key, format_rate_unit
 from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
-from halfstep.report.tables import columns_table, print_text
+from halfstep.report.tables import make_columns_table, print_text
 from halfstep.run.memory.sizing import predict_largest_batch
 from halfstep.use.compare import (
     Comparison,
@@ -37,13 +37,13 @@ def build_lines(comparison: Comparison) -> list[TableLine]:
 
 def _build_line(comparison: Comparison, row: str, verdict: Verdict | None) -> TableLine:
     runs, paired = comparison.outcomes(row), comparison.paired(row)
-    # Beside others, or in a format that is only simulated, a run says nothing about time or memory.
+    # Runs in parallel or in a simulated format say nothing about time or memory.
     alone = [run for run in runs if run.alone and run.summary and not run.summary["simulated"]]
     seconds, per_sample = _compute_median(alone, "elapsed_s"), _compute_median(alone, "trained_s", per="samples")
     price = comparison.request.price
     is_simulated = any(run.summary.get("simulated") for run in runs)
     times = [] if is_simulated else measure_time_to_quality(comparison, [run for run in runs if run.alone])
-    # The median over all seeds: where half of them never get there, neither does the median.
+    # The median over all seeds is infinite if half of them never reach the quality.
     to_quality_s = statistics.median(math.inf if time is None else time for time in times) if times else math.inf
     does_not_fit = any(run.end == OUT_OF_MEMORY for run in runs)
     return TableLine(
@@ -68,7 +68,7 @@ def _build_line(comparison: Comparison, row: str, verdict: Verdict | None) -> Ta
 
 
 def _describe_ran(comparison: Comparison, row: str) -> str:
-    """What ran, where it is not what the row asks for natively: `simulated`, `ran bf16`."""
+    """Describe what ran if it is not what the row asks for natively: `simulated`, `ran bf16`."""
     asked = normalise_precision(comparison.settings.get(row, {}).get("precision.default", "auto"))
     summaries = [run.summary for run in comparison.outcomes(row) if run.summary]
     if any(summary.get("simulated") for summary in summaries):
@@ -78,13 +78,13 @@ def _describe_ran(comparison: Comparison, row: str) -> str:
 
 
 def _compute_rate(summary: Mapping[str, Any], samples_per_s: float) -> tuple[str, float]:
-    """In the unit of the workload; runs of versions that did not store it have samples."""
+    """Return throughput in the unit of the workload, with the unit's name."""
     key = find_rate_key(summary)
     return format_rate_unit(key), samples_per_s * (1 if key == SAMPLES else summary[key] / summary[SAMPLES])
 
 
 def _predict_largest_batch(comparison: Comparison, alone: Sequence[RunOutcome]) -> int | None:
-    """What the memory plan says fits the GPU that the row ran on."""
+    """Predict the largest batch that fits the GPU that the row ran on."""
     memory = alone[0].summary.get("device_memory_bytes") if alone else None
     if memory is None or not str(alone[0].summary["device"]).startswith("cuda"):
         return None
@@ -106,7 +106,7 @@ def _compute_median(runs: Sequence[RunOutcome], key: str, *, per: str = "") -> f
 
 
 def collect_notes(comparison: Comparison) -> list[str]:
-    """What a reader must know to believe the table."""
+    """Return the notes below the table: margin, test, failures, differences between runs."""
     request, margin = comparison.request, comparison.margin
     better = "" if comparison.mode == "max" else " (lower is better)"
     notes = [f"margin {margin:.4g} in {comparison.metric}{better}: {comparison.margin_from}"]
@@ -137,7 +137,7 @@ def collect_notes(comparison: Comparison) -> list[str]:
 
 
 def _list_failures(comparison: Comparison) -> list[str]:
-    """A line for each row and reason, with its seeds."""
+    """List failed runs, one line per row and reason, with the seeds."""
     seeds: dict[tuple[str, str], list[str]] = {}
     for run in comparison.runs:
         if not math.isfinite(run.value):
@@ -147,7 +147,7 @@ def _list_failures(comparison: Comparison) -> list[str]:
 
 
 def _list_other_differences(comparison: Comparison) -> list[str]:
-    """Where runs differ in more than their rows say: a format that was not granted, another machine, other data."""
+    """List differences between runs beyond their settings: format not granted, other machine, other data."""
     notes = []
     for row, settings in comparison.settings.items():
         if (ran := _describe_ran(comparison, row)).startswith("ran "):
@@ -196,18 +196,18 @@ COLOURS = ("#1f2933", "#2f6fde", "#e8710a", "#12805c", "#8e44ad", "#0b9ac0")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableLine:
-    """One row of the table; None where nothing was measured, or not by a run alone on the device."""
+    """One row of the table; None for values that were not measured by a run alone on the device."""
 
     name: str
     ran: str = ""
-    """`simulated` or `ran bf16`, where the row did not run natively what it asks for."""
+    """`simulated` or `ran bf16`, if the row did not run natively what it asks for."""
     seconds_per_epoch: float | None
     samples_per_s: float | None
     rate: tuple[str, float] | None
     """Throughput in the unit of the workload: `("tokens/s", 1234.5)`."""
     memory_bytes: float | None
     largest_batch: int | None
-    """That is predicted to fit the device; None without a GPU."""
+    """Predicted to fit the device; None without a GPU."""
     joules: float | None
     money: float | None
     values: Sequence[float]
@@ -224,7 +224,7 @@ class TableLine:
 
 
 def build_columns(lines: Sequence[TableLine], metric: str) -> dict[str, list[str]]:
-    """The table's cells by title, for a terminal and for a page."""
+    """Return the table's cells by column title, for the terminal and the HTML page."""
     columns: dict[str, list[str]] = {"row": [line.title for line in lines]}
     rate = next((line.rate[0] for line in lines if line.rate), "samples/s")
     measured: Mapping[str, list[str]] = {
@@ -243,18 +243,18 @@ def build_columns(lines: Sequence[TableLine], metric: str) -> dict[str, list[str
     columns["difference"] = [_format_interval(line.interval, places) for line in lines]
     columns["time to\nsame quality"] = [_format_quality(line) for line in lines]
     columns["verdict"] = [line.verdict for line in lines]
-    # A column that nobody could measure says nothing.
+    # Drop columns without any measurement.
     return {title: cells for title, cells in columns.items() if any(cells)}
 
 
 def show_comparison(lines: Sequence[TableLine], metric: str, notes: Sequence[str], console: Console) -> None:
-    console.print(columns_table(build_columns(lines, metric), left=("row", "verdict")))
+    console.print(make_columns_table(build_columns(lines, metric), left=("row", "verdict")))
     for note in notes:
         print_text(console, Text(note, style="dim"))
 
 
 def draw_comparison(lines: Sequence[TableLine], metric: str, path: Path) -> None:
-    """The metric over steps: the mean over seeds as a line, the seeds' range as a band."""
+    """Draw the metric over steps: the mean over seeds as a line, their range as a band."""
     from matplotlib.ticker import MaxNLocator
 
     figure = new_figure((8.4, 4.8))
@@ -262,11 +262,11 @@ def draw_comparison(lines: Sequence[TableLine], metric: str, path: Path) -> None
     for number, (line, colour) in enumerate(zip(lines, itertools.cycle(COLOURS), strict=False)):
         steps, means, lows, highs = compute_band(line.curves)
         if steps:
-            # Rows that are the same lie on each other: later ones are thinner, so that all of them are seen.
+            # Equal rows overlap: draw later ones thinner, so that all are visible.
             width = 1.5 + 1.8 * (len(lines) - 1 - number)
             axes.plot(steps, means, color=colour, linewidth=width, marker="o", markersize=width + 1.5, label=line.title)
             axes.fill_between(steps, lows, highs, color=colour, alpha=0.12, linewidth=0)
-            if len(steps) == 1:  # of which a band shows nothing
+            if len(steps) == 1:  # a band of one point is invisible
                 axes.vlines(steps, lows, highs, color=colour, linewidth=width / 2, alpha=0.5)
                 axes.set_xlim(steps[0] - 1, steps[0] + 1)
             for edge in (lows, highs):
@@ -287,7 +287,7 @@ def draw_comparison(lines: Sequence[TableLine], metric: str, path: Path) -> None
 def compute_band(
     curves: Sequence[Sequence[tuple[int, float]]],
 ) -> tuple[list[int], list[float], list[float], list[float]]:
-    """At the steps that every seed has."""
+    """Return steps, means, minima and maxima at the steps that every seed has."""
     if not curves:
         return [], [], [], []
     found = [dict(curve) for curve in curves]
@@ -301,7 +301,7 @@ def _format_number(value: float | None) -> str:
 
 
 def choose_decimals(spreads: Sequence[float]) -> int:
-    """Places in which the smallest of them shows two digits: four at least, eight at most."""
+    """Return the decimals that show two digits of the smallest spread: at least four, at most eight."""
     smallest = min((spread for spread in spreads if 0 < spread < math.inf), default=1.0)
     return min(max(4, 1 - math.floor(math.log10(smallest))), 8)
 

@@ -1,9 +1,9 @@
-"""Are two settings equally good? Paired seeds, a margin fixed beforehand, looks that may come before the last seed.
+"""Equivalence test of two settings: paired seeds, a margin fixed in advance, and interim looks.
 
-Two one-sided tests (TOST): the word is "same" where the interval of the mean difference lies inside +-margin. Looking
-several times at growing data would call differences as large as the margin "same" in 15 of 100 comparisons; each look
+Two one-sided tests (TOST): the verdict is "same" if the confidence interval of the mean difference is inside +-margin.
+Repeated looks at growing data would call differences as large as the margin "same" in 15 of 100 comparisons; each look
 therefore has a stricter level, calibrated by simulation so that all looks together keep LEVEL. Several rows are judged
-by Holm's rule. Everything that decides is `verdicts`.
+by Holm's rule. `judge_rows` makes every decision.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from halfstep.errors import ConfigError
 
 LEVEL = 0.05
-"""Chance of calling a difference as large as the margin "same", over all looks and rows."""
+"""Probability of calling a difference as large as the margin "same", over all looks and rows."""
 LOOKS = (5, 8, 12, 20)
-"""Numbers of seeds at which a sequential comparison looks."""
+"""Numbers of seeds after which a sequential comparison is judged."""
 FEWEST_SEEDS = 5
 MOST_SEEDS = 400
-"""Beyond it a number of seeds is no answer."""
+"""More seeds than this are not worth suggesting."""
 NUM_SIMULATED = 200_000
 
 Word = Literal["same", "lower", "higher", "not shown"]
@@ -34,20 +34,20 @@ Word = Literal["same", "lower", "higher", "not shown"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What the seeds so far show of one row against the baseline."""
+    """The result for one row compared with the baseline, from the seeds so far."""
 
     word: Word
     mean: float
-    """Mean difference, row less baseline."""
+    """Mean difference, row minus baseline."""
     low: float
     high: float
     """The interval that was judged."""
     margin: float
     seeds_needed: int | None = None
-    """Seeds that would show "same" if mean and deviation stay; None where no number would, or none is needed."""
+    """Seeds that would show "same" if mean and deviation stay; None if no number would, or none is needed."""
     why: str = ""
     failed: bool = False
-    """A run has no metric: further seeds cannot mend that."""
+    """A run has no metric, which further seeds cannot fix."""
 
     @property
     def is_settled(self) -> bool:
@@ -67,15 +67,15 @@ WIDE_POINTS, WIDE_RELATIVE = 0.02, 0.05
 
 
 def choose_margin(pilot: Sequence[float], *, in_points: bool) -> float:
-    """The larger of half a point (of a loss: 1 % of its mean) and twice the deviation between the pilot's seeds."""
+    """Return the larger of half a point (1 % of the mean for a loss) and twice the deviation of the pilot's seeds."""
     if len(pilot) < FEWEST_SEEDS:
-        raise ConfigError(f"a margin from {len(pilot)} runs", fix=f"{FEWEST_SEEDS} pilot runs at least, or --margin X")
+        raise ConfigError(f"{len(pilot)} runs cannot set a margin", fix=f"at least {FEWEST_SEEDS}, or --margin X")
     smallest = POINTS if in_points else RELATIVE * abs(statistics.mean(pilot))
     return max(smallest, 2 * statistics.stdev(pilot))
 
 
 def is_wide(margin: float, baseline: Sequence[float], *, in_points: bool) -> bool:
-    """Whether "same" within it says little."""
+    """True if the margin is so wide that "same" says little."""
     return margin > (WIDE_POINTS if in_points else WIDE_RELATIVE * abs(statistics.mean(baseline)))
 
 
@@ -85,8 +85,8 @@ def is_wide(margin: float, baseline: Sequence[float], *, in_points: bool) -> boo
 def judge_rows(
     baseline: Sequence[float], rows: Mapping[str, Sequence[float]], margin: float, *, looks: Sequence[int] = ()
 ) -> dict[str, Verdict]:
-    """Each row against the baseline, seed by seed. `looks` are all that were planned; none: this is the only one."""
-    # A metric that is one number in all runs tells nothing: it never counts as the same.
+    """Compare each row with the baseline, seed by seed. `looks` are all planned looks; empty: this is the only one."""
+    # A metric that is constant over all runs says nothing: it never counts as the same.
     stuck = {name for name, values in rows.items() if len({*baseline, *values}) == 1}
     levels = {
         name: 1.0 if name in stuck else _compute_p_same(_pair_differences(baseline, values), margin)
@@ -124,12 +124,12 @@ def _judge_row(differences: NDArray[np.float64], margin: float, level: float) ->
     if found.high < 0 or found.low > 0:
         return replace(found, word="lower" if found.high < 0 else "higher")
     needed = count_seeds_needed(mean, deviation, margin, level)
-    why = "the interval reaches past the margin" if needed else "the difference itself is about as large as the margin"
+    why = "the interval exceeds the margin" if needed else "the difference itself is about as large as the margin"
     return replace(found, seeds_needed=needed, why=why)
 
 
 def count_seeds_needed(mean: float, deviation: float, margin: float, level: float) -> int | None:
-    """The fewest seeds whose interval would fit into the margin."""
+    """Return the smallest number of seeds whose interval would fit into the margin; None if none would."""
     room = margin - abs(mean)
     if room <= 0:
         return None
@@ -142,13 +142,13 @@ def count_seeds_needed(mean: float, deviation: float, margin: float, level: floa
 def _pair_differences(baseline: Sequence[float], values: Sequence[float]) -> NDArray[np.float64]:
     if len(baseline) != len(values):
         raise ConfigError(
-            f"{len(values)} runs beside {len(baseline)} of the baseline", fix="one run each for each seed"
+            f"{len(values)} runs do not pair with {len(baseline)} of the baseline", fix="one run of each row per seed"
         )
     return np.asarray(values, np.float64) - np.asarray(baseline, np.float64)
 
 
 def _compute_p_same(differences: NDArray[np.float64], margin: float) -> float:
-    """How easily chance alone would put the mean so far inside the margin: the larger p of the two tests."""
+    """Return the p-value of equivalence: the larger p of the two one-sided tests."""
     count = len(differences)
     if count < 2 or not np.isfinite(differences).all():
         return 1.0
@@ -164,13 +164,13 @@ def _compute_p_same(differences: NDArray[np.float64], margin: float) -> float:
 
 @cache
 def compute_look_level(looks: tuple[int, ...], level: float) -> float:
-    """The one-sided level of each look with which all of them together keep `level`."""
+    """Return the one-sided level per look so that all looks together keep `level`."""
     return level if len(looks) < 2 else float(np.quantile(_simulate_smallest_p(looks), level))
 
 
 @cache
 def _simulate_smallest_p(looks: tuple[int, ...]) -> NDArray[np.float64]:
-    """The smallest p that a comparison meets on its way, in many comparisons without a difference to find."""
+    """Simulate comparisons without a difference, and return the smallest p over the looks of each."""
     noise = np.random.default_rng(0).standard_normal((NUM_SIMULATED, looks[-1]))
     found = np.ones(NUM_SIMULATED)
     for count in looks:
@@ -183,7 +183,7 @@ def _simulate_smallest_p(looks: tuple[int, ...]) -> NDArray[np.float64]:
 def compute_power(
     deviation: float, margin: float, *, looks: Sequence[int], num_rows: int = 1, num: int = 2000
 ) -> float:
-    """The chance to find "same" where there is no difference, if differences between seeds spread so far."""
+    """Return the probability of the verdict "same" if there is no difference, for this deviation between seeds."""
     noise = np.random.default_rng(1).standard_normal((num, looks[-1])) * deviation
     level = compute_look_level(tuple(looks), LEVEL / num_rows)
     found = np.zeros(num, bool)

@@ -1,4 +1,4 @@
-"""`evaluate`: how good is a stored run, on its own validation data or on others'."""
+"""`halfstep evaluate`: score a stored run on its validation data or on other data."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def evaluate(
     out: Path | None = None,
     trust: bool = False,
 ) -> EvaluationResult:
-    """Metrics as in training, results of each class, and pictures in a folder of their own."""
+    """Compute metrics as in training, results per class, and pictures in a new folder."""
     clock = Stopwatch()
     run = open_run(path, checkpoint=checkpoint, trust=trust)
     kind = KINDS.of(run.config.workload)
@@ -101,24 +101,22 @@ def evaluate(
 def _load_data(
     run: OpenedRun, kind: type[Evaluating], data: Path | None, report: RunReport
 ) -> tuple[RunConfig, Workload]:
-    """The run's own validation data; of another folder all there is."""
+    """Load the run's validation data, or all data of another folder."""
     config = with_absolute_paths(run.config)
     stored = Path(config.data.dir) if config.data.dir else None
     if data is not None and not data.exists():
-        raise DataError(
-            f"--data {data} does not exist", fix="name a data folder, or a file where the run's data are one"
-        )
+        raise DataError(f"--data {data} does not exist", fix="give a data folder, or a file if the run's data are one")
     if data is not None and not (stored and stored.exists() and data.samefile(stored)):
         if stored and not stored.exists() and (moved := _find_moved_data(run, kind, data)):
-            report.notice(f"{data} has as many samples as the run's own data had, which are not in {stored} any more: "
-                          "only its validation part is evaluated, as in training", "warning")  # fmt: skip
+            report.notice(f"{data} has as many samples as the run's data, which are no longer in {stored}: "
+                          "evaluating only its validation split, as in training", "warning")  # fmt: skip
             return moved
         other = kind.config_for(config, data)
         try:
             return other, kind.on_all(build_workload(kind.to_validate(other), run.store))
         except DataError as error:
             if "data." in error.fix or "halfstep train" in error.fix:  # an evaluation takes no settings
-                error.fix = f"give data laid out as the run's own, {stored or 'its demo data'}"
+                error.fix = f"give data in the layout of the run's data, {stored or 'its demo data'}"
             raise
     config, notes = with_data_found(run.config, run.folder)
     for note in notes:
@@ -127,14 +125,14 @@ def _load_data(
     if len(workload.val_samples) == 0:
         raise DataError(
             f"the run has no validation data in {config.data.dir}",
-            why="it was trained on all of them, and what was trained on proves nothing",
-            fix="--data DIR with data that it has not seen",
+            why="it was trained on all of them, and scores on training data prove nothing",
+            fix="--data DIR with unseen data",
         )
     return config, workload
 
 
 def _find_moved_data(run: OpenedRun, kind: type[Evaluating], data: Path) -> tuple[RunConfig, Workload] | None:
-    """The run's own data where they are now; None for others, of which everything can be evaluated."""
+    """Return the run's data if `data` is where they were moved to; None for other data."""
     config = use_folder(run.config, data)
     try:
         workload = build_workload(kind.to_validate(config), run.store)
@@ -146,7 +144,7 @@ def _find_moved_data(run: OpenedRun, kind: type[Evaluating], data: Path) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights, before the data it is judged by."""
+    """A model with its weights, and the data to evaluate it on."""
 
     run: OpenedRun
     config: RunConfig
@@ -155,10 +153,10 @@ class LoadedModel:
     plan: Plan
     report: RunReport
     batch_size: int | None
-    """What the user asked for."""
+    """As given by the user."""
 
     def scores(self, evaluation: Any, options: Mapping[str, Any]) -> dict[str, float]:
-        """What the family's own options ask for, else those of validation."""
+        """Return the scores that the family's options ask for, else those of validation."""
         if options:
             trained = wrap_trained(self.model, self.plan, self.report)
             found = evaluation.scored(self.config, trained, options, self.report.phase, self.batch_size)
@@ -168,14 +166,14 @@ class LoadedModel:
         return self._validated(replace(self.workload, metrics=lambda: evaluation.metrics), pieces)
 
     def raw_scores(self) -> dict[str, float]:
-        """Of the weights themselves, where the workload wants them beside their average; the model holds them then."""
+        """Also score the weights without averaging, if the workload wants that; the model keeps those weights."""
         if not (self.workload.scores_raw and self.run.checkpoint.ema):
             return {}
         load_for_use(self.model, replace(self.run.checkpoint, ema={}))
         return {f"raw_{name}": value for name, value in self._validated(self.workload, pieces=1).items()}
 
     def look(self, index: int) -> tuple[Batch, Any]:
-        """One validation sample as the model saw it, and what the model says."""
+        """Return one validation sample as the model sees it, and the model's output."""
         seed, device = self.config.train.seed, torch.device(self.plan.device)
         sample = self.workload.val_samples.sample(index, key=(seed, 0, index))
         raw = {name: tensor.unsqueeze(0).to(device) for name, tensor in sample.items()}
@@ -201,14 +199,14 @@ class LoadedModel:
 
 
 def _warn_about_batch_size(config: RunConfig, workload: Workload, batch_size: int | None) -> list[str]:
-    """What training's numbers cannot be compared with."""
+    """Return warnings about a batch size that makes scores differ from those in training."""
     if batch_size in (None, config.train.val_batch_size or config.train.batch_size):
         return []
     return [f"--batch-size {batch_size} gives other numbers than training: {what}" for what in workload.by_batch]
 
 
 def _suggest_less_memory(batch_size: int, plan: Plan) -> str:
-    """What is left to try."""
+    """Return what else to try."""
     ways = [f"--batch-size {batch_size}"] if batch_size else []
     ways += ["--precision bf16"] if plan.granted in ("fp32", "tf32") and not plan.simulated else []
     return ", or ".join([*ways, *(["--device cpu"] if plan.device != "cpu" else [])]) or "a machine with more memory"

@@ -1,4 +1,7 @@
-"""`halfstep ledger`: what a workload, a config or a run really computes in, by one step on the side."""
+"""Observe single steps of a workload, a config or a run: `halfstep ledger` and `halfstep dry-run`.
+
+`assemble_step` builds everything a run would build, on a copy: nothing of a run is changed.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ from halfstep.use.open_run import check_frozen_parts, choose_plan, load_weights,
 from halfstep.workloads import load
 
 MOST_STEPS = 8
-"""More than it takes to capture one."""
+"""Enough steps to capture a graph."""
 
 
 def is_run(word: str) -> bool:
@@ -44,13 +47,13 @@ def is_run(word: str) -> bool:
 def record_ledger(
     word: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False
 ) -> list[Ledger]:
-    """Of a run's folder with its weights and stored plan, or of what would be trained."""
+    """Record the formats of one step: of a run with its weights and stored plan, or of what would be trained."""
     with assemble_step(word, flags=flags, overrides=overrides, trust=trust) as (parts, engine, window):
         return ledgers_of(parts, engine, window, _record_replay(parts, engine, window))
 
 
 def _record_replay(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> list[Event]:
-    """Steps until one is captured, where steps are, and the record of one more; the assembly is our own."""
+    """Run steps until one is captured (graph mode), and return the events of one more; empty without capture."""
     if engine.mode == "graph":
         for _ in range(MOST_STEPS):
             if not engine.graphs:
@@ -66,7 +69,7 @@ def _record_replay(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> l
 def assemble_step(
     word: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False
 ) -> Iterator[tuple[Assembly, AnyEngine, list[Batch]]]:
-    """An assembly that has made one step, so that its optimizer has a state; its engine; and a window of real data."""
+    """Yield an assembly after one step (so that the optimizer has state), its engine and a window of real data."""
     loaded = _load_target(word, flags, overrides, trust=trust)
     with data_at_hand(loaded.config) as config:
         parts = _assemble_run(Path(word), config, trust=trust) if is_run(word) else _assemble_config(config)
@@ -89,7 +92,7 @@ def _load_target(word: str, flags: Mapping[str, object], overrides: Sequence[str
     is_missing = not path.exists() and len(path.parts) > 1 and path.suffix not in (".yaml", ".yml")
     if path.is_dir() or is_missing:
         raise CheckpointError(
-            f"{word} is not a run", why="there is no such folder" if is_missing else "config.yaml is not there",
+            f"{word} is not a run", why="the folder does not exist" if is_missing else "config.yaml is missing",
             fix="name a folder that `halfstep train` made, a config file, or a workload such as unet",
         )  # fmt: skip
     return load(word, flags=flags, overrides=overrides)
@@ -122,11 +125,11 @@ def _read_first_window(parts: Assembly) -> list[Batch]:
 
 
 def _ignore_notice(text: str, level: Level) -> None:
-    """What the engine says of its modes is in the ledger."""
+    """Ignore notices about modes: the ledger reports them."""
 
 
 WARM_UP = 3
-"""Steps before the one whose updates are judged: the first of Adam are larger than those to come."""
+"""Steps before the one whose updates are judged: Adam's first updates are larger than later ones."""
 
 
 def dry_run(
@@ -138,7 +141,7 @@ def dry_run(
     overrides: Sequence[str],
     trust: bool = False,
 ) -> list[Judgement]:
-    """What the format would do, module by module; nothing of a run is changed."""
+    """Predict what the format would do, module by module; nothing of a run is changed."""
     chosen = next((own for own in TARGETS if own == target), None)
     if chosen is None:
         raise ConfigError(f"--target {target} is not a format to judge", fix=f"one of {', '.join(TARGETS)}")
@@ -185,7 +188,7 @@ def _decide_plan(config: RunConfig, parts: Assembly, precision: str) -> Plan:
 
 
 def _judge_updates(parts: Assembly, engine: AnyEngine) -> list[Judgement]:
-    """Of one step, after some that settle the optimizer; where all of them were dropped, of none."""
+    """Judge the updates of one step after a few warm-up steps of the optimizer."""
     batches = itertools.islice(parts.train_loader.epoch(0), WARM_UP + 1)
     before = after = _copy_parameters(parts)
     for batch in batches:

@@ -1,4 +1,4 @@
-"""A finished run, opened to be used: its settings, one whole checkpoint, and the precision to compute in."""
+"""Open a stored run to use it: its settings, one intact checkpoint, and the precision to compute in."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from halfstep.workloads.base.workload import FrozenPart
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenedRun:
-    """What a stored run holds."""
+    """A stored run: settings and one checkpoint."""
 
     folder: RunFolder
     config: RunConfig
@@ -40,11 +40,11 @@ class OpenedRun:
     """The checkpoint's folder."""
     checkpoint: Checkpoint
     notes: tuple[str, ...] = ()
-    """What the user must know, such as a damaged checkpoint that was passed over."""
+    """Notes for the user, such as a damaged checkpoint that was skipped."""
 
     @property
     def store(self) -> dict[str, Any]:
-        """What the run knew of its data: classes, mask values, image format."""
+        """What the run stored about its data: classes, mask values, image format."""
         return dict(self.checkpoint.state["store"])
 
     @property
@@ -54,11 +54,11 @@ class OpenedRun:
 
     @property
     def weights(self) -> str:
-        """Which weights are used: those that validation used."""
+        """Describe the weights in use, which are those of validation."""
         return "averaged (EMA)" if self.checkpoint.ema else "as trained"
 
     def facts(self, plan: Plan) -> dict[str, Any]:
-        """What every result says of the run it came from."""
+        """Return the facts that every result records about its run."""
         return {
             "run": str(self.folder.path),
             "workload": self.config.workload,
@@ -71,8 +71,10 @@ class OpenedRun:
 
 
 def open_run(path: Path, *, checkpoint: str = "best", trust: bool = False) -> OpenedRun:
-    """Read settings and weights; a damaged checkpoint is passed over for a whole one, and that is said. `trust` imports
-    code that the user did not train the run with."""
+    """Read settings and weights; replace a damaged checkpoint by an intact one, with a note.
+
+    `trust` imports custom code that the user did not train the run with.
+    """
     folder = RunFolder.open(str(path))
     config = load_stored(folder.config, folder.settled().code, trust=trust).config
     notes: list[str] = []
@@ -81,7 +83,7 @@ def open_run(path: Path, *, checkpoint: str = "best", trust: bool = False) -> Op
 
 
 def check_frozen_parts(run: OpenedRun, frozen: Mapping[str, FrozenPart]) -> dict[str, FrozenPart]:
-    """The frozen parts the run was trained with, as far as they are used; others are refused."""
+    """Return the frozen modules in use; refuse them if they differ from those the run was trained with."""
     used = {name: known for name, known in run.frozen.items() if name in frozen}
     return as_stored(frozen, used, run.folder.path)
 
@@ -94,19 +96,19 @@ def choose_plan(
     precision: str | None,
     frozen: Mapping[str, FrozenPart] | None = None,
 ) -> Plan:
-    """The stored plan; another one where another device or precision is asked for, or the run's device is not here."""
+    """Return the stored plan, or a new one for another device or precision, or if the run's device is missing."""
     stored = run.folder.stored_plan()
     hardware = probe(device or _find_device(stored.device))
     if precision is None and hardware.device == stored.device:
         return stored
     request = run.config.precision
     if precision is not None:
-        # Parts with a precision of their own belong to the request that is replaced.
+        # Per-module precisions belong to the request that is replaced.
         request = request.model_copy(update={"default": normalise_precision(precision, "--precision"), "modules": {}})
     islands = [f"{row.module}: {row.reason}" for row in stored.rows if row.kind == "island"]
     plan = decide(request, hardware, model, fragile=islands, frozen=modules_of(frozen or {}))
     if device is None and plan.device != stored.device:
-        moved = f"the run's device {stored.device} ({stored.device_name}) is not here: using {plan.device}"
+        moved = f"the run's device {stored.device} ({stored.device_name}) is not available: using {plan.device}"
         return replace(plan, warnings=(*plan.warnings, f"{moved} in {plan.granted}"))
     return plan
 
@@ -118,7 +120,7 @@ def load_weights(
     frozen: Mapping[str, FrozenPart] | None = None,
     values: Mapping[str, Value] | None = None,
 ) -> nn.Module:
-    """The model on its device with the checkpoint's weights, the averaged ones where the run keeps them."""
+    """Place the model on its device with the checkpoint's weights, the averaged ones if the run has them."""
     model = placed(run.config, model, plan)
     place_frozen_(run.config, frozen or {}, plan)
     write_values_(values or {}, int(run.checkpoint.state["step"]["committed"]), torch.device(plan.device))
@@ -128,23 +130,25 @@ def load_weights(
         raise CheckpointError(
             f"{run.path.name} does not hold the weights of this run's {run.config.workload}",
             why=" ".join(str(error).split())[:300],
-            fix=f"was {run.folder.config} or your own model's code changed after training?",
+            fix=f"check whether {run.folder.config} or your model's code changed after training",
         ) from error
     return model.eval()
 
 
 @contextmanager
 def make_fresh_folder(out: Path | None, default: Path) -> Iterator[Path]:
-    """A folder of our own: `out`, new or empty, or `default` with a number where it is taken; gone if left empty."""
+    """Make an output folder: `out`, new or empty, or `default`, numbered if taken; remove it if left empty."""
     folder = out or find_unused_path(default)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(
-            f"--out {folder} exists already", why="nothing is overwritten", fix="name a new or an empty folder"
+            f"--out {folder} exists already", why="files are never overwritten", fix="choose a new or empty folder"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot make {folder}: {error.strerror}", fix="name a writable place with --out") from error
+        raise ConfigError(
+            f"cannot make {folder}: {error.strerror}", fix="choose a writable folder with --out"
+        ) from error
     try:
         yield folder
     finally:
@@ -153,7 +157,7 @@ def make_fresh_folder(out: Path | None, default: Path) -> Iterator[Path]:
 
 
 def _list_candidates(checkpoints: Checkpoints, asked: str, notes: list[str]) -> list[Path]:
-    """Where to look, in order; only `best` and `last` have a next one to go to."""
+    """Return the checkpoints to try, in order; only `best` and `last` have alternatives."""
     newest_first = checkpoints.all()[::-1]
     if not newest_first:
         raise CheckpointError(
@@ -192,7 +196,7 @@ def _load_first_whole(candidates: Iterable[Path], notes: list[str]) -> tuple[Pat
 
 
 def _find_device(device: str) -> str:
-    """The run's own device where this machine has it, else the best one."""
+    """Return the run's device if this machine has it, else `auto`."""
     try:
         return probe(device).device
     except HardwareError:
@@ -200,7 +204,7 @@ def _find_device(device: str) -> str:
 
 
 def wrap_trained(model: nn.Module, plan: Plan, report: RunReport) -> Trained:
-    """The model as a family's evaluation and prediction get it."""
+    """Wrap the model for a family's evaluation and prediction."""
 
     @contextmanager
     def inside() -> Iterator[None]:

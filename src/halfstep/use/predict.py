@@ -1,4 +1,4 @@
-"""`predict`: use a stored run on files, with nothing but its folder."""
+"""`halfstep predict`: apply a stored run to files, using only the run's folder."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from halfstep.disk import write_atomically
 from halfstep.errors import ConfigError, DataError, Interrupted, format_count, make_printable
 from halfstep.hardware.clock import Stopwatch
 from halfstep.models.first_values import skip_first_values
-from halfstep.report.results import Answer, Failure, Predictions, dump_json
+from halfstep.report.results import Answer, Failure, Predictions
 from halfstep.report.run_report import RunReport
+from halfstep.report.tables import dump_json
 from halfstep.run.frozen_modules import naming_lost_files
 from halfstep.run.interrupts import Interrupts, interrupts
 from halfstep.step.randomness import choose_algorithms
@@ -38,16 +39,14 @@ FINISHING = "finishing this file; press Ctrl-C again to stop at once"
 
 
 def find_inputs(asked: Iterable[Path], endings: Sequence[str]) -> tuple[list[Input], list[Failure]]:
-    """Each file once, in the order asked for; what is not there, or holds nothing, is a failure."""
+    """Return each file once, in the order given; missing paths and folders without usable files are failures."""
     found: dict[Path, Input] = {}
     failed: list[Failure] = []
     for place in asked:
         below = _list_inputs(place, endings)
         if not below:
             why = (
-                f"nothing in it that can be read ({' '.join(endings)})"
-                if place.is_dir()
-                else "there is no such file or folder"
+                f"no readable file in it ({' '.join(endings)})" if place.is_dir() else "there is no such file or folder"
             )
             failed.append(Failure(file=str(place), why=why))
         for item in below:
@@ -57,7 +56,7 @@ def find_inputs(asked: Iterable[Path], endings: Sequence[str]) -> tuple[list[Inp
 
 def _list_inputs(place: Path, endings: Sequence[str]) -> list[Input]:
     if place.is_file():
-        return [Input(path=place, name=Path(place.name))]  # whatever its ending: the user named it
+        return [Input(path=place, name=Path(place.name))]  # any ending, because the user named the file
     if not place.is_dir():
         return []
     names = (path.relative_to(place) for path in place.rglob("*") if path.suffix.lower() in endings and path.is_file())
@@ -76,7 +75,7 @@ def predict(
     precision: str | None = None,
     trust: bool = False,
 ) -> Predictions:
-    """What the model says about every file; those that cannot be used are named, and fail only where all do."""
+    """Predict every file; report files that cannot be used, and fail only if none can."""
     clock = Stopwatch()
     run = open_run(path, checkpoint=checkpoint, trust=trust)
     command = _find_command(run.config.workload)
@@ -134,7 +133,7 @@ def _find_command(workload: str) -> PredictCommand:
     if command is None:
         able = ", ".join(name for name in KINDS if KINDS[name].predict is not None)
         raise ConfigError(
-            f"halfstep predict does not know {workload}",
+            f"halfstep predict does not support {workload}",
             why="its Kind has no predictor",
             fix=f"give it one (examples/own_workload.py); it knows {able}",
         )
@@ -151,7 +150,7 @@ def _answer_all(
     failed: list[Failure],
     asked_to_stop: Interrupts,
 ) -> int:
-    """Add an answer or a failure for each input; return how many are left where a signal ended it between two."""
+    """Add an answer or a failure for each input; return how many are left if a signal stopped it."""
     with report.phase("Predicting", len(inputs)) as bar:
         for result in predictor.answers(inputs, trained, wishes, bar):
             if isinstance(result, Answer):
@@ -169,20 +168,20 @@ def _answer_all(
 
 
 def _read_unfinished(out: Path | None, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an interrupted call with the same request left in `--out`; nothing where there is none."""
+    """Return what an interrupted call with the same request left in `--out`; empty if there is none."""
     if out is None or not (out / UNFINISHED).is_file():
         return {}
     try:
         left: dict[str, Any] = json.loads((out / UNFINISHED).read_text(encoding="utf-8"))
         former = left["halfstep predict"]
-    except (ValueError, KeyError, TypeError):  # not written by us: the folder is refused like any other with files
+    except (ValueError, KeyError, TypeError):  # not written by halfstep: refuse the folder like any non-empty one
         return {}
     now = json.loads(dump_json(request))
     if differing := [name for name in now if now[name] != former.get(name)]:
         raise ConfigError(
             f"--out {out} holds an unfinished prediction of another command",
             why=f"{differing[0]}: {former.get(differing[0])} then, {now[differing[0]]} now",
-            fix="give the same command as before, or name a new or an empty folder",
+            fix="repeat the same command, or choose a new or empty folder",
         )
     return left
 
@@ -191,12 +190,12 @@ def _continue(
     folder: Path, left: Mapping[str, Any], inputs: list[Input], report: RunReport
 ) -> tuple[list[Answer], list[Input]]:
     """Return the answers of an interrupted call and the inputs that have none; remove what is drawn again."""
-    (folder / UNFINISHED).unlink()  # from here on its list would lack files
+    (folder / UNFINISHED).unlink()  # its list becomes stale now
     for name in left["drawn again"]:
         (folder / name).unlink(missing_ok=True)
     answers = [Answer(**one) for one in left["answers"]]
     done = {answer.file for answer in answers}
-    # The frames of a folder have one answer, with the folder's name.
+    # All frames of a folder share one answer, under the folder's name.
     inputs = [item for item in inputs if done.isdisjoint(map(make_printable, (str(item.path), str(item.path.parent))))]
     if answers:
         report.notice(f"continuing in {folder} after {format_count(len(answers), 'prediction')} of an interrupted call")
@@ -211,7 +210,7 @@ def _store_unfinished(
     num_left: int,
     asked_to_stop: Interrupts,
 ) -> Interrupted:
-    """Store what the same call needs to continue; return the error that reports how far this one came."""
+    """Store what the same call needs to continue; return the error that reports the progress."""
     name = signal.Signals(asked_to_stop.exit_code - 128).name
     by = "Ctrl-C" if name == "SIGINT" else name
     num = f"{len(answers):,} of {format_count(len(answers) + num_left, 'prediction')}"
@@ -220,7 +219,7 @@ def _store_unfinished(
     left: dict[str, Any] = {"halfstep predict": request, "answers": [], "drawn again": []}
     if command.needs_input:
         left["answers"] = [asdict(one) for one in answers]
-    else:  # no input tells which samples are there, and the same seed draws them again
+    else:  # samples have no input that identifies them; the same seed draws them again
         named = {value for answer in answers for value in answer.found.values() if isinstance(value, str)}
         left["drawn again"] = [str(path.relative_to(folder)) for path in folder.rglob("*") if str(path) in named]
     write_atomically(folder / UNFINISHED, dump_json(left) + "\n")
@@ -247,10 +246,10 @@ def _explain_second_stop(folder: Path | None, answers: list[Answer]) -> Interrup
 def _refuse_wrong_inputs(command: PredictCommand, asked: Sequence[Path], workload: str) -> None:
     if command.needs_input and not asked:
         raise ConfigError(
-            "no input to predict", why=f"{workload} answers for files", fix="name files, or folders of them, after RUN"
+            "no input to predict", why=f"{workload} needs input files", fix="give files or folders after RUN"
         )
     if asked and not command.needs_input:
-        raise ConfigError(f"{asked[0]} means nothing for {workload}", why="it needs no input", fix="leave it out")
+        raise ConfigError(f"{asked[0]}: {workload} takes no input files", fix="leave it out")
 
 
 def _report_failure(failure: Failure, report: RunReport) -> None:
@@ -262,5 +261,5 @@ def _refuse_none_usable(usable: Sequence[Input | Answer], failed: Sequence[Failu
         raise DataError(
             f"none of the inputs can be used: {list_some(failure.file for failure in failed)}",
             why=failed[0].why,
-            fix="name files that it can read, or folders that hold some",
+            fix="give files that it can read, or folders with such files",
         )

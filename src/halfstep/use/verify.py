@@ -1,4 +1,4 @@
-"""`halfstep verify`: one page on which every line is shown by an observation."""
+"""`halfstep verify`: check promises by observing a few steps on a copy, and by reading a run's records."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ Proof = Callable[[Step, LossFn, list[Batch]], tuple[bool | None, str]]
 
 
 def verify(word: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False) -> list[ProofLine]:
-    """All lines but that of the configuration, which `check` knows. Nothing of a run is changed."""
+    """Return all lines except that of the configuration, which `check` provides. Nothing of a run is changed."""
     record = read_run(Path(word)) if is_run(word) else None
     with assemble_step(word, flags=flags, overrides=overrides, trust=trust) as (parts, engine, window):
-        amp = _check_amp(parts, engine, window)  # first: the proofs below make steps of their own
+        amp = _check_amp(parts, engine, window)  # first, because the proofs below run steps
         lines = [
             _prove_each_phase(NAN, engine, window, parts, check_nan_is_dropped),
             _check_clipping(parts, engine, window),
@@ -52,7 +52,7 @@ def verify(word: str, *, flags: Mapping[str, object], overrides: Sequence[str], 
 
 
 def _prove_each_phase(name: str, engine: AnyEngine, window: list[Batch], parts: Assembly, proof: Proof) -> ProofLine:
-    """Of every phase; one that does not hold decides."""
+    """Run a proof for every phase; one failure decides."""
     found = []
     for phase, own in engines_of(engine):
         prepared = split_window(prepared_window(parts, window), own.pieces)
@@ -78,13 +78,13 @@ def _check_amp(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> Proof
 
 
 def _check_rate(parts: Assembly, engine: AnyEngine, window: list[Batch], record: RunRecord | None) -> ProofLine:
-    """Of a run: every rate on record; else of a few steps."""
+    """Check every recorded rate of a run, or the rates of a few steps."""
     trained = record.of_kind("train") if record is not None else []
     if record is None or not trained or parts.phases:
         return _prove_each_phase(RATE, engine, window, parts, check_rates)
     if parts.plateau is not None or any(event.get("event") == "rollback" for event in record.of_kind("event")):
         return ProofLine(
-            name=RATE, holds=None, text="a plateau or a rollback has cut the rate, by what is not on record"
+            name=RATE, holds=None, text="a plateau or a rollback reduced the rate by a factor that is not recorded"
         )
     step = parts.step
     assert isinstance(step, Step)
@@ -97,7 +97,8 @@ def _check_rate(parts: Assembly, engine: AnyEngine, window: list[Batch], record:
 
 
 def _is_scheduled(step: Step, record: Mapping[str, Any]) -> bool:
-    """A committed step ran with the rate of the count before it, a dropped one with that of the count it left."""
+    """True if the rate fits the schedule: a committed step ran with the rate of the count before it, a dropped one with
+    that of its count."""
     committed = int(record["committed"])
     return any(
         is_same_rate(float(record["lr"]), compute_scheduled_rate(step, max(c, 0))) for c in (committed - 1, committed)
@@ -105,7 +106,7 @@ def _is_scheduled(step: Step, record: Mapping[str, Any]) -> bool:
 
 
 def _list_unrecorded() -> list[ProofLine]:
-    text = "nothing has run yet: name a run's folder"
+    text = "nothing has run yet: give a run's folder"
     return [ProofLine(name=name, holds=None, text=text) for name in ("GPU use", "memory", "skipped steps", "capsules")]
 
 
@@ -135,9 +136,9 @@ def _check_skipped(record: RunRecord) -> ProofLine:
     trained, events = record.of_kind("train"), record.of_kind("event")
     if not trained and not events:
         return ProofLine(name="skipped steps", holds=None, text="no step is on record")
-    attempted = max(int(one["step"]) for one in (*trained, *events))  # a run that faults end reports no more
+    attempted = max(int(one["step"]) for one in (*trained, *events))  # a run ended by faults records no later step
     faults = [event for event in events if event.get("event") == "skipped"]
-    overflows = sum(event.get("event") == "overflow" for event in events)  # those at a low scale have capsules
+    overflows = sum(event.get("event") == "overflow" for event in events)  # overflows at a low scale have capsules
     text = f"{len(faults)} of {attempted} steps skipped"
     text += f", {format_count(overflows, 'fp16 overflow')}" if overflows else ""
     text += f"; the last at step {faults[-1]['bad_step']}: {faults[-1]['reason']}" if faults else ""

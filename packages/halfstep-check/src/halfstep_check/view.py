@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from halfstep_check.shared.terminal import plain_table
+from halfstep_check.shared.terminal import make_plain_table
 
 SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
@@ -30,7 +30,7 @@ class FindingLines:
 
 def says_table(said: Iterable[tuple[str, str, str, str]]) -> Table:
     """Topic, value in our words, how and where it is written; those about one topic below each other."""
-    table = plain_table("topic", "value", "written as", "where")
+    table = make_plain_table("topic", "value", "written as", "where")
     table.columns[2].overflow = table.columns[3].overflow = "fold"
     last = ""
     for topic, *cells in said:
@@ -41,7 +41,7 @@ def says_table(said: Iterable[tuple[str, str, str, str]]) -> Table:
 
 def runs_table(rows: Iterable[tuple[str, str, str, str]]) -> Table:
     """What will run: topic, value, who says so, why that one wins."""
-    table = plain_table("in effect", "value", "because of", "why it wins")
+    table = make_plain_table("in effect", "value", "because of", "why it wins")
     table.columns[2].overflow = "fold"
     for topic, value, source, reason in rows:
         table.add_row(Text(topic), Text(value, style="bold green"), Text(source), Text(reason))
@@ -80,7 +80,7 @@ def summary(
 
 
 def rules_table(rows: Iterable[tuple[str, str, str]]) -> Table:
-    table = plain_table("rule", "severity", "what it finds")
+    table = make_plain_table("rule", "severity", "what it finds")
     for row in rows:
         table.add_row(*map(Text, row))
     return table

@@ -1,8 +1,7 @@
-"""A run's folder as plain data. What a run has not recorded is empty; a folder that is not a run is an error."""
+"""Read a run's folder as plain data. Missing records are empty; a folder that is not a run is an error."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from halfstep.config.foreign import flatten_keys
 from halfstep.config.yaml_source import read_yaml
 from halfstep.disk import parse_json, read_sealed
 from halfstep.errors import CheckpointError
+from halfstep.report.config_view import format_setting
 from halfstep.report.metrics_file import read
 
 PICTURES = (".png", ".jpg", ".jpeg", ".gif")
@@ -19,12 +19,12 @@ NOT_METRICS = {"kind", "step", "epoch", "loss", "elapsed_s", "best"}
 SAMPLES = "samples_per_s"
 MOST_SAMPLES = 12
 LARGEST_PICTURE = 4_000_000
-"""Bytes: a page is one file, and a mail program opens it."""
+"""Bytes; larger pictures are not embedded, to keep the page small."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
-    """What a run left behind."""
+    """The stored records of a run."""
 
     name: str
     path: Path
@@ -43,18 +43,18 @@ class RunRecord:
 
     @property
     def metric(self) -> str:
-        """Its headline; of a run that has not ended the first that validation found."""
+        """The headline metric; the first recorded one if the run has not ended."""
         found = (name for record in self.of_kind("val") for name in record if name not in NOT_METRICS)
         return str(self.summary.get("metric") or next(found, ""))
 
     @property
     def phases(self) -> list[str]:
-        """Of a run whose networks train in turn."""
+        """Names of alternating phases; empty if there is only one."""
         return list(dict.fromkeys(key[5:] for record in self.of_kind("train") for key in record if key[:5] == "loss/"))
 
     @property
     def rate(self) -> str:
-        """The key of its throughput, in the unit of its workload."""
+        """The key of the throughput, in the unit of the workload."""
         return find_rate_key((self.of_kind("train") or [{}])[-1])
 
     @property
@@ -65,7 +65,7 @@ class RunRecord:
 def read_run(path: Path) -> RunRecord:
     if not (path / "config.yaml").is_file():
         raise CheckpointError(
-            f"{path} is not a run", why="config.yaml is not there", fix="name a folder that `halfstep train` made"
+            f"{path} is not a run", why="config.yaml is missing", fix="give a folder that `halfstep train` made"
         )
     return RunRecord(
         name=path.resolve().name,
@@ -84,12 +84,12 @@ def read_run(path: Path) -> RunRecord:
 
 
 def find_rate_key(record: Mapping[str, Any]) -> str:
-    """The key of a record's throughput in the unit of its workload, such as `tokens_per_s`."""
+    """Return the key of a record's throughput in the unit of its workload, such as `tokens_per_s`."""
     return next((key for key in record if key.endswith("s_per_s") and key != SAMPLES), SAMPLES)
 
 
 def format_rate_unit(key: str) -> str:
-    """`tokens/s`."""
+    """Format `tokens_per_s` as `tokens/s`."""
     return key.replace("_per_s", "/s")
 
 
@@ -100,7 +100,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return dict(parse_json(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{path} cannot be read: {error}", fix="put it back, or move it away to draw the page without it"
+            f"{path} cannot be read: {error}", fix="restore it, or remove it to write the page without it"
         ) from error
 
 
@@ -117,9 +117,9 @@ def _read_settings(path: Path) -> dict[str, tuple[str, str]]:
     """Return value and source of each setting; without report/config.json the values alone."""
     stored = _read_json(path / "report" / "config.json").get("settings", {})
     if stored:
-        return {key: (format_value(one["value"]), _format_source(one["source"])) for key, one in stored.items()}
+        return {key: (format_setting(one["value"]), _format_source(one["source"])) for key, one in stored.items()}
     return {
-        key: (format_value(value), "") for key, value in flatten_keys(read_yaml(path / "config.yaml").values).items()
+        key: (format_setting(value), "") for key, value in flatten_keys(read_yaml(path / "config.yaml").values).items()
     }
 
 
@@ -128,11 +128,7 @@ def _format_source(source: dict[str, Any]) -> str:
     return where if where.startswith(layer) else f"{layer} {where}".strip()
 
 
-def format_value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def _find_samples(folder: Path) -> list[Path]:
-    """The newest ones, oldest of them first; texts among them."""
+    """Return the newest sample pictures and texts, oldest first."""
     files = [file for file in sorted(folder.rglob("*")) if file.suffix.lower() in (*PICTURES, ".txt")]
     return [file for file in files if file.stat().st_size <= LARGEST_PICTURE][-MOST_SAMPLES:]

@@ -1,4 +1,4 @@
-"""The page itself: sections of plain HTML around the charts. Every text that came from a run is escaped."""
+"""Render runs or a comparison as one HTML page: sections of plain HTML, and charts. All text from a run is escaped."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import format_bytes, suggest_command
+from halfstep.report.config_view import format_setting
 from halfstep.report.memory_view import COLOURS
-from halfstep.report.page.read_run import SAMPLES, RunRecord, find_rate_key, format_rate_unit, format_value
+from halfstep.report.page.read_run import SAMPLES, RunRecord, find_rate_key, format_rate_unit
 
 MOST_ROWS = 200
-"""Of modules and events: the rest is a number."""
+"""Rows shown per table; further rows are only counted."""
 
 
 Memory = Mapping[str, int] | str
-"""Bytes by component, or why they are not known."""
+"""Bytes by component, or why they are unknown."""
 
 
 def render_runs(runs: Sequence[RunRecord], memory: Sequence[Memory] = ()) -> str:
-    """`memory` is what each run's step is predicted to take."""
+    """Render the page of one or several runs; `memory` is the predicted memory of each run's step."""
     title = f"{runs[0].plan.get('granted', '')} {runs[0].summary.get('workload', runs[0].name)}".strip()
     title = title if len(runs) == 1 else ", ".join(run.name for run in runs)
     largest = max((sum(one.values()) for one in memory if not isinstance(one, str)), default=0)
@@ -70,13 +71,13 @@ def render_comparison(
     settings: Mapping[str, Mapping[str, Any]],
     summary: Mapping[str, Any],
 ) -> str:
-    """The table of `halfstep compare`, with its notes, every setting of each row, and a run's origin."""
+    """Render the table of `halfstep compare` with its notes, every setting of each row, and a run's origin."""
     listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
     rows = [list(cells) for cells in zip(*columns.values(), strict=True)]
     body = _render_section("Result", _render_table(list(columns), rows) + f"<ul class=faint>{listed}</ul>")
     body += _render_section("Curves", _render_charts(charts))
     rows_settings = [
-        (row, {key: (format_value(one), "") for key, one in known.items()}) for row, known in settings.items()
+        (row, {key: (format_setting(one), "") for key, one in known.items()}) for row, known in settings.items()
     ]
     body += _render_section("Settings", _render_settings(rows_settings)) if rows_settings else ""
     body += _render_section("Made by", _render_origin(summary)) if summary else ""
@@ -88,7 +89,7 @@ def render_comparison(
 
 def _render_cards(run: RunRecord) -> str:
     summary = run.summary
-    state = "" if run.has_ended else "<p class=bad>This run has not ended: the page shows what is on record.</p>"
+    state = "" if run.has_ended else "<p class=bad>This run has not ended: the page shows the records so far.</p>"
     pairs = [
         (f"best {run.metric}", _format_optional(summary.get("best"), "{:.4f}")),
         ("time", _format_optional(summary.get("elapsed_s"), "{:,.0f} s")),
@@ -107,11 +108,14 @@ def _render_cards(run: RunRecord) -> str:
 
 
 def _render_charts(charts: Sequence[Chart]) -> str:
-    hint = "<p class=faint>Wheel or + and − zoom, drag or arrow keys pan, double click or 0 shows all.</p>"
+    hint = (
+        "<p class=faint>Zoom with the wheel or + and −, pan by dragging or with arrow keys, "
+        "reset with a double click or 0.</p>"
+    )
     return (
         hint + f"<div class=charts>{''.join(map(_render_chart, charts))}</div>"
         if charts
-        else "<p>Nothing is on record.</p>"
+        else "<p>Nothing is recorded.</p>"
     )
 
 
@@ -157,7 +161,7 @@ def _render_time(run: RunRecord) -> str:
 
 
 def _render_memory(run: RunRecord, found: Memory, largest: int) -> str:
-    """The stack of one micro-batch's step; bars of several runs have one scale."""
+    """Render the predicted memory of one step; bars of several runs share one scale."""
     if isinstance(found, str):
         return f"<p>Not predicted: {escape(found)}</p>"
     parts = [(name, size, COLOURS[name]) for name, size in found.items() if size]
@@ -176,7 +180,7 @@ def _render_memory(run: RunRecord, found: Memory, largest: int) -> str:
 
 
 def _render_stack(words: str, parts: Sequence[tuple[str, float, str]], whole: float) -> str:
-    """Parts beside each other in a bar as long as `whole`; a table says the same."""
+    """Render parts next to each other in a bar of length `whole`; a table repeats the numbers."""
     spans = "".join(
         f"<span style='width:{max(100 * size / whole, 0):.2f}%;background:{colour}' title='{escape(name)}'></span>"
         for name, size, colour in parts
@@ -188,7 +192,7 @@ def _render_stack(words: str, parts: Sequence[tuple[str, float, str]], whole: fl
 def _render_faults(run: RunRecord) -> str:
     events = run.of_kind("event")
     if not events and not run.capsules:
-        return "<p>None on record.</p>"
+        return "<p>None recorded.</p>"
     rows = [
         [
             str(e.get("bad_step", e.get("step", ""))),
@@ -227,7 +231,7 @@ def _render_sample(path: Path, root: Path) -> str:
 
 
 def _render_settings(runs: Sequence[tuple[str, Mapping[str, tuple[str, str]]]]) -> str:
-    """Names and settings: one column each; settings that differ are marked, and the others folded."""
+    """Render the settings, one column per run; mark those that differ and fold the others."""
     keys = list(dict.fromkeys(key for _, settings in runs for key in settings))
     differ = {key for key in keys if len({settings.get(key, ("",))[0] for _, settings in runs}) > 1}
     titles = ["setting", *([name for name, _ in runs] if len(runs) > 1 else ["value", "from"])]
@@ -251,7 +255,7 @@ def _render_origin(summary: Mapping[str, Any]) -> str:
     return f"<p>{escape(versions)}; {escape(str(summary.get('device', '')))}</p><pre>{escape(command)}</pre>"
 
 
-# --- pieces ---
+# --- building blocks ---
 
 
 def _render_page(title: str, body: str) -> str:
@@ -291,14 +295,14 @@ def _format_size(size: object) -> str:
 
 
 def _dump_safe_json(value: object) -> str:
-    """JSON that no text in it can close the script with."""
+    """Return JSON that cannot close the surrounding script element."""
     return json.dumps(value, allow_nan=False).replace("</", "<\\/").replace("<!--", "<\\!--")
 
 
 MOST_POINTS = 800
-"""A screen shows no more; longer curves are thinned."""
+"""Longer curves are thinned to this many points."""
 BY_PHASE = {"loss", "grad_norm", "lr"}
-"""What is on record for each network, where several train in turn."""
+"""Values recorded per phase if phases alternate."""
 MONITOR = {
     "utilization": "GPU busy, %",
     "power_w": "power, W",
@@ -314,7 +318,7 @@ class Series:
     points: list[tuple[float, float]]
     dashed: bool = False
     colour: int = 0
-    """A number of the palette. One thing has one colour in all charts of a page."""
+    """Index into the palette; a run has the same colour in all charts of a page."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -330,18 +334,18 @@ class Chart:
 
     @property
     def is_positive(self) -> bool:
-        """Whether a logarithmic axis has room for all of it; an adversarial loss may fall below zero."""
+        """True if a logarithmic axis can show all values; an adversarial loss may be negative."""
         return all(y > 0 for line in self.series for _, y in line.points)
 
     @property
     def in_words(self) -> str:
-        """For screen readers, and for whoever reads the page as text."""
+        """Description for screen readers and text browsers."""
         said = [f"{s.name or self.title} from {s.points[0][1]:.4g} to {s.points[-1][1]:.4g}" for s in self.series]
         return f"{self.title} over {self.x}: {'; '.join(said)}"
 
 
 def build_charts(runs: Sequence[RunRecord]) -> list[Chart]:
-    """Those with points, in the order in which a reader asks."""
+    """Build all charts that have points."""
     losses = [*_build_series(runs, "train", "loss", "train"), *_build_series(runs, "val", "loss", "validation")]
     metrics = dict.fromkeys(run.metric for run in runs if run.metric)
     rates = {run.rate for run in runs}
@@ -364,7 +368,7 @@ def _build_score_series(runs: Sequence[RunRecord], metric: str) -> list[Series]:
 
 
 def _build_series(runs: Sequence[RunRecord], kind: str, key: str, label: str = "") -> Iterable[Series]:
-    """A colour for each run, of one run alone for training and validation; where networks train in turn, for each."""
+    """Yield one series per run, with separate colours for training and validation of a single run, and per phase."""
     is_validation = label == "validation"
     for run, name, first in _distinguish_runs(runs):
         in_turn = run.phases if kind == "train" and key in BY_PHASE else []
@@ -376,8 +380,7 @@ def _build_series(runs: Sequence[RunRecord], kind: str, key: str, label: str = "
 
 
 def _distinguish_runs(runs: Sequence[RunRecord]) -> Iterable[tuple[RunRecord, str, int]]:
-    """With what each is called where there are several, and its first colour: folders' names, numbered where two have
-    the same."""
+    """Yield each run with its label (its folder's name, numbered if not unique; empty for one run) and first colour."""
     names, colour = [run.name for run in runs], 0
     for number, run in enumerate(runs, 1):
         name = run.name if names.count(run.name) == 1 else f"{run.name} ({number})"
@@ -394,7 +397,7 @@ def _build_monitor_chart(runs: Sequence[RunRecord], key: str, title: str) -> Cha
 
 
 def _drop_constant_one(lines: Iterable[Series]) -> list[Series]:
-    """A scale that is 1 throughout is that of a format without scaling."""
+    """Drop loss scales that are always 1: the format needs no scaling."""
     return [line for line in lines if any(value != 1 for _, value in line.points)]
 
 

@@ -18,7 +18,7 @@ MAX_DEPTH = 40
 
 
 class NodeLoader(yaml.SafeLoader):
-    """Composes nodes and resolves no type: every plain scalar stays the text that was written."""
+    """Compose nodes without resolving types: every plain scalar stays the text that was written."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, Any]]] = {}
 
@@ -70,7 +70,7 @@ BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "of
 
 
 def parse_scalar(text: str) -> object:
-    """`3` is an int, `1e-5` a float, `no` a bool, `null` None; everything else is text."""
+    """Convert `3` to an int, `1e-5` to a float, `no` to a bool, `null` to None; everything else stays text."""
     word = text.strip().lower()
     if word in NULLS:
         return None
@@ -97,5 +97,5 @@ IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def is_import_path(name: str) -> bool:
-    """Whether this names a workload of the user's own, `my_pkg.my_mod:build`."""
+    """True if this is the import path of a custom workload, `my_pkg.my_mod:build`."""
     return IMPORT_PATH.fullmatch(name) is not None

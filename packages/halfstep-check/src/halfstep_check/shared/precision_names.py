@@ -41,7 +41,7 @@ REFUSED: dict[str, tuple[str, str]] = {
 
 
 def normalise_precision(value: object, where: str = "") -> str:
-    """The one precision this spelling means; `where` says in an error who wrote it."""
+    """Return the precision that a spelling means; `where` names its origin in an error."""
     word = str(value).strip().lower().removeprefix("torch.")
     if word in PRECISION_NAMES:
         return PRECISION_NAMES[word]

@@ -41,7 +41,7 @@ def redirect_to_null(file: int) -> None:
 
 
 class PatientFile(io.FileIO):
-    """Writes until nobody reads any more, then to nowhere."""
+    """A file that discards its output once the reader has closed the pipe."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
@@ -54,7 +54,7 @@ class PatientFile(io.FileIO):
 
 
 def wrap_standard_streams() -> None:
-    """Both standard streams of a real process; those that somebody put in their place are left alone."""
+    """Wrap stdout and stderr of this process, unless they were already replaced (as tests do)."""
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
         sys.stdout = _wrap_stream(sys.stdout)
     if sys.stderr is sys.__stderr__ and sys.stderr is not None:
@@ -62,7 +62,7 @@ def wrap_standard_streams() -> None:
 
 
 def flush_or_drop() -> None:
-    """What a full disk refused must not come up again when Python ends: that would change the exit code to 120."""
+    """Flush both streams; discard what a full disk refused, which would otherwise change the exit code to 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -72,12 +72,12 @@ def flush_or_drop() -> None:
 
 def _wrap_stream(stream: TextIO) -> TextIO:
     buffer = io.BufferedWriter(PatientFile(stream.fileno(), "w", closefd=False))
-    # A terminal that lacks a character gets its number: output never ends a run.
+    # Escape characters that the terminal's encoding lacks: output must never end a run.
     return io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=bool(stream.line_buffering))
 
 
 def unwrap_paragraphs(docstring: str) -> str:
-    """Each paragraph as one line: typer keeps a docstring's own line breaks, whatever the terminal's width."""
+    """Join each paragraph into one line: typer would keep a docstring's line breaks at any terminal width."""
     paragraphs = inspect.cleandoc(docstring).split("\n\n")
     return "\n\n".join(re.sub(r"\n\s*", " ", paragraph) for paragraph in paragraphs)
 
@@ -105,7 +105,7 @@ def explain_usage_error(error: Any, context: Any = None) -> ConfigError:
 
 
 def find_occurrences(words: Sequence[str], parameter: Any) -> Iterator[str]:
-    """Every place where the option is given, as it is written."""
+    """Yield every occurrence of the option, as written."""
     stop = list(words).index("--") if "--" in words else len(words)
     names = {*parameter.opts, *parameter.secondary_opts}
     for place, word in enumerate(words[:stop]):
@@ -129,7 +129,7 @@ class OnceCommand(TyperCommand):
 
 
 def refuse_conflict(said: Sequence[str]) -> None:
-    """One flag that was given two values."""
+    """Raise ConfigError if one flag was given two values."""
     different = list(dict.fromkeys(text.replace("=", " ", 1) for text in said))
     if len(different) > 1:
         raise ConfigError(" and ".join(f"`{text}`" for text in different) + " disagree", fix="keep one of them")
@@ -146,18 +146,18 @@ def print_text(console: Console, text: Text) -> None:
     """
     if console.is_terminal:
         text = text.copy()
-        text.plain = "\n".join(_broken(line, console.width) for line in text.plain.split("\n"))
+        text.plain = "\n".join(_break_line(line, console.width) for line in text.plain.split("\n"))
     console.print(text, soft_wrap=True)
 
 
-def _broken(line: str, width: int) -> str:
+def _break_line(line: str, width: int) -> str:
     # Not rich's wrapping, which folds or crops a word longer than the terminal.
     indent = " " * (len(line) - len(line.lstrip()))
     return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def plain_table(*titles: str) -> Table:
-    """Our style: no frame but a rule under the titles, readable at 80 columns. The first column stands out."""
+def make_plain_table(*titles: str) -> Table:
+    """Return an empty table in our style: a rule under the titles, no frame, the first column bold."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for index, title in enumerate(titles):
         table.add_column(title, style="bold" if index == 0 else "", no_wrap=index == 0)
