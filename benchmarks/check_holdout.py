@@ -26,7 +26,7 @@ NEAR = 6
 SAID = {"fp32", "tf32", "fp16", "bf16"}
 
 
-def checked(*paths: Path, project: Path | None = None) -> dict[str, Any]:
+def check_paths(*paths: Path, project: Path | None = None) -> dict[str, Any]:
     return as_dict(check(paths, project=project))
 
 
@@ -46,7 +46,7 @@ def is_for(line: int, label: dict[str, Any], others: list[dict[str, Any]]) -> bo
 def of_scripts(folder: Path, labels: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     rows, extra, num_findings = [], [], 0
     for name, defects in labels.items():
-        said = [one for one in checked(folder / name)["findings"] if one["severity"] != "info"]
+        said = [one for one in check_paths(folder / name)["findings"] if one["severity"] != "info"]
         num_findings += len(said)
         rows += [
             {"file": name, **defect, "found": any(is_for(one["line"], defect, defects) for one in said)}
@@ -69,7 +69,7 @@ def of_scripts(folder: Path, labels: dict[str, list[dict[str, Any]]]) -> dict[st
 def of_configs(folder: Path, labels: dict[str, dict[str, Any]]) -> dict[str, Any]:
     wrong = []
     for name, label in labels.items():
-        stated = checked(folder / name)["effective"].get("precision", {}).get("value", "not stated")
+        stated = check_paths(folder / name)["effective"].get("precision", {}).get("value", "not stated")
         expected = label["effective"]
         if label.get("doubtful"):
             continue
@@ -87,7 +87,7 @@ def of_projects(folder: Path, labels: dict[str, dict[str, Any]]) -> dict[str, An
     rows = []
     for name, label in labels.items():
         root = folder / "projects" / name
-        said = [one for one in checked(project=root)["findings"] if one["severity"] != "info"]
+        said = [one for one in check_paths(project=root)["findings"] if one["severity"] != "info"]
         all_conflicts = [one for one in label.get("conflicts", ()) if one["severity"] != "info"]
         wanted = [one for one in all_conflicts if not one.get("doubtful")]
         placed = [one for one in all_conflicts if "line" in one]

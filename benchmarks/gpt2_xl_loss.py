@@ -40,11 +40,11 @@ from halfstep.config.schema import RunConfig
 from halfstep.data.prefetch import prefetch
 from halfstep.errors import TrainingStopped
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
-from halfstep.run.engine import engine_for, rehearsal
+from halfstep.run.assemble import Assembly, assemble, build_workload, decide_plan
+from halfstep.run.engine import make_engine, rehearse_run
 from halfstep.run.validate import validate
 from halfstep.step.guard import Action
-from halfstep.tune.choose import tuned
+from halfstep.tune.choose import tune_plan
 from halfstep.workloads import load
 from parity import said
 from recording import RESULTS, shown_settings, store
@@ -156,7 +156,7 @@ def run(job: Job, may_begin: Any, results: Any) -> None:
     built_s = time.monotonic() - began
     may_begin.wait()
     began = time.monotonic()
-    plan = tuned(config, workload, plan_for(config, workload, probe(config.device)), print, rehearsal)
+    plan = tune_plan(config, workload, decide_plan(config, workload, probe(config.device)), print, rehearse_run)
     losses, held_out = trained(assemble(config, workload, plan))
     results.put(
         {
@@ -176,7 +176,7 @@ def run(job: Job, may_begin: Any, results: Any) -> None:
 def trained(parts: Assembly) -> tuple[list[float], float]:
     """The training loss of each step, and the held-out loss after the last one."""
     assert parts.mode is not None, "the plan was tuned"
-    engine = engine_for(parts, parts.mode, lambda text, level: print(text, flush=True))
+    engine = make_engine(parts, parts.mode, lambda text, level: print(text, flush=True))
     loader, facts = parts.train_loader, []
     windows = parts.step.windows(prefetch(loader.epoch(0), parts.device))
     for window in itertools.islice(windows, parts.config.train.max_steps):

@@ -59,7 +59,7 @@ from halfstep.hardware.probe import probe
 from halfstep.kernels import chain, normalise, resnet_chain, stem, transformer_chain, unet_chain
 from halfstep.kernels.fast_forms import force
 from halfstep.kernels.normalise import GradientSums, Norm
-from halfstep.run.engine import engine_for
+from halfstep.run.engine import make_engine
 from halfstep.step import commit, ema
 from recording import store
 from row_turns import TURNS, Turn
@@ -316,11 +316,11 @@ def train(name: str, part: str) -> None:
             raise RuntimeError(f"ran as {engines[0].mode}: {'; '.join(runner.remarks)}")
         turn.leave()
 
-    def make_engine(*arguments: Any) -> Any:
-        engines[:] = [engine_for(*arguments)]  # not those of trials: they hold a model each
+    def make_and_keep(*arguments: Any) -> Any:
+        engines[:] = [make_engine(*arguments)]  # not those of trials: they hold a model each
         return engines[0]
 
-    with own_decisions(), switch_off(part, calls), replaced_everywhere(engine_for, make_engine):
+    with own_decisions(), switch_off(part, calls), replaced_everywhere(make_engine, make_and_keep):
         hardware = turn.hardware("cuda")
         problem = turn.lent_to(build_problem(case.config(False), torch.device(hardware.device)))
         request = BenchRequest(precisions=("bf16",), modes=("graph",), schedule=SCHEDULE)

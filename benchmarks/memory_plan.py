@@ -31,8 +31,8 @@ from halfstep.config.schema import RunConfig
 from halfstep.data.prefetch import prefetch
 from halfstep.hardware.memory import get_peak_memory_bytes, release_unused_memory, reset_peak
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import assemble, plan_for
-from halfstep.run.engine import engine_for
+from halfstep.run.assemble import assemble, decide_plan
+from halfstep.run.engine import make_engine
 from halfstep.run.memory.out_of_memory import summarise_error
 from halfstep.run.memory.planner import Cell, MemoryPlanner
 from halfstep.run.memory.traceable_step import build_traceable_step
@@ -132,11 +132,11 @@ def measured(row: Row) -> dict[str, Any]:
     left_over = torch.cuda.memory_allocated()
     workload = build_random_workload(config)
     made = KINDS.of(config.workload).synthetic.make_batch(config, workload.store)
-    plan = plan_for(config, workload, probe("cuda"))
+    plan = decide_plan(config, workload, probe("cuda"))
     plan = dataclasses.replace(plan, mode=row.mode, memory=dataclasses.asdict(row.setting))
     parts = assemble(config, workload, plan)
     said: list[str] = []
-    engine = engine_for(parts, row.mode, lambda text, level: said.append(text), workload.metrics().update)
+    engine = make_engine(parts, row.mode, lambda text, level: said.append(text), workload.metrics().update)
     start_peak = 0
     for number, loaded in enumerate(prefetch(itertools.repeat(made, STEPS[row.mode]), device)):
         engine([loaded])

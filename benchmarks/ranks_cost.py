@@ -30,11 +30,11 @@ from halfstep.config.schema import RunConfig
 from halfstep.data.prefetch import prefetch
 from halfstep.distributed.world import World
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import assemble, plan_for
-from halfstep.run.engine import engine_for, rehearsal
+from halfstep.run.assemble import assemble, decide_plan
+from halfstep.run.engine import make_engine, rehearse_run
 from halfstep.step.facts import Facts, PhasedFacts
 from halfstep.step.randomness import seed_everything
-from halfstep.tune.choose import tuned
+from halfstep.tune.choose import tune_plan
 from recording import store, time_steps
 
 CASES = {
@@ -53,11 +53,11 @@ class Training:
     def __init__(self, config: RunConfig, world: World | None, device: torch.device) -> None:
         seed_everything(config.train.seed)
         workload, hardware = build_random_workload(config), probe(str(device))
-        plan = tuned(config, workload, plan_for(config, workload, hardware), lambda line: None, rehearsal)
+        plan = tune_plan(config, workload, decide_plan(config, workload, hardware), lambda line: None, rehearse_run)
         parts = assemble(config, workload, plan, world)
         assert parts.mode is not None, "the plan was tuned"
         self.remarks: list[str] = []
-        self.engine = engine_for(parts, parts.mode, lambda text, level: self.remarks.append(text))
+        self.engine = make_engine(parts, parts.mode, lambda text, level: self.remarks.append(text))
         self._batches = prefetch(itertools.repeat(build_problem(config, device).host_batch), device)
         self._facts: Facts | PhasedFacts
 

@@ -29,9 +29,9 @@ from torch import Tensor
 from halfstep.data.image_samples import TrainingImages
 from halfstep.data.prefetch import prefetch
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
+from halfstep.run.assemble import Assembly, assemble, build_workload, decide_plan
 from halfstep.run.engine import Engine
-from halfstep.tune.channels_last import in_layout_of
+from halfstep.tune.channels_last import match_layout
 from halfstep.workloads import load
 from parity import said
 from recording import shown_settings, store, time_steps
@@ -77,7 +77,7 @@ class Ways:
 
     def prepared(self, batch: Batch) -> Batch:
         seen = self.parts.workload.prepared(batch, key=(0, next(self.numbers), 0), training=True)
-        return in_layout_of(self.parts.model, seen)
+        return match_layout(self.parts.model, seen)
 
     def step(self, batch: Batch) -> object:
         return self.parts.guard.watch(self.engine.step([batch]))
@@ -100,7 +100,7 @@ def assembled(arguments: argparse.Namespace, scratch: Path) -> Assembly:
     workload = build_workload(config)
     assert isinstance(workload.train_samples, TrainingImages)
     workload = dataclasses.replace(workload, train_samples=Repeated(workload.train_samples, arguments.images))
-    return assemble(config, workload, plan_for(config, workload, probe(config.device)))
+    return assemble(config, workload, decide_plan(config, workload, probe(config.device)))
 
 
 def measured(ways: Ways, arguments: argparse.Namespace) -> dict[str, list[float]]:

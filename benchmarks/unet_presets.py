@@ -19,7 +19,7 @@ import torch
 from halfstep.bench.problem import build_random_workload
 from halfstep.config.schema import RunConfig
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import assemble, plan_for
+from halfstep.run.assemble import assemble, decide_plan
 from halfstep.run.engine import Engine
 from halfstep.run.memory.sizing import predict_step_cost
 from halfstep.workloads import KINDS, load
@@ -40,7 +40,7 @@ def measured(config: RunConfig, device: torch.device) -> dict[str, Any]:
     torch.manual_seed(0)
     workload = build_random_workload(config)
     batch = KINDS.of(config.workload).synthetic.make_batch(config, workload.store)
-    parts = assemble(config, workload, plan_for(config, workload, probe(str(device))))
+    parts = assemble(config, workload, decide_plan(config, workload, probe(str(device))))
     engine = Engine(parts, parts.mode or "eager", lambda text, level: print(text))
     window = [{name: value.to(device) for name, value in batch.items()}] * config.train.accumulate
     if device.type == "cuda":

@@ -24,7 +24,7 @@ from halfstep.bench.problem import AfterStep, Problem, build_problem, load_bench
 from halfstep.errors import ConfigError, HardwareError
 from halfstep.hardware.facts import Measurement
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import plan_for
+from halfstep.run.assemble import decide_plan
 
 CPU = torch.device("cpu")
 SHORT = Schedule(warm_up=1, ramp=0, window=1)
@@ -213,7 +213,7 @@ def test_a_format_that_is_slow_here_is_timed_and_not_simulated(problem: Problem)
     [runner] = list_runners(problem, BenchRequest(precisions=("bf16",), modes=("eager",), schedule=SHORT), hardware)
     assert isinstance(runner, HalfstepRunner)
     assert not runner.simulated
-    assert plan_for(runner.config, runner.workload(), runner.hardware).granted == "bf16"
+    assert decide_plan(runner.config, runner.workload(), runner.hardware).granted == "bf16"
 
 
 def test_a_simulated_precision_is_not_compiled_and_names_the_benchs_own_options(problem: Problem) -> None:

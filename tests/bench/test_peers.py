@@ -25,7 +25,7 @@ from halfstep.bench.peers import PEERS, PeerMissing, PeerSetup, isolate_peer, li
 from halfstep.bench.problem import Batch, Problem, Runner
 from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError
 from halfstep.kernels.fast_forms import FORMS, force, is_wanted
-from halfstep.tune.fresh_thread import in_fresh_thread
+from halfstep.tune.fresh_thread import run_in_fresh_thread
 from halfstep.workloads import load
 from halfstep.workloads.segmentation.scores import segmentation_loss
 
@@ -136,7 +136,7 @@ def test_a_peer_trains_alike_in_a_thread_of_its_own(name: str) -> None:
     problem = Watched().problem
     expected = reference_losses(problem)
     for runner in runners(name, problem):
-        loss = in_fresh_thread(functools.partial(runner.train, STEPS, lambda: None), problem.device)
+        loss = run_in_fresh_thread(functools.partial(runner.train, STEPS, lambda: None), problem.device)
         assert loss == pytest.approx(expected[-1], rel=1e-5), runner.variant
 
 
@@ -151,7 +151,7 @@ def test_ctrl_c_ends_a_peer_in_a_thread_of_its_own(name: str) -> None:
 
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        in_fresh_thread(lambda: documented.train(STEPS, interrupted), torch.device("cpu"))
+        run_in_fresh_thread(lambda: documented.train(STEPS, interrupted), torch.device("cpu"))
     assert signal.getsignal(signal.SIGINT) is before
 
 

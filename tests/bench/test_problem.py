@@ -14,7 +14,7 @@ from halfstep.bench.problem import (
     load_bench_config,
 )
 from halfstep.run.memory.traceable_step import build_traceable_step
-from halfstep.tune.trials import first_batch
+from halfstep.tune.trials import load_first_batch
 
 CPU = torch.device("cpu")
 SMALL = {"unet": ("data.image_size=32",), "resnet18": ("data.image_size=32",), "vit_s_16": ("data.image_size=48",)}
@@ -68,7 +68,7 @@ def test_the_samples_are_the_rows_of_the_batch() -> None:
 def test_trials_of_a_row_find_a_batch_to_begin_with(workload: str) -> None:
     problem = small_problem(workload)
     own = build_random_workload(problem.config)
-    found = first_batch(problem.config, own)
+    found = load_first_batch(problem.config, own)
     assert {name: part.shape for name, part in found.items()} == {
         name: part.shape for name, part in problem.host_batch.items()
     }

@@ -15,7 +15,7 @@ from halfstep.errors import CheckpointError, TrainingStopped
 from halfstep.evidence import capsule, causes
 from halfstep.evidence.attempts import refuse_another_model
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import assemble, build_workload, plan_for
+from halfstep.run.assemble import assemble, build_workload, decide_plan
 from halfstep.run.capsules import load_window, replay_run
 from halfstep.run.checkpoint import Checkpoints
 from halfstep.run.train import train
@@ -116,7 +116,7 @@ def test_a_window_from_before_a_resume_is_read_again_by_epoch_and_index(tmp_path
     whole = run(tmp_path / "whole", **{"model.options.poisoned": [2]})
     loaded = load(str(whole / "config.yaml"))
     workload = build_workload(loaded.config)
-    parts = assemble(loaded.config, workload, plan_for(loaded.config, workload, probe("cpu")))
+    parts = assemble(loaded.config, workload, decide_plan(loaded.config, workload, probe("cpu")))
     kept_one = capsule.read(whole / "capsules" / "00000002")
     reading = dataclasses.replace(READING, attempted=2, epoch=0, window=2)
     (again,) = load_window(parts, reading) or [{}]

@@ -14,10 +14,10 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from halfstep.run.assemble import assemble
-from halfstep.run.engine import Engine, rehearsal
+from halfstep.run.engine import Engine, rehearse_run
 from halfstep.step.randomness import choose_algorithms
-from halfstep.tune.fresh_thread import in_fresh_thread
-from halfstep.tune.modes import UNCAPTURED, cudnn_trials
+from halfstep.tune.fresh_thread import run_in_fresh_thread
+from halfstep.tune.modes import UNCAPTURED, allow_cudnn_trials
 
 pytestmark = pytest.mark.gpu
 
@@ -53,18 +53,18 @@ def test_algorithms_are_kept_by_thread_and_a_new_thread_tries_them_anew() -> Non
     once = convolution(40)
     once()  # chosen by heuristic in this thread, and for backward in autograd's
     plain = kernels_of(once)
-    with cudnn_trials(True):
+    with allow_cudnn_trials(True):
         assert kernels_of(once) == plain
-        assert kernels_of(lambda: in_fresh_thread(once, CUDA)) > 2 * plain
+        assert kernels_of(lambda: run_in_fresh_thread(once, CUDA)) > 2 * plain
         assert kernels_of(once) == plain
 
 
 def test_trials_leave_the_runs_own_thread_without_a_past(tmp_path: Path) -> None:
     values = {**SMALL, "model.base_channels": 24, "train.fast": "off", "train.batch_size": 6}
     loaded, workload, plan = made(tmp_path, **values)
-    with rehearsal(loaded.config, workload, plan) as trial:
-        trial.cost("eager", cudnn_benchmark=False)
-        trial.cost("eager", cudnn_benchmark=True)
+    with rehearse_run(loaded.config, workload, plan) as trial:
+        trial.measure("eager", cudnn_benchmark=False)
+        trial.measure("eager", cudnn_benchmark=True)
     parts = assemble(loaded.config, workload, dataclasses.replace(plan, cudnn_benchmark=True))
     engine = Engine(parts, "eager", lambda text, level: pytest.fail(text))
     window = [{name: value.cuda() for name, value in next(parts.train_loader.epoch(0)).items()}]

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import assemble, build_workload, plan_for
+from halfstep.run.assemble import assemble, build_workload, decide_plan
 from halfstep.run.engine import Engine
 from halfstep.step.facts import Reading, read_rng_state, restore_rng
 from halfstep.step.guard import Guard
 from halfstep.step.randomness import choose_algorithms
-from halfstep.tune.channels_last import in_layout_of
+from halfstep.tune.channels_last import match_layout
 from halfstep.tune.memory_low import NORMAL, MemorySetting
 from halfstep.tune.modes import UNCAPTURED, Mode
 from halfstep.workloads import from_dict
@@ -106,7 +106,7 @@ class Run:
         }  # fmt: skip
         config = from_dict(case.workload, settings).config
         workload = build_workload(config)
-        plan = plan_for(config, workload, probe(ALWAYS["device"]))
+        plan = decide_plan(config, workload, probe(ALWAYS["device"]))
         self.parts = assemble(config, workload, dataclasses.replace(plan, memory=dataclasses.asdict(case.memory)))
         self.engine = Engine(self.parts, case.mode, lambda text, level: pytest.fail(text))
         loaded = (batch for epoch in range(2) for batch in self.parts.train_loader.epoch(epoch))
@@ -124,7 +124,7 @@ class Run:
         """A batch of the same shape, ready for the model, with one pixel that is not a number."""
         key = (0, self.parts.step.attempted, 0)
         ready = self.parts.workload.prepared(self.batches[0], key=key, training=True)
-        ready = in_layout_of(self.parts.model, ready)
+        ready = match_layout(self.parts.model, ready)
         image = ready["image"].clone()
         image[0, 0, 0, 0] = float("nan")
         return ready | {"image": image}

@@ -19,8 +19,8 @@ from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.driver import Driver
 from halfstep.hardware.probe import probe
 from halfstep.report.metrics_file import read
-from halfstep.run.assemble import assemble, build_workload, plan_for
-from halfstep.run.engine import Engine, rehearsal
+from halfstep.run.assemble import assemble, build_workload, decide_plan
+from halfstep.run.engine import Engine, rehearse_run
 from halfstep.run.train import train
 from halfstep.step import tables as tabulated
 from halfstep.step.clip import Clip
@@ -29,7 +29,7 @@ from halfstep.step.graph import CaptureFailed, GraphedStep
 from halfstep.step.guard import Guard
 from halfstep.step.randomness import choose_algorithms
 from halfstep.step.step import Step
-from halfstep.tune.choose import tuned
+from halfstep.tune.choose import tune_plan
 from halfstep.tune.modes import UNCAPTURED
 from halfstep.workloads import from_dict, load
 from halfstep.workloads.segmentation.demo import write_demo
@@ -214,7 +214,7 @@ def made(tmp_path: Path, **values: Any) -> tuple[Any, Any, Any]:
     }  # fmt: skip
     loaded = from_dict("unet", {**small, **values})
     workload = build_workload(loaded.config)
-    return loaded, workload, plan_for(loaded.config, workload, probe("cuda"))
+    return loaded, workload, decide_plan(loaded.config, workload, probe("cuda"))
 
 
 def curve(tmp_path: Path, mode: str, **values: Any) -> tuple[list[Reading], Engine]:
@@ -317,19 +317,19 @@ def test_auto_measures_chooses_and_stores_and_the_next_run_does_not_measure(
         rng = torch.cuda.get_rng_state()
         said: list[str] = []
         clock = Stopwatch()
-        first = tuned(loaded.config, workload, plan, said.append, rehearsal, driver=Alone())
+        first = tune_plan(loaded.config, workload, plan, said.append, rehearse_run, driver=Alone())
         assert clock.elapsed_s < 180  # the steps are bounded by a minute, compiling by what it takes
         assert all(torch.equal(bits(before[name]), bits(now)) for name, now in workload.model.state_dict().items())
         assert torch.equal(rng, torch.cuda.get_rng_state())
         assert first.mode in ("compile", "graph")
         assert {gain.part for gain in first.gains} == {"channels_last", "compile", "graph", "cudnn.benchmark"}
         assert all(f"  {gain}" in said for gain in first.gains)
-        again = tuned(loaded.config, workload, plan, said.append, rehearsal, driver=Alone())
+        again = tune_plan(loaded.config, workload, plan, said.append, rehearse_run, driver=Alone())
         assert (again.mode, again.cudnn_benchmark, again.gains) == (first.mode, first.cudnn_benchmark, first.gains)
         assert again.mode_reason.startswith("measured before")
         short, _, _ = made(tmp_path, **{"train.epochs": 2, "train.tune_kernels": False})
         assert (
-            tuned(short.config, workload, plan, said.append, rehearsal).mode == "eager"
+            tune_plan(short.config, workload, plan, said.append, rehearse_run).mode == "eager"
         )  # 12 steps do not pay for a start
         monkeypatch.setattr("halfstep.tune.mode_search.WARM_START_S", -1e3)
         folder = train(short, out=tmp_path / "run")
@@ -342,12 +342,12 @@ def test_a_candidate_that_runs_out_of_memory_is_dropped(tmp_path: Path) -> None:
     loaded, workload, plan = made(tmp_path, **{"data.image_size": 512, "train.batch_size": 16})
     total = torch.cuda.get_device_properties(0).total_memory
     gc.collect()
-    with rehearsal(loaded.config, workload, plan) as trial:
+    with rehearse_run(loaded.config, workload, plan) as trial:
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1e8) / total)
         try:
             with pytest.raises(Exception, match="out of memory"):
-                trial.cost("eager")
+                trial.measure("eager")
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from halfstep.data import noise
 from halfstep.data.seeds import Key
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
+from halfstep.run.assemble import Assembly, assemble, build_workload, decide_plan
 from halfstep.run.engine import Engine
 from halfstep.step import tables as tabulated
 from halfstep.step.randomness import choose_algorithms
@@ -35,7 +35,7 @@ def assembled(**values: Any) -> Assembly:
     changed = {name.replace("__", "."): value for name, value in values.items()}
     config = from_dict("frozen_workload:build", {**settings, **changed}).config
     workload = build_workload(config)
-    return assemble(config, workload, plan_for(config, workload, probe("cuda")))
+    return assemble(config, workload, decide_plan(config, workload, probe("cuda")))
 
 
 def batch(k: int) -> dict[str, Tensor]:

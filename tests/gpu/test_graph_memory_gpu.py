@@ -13,7 +13,7 @@ from torch import Tensor
 from halfstep.hardware.memory import get_peak_memory_bytes, release_unused_memory
 from halfstep.step.graph import CONFIG_KEY, SETTING, GraphedStep, use_growing_segments
 from halfstep.step.step import Step
-from halfstep.tune.fresh_thread import in_fresh_thread
+from halfstep.tune.fresh_thread import run_in_fresh_thread
 from halfstep.tune.modes import UNCAPTURED
 from tiny_training import batch, loss_of, make_step
 
@@ -106,7 +106,7 @@ def test_nothing_is_left_of_a_graph_that_multiplied() -> None:
 
     release_unused_memory(CUDA)
     before = torch.cuda.memory_reserved()
-    in_fresh_thread(captured, CUDA).replay()
+    run_in_fresh_thread(captured, CUDA).replay()
     torch.cuda.synchronize()
     assert torch.cuda.memory_reserved() > before
     release_unused_memory(CUDA)

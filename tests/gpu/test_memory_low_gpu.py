@@ -19,7 +19,7 @@ from halfstep.precision.decide import decide
 from halfstep.step.optim import adamw8bit_triton
 from halfstep.step.optim.adamw8bit import AdamW8bit, make_state, update
 from halfstep.step.optim.adamw_bf16 import Setting
-from halfstep.tune.memory_low import NORMAL, Cost, MemorySetting, choose_memory, levers_of, optimizer_for
+from halfstep.tune.memory_low import NORMAL, Cost, MemorySetting, choose_memory, list_levers, make_optimizer
 from halfstep.workloads.segmentation.unet import UNet
 from memory_settings import memory_setting
 from no_waiting import no_host_wait
@@ -67,7 +67,7 @@ def measured(setting: MemorySetting, *, width: int, depth: int, batch: int, side
     torch.cuda.empty_cache()
     of_others = torch.cuda.memory_allocated()  # what tests before this one left in the process
     model = unet(width, depth)
-    optimizer = optimizer_for(setting, "adamw", [{"params": list(model.parameters())}], lr=1e-3)
+    optimizer = make_optimizer(setting, "adamw", [{"params": list(model.parameters())}], lr=1e-3)
     step = a_step(model, optimizer, *images(batch, side))
     with memory_setting(model, setting):  # to the end: outside of it the model is another, and compiled again
         for _ in range(3):
@@ -89,7 +89,7 @@ def milliseconds(step: Callable[[], None]) -> float:
 
 
 def test_the_choice_has_less_memory_within_the_time_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    offered = levers_of(("pointwise", "blocks"), "adamw", is_compiled=True).positions
+    offered = list_levers(("pointwise", "blocks"), "adamw", is_compiled=True).positions
     tried = [(POINTWISE,), (MemorySetting(optimizer_bits=8),), (MemorySetting(activation_budget=0.5),)]
     assert all(setting in sum(map(list, offered), []) for (setting,) in tried)
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import build_workload, plan_for
-from halfstep.run.engine import engine_for, rehearsal
-from halfstep.tune.choose import tuned
-from halfstep.tune.recompute_check import recomputable
+from halfstep.run.assemble import build_workload, decide_plan
+from halfstep.run.engine import make_engine, rehearse_run
+from halfstep.tune.choose import tune_plan
+from halfstep.tune.recompute_check import find_recomputable
 from halfstep.workloads import from_dict
 from models_of_others import BLOCKS
 
@@ -22,20 +22,20 @@ def made(net: str, precision: str, **more: Any) -> Any:
     values = {"precision.default": precision, "model.options": {"net": net}, "device": "cuda", "data.num_workers": 0}
     config = from_dict("models_of_others:build", {**values, "train.batch_size": 16, **more}).config
     workload = build_workload(config)
-    return config, workload, plan_for(config, workload, probe("cuda"))
+    return config, workload, decide_plan(config, workload, probe("cuda"))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("net", ["transformer", "resnet", "recurrent"])
 def test_blocks_that_may_be_recomputed_pass_the_check(net: str, precision: str) -> None:
-    found = recomputable(*made(net, precision), rehearsal)
+    found = find_recomputable(*made(net, precision), rehearse_run)
     assert found.names == tuple(BLOCKS[net]), found.notes
     assert "blocks" in found.ways
     assert not found.notes, found.notes
 
 
 def test_a_block_that_writes_a_buffer_is_refused() -> None:
-    found = recomputable(*made("writing", "bf16"), rehearsal)
+    found = find_recomputable(*made("writing", "bf16"), rehearse_run)
     assert found.names == ("second.0", "second.1")
     assert "first.0.mean" in found.notes[0]
 
@@ -44,11 +44,11 @@ def test_a_block_that_writes_a_buffer_is_refused() -> None:
 @pytest.mark.parametrize("net", ["resnet", "transformer"])
 def test_a_step_that_recomputes_blocks_is_compiled_and_captured(net: str, mode: str) -> None:
     config, workload, plan = made(net, "bf16", **{"train.fast": mode, "train.activation_checkpointing": True})
-    plan = tuned(config, workload, plan, lambda line: None, rehearsal)
+    plan = tune_plan(config, workload, plan, lambda line: None, rehearse_run)
     assert plan.blocks == tuple(BLOCKS[net])
-    with rehearsal(config, workload, plan) as trial:
+    with rehearse_run(config, workload, plan) as trial:
         said: list[str] = []
-        engine = engine_for(trial.parts, mode, lambda text, level: said.append(text))  # type: ignore[arg-type]
+        engine = make_engine(trial.parts, mode, lambda text, level: said.append(text))  # type: ignore[arg-type]
         losses = [float(engine(trial.window).read().loss) for _ in range(8)]
         assert engine.mode == mode, said
         engine.forget_graphs()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from halfstep.backend_flags import read_effective_leaves
 from halfstep.bench.peers import list_peers
 from halfstep.bench.problem import Batch, Problem
-from halfstep.tune.fresh_thread import in_fresh_thread
+from halfstep.tune.fresh_thread import run_in_fresh_thread
 from halfstep.workloads import load
 from halfstep.workloads.segmentation.scores import segmentation_loss
 from halfstep.workloads.segmentation.unet import UNet
@@ -83,7 +83,7 @@ def test_a_peer_trains_as_fp32_on_the_host_does(name: str, precision: str, bound
     for runner in list_peers([name, f"{name}:graphs"], problem, precision):
         calls: list[None] = []
         train = functools.partial(runner.train, STEPS, lambda calls=calls: calls.append(None))
-        found = in_fresh_thread(train, CUDA)  # as in a bench: the compiler's graphs too, and more than once
+        found = run_in_fresh_thread(train, CUDA)  # as in a bench: the compiler's graphs too, and more than once
         assert len(calls) == STEPS, runner.variant
         assert found == pytest.approx(expected, rel=bound), runner.variant
 

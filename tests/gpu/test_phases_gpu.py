@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfstep.errors import Interrupted
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
+from halfstep.run.assemble import Assembly, assemble, build_workload, decide_plan
 from halfstep.run.engine import PhasedEngine
 from halfstep.run.train import train
 from halfstep.step.facts import PhasedReading
@@ -47,7 +47,7 @@ class Iterations:
     def __init__(self, mode: str, settings: dict[str, Any]) -> None:
         config = load("phased_workload:build", overrides=overrides(settings)).config
         workload = build_workload(config)
-        self.parts: Assembly = assemble(config, workload, plan_for(config, workload, probe("cuda")))
+        self.parts: Assembly = assemble(config, workload, decide_plan(config, workload, probe("cuda")))
         self.engine = PhasedEngine(self.parts, mode, lambda text, level: pytest.fail(text))  # type: ignore[arg-type]
         self.window = [{name: value.cuda() for name, value in next(iter(self.parts.train_loader.epoch(0))).items()}]
 

@@ -15,13 +15,13 @@ from halfstep.distributed.launch import Launch, join_world
 from halfstep.distributed.world import World
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
-from halfstep.run.assemble import assemble, build_workload, plan_for
-from halfstep.run.engine import Engine, engine_for, rehearsal
-from halfstep.run.multi_rank import notes_on
+from halfstep.run.assemble import assemble, build_workload, decide_plan
+from halfstep.run.engine import Engine, make_engine, rehearse_run
+from halfstep.run.multi_rank import describe_rank_effects
 from halfstep.run.run_rank import AgreedTrials
 from halfstep.tune.memory_low import CannotRun
 from halfstep.tune.mode_search import ModeSearch
-from halfstep.tune.trials import Rehearse, TrialTime, cost_in, first_batch
+from halfstep.tune.trials import Rehearse, TrialTime, load_first_batch, measure_cost
 from halfstep.workloads import load
 from ranks_together import together
 from whole_runs import TINY
@@ -40,40 +40,40 @@ def searched(world: World) -> Plan:
     """What a search for the fastest mode comes to, where the second process cannot compile."""
     config = config_with(**{"train.batch_size": 2})
     workload = build_workload(config)
-    plan = plan_for(config, workload, probe("cpu"))
+    plan = decide_plan(config, workload, probe("cpu"))
 
     def make(rehearse: Rehearse) -> Plan:
         time = TrialTime(1e6, most_s=MOST_S)
-        return dataclasses.replace(plan, **ModeSearch(config, workload, plan, time, rehearse).found().fields)
+        return dataclasses.replace(plan, **ModeSearch(config, workload, plan, time, rehearse).search().fields)
 
-    return AgreedTrials(world, config, workload, "cpu", rehearsal).planned(make)
+    return AgreedTrials(world, config, workload, "cpu", rehearse_run).plan(make)
 
 
 def tried(world: World) -> str:
     """Why a step does not run that is too large for the second process."""
     config = config_with(**{"train.batch_size": 2, "model.options": {"fits": [1, 1]}})
     workload = build_workload(config)
-    plan = plan_for(config, workload, probe("cpu"))
+    plan = decide_plan(config, workload, probe("cpu"))
 
     def make(rehearse: Rehearse) -> Plan:
         try:
-            cost_in("eager", config, workload, plan, rehearse)
+            measure_cost("eager", config, workload, plan, rehearse)
         except CannotRun as error:
             return dataclasses.replace(plan, mode_reason=f"{type(error).__name__} {error}")
         return plan
 
-    return AgreedTrials(world, config, workload, "cpu", rehearsal).planned(make).mode_reason
+    return AgreedTrials(world, config, workload, "cpu", rehearse_run).plan(make).mode_reason
 
 
 def uncaptured(world: World) -> list[str]:
     """The modes of steps, where a capture fails in the second process at the third."""
     config = config_with()
     workload = build_workload(config)
-    parts = assemble(config, workload, plan_for(config, workload, probe("cpu")), world)
-    engine = engine_for(parts, "graph", lambda text, level: None)
+    parts = assemble(config, workload, decide_plan(config, workload, probe("cpu")), world)
+    engine = make_engine(parts, "graph", lambda text, level: None)
     assert isinstance(engine, Engine)
     parts.guard.observers.append(lambda facts, reading: engine.follow(reading))
-    batch = first_batch(
+    batch = load_first_batch(
         config.model_copy(update={"train": config.train.model_copy(update={"batch_size": 2})}), workload
     )
     modes = []
@@ -89,7 +89,7 @@ def notes(world: World) -> list[str]:
     """On a model with BatchNorm."""
     config = config_with()
     workload = tiny_workload.build(config)
-    return notes_on(config, workload, workload.model, world)
+    return describe_rank_effects(config, workload, workload.model, world)
 
 
 def no_kernels(*_: Any) -> Any:

@@ -13,12 +13,12 @@ import torch
 from halfstep.errors import CheckpointError, Interrupted
 from halfstep.hardware.probe import probe
 from halfstep.run import train as train_module
-from halfstep.run.assemble import assemble, build_workload, plan_for
+from halfstep.run.assemble import assemble, build_workload, decide_plan
 from halfstep.run.engine import Engine
 from halfstep.run.folder import RunFolder
 from halfstep.run.loop import Loop
 from halfstep.run.resume import Changes
-from halfstep.run.stored_state import restore, stored
+from halfstep.run.stored_state import capture_state, restore_state
 from halfstep.step.randomness import choose_algorithms, read_generators, restore_generators
 from halfstep.tune.choose import MEASURED_FOR
 from halfstep.workloads import load
@@ -55,7 +55,7 @@ def test_what_was_measured_is_decided_again_where_settings_of_the_data_change_th
     """Which of them are sizes is known to a family alone, so all do that may change a step."""
     folder = one_epoch(tmp_path)
     stored = RunFolder(folder)
-    stored.write_plan(replace(stored.stored_plan(), mode_reason="measured for other sizes"))
+    stored.write_plan(replace(stored.read_plan(), mode_reason="measured for other sizes"))
     resume(folder, change, "train.epochs=2", allow_changes=True)
     assert ("measured for other sizes" not in loops[-1].parts.plan.mode_reason) == is_stale
 
@@ -186,7 +186,7 @@ def test_deterministic_mode_with_warnings_only_is_put_back_as_it_was() -> None:
 
 def test_another_mode_to_run_steps_is_taken_and_stored(tmp_path: Path, loops: list[Loop]) -> None:
     folder = one_epoch(tmp_path)
-    plan = RunFolder(folder).stored_plan()
+    plan = RunFolder(folder).read_plan()
     assert plan.mode == "eager"
     RunFolder(folder).write_plan(replace(plan, mode="compile", channels_last=False))
     resume(folder, "train.fast=off", "train.epochs=2", allow_changes=True)
@@ -201,7 +201,7 @@ def test_a_changed_batch_is_tuned_for_anew_and_an_unchanged_run_never(
 ) -> None:
     folder = one_epoch(tmp_path)
     tuned_for: list[int] = []
-    real = train_module.tuned
+    real = train_module.tune_plan
 
     def remembered(config: Any, *others: Any, **more: Any) -> Any:
         plan = others[1]
@@ -209,7 +209,7 @@ def test_a_changed_batch_is_tuned_for_anew_and_an_unchanged_run_never(
         tuned_for.append(config.train.batch_size)
         return real(config, *others, **more)
 
-    monkeypatch.setattr(train_module, "tuned", remembered)
+    monkeypatch.setattr(train_module, "tune_plan", remembered)
     resume(folder, "train.epochs=2")
     assert tuned_for == []
     resume(folder, "train.batch_size=2", "train.epochs=3", allow_changes=True)
@@ -220,7 +220,7 @@ def test_leaving_memory_low_leaves_its_small_moments_too(tmp_path: Path, capsys:
     small = {"activation_budget": 1.0, "recompute": "none", "optimizer_bits": 8}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            train_module, "tuned", lambda config, workload, plan, *others, **more: replace(plan, memory=small)
+            train_module, "tune_plan", lambda config, workload, plan, *others, **more: replace(plan, memory=small)
         )
         folder = one_epoch(tmp_path, **{"train.memory": "low"})
     resume(folder, "train.memory=normal", "train.epochs=2", "log.quiet=false", allow_changes=True)
@@ -232,12 +232,12 @@ def test_an_optimizer_in_a_gpus_form_goes_on_in_the_form_of_the_cpu() -> None:
     overrides = [f"{key}={json.dumps(value)}" for key, value in {**TINY, "optimizer.name": "nadam"}.items()]
     config = load("tiny_workload:build", overrides=overrides).config
     workload = build_workload(config)
-    parts = assemble(config, workload, plan_for(config, workload, probe("cpu")))
+    parts = assemble(config, workload, decide_plan(config, workload, probe("cpu")))
     engine = Engine(parts, "eager", lambda text, level: pytest.fail(text))
     window = [next(parts.train_loader.epoch(0))]
     engine(window)
-    checkpoint = stored(parts, {})
+    checkpoint = capture_state(parts, {})
     for group in checkpoint.state["step"]["optimizers"][0]["param_groups"]:
         group["capturable"] = True
-    restore(parts, checkpoint, Changes(keys=("device",)))
+    restore_state(parts, checkpoint, Changes(keys=("device",)))
     assert not engine(window).read().is_bad

@@ -11,8 +11,8 @@ import torch
 
 from halfstep.errors import ConfigError
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
-from halfstep.tune.channels_last import in_layout_of
+from halfstep.run.assemble import Assembly, assemble, build_workload, decide_plan
+from halfstep.tune.channels_last import match_layout
 from halfstep.workloads import from_dict
 from halfstep.workloads.segmentation.demo import write_demo
 
@@ -29,7 +29,7 @@ def assembled(demo: Path, **values: object) -> Assembly:
              "model.depth": 1, "train.batch_size": 2, "device": "cpu"}  # fmt: skip
     config = from_dict("unet", {**small, **{k.replace("__", "."): v for k, v in values.items()}}).config
     workload = build_workload(config)
-    return assemble(config, workload, plan_for(config, workload, probe("cpu")))
+    return assemble(config, workload, decide_plan(config, workload, probe("cpu")))
 
 
 @pytest.mark.parametrize("wish", [True, False])
@@ -38,7 +38,7 @@ def test_images_come_in_the_layout_of_the_weights(demo: Path, wish: bool) -> Non
     layout = torch.channels_last if wish else torch.contiguous_format
     batch = next(parts.train_loader.epoch(0))
     for training in (True, False):
-        prepared = in_layout_of(parts.model, parts.workload.prepared(batch, key=(0, 0, 0), training=training))
+        prepared = match_layout(parts.model, parts.workload.prepared(batch, key=(0, 0, 0), training=training))
         assert prepared["image"].is_contiguous(memory_format=layout)
     assert all(p.is_contiguous(memory_format=layout) for p in parts.model.parameters() if p.ndim == 4)
 
@@ -47,7 +47,7 @@ def test_a_batch_that_is_prepared_into_more_than_tensors_is_refused(demo: Path) 
     parts = assembled(demo)
     batch = next(parts.train_loader.epoch(0))
     with pytest.raises(ConfigError, match=r"prepare\(\) gave 'scale' as float, 0\.5"):
-        in_layout_of(parts.model, {**batch, "scale": 0.5})  # type: ignore[dict-item]
+        match_layout(parts.model, {**batch, "scale": 0.5})  # type: ignore[dict-item]
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others(demo: Path) -> None:

@@ -287,10 +287,10 @@ def test_a_run_is_trained_by_one_process_at_a_time(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        with pytest.raises(CheckpointError, match="trained by another process"), folder.locked():
+        with pytest.raises(CheckpointError, match="trained by another process"), folder.lock():
             pytest.fail("two at once")
         process.kill()
-    with folder.locked():
+    with folder.lock():
         pass
 
 

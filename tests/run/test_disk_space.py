@@ -11,10 +11,10 @@ import pytest
 
 from halfstep.errors import CheckpointError
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
+from halfstep.run.assemble import Assembly, assemble, build_workload, decide_plan
 from halfstep.run.checkpoint import Checkpoints
 from halfstep.run.folder import RunFolder
-from halfstep.run.stored_state import REPORT_BYTES, check_disk, checkpoint_bytes, folder_bytes
+from halfstep.run.stored_state import REPORT_BYTES, check_disk, estimate_checkpoint_bytes, sum_folder_bytes
 from halfstep.workloads import load
 from halfstep.workloads.segmentation.demo import write_demo
 from tiny_runs import unet_run
@@ -27,7 +27,7 @@ def assembled(more: dict[str, Any]) -> Assembly:
     settings = {"device": "cpu", "data.num_workers": 0, **more}
     config = load("tiny_workload:build", overrides=[f"{key}={value}" for key, value in settings.items()]).config
     workload = build_workload(config)
-    return assemble(config, workload, plan_for(config, workload, probe("cpu")))
+    return assemble(config, workload, decide_plan(config, workload, probe("cpu")))
 
 
 @pytest.fixture
@@ -54,8 +54,8 @@ def test_a_checkpoint_is_about_as_large_as_was_said(more: dict[str, Any], tmp_pa
     done = unet_run(tmp_path / "run", {**small, **large, **more})
     config = load(str(done / "config.yaml")).config
     workload = build_workload(config)
-    expected = checkpoint_bytes(assemble(config, workload, plan_for(config, workload, probe("cpu"))))
-    written = folder_bytes(Checkpoints(done / "checkpoints").all()[-1])
+    expected = estimate_checkpoint_bytes(assemble(config, workload, decide_plan(config, workload, probe("cpu"))))
+    written = sum_folder_bytes(Checkpoints(done / "checkpoints").all()[-1])
     assert expected == pytest.approx(written, rel=0.05)
 
 
@@ -69,7 +69,7 @@ def test_a_disk_too_full_for_two_checkpoints_is_refused_with_the_numbers(tmp_pat
 
 def test_a_disk_too_full_for_all_checkpoints_is_told_with_a_limit_that_fits(tmp_path: Path, free: Any) -> None:
     parts = assembled({"train.checkpoints_total_limit": 0, "train.epochs": 100})
-    size = checkpoint_bytes(parts)
+    size = estimate_checkpoint_bytes(parts)
     free(20 * size + REPORT_BYTES)
     (note,) = check_disk(parts, RunFolder(tmp_path / "run"))
     assert "100 checkpoints" in note
@@ -81,7 +81,7 @@ def test_a_disk_too_full_for_all_checkpoints_is_told_with_a_limit_that_fits(tmp_
 def test_a_run_that_goes_on_counts_what_it_has_written(tmp_path: Path, free: Any) -> None:
     done = run(tmp_path / "run", {"train.epochs": 3})
     parts = assembled({"train.epochs": 3})
-    size = folder_bytes(Checkpoints(done / "checkpoints").all()[-1])
+    size = sum_folder_bytes(Checkpoints(done / "checkpoints").all()[-1])
     free(size + REPORT_BYTES + 1)
     assert check_disk(parts, RunFolder(done)) == []
     free(size)

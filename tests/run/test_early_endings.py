@@ -13,7 +13,7 @@ from PIL import Image
 from halfstep.cli.main import main
 from halfstep.disk import DRY_PREFIX
 from halfstep.errors import CheckpointError, DataError, HalfstepError, TrainingStopped
-from halfstep.run.folder import how_to_go_on
+from halfstep.run.folder import suggest_resume
 from halfstep.run.train import train
 from halfstep.workloads import load
 from halfstep.workloads.segmentation.demo import write_demo
@@ -180,8 +180,8 @@ def test_a_dry_run_names_nothing_of_a_folder_that_is_gone(
     said = printed.out.partition("done")[2]
     assert "best iou" in said
     assert DRY_PREFIX not in said
-    assert DRY_PREFIX not in how_to_go_on(tmp_path / f"{DRY_PREFIX}ab" / "unet")
-    assert "--resume" in how_to_go_on(tmp_path / "unet")
+    assert DRY_PREFIX not in suggest_resume(tmp_path / f"{DRY_PREFIX}ab" / "unet")
+    assert "--resume" in suggest_resume(tmp_path / "unet")
 
 
 def test_a_run_that_only_went_back_to_its_start_has_trained_nothing(tmp_path: Path) -> None:

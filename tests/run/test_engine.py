@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from halfstep.hardware.probe import probe
 from halfstep.kernels.fast_forms import is_forced_on
 from halfstep.run import engine as engine_module
-from halfstep.run.assemble import assemble, build_workload, plan_for
+from halfstep.run.assemble import assemble, build_workload, decide_plan
 from halfstep.run.engine import Engine
 from halfstep.step import tables as tabulated
 from halfstep.step.facts import Facts
@@ -58,7 +58,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     settings = {**TINY, "train.batch_size": 4, "train.epochs": 100}
     config = load("tiny_workload:build", overrides=[f"{k}={json.dumps(v)}" for k, v in settings.items()]).config
     workload = build_workload(config)
-    parts = assemble(config, workload, plan_for(config, workload, probe("cpu")))
+    parts = assemble(config, workload, decide_plan(config, workload, probe("cpu")))
     parts.region = parts.eager
     return Engine(parts, "graph", lambda text, level: pytest.fail(text))
 

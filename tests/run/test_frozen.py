@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 import frozen_workload
 from halfstep.errors import CheckpointError, ConfigError, PrecisionError
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
-from halfstep.run.engine import Engine, rehearsal
-from halfstep.run.frozen_modules import checksum
+from halfstep.run.assemble import Assembly, assemble, build_workload, decide_plan
+from halfstep.run.engine import Engine, rehearse_run
+from halfstep.run.frozen_modules import compute_checksum
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.workloads import from_dict, load
@@ -36,7 +36,7 @@ def assembled(**values: Any) -> Assembly:
     changed = {name.replace("__", "."): value for name, value in values.items()}
     config = from_dict("frozen_workload:build", {**SETTINGS, **changed}).config
     workload = build_workload(config)
-    return assemble(config, workload, plan_for(config, workload, probe("cpu")))
+    return assemble(config, workload, decide_plan(config, workload, probe("cpu")))
 
 
 def run(out: Path, **values: Any) -> Path:
@@ -156,7 +156,7 @@ def test_it_is_in_no_optimizer_average_checkpoint_or_snapshot(made_here: Path) -
 def test_trials_share_it(tmp_path: Path) -> None:
     config = from_dict("frozen_workload:build", SETTINGS).config
     workload = build_workload(config)
-    with rehearsal(config, workload, plan_for(config, workload, probe("cpu"))) as trial:
+    with rehearse_run(config, workload, decide_plan(config, workload, probe("cpu"))) as trial:
         assert trial.parts.workload.frozen["encoder"].module is workload.frozen["encoder"].module
         assert trial.parts.model is not workload.model
 
@@ -237,8 +237,8 @@ def test_the_checksum_tells_names_shapes_formats_and_bytes() -> None:
     one = torch.nn.Linear(2, 3)
     twin = torch.nn.Linear(2, 3)
     twin.load_state_dict(one.state_dict())
-    assert checksum(one) == checksum(twin)
-    assert len({checksum(one), checksum(twin.half()), checksum(torch.nn.Linear(3, 2))}) == 3
+    assert compute_checksum(one) == compute_checksum(twin)
+    assert len({compute_checksum(one), compute_checksum(twin.half()), compute_checksum(torch.nn.Linear(3, 2))}) == 3
 
 
 # --- mistakes ---

@@ -74,7 +74,7 @@ def test_resuming_what_is_no_run_says_so(
 def test_a_run_from_a_device_that_is_not_here_names_the_flag_to_go_on(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", {"train.max_steps": 2})
     stored = RunFolder(folder)
-    stored.write_plan(replace(stored.stored_plan(), device="cuda:5"))
+    stored.write_plan(replace(stored.read_plan(), device="cuda:5"))
     with pytest.raises(CheckpointError, match="trained on cuda:5") as refused:
         resume(folder, "train.max_steps=3")
     assert "--device cpu --allow-changes" in refused.value.fix or "--device cuda:0" in refused.value.fix
@@ -129,7 +129,7 @@ def test_a_stored_run_is_used_with_the_buffers_that_state_dict_leaves_out(
     monkeypatch.setattr(tiny_workload, "Net", Counting)
     folder = run(tmp_path / "run", {"train.max_steps": 3})
     opened = open_run(folder, checkpoint="last")
-    plan = RunFolder(folder).stored_plan()
+    plan = RunFolder(folder).read_plan()
     assert load_weights(opened, Counting(), plan).get_buffer("seen") == 3
 
 

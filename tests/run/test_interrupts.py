@@ -20,7 +20,7 @@ from halfstep.cli.main import main
 from halfstep.errors import Interrupted
 from halfstep.run import train as training
 from halfstep.run.checkpoint import Checkpoints
-from halfstep.run.interrupts import HEARD, interrupts
+from halfstep.run.interrupts import HEARD, catch_interrupts
 from halfstep.workloads import load
 from warm_processes import at_terminal, process
 from whole_runs import TINY, resume, run
@@ -98,7 +98,7 @@ def test_a_second_ctrl_c_before_the_first_checkpoint_leaves_no_folder_that_canno
 
 
 def test_ctrl_c_is_answered_at_once_on_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
-    with interrupts() as asked:
+    with catch_interrupts() as asked:
         signal.raise_signal(signal.SIGINT)
         said, deadline = "", time.monotonic() + 20
         while not said and time.monotonic() < deadline:
@@ -122,7 +122,7 @@ def test_ctrl_c_in_one_long_call_is_answered_within_a_second_and_ends_after_it(
             time.sleep(0.01)
         answered.append(time.monotonic() - sent)
 
-    with interrupts() as asked:
+    with catch_interrupts() as asked:
         thread = threading.Thread(target=press_and_watch)
         thread.start()
         hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)
@@ -134,7 +134,7 @@ def test_ctrl_c_in_one_long_call_is_answered_within_a_second_and_ends_after_it(
 
 
 def test_a_forked_childs_ctrl_c_does_not_count_as_the_runs_second() -> None:
-    with interrupts() as asked:
+    with catch_interrupts() as asked:
         child = os.fork()
         if child == 0:
             os.kill(os.getpid(), signal.SIGINT)
@@ -146,7 +146,7 @@ def test_a_forked_childs_ctrl_c_does_not_count_as_the_runs_second() -> None:
 
 
 def test_a_child_that_lives_on_does_not_keep_the_run_listening() -> None:
-    with interrupts():
+    with catch_interrupts():
         child = os.fork()
         if child == 0:
             signal.pause()
@@ -158,7 +158,7 @@ def test_a_child_that_lives_on_does_not_keep_the_run_listening() -> None:
 def test_listening_ends_with_its_block() -> None:
     before, number = signal.set_wakeup_fd(-1), threading.active_count()
     signal.set_wakeup_fd(before)
-    with interrupts():
+    with catch_interrupts():
         pass
     after = signal.set_wakeup_fd(before)
     assert (after, threading.active_count()) == (before, number)
@@ -177,7 +177,7 @@ def test_a_terminal_that_is_closed_ends_the_run_saved(tmp_path: Path) -> None:
 
 
 def test_a_closed_terminal_is_handled_as_a_scheduler_that_ends_the_job() -> None:
-    with interrupts() as asked:
+    with catch_interrupts() as asked:
         signal.raise_signal(signal.SIGHUP)
         assert asked.received is signal.SIGHUP
         assert asked.exit_code == 129
@@ -186,7 +186,7 @@ def test_a_closed_terminal_is_handled_as_a_scheduler_that_ends_the_job() -> None
 def test_nohup_keeps_its_word() -> None:
     former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with interrupts() as asked:
+        with catch_interrupts() as asked:
             signal.raise_signal(signal.SIGHUP)
             assert not asked
     finally:
@@ -233,7 +233,7 @@ def test_a_scheduler_that_ends_the_trials_of_a_demo_gets_its_folder_removed(
         assert any((tmp_path / "demo" / "data").rglob("*.png"))
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(training, "tuned", measuring)
+    monkeypatch.setattr(training, "tune_plan", measuring)
     with pytest.raises(Interrupted, match="SIGTERM before training began"):
         training.train(load("unet", flags={"device": "cpu", "quiet": True}), out=tmp_path / "demo")
     assert list(tmp_path.iterdir()) == []

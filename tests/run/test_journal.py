@@ -12,7 +12,7 @@ from halfstep.report import progress
 from halfstep.report.metrics_file import read
 from halfstep.report.progress import Bar
 from halfstep.report.run_report import RunReport
-from halfstep.run.assemble import build_workload, plan_for
+from halfstep.run.assemble import build_workload, decide_plan
 from halfstep.run.journal import COMPILING, Journal, Waiting
 from halfstep.step.facts import Reading
 from halfstep.workloads import from_dict
@@ -21,7 +21,7 @@ from halfstep.workloads import from_dict
 @pytest.fixture
 def plan() -> Plan:
     config = from_dict("tiny_workload:build", {"data.dir": "anywhere", "device": "cpu", "precision": "fp32"}).config
-    return plan_for(config, build_workload(config), probe("cpu"))
+    return decide_plan(config, build_workload(config), probe("cpu"))
 
 
 def journal(folder: Path, plan: Plan) -> Journal:
@@ -43,22 +43,22 @@ def test_precision_shows_at_once_and_the_numbers_with_the_first_step_that_is_rea
 ) -> None:
     told = journal(tmp_path, plan)
     for epoch in range(2):
-        with told.training(epoch, 12):
+        with told.show_training(epoch, 12):
             assert "fp32" in bar_of(told).parts()
             if epoch == 0:
-                told.stepped(1, 1.0, Waiting())
+                told.record_step(1, 1.0, Waiting())
                 assert not any(part.startswith("loss") for part in bar_of(told).parts())
                 told.observe(None, fact(1, 0.75))
-            told.stepped(2, 1.0, Waiting())
+            told.record_step(2, 1.0, Waiting())
             assert {"loss 0.7500", "lr 1.0e-03", "fp32"} <= set(bar_of(told).parts())
 
 
 def test_what_the_bar_shows_early_is_no_record(tmp_path: Path, plan: Plan) -> None:
     told = journal(tmp_path, plan)
-    with told.training(0, 12):
+    with told.show_training(0, 12):
         for attempted in range(1, 13):
             told.observe(None, fact(attempted, 1.0 / attempted))
-            told.stepped(attempted, 1.0, Waiting())
+            told.record_step(attempted, 1.0, Waiting())
             shown = [part for part in bar_of(told).parts() if part.startswith("loss")]
             assert shown == [f"loss {1.0 / (1 if attempted < 10 else 10 if attempted < 12 else 12):.4f}"]
     told.report.close()
@@ -69,11 +69,11 @@ def test_the_step_that_compiles_is_announced_and_left_out_of_the_rate(
     tmp_path: Path, plan: Plan, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = Journal(RunReport(tmp_path), plan, epochs=1, report_every=10, metric="accuracy")
-    with told.training(0, 3):
-        told.compiling()
-        told.stepped(1, 1.0, Waiting())
+    with told.show_training(0, 3):
+        told.exclude_compiling()
+        told.record_step(1, 1.0, Waiting())
         assert bar_of(told)._begin[1] == 1
-        told.stepped(2, 1.0, Waiting())
+        told.record_step(2, 1.0, Waiting())
         assert bar_of(told)._begin[1] == 1
     assert capsys.readouterr().out.splitlines()[1] == COMPILING
 
@@ -83,10 +83,10 @@ def test_the_line_written_after_a_long_compilation_tells_neither_its_rate_nor_a_
 ) -> None:
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
     told = Journal(RunReport(tmp_path), plan, epochs=1, report_every=10, metric="accuracy")
-    with told.training(0, 4):
-        told.compiling()
-        told.stepped(1, 1.0, Waiting())
-        told.stepped(2, 1.0, Waiting())
+    with told.show_training(0, 4):
+        told.exclude_compiling()
+        told.record_step(1, 1.0, Waiting())
+        told.record_step(2, 1.0, Waiting())
     lines = capsys.readouterr().out.splitlines()
     assert lines[lines.index(COMPILING) + 1] == "Epoch 1/1 [Train] 1/4 fp32"
     assert "it/s fp32" in lines[4]

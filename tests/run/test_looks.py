@@ -17,7 +17,7 @@ from halfstep.precision.decide import decide
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import assemble, build_workload
 from halfstep.run.folder import RunFolder
-from halfstep.run.interrupts import interrupts
+from halfstep.run.interrupts import catch_interrupts
 from halfstep.run.journal import Journal
 from halfstep.run.loop import Loop
 from halfstep.run.train import train
@@ -131,7 +131,7 @@ def test_observers_get_facts_and_reading_with_their_place_and_the_windows_are_st
     parts.guard.observers.append(observe)
     report = RunReport(tmp_path, quiet=True)
     journal = Journal(report, parts.plan, epochs=2, report_every=1, metric="accuracy")
-    with interrupts() as asked:
+    with catch_interrupts() as asked:
         loop = Loop(parts, RunFolder(tmp_path).checkpoints(), journal, asked)
         loop.run()
     report.close()

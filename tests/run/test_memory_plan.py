@@ -34,11 +34,11 @@ from halfstep.run.memory.sizing import (
     predict_largest_batch,
     suggest_fitting_settings,
 )
-from halfstep.run.memory.step_trace import eager_timeline
+from halfstep.run.memory.step_trace import derive_eager_timeline
 from halfstep.run.memory.traceable_step import TraceableStep, build_traceable_step
 from halfstep.step.optim.adamw8bit import AdamW8bit
-from halfstep.tune.memory_low import NORMAL, MemorySetting, by_predicted_peak
-from halfstep.tune.trials import first_batch
+from halfstep.tune.memory_low import NORMAL, MemorySetting, sort_by_peak
+from halfstep.tune.trials import load_first_batch
 from halfstep.workloads import load
 from tiny_workload import build as build_tiny
 
@@ -88,25 +88,25 @@ def tiny(*words: str) -> RunConfig:
 def test_the_trace_counts_what_a_real_step_takes_to_the_byte() -> None:
     config = tiny()
     workload = build_workload(config)
-    batch = workload.prepared(first_batch(config, workload), key=(0, 0, 0), training=True)
+    batch = workload.prepared(load_first_batch(config, workload), key=(0, 0, 0), training=True)
     with LiveBytes() as live:
         loss, _ = workload.weighed_loss(workload.forward(workload.model.train(), batch), batch)
         loss.backward()
     step = build_traceable_step(config)
-    [trace] = step.traces("tf32", "none", 8, chains=False)  # strict fp32 has workspaces
+    [trace] = step.trace_phases("tf32", "none", 8, chains=False)  # strict fp32 has workspaces
     blocks = sum(-value.num_bytes % 512 for value in trace.values)
     for value in trace.values:
         assert value.num_bytes % 512 == 0
-    predicted = eager_timeline(trace).peak().total()
+    predicted = derive_eager_timeline(trace).peak().total()
     assert live.peak <= predicted <= live.peak + 512 * len(trace.values) + blocks
 
 
 def test_tracing_leaves_the_model_as_it_was() -> None:
     workload = build_tiny(tiny())
     before = {name: value.clone() for name, value in workload.model.state_dict().items()}
-    step = TraceableStep(tiny(), workload, first_batch(tiny(), workload))
-    step.traces("bf16-true", "none", 8, chains=False)
-    step.fixed("bf16-true", MemorySetting(optimizer_bits=8))
+    step = TraceableStep(tiny(), workload, load_first_batch(tiny(), workload))
+    step.trace_phases("bf16-true", "none", 8, chains=False)
+    step.measure_fixed("bf16-true", MemorySetting(optimizer_bits=8))
     after = workload.model.state_dict()
     assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
     assert all(type(p) is torch.nn.Parameter and p.requires_grad for p in workload.model.parameters())
@@ -183,7 +183,7 @@ def test_average_and_select_optimizers_are_counted() -> None:
 
 
 def test_on_the_way_to_an_average_no_more_is_taken_than_it_has() -> None:
-    fixed = planner_of(*UNET, "ema.enabled=true", "optimizer.name=adamw").step.fixed("fp32", NORMAL)
+    fixed = planner_of(*UNET, "ema.enabled=true", "optimizer.name=adamw").step.measure_fixed("fp32", NORMAL)
     assert 0 < fixed.update <= 3 * fixed.average
 
 
@@ -193,7 +193,7 @@ def test_on_the_way_to_an_average_no_more_is_taken_than_it_has() -> None:
 def test_phases_take_the_larger_one_and_the_state_of_all() -> None:
     config = load("phased_workload:build", flags={}, overrides=["train.batch_size=8"]).config
     planner = MemoryPlanner(build_traceable_step(config))
-    assert len(planner.step.traces("fp32", "none", 8, chains=False)) == 2
+    assert len(planner.step.trace_phases("fp32", "none", 8, chains=False)) == 2
     found = planner.predict(cell("fp32", batch_size=8)).components
     assert found["optimizer"] == pytest.approx(2 * found["weights"], rel=0.1)
 
@@ -212,9 +212,9 @@ def test_a_model_that_reads_values_is_refused_with_what_to_do(monkeypatch: pytes
         out: Tensor = model(batch["image"])
         return out if out.sum().item() > 0 else -out
 
-    step = TraceableStep(tiny(), dataclasses.replace(workload, forward=forward), first_batch(tiny(), workload))
+    step = TraceableStep(tiny(), dataclasses.replace(workload, forward=forward), load_first_batch(tiny(), workload))
     with pytest.raises(ModelError, match=r"cannot be traced.*_local_scalar_dense") as caught:
-        step.traces("fp32", "none", 8, chains=False)
+        step.trace_phases("fp32", "none", 8, chains=False)
     assert "train.auto_batch=true" in caught.value.fix
     assert ".item()" in caught.value.why
 
@@ -223,7 +223,7 @@ def test_another_error_of_a_model_is_told_as_it_is() -> None:
     workload = build_tiny(tiny())
     wrong = dataclasses.replace(workload, forward=lambda model, batch: model(batch["picture"]))
     with pytest.raises(ModelError, match=r"cannot be traced: KeyError: 'picture'") as caught:
-        TraceableStep(tiny(), wrong, first_batch(tiny(), workload)).traces("fp32", "none", 8, chains=False)
+        TraceableStep(tiny(), wrong, load_first_batch(tiny(), workload)).trace_phases("fp32", "none", 8, chains=False)
     assert ".item()" not in caught.value.why
 
 
@@ -355,5 +355,5 @@ def test_low_memory_tries_the_lever_first_that_is_predicted_to_save_most(unet: M
     budget = [MemorySetting(activation_budget=0.5)]
     plan = dataclasses.replace(decide("bf16", look_up_gpu("H200")), mode="compile")
     peak = make_peak_predictor(unet.step.config, unet.step.workload)
-    ordered = by_predicted_peak([budget, small, recompute], lambda setting: peak(plan, setting))
+    ordered = sort_by_peak([budget, small, recompute], lambda setting: peak(plan, setting))
     assert ordered == [recompute, small, budget]

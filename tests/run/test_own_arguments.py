@@ -50,7 +50,7 @@ def test_what_is_no_window_of_this_step_is_refused_with_the_way_to_give_one(name
 
 def test_a_batch_of_two_kinds_is_no_window_of_two() -> None:
     model, step = made(accumulate=2)
-    with pytest.raises(ConfigError, match="different kinds"):
+    with pytest.raises(ConfigError, match="different dtypes or dimensions"):
         step(loss_of(model), [X, torch.zeros(8, dtype=torch.long)])
 
 
@@ -59,7 +59,7 @@ def test_a_tuple_of_tensors_is_a_batch_whatever_accumulate_is() -> None:
     with pytest.raises(ConfigError, match="the window is a tuple of 2 tensors") as error:
         step(loss_of(model), (X, X))
     assert "[batch]" in error.value.fix
-    with pytest.raises(ConfigError, match="different kinds"):
+    with pytest.raises(ConfigError, match="different dtypes or dimensions"):
         step(loss_of(model), iter([X, X[0]]))
     assert step(loss_of(model), [X, X]).committed
     assert step(lambda batch: loss_of(model)(batch[0]), ((X, X), (X, X))).committed

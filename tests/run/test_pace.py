@@ -18,7 +18,7 @@ from halfstep.data.image_folder import FolderLayout, find_images
 from halfstep.data.image_samples import TrainingFiles
 from halfstep.hardware.gpus import look_up_gpu
 from halfstep.precision.decide import decide
-from halfstep.run.journal import Lagging, Waiting, peak_flops, utilisation, way_out
+from halfstep.run.journal import Lagging, Waiting, compute_utilisation, find_peak_flops, suggest_faster_data
 from halfstep.run.train import train
 from halfstep.workloads import KINDS, from_dict, load
 
@@ -27,14 +27,14 @@ from halfstep.workloads import KINDS, from_dict, load
 def test_the_slowest_waits_least(waits_s: tuple[float, ...], said: str) -> None:
     lagging = Lagging()
     lagging.add(waits_s)
-    assert lagging.said().startswith(said) if said else not lagging.said()
+    assert lagging.describe().startswith(said) if said else not lagging.describe()
 
 
 def test_readings_of_a_run_that_had_other_processes_are_left_out() -> None:
     lagging = Lagging()
     for waits_s in ((9.0, 0.0, 9.0), (0.0, 9.0)):
         lagging.add(waits_s)
-    assert lagging.said().startswith("rank 0, ")
+    assert lagging.describe().startswith("rank 0, ")
 
 
 def test_gpt2_124m_at_half_a_million_tokens_a_second_takes_43_percent_of_an_h200() -> None:
@@ -44,15 +44,15 @@ def test_gpt2_124m_at_half_a_million_tokens_a_second_takes_43_percent_of_an_h200
     assert unit.per_sample == 1024
     assert unit.flops_per_sample / 1024 == pytest.approx(857e6, rel=0.01)
     plan = dataclasses.replace(decide("bf16", look_up_gpu("H200")), device="cuda:0")
-    peak = peak_flops(plan)
+    peak = find_peak_flops(plan)
     assert peak == pytest.approx(989e12, rel=0.01)
-    assert utilisation(unit, 500_000 / 1024, peak) == pytest.approx(0.433, abs=0.01)
+    assert compute_utilisation(unit, 500_000 / 1024, peak) == pytest.approx(0.433, abs=0.01)
 
 
 def test_nothing_is_said_of_a_cpu_or_of_a_model_whose_operations_are_not_counted() -> None:
     plan = dataclasses.replace(decide("fp32", look_up_gpu("H200")), device="cpu")
-    assert peak_flops(plan) is None
-    assert utilisation(KINDS["unet"].unit_of(load("unet").config, {}), 10.0, 1e12) is None
+    assert find_peak_flops(plan) is None
+    assert compute_utilisation(KINDS["unet"].unit_of(load("unet").config, {}), 10.0, 1e12) is None
 
 
 TINY = {"data.dir": "anywhere", "data.num_workers": 0, "device": "cpu", "train.batch_size": 4, "train.max_steps": 4,
@@ -139,13 +139,13 @@ def test_the_advice_comes_from_cores_workers_and_the_kind_of_data(tmp_path: Path
     listing = find_images(write_split(tmp_path), FolderLayout()).train
     config = from_dict("resnet18", {"data.dir": str(tmp_path), "data.num_workers": 4}).config
     files, other = TrainingFiles(listing, size=32), tiny_workload.Samples(4)
-    assert way_out(config, files, 16).startswith("data.num_workers=16 (now 4")
-    assert way_out(config, files, 4).startswith(f"data.cache=true, or first halfstep pack {tmp_path}")
-    assert "data.cache" not in way_out(config, other, 4)
-    assert way_out(config, other, 4).startswith("a smaller data.image_size")
+    assert suggest_faster_data(config, files, 16).startswith("data.num_workers=16 (now 4")
+    assert suggest_faster_data(config, files, 4).startswith(f"data.cache=true, or first halfstep pack {tmp_path}")
+    assert "data.cache" not in suggest_faster_data(config, other, 4)
+    assert suggest_faster_data(config, other, 4).startswith("a smaller data.image_size")
     for name in ("tiny_workload:build", "gpt2"):  # theirs is another thing to say, and texts have no size
         config = load(name, overrides=["data.num_workers=4"]).config
-        assert way_out(config, other, 4) == "more cores (data.num_workers=4 uses all 4)"
+        assert suggest_faster_data(config, other, 4) == "more cores (data.num_workers=4 uses all 4)"
 
 
 def test_no_training_has_no_share() -> None:

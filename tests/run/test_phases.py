@@ -13,8 +13,8 @@ from torch import Tensor
 
 from halfstep.errors import CheckpointError, ConfigError, Interrupted, TrainingStopped
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
-from halfstep.run.engine import PhasedEngine, engine_for, rehearsal
+from halfstep.run.assemble import Assembly, assemble, build_workload, decide_plan
+from halfstep.run.engine import PhasedEngine, make_engine, rehearse_run
 from halfstep.step.facts import PhasedReading
 from halfstep.step.phases import PhasedStep
 from halfstep.workloads import load
@@ -31,7 +31,7 @@ def parts_of(**settings: Any) -> Assembly:
     overrides = [f"{key}={json.dumps(value)}" for key, value in {**TINY, **named}.items()]
     config = load(PAIR, overrides=overrides).config
     workload = build_workload(config)
-    return assemble(config, workload, plan_for(config, workload, probe("cpu")))
+    return assemble(config, workload, decide_plan(config, workload, probe("cpu")))
 
 
 class Iterations:
@@ -39,7 +39,7 @@ class Iterations:
 
     def __init__(self, parts: Assembly, mode: str = "eager") -> None:
         self.parts, self.said = parts, list[str]()
-        self.engine = engine_for(parts, mode, lambda text, level: self.said.append(text))  # type: ignore[arg-type]
+        self.engine = make_engine(parts, mode, lambda text, level: self.said.append(text))  # type: ignore[arg-type]
         self.batch = next(iter(parts.train_loader.epoch(0)))
 
     @property
@@ -207,8 +207,8 @@ def test_trials_run_every_phase_and_leave_the_run_alone() -> None:
     settings = {"model__options__critic": {"from_step": 1000}}
     parts = parts_of(**settings)
     before = {name: value.clone() for name, value in parts.model.state_dict().items()}
-    with rehearsal(parts.config, parts.workload, parts.plan) as trial:
-        trial.cost("eager")
+    with rehearse_run(parts.config, parts.workload, parts.plan) as trial:
+        trial.measure("eager")
         step = trial.parts.step
         assert isinstance(step, PhasedStep)
         assert step.steps["critic"].attempted == step.attempted > 0
@@ -241,11 +241,11 @@ def test_a_phase_that_fails_to_compile_goes_on_eager_and_is_resumed_so() -> None
     iterations = Iterations(parts, "compile")
     iterations.make(2)
     assert ["critic" in line and "no assembler" in line for line in iterations.said] == [True]
-    stored = iterations.engine.stored()
+    stored = iterations.engine.state_dict()
     assert {name: own["mode"] for name, own in stored["phases"].items()} == {"generator": "compile", "critic": "eager"}
     again = PhasedEngine(parts, "compile", lambda text, level: None)
-    again.go_on(stored, is_same=True)
-    assert again.stored() == stored
+    again.restore(stored, is_same=True)
+    assert again.state_dict() == stored
 
 
 def test_metrics_count_outputs_of_the_phase_that_says_so(tmp_path: Path) -> None:

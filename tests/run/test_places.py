@@ -13,7 +13,7 @@ from halfstep.config.schema import ModelConfig, RunConfig
 from halfstep.config.section import FilePath
 from halfstep.disk import make_absolute, normalise_path
 from halfstep.errors import DataError
-from halfstep.run.folder import RunFolder, with_absolute_paths, with_data_found
+from halfstep.run.folder import RunFolder, find_moved_data, make_paths_absolute
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.workloads import load
@@ -51,14 +51,14 @@ def test_an_older_run_with_a_relative_folder_works_where_it_fits_and_else_names_
 ) -> None:
     folder = RunFolder((home / "run").absolute())
     config = load("unet", overrides=["data.dir=pictures", "data.val_list=val.txt"]).config
-    found, notes = with_data_found(config, folder)
+    found, notes = find_moved_data(config, folder)
     assert found.data.dir == str(home / "pictures")
-    assert found == with_absolute_paths(config)
+    assert found == make_paths_absolute(config)
     assert not notes
     (home / "elsewhere").mkdir()
     monkeypatch.chdir(home / "elsewhere")
     with pytest.raises(DataError, match="data folder pictures is not there") as missing:
-        with_data_found(config, folder)
+        find_moved_data(config, folder)
     assert str(home / "elsewhere" / "pictures") in missing.value.why
 
 
@@ -72,9 +72,9 @@ def test_a_moved_demo_run_is_resumed_with_the_data_in_its_folder(tmp_path: Path)
 def test_what_only_an_own_workload_understands_is_left_alone(home: Path) -> None:
     for value in ("cifar10", "s3://bucket/images"):
         assert (
-            with_absolute_paths(load("tiny_workload:build", overrides=[f"data.dir={value}"]).config).data.dir == value
+            make_paths_absolute(load("tiny_workload:build", overrides=[f"data.dir={value}"]).config).data.dir == value
         )
-    there = with_absolute_paths(load("tiny_workload:build", overrides=["data.dir=pictures"]).config)
+    there = make_paths_absolute(load("tiny_workload:build", overrides=["data.dir=pictures"]).config)
     assert there.data.dir == str(home / "pictures")
 
 
@@ -82,12 +82,12 @@ def test_parts_of_a_model_are_found_from_anywhere_and_words_stay_words(home: Pat
     for name in ("first", "swin.pth"):
         (home / name).mkdir()
     config = load("radiodiff", overrides=["model.vae=first", "model.pyramid.weights=swin.pth"]).config
-    found: Any = with_absolute_paths(config)
+    found: Any = make_paths_absolute(config)
     assert (found.model.vae, found.model.pyramid.weights) == (str(home / "first"), str(home / "swin.pth"))
     words = load("slotcontrast", overrides=["model.backbone_weights=random"]).config
-    assert with_absolute_paths(words) == words
+    assert make_paths_absolute(words) == words
     missing = load("diffusion", overrides=["model.vae=nowhere"]).config
-    assert with_absolute_paths(missing) == missing
+    assert make_paths_absolute(missing) == missing
 
 
 class TaughtModel(ModelConfig):
@@ -102,7 +102,7 @@ class TaughtConfig(RunConfig):
 def test_a_setting_of_ones_own_that_names_a_file_is_found_from_anywhere(home: Path) -> None:
     (home / "teacher.pt").touch()
     model = TaughtModel(teacher="teacher.pt", name="teacher.pt")
-    found: Any = with_absolute_paths(TaughtConfig(workload="own:KIND", model=model)).model
+    found: Any = make_paths_absolute(TaughtConfig(workload="own:KIND", model=model)).model
     assert (found.teacher, found.name) == (str(home / "teacher.pt"), "teacher.pt")
 
 

@@ -14,10 +14,10 @@ from halfstep.data import noise
 from halfstep.data.loader import Loader
 from halfstep.data.seeds import Key
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
+from halfstep.run.assemble import Assembly, assemble, build_workload, decide_plan
 from halfstep.run.engine import Engine
 from halfstep.run.validate import validate
-from halfstep.tune.channels_last import convolves_images, in_layout_of, to_channels_last_, wants_channels_last
+from halfstep.tune.channels_last import convolves_images, match_layout, to_channels_last_, wants_channels_last
 from halfstep.workloads import from_dict, load
 
 
@@ -27,7 +27,7 @@ def assembled(**values: Any) -> Assembly:
     changed = {name.replace("__", "."): value for name, value in values.items()}
     config = from_dict("frozen_workload:build", {**settings, **changed}).config
     workload = build_workload(config)
-    return assemble(config, workload, plan_for(config, workload, probe("cpu")))
+    return assemble(config, workload, decide_plan(config, workload, probe("cpu")))
 
 
 def windows_of(parts: Assembly) -> list[list[dict[str, Tensor]]]:
@@ -100,14 +100,14 @@ def test_factors_of_channels_keep_strides_that_their_gradients_have() -> None:
 def test_a_model_of_video_and_images_and_its_five_dimensional_batch_take_the_layout() -> None:
     model = to_channels_last_(nn.Sequential(nn.Conv3d(3, 4, 3), nn.Conv2d(4, 4, 3)))
     assert model[1].weight.is_contiguous(memory_format=torch.channels_last)
-    batch = in_layout_of(model, {"video": torch.zeros(2, 3, 4, 5, 5), "image": torch.zeros(2, 3, 5, 5)})
+    batch = match_layout(model, {"video": torch.zeros(2, 3, 4, 5, 5), "image": torch.zeros(2, 3, 5, 5)})
     assert batch["video"].is_contiguous()
     assert batch["image"].is_contiguous(memory_format=torch.channels_last)
 
 
 def test_what_prepare_cuts_out_of_a_larger_tensor_reaches_the_step_as_it_will_lie_in_a_captured_one() -> None:
     wide = torch.arange(24.0).view(4, 6)
-    batch = in_layout_of(nn.Linear(2, 2), {"cut": wide[:, :5], "turned": wide.T})
+    batch = match_layout(nn.Linear(2, 2), {"cut": wide[:, :5], "turned": wide.T})
     assert batch["cut"].is_contiguous()
     assert torch.equal(batch["cut"], wide[:, :5])
     assert batch["turned"].stride() == wide.T.stride(), "dense in another order: a copy lies the same"

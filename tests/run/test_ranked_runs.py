@@ -22,10 +22,10 @@ from halfstep.errors import HalfstepError
 from halfstep.evidence import capsule
 from halfstep.hardware.probe import probe
 from halfstep.report.metrics_file import read
-from halfstep.run.assemble import assemble, build_workload, plan_for
+from halfstep.run.assemble import assemble, build_workload, decide_plan
 from halfstep.run.capsules import load_window, subject_of
-from halfstep.run.engine import prepared_window
-from halfstep.run.multi_rank import checksum
+from halfstep.run.engine import prepare_window
+from halfstep.run.multi_rank import compute_checksum
 from halfstep.run.train import train
 from halfstep.step.facts import Reading
 from halfstep.workloads import load
@@ -104,7 +104,7 @@ def several(rank: int, size: int, port: int, ports: list[int], calls: list[dict[
                     call.get("resume"),
                     call.get("by", ""),
                 )
-            ends.append((end, time.monotonic() - start, shown.getvalue(), checksum(rank_workload.MADE[0])))
+            ends.append((end, time.monotonic() - start, shown.getvalue(), compute_checksum(rank_workload.MADE[0])))
         else:
             ends.append((None, 0.0, "", ""))
     return ends
@@ -256,12 +256,12 @@ def test_the_rank_at_fault_keeps_its_own_window_and_replay_prepares_it_as_it_was
     assert found.rng
     config = load(str(folder / "alone" / "config.yaml")).config
     workload = build_workload(config)
-    parts = assemble(config, workload, plan_for(config, workload, probe("cpu")))
+    parts = assemble(config, workload, decide_plan(config, workload, probe("cpu")))
     parts.step.attempted = 2
     whole = load_window(parts, READING)
     assert whole is not None
     assert torch.equal(found.window[0]["image"], whole[0]["image"][2:])
-    prepared = prepared_window(parts, whole)
+    prepared = prepare_window(parts, whole)
     assert torch.equal(subject_of(found, "cpu").window[0]["image"], prepared[0]["image"][2:])
 
 

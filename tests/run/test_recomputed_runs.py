@@ -13,15 +13,15 @@ import torch
 from halfstep.config.schema import RunConfig
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
-from halfstep.run.assemble import build_workload, plan_for
-from halfstep.run.engine import rehearsal
+from halfstep.run.assemble import build_workload, decide_plan
+from halfstep.run.engine import rehearse_run
 from halfstep.run.memory.planner import Cell, MemoryPlanner, list_levels
 from halfstep.run.memory.sizing import make_peak_predictor
 from halfstep.run.memory.traceable_step import TraceableStep, build_traceable_step
 from halfstep.tune import choose
-from halfstep.tune.choose import tuned
+from halfstep.tune.choose import tune_plan
 from halfstep.tune.memory_low import Cost, MemorySetting
-from halfstep.tune.trials import Rehearse, first_batch
+from halfstep.tune.trials import Rehearse, load_first_batch
 from halfstep.workloads import from_dict
 from halfstep.workloads.base.workload import Workload
 from models_of_others import BLOCKS, BasicBlock
@@ -75,7 +75,7 @@ def made(net: str, **more: Any) -> tuple[RunConfig, Workload, Plan]:
     values = {"precision.default": "fp32", "model.options": {"net": net}, "train.memory": "low", **more}
     config = from_dict(OTHERS, values).config
     workload = build_workload(config)
-    return config, workload, plan_for(config, workload, probe("cpu"))
+    return config, workload, decide_plan(config, workload, probe("cpu"))
 
 
 def test_low_memory_tries_it_in_the_planners_order_and_keeps_what_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,10 +86,10 @@ def test_low_memory_tries_it_in_the_planners_order_and_keeps_what_it_may(monkeyp
         tried.append(str(setting))
         return Cost(1.0, 10**6 - 10**5 * (setting.recompute == "pointwise") - 10 * (setting.optimizer_bits == 8))
 
-    monkeypatch.setattr(choose, "cost_in", cost)
+    monkeypatch.setattr(choose, "measure_cost", cost)
     config, workload, plan = made("transformer")
     said: list[str] = []
-    chosen = tuned(config, workload, plan, said.append, rehearsal, peak=make_peak_predictor(config, workload))
+    chosen = tune_plan(config, workload, plan, said.append, rehearse_run, peak=make_peak_predictor(config, workload))
     assert tried[:2] == ["normal", "recompute pointwise"]
     assert chosen.memory["recompute"] == "pointwise"
     assert chosen.blocks == tuple(BLOCKS["transformer"])
@@ -112,7 +112,7 @@ def test_the_plan_counts_it_for_a_model_of_ones_own() -> None:
 
 def test_blocks_with_forms_of_their_own_are_not_planned() -> None:
     config, workload, _ = made("resnet")
-    batch = first_batch(config, workload)
+    batch = load_first_batch(config, workload)
     assert TraceableStep(config, workload, batch).recomputes
     own = dataclasses.replace(workload, blocks={BasicBlock: None})
     assert not TraceableStep(config, own, batch).recomputes
@@ -132,7 +132,7 @@ def test_a_copy_for_a_trial_has_functions_over_its_own_modules() -> None:
     config, workload, plan = made("transformer")
     part = workload.model.layers[0].mlp  # type: ignore[union-attr, index]
     workload.model.layers[0].mlpf = lambda x: part(x)  # type: ignore[union-attr, index]
-    with rehearsal(config, workload, plan) as trial:
+    with rehearse_run(config, workload, plan) as trial:
         own = trial.parts.model.layers[0]  # type: ignore[union-attr, index]
         own.mlpf(torch.randn(1, 16)).sum().backward()  # type: ignore[union-attr, operator]
         assert own.mlp[0].weight.grad is not None  # type: ignore[union-attr, index]

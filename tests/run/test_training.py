@@ -17,7 +17,7 @@ from halfstep.errors import CheckpointError, ConfigError, DataError, HalfstepErr
 from halfstep.hardware.probe import probe
 from halfstep.report.metrics_file import read
 from halfstep.run import train as training
-from halfstep.run.assemble import assemble, build_workload, plan_for
+from halfstep.run.assemble import assemble, build_workload, decide_plan
 from halfstep.run.checkpoint import Checkpoints
 from halfstep.run.memory.out_of_memory import explain_out_of_memory, split_window
 from halfstep.run.train import train
@@ -231,7 +231,7 @@ def test_a_loss_of_nothing_is_an_error_in_words_and_a_loss_alone_counts_by_sampl
     alone = dataclasses.replace(workload, loss=lambda outputs, batch: torch.zeros(()))
     assert alone.weighed_loss(None, batch) == (torch.zeros(()), 5)
     parts = assemble(loaded.config, dataclasses.replace(workload, loss=lambda outputs, batch: None),
-                     plan_for(loaded.config, workload, probe("cpu")))  # fmt: skip
+                     decide_plan(loaded.config, workload, probe("cpu")))  # fmt: skip
     with pytest.raises(ConfigError, match="the loss is None"):
         parts.step(lambda b: parts.eager(b)[:2], [batch])
 

@@ -10,10 +10,10 @@ import torch
 
 from halfstep.errors import ConfigError
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import Assembly, assemble, build_workload, plan_for
+from halfstep.run.assemble import Assembly, assemble, build_workload, decide_plan
 from halfstep.run.engine import Engine
 from halfstep.run.resume import Changes
-from halfstep.run.stored_state import restore, stored
+from halfstep.run.stored_state import capture_state, restore_state
 from halfstep.step import tables as tabulated
 from halfstep.step.ema import Ema
 from halfstep.step.tables import Values, write_values_
@@ -30,7 +30,7 @@ def assembled(workload_changes: dict[str, Any] | None = None, **values: Any) -> 
     changed = {name.replace("__", "."): value for name, value in values.items()}
     config = from_dict("frozen_workload:build", {**settings, **changed}).config
     workload = dataclasses.replace(build_workload(config), **(workload_changes or {}))
-    return assemble(config, workload, plan_for(config, workload, probe("cpu")))
+    return assemble(config, workload, decide_plan(config, workload, probe("cpu")))
 
 
 def beta(parts: Assembly) -> float:
@@ -70,7 +70,7 @@ def test_before_validation_it_is_that_of_the_step_to_come_and_a_resumed_step_has
     train(parts, 3)
     parts.values.refresh()
     assert beta(parts) == pytest.approx(0.97)
-    restore(other, stored(parts, {}), Changes())
+    restore_state(other, capture_state(parts, {}), Changes())
     other.values.refresh()
     assert beta(other) == pytest.approx(0.97)
 

@@ -67,5 +67,5 @@ def test_models_spread_over_devices_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="DataParallel spreads the model over 2 devices"):
         step_of(spread)
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
-    with pytest.raises(ConfigError, match="the model lies on cpu, meta"):
+    with pytest.raises(ConfigError, match="the model is on cpu, meta"):
         Step(model, torch.optim.SGD(model.parameters(), lr=0.1), plan())

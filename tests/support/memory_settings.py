@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.models.recompute import set_recompute
-from halfstep.tune.memory_low import MemorySetting, activation_budget
+from halfstep.tune.memory_low import MemorySetting, limit_activations
 
 
 @contextmanager
 def memory_setting(model: nn.Module, setting: MemorySetting) -> Iterator[None]:
     """The model recomputes from now on, and compiles inside, as the setting says."""
     set_recompute(model, setting.recompute)
-    with activation_budget(setting.activation_budget):
+    with limit_activations(setting.activation_budget):
         yield
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from halfstep.config.schema import RunConfig
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
-from halfstep.run.assemble import build_workload, plan_for
+from halfstep.run.assemble import build_workload, decide_plan
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit
 from halfstep.tune.trials import TrialTime
 from halfstep.workloads import from_dict
@@ -49,7 +49,7 @@ class Scripted:
     machine: Machine
     plan: Plan
 
-    def cost(self, mode: str, time: TrialTime, *, cudnn_benchmark: bool | None = None) -> Cost:
+    def measure(self, mode: str, time: TrialTime, *, cudnn_benchmark: bool | None = None) -> Cost:
         label = mode if self.plan.channels_last else f"{mode} NCHW"
         label += " cudnn" if cudnn_benchmark or self.plan.cudnn_benchmark else ""
         label += " tuned" if self.plan.tunes_kernels else ""
@@ -71,4 +71,4 @@ def made(demo: Path, **values: object) -> tuple[RunConfig, Workload, Plan]:
              "model.base_channels": 2, "model.depth": 1, "train.batch_size": 2, "device": "cpu"}  # fmt: skip
     config = from_dict("unet", {**small, **{k.replace("__", "."): v for k, v in values.items()}}).config
     workload = build_workload(config)
-    return config, workload, plan_for(config, workload, probe("cpu"))
+    return config, workload, decide_plan(config, workload, probe("cpu"))

@@ -15,13 +15,13 @@ from halfstep.config.schema import RunConfig
 from halfstep.kernels.fast_forms import is_forced_on
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import assemble
-from halfstep.run.engine import Engine, rehearsal
+from halfstep.run.engine import Engine, rehearse_run
 from halfstep.step.randomness import read_generators
 from halfstep.tune import choose
-from halfstep.tune.choose import asked_mode, expected_steps, tuned
+from halfstep.tune.choose import count_expected_steps, find_asked_mode, tune_plan
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, MemorySetting, NotCaptured
 from halfstep.tune.modes import UNCAPTURED
-from halfstep.tune.trials import Rehearse, Trial, cost_in
+from halfstep.tune.trials import Rehearse, Trial, measure_cost
 from halfstep.workloads.base.workload import Workload
 from halfstep.workloads.segmentation.demo import write_demo
 from mode_trials import made
@@ -50,30 +50,30 @@ def test_the_mode_is_what_was_asked_for_and_auto_leaves_it_to_trials_on_cuda(
     demo: Path, wish: str, device: str, mode: str | None
 ) -> None:
     config, _, plan = made(demo, train__fast=wish)
-    assert asked_mode(config, dataclasses.replace(plan, device=device)) == mode
+    assert find_asked_mode(config, dataclasses.replace(plan, device=device)) == mode
 
 
 def test_auto_does_not_measure_where_bits_must_repeat_and_follows_a_stored_choice(demo: Path) -> None:
     config, _, plan = made(demo, train__deterministic=True)
-    assert asked_mode(config, dataclasses.replace(plan, device="cuda")) == "eager"
+    assert find_asked_mode(config, dataclasses.replace(plan, device="cuda")) == "eager"
     config, _, plan = made(demo)
-    assert asked_mode(config, dataclasses.replace(plan, device="cuda", mode="graph")) == "graph"
+    assert find_asked_mode(config, dataclasses.replace(plan, device="cuda", mode="graph")) == "graph"
 
 
 def test_expected_steps_count_windows_and_the_limit(demo: Path) -> None:
     config, workload, _ = made(demo, train__epochs=4, train__accumulate=2)
     assert len(workload.train_samples) == 6
-    assert expected_steps(config, workload) == 4 * 2
+    assert count_expected_steps(config, workload) == 4 * 2
     config, workload, _ = made(demo, train__max_steps=3)
-    assert expected_steps(config, workload) == 3
+    assert count_expected_steps(config, workload) == 3
 
 
 def test_trials_leave_weights_buffers_and_generators_bit_identical(demo: Path) -> None:
     config, workload, plan = made(demo)
     before = {name: value.clone() for name, value in workload.model.state_dict().items()}
     generators = read_generators()
-    with rehearsal(config, workload, plan) as trial:
-        cost = trial.cost("eager")
+    with rehearse_run(config, workload, plan) as trial:
+        cost = trial.measure("eager")
         assert trial.parts.step.attempted > 0
     assert cost.ms > 0
     assert cost.peak_bytes > 0
@@ -95,28 +95,28 @@ def test_every_trial_is_compiled_under_its_own_setting(demo: Path, monkeypatch: 
     monkeypatch.setattr(torch, "compile", lambda f, dynamic, options: real(f, dynamic=dynamic, backend=compiler))
     for share in (1.0, 0.5):
         memory = dataclasses.asdict(MemorySetting(activation_budget=share))
-        with rehearsal(config, workload, dataclasses.replace(plan, memory=memory)) as trial:
-            trial.cost("compile")
+        with rehearse_run(config, workload, dataclasses.replace(plan, memory=memory)) as trial:
+            trial.measure("compile")
     assert budgets == [1.0, 0.5]
 
 
 def test_a_trial_that_falls_to_another_mode_is_no_candidate(demo: Path) -> None:
     config, workload, plan = made(demo)
-    with rehearsal(config, workload, plan) as trial:
+    with rehearse_run(config, workload, plan) as trial:
         trial.parts.region = trial.parts.eager
         with pytest.raises(CannotRun, match="needs a CUDA device"):
-            trial.cost("graph")
+            trial.measure("graph")
 
 
 def test_a_model_that_cannot_be_copied_runs_untried_and_says_why(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, workload, plan = made(demo, train__memory="low", train__epochs=200)
     workload.model.held = (k for k in range(3))  # type: ignore[assignment]
     said: list[str] = []
-    chosen = tuned(config, workload, plan, said.append, rehearsal)
+    chosen = tune_plan(config, workload, plan, said.append, rehearse_run)
     assert chosen.memory == dataclasses.asdict(MemorySetting())
     assert "cannot be copied" in said[-1]
-    monkeypatch.setattr(choose, "asked_mode", lambda config, plan: None)
-    chosen = tuned(config, workload, plan, said.append, rehearsal)
+    monkeypatch.setattr(choose, "find_asked_mode", lambda config, plan: None)
+    chosen = tune_plan(config, workload, plan, said.append, rehearse_run)
     assert chosen.mode == "eager"
     assert "cannot be copied" in chosen.mode_reason
 
@@ -129,15 +129,15 @@ def test_a_compiled_trial_that_fails_in_whatever_way_is_no_candidate(demo: Path)
             raise RuntimeError("PTXAS error: no such file")
         return trial.parts.eager(batch)  # type: ignore[arg-type]
 
-    with rehearsal(config, workload, plan) as trial:
+    with rehearse_run(config, workload, plan) as trial:
         trial.parts.region = failing  # type: ignore[assignment]
         with pytest.raises(CannotRun, match="PTXAS error"):
-            trial.cost("compile")
+            trial.measure("compile")
 
 
 def test_a_graph_asked_for_on_a_cpu_is_told_why_there_is_none(demo: Path) -> None:
     said: list[str] = []
-    assert tuned(*made(demo, train__fast="graph"), said.append, rehearsal).mode == "compile"
+    assert tune_plan(*made(demo, train__fast="graph"), said.append, rehearse_run).mode == "compile"
     assert said == [
         "warning: train.fast=graph needs a CUDA device, this run is on cpu: the step is compiled, not captured"
     ]
@@ -146,7 +146,7 @@ def test_a_graph_asked_for_on_a_cpu_is_told_why_there_is_none(demo: Path) -> Non
 def test_memory_low_is_measured_said_and_stored_with_the_plan(demo: Path) -> None:
     config, workload, plan = made(demo, train__memory="low", train__epochs=100_000)  # time enough for every trial
     said: list[str] = []
-    chosen = tuned(config, workload, plan, said.append, rehearsal)
+    chosen = tune_plan(config, workload, plan, said.append, rehearse_run)
     assert any(line.startswith("memory low:") for line in said)
     assert set(chosen.memory) == {"activation_budget", "recompute", "optimizer_bits"}
     assert Plan.from_json(chosen.to_json()) == chosen
@@ -160,7 +160,7 @@ def test_memory_low_is_measured_said_and_stored_with_the_plan(demo: Path) -> Non
 
 def test_a_run_shorter_than_the_trials_of_memory_low_tries_the_most_promising_lever_alone(demo: Path) -> None:
     config, workload, plan = made(demo, train__memory="low", train__max_steps=1)
-    chosen = tuned(config, workload, plan, lambda line: None, rehearsal)
+    chosen = tune_plan(config, workload, plan, lambda line: None, rehearse_run)
     tried = [line.split(":")[0] for line in chosen.memory_trials if " ms" in line]
     assert tried == ["normal", "recompute pointwise"]
     assert any("the time for trials was used up" in line for line in chosen.memory_trials)
@@ -172,9 +172,9 @@ def test_where_nothing_fits_yet_trials_go_on_however_short_the_run(demo: Path, m
             raise DoesNotFit("out of memory")
         return Cost(1.0, 10**6)
 
-    monkeypatch.setattr(choose, "cost_in", fits_with_blocks)
+    monkeypatch.setattr(choose, "measure_cost", fits_with_blocks)
     config, workload, plan = made(demo, train__memory="low", train__max_steps=1)
-    assert tuned(config, workload, plan, lambda line: None, rehearsal).memory["recompute"] == "blocks"
+    assert tune_plan(config, workload, plan, lambda line: None, rehearse_run).memory["recompute"] == "blocks"
 
 
 def test_a_batch_of_another_size_runs_the_eager_region(demo: Path) -> None:
@@ -221,7 +221,7 @@ def fp8_plan(demo: Path) -> tuple[RunConfig, Workload, Plan]:
 @pytest.mark.parametrize(("fails", "granted"), [("fp8", "bf16"), ("bf16", "fp8")])
 def test_a_precision_whose_step_cannot_run_leaves_the_other(demo: Path, fails: str, granted: str) -> None:
     config, workload, plan = fp8_plan(demo)
-    chosen = tuned(
+    chosen = tune_plan(
         config, workload, plan, lambda line: None, lambda *run: contextlib.nullcontext(Costing(run[2], fails))
     )
     assert chosen.granted == granted
@@ -233,7 +233,7 @@ class Costing:
     def __init__(self, plan: Plan, fails: str) -> None:
         self.plan, self.fails = plan, fails
 
-    def cost(self, mode: str) -> Cost:
+    def measure(self, mode: str) -> Cost:
         if self.plan.granted == self.fails:
             raise CannotRun("out of memory")
         return Cost(1.0, 1)
@@ -241,7 +241,7 @@ class Costing:
 
 def test_a_trial_ends_where_its_capture_fails_and_compiles_nothing_else(demo: Path) -> None:
     config, workload, plan = made(demo)
-    with rehearsal(config, workload, plan) as trial:
+    with rehearse_run(config, workload, plan) as trial:
         eager, allowed = trial.parts.eager, list[bool]()
 
         def region(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | float, object]:
@@ -250,7 +250,7 @@ def test_a_trial_ends_where_its_capture_fails_and_compiles_nothing_else(demo: Pa
 
         trial.parts.region = region
         with pytest.raises(NotCaptured, match="a CUDA graph needs a CUDA device, not cpu"):
-            trial.cost("graph")
+            trial.measure("graph")
     assert allowed == [True] * UNCAPTURED
 
 
@@ -267,7 +267,7 @@ def test_who_commits_by_the_host_is_not_compiled_for_a_graph_first(demo: Path) -
 
 def test_a_trial_of_a_step_that_cannot_be_captured_times_what_the_run_would_do(demo: Path) -> None:
     class Uncaptured:
-        def cost(self, mode: str) -> Cost:
+        def measure(self, mode: str) -> Cost:
             if mode == "graph":
                 raise NotCaptured("it waits for the device")
             return Cost({"compile": 2.0, "eager": 3.0}[mode], 1)
@@ -275,8 +275,8 @@ def test_a_trial_of_a_step_that_cannot_be_captured_times_what_the_run_would_do(d
     def uncaptured(*run: object) -> contextlib.AbstractContextManager[Uncaptured]:
         return contextlib.nullcontext(Uncaptured())
 
-    assert cost_in("graph", *made(demo), uncaptured).ms == 2.0
-    assert cost_in("eager", *made(demo), uncaptured).ms == 3.0
+    assert measure_cost("graph", *made(demo), uncaptured).ms == 2.0
+    assert measure_cost("eager", *made(demo), uncaptured).ms == 3.0
 
 
 def test_a_trial_that_failed_is_gone_when_the_next_begins(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,8 +290,8 @@ def test_a_trial_that_failed_is_gone_when_the_next_begins(demo: Path, monkeypatc
             raise NotCaptured("it waits for the device")
         return Cost(2.0, 1)
 
-    monkeypatch.setattr(Trial, "cost", cost)
-    cost_in("graph", *made(demo), rehearsal)
+    monkeypatch.setattr(Trial, "measure", cost)
+    measure_cost("graph", *made(demo), rehearse_run)
     assert alive == [True, False]
 
 
@@ -300,5 +300,5 @@ def test_a_model_that_does_not_fit_is_no_traceback_of_a_trial(demo: Path, monkey
         raise torch.OutOfMemoryError("Tried to allocate 2 GiB")
 
     monkeypatch.setattr("halfstep.run.engine.assemble", does_not_fit)
-    with pytest.raises(DoesNotFit, match="out of memory"), rehearsal(*made(demo)):
+    with pytest.raises(DoesNotFit, match="out of memory"), rehearse_run(*made(demo)):
         pass

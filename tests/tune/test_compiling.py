@@ -18,11 +18,11 @@ from torch.nn.functional import interpolate
 import tiny_workload
 from halfstep.data.seeds import make_generator
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import assemble, build_workload, plan_for
+from halfstep.run.assemble import assemble, build_workload, decide_plan
 from halfstep.run.checkpoint import Checkpoint
 from halfstep.run.engine import Engine
 from halfstep.run.train import train
-from halfstep.tune.compiling import MOST_CHARACTERS, CompiledShapes, CompilerWarnings, compile_reason
+from halfstep.tune.compiling import MOST_CHARACTERS, CompiledShapes, CompilerWarnings, explain_compile_error
 from halfstep.tune.modes import UNCAPTURED, Batch, Region
 from halfstep.workloads import load
 from halfstep.workloads.base.workload import Workload
@@ -39,7 +39,7 @@ def test_an_operation_the_compiler_knows_nothing_of_is_named() -> None:
     torch.compiler.reset()
     with pytest.raises(Exception, match="fake") as failed:
         torch.compile(lambda x: twice(x) + 1, backend="eager")(torch.ones(2))
-    reason = compile_reason(failed.value)
+    reason = explain_compile_error(failed.value)
     assert "halfstep_tests::twice" in reason
     assert "\n" not in reason
 
@@ -57,23 +57,23 @@ def test_what_a_linker_said_is_found_below_its_command() -> None:
     error = RuntimeError(text)
     error.__cause__ = subprocess.CalledProcessError(1, ["g++", "x.cpp"])
     wanted = "CppCompileError: C++ compile error: /usr/bin/ld: final link failed: No space left on device"
-    assert compile_reason(error) == wanted
+    assert explain_compile_error(error) == wanted
 
 
 def test_a_command_that_failed_is_not_repeated_and_an_error_alone_is_its_first_line() -> None:
     error = RuntimeError("Failed to find C compiler\nand pages more")
     error.__cause__ = subprocess.CalledProcessError(1, ["cc"])
-    assert compile_reason(error) == "Failed to find C compiler"
+    assert explain_compile_error(error) == "Failed to find C compiler"
 
 
 def test_what_a_users_own_error_was_raised_beside_is_not_added() -> None:
     error = ValueError("no size was given")
     error.__context__ = KeyError("size")
-    assert compile_reason(error) == "no size was given"
+    assert explain_compile_error(error) == "no size was given"
 
 
 def test_the_line_has_an_end() -> None:
-    assert len(compile_reason(RuntimeError("C++ error: " + "std::pair<" * 500))) < MOST_CHARACTERS + 10
+    assert len(explain_compile_error(RuntimeError("C++ error: " + "std::pair<" * 500))) < MOST_CHARACTERS + 10
 
 
 class AnySize(nn.Module):
@@ -111,7 +111,7 @@ class Told:
     def __init__(self, mode: Any = "compile", **settings: Any) -> None:
         config = loaded(**settings).config
         workload = build_workload(config)
-        parts = assemble(config, workload, plan_for(config, workload, probe("cpu")))
+        parts = assemble(config, workload, decide_plan(config, workload, probe("cpu")))
         self.said: list[str] = []
         self.sizes: list[int] = []
         eager = parts.eager
@@ -255,9 +255,9 @@ def test_a_run_that_could_not_compile_a_second_shape_stays_eager_when_it_is_resu
 
 def test_a_resumed_engine_tries_nothing_faster_that_failed_and_nothing_slower_unasked() -> None:
     told = Told()
-    told.engine.go_on_as("graph")
+    told.engine.fall_back_to("graph")
     assert (told.engine.mode, told.said) == ("compile", [])
-    told.engine.go_on_as("eager")
+    told.engine.fall_back_to("eager")
     assert told.engine.mode == "eager"
     assert "steps run eager, as they did when the run was stopped" in told.said[0]
 

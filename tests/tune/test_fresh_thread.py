@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.tune.fresh_thread import TREES, _Errand, import_graphs, in_fresh_thread, place_for_graphs
+from halfstep.tune.fresh_thread import TREES, _Errand, import_graphs, make_graph_storage, run_in_fresh_thread
 from warm_processes import process
 
 CPU = torch.device("cpu")
 
 
 def test_results_and_errors_come_through() -> None:
-    assert in_fresh_thread(threading.get_ident, CPU) != threading.get_ident()
+    assert run_in_fresh_thread(threading.get_ident, CPU) != threading.get_ident()
     with pytest.raises(ZeroDivisionError):
-        in_fresh_thread(lambda: 1 // 0, CPU)
+        run_in_fresh_thread(lambda: 1 // 0, CPU)
 
 
 def test_backward_runs_in_the_same_thread_and_context_variables_of_the_caller_hold() -> None:
@@ -44,7 +44,7 @@ def test_backward_runs_in_the_same_thread_and_context_variables_of_the_caller_ho
         y.sum().backward()
         return threading.get_ident(), setting.get(), torch.autograd.is_multithreading_enabled()
 
-    ident, value, is_multithreaded = in_fresh_thread(work, CPU)
+    ident, value, is_multithreaded = run_in_fresh_thread(work, CPU)
     assert threads == [ident]
     assert value == "callers"
     assert not is_multithreaded
@@ -63,7 +63,7 @@ def test_ctrl_c_ends_the_work_and_is_raised_after_its_clean_up() -> None:
             events.append("cleaned up")
 
     with pytest.raises(KeyboardInterrupt):
-        in_fresh_thread(work, CPU)
+        run_in_fresh_thread(work, CPU)
     assert events == ["cleaned up"]
 
 
@@ -88,7 +88,7 @@ def test_code_is_compiled_after_a_thread_that_compiled_is_gone() -> None:
         torch.compiler.reset()
         return float(torch.compile(lambda x: x * 2, backend="eager")(torch.ones(())))
 
-    assert [in_fresh_thread(compiled, torch.device("cpu")) for _ in range(2)] == [2.0, 2.0]
+    assert [run_in_fresh_thread(compiled, torch.device("cpu")) for _ in range(2)] == [2.0, 2.0]
     assert compiled() == 2.0
 
 
@@ -120,10 +120,10 @@ def test_the_compilers_graphs_have_a_place_in_every_thread() -> None:
     from torch._inductor import cudagraph_trees as trees
 
     def containers() -> object:
-        place_for_graphs()
+        make_graph_storage()
         return trees.get_obj(trees.local, "tree_manager_containers")
 
-    places = [in_fresh_thread(containers, torch.device("cpu")) for _ in range(9)]
+    places = [run_in_fresh_thread(containers, torch.device("cpu")) for _ in range(9)]
     gc.collect()
     # With the thread torch 2.11 lets go of a place that it never took hold of: others would be written over ours.
     others = [{} for _ in range(1000)]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import tiny_workload
 from halfstep.config.schema import RunConfig
 from halfstep.hardware.probe import probe
-from halfstep.run.assemble import assemble, build_workload, plan_for
-from halfstep.run.engine import rehearsal
+from halfstep.run.assemble import assemble, build_workload, decide_plan
+from halfstep.run.engine import rehearse_run
 from halfstep.tune.channels_last import is_channels_last
 from halfstep.tune.memory_low import CannotRun
 from halfstep.workloads import KINDS, load
@@ -46,7 +46,7 @@ TAKES_IT = Kind(builder=tiny_workload.build, takes_channels_last=True)
 def assembled(workload: str, *words: str) -> Any:
     config = load(f"test_layout:{workload}", overrides=[*SMALL, *words]).config
     built = build_workload(config)
-    return assemble(config, built, plan_for(config, built, probe("cpu")))
+    return assemble(config, built, decide_plan(config, built, probe("cpu")))
 
 
 def test_a_model_of_ones_own_keeps_the_layout_it_was_written_for() -> None:
@@ -64,9 +64,9 @@ def test_a_kind_says_that_its_model_takes_channels_last_and_our_families_do() ->
 def test_a_layout_that_the_model_does_not_run_in_is_no_candidate() -> None:
     config = load("test_layout:build", overrides=list(SMALL)).config
     workload = build_workload(config)
-    plan = plan_for(config, workload, probe("cpu"))
+    plan = decide_plan(config, workload, probe("cpu"))
     turned = dataclasses.replace(plan, channels_last=True)
-    with rehearsal(config, workload, turned) as trial, pytest.raises(CannotRun, match="view size"):
-        trial.cost("eager")
-    with rehearsal(config, workload, dataclasses.replace(plan, channels_last=False)) as trial:
-        assert trial.cost("eager").ms > 0
+    with rehearse_run(config, workload, turned) as trial, pytest.raises(CannotRun, match="view size"):
+        trial.measure("eager")
+    with rehearse_run(config, workload, dataclasses.replace(plan, channels_last=False)) as trial:
+        assert trial.measure("eager").ms > 0

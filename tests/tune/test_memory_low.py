@@ -23,10 +23,10 @@ from halfstep.tune.memory_low import (
     Measure,
     MemoryChoice,
     MemorySetting,
-    activation_budget,
     choose_memory,
-    levers_of,
-    optimizer_for,
+    limit_activations,
+    list_levers,
+    make_optimizer,
 )
 from halfstep.workloads.segmentation.demo import write_demo
 from halfstep.workloads.segmentation.unet import UNet
@@ -161,13 +161,13 @@ def test_the_choice_is_told_with_what_was_left_out() -> None:
 
 
 def test_levers_that_a_run_lacks_are_named() -> None:
-    levers = levers_of((), "sgd", is_compiled=False)
+    levers = list_levers((), "sgd", is_compiled=False)
     assert levers.positions == []
     assert len(levers.notes) == 2
-    levers = levers_of(("pointwise", "blocks"), "adamw", is_compiled=True)
+    levers = list_levers(("pointwise", "blocks"), "adamw", is_compiled=True)
     assert (len(levers.positions), levers.notes) == (3, [])
     assert MemorySetting(optimizer_bits=8) not in sum(
-        map(list, levers_of((), "adamw", 8, is_compiled=True).positions), []
+        map(list, list_levers((), "adamw", 8, is_compiled=True).positions), []
     )
 
 
@@ -180,7 +180,7 @@ def test_more_time_buys_less_memory() -> None:
 def test_a_budget_is_put_back() -> None:
     import torch._functorch.config as functorch_config
 
-    with activation_budget(0.5):
+    with limit_activations(0.5):
         assert functorch_config.activation_memory_budget == 0.5  # type: ignore[attr-defined]
     assert functorch_config.activation_memory_budget == 1.0  # type: ignore[attr-defined]
 
@@ -189,7 +189,7 @@ def measured_on_cpu(setting: MemorySetting) -> Cost:
     """Bytes alive at the worst moment of a real step, and its time."""
     torch.manual_seed(0)
     model = UNet(base_channels=16, depth=1)
-    optimizer = optimizer_for(setting, "adamw", [{"params": list(model.parameters())}], lr=1e-3)
+    optimizer = make_optimizer(setting, "adamw", [{"params": list(model.parameters())}], lr=1e-3)
     gc.collect()
     began = time.perf_counter()
     with LiveBytes() as live, memory_setting(model, setting):
@@ -204,7 +204,7 @@ def test_real_steps_on_the_cpu_take_less_memory_with_each_lever() -> None:
     assert pointwise < 0.9 * normal
     assert small < normal
     # How long they take is the machine's mood here, so time is set equal and the bytes decide.
-    levers = levers_of(("pointwise", "blocks"), "adamw", is_compiled=False)
+    levers = list_levers(("pointwise", "blocks"), "adamw", is_compiled=False)
     choice = memory_choice(lambda setting: measured_on_cpu(setting)._replace(ms=1.0), levers.positions)
     assert choice.setting.recompute in ("pointwise", "blocks")
     assert choice.setting.optimizer_bits == 8
@@ -213,8 +213,8 @@ def test_real_steps_on_the_cpu_take_less_memory_with_each_lever() -> None:
 
 def test_the_optimizer_is_the_runs_own_unless_bits_are_saved() -> None:
     groups = [{"params": [nn.Parameter(torch.zeros(4))]}]
-    assert isinstance(optimizer_for(NORMAL, "adamw", groups, lr=1e-3, options={"eps": 1e-6}), torch.optim.AdamW)
-    small = optimizer_for(SMALL, "adamw", [{"params": [nn.Parameter(torch.zeros(4))]}], lr=1e-3, options={"eps": 1e-6})
+    assert isinstance(make_optimizer(NORMAL, "adamw", groups, lr=1e-3, options={"eps": 1e-6}), torch.optim.AdamW)
+    small = make_optimizer(SMALL, "adamw", [{"params": [nn.Parameter(torch.zeros(4))]}], lr=1e-3, options={"eps": 1e-6})
     assert isinstance(small, AdamW8bit)
     assert small.defaults["eps"] == 1e-6
 
@@ -225,7 +225,7 @@ def test_a_lower_budget_keeps_less_in_a_compiled_region() -> None:
         torch.compiler.reset()
         x = torch.randn(64, 64, requires_grad=True)
         layers = nn.Sequential(*(part for _ in range(3) for part in (nn.Linear(64, 64), nn.GELU())))
-        with activation_budget(share):
+        with limit_activations(share):
             run = torch.compile(layers, backend="aot_eager_decomp_partition", fullgraph=True)
             graph = run(x).grad_fn
         kept.append(sum(tensor.nbytes for tensor in graph.saved_tensors))

@@ -13,9 +13,9 @@ from halfstep.hardware.driver import Driver
 from halfstep.precision.plan import PlanRow
 from halfstep.precision.row import Gain
 from halfstep.tune import choose
-from halfstep.tune.choose import tuned
+from halfstep.tune.choose import tune_plan
 from halfstep.tune.mode_search import CachedMode, FoundMode
-from halfstep.tune.modes import compiled_code
+from halfstep.tune.modes import get_code_folder
 from halfstep.tune.trials import TrialTime
 from halfstep.workloads import load
 from halfstep.workloads.segmentation.demo import write_demo
@@ -85,8 +85,8 @@ def test_a_cached_mode_is_followed_where_it_pays(demo: Path, num_steps: int, is_
     kept = CachedMode(*made(demo))
     kept.write(found())
     if is_cleared:
-        shutil.rmtree(compiled_code())
-    fields = kept.for_run(num_steps)
+        shutil.rmtree(get_code_folder())
+    fields = kept.choose_for_run(num_steps)
     assert fields is not None
     assert fields["mode"] == mode
     assert fields["channels_last"]
@@ -97,12 +97,12 @@ def test_a_cached_mode_is_followed_where_it_pays(demo: Path, num_steps: int, is_
 def test_tuned_kernels_and_cudnns_trials_count_as_part_of_a_start(demo: Path) -> None:
     kept = CachedMode(*made(demo))
     kept.write(found(cudnn_benchmark=True))
-    fields = kept.for_run(2_000)  # saves 30 s, starts in 15 + 20
+    fields = kept.choose_for_run(2_000)  # saves 30 s, starts in 15 + 20
     assert fields is not None
     assert (fields["mode"], fields["cudnn_benchmark"]) == ("eager", False)
     kept.write(found(tunes_kernels=True))
-    shutil.rmtree(compiled_code())
-    fields = kept.for_run(10_000)  # saves 150 s, compiles and tunes for 240
+    shutil.rmtree(get_code_folder())
+    fields = kept.choose_for_run(10_000)  # saves 150 s, compiles and tunes for 240
     assert fields is not None
     assert (fields["mode"], fields["tunes_kernels"]) == ("eager", False)
 
@@ -110,7 +110,7 @@ def test_tuned_kernels_and_cudnns_trials_count_as_part_of_a_start(demo: Path) ->
 def test_what_does_not_fit_eagerly_is_always_followed(demo: Path) -> None:
     kept = CachedMode(*made(demo))
     kept.write(dataclasses.replace(found(), eager_ms=None))
-    fields = kept.for_run(1)
+    fields = kept.choose_for_run(1)
     assert fields is not None
     assert fields["mode"] == "graph"
 
@@ -118,10 +118,10 @@ def test_what_does_not_fit_eagerly_is_always_followed(demo: Path) -> None:
 def test_a_much_longer_run_tries_what_was_left_untried(demo: Path) -> None:
     kept = CachedMode(*made(demo))
     kept.write(found(untried=("kernel tuning",)))  # 600 s expected: 20,000 steps
-    assert kept.for_run(20_000) is not None
-    assert kept.for_run(100_000) is None
+    assert kept.choose_for_run(20_000) is not None
+    assert kept.choose_for_run(100_000) is None
     kept.write(found())
-    assert kept.for_run(100_000) is not None
+    assert kept.choose_for_run(100_000) is not None
 
 
 class Shared(Driver):
@@ -149,7 +149,7 @@ def test_what_was_measured_on_a_busy_gpu_is_used_but_not_kept(
     config, workload, plan = made(demo, train__epochs=200_000)
     on_gpu = dataclasses.replace(plan, device="cuda", granted="bf16")
     said: list[str] = []
-    chosen = tuned(config, workload, on_gpu, said.append, machine.rehearsal, driver=Shared(*answers))
+    chosen = tune_plan(config, workload, on_gpu, said.append, machine.rehearsal, driver=Shared(*answers))
     assert chosen.mode == "graph"
     assert (CachedMode(config, workload, on_gpu).read() is not None) == is_kept
     assert ("5 GiB taken" in chosen.mode_reason) == (not is_kept)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.run.engine import rehearsal
+from halfstep.run.engine import rehearse_run
 from halfstep.tune.memory_low import CannotRun, Cost, NotCaptured
-from halfstep.tune.mode_search import FoundMode, ModeSearch, fastest_mode
+from halfstep.tune.mode_search import FoundMode, ModeSearch, find_fastest_mode
 from halfstep.tune.trials import MOST_S, ROUNDS, TIMED_STEPS, TrialTime
 from halfstep.workloads.segmentation.demo import write_demo
 from mode_trials import USUAL, Machine, made
@@ -31,7 +31,7 @@ def searched(demo: Path, machine: Machine, run_s: float, **values: object) -> Fo
     num_steps = run_s * 1e3 / (machine.step_ms["eager"] or 30.0)
     return ModeSearch(
         config, workload, on_gpu, TrialTime(num_steps, most_s=MOST_S, clock=machine.clock), machine.rehearsal
-    ).found()
+    ).search()
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def searched(demo: Path, machine: Machine, run_s: float, **values: object) -> Fo
     ],
 )
 def test_the_simplest_mode_wins_that_is_as_fast_as_the_fastest(times: dict[str, float], mode: str) -> None:
-    assert fastest_mode({label: Cost(ms, 1) for label, ms in times.items()}) == mode
+    assert find_fastest_mode({label: Cost(ms, 1) for label, ms in times.items()}) == mode
 
 
 def test_a_long_run_tries_everything_and_says_what_each_part_gained(
@@ -177,20 +177,20 @@ def test_what_was_asked_for_outright_is_not_tried_the_other_way(demo: Path, monk
 
 def test_a_real_trial_is_timed_for_no_longer_than_its_share(demo: Path) -> None:
     config, workload, plan = made(demo)
-    with rehearsal(config, workload, plan) as trial:
+    with rehearse_run(config, workload, plan) as trial:
         before = trial.parts.step.attempted
-        assert trial.cost("eager").ms > 0
+        assert trial.measure("eager").ms > 0
         whole = trial.parts.step.attempted - before
         before = trial.parts.step.attempted
         short = TrialTime(1, most_s=MOST_S)  # the run is one step: nothing of it may be spent
-        assert trial.cost("eager", short).ms > 0
+        assert trial.measure("eager", short).ms > 0
         assert trial.parts.step.attempted - before == whole - ROUNDS * TIMED_STEPS + 1
     assert short.run_s is not None
     assert short.starts_s > 0
 
 
 def test_a_real_search_on_this_machine_finds_a_short_run_too_short(demo: Path) -> None:
-    found = ModeSearch(*made(demo), TrialTime(600, most_s=MOST_S), rehearsal).found()
+    found = ModeSearch(*made(demo), TrialTime(600, most_s=MOST_S), rehearse_run).search()
     assert found.fields["mode"] == "eager"
     assert "too short to compile for" in found.fields["mode_reason"]
     assert not found.is_final

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from halfstep.hardware.memory import LiveBytes
 from halfstep.models.recompute import Recompute
-from halfstep.tune.own_blocks import Recomputed, described, found_blocks, recompute_blocks_
+from halfstep.tune.own_blocks import Recomputed, describe_blocks, find_blocks, recompute_blocks_
 from halfstep.workloads.segmentation.unet import UNet
 from models_of_others import BLOCKS, MODELS, BasicBlock, Block, ResNet, SharedNet, Transformer, UncalledNet, images
 
@@ -21,7 +21,7 @@ HOW: list[Recompute] = ["pointwise", "alternate", "blocks"]
 def trained(model: nn.Module, how: Recompute, num_steps: int = 3) -> tuple[dict[str, Tensor], int]:
     """State and bytes kept for backward of a copy that trains for some steps."""
     model, kept = copy.deepcopy(model), [0]
-    recompute_blocks_(model, how, found_blocks(model))
+    recompute_blocks_(model, how, find_blocks(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def keep(tensor: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def trained(model: nn.Module, how: Recompute, num_steps: int = 3) -> tuple[dict[
 def test_weights_and_buffers_after_three_steps_are_those_of_the_plain_model_to_the_bit(name: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
-    assert found_blocks(model) == BLOCKS[name]
+    assert find_blocks(model) == BLOCKS[name]
     plain, kept = trained(model, "none")
     for how in HOW:
         state, fewer = trained(model, how)
@@ -53,7 +53,7 @@ def test_weights_and_buffers_after_three_steps_are_those_of_the_plain_model_to_t
 def live_peak(how: Recompute) -> int:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 24, 3, padding=1), *(BasicBlock(24) for _ in range(6)))
-    recompute_blocks_(model, how, found_blocks(model))
+    recompute_blocks_(model, how, find_blocks(model))
     x = torch.randn(2, 2, 32, 32)
     gc.collect()
     with LiveBytes() as live:
@@ -77,7 +77,7 @@ def test_the_compiled_model_has_the_same_gradients_and_statistics(name: str, how
         if isinstance(part, (Block, nn.Dropout)):
             part.p = part.dropout = 0.0  # type: ignore[assignment]
     model = copy.deepcopy(plain)
-    recompute_blocks_(model, how, found_blocks(model))
+    recompute_blocks_(model, how, find_blocks(model))
     compiled = torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)
     for run in (plain, compiled):
         run(images()).square().mean().backward()
@@ -90,7 +90,7 @@ def test_the_compiled_model_has_the_same_gradients_and_statistics(name: str, how
 def test_a_model_is_as_it_was_once_it_does_not_recompute() -> None:
     model = ResNet()
     kinds = [type(part) for part in model.modules()]
-    recompute_blocks_(model, "pointwise", found_blocks(model))
+    recompute_blocks_(model, "pointwise", find_blocks(model))
     assert not any(getattr(part, "inplace", False) for part in model.layer1.modules())
     recompute_blocks_(model, "none", ())
     assert [type(part) for part in model.modules()] == kinds
@@ -100,7 +100,7 @@ def test_a_model_is_as_it_was_once_it_does_not_recompute() -> None:
 def test_a_copy_recomputes_and_names_of_weights_stay() -> None:
     model = Transformer()
     names = list(model.state_dict())
-    recompute_blocks_(model, "blocks", found_blocks(model))
+    recompute_blocks_(model, "blocks", find_blocks(model))
     again = copy.deepcopy(model)
     assert list(again.state_dict()) == names
     assert isinstance(again.layers[0], Recomputed)
@@ -110,7 +110,7 @@ def test_a_copy_recomputes_and_names_of_weights_stay() -> None:
 def test_evaluation_and_frozen_blocks_run_plainly() -> None:
     model = Transformer().eval().requires_grad_(False)
     expected = model(images())
-    recompute_blocks_(model, "blocks", found_blocks(model))
+    recompute_blocks_(model, "blocks", find_blocks(model))
     assert torch.equal(model(images()), expected)
     with torch.no_grad():
         assert torch.equal(model(images()), expected)
@@ -118,12 +118,12 @@ def test_evaluation_and_frozen_blocks_run_plainly() -> None:
 
 def test_stages_and_wrappers_are_looked_into_and_single_layers_are_no_blocks() -> None:
     stages = nn.Sequential(nn.Sequential(BasicBlock(8), BasicBlock(8)), nn.Sequential(BasicBlock(8), BasicBlock(8)))
-    assert found_blocks(stages) == ["0.0", "0.1", "1.0", "1.1"]
-    assert not found_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU()))
+    assert find_blocks(stages) == ["0.0", "0.1", "1.0", "1.1"]
+    assert not find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU()))
     pairs = nn.ModuleList(nn.ModuleList([BasicBlock(8), nn.LayerNorm(8)]) for _ in range(2))
-    assert found_blocks(pairs) == ["0.0", "1.0"]
-    assert not found_blocks(UNet(base_channels=2, depth=1)), "it knows to recompute itself"
-    assert (found_blocks(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 2))) == [
+    assert find_blocks(pairs) == ["0.0", "1.0"]
+    assert not find_blocks(UNet(base_channels=2, depth=1)), "it knows to recompute itself"
+    assert (find_blocks(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 2))) == [
         "layers.0",
         "layers.1",
     ]
@@ -142,34 +142,34 @@ def test_a_layer_of_the_users_own_is_a_block_in_a_list_alone() -> None:
 
     model = nn.Module()
     model.norm, model.layers = Own(), nn.Sequential(Own(), nn.ReLU(), Own())
-    assert found_blocks(model) == ["layers.0", "layers.2"]
+    assert find_blocks(model) == ["layers.0", "layers.2"]
     model.layers = nn.Sequential(Scale(), Scale())
-    assert not found_blocks(model), "they have no forward"
+    assert not find_blocks(model), "they have no forward"
 
 
 def test_blocks_that_are_not_called_are_replaced_by_their_parts() -> None:
-    uncalled = set(found_blocks(UncalledNet()))
+    uncalled = set(find_blocks(UncalledNet()))
     assert uncalled == {"layers.0", "layers.1"}
-    assert (found_blocks(UncalledNet(), uncalled)) == ["layers.0.downsample", "layers.1.downsample"]
+    assert (find_blocks(UncalledNet(), uncalled)) == ["layers.0.downsample", "layers.1.downsample"]
 
 
 def test_a_block_compiled_or_patched_by_its_user_is_looked_into() -> None:
     model = SharedNet()
     model.blocks = nn.Sequential(*(torch.compile(BasicBlock(8), backend="eager") for _ in range(2)))  # type: ignore[arg-type]
-    assert found_blocks(model) == ["blocks.0._orig_mod", "blocks.1._orig_mod"]
+    assert find_blocks(model) == ["blocks.0._orig_mod", "blocks.1._orig_mod"]
     patched = nn.Sequential(BasicBlock(8), BasicBlock(8))
     patched[0].forward = patched[1].forward = lambda x: x
-    assert found_blocks(patched) == ["0.downsample", "1.downsample"]
+    assert find_blocks(patched) == ["0.downsample", "1.downsample"]
 
 
 def test_blocks_whose_parts_have_hooks_are_left_alone_but_for_torchs_own() -> None:
     hooked = nn.Sequential(BasicBlock(8), BasicBlock(8))
     for block in hooked:
         block.conv1.register_forward_hook(lambda *_: None)  # type: ignore[union-attr]
-    assert found_blocks(hooked) == ["0.downsample", "1.downsample"]
+    assert find_blocks(hooked) == ["0.downsample", "1.downsample"]
 
 
 def test_blocks_are_told_by_kind() -> None:
     model = MODELS["skips"]()
-    assert described(model, found_blocks(model)) == "2 x Down (down1 ... down2), 2 x Up (up1 ... up2)"
-    assert described(model, ["up1"]) == "1 x Up (up1)"
+    assert describe_blocks(model, find_blocks(model)) == "2 x Down (down1 ... down2), 2 x Up (up1 ... up2)"
+    assert describe_blocks(model, ["up1"]) == "1 x Up (up1)"

@@ -14,9 +14,9 @@ from torch import nn
 from halfstep.config.schema import RunConfig
 from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
-from halfstep.run.assemble import build_workload, plan_for
-from halfstep.run.engine import rehearsal
-from halfstep.tune.recompute_check import Recomputable, gaps_between, left_by, recomputable
+from halfstep.run.assemble import build_workload, decide_plan
+from halfstep.run.engine import rehearse_run
+from halfstep.tune.recompute_check import Recomputable, compare_states, find_recomputable, list_state
 from halfstep.workloads import from_dict
 from halfstep.workloads.base.workload import Workload
 from models_of_others import BLOCKS, ResNet, Writing
@@ -35,11 +35,11 @@ def made(precision: str = "fp32", **options: Any) -> tuple[RunConfig, Workload, 
     settings = {"precision.default": precision, "precision.simulate": precision != "fp32", "train.batch_size": 8}
     config = from_dict("models_of_others:build", {**settings, "model.options": options}).config
     workload = build_workload(config)
-    return config, workload, plan_for(config, workload, probe("cpu"))
+    return config, workload, decide_plan(config, workload, probe("cpu"))
 
 
 def found(precision: str = "fp32", **options: Any) -> Recomputable:
-    return recomputable(*made(precision, **options), rehearsal)
+    return find_recomputable(*made(precision, **options), rehearse_run)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -90,13 +90,13 @@ def test_weights_used_twice_under_autocast_are_recomputed_by_blocks_alone() -> N
 def test_a_step_that_fails_or_is_not_finite_checks_nothing() -> None:
     config, workload, plan = made(net="resnet")
     nan = dataclasses.replace(workload, loss=lambda outputs, batch: (outputs.sum() * float("nan"), len(outputs)))
-    assert "not finite" in recomputable(config, nan, plan, rehearsal).notes[0]
+    assert "not finite" in find_recomputable(config, nan, plan, rehearse_run).notes[0]
 
     def needs_four(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return model(batch["image"].reshape(4, -1, 2, 8, 8).flatten(0, 1))  # type: ignore[no-any-return]
 
     whole = dataclasses.replace(workload, forward=needs_four)
-    names, ways, [note] = recomputable(config, whole, plan, rehearsal)
+    names, ways, [note] = find_recomputable(config, whole, plan, rehearse_run)
     assert not names
     assert not ways
     assert "a step of 2 samples ends in RuntimeError" in note
@@ -105,32 +105,32 @@ def test_a_step_that_fails_or_is_not_finite_checks_nothing() -> None:
 def test_a_mask_of_infinities_is_compared_as_well() -> None:
     block = Writing()
     block.mean.fill_(float("-inf"))
-    one = dict(left_by(block))
-    assert not any(gaps_between(one, dict(left_by(block))).values())
+    one = dict(list_state(block))
+    assert not any(compare_states(one, dict(list_state(block))).values())
     block.mean[3] = 0
-    assert gaps_between(one, dict(left_by(block)))["mean"] > 0
+    assert compare_states(one, dict(list_state(block)))["mean"] > 0
 
 
 def test_frozen_blocks_have_nothing_to_save() -> None:
     config, workload, plan = made(net="resnet")
     for part in (workload.model.stem, workload.model.layer1):
         part.requires_grad_(False)  # type: ignore[operator]
-    assert recomputable(config, workload, plan, rehearsal).names == ("layer2.0", "layer2.1")
+    assert find_recomputable(config, workload, plan, rehearse_run).names == ("layer2.0", "layer2.1")
     workload.model.requires_grad_(False)
     workload.model.fc.requires_grad_(True)  # type: ignore[union-attr]
-    assert "nothing trains in them" in recomputable(config, workload, plan, rehearsal).notes[0]
+    assert "nothing trains in them" in find_recomputable(config, workload, plan, rehearse_run).notes[0]
 
 
 def test_a_frozen_block_behind_what_trains_is_recomputed() -> None:
     config, workload, plan = made(net="resnet")
     workload.model.layer2.requires_grad_(False)  # type: ignore[operator]
-    assert recomputable(config, workload, plan, rehearsal).names == tuple(BLOCKS["resnet"])
+    assert find_recomputable(config, workload, plan, rehearse_run).names == tuple(BLOCKS["resnet"])
 
 
 def test_the_check_leaves_the_model_alone() -> None:
     config, workload, plan = made(net="resnet")
     before = {name: value.clone() for name, value in workload.model.state_dict().items()}
-    recomputable(config, workload, plan, rehearsal)
+    find_recomputable(config, workload, plan, rehearse_run)
     assert all(torch.equal(before[name], value) for name, value in workload.model.state_dict().items())
     assert all(p.grad is None for p in workload.model.parameters())
     assert type(workload.model.layer1[0]).__name__ == "BasicBlock"  # type: ignore[index]
@@ -138,20 +138,20 @@ def test_the_check_leaves_the_model_alone() -> None:
 
 def test_one_changed_bit_anywhere_shows() -> None:
     model = ResNet()
-    one = dict(left_by(model))
-    assert not any(gaps_between(one, dict(left_by(model))).values())
+    one = dict(list_state(model))
+    assert not any(compare_states(one, dict(list_state(model))).values())
     with torch.no_grad():
         model.fc.weight[2, 7] = torch.nextafter(model.fc.weight[2, 7], torch.tensor(9.0))
-    gaps = gaps_between(one, dict(left_by(model)))
+    gaps = compare_states(one, dict(list_state(model)))
     assert [name for name, gap in gaps.items() if gap] == ["fc.weight"]
     assert 0 < gaps["fc.weight"] < 1e-6
 
 
 def test_what_is_no_tensor_shows_as_well() -> None:
     block = Writing()
-    one = dict(left_by(block))
+    one = dict(list_state(block))
     block.seen.append(1)
-    assert gaps_between(one, dict(left_by(block)))["seen"] == float("inf")
+    assert compare_states(one, dict(list_state(block)))["seen"] == float("inf")
 
 
 def test_networks_that_train_in_turn_are_checked_in_all_their_phases() -> None:
@@ -160,5 +160,5 @@ def test_networks_that_train_in_turn_are_checked_in_all_their_phases() -> None:
     for name, last in {"generator": nn.Identity(), "critic": nn.Linear(SIZE, 1)}.items():
         blocks = (nn.Sequential(nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE), nn.ReLU(inplace=True)) for _ in range(2))
         setattr(workload.model, name, nn.Sequential(*blocks, last))
-    found = recomputable(config, workload, plan_for(config, workload, probe("cpu")), rehearsal)
+    found = find_recomputable(config, workload, decide_plan(config, workload, probe("cpu")), rehearse_run)
     assert found == (("generator.0", "generator.1", "critic.0", "critic.1"), ("pointwise", "alternate", "blocks"), ())

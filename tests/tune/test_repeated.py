@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from halfstep.kernels.fast_forms import allow_chains, is_forced_on
 from halfstep.models.recompute import Recompute, set_recompute
-from halfstep.tune.modes import Blocks, by_blocks, one_for_all, repeats_blocks
+from halfstep.tune.modes import Blocks, compile_blocks, compile_one_for_all, repeats_blocks
 from halfstep.workloads.language.gpt2 import build_gpt2
 
 
@@ -54,7 +54,7 @@ def test_blocks_run_in_their_own_form(blocks: Blocks, captured: bool, graphs: in
     x, forward = torch.randn(2, 4, requires_grad=True), Block.forward
     expected = gradients(model, lambda batch: model(batch).square().sum(), x)
     before = counters["stats"]["unique_graphs"]
-    region = by_blocks(lambda batch: model(batch).square().sum(), blocks, COMPILER)
+    region = compile_blocks(lambda batch: model(batch).square().sum(), blocks, COMPILER)
     with allow_chains(on=captured):
         found = gradients(model, region, x)
     for one, other in zip(found, expected, strict=True):
@@ -72,7 +72,7 @@ def test_a_deep_transformer_that_is_no_chain_compiles_one_block_for_all(how: Rec
     ids = torch.randint(20, (2, 8))
     set_recompute(model, how)
     before = counters["stats"]["unique_graphs"]
-    found = gradients(model, one_for_all(lambda ids: model(ids, ids), COMPILER), ids)
+    found = gradients(model, compile_one_for_all(lambda ids: model(ids, ids), COMPILER), ids)
     assert counters["stats"]["unique_graphs"] - before == graphs
     for one, other in zip(found, gradients(model, lambda ids: model(ids, ids), ids), strict=True):
         torch.testing.assert_close(one, other)

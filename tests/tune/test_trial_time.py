@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from halfstep.tune.trials import CANDIDATES, LASTING_S, MOST_S, ROUNDS, TIMED_STEPS, TrialTime, lasting_step_s
+from halfstep.tune.trials import CANDIDATES, LASTING_S, MOST_S, ROUNDS, TIMED_STEPS, TrialTime, time_lasting_step
 
 
 class Hands:
@@ -109,21 +109,21 @@ class HotDevice:
 def test_a_step_is_timed_until_its_device_is_hot() -> None:
     hands = Hands()
     device = HotDevice(hands)
-    assert lasting_step_s(device.round, TrialTime(clock=hands), LASTING_S) == pytest.approx(0.022)
+    assert time_lasting_step(device.round, TrialTime(clock=hands), LASTING_S) == pytest.approx(0.022)
     assert device.steps * 0.020 < 2 * LASTING_S
 
 
 def test_a_device_that_does_not_get_hot_is_timed_for_a_few_rounds() -> None:
     hands = Hands()
     device = HotDevice(hands)
-    assert lasting_step_s(device.round, TrialTime(clock=hands), 0.0) == pytest.approx(0.020)
+    assert time_lasting_step(device.round, TrialTime(clock=hands), 0.0) == pytest.approx(0.020)
     assert device.steps == 1 + ROUNDS * TIMED_STEPS
 
 
 def test_a_short_run_has_no_time_for_a_hot_device() -> None:
     hands = Hands()
     device, time = HotDevice(hands), TrialTime(200, most_s=MOST_S, clock=hands)  # 4 s, so 0.2 for trials
-    assert lasting_step_s(device.round, time, LASTING_S) == pytest.approx(0.020)
+    assert time_lasting_step(device.round, time, LASTING_S) == pytest.approx(0.020)
     assert time.spent_s <= 0.020 + 0.2 / CANDIDATES + 0.020  # one to begin with, and one begun in time
 
 
@@ -137,5 +137,5 @@ def test_a_device_that_rests_between_rounds_rests_seldom() -> None:
         hands.now += took
         return took / num_steps
 
-    assert 0.0216 < lasting_step_s(a_round, TrialTime(clock=hands), LASTING_S) < 0.022
+    assert 0.0216 < time_lasting_step(a_round, TrialTime(clock=hands), LASTING_S) < 0.022
     assert hands.now - began < 2 * LASTING_S

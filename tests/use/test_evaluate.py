@@ -262,7 +262,7 @@ def test_a_moved_run_brings_its_demo_data_and_others_say_where_to_name_them(unet
 def test_a_run_of_a_device_that_is_not_here_is_evaluated_on_this_one_with_a_warning(unet: Path, tmp_path: Path) -> None:
     run = copied(unet, tmp_path / "run")
     folder = RunFolder(run)
-    folder.write_plan(dataclasses.replace(folder.stored_plan(), device="cuda:97", device_name="Some GPU"))
+    folder.write_plan(dataclasses.replace(folder.read_plan(), device="cuda:97", device_name="Some GPU"))
     told = Told(run)
     evaluate(run, report=told.report)
     assert "cuda:97 (Some GPU) is not available" in told.text

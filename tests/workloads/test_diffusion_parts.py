@@ -242,7 +242,7 @@ def test_frozen_networks_are_counted_without_their_weights_and_beside_tf32(tmp_p
     wish = {name: str(folder) for name, folder in folders.items()} | {"model__conditioning": "text"}
     smaller = {"model__channels": [8], "model__attention": [], "model__attention_head_dim": 2}
     config = settings("diffusion", some_pictures, **wish, **smaller, precision__modules={"vae": "fp32"}).config
-    assert build_traceable_step(config, {"classes": []}).traces("tf32", "none", 2, chains=False)
+    assert build_traceable_step(config, {"classes": []}).trace_phases("tf32", "none", 2, chains=False)
 
 
 # --- pictures ---

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from halfstep.cli.main import main
-from halfstep.run.resume import flattened
+from halfstep.run.resume import flatten_settings
 from halfstep.run.train import train
 from halfstep.workloads import KINDS, load
 
@@ -112,5 +112,5 @@ def test_throughput_is_told_in_the_familys_unit(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.parametrize("workload", list(KINDS))
 def test_what_a_run_keeps_are_settings_that_it_has(workload: str) -> None:
-    names = list(flattened(load(workload).config))
+    names = list(flatten_settings(load(workload).config))
     assert [kept for kept in KINDS[workload].kept if not any(name.startswith(kept) for name in names)] == []

@@ -18,7 +18,7 @@ from halfstep.data.loader import Loader
 from halfstep.errors import ConfigError, DataError, ModelError
 from halfstep.models import first_values
 from halfstep.run.assemble import build_workload
-from halfstep.run.folder import RunFolder, changed_data
+from halfstep.run.folder import RunFolder, describe_changed_data
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.use.predict import predict
@@ -134,7 +134,7 @@ def test_a_run_that_was_stopped_in_an_epoch_goes_on_to_the_same_bits(tmp_path: P
 def test_a_text_that_changed_since_a_run_began_is_named_once(tmp_path: Path, text: Path) -> None:
     run = trained(tmp_path / "run", text, train__max_steps=1)
     text.write_text(TEXT * 2)
-    (note,) = changed_data(built(text), RunFolder.open(str(run)))
+    (note,) = describe_changed_data(built(text), RunFolder.open(str(run)))
     assert note.count(".tokens") == 1, "one file holds both parts"
 
 

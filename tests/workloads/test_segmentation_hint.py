@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from halfstep.report.results import show_evaluation
-from halfstep.run.journal import hint_about
+from halfstep.run.journal import find_hint
 from halfstep.run.train import train
 from halfstep.use.evaluate import evaluate
 from halfstep.workloads import load
@@ -51,9 +51,9 @@ def test_the_hint_names_the_class_that_was_predicted_everywhere(
 
 def test_beside_a_loss_that_is_not_finite_classes_are_not_the_matter() -> None:
     collapsed = scores([0, 0, 0, 0], [0, 0, 1, 2])
-    assert hint_about("unet", {"loss": 0.5, **collapsed})
+    assert find_hint("unet", {"loss": 0.5, **collapsed})
     for loss in (math.nan, math.inf):
-        assert hint_about("unet", {"loss": loss, **collapsed}) == ""
+        assert find_hint("unet", {"loss": loss, **collapsed}) == ""
 
 
 def test_a_collapsed_run_is_hinted_at_in_training_and_evaluation(

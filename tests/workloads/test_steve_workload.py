@@ -19,7 +19,7 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.simulate import simulate
 from halfstep.report.metrics_file import read
 from halfstep.report.run_report import RunReport
-from halfstep.run.assemble import assemble, build_workload, plan_for, with_settled
+from halfstep.run.assemble import apply_settled, assemble, build_workload, decide_plan
 from halfstep.run.train import train
 from halfstep.step.schedule import ScheduleOptions, build_schedule
 from halfstep.use.evaluate import evaluate
@@ -130,16 +130,16 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(steve: Trainer, tmp_path: Pat
 
 def test_summed_losses_start_in_fp16_with_a_scale_that_holds_them(steve: Trainer) -> None:
     """At 65536, GradScaler's start, the first gradients are infinite."""
-    scale = with_settled(steve.config().config, steve.workload()).scaler.init_scale
+    scale = apply_settled(steve.config().config, steve.workload()).scaler.init_scale
     assert scale == choose_start_scale(16) == 2.0**4
     assert (
-        with_settled(
+        apply_settled(
             steve.config(**{"model.loss": "mean"}).config, steve.workload(**{"model.loss": "mean"})
         ).scaler.init_scale
         == 65536
     )
     named = {"scaler.init_scale": 2.0}
-    assert with_settled(steve.config(**named).config, steve.workload(**named)).scaler.init_scale == 2
+    assert apply_settled(steve.config(**named).config, steve.workload(**named)).scaler.init_scale == 2
 
     def is_finite(scale: float) -> bool:
         workload = steve.workload()
@@ -220,7 +220,7 @@ def test_the_temperature_is_a_cosine_that_ends(steve: Trainer) -> None:
 def test_three_groups_follow_their_own_schedules_and_the_temperature_its_own(steve: Trainer) -> None:
     config = steve.config(**{"optimizer.dvae_lr": 5e-3, "optimizer.encoder_lr": 2e-3, "optimizer.lr": 1e-3}).config
     workload = build_workload(config)
-    parts = assemble(config, workload, plan_for(config, workload, probe("cpu")))
+    parts = assemble(config, workload, decide_plan(config, workload, probe("cpu")))
     assert parts.step.rates is not None
     names = {id(weight): name.split(".")[0] for name, weight in parts.model.named_parameters()}
     committed = torch.tensor(3)

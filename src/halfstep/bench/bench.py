@@ -31,12 +31,12 @@ from halfstep.models.first_values import skip_first_values
 from halfstep.precision.decide import explain_simulation
 from halfstep.precision.ladder import explain_lack
 from halfstep.precision.plan import Plan
-from halfstep.run.assemble import assemble, plan_for
-from halfstep.run.engine import Engine, PhasedEngine, engine_for, rehearsal
+from halfstep.run.assemble import assemble, decide_plan
+from halfstep.run.engine import Engine, PhasedEngine, make_engine, rehearse_run
 from halfstep.step.facts import Facts, PhasedFacts
 from halfstep.step.guard import Action
 from halfstep.step.randomness import choose_algorithms, seed_everything
-from halfstep.tune.choose import tuned
+from halfstep.tune.choose import tune_plan
 from halfstep.tune.memory_low import MemorySetting
 from halfstep.workloads.base.workload import Workload
 
@@ -267,7 +267,7 @@ class HalfstepRunner:
             parts = assemble(self.config, workload, plan)
             assert parts.mode is not None, "the plan was tuned"
             metrics = workload.metrics()
-            engine = engine_for(parts, parts.mode, lambda text, level: self.remarks.append(text), metrics.update)
+            engine = make_engine(parts, parts.mode, lambda text, level: self.remarks.append(text), metrics.update)
             batches = prefetch(itertools.repeat(self.problem.host_batch, steps), self.problem.device)
             loss = self._trained(engine, batches, after_step)
         if engine.mode != plan.mode or self.variant not in ("auto", engine.mode):
@@ -282,8 +282,8 @@ class HalfstepRunner:
             return _begin_all_phases(build_random_workload(self.config), model)
 
     def _planned(self, workload: Workload) -> Plan:
-        return tuned(
-            self.config, workload, plan_for(self.config, workload, self.hardware), lambda text: None, rehearsal
+        return tune_plan(
+            self.config, workload, decide_plan(self.config, workload, self.hardware), lambda text: None, rehearse_run
         )
 
     def _trained(self, engine: Engine | PhasedEngine, batches: Iterable[Batch], after_step: AfterStep) -> float:

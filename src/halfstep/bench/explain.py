@@ -30,9 +30,9 @@ from halfstep.bench.step_profile import (
 from halfstep.errors import ConfigError, HardwareError
 from halfstep.hardware.facts import Hardware
 from halfstep.report.tables import make_columns_table, make_pairs_table
-from halfstep.run.assemble import plan_for
+from halfstep.run.assemble import decide_plan
 from halfstep.tune.channels_last import wants_channels_last
-from halfstep.tune.fresh_thread import in_fresh_thread
+from halfstep.tune.fresh_thread import run_in_fresh_thread
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +183,7 @@ def _explain_in_turn(
         try:
             facts = collect_step_facts(runner, problem, hardware, flops)
             work = partial(explain, runner, steps=steps, facts=facts)
-            return in_fresh_thread(work, problem.device)
+            return run_in_fresh_thread(work, problem.device)
         # Any error, as in measure_row: one row that fails must not end the others.
         except Exception as error:
             error.__traceback__ = None  # its frames would keep the model, and thereby memory, alive for the next row
@@ -214,7 +214,7 @@ def _keeps_channels_last(runner: Runner, hardware: Hardware) -> bool:
             fix="--precisions fp32",
         )
     config, workload = runner.config, runner.workload()
-    return wants_channels_last(config, plan_for(config, workload, hardware), workload.model)
+    return wants_channels_last(config, decide_plan(config, workload, hardware), workload.model)
 
 
 # --- the result, and how it is printed ---

@@ -27,7 +27,7 @@ from halfstep.errors import ConfigError, HalfstepError, MemoryLimitError, format
 from halfstep.hardware.clock import wait_for
 from halfstep.hardware.memory import get_peak_memory_bytes, reset_peak
 from halfstep.hardware.nvml import EnergyMeter
-from halfstep.tune.fresh_thread import in_fresh_thread
+from halfstep.tune.fresh_thread import run_in_fresh_thread
 
 LISTS = ("remarks", "window_ms", "clock_limits")
 """Tuples that become lists in JSON."""
@@ -252,7 +252,7 @@ def describe_failure(error: Exception) -> str:
 
 def _measure(runner: Runner, problem: Problem, schedule: Schedule, pause: Pause | None) -> Row:
     timer = StepTimer(schedule, problem.device, pause)
-    loss = in_fresh_thread(lambda: runner.train(schedule.steps, timer), problem.device)
+    loss = run_in_fresh_thread(lambda: runner.train(schedule.steps, timer), problem.device)
     found = timer.found()
     ms = tuple(1e3 * seconds for seconds in found.window_s)
     return Row(

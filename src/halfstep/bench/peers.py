@@ -34,7 +34,7 @@ from halfstep.bench.apart import isolate_row
 from halfstep.bench.problem import AfterStep, Batch, Problem, Runner
 from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError, format_count, suggest_nearest
 from halfstep.kernels.fast_forms import force
-from halfstep.tune.fresh_thread import place_for_graphs
+from halfstep.tune.fresh_thread import make_graph_storage
 
 Variant = Literal["documented", "tuned", "graphs"]
 LossOf = Callable[[Batch], Tensor]
@@ -405,7 +405,7 @@ class PeerRunner:
         with isolate_peer(device), set_float32_mode(self.precision, by_hand=by_hand):
             torch.backends.cudnn.benchmark = by_hand
             if self.variant == "graphs":
-                place_for_graphs()
+                make_graph_storage()
             return self.loop(self.setup, steps, after_step)
 
 

@@ -23,12 +23,12 @@ from halfstep.errors import ConfigError, MemoryLimitError, format_bytes
 from halfstep.hardware.facts import Hardware
 from halfstep.precision.ladder import explain_lack
 from halfstep.report.config_view import format_setting
-from halfstep.run.assemble import build_workload, data_at_hand
+from halfstep.run.assemble import build_workload, provide_data
 from halfstep.run.memory.sizing import predict_step_cost
 from halfstep.step.batches import count_samples
 from halfstep.step.randomness import seed_everything
 from halfstep.step.tables import write_values_
-from halfstep.tune.trials import first_batch
+from halfstep.tune.trials import load_first_batch
 from halfstep.workloads import KINDS, load
 from halfstep.workloads.base.kind import Kind, Unit, load_part
 from halfstep.workloads.base.workload import Workload
@@ -106,7 +106,7 @@ def build_problem(config: RunConfig, device: torch.device) -> Problem:
     for part in workload.frozen.values():  # peers autocast them; ours are built again and placed by the plan
         part.module.to(device).eval().requires_grad_(False)
     write_values_(workload.values, 0, device)
-    batch = kind.synthetic.make_batch(config, workload.store) if kind.synthetic else first_batch(config, workload)
+    batch = kind.synthetic.make_batch(config, workload.store) if kind.synthetic else load_first_batch(config, workload)
     if device.type == "cuda":
         batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
     samples = config.train.batch_size
@@ -134,9 +134,9 @@ def build_random_workload(config: RunConfig) -> Workload:
     """
     synthetic = KINDS.of(config.workload).synthetic
     if synthetic is None:
-        with data_at_hand(config) as with_data:
+        with provide_data(config) as with_data:
             workload = build_workload(with_data)
-            samples = RandomSamples(first_batch(with_data, workload))
+            samples = RandomSamples(load_first_batch(with_data, workload))
         return replace(workload, train_samples=samples, val_samples=samples)
     seed_everything(config.train.seed)
     store = synthetic.make_store(config)

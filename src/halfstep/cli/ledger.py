@@ -32,13 +32,13 @@ def command(
 
         halfstep ledger runs/unet-20250101-120000 --strict
     """
-    from halfstep.run.step_ledger import as_document
+    from halfstep.run.step_ledger import to_document
     from halfstep.use.observe_step import record_ledger
 
     flags = {"precision": precision, "data_dir": data_dir, "batch_size": batch_size, "device": device}
     found = record_ledger(words[0], flags={**flags, "simulate": simulate}, overrides=words[1:], trust=trust)
     if as_json:
-        typer.echo(json.dumps(as_document(found), indent=1))
+        typer.echo(json.dumps(to_document(found), indent=1))
     else:
         typer.echo("\n\n".join(map(str, found)))
     if strict and any(one.differences for one in found):

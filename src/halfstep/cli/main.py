@@ -379,7 +379,7 @@ def find_workload(args: Sequence[str], *, trust: bool) -> str:
                 from halfstep.run.folder import RunFolder
                 from halfstep.workloads.base.import_path import refuse_unknown_code
 
-                refuse_unknown_code([workload], RunFolder(Path(word)).settled().code, config)
+                refuse_unknown_code([workload], RunFolder(Path(word)).read_settled().code, config)
             return workload
     return ""
 

@@ -94,7 +94,7 @@ def read_settings(context: typer.Context) -> tuple[FolderLayout, PackSettings]:
 def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
     """Pack what the config's workload can precompute; all settings come from the config."""
     from halfstep.report.tables import dump_json
-    from halfstep.run.interrupts import raised_at_once
+    from halfstep.run.interrupts import raise_at_once
     from halfstep.workloads import KINDS, load
     from halfstep.workloads.base.kind import load_part
 
@@ -109,7 +109,7 @@ def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
             why="a config packs latents; image folders with classes are packed without one",
             fix=suggest_command("pack", config.data.dir or "DIR", "--size", "256") + ", if it holds class folders",
         )
-    with raised_at_once("while packing"):
+    with raise_at_once("while packing"):
         summary = load_part(kind.pack)(config)
     if as_json:
         typer.echo(dump_json(summary))
@@ -129,7 +129,7 @@ def make_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSett
     from halfstep.data.binary_sets import find_cifar_folder, find_idx_folder
     from halfstep.data.image_folder import find_images
     from halfstep.data.packed import PackingBar, open_or_pack, pack
-    from halfstep.run.interrupts import raised_at_once
+    from halfstep.run.interrupts import raise_at_once
 
     if find_cifar_folder(folder) or find_idx_folder(folder):
         raise DataError(
@@ -140,7 +140,7 @@ def make_pack(folder: Path, layout: FolderLayout, path: Path, settings: PackSett
     found = find_images(folder, layout)
     start = time.perf_counter()
     work = pack if force else open_or_pack
-    with PackingBar(path) as bar, raised_at_once("while packing"):
+    with PackingBar(path) as bar, raise_at_once("while packing"):
         result = work(found, path, settings, progress=bar)
     return summarise_pack(result) | {"made": bar.was_shown, "seconds": round(time.perf_counter() - start, 2)}
 

@@ -130,7 +130,7 @@ def _plan_memory(
     words: Sequence[str], flags: Flags, *, gpu: str | None, fit: str | None, mode: str | None
 ) -> MemoryPlan:
     from halfstep.config.precision_names import normalise_precision
-    from halfstep.run.assemble import data_at_hand
+    from halfstep.run.assemble import provide_data
     from halfstep.run.memory.planner import (
         MODES,
         MemoryPlanner,
@@ -142,12 +142,12 @@ def _plan_memory(
         refuse_nothing_fits,
     )
     from halfstep.run.memory.traceable_step import build_traceable_step
-    from halfstep.tune.own_blocks import described
+    from halfstep.tune.own_blocks import describe_blocks
 
     hardware, memory, where = _choose_device(gpu, fit, flags)
     config, is_made_up = _load_full_size(words, flags)
     shown = _choose_mode(mode, config)
-    with contextlib.nullcontext(config) if is_made_up else data_at_hand(config) as with_data:
+    with contextlib.nullcontext(config) if is_made_up else provide_data(config) as with_data:
         planner = MemoryPlanner(build_traceable_step(with_data), hardware)
     wish = flags["precision"]
     name = normalise_precision(str(wish), "--precision") if wish else "auto"
@@ -165,7 +165,7 @@ def _plan_memory(
     if gpu and hardware:
         notes += _list_gpu_notes(hardware, name, memory)
     if planner.step.blocks:
-        notes.append(RECOMPUTED.format(described(planner.step.workload.model, planner.step.blocks)))
+        notes.append(RECOMPUTED.format(describe_blocks(planner.step.workload.model, planner.step.blocks)))
     return MemoryPlan(
         config=config,
         num_parameters=planner.step.num_parameters,

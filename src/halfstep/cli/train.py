@@ -159,14 +159,14 @@ def load_config(
             asked = load(target, flags=flags, overrides=overrides, overrides_file=overrides_file)
             target, flags, overrides, overrides_file = asked.config.workload, {}, list_overrides(asked), None
         from halfstep.run.folder import RunFolder
-        from halfstep.run.resume import as_settled
+        from halfstep.run.resume import apply_decided
 
         folder = RunFolder.open(str(resume))
         stored = load(str(folder.config))
         if target and target != (workload := stored.config.workload):
             raise ConfigError(f"--resume {resume} is a {workload} run, not {target}", fix=f"leave {target} out")
         again = load(str(folder.config), flags=flags, overrides=overrides, overrides_file=overrides_file)
-        return as_settled(again, stored, folder.settled().decided)
+        return apply_decided(again, stored, folder.read_settled().decided)
     if not target:
         raise ConfigError(
             "nothing to train", fix="name a workload or a file first: halfstep train unet, halfstep train my.yaml"

@@ -1,5 +1,4 @@
-"""How this process came to be one of several, and how it meets the others: torchrun, srun and accelerate say it in
-variables, which whoever starts a run hands in."""
+"""Read the launcher's environment variables (torchrun, srun, accelerate) and join the other ranks."""
 
 from __future__ import annotations
 
@@ -19,9 +18,9 @@ if TYPE_CHECKING:
     from halfstep.distributed.world import World
 
 UNKNOWN = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
-"""Launchers that do not say where the processes meet."""
+"""Launchers that give no address to meet at."""
 FIRST_PORT = 20000
-AFTER_FIRST_S = 1.0  # how long others leave it to the first process to show an error that all of them have
+AFTER_FIRST_S = 1.0  # how long other ranks let rank 0 show an error that all of them have
 PATIENCE_S = 5.0  # for torchrun's store to answer
 
 
@@ -37,12 +36,12 @@ class Launch:
 
     @property
     def meeting(self) -> str:
-        """Torchrun keeps a place to meet that survives a restart; elsewhere the first process makes one."""
+        """The init method: torchrun keeps a store that survives restarts; elsewhere rank 0 opens one."""
         return "env://" if self.by_torchrun else f"tcp://{self.address}:{self.port}"
 
 
 def read_launch(variables: Mapping[str, str]) -> Launch | None:
-    """What the launcher says; None for a process that is alone."""
+    """Return this process's rank and world from the variables; None for a single process."""
     if _read_number(variables, "WORLD_SIZE") >= 1 and "RANK" in variables:
         return _read_torchrun(variables)
     if _read_number(variables, "WORLD_SIZE") > 1:
@@ -85,7 +84,7 @@ def _read_srun(variables: Mapping[str, str]) -> Launch:
         size=_read_number(variables, "SLURM_STEP_NUM_TASKS"),
         local_rank=_read_number(variables, "SLURM_LOCALID"),
         address=variables.get("MASTER_ADDR") or find_first_host(nodes) or "127.0.0.1",
-        # Jobs on one node meet at places of their own.
+        # A port per job, so that jobs on one node do not meet each other.
         port=_read_number(variables, "MASTER_PORT") or FIRST_PORT + _read_number(variables, "SLURM_JOB_ID") % 10_000,
         restarts=_read_number(variables, "SLURM_RESTART_COUNT"),
         by_torchrun=False,
@@ -93,7 +92,7 @@ def _read_srun(variables: Mapping[str, str]) -> Launch:
 
 
 def find_first_host(nodes: str) -> str:
-    """Of SLURM's lists: `gpu[07-09,12],login1` begins with gpu07."""
+    """Return the first host of a SLURM list: `gpu[07-09,12],login1` begins with gpu07."""
     match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes)
     return f"{match[1]}{match[2] or ''}{match[3] or ''}" if match else ""
 
@@ -104,7 +103,7 @@ def _read_number(variables: Mapping[str, str], name: str, otherwise: int = 0) ->
 
 
 def choose_device(config: RunConfig, launch: Launch | None) -> str:
-    """The device that this process trains on: of several processes each has the one of its number."""
+    """Return the device this rank trains on: on a machine with several ranks, the GPU of its local rank."""
     if launch is None or launch.size == 1:
         return config.device
     import torch
@@ -112,7 +111,7 @@ def choose_device(config: RunConfig, launch: Launch | None) -> str:
     if re.fullmatch(r"cuda:\d+", config.device):
         raise ConfigError(
             f"device={config.device} for {launch.size} processes",
-            why="each has a GPU of its own",
+            why="each rank uses a different GPU",
             fix="--gpus 0,1 names the GPUs; or leave device out, and set CUDA_VISIBLE_DEVICES",
         )
     num_gpus = torch.cuda.device_count()
@@ -128,8 +127,8 @@ def choose_device(config: RunConfig, launch: Launch | None) -> str:
 
 @contextmanager
 def join_world(config: RunConfig, launch: Launch | None) -> Iterator[World | None]:
-    """The other processes of the run, for as long as it lasts; None where there are none. An error of one ends all, and
-    is shown once."""
+    """Join the other ranks for the duration of the run; yield None for a single process. An error on one rank ends all
+    and is shown once."""
     if launch is None or launch.size == 1 and config.train.backend == "auto":
         yield None
         return
@@ -159,15 +158,15 @@ def join_world(config: RunConfig, launch: Launch | None) -> Iterator[World | Non
         with _show_once(world):
             yield world
     except BaseException:
-        # What waits for a peer on the device would never end by itself.
+        # Collectives on the device that wait for a peer would never end: abort them.
         world.hang_up(dist.distributed_c10d._abort_process_group if by_nccl else dist.destroy_process_group)
         raise
     dist.destroy_process_group()
 
 
 def choose_speaker(error: HalfstepError, variables: Mapping[str, str]) -> None:
-    """Settle who shows an error that came before the processes met, as in their config: the first of them, or the one
-    that has another than the first. They ask torchrun's store; with other launchers each shows its own."""
+    """Choose which rank shows an error raised before the ranks met, such as one in the config: the first one in
+    torchrun's store. With other launchers each rank shows its own."""
     rank = _read_number(variables, "RANK")
     if rank:
         time.sleep(AFTER_FIRST_S)
@@ -179,7 +178,7 @@ def choose_speaker(error: HalfstepError, variables: Mapping[str, str]) -> None:
 
     key = hashlib.sha256("\n".join((error.what.removeprefix(f"rank {rank}: "), error.why, error.fix)).encode())
     attempt = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
-    with suppress(DistError):  # torchrun is gone: nobody else will show it
+    with suppress(DistError):  # torchrun is gone: no other rank will show it
         limit = timedelta(seconds=PATIENCE_S)
         store = TCPStore(
             variables["MASTER_ADDR"], _read_number(variables, "MASTER_PORT"), is_master=False, timeout=limit
@@ -196,6 +195,6 @@ def _show_once(world: World) -> Iterator[None]:
             error.what = f"rank {world.rank}: {error.what}"
         error.is_told = not world.is_first_to_show(error)
         raise
-    except Exception as error:  # a traceback is on its way: those who lose this rank need not say so
+    except Exception as error:  # a traceback follows: ranks that lose this one stay silent
         world.is_first_to_show(error)
         raise

@@ -1,8 +1,8 @@
-"""The processes of a run, this one among them: how they talk host to host, who is gone, and who says so.
+"""The ranks of a run: collectives between hosts, lost ranks, and which rank shows an error.
 
-What cannot be agreed any more, a rank that is gone or stuck, ends the others with `RankLost`: gloo says so at once or
-after the limit, NCCL after the limit, when the wait for a step's facts gives up. Who met an error shows it; those who
-lost that rank because of it are silent.
+A rank that is gone or stuck ends the others with `RankLost`. gloo reports it at once or after the time limit, NCCL
+after the limit, when the wait for a step's facts gives up. The rank that met an error shows it; ranks that lost it
+because of that stay silent.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from halfstep.errors import HalfstepError, RankLost
 LIMIT_S = 600.0  # how long a rank is waited for
 LIMIT_NAME = " (train.rank_timeout_s)"
 RESUME_RUN = "go on from the last checkpoint with --resume RUN; torchrun --max-restarts does so by itself"
-"""What to do when a rank is lost."""
-GRACE_S = 3.0  # how long who lost a rank waits for that one's own words, and for others that lost it
-SEEN_S = 1.0  # how long a rank stays where there is no store, so that the others see that it is not the one they miss
-LOOK_S = 0.5  # how often who waits for a step looks whether another rank has ended
+"""The fix that RankLost gives in runs."""
+GRACE_S = 3.0  # how long a rank waits for the lost one's own error, and for others that lost it
+SEEN_S = 1.0  # without a store: how long a rank stays alive, so that others do not take it for the lost one
+LOOK_S = 0.5  # how often a waiting rank checks whether another has ended
 TIMED_OUT = ("timed out", "timeout")
 CLOSED = "connection closed by peer"
 LOST = ("connection", *TIMED_OUT, "broken pipe", "peer", "nccl", "gloo", "socket")
-"""Words in the errors of a collective whose other side is gone."""
+"""Words in the errors of a collective whose other side is gone: torch has no exception class for all of them."""
 
 Made = TypeVar("Made")
 
 
 @dataclass
 class Share:
-    """One process of several, and what it has of a batch that all of them train on."""
+    """One rank of several, and its rows of a global batch."""
 
     rank: int
     size: int
 
     def count_rows(self, num: int, rank: int | None = None) -> int:
-        """How many of a global batch's samples are this rank's; the first ranks have one more where they must."""
+        """Return how many samples of a global batch this rank has; the first ranks take one more where it is uneven."""
         rank = self.rank if rank is None else rank
         return num // self.size + (rank < num % self.size)
 
@@ -66,10 +66,10 @@ class World(Share):
 
     @property
     def is_first(self) -> bool:
-        """Whether this one writes files and screen."""
+        """True for rank 0, which writes files and screen."""
         return self.rank == 0
 
-    # --- talking, host to host ---
+    # --- collectives between hosts ---
 
     def gather(self, own: Made) -> list[Made]:
         found: list[Any] = [None] * self.size
@@ -78,7 +78,7 @@ class World(Share):
         return found
 
     def broadcast_from_first(self, make: Callable[[], Made]) -> Made:
-        """What the first rank makes, or the error it meets, on every rank."""
+        """Run `make` on rank 0 and return its result, or raise its error, on every rank."""
         answer: list[Any] = [None]
         if self.is_first:
             try:
@@ -93,7 +93,7 @@ class World(Share):
         return made
 
     def sum_over_ranks(self, tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        """The sums over all ranks by name; a name that a rank lacks counts as zero there."""
+        """Return the sums over all ranks by name; a name that a rank lacks counts as zero there."""
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for theirs in self.gather({name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}):
             shapes |= theirs
@@ -110,11 +110,11 @@ class World(Share):
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
-    # --- what went wrong elsewhere ---
+    # --- errors of other ranks ---
 
     @contextmanager
     def translate_losses(self) -> Iterator[None]:
-        """A collective inside whose other side is gone becomes an error that names it."""
+        """Turn errors of collectives whose other side is gone into RankLost, which names the rank."""
         try:
             yield
         except RuntimeError as error:
@@ -123,16 +123,16 @@ class World(Share):
             raise self.explain_loss(error) from error
 
     def explain_loss(self, error: BaseException | None = None) -> RankLost:
-        """What is known of the ranks that do not answer; without an error the limit is over."""
+        """Return the RankLost error for ranks that do not answer; without an error the time limit has passed."""
         self._seen = [rank for rank in self._others if self._is_there(rank)]
         time.sleep(0.2)  # a process that was killed needs a moment to be gone
         gone = [rank for rank in self._others if not self._is_there(rank)]
         silent = gone or self._find_silent()
         if gone:
             what = f"{self._name_ranks(gone)} {'is' if len(gone) == 1 else 'are'} gone"
-            why = "killed, or out of host memory: it ended without a word"
+            why = "it was killed, or ran out of host memory"
         elif isinstance(error, dist.DistNetworkError):  # of the store; collectives raise others
-            what, why = "the place where the ranks meet is gone", "torchrun, which keeps it, was killed"
+            what, why = "the rendezvous store of the ranks is gone", "torchrun, which keeps it, was killed"
         elif error is None or any(word in str(error).lower() for word in TIMED_OUT):
             what = f"{self._name_ranks(silent)} did not answer for {self.limit_s:g} s{self.limit_name}"
             why = "it runs and takes no part in the step: stuck in its own code, its data or its device"
@@ -144,7 +144,7 @@ class World(Share):
         return RankLost(what, why=why, fix=self.go_on)
 
     def _find_silent(self) -> list[int]:
-        """The ranks that do not say in time that they miss somebody, too."""
+        """Return the ranks that do not report in time that they lost a rank as well."""
         until = time.monotonic() + GRACE_S
         silent = self._others
         try:
@@ -157,7 +157,7 @@ class World(Share):
         return silent
 
     def _name_ranks(self, ranks: Sequence[int]) -> str:
-        """With their processes, for whoever looks after them."""
+        """Return the ranks with their process ids and hosts."""
         if not ranks:
             return "another rank"
         places = ", ".join(f"process {process} on {host}" for host, process in (self._where[r] for r in ranks))
@@ -168,14 +168,14 @@ class World(Share):
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def _is_there(self, rank: int) -> bool:
-        """Of ranks on other machines only their silence is known."""
+        """True if the rank's process exists; ranks on other machines cannot be checked and count as there."""
         host, process = self._where[rank]
         if host != socket.gethostname():
             return True
         return is_alive(process)
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """For a step's facts, with a limit: a captured step whose peers are gone would never end."""
+        """Wait for a step's facts, with a time limit: a captured step whose peers are gone would never end."""
         start = time.monotonic()
         pause_s, next_look_s = 1e-5, LOOK_S
         while not event.query():
@@ -190,14 +190,14 @@ class World(Share):
             pause_s = min(2 * pause_s, 1e-3)
 
     def _has_ended(self) -> bool:
-        """Whether another rank has met an error: it will never come to this step."""
+        """True if another rank has met an error: it will not reach this step."""
         try:
             return self._store.add("told", 0) > 0
         except RuntimeError:  # the store went with the rank that held it
             return True
 
     def is_first_to_show(self, error: BaseException) -> bool:
-        """Whether this rank is the one to show an error: who met it, not those who lost that rank because of it."""
+        """True if this rank shows the error: the one that met it, not those that lost that rank because of it."""
         try:
             if isinstance(error, RankLost):
                 until = time.monotonic() + GRACE_S
@@ -211,7 +211,7 @@ class World(Share):
         return is_first
 
     def hang_up(self, leave: Callable[[], None]) -> None:
-        """Let the others know at once that this rank is gone, whoever still holds its model and its error."""
+        """Close all connections, so that the others notice at once, even if the model is still referenced."""
         for wrapped in self.talking:
             vars(wrapped).update(reducer=None, logger=None, process_group=None)
         with suppress(RuntimeError):  # of a peer that is gone
@@ -220,7 +220,7 @@ class World(Share):
             self._wait_for_readers()
 
     def _wait_for_readers(self) -> None:
-        """The store may go with this rank: the others learn first who has told."""
+        """Wait until the others have read who showed the error: the store may end with this rank."""
         until = time.monotonic() + GRACE_S
         with suppress(RuntimeError):
             while time.monotonic() < until and any(
@@ -236,7 +236,7 @@ class World(Share):
             self._store.set(f"post/{number}", f"{self.rank} {text}")
 
     def read_posts(self, seen: int) -> tuple[int, list[str]]:
-        """How many lines there are of the others, and those after the first `seen`, the same of several as one."""
+        """Return the number of posts, and those after the first `seen`; equal posts of several ranks are merged."""
         by_text: dict[str, list[str]] = {}
         with self.translate_losses():
             num = self._store.add("posts", 0)
@@ -250,12 +250,12 @@ Kind = TypeVar("Kind", bound=HalfstepError)
 
 
 def mark_agreed(error: Kind) -> Kind:
-    """An error that every rank has: no rank's name belongs to it."""
+    """Mark an error that every rank raises alike, so that it is shown without a rank number."""
     error.is_agreed = True
     return error
 
 
 def is_lost_rank(error: RuntimeError) -> bool:
-    """Whether a collective failed because of its other side."""
+    """True if a collective failed because its other side is gone."""
     text = str(error).lower()
     return isinstance(error, dist.DistError) or any(word in text for word in LOST)

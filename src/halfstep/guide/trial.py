@@ -15,8 +15,8 @@ from typing import Any
 from halfstep.config.schema import RunConfig
 from halfstep.hardware.clock import wait_for
 from halfstep.hardware.facts import Hardware
-from halfstep.run.assemble import assemble, plan_for
-from halfstep.run.engine import engine_for
+from halfstep.run.assemble import assemble, decide_plan
+from halfstep.run.engine import make_engine
 from halfstep.run.memory.out_of_memory import OutOfMemory
 from halfstep.run.memory.traceable_step import NoSamples
 from halfstep.workloads import KINDS
@@ -80,8 +80,8 @@ def _build_step(config: RunConfig, store: Mapping[str, Any], hardware: Hardware)
     synthetic = KINDS.of(config.workload).synthetic
     assert synthetic is not None, "only workloads with synthetic data are tried"
     workload = synthetic.build(config, store, NoSamples())
-    parts = assemble(config, workload, plan_for(config, workload, hardware))
-    engine = engine_for(parts, "eager", lambda text, level: None)
+    parts = assemble(config, workload, decide_plan(config, workload, hardware))
+    engine = make_engine(parts, "eager", lambda text, level: None)
 
     @functools.lru_cache(maxsize=1)
     def window(num_samples: int) -> list[Batch]:

@@ -1,4 +1,4 @@
-"""What people give `hs.Step`: brought into the form the step needs, or refused in words before anything is changed."""
+"""Validate and normalise the arguments of hs.Step before anything is changed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def refuse_unknown(given: Mapping[str, object], function: Callable[..., None]) -
 
 
 def read_precision(given: object) -> str:
-    """The name of a precision; torch's dtypes are names, too."""
+    """Return the name of a precision, also of one given as a torch dtype."""
     if isinstance(given, torch.dtype) and given in BY_DTYPE:
         return BY_DTYPE[given]
     if isinstance(given, str):
@@ -56,7 +56,7 @@ def check_model_and_optimizers(model: object, given: object) -> tuple[nn.Module,
             "a tensor that is trained itself: model = torch.nn.ParameterList([x]), with an optimizer of its parameters"
         )
     elif not isinstance(model, nn.Module) and isinstance(inner := getattr(model, "model", None), nn.Module):
-        fix = f"a trainer has a loop of its own: give hs.Step its {type(inner).__name__}, and write the loop"
+        fix = f"a trainer runs its own loop: give hs.Step its {type(inner).__name__}, and write the loop"
     elif isinstance(getattr(given, "optimizer", None), Optimizer):
         fix = f"the optimizer in the {type(given).__name__}: hs.Step(model, optimizer.optimizer, schedule=...), where "
         fix += "schedule= takes over the learning rates of the wrapper, which is not stepped"
@@ -80,7 +80,7 @@ def find_device(model: nn.Module) -> torch.device:
 
 
 def check_number(name: str, value: object, *, below: float = math.inf) -> float:
-    """A number from 0 up; None means 0, which turns the thing off."""
+    """Return a number from 0 up; None means 0, which turns the feature off."""
     if value is None:
         return 0.0
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < below:
@@ -123,7 +123,7 @@ def make_guard_options(given: GuardOptions | Mapping[str, object] | None) -> Gua
 
 
 def make_scaler_options(given: torch.amp.GradScaler | Mapping[str, object] | None) -> ScalerOptions:
-    """Of a GradScaler its settings, and the scale it has by now: that of a checkpoint, if one was loaded into it."""
+    """Return the scaler settings; of a GradScaler also its current scale, which may come from a checkpoint."""
     if isinstance(given, torch.amp.GradScaler):
         given = {
             "init_scale": given.get_scale(), "growth_factor": given.get_growth_factor(),
@@ -144,7 +144,7 @@ def _check_names(argument: str, given: object, kind: type) -> dict[str, Any]:
 
 
 def refuse_unrelated_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Each optimizer must hold some weight of the model; besides those it may hold others, such as a loss's own."""
+    """Refuse an optimizer that holds no weight of the model. It may hold others as well, such as a loss function's."""
     own = {id(weight) for weight in model.parameters()}
     for optimizer in optimizers:
         held = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -159,7 +159,7 @@ def refuse_unrelated_optimizers(model: nn.Module, optimizers: Sequence[Optimizer
 
 
 def refuse_non_finite_settings(optimizers: Sequence[Optimizer]) -> None:
-    """Numbers that somebody wrote into the groups; those on a device are not asked for."""
+    """Refuse a NaN or infinite lr or weight_decay. Tensors are not read: that would wait for the device."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for name in ("lr", "weight_decay"):
@@ -173,7 +173,7 @@ def refuse_non_finite_settings(optimizers: Sequence[Optimizer]) -> None:
 
 
 def refuse_recast(model: nn.Module, plan: Plan) -> None:
-    """The optimizer exists already: weights stay as they are stored, or the request is refused."""
+    """Refuse a precision that stores weights in another dtype: the optimizer already exists, so they are not recast."""
     rows = {row.module.replace(ROOT, ""): row for row in plan.rows if row.kind != "island"}
     for name, weight in model.named_parameters():
         row = rows.get(name.rpartition(".")[0])
@@ -186,7 +186,7 @@ def refuse_recast(model: nn.Module, plan: Plan) -> None:
             cast = "bfloat16()" if wanted is torch.bfloat16 else "float()"
             raise PrecisionError(
                 f"{name} is stored in {stored}, precision {plan.granted!r} stores it in {row.storage}",
-                why="the optimizer was made for the weights as they are, and they are not recast behind its back",
+                why="the optimizer was made for the weights as they are, so they cannot be recast now",
                 fix=f"call model.{cast} before making the optimizer"
                 + (", or choose another precision" if weight.dtype != torch.float64 else ": no precision here is fp64"),
             )
@@ -196,7 +196,7 @@ def refuse_recast(model: nn.Module, plan: Plan) -> None:
 
 
 def iterate_loader(batches: Any) -> Iterator[Batch]:
-    """What `windows` goes through: anything that gives batches, but not a batch."""
+    """Return an iterator over a loader; refuse a single batch."""
     is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
     if isinstance(batches, (Tensor, np.ndarray, Mapping, str)) or not is_iterable:
         raise ConfigError(
@@ -217,9 +217,9 @@ def refuse_no_function(loss_fn: object) -> None:
 
 
 def read_window(given: object, accumulate: int) -> list[Batch]:
-    """The batches of one step: at most `accumulate`, as a list, a tuple or an iterator over them."""
+    """Return the batches of one step, at most `accumulate`, from a list, a tuple or an iterator."""
     if isinstance(given, Iterator):
-        window = list(itertools.islice(given, accumulate + 1))  # it may never end
+        window = list(itertools.islice(given, accumulate + 1))  # the iterator may be endless
         if len(window) > accumulate:
             _refuse(f"gives more than the accumulate={accumulate} batches of one step")
     else:
@@ -230,7 +230,7 @@ def read_window(given: object, accumulate: int) -> list[Batch]:
             _refuse(f"holds {len(given)} entries, more than the accumulate={accumulate} batches of one step")
         window = list(given)
     if _mixes_kinds(window):
-        _refuse("holds tensors of different kinds, as the parts of one batch are")
+        _refuse("holds tensors of different dtypes or dimensions, like the entries of one batch")
     if isinstance(given, tuple) and len(window) > 1 and all(isinstance(batch, Tensor) for batch in window):
         _refuse(f"is a tuple of {len(window)} tensors, as a batch is; batches that are tensors come in a list")
     return window
@@ -244,6 +244,6 @@ def _mixes_kinds(window: Sequence[Batch]) -> bool:
 def _refuse(found: str) -> NoReturn:
     raise ConfigError(
         f"the window {found}",
-        why="a step takes a window, a list of at most `accumulate` batches; a batch in its place would be taken apart",
+        why="a step takes a window, a list of at most `accumulate` batches; a single batch would be split up",
         fix="loop over step.windows(loader), or give one batch as step(loss_fn, [batch])",
     )

@@ -1,4 +1,4 @@
-"""Evidence of loops of one's own: `hs.Step(capsules=DIR)`, `hs.replay` and `hs.ledger`."""
+"""Evidence for hs.Step: capsules, `hs.replay` and `hs.ledger`."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _make_eager(loss_fn: LossFn) -> LossFn:
 
 
 def find_held_modules(loss_fn: Any, model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that the loss names besides the model, each once: a teacher, a perceptual loss."""
+    """Return modules that the loss function refers to besides the model, such as a teacher or a perceptual loss."""
     own, named = set(model.modules()), find_named(loss_fn)
     others = {m: name for name, m in named.items() if isinstance(m, nn.Module) and not own & set(m.modules())}
     inner = {part for module in others for part in module.modules() if part is not module}
@@ -147,7 +147,7 @@ class SeenSteps:
 
 @contextmanager
 def ledger(step: object) -> Iterator[SeenSteps]:
-    """Watch the steps made inside, forward and backward; they compute the same to the bit.
+    """Watch the steps made inside, forward and backward; their results are bit-identical to unwatched ones.
 
     with hs.ledger(step) as seen:
         step(loss_fn, window)

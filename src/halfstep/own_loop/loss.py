@@ -1,6 +1,6 @@
-"""A user's `loss_fn` as the step calls it: checked each time, looked at closely the first time.
+"""Check a user's `loss_fn`: its result at every call, its autograd graph at the first one.
 
-The close look finds what a loop of torch's AMP may have left in it. It costs a walk through autograd's graph, once.
+The first look finds leftovers of a torch AMP loop, such as a scaled loss. It walks autograd's graph once.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ NOTES = {
     "backward through the graph a second time":
         "the loss uses a tensor of an earlier batch: detach what you carry over, as in hidden = hidden.detach()",
 }  # fmt: skip
-"""What torch's own words do not say, by what they say."""
+"""Hints added to torch's errors, by a pattern of their messages."""
 
 
 class LossChecker:
-    """Wraps `loss_fn`, and takes the gradients that a loss is made of."""
+    """Wrap `loss_fn` with checks, and take the gradients that a gradient penalty needs."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
@@ -68,7 +68,7 @@ class LossChecker:
         if not self.known and torch.is_autocast_enabled(self.step.device.type):
             warn_user(
                 "the step was called inside torch.autocast: it enters autocast by itself, and backward and optimizer "
-                "belong outside; take yours away"
+                "belong outside; remove yours"
             )
 
         def loss_of(batch: Batch) -> tuple[Tensor, Weight]:
@@ -85,7 +85,7 @@ class LossChecker:
         return loss_of
 
     def refuse_unreached(self) -> None:
-        """After a first window: its gradients have gone elsewhere, and training would go on without any effect."""
+        """Refuse a loss whose first window gave no trained parameter a gradient: training would have no effect."""
         if self.weighs and all(p.grad is None for p in self.step.find_trained_parameters()):
             self.step.abandon()
             raise ConfigError(
@@ -95,7 +95,7 @@ class LossChecker:
             )
 
     def hint_at_precision(self, *, ran: bool) -> None:
-        """After a first window: without a layer of the model in it, the forward pass ran before the step."""
+        """Warn if no layer of the model ran in the first window: then the forward pass ran outside of the step."""
         if not ran and not self.halves and get_autocast_dtype(self.step.plan.compute) is not None:
             warn_user(f"loss_fn ran no layer of the model, and nothing of the loss was computed in "
                       f"{self.step.plan.granted}: run the forward pass inside loss_fn, or in "
@@ -159,7 +159,7 @@ class LossChecker:
 
 
 def split_result(result: Any, batch: Batch, *, is_alone: bool) -> tuple[Tensor, Weight]:
-    """The loss of one batch and how much it counts in its window."""
+    """Return the loss of one batch and its weight in the window."""
     if isinstance(result, tuple) and not hasattr(result, "_fields"):
         if len(result) != 2:
             raise ConfigError(
@@ -174,7 +174,7 @@ def split_result(result: Any, batch: Batch, *, is_alone: bool) -> tuple[Tensor, 
 
 
 def _check_weight(weight: Any) -> Weight:
-    """A count of samples or tokens. What looks like a result, a model's output or an accuracy, is not a weight."""
+    """Return a weight, a count of samples or tokens. Refuse what looks like a result: a model output or an accuracy."""
     if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.requires_grad:
         return weight.detach().reshape(())
     is_number = isinstance(weight, (int, float, np.number)) and not isinstance(weight, bool)
@@ -187,7 +187,7 @@ def _check_weight(weight: Any) -> Weight:
     raise ConfigError(
         f"loss_fn gave (loss, {shown}), but the second value is the weight of the batch",
         why="a weight is the number of samples or tokens that the loss is the mean of; 0 drops the batch",
-        fix="return the loss alone, the sum if there are several, and keep results in a variable of your own; a "
+        fix="return the loss alone, the sum if there are several, and keep results in a variable; a "
         "fractional weight: torch.tensor(w)",
     )
 
@@ -199,7 +199,7 @@ def _count_samples(batch: Batch, *, is_alone: bool) -> int:
 
 
 def find_half_dtypes(loss: Tensor, most: int = 20_000) -> set[torch.dtype]:
-    """The half formats that autograd's graph of a loss went through, in its last `most` operations."""
+    """Return the half-precision dtypes in the last `most` operations of a loss's autograd graph."""
     found: set[torch.dtype] = set()
     seen: set[Any] = set()
     open_nodes = [loss.grad_fn]
@@ -215,32 +215,32 @@ def find_half_dtypes(loss: Tensor, most: int = 20_000) -> set[torch.dtype]:
 
 
 def is_scaled_by_hand(loss: Tensor) -> bool:
-    """Whether the last thing done to a loss was to multiply it by a large power of two, as GradScaler.scale does."""
+    """True if the last operation multiplied the loss by a large power of two, as GradScaler.scale does."""
     if loss.grad_fn is None or loss.grad_fn.name() != "MulBackward0":
         return False
     return any(value >= 1024 and value.is_integer() and int(value).bit_count() == 1 for value in _find_numbers(loss))
 
 
 def is_divided_by(number: int, loss: Tensor) -> bool:
-    """Whether the last thing done to a loss was to divide it by this number, as loops that accumulate by hand do."""
+    """True if the last operation divided the loss by this number, as loops that accumulate by hand do."""
     return loss.grad_fn is not None and loss.grad_fn.name() == "DivBackward0" and number in _find_numbers(loss)
 
 
 def _find_numbers(loss: Tensor) -> list[float]:
-    """The plain numbers in the last operation; none where two losses meet in it."""
+    """Return the constants in the last operation; none where it combines two losses."""
     assert loss.grad_fn is not None
     inputs = [following for following, _ in loss.grad_fn.next_functions]
     if len(inputs) > 1 and None not in inputs:
         return []
     given = (getattr(loss.grad_fn, f"_saved_{side}", None) for side in ("self", "other"))
-    # Without simulation's mode: torch hands it a plain number in place of the tensor that autograd made of one.
+    # Leave simulation's dispatch mode: inside it torch returns a Python number instead of the saved tensor.
     with _disable_current_modes():
         return [float(n) for n in given if isinstance(n, Tensor) and n.numel() == 1 and not n.requires_grad]
 
 
 @contextlib.contextmanager
 def explain_errors() -> Iterator[None]:
-    """Errors of torch's own, with a note that names the way out."""
+    """Add a note with the fix to known errors of torch."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -255,17 +255,17 @@ def _identify(loss_fn: LossFn) -> object:
 
 
 # --- networks that a loss function writes into although they belong neither to the model nor to also= ---
-# A bad step cannot put their buffers back: BatchNorm statistics that became NaN stay so, and nothing else would tell.
-# So in the first window of each loss function every module that runs is noted, and the floating buffers of strangers in
-# training mode are compared before and after. A global hook sees them; it is taken away when the window ends, and never
-# put where torch.compile would trace it.
+# A bad step cannot restore their buffers: BatchNorm statistics that became NaN would stay NaN, silently. So in the
+# first window of each loss function a global forward hook notes every module that runs, and the floating buffers of
+# other networks in training mode are compared before and after. The hook is removed when the window ends, and not
+# installed where torch.compile would trace it.
 
 Buffers = dict[str, Tensor]
 MOST_ENTRIES = 100  # of a list or dict that is looked through for networks: it may hold the data
 
 
 class UnguardedNetworks:
-    """Warns once of each network that a step runs, writes into and does not guard."""
+    """Warn once of each network whose buffers a step writes and does not guard."""
 
     def __init__(self, writes: ForwardWrites) -> None:
         self.writes = writes
@@ -308,7 +308,7 @@ class UnguardedNetworks:
         for module, before in ran.items():
             if not any(_differs(module._buffers.get(name), then) for name, then in before.items()):
                 continue
-            # Networks run before their parts, so the first that holds it is the outermost.
+            # A network's hook runs before those of its submodules, so the first match is the outermost.
             root, path = next((r, n) for r in ran for n, part in r.named_modules() if part is module)
             if root in self.warned:
                 continue
@@ -326,7 +326,7 @@ def _differs(now: Tensor | None, then: Tensor) -> bool:
 
 
 def find_named(loss_fn: Callable[..., Any]) -> dict[str, Any]:
-    """What a function can name: its closure, its globals, of a method its object; and their parts."""
+    """Return what a function can refer to: closure, globals, a method's object, and their entries and attributes."""
     while isinstance(loss_fn, functools.partial):
         loss_fn = loss_fn.func
     function = inspect.unwrap(getattr(loss_fn, "__func__", loss_fn))
@@ -341,7 +341,7 @@ def find_named(loss_fn: Callable[..., Any]) -> dict[str, Any]:
 
 
 def suggest_ways(loss_fn: Callable[..., Any] | None, *, has_capsules: bool) -> Iterator[str]:
-    """What a user whose training was stopped may do beside the guard's own advice."""
+    """Yield what a user can do after a stop, in addition to the guard's advice."""
     if not has_capsules:
         yield 'capsules="DIR" keeps such a step, and hs.replay names its cause'
     if carried := find_non_finite(loss_fn):
@@ -352,8 +352,8 @@ def suggest_ways(loss_fn: Callable[..., Any] | None, *, has_capsules: bool) -> I
 
 
 def find_non_finite(loss_fn: Callable[..., Any] | None) -> list[str]:
-    """Names of tensors that a loss function holds outside of modules and that are not finite: a hidden state carried
-    from batch to batch would be NaN for good. Waits for the device."""
+    """Return names of non-finite tensors that a loss function holds outside of modules: a hidden state carried from
+    batch to batch would stay NaN. Waits for the device."""
     held = {} if loss_fn is None else find_named(loss_fn)
     held |= {
         f"{n}{k}": p for n, v in held.items() if isinstance(v, (dict, list, tuple)) for k, p in _list_parts(v).items()
@@ -366,7 +366,8 @@ def find_non_finite(loss_fn: Callable[..., Any] | None) -> list[str]:
 
 
 def _list_parts(value: object) -> dict[str, Any]:
-    """Entries and attributes, as they follow its name. A `__getattr__` is not asked: it may do anything."""
+    """Return entries and attributes by the suffix that follows the object's name. `__getattr__` is not called: it may
+    have side effects."""
     if isinstance(value, (dict, list, tuple)):
         entries = value.items() if isinstance(value, dict) else enumerate(value)
         return {f"[{key!r}]": part for key, part in itertools.islice(entries, MOST_ENTRIES)}
@@ -375,7 +376,7 @@ def _list_parts(value: object) -> dict[str, Any]:
 
 
 def _is_compiled(thing: object) -> bool:
-    """By torch.compile(thing), or by module.compile()."""
+    """True after torch.compile(thing) or module.compile()."""
     if isinstance(thing, nn.Module):
         modules = thing.modules()
         return any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in modules)

@@ -1,10 +1,10 @@
-"""What `schedule=` of a loop of one's own may be, and how it reaches the rates of each optimizer.
+"""The `schedule=` argument of hs.Step: what it may be, and how it reaches the rates of each optimizer.
 
-a torch scheduler, or per_step(it)    follows committed steps, for the groups of its own optimizer
+a torch scheduler, or per_step(it)    follows committed steps, for the groups of its optimizer
 a function of the step                multiplies the learning rates of its optimizer; alone, of all of them
 per_epoch(scheduler or function)      follows `epoch_ended()`
 ReduceLROnPlateau                     follows `validated(metric)`
-a list of these                       one for each optimizer; None leaves one to its user
+a list of these                       one for each optimizer; None leaves that one to the user
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AHEAD = 256  # steps that a user's schedule is asked for in advance
 
 @dataclass(frozen=True, slots=True)
 class Paced:
-    """A schedule with the word when it moves on."""
+    """A schedule, and whether it follows steps or epochs."""
 
     schedule: LRScheduler | Schedule
     every: Literal["step", "epoch"]
@@ -102,7 +102,7 @@ class LoopSchedules:
         return rates
 
     def _write_rates(self) -> None:
-        """Give the rates what does not follow steps."""
+        """Hand the tables the rates that do not follow steps."""
         assert self.rates is not None
         said: list[float | None] = []
         for driven in self.driven:
@@ -151,7 +151,7 @@ class LoopSchedules:
         return any(driven.every in kinds for driven in self.driven)
 
     def refuse_other_hands(self) -> None:
-        """Whoever steps the scheduler, too, or writes a learning rate, expects what does not happen."""
+        """Refuse a scheduler that was stepped, or a learning rate that was written, by the user's loop as well."""
         for driven in self.driven:
             if driven.scheduler is not None and _count_steps(driven.scheduler) != driven.count:
                 instead = {
@@ -179,7 +179,7 @@ class LoopSchedules:
             raise CheckpointError(
                 f"the state was saved with another schedule: {', '.join(kinds)}; this step has {', '.join(self.kinds)}",
                 why="its counts would be read by a schedule they are not of",
-                fix="make the step with the schedule= it was saved with; to begin the new one at epoch 0 all the same: "
+                fix="make the step with the schedule= it was saved with; to start the new one at epoch 0 anyway: "
                 'step.load_state_dict(state | {"schedules": {}})',
             )
         own, stored = sum(d.plateau is not None for d in self.driven), len(state["plateaus"])
@@ -203,7 +203,7 @@ class LoopSchedules:
 
 
 def _make_group_schedule(driven: Driven, position: int) -> Schedule:
-    """The part of a schedule that the device's table holds; what moves on otherwise is written by the host."""
+    """Return one group's function of the step. Schedules by epoch or metric give 1: the host writes their rates."""
     if driven.every != "step":
         return lambda step: 1.0
     return lambda step: driven.absolute(step)[position]
@@ -255,7 +255,7 @@ def _multiply(bases: Sequence[float], multiplier: Any) -> list[float]:
 
 
 def _count_steps(scheduler: Any) -> tuple[int, ...]:
-    """How often the user's scheduler was stepped; of a chain, each of its schedulers."""
+    """Return how often the user's scheduler was stepped, and each scheduler of a chain."""
     parts = getattr(scheduler, "_schedulers", ())
     return (getattr(scheduler, "last_epoch", 0), *(count for part in parts for count in _count_steps(part)))
 
@@ -272,7 +272,7 @@ def _hint_at_epochs(scheduler: LRScheduler, curve: Curve) -> list[str]:
 
 
 def _hint_at_multiples(function: Schedule, ahead: int, base: float) -> list[str]:
-    """A function that gives learning rates, as many scripts have one, would be multiplied with the optimizer's."""
+    """Hint at a function that returns learning rates instead of multiples of the optimizer's learning rate."""
     highest = 0.0
     for step in range(ahead):
         try:
@@ -292,12 +292,12 @@ FEW_STEPS, SMALL_SHARE = 1000, 0.02
 
 
 def count_steps_until_small(curve: Curve) -> int:
-    """After how few steps every rate has fallen to a fiftieth of its highest; 0 where that takes many."""
+    """Return after how many steps all rates are at most 1/50 of their highest; 0 if that takes FEW_STEPS or more."""
     highest = [0.0] * len(curve.rates[0])
     for step in range(FEW_STEPS):
         try:
             rates = curve(step)
-        except Exception:  # beyond its end: nobody may ever go there
+        except Exception:  # past its end, which training may never reach
             return 0
         highest = [max(pair) for pair in zip(highest, rates, strict=True)]
         if any(highest) and all(rate <= SMALL_SHARE * top for rate, top in zip(rates, highest, strict=True)):

@@ -1,4 +1,4 @@
-"""`halfstep.Step`: the guarded step for people with a loop of their own. docs/own_loop.md is its guide."""
+"""`hs.Step`: the guarded step for a custom training loop. docs/own_loop.md is its guide."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ OneSchedule = LRScheduler | Schedule | Paced
 
 
 class Step:
-    """One optimizer step of your own loop: it chooses the precision, drops bad steps whole, and stops a run of them.
+    """One optimizer step of your loop: chooses the precision, drops bad steps as a whole, stops after several in a row.
 
     It replaces autocast, GradScaler, unscale_, clip_grad_norm_, zero_grad, optimizer.step and scheduler.step::
 
@@ -190,7 +190,7 @@ class Step:
             warnings.warn(hint, stacklevel=2)
 
     def _keep_ranks_alike(self, **settings: object) -> None:
-        """Of several processes each must have made this step, with these settings, and keep to the same rates."""
+        """Refuse ranks that made this step with other settings, or that use other learning rates."""
         if self._step.ranks is not None:
             refuse_other_steps(self._step.ranks.world, self._step.optimizers, settings)
             self._guard.observers.append(refuse_other_rates)
@@ -198,7 +198,7 @@ class Step:
     # --- training ---
 
     def windows(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
-        """Groups of `accumulate` batches; the last may be shorter. When it is exhausted, the last steps are judged."""
+        """Yield windows of `accumulate` batches; the last may be shorter. At the end the last steps are judged."""
         if self._passes and self._schedules.has_any("epoch"):
             warnings.warn("schedule= is per epoch, but step.epoch_ended() was not called after the last pass over the "
                           "data: the learning rate stays as it is", stacklevel=2)  # fmt: skip
@@ -215,7 +215,7 @@ class Step:
         return Outcome(facts)
 
     def compute(self, loss_fn: LossFn, window: Iterable[Batch]) -> Facts:
-        """The first half of a call: forward, backward and verdict. Nothing is committed yet."""
+        """Run forward, backward and verdict, the first half of a call. Nothing is committed yet."""
         self._schedules.refuse_other_hands()
         refuse_non_finite_settings(self._step.optimizers)
         refuse_no_function(loss_fn)
@@ -235,7 +235,7 @@ class Step:
             return facts
 
     def commit(self, facts: Facts) -> None:
-        """The second half: the optimizers step, or everything stays as it was."""
+        """Commit: the optimizers step, or everything stays as it was. The second half of a call."""
         before = self.attempted
         with self._step.signals.delay():
             try:
@@ -267,7 +267,7 @@ class Step:
         return self._loss.grad(outputs, inputs, create_graph=create_graph, allow_unused=allow_unused)
 
     def epoch_ended(self) -> None:
-        """Call it after each epoch: schedules given as `hs.per_epoch(...)` move on."""
+        """Advance schedules given as `hs.per_epoch(...)`. Call it after each epoch."""
         self._passes = 0
         self._schedules.epoch_ended()
 
@@ -288,13 +288,13 @@ class Step:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """The model holds its averaged weights and buffers inside: for evaluation and for saving them."""
+        """Put the averaged weights and buffers into the model inside this context, to evaluate or save them."""
         if self._step.ema is None:
             raise ConfigError("this step keeps no average", fix="hs.Step(..., ema_decay=0.999)")
         with self._step.ema.swap_in():
             yield
 
-    # --- what is known of it ---
+    # --- state and description ---
 
     @property
     def plan(self) -> Plan:
@@ -344,7 +344,7 @@ class Step:
     # --- inside ---
 
     def __getattr__(self, name: str) -> Any:
-        """What lies deeper (`scaler`, `ema`, `optimizers`) is the guarded step's, and no promise of ours."""
+        """Forward `scaler`, `ema`, `optimizers` and the like to the guarded step. They are not a stable interface."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._step, name)
@@ -445,7 +445,7 @@ class Rollback:
             if held is not None and then is not None:
                 if held.shape == then.shape:
                     held.copy_(then)
-                else:  # a recurrent state of another batch size
+                else:  # such as a recurrent state of another batch size
                     slot.owner[slot.key] = then.to(held.device, copy=True)
 
     def forget(self) -> None:
@@ -469,7 +469,7 @@ class Rollback:
         return True
 
     def _cut_rates(self, rates: list[list[float]]) -> None:
-        """By the schedule's factor; where the learning rate is the user's own, in the groups themselves."""
+        """Cut by the schedule's factor; where no schedule drives the optimizer, in its groups."""
         if self.step.rates is not None:
             self.step.set_rate_factor(self.guard.rate_factor)
         for optimizer, before in zip(self.step.optimizers, rates, strict=True):

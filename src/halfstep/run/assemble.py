@@ -30,9 +30,9 @@ from halfstep.hardware.probe import probe
 from halfstep.models.first_values import skip_first_values
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
-from halfstep.run.folder import with_absolute_paths
-from halfstep.run.frozen_modules import modules_of, place_frozen_
-from halfstep.run.multi_rank import connected, synchronised, with_all_samples
+from halfstep.run.folder import make_paths_absolute
+from halfstep.run.frozen_modules import get_modules, place_frozen_
+from halfstep.run.multi_rank import connect_ranks, gather_samples, synchronise_norms
 from halfstep.run.optimizing import Length, make_step, refuse_unknown, steps_per_epoch, taken, with_own
 from halfstep.run.validate import EarlyStopping
 from halfstep.step.ema import Ema
@@ -47,11 +47,11 @@ from halfstep.step.snapshots import Snapshots
 from halfstep.step.step import Step
 from halfstep.step.tables import Values
 from halfstep.tune.channels_last import to_channels_last_, wants_channels_last
-from halfstep.tune.choose import asked_mode, fp8_gains
+from halfstep.tune.choose import find_asked_mode, measure_fp8_gains
 from halfstep.tune.memory_low import MemorySetting
-from halfstep.tune.modes import Mode, Region, compiled, repeats_blocks
+from halfstep.tune.modes import Mode, Region, compile_region, repeats_blocks
 from halfstep.tune.own_blocks import recompute_blocks_
-from halfstep.tune.trials import total_steps_of
+from halfstep.tune.trials import count_total_steps
 from halfstep.workloads import KINDS, build
 from halfstep.workloads.base.kind import Unit
 from halfstep.workloads.base.workload import Phase, Workload
@@ -64,12 +64,12 @@ class Assembly:
     workload: Workload
     model: nn.Module
     device: torch.device
-    mode: Mode | None  # how steps run; None before that is chosen: eager
+    mode: Mode | None  # how steps run; None (eager) before it is chosen
     region: Region  # forward and loss, compiled when first called
     eager: Region  # the same as it is
     step: Step | PhasedStep
     values: Values
-    phases: tuple[AssembledPhase, ...] = ()  # in their order; none: `step`, `region` and `eager` are the one there is
+    phases: tuple[AssembledPhase, ...] = ()  # in order; without phases `step`, `region` and `eager` are the only ones
     guard: Guard
     snapshots: Snapshots | None
     plateau: PlateauFactor | None
@@ -78,12 +78,12 @@ class Assembly:
     val_loader: Loader
     total_steps: int
     unit: Unit  # what throughput counts
-    recorder: Recorder | None = None  # keeps the step of a fault; set before the run begins
-    world: World | None = None  # the processes that train this model together; None where there is one
+    recorder: Recorder | None = None  # stores the step of a fault as a capsule; set before the run begins
+    world: World | None = None  # the ranks that train this model together; None for a single one
 
     @property
     def full_batch(self) -> int:
-        """Samples of a whole batch that this process has."""
+        """Samples of a full batch on this rank."""
         whole = min(self.config.train.batch_size, len(self.workload.train_samples))
         return whole if self.world is None else self.world.count_rows(whole)
 
@@ -94,51 +94,51 @@ class Assembly:
                 step.ranks.ask_to_stop()
 
 
-def plan_for(config: RunConfig, workload: Workload, hardware: Hardware) -> Plan:
-    """Decide with the model at hand, so that the plan has its rows."""
-    gains = fp8_gains(config, workload, hardware)
+def decide_plan(config: RunConfig, workload: Workload, hardware: Hardware) -> Plan:
+    """Decide the precision plan of a built workload, with a row per module."""
+    gains = measure_fp8_gains(config, workload, hardware)
     return decide(
         config.precision,
         hardware,
         workload.model,
         fragile=workload.fragile,
         fp8_gains=gains,
-        frozen=modules_of(workload.frozen),
+        frozen=get_modules(workload.frozen),
     )
 
 
 def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | None = None) -> Assembly:
     setting = MemorySetting(**plan.memory)
     device = torch.device(plan.device)
-    model = placed(config, synchronised(config, workload.model, device, world), plan)
+    model = place_model(config, synchronise_norms(config, workload.model, device, world), plan)
     place_frozen_(config, workload.frozen, plan)
     recompute = "blocks" if config.train.activation_checkpointing and setting.recompute == "none" else setting.recompute
     if setting.recompute != "none" or plan.blocks:
         recompute_blocks_(model, recompute, plan.blocks)
     eager = workload.region(model)
     to_compiled = partial(
-        compiled,
+        compile_region,
         # Timing picks kernels that sum in another order from one start to the next.
         tunes_kernels=plan.tunes_kernels and not config.train.deterministic,
         activation_budget=setting.activation_budget,
         blocks=workload.blocks,
         is_repeated=repeats_blocks(model, plan.granted),
     )
-    train_loader, val_loader = _loaders(config, workload, world)
-    length = Length(total_steps_of(config, len(train_loader)), steps_per_epoch(config, len(train_loader)))
+    train_loader, val_loader = _build_loaders(config, workload, world)
+    length = Length(count_total_steps(config, len(train_loader)), steps_per_epoch(config, len(train_loader)))
     values = Values(workload.values, device)
     region = to_compiled(eager)
     ranks: Ranks | Literal["alone"] = "alone"
     if not workload.phases:
-        eager, region, ranks = connected(world, config, model, (eager, region), device)
+        eager, region, ranks = connect_ranks(world, config, model, (eager, region), device)
     phases = assemble_phases(config, workload, model, plan, setting, length, to_compiled, values, world)
-    step = phased_step(phases) or make_step(
+    step = join_phases(phases) or make_step(
         config,
         model,
         plan,
         setting,
         length,
-        ema=_average(config, workload, model),
+        ema=_build_average(config, workload, model),
         values=values,
         groups=workload.groups,
         ranks=ranks,
@@ -149,14 +149,14 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
         workload=workload,
         model=model,
         device=device,
-        mode=asked_mode(config, plan),
+        mode=find_asked_mode(config, plan),
         region=region,
         eager=eager,
         step=step,
         values=values,
         phases=phases,
-        guard=_guard(config, plan, workload, world),
-        snapshots=_snapshots(config, workload),
+        guard=_build_guard(config, plan, workload, world),
+        snapshots=_build_snapshots(config, workload),
         plateau=_plateau(config, workload),
         stopping=EarlyStopping(mode=workload.mode, patience=config.train.early_stopping_patience),
         train_loader=train_loader,
@@ -168,29 +168,29 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
 
 
 def build_workload(config: RunConfig, store: dict[str, Any] | None = None) -> Workload:
-    """The workload with freshly seeded weights, or for a stored run with what its checkpoint knows of the data.
+    """Build the workload with freshly seeded weights, or for a stored run with its checkpoint's `store` of the data.
 
-    A stored run's weights are in its checkpoint as well: whoever gives its store loads all of them."""
+    With a store weights stay uninitialised: the caller loads all of them from the checkpoint."""
     seed_everything(config.train.seed)
     with nullcontext() if store is None else skip_first_values():
         return build(config, store)
 
 
-def with_settled(config: RunConfig, workload: Workload) -> RunConfig:
-    """The config with what its data decided, so that a stored run never has to decide it again."""
+def apply_settled(config: RunConfig, workload: Workload) -> RunConfig:
+    """Return the config with the settings that the data decided, so that a stored run does not decide them again."""
     for path, value in workload.settled.items():
         section, name = path.split(".")
         config = config.changed(**{section: {name: value}})
     return config
 
 
-def placed(config: RunConfig, model: nn.Module, plan: Plan) -> nn.Module:
-    """The model on its device, with the storage, compute and memory layout it trains and predicts in."""
+def place_model(config: RunConfig, model: nn.Module, plan: Plan) -> nn.Module:
+    """Move the model to its device, in the plan's storage, compute format and memory layout."""
     model = plan.apply(model.to(torch.device(plan.device)))
     return to_channels_last_(model) if wants_channels_last(config, plan, model) else model
 
 
-def _loaders(config: RunConfig, workload: Workload, world: World | None) -> tuple[Loader, Loader]:
+def _build_loaders(config: RunConfig, workload: Workload, world: World | None) -> tuple[Loader, Loader]:
     size, seed, workers = config.train.batch_size, config.train.seed, config.data.num_workers
     part = (world.rank, world.size) if world is not None else (0, 1)
     train = Loader(workload.train_samples, batch_size=size, seed=seed, num_workers=workers, shuffle=True, part=part)
@@ -199,13 +199,13 @@ def _loaders(config: RunConfig, workload: Workload, world: World | None) -> tupl
     return train, val
 
 
-def _average(config: RunConfig, workload: Workload, model: nn.Module) -> Ema | None:
+def _build_average(config: RunConfig, workload: Workload, model: nn.Module) -> Ema | None:
     if not config.ema.enabled:
         return None
     return Ema(model, parts=workload.ema_parts, **config.ema.model_dump(exclude={"enabled"}))
 
 
-def _guard(config: RunConfig, plan: Plan, workload: Workload, world: World | None) -> Guard:
+def _build_guard(config: RunConfig, plan: Plan, workload: Workload, world: World | None) -> Guard:
     options = GuardOptions(**taken(config.guard, GuardOptions))
     scaling, min_scale = plan.needs_loss_scaling, config.scaler.min_scale
     if workload.phases:
@@ -214,15 +214,15 @@ def _guard(config: RunConfig, plan: Plan, workload: Workload, world: World | Non
     else:
         guard = Guard(options, scaling=scaling, min_scale=min_scale)
     if world is not None:
-        guard.complete = partial(with_all_samples, world)
+        guard.complete = partial(gather_samples, world)
     return guard
 
 
-def _snapshots(config: RunConfig, workload: Workload) -> Snapshots | None:
+def _build_snapshots(config: RunConfig, workload: Workload) -> Snapshots | None:
     guard = config.guard
     if guard.on_fault != "rollback":
         return None
-    # Other phases commit while one that runs seldom comes to its last fault in a row.
+    # Other phases commit while a rare phase reaches its limit of consecutive faults.
     longest = max((phase.every for phase in workload.phases), default=0) * guard.max_consecutive
     return Snapshots(every=guard.snapshot_every, margin=guard.margin, lag=LAG + longest)
 
@@ -257,12 +257,12 @@ def assemble_phases(
     values: Values,
     world: World | None = None,
 ) -> tuple[AssembledPhase, ...]:
-    """The phases in their order, over the placed model; one that could never train is refused."""
+    """Assemble the phases in order over the placed model; refuse phases that could never train."""
     if not workload.phases:
         return ()
     refuse_unfit_phases(workload.phases, model)
     counted = next((phase.name for phase in workload.phases if _is_countable(phase, workload)), "")
-    averaged = _averaged_names(config, workload, model)
+    averaged = _split_averaged_names(config, workload, model)
     scaler = SharedScaler(
         torch.device(plan.device),
         enabled=plan.needs_loss_scaling,
@@ -271,13 +271,13 @@ def assemble_phases(
     )
     assembled = []
     for phase in workload.phases:
-        own = phase_config(config, phase)
+        own = configure_phase(config, phase)
         names = averaged[phase.name]
         named = dataclasses.replace(workload, forward=phase.forward or workload.forward, loss=phase.loss)
         plain = named.region(model, name=phase.name)
         trained = [p for name, p in model.named_parameters() if p.requires_grad and trains(phase, name)]
         device = torch.device(plan.device)
-        eager, region, ranks = connected(world, config, model, (plain, compiled(plain)), device, trained)
+        eager, region, ranks = connect_ranks(world, config, model, (plain, compiled(plain)), device, trained)
         step = make_step(
             own,
             model,
@@ -298,8 +298,8 @@ def assemble_phases(
     return tuple(assembled)
 
 
-def phased_step(phases: Sequence[AssembledPhase]) -> PhasedStep | None:
-    """All of them as one, for whoever counts and stores; None where the workload has no phases."""
+def join_phases(phases: Sequence[AssembledPhase]) -> PhasedStep | None:
+    """Return one step that runs all phases; None if the workload has none."""
     if not phases:
         return None
     scaler = phases[0].step.scaler
@@ -307,17 +307,17 @@ def phased_step(phases: Sequence[AssembledPhase]) -> PhasedStep | None:
     return PhasedStep({own.phase.name: own.step for own in phases}, scaler)
 
 
-def phase_config(config: RunConfig, phase: Phase) -> RunConfig:
+def configure_phase(config: RunConfig, phase: Phase) -> RunConfig:
     return with_own(config, f"phase {phase.name}", phase.optimizer, phase.schedule)
 
 
-def all_due(phases: Sequence[Phase]) -> tuple[Phase, ...]:
-    """Phases that run in every iteration: what a trial has to time, and to find room for."""
+def make_all_due(phases: Sequence[Phase]) -> tuple[Phase, ...]:
+    """Return the phases as due in every iteration: a trial measures the largest and slowest iteration."""
     return tuple(dataclasses.replace(phase, every=1, from_step=0) for phase in phases)
 
 
 def refuse_unfit_phases(phases: Sequence[Phase], model: nn.Module) -> None:
-    """Names that lead nowhere, parameters that nobody trains, iterations in which nothing happens."""
+    """Refuse unknown names, parameters that no phase trains, and iterations without a phase."""
     names = [phase.name for phase in phases]
     if len(set(names)) < len(names):
         raise ConfigError(f"two phases have the same name: {', '.join(names)}", fix="give each a name of its own")
@@ -329,7 +329,7 @@ def refuse_unfit_phases(phases: Sequence[Phase], model: nn.Module) -> None:
     if idle:
         raise ConfigError(
             f"no phase trains {idle[0]}" + (f" and {len(idle) - 1} more" if len(idle) > 1 else ""),
-            why="it would keep its first values without a word",
+            why="it would silently keep its initial values",
             fix="name its module in a phase's parameters, or requires_grad_(False) where that is meant",
         )
     _refuse_idle_iterations(phases)
@@ -353,14 +353,15 @@ def _refuse_idle_iterations(phases: Sequence[Phase]) -> None:
 
 
 def _is_countable(phase: Phase, workload: Workload) -> bool:
-    """Whether its outputs are those that the workload's metrics know."""
+    """Return whether training metrics can count the outputs of a phase."""
     if phase.counted is not None:
         return phase.counted
     return phase.forward is None or phase.forward is workload.forward
 
 
-def _averaged_names(config: RunConfig, workload: Workload, model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """What moves with each phase's commits: parameters and buffers of its parts; those of two belong to the first."""
+def _split_averaged_names(config: RunConfig, workload: Workload, model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return the parameters and buffers whose average moves with each phase's commits; shared ones belong to the
+    first."""
     left = [name for name, _ in (*model.named_parameters(), *model.named_buffers())] if config.ema.enabled else []
     if workload.ema_parts:
         left = [name for name in left if is_within(name, workload.ema_parts)]
@@ -380,16 +381,16 @@ DEMO_PLAN_NOTE = (
 
 
 def plan_config(config: RunConfig, *, gpu: str | None = None) -> Plan:
-    """Build the model as training would, on demo data where none are given, and decide for the hardware."""
+    """Build the model as training would, on demo data if no folder is given, and decide its plan."""
     if gpu:
-        return _with_what_is_untimed(_plan_on(config, look_up_gpu(gpu)))
+        return _warn_untimed(_plan_on(config, look_up_gpu(gpu)))
     return _plan_on(config, probe(config.device))
 
 
 def _plan_on(config: RunConfig, hardware: Hardware) -> Plan:
-    with data_at_hand(config) as with_data, skip_first_values():
-        decided = plan_for(with_data, build_workload(with_data), hardware)
-        return _with_warning(decided, DEMO_PLAN_NOTE) if is_demo(config) else decided
+    with provide_data(config) as with_data, skip_first_values():
+        decided = decide_plan(with_data, build_workload(with_data), hardware)
+        return _add_warning(decided, DEMO_PLAN_NOTE) if is_demo(config) else decided
 
 
 def is_demo(config: RunConfig) -> bool:
@@ -397,9 +398,9 @@ def is_demo(config: RunConfig) -> bool:
 
 
 @contextmanager
-def data_at_hand(config: RunConfig) -> Iterator[RunConfig]:
-    """The config with data to build the workload from: its own, or demo data that are gone afterwards."""
-    config = with_absolute_paths(config)
+def provide_data(config: RunConfig) -> Iterator[RunConfig]:
+    """Yield the config with a data folder: its own, or temporary demo data."""
+    config = make_paths_absolute(config)
     if not is_demo(config):
         yield config
         return
@@ -409,13 +410,13 @@ def data_at_hand(config: RunConfig) -> Iterator[RunConfig]:
         yield config.changed(data={"dir": str(data)})
 
 
-def _with_what_is_untimed(decided: Plan) -> Plan:
-    """Where fp8 pays is found by timing layers and steps, which a GPU that is not here cannot be asked for."""
+def _warn_untimed(decided: Plan) -> Plan:
+    """Warn that fp8 layers were not timed: that needs the GPU itself."""
     if decided.granted != "fp8":
         return decided
     note = f"no layer was timed: on {decided.device_name} itself, layers or a step that fp8 does not speed up run bf16"
-    return _with_warning(decided, note)
+    return _add_warning(decided, note)
 
 
-def _with_warning(decided: Plan, line: str) -> Plan:
+def _add_warning(decided: Plan, line: str) -> Plan:
     return dataclasses.replace(decided, warnings=(*decided.warnings, line))

@@ -32,9 +32,9 @@ from halfstep.precision.decide import decide, decide_again
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly, assemble, build_workload
 from halfstep.run.checkpoint import load as load_checkpoint
-from halfstep.run.engine import prepared_window
+from halfstep.run.engine import prepare_window
 from halfstep.run.folder import RunFolder, find_import_paths, load_stored
-from halfstep.run.frozen_modules import as_stored, identities, modules_of
+from halfstep.run.frozen_modules import get_modules, list_identities, match_stored
 from halfstep.run.memory.out_of_memory import OutOfMemory, explain_model_too_large
 from halfstep.step.facts import Reading
 from halfstep.step.step import Step
@@ -71,7 +71,7 @@ def context_of(parts: Assembly, find_checkpoint: Callable[[], str] = lambda: "")
             "workload": config.workload,
             "base_lr": config.optimizer.lr,
             "store": dict(parts.workload.store),
-            "frozen": identities(parts.workload.frozen),
+            "frozen": list_identities(parts.workload.frozen),
             "code": sign_code(find_import_paths(config)),
             "plan": json.loads(parts.plan.to_json()),
         },
@@ -135,7 +135,7 @@ def subject_of(capsule: Capsule, device: str | None, *, trust: bool = False) -> 
     config = load_stored(capsule.config, capsule.about["code"], trust=trust).config
     workload = build_workload(config, dict(capsule.about["store"]))
     stored = capsule.about["frozen"]
-    workload = replace(workload, frozen=as_stored(workload.frozen, stored, capsule.path.parent.parent))
+    workload = replace(workload, frozen=match_stored(workload.frozen, stored, capsule.path.parent.parent))
     frozen = {name: capsules.copied_state(part.module) for name, part in workload.frozen.items()}
     plan = plan_here(capsule, config, workload, device)
     try:
@@ -160,7 +160,7 @@ def _subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[str, T
     return Subject(
         model=parts.model,
         loss=eager,
-        window=prepared_window(parts, window, about.get("batch_sizes", ()), share),
+        window=prepare_window(parts, window, about.get("batch_sizes", ()), share),
         state=capsule.state or _state_of_checkpoint(capsule),
         rng=capsule.rng,
         plan=parts.plan,
@@ -170,13 +170,13 @@ def _subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[str, T
             parts.workload.model,
             parts.config.precision.modules,
             fragile=parts.workload.fragile,
-            frozen=modules_of(parts.workload.frozen),
+            frozen=get_modules(parts.workload.frozen),
             force=parts.config.precision.force,
         ),
         scale=scale if isinstance(scale := capsule.about["scale"], (int, float)) else 1.0,
         update=Update.of(capsule.about.get("update")),
         variants=_variants(parts.plan, region),
-        frozen=modules_of(parts.workload.frozen),
+        frozen=get_modules(parts.workload.frozen),
         beside_state=dict(frozen),
         trained=step.find_trained_parameters(),
     )
@@ -190,7 +190,7 @@ def plan_here(capsule: Capsule, config: RunConfig, workload: Workload, device: s
             return stored
     hardware = probe(device or "auto")
     request = config.precision.model_copy(update={"default": stored.granted, "simulate": hardware.kind == "cpu"})
-    return decide(request, hardware, workload.model, fragile=workload.fragile, frozen=modules_of(workload.frozen))
+    return decide(request, hardware, workload.model, fragile=workload.fragile, frozen=get_modules(workload.frozen))
 
 
 def _variants(plan: Plan, region: Region) -> dict[str, LossFn]:

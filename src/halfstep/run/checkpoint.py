@@ -1,4 +1,4 @@
-"""Checkpoints that a kill at any moment cannot spoil.
+"""Checkpoints that stay intact if the process is killed at any moment.
 
     checkpoints/step-00000120/model.safetensors    weights and buffers
                               ema.safetensors      the averaged ones, where the run keeps them
@@ -7,8 +7,8 @@
     checkpoints/best.json                          which checkpoint had the best metric
 
 A checkpoint is written into a hidden folder, flushed to the disk and renamed: it is there whole or not at all.
-On reading, sizes and checksums are compared; a damaged one is passed over for the one before, and that is said.
-A run that continues renames it to `.damaged-…`: it must not count among the newest that are kept.
+On reading, sizes and checksums are compared; a damaged checkpoint is skipped with a message.
+A run that continues renames it to `.damaged-…`, so that it does not count as one of the newest that are kept.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ AVERAGE = "ema.safetensors"
 LAYOUT_VERSION = 1
 CHUNK_BYTES = 1 << 22
 MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError)
-"""What reading raises where files have the recorded checksums but not the form that `save` gives them."""
+"""Exceptions of reading files that have the recorded checksums but another structure than `save` writes."""
 NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # `step-STEP`, and `step-STEP-2` for a second one of the same step
 
 
@@ -50,18 +50,18 @@ class Checkpoint:
 class Checkpoints:
     def __init__(self, folder: Path, *, keep: int = 0, writes: bool = True) -> None:
         self.folder, self.keep, self.writes = folder, keep, writes
-        """One of several processes writes; the others know where."""
+        """Only rank 0 writes; the others know the paths."""
 
     def save(self, step: int, checkpoint: Checkpoint) -> Path:
         """Write atomically, then drop the oldest beyond the limit (never the best one)."""
-        final = self._unused_name(step)
+        final = self._choose_name(step)
         if not self.writes:
             return final
         try:
             with atomic_folder(final) as hidden:
                 _write(hidden, checkpoint)
         except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
-            raise self._unwritten(final, error) from error
+            raise self._explain_unwritten(final, error) from error
         self._drop_old(final)
         return final
 
@@ -92,11 +92,11 @@ class Checkpoints:
         return path if path.is_dir() else None
 
     def all(self) -> list[Path]:
-        """Oldest first; what has another name, such as somebody's `step-00000005.bak`, is none of ours."""
-        return sorted((path for path in self._named() if path.is_dir()), key=_place)
+        """Return all checkpoints, oldest first; folders with other names, such as `step-00000005.bak`, are ignored."""
+        return sorted((path for path in self._list_named() if path.is_dir()), key=_parse_name)
 
     def load_newest(self, *, on_damaged: Callable[[str], None]) -> tuple[Path, Checkpoint]:
-        """The newest checkpoint that is whole; each damaged one on the way is reported and moved aside."""
+        """Load the newest intact checkpoint; report damaged ones and move them aside."""
         damaged: list[Path] = []
         for path in reversed(self.all()):
             try:
@@ -117,8 +117,8 @@ class Checkpoints:
         for path in self.folder.glob(".writing-*"):
             shutil.rmtree(path, ignore_errors=True)
 
-    def _unwritten(self, path: Path, error: Exception) -> CheckpointError:
-        """Only a run that has a checkpoint can go on from it."""
+    def _explain_unwritten(self, path: Path, error: Exception) -> CheckpointError:
+        """Return the error of a failed write, with a resume command if an earlier checkpoint exists."""
         what, room = f"cannot write checkpoint {path}: {error}", "free some space or fix the folder's permissions"
         if not self.all():
             return CheckpointError(what, why="it would have been the first", fix=f"{room}, then start the run again")
@@ -127,13 +127,13 @@ class Checkpoints:
             what, why=why, fix=f"{room}, then {suggest_command('train', '--resume', self.folder.parent)}"
         )
 
-    def _named(self) -> list[Path]:
+    def _list_named(self) -> list[Path]:
         return [path for path in self.folder.glob("step-*") if NAME.fullmatch(path.name)]
 
-    def _unused_name(self, step: int) -> Path:
-        """A step saved twice (at its checkpoint and at the epoch's end) gets a second name: nothing is replaced."""
-        # Later than every one that is there, so that the newest still sorts last.
-        last = max((number for other, number in map(_place, self._named()) if other == step), default=None)
+    def _choose_name(self, step: int) -> Path:
+        """Return a new name; a step saved twice (by steps and at the end of an epoch) gets a second one."""
+        # Numbered after all existing ones, so that the newest sorts last.
+        last = max((number for other, number in map(_parse_name, self._list_named()) if other == step), default=None)
         return self.folder / (f"step-{step:08d}" if last is None else f"step-{step:08d}-{last + 1}")
 
     def _set_aside(self, damaged: list[Path]) -> None:
@@ -146,13 +146,13 @@ class Checkpoints:
     def _drop_old(self, newest: Path) -> None:
         kept = (newest, self.best())
         others = [path for path in self.all() if path not in kept]
-        same_step = [path for path in others if _place(path)[0] == _place(newest)[0]]
+        same_step = [path for path in others if _parse_name(path)[0] == _parse_name(newest)[0]]
         surplus = others[: max(len(others) - self.keep + 1, 0)] if self.keep else []
         for path in {*same_step, *surplus}:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _place(path: Path) -> tuple[int, int]:
+def _parse_name(path: Path) -> tuple[int, int]:
     match = NAME.fullmatch(path.name)
     assert match, path
     return int(match[1]), int(match[2] or 0)
@@ -205,7 +205,7 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
     document = {"layout": LAYOUT_VERSION, "files": files, "state": packed}
     (folder / STATE).write_text(json.dumps(seal(document)))
     for name in files:
-        # safetensors writes through a private temporary file; colleagues may read what they may read of the rest.
+        # safetensors writes through a private temporary file: give its files the same permissions as the others.
         (folder / name).chmod((folder / STATE).stat().st_mode)
 
 

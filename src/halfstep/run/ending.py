@@ -1,4 +1,4 @@
-"""How a run ends that does not reach its end: what is kept, what is removed, and how to go on from there."""
+"""The end of a run: errors with what was saved and how to resume, report/summary.json, and the exported model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from halfstep.hardware.memory import get_peak_memory_bytes
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import load
-from halfstep.run.folder import RunFolder, how_to_go_on
+from halfstep.run.folder import RunFolder, suggest_resume
 from halfstep.run.loop import Loop
 from halfstep.run.stored_state import load_for_use
 from halfstep.step.phases import PhasedStep
@@ -37,16 +37,16 @@ from halfstep.workloads import KINDS
 from halfstep.workloads.base.kind import load_part
 
 
-def ended_early(
+def explain_ending(
     error: HalfstepError | KeyboardInterrupt, loop: Loop, folder: RunFolder, *, is_new: bool
 ) -> HalfstepError:
-    """The error to show: it says what was kept of the run, and the command to go on with."""
+    """Return the error to show, with what was kept of the run and the command to resume it."""
     if isinstance(error, KeyboardInterrupt):
-        return _stopped_at_once(loop, folder, is_new=is_new)
-    if is_new and left_nothing(loop):
-        return _removed(error, folder)
+        return _explain_second_interrupt(loop, folder, is_new=is_new)
+    if is_new and has_left_nothing(loop):
+        return _remove_run(error, folder)
     if isinstance(error, DataError):
-        return _kept(error, loop, folder)
+        return _save_after_bad_file(error, loop, folder)
     if isinstance(error, TrainingStopped):
         names, capsules = loop.journal.latest_files(), all_in(folder.path / "capsules")
         cause = f"find the cause with: {suggest_command('replay', capsules[0])}" if capsules else ""
@@ -65,7 +65,7 @@ class Progress:
 
 
 def refuse_only_skips(loop: Loop, start: Progress) -> None:
-    """A run that went to its end without one committed step has trained nothing, whatever else it wrote."""
+    """Raise if a run reached its end without a single committed step."""
     end = Progress.of(loop.parts.step)
     num_steps, last = end.attempted - start.attempted, loop.journal.latest
     went_back = loop.parts.guard.num_rollbacks > 0  # and its counter with it, below the start of a resumed run
@@ -77,15 +77,15 @@ def refuse_only_skips(loop: Loop, start: Progress) -> None:
     raise TrainingStopped(
         f"nothing was trained: all steps were skipped ({num_steps} of {num_steps}, the last one: {last.reason})",
         why="the weights are those the run began with",
-        fix=_longer_search(scaler)
+        fix=_suggest_longer_search(scaler)
         if scaler.enabled and is_search
         else "look at the samples of skipped steps in metrics.jsonl, lower optimizer.lr, or "
         "see where it begins with --precision fp32",
     )
 
 
-def _longer_search(scaler: Scaler) -> str:
-    """What helps where steps ended before the search for a first loss scale did."""
+def _suggest_longer_search(scaler: Scaler) -> str:
+    """Return the fix for a run that ended before a first loss scale was found."""
     options, reached = scaler.options, scaler.options.init_scale * float(scaler.value) / scaler.first
     most = math.ceil(math.log(scaler.first / options.min_scale, 1 / options.backoff_factor))
     return (
@@ -95,43 +95,43 @@ def _longer_search(scaler: Scaler) -> str:
     )
 
 
-def left_nothing(loop: Loop) -> bool:
-    """Whether not one step was taken, so that nobody will miss the folder."""
+def has_left_nothing(loop: Loop) -> bool:
+    """Return whether no step was taken and nothing was kept, so that the folder can be removed."""
     kept = [*loop.checkpoints.all(), *all_in(loop.checkpoints.folder.parent / "capsules")]
     return loop.parts.step.attempted == 0 and not kept
 
 
-def _stopped_at_once(loop: Loop, folder: RunFolder, *, is_new: bool) -> Interrupted:
+def _explain_second_interrupt(loop: Loop, folder: RunFolder, *, is_new: bool) -> Interrupted:
     what = f"stopped by a second Ctrl-C after step {loop.parts.step.attempted}, without saving"
     kept = loop.checkpoints.all()
     if kept:
-        return Interrupted(what, why=f"the newest checkpoint is {kept[-1]}", fix=how_to_go_on(folder.path))
+        return Interrupted(what, why=f"the newest checkpoint is {kept[-1]}", fix=suggest_resume(folder.path))
     if not is_new:
         return Interrupted(what)
     shutil.rmtree(folder.path, ignore_errors=True)
     return Interrupted(what, why=f"there was no checkpoint yet: {folder.path} was removed")
 
 
-def _removed(error: HalfstepError, folder: RunFolder) -> HalfstepError:
+def _remove_run(error: HalfstepError, folder: RunFolder) -> HalfstepError:
     shutil.rmtree(folder.path, ignore_errors=True)
-    return _added(
+    return _extend_error(
         error, why=f"nothing was trained yet: {folder.path} was removed", fix="then give the same command again"
     )
 
 
-def _kept(error: DataError, loop: Loop, folder: RunFolder) -> HalfstepError:
-    """A bad file in mid-run costs nothing: what was trained is saved as for Ctrl-C."""
-    is_alone = loop.parts.world is None  # with others in the middle of a step there is nothing whole to save
+def _save_after_bad_file(error: DataError, loop: Loop, folder: RunFolder) -> HalfstepError:
+    """Save what was trained before a bad file was met, as for Ctrl-C."""
+    is_alone = loop.parts.world is None  # several ranks are in the middle of a step: there is no complete state
     if is_alone and (loop.position.batch > 0 or not loop.checkpoints.all()):
         try:
             loop.save()
         except CheckpointError as unsaved:
-            return _added(error, why=unsaved.what)
+            return _extend_error(error, why=unsaved.what)
     left_out = " (with files left out: --allow-changes as well)" if "on_bad_file=skip" in error.fix else ""
-    return _added(error, fix=f"then {how_to_go_on(folder.path)}{left_out}")
+    return _extend_error(error, fix=f"then {suggest_resume(folder.path)}{left_out}")
 
 
-def _added(error: HalfstepError, *, why: str = "", fix: str = "") -> HalfstepError:
+def _extend_error(error: HalfstepError, *, why: str = "", fix: str = "") -> HalfstepError:
     fix = fix if error.fix else fix.removeprefix("then ")
     error.why, error.fix = ("; ".join(filter(None, parts)) for parts in ((error.why, why), (error.fix, fix)))
     return error
@@ -141,7 +141,7 @@ def _added(error: HalfstepError, *, why: str = "", fix: str = "") -> HalfstepErr
 
 
 def write_summary(folder: RunFolder, loop: Loop, elapsed_s: float, joules: float | None) -> None:
-    """`elapsed_s` and energy are of this process; of a run that was resumed they are the last part's."""
+    """Write report/summary.json; `elapsed_s` and energy count since the last start or resume."""
     import halfstep
 
     parts, plan = loop.parts, loop.parts.plan
@@ -177,7 +177,7 @@ def has_summary(folder: RunFolder) -> bool:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """None where a run has not ended, or was made by a version without it."""
+    """Return the summary of a run; None if it has not ended."""
     path = folder / "report" / "summary.json"
     try:
         found = parse_json(path.read_text())
@@ -193,8 +193,8 @@ def is_exported(workload: str, folder: RunFolder) -> bool:
     return KINDS.of(workload).export is None or folder.model.is_dir()
 
 
-def export(parts: Assembly, folder: RunFolder) -> None:
-    """Write the best weights (the average where there is one), whole or not at all; the model becomes them."""
+def export_model(parts: Assembly, folder: RunFolder) -> None:
+    """Export the best weights (averaged ones if there are any) atomically; the model keeps them."""
     kind = KINDS.of(parts.config.workload)
     if kind.export is None:
         return
@@ -202,7 +202,7 @@ def export(parts: Assembly, folder: RunFolder) -> None:
     stored = checkpoints.best() or checkpoints.all()[-1]
     load_for_use(parts.model, load(stored))
     try:
-        with atomic_folder(folder.model, replaces=True) as hidden:  # one may be there of an earlier end of this run
+        with atomic_folder(folder.model, replaces=True) as hidden:  # the run may have ended before and been resumed
             load_part(kind.export)(parts.model.eval(), parts.config, dict(parts.workload.store), hidden)
     except OSError as error:
         raise CheckpointError(

@@ -1,12 +1,12 @@
-"""The engine: one window through the step, in the fastest mode that works.
+"""The engine runs one window through the step in the fastest mode that works.
 
     eager     kernel by kernel
     compile   model and loss through torch.compile
     graph     the whole step, compiled and captured as one CUDA graph, once windows of one shape have come in a row
 
-What cannot be compiled or captured goes on in the next best mode, with one line that says why. Batches of another
-size than the full one, such as an epoch's last, run eager: compiling for them would cost more than it gains. So do
-those of a third shape (tune/compiling.py), and no graph is captured of them.
+What cannot be compiled or captured continues in the next best mode, with one line that gives the reason. Batches that
+are not full, such as an epoch's last, run eager: compiling for them would cost more than it gains. So do batches of a
+third shape (tune/compiling.py), and they are not captured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from halfstep.errors import ConfigError, HalfstepError, summarise_error
 from halfstep.hardware.memory import release_unused_memory
 from halfstep.kernels.fast_forms import allow_chains
 from halfstep.precision.plan import Plan
-from halfstep.run.assemble import AssembledPhase, Assembly, all_due, assemble
+from halfstep.run.assemble import AssembledPhase, Assembly, assemble, make_all_due
 from halfstep.run.memory.out_of_memory import OutOfMemory, describe_halving, split_window
 from halfstep.step.batches import count_samples
 from halfstep.step.facts import Facts, PhasedFacts, Reading, split_phases
@@ -39,46 +39,46 @@ from halfstep.step.graph import CaptureFailed, GraphedStep, Pool, Shape, describ
 from halfstep.step.phases import PhasedStep
 from halfstep.step.randomness import choose_algorithms, read_generators, restore_generators
 from halfstep.step.step import Step
-from halfstep.tune.channels_last import in_layout_of
-from halfstep.tune.compiling import CompiledShapes, CompilerWarnings, batch_shape, compile_reason
+from halfstep.tune.channels_last import match_layout
+from halfstep.tune.compiling import CompiledShapes, CompilerWarnings, explain_compile_error, get_batch_shape
 from halfstep.tune.fresh_thread import forget_compiled
 from halfstep.tune.memory_low import CannotRun, DoesNotFit
-from halfstep.tune.modes import UNCAPTURED, Batch, Level, Mode, Notice, cudnn_trials
-from halfstep.tune.trials import Trial, first_batch
+from halfstep.tune.modes import UNCAPTURED, Batch, Level, Mode, Notice, allow_cudnn_trials
+from halfstep.tune.trials import Trial, load_first_batch
 from halfstep.workloads.base.over_ranks import gather_over_ranks
 from halfstep.workloads.base.workload import Workload
 
-MOST_GRAPHS = 2  # each keeps memory of its own. Windows that mix their batches in more ways than that run uncaptured.
+MOST_GRAPHS = 2  # each has its own memory; windows of further shapes run uncaptured
 FROM_FASTEST: tuple[Mode, ...] = ("graph", "compile", "eager")
 MOST_DROPS = 3
-"""So often a step that does not fit beside the graphs gets their memory, and they are captured again afterwards."""
+"""How often graphs are dropped for a step that does not fit next to them, and captured again afterwards."""
 
 Count = Callable[[Any, Batch], None]
-"""What is done with the outputs of each batch after its step, such as counting hits."""
+"""Called with the outputs of each batch after its step, for example to count hits."""
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
-    """A step as a graph, and where it puts the model's outputs."""
+class CapturedWindow:
+    """A step captured as a graph, and the tensors that receive the model's outputs."""
 
     step: GraphedStep
     outputs: list[Any]
 
 
-class Graphs(dict[Shape, Captured]):
-    """Captured steps by the shape of their windows, in one memory pool; the engines of several phases share them."""
+class Graphs(dict[Shape, CapturedWindow]):
+    """Captured steps by window shape, in one memory pool that the engines of all phases share."""
 
     pool: Pool = None
 
     def pool_for(self, device: torch.device) -> Pool:
         if not self and device.type == "cuda":
-            # With its last graph a pool is gone, and torch 2.11 fails to capture into it again.
+            # A pool ends with its last graph, and torch 2.11 fails to capture into it again.
             self.pool = torch.cuda.graph_pool_handle()
         return self.pool
 
 
 class Engine:
-    counts = True  # whether the outputs of its steps are the workload's, which training metrics know
+    counts = True  # whether training metrics count the outputs of its steps
 
     def __init__(
         self,
@@ -104,8 +104,8 @@ class Engine:
             self._stay_uncaptured(reason)
 
     def __call__(self, window: list[Batch], sizes: Sequence[int] = ()) -> Facts:
-        """Prepare, compute and commit one window as it was loaded; `sizes` are its batches' over all processes."""
-        return self.step(prepared_window(self.parts, window, sizes), sizes)
+        """Prepare, compute and commit one loaded window; `sizes` are the sizes of its batches over all ranks."""
+        return self.step(prepare_window(self.parts, window, sizes), sizes)
 
     @property
     def guarded(self) -> Step:
@@ -114,33 +114,33 @@ class Engine:
 
     def step(self, prepared: list[Batch], sizes: Sequence[int] = ()) -> Facts:
         self._sizes = tuple(sizes)
-        facts, outputs, pieces = self._made(prepared)
+        facts, outputs, pieces = self._run_window(prepared)
         with torch.no_grad():
             for found, batch in zip(outputs, pieces, strict=True):
                 if not isinstance(batch, Idle):
                     self.count(found, batch)
         return facts
 
-    def _made(self, prepared: list[Batch]) -> tuple[Facts, list[Any], list[Batch]]:
+    def _run_window(self, prepared: list[Batch]) -> tuple[Facts, list[Any], list[Batch]]:
         while True:
             pieces = split_window(prepared, self.pieces)
             compiles = False
             try:
-                captured = self._captured(pieces)
+                captured = self._find_captured(pieces)
                 if captured is not None:
                     return captured.step(pieces), captured.outputs, pieces
-                compiled = {batch_shape(batch) for batch in pieces if self._runs_compiled(batch)}
+                compiled = {get_batch_shape(batch) for batch in pieces if self._runs_compiled(batch)}
                 if compiles := not compiled <= self.shapes.ready:
                     self._before_compiling()
                 outputs: list[Any] = []
-                with cudnn_trials(self._tries_algorithms(pieces)), self._compiler_warnings.in_one_line():
-                    facts = self.guarded.compute(self.loss_into(outputs), pieces)
+                with allow_cudnn_trials(self._allows_cudnn_trials(pieces)), self._compiler_warnings.in_one_line():
+                    facts = self.guarded.compute(self.make_loss(outputs), pieces)
             except OutOfMemory as error:
                 self._make_room(error)
             except HalfstepError:
                 raise
             except Exception as error:
-                # Not only dynamo's own kinds: an assembler or a driver that is missing fails in other words.
+                # Not only dynamo's exceptions: a missing assembler or driver raises others.
                 if self.mode == "eager" or not compiles and not isinstance(error, TorchDynamoException):
                     raise
                 self._go_eager(error)
@@ -151,50 +151,52 @@ class Engine:
                 return facts, outputs, pieces
 
     def follow(self, reading: Reading) -> None:
-        """What one process could not compile or capture, all run otherwise, from the same step on."""
+        """Follow a rank that could not compile or capture, from the same step on."""
         if reading.fell_to and FROM_FASTEST.index(reading.fell_to) > FROM_FASTEST.index(self.mode):
             ranks = ", ".join(map(str, reading.fallen_ranks))
             self.mode = reading.fell_to
             self._forget_code()
             self.notice(f"steps run {self.mode} in all processes from here, as rank {ranks} must", "info")
 
-    def go_on_as(self, mode: Mode) -> None:
-        """What failed in an earlier part of the run is not tried again: until it fails, steps would round otherwise."""
+    def fall_back_to(self, mode: Mode) -> None:
+        """Resume in the slower mode that the run had to fall back to: until the faster one failed again, steps would
+        round differently."""
         if FROM_FASTEST.index(mode) > FROM_FASTEST.index(self.mode):
             self.mode = mode
             again = "another train.fast with --allow-changes tries again"
             self.notice(f"steps run {mode}, as they did when the run was stopped ({again})", "info")
 
-    def stored(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"pieces": self.pieces, "mode": self.mode, "compiled_shapes": list(self.shapes.taken)}
 
-    def go_on(self, state: Mapping[str, Any], *, is_same: bool) -> None:
-        """Go on as it was stored; other settings may bring other shapes, and a step that can be compiled."""
+    def restore(self, state: Mapping[str, Any], *, is_same: bool) -> None:
+        """Restore the stored pieces, and with the same settings also shapes and mode; other settings may compile
+        again."""
         self.pieces = int(state["pieces"])
         if is_same:
             self.shapes.taken = list(state["compiled_shapes"])
-            self.go_on_as(state["mode"])
+            self.fall_back_to(state["mode"])
 
     def forget_graphs(self) -> None:
-        """Give their memory back; they are captured again when needed."""
+        """Free the memory of all graphs; they are captured again when needed."""
         self.graphs.clear()
         self._in_a_row = 0
         torch.cuda.empty_cache()
 
-    def loss_into(self, outputs: list[Any]) -> Callable[[Batch], tuple[Tensor, Tensor | float]]:
-        """The loss of a batch in the way its steps run now; the model's outputs go into the list."""
+    def make_loss(self, outputs: list[Any]) -> Callable[[Batch], tuple[Tensor, Tensor | float]]:
+        """Return the loss function in the current mode; it appends the model's outputs to the list."""
 
         def loss(batch: Batch) -> tuple[Tensor, Tensor | float]:
             region = self.parts.region if self._runs_compiled(batch) else self.parts.eager
-            with allow_chains(on=self.mode == "graph"), self._among_ranks(len(outputs)):
+            with allow_chains(on=self.mode == "graph"), self._share_samples(len(outputs)):
                 value, weight, found = region(batch)
             outputs.append(tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, found))
             return value, 0 if isinstance(batch, Idle) else weight
 
         return loss
 
-    def _among_ranks(self, number: int) -> AbstractContextManager[None]:
-        """Where a loss may ask for other processes' samples; cut batches are not the same number everywhere."""
+    def _share_samples(self, number: int) -> AbstractContextManager[None]:
+        """Let a loss use the samples of other ranks, unless batches are cut: ranks may then have different numbers."""
         ranks = self.guarded.ranks
         if ranks is None or ranks.size == 1 or not self._sizes or self.pieces > 1:
             return nullcontext()
@@ -217,14 +219,14 @@ class Engine:
     def _is_full(self, batch: Batch) -> bool:
         return count_samples(batch) == -(-self.parts.full_batch // self.pieces)
 
-    def _tries_algorithms(self, pieces: list[Batch]) -> bool:
-        """For full batches only: for an epoch's last one the trials would cost more than they gain."""
+    def _allows_cudnn_trials(self, pieces: list[Batch]) -> bool:
+        """Allow cuDNN's trials for full batches only: for the last batch of an epoch they cost more than they gain."""
         is_wanted = self.parts.plan.cudnn_benchmark and not self.parts.config.train.deterministic
         return is_wanted and all(map(self._is_full, pieces))
 
     # --- capturing ---
 
-    def _captured(self, window: list[Batch]) -> Captured | None:
+    def _find_captured(self, window: list[Batch]) -> CapturedWindow | None:
         if self.mode != "graph" or any(isinstance(batch, Idle) for batch in window):
             return None
         shape = (id(self), self._sizes, *describe_shape(window))
@@ -236,7 +238,7 @@ class Engine:
             return known
         if known is not None:
             del self.graphs[shape]
-            self._in_a_row = 1  # loaded state may be that of a beginning, which no capture can begin with
+            self._in_a_row = 1  # a loaded state may lack optimizer state, which must exist before a capture
         is_warm = self.guarded.ranks is None or self.guarded.ranks.can_be_captured
         is_ready = is_warm and self._in_a_row > UNCAPTURED and self._has_code(window)
         return self._capture(shape, window) if is_ready else None
@@ -244,17 +246,17 @@ class Engine:
     def _has_code(self, window: list[Batch]) -> bool:
         return all(self._runs_compiled(batch) for batch in window if self._is_full(batch))
 
-    def _capture(self, shape: Shape, window: list[Batch]) -> Captured | None:
+    def _capture(self, shape: Shape, window: list[Batch]) -> CapturedWindow | None:
         if sum(shape[0] == other[0] for other in self.graphs) >= MOST_GRAPHS:
             self._stay_uncaptured(f"windows come in more than {MOST_GRAPHS} shapes")
             return None
         outputs: list[Any] = []
         try:
-            step = GraphedStep(self.guarded, self.loss_into(outputs), window, self.graphs.pool_for(self.parts.device))
+            step = GraphedStep(self.guarded, self.make_loss(outputs), window, self.graphs.pool_for(self.parts.device))
         except CaptureFailed as error:
             self._stay_uncaptured(str(error))
             return None
-        self.graphs[shape] = Captured(step, outputs)
+        self.graphs[shape] = CapturedWindow(step, outputs)
         return self.graphs[shape]
 
     def _stay_uncaptured(self, reason: str) -> None:
@@ -266,23 +268,23 @@ class Engine:
 
     def _forget_code(self) -> None:
         self.forget_graphs()
-        self.shapes.ready.clear()  # without chains the code is another
+        self.shapes.ready.clear()  # without chains of kernels other code is compiled
 
-    # --- what went wrong ---
+    # --- failures ---
 
     def _go_eager(self, error: Exception) -> None:
-        """What cannot be compiled runs uncompiled, and says why."""
+        """Fall back to eager after a compile error."""
         self.guarded.abandon()
         if self.parts.world is not None and self.parts.world.size > 1:
             raise ConfigError(
-                f"the backward pass cannot be compiled: {compile_reason(error)}",
+                f"the backward pass cannot be compiled: {explain_compile_error(error)}",
                 why="other processes are in the middle of it",
                 fix="train.fast=off",
             ) from error
         self._run_eager(error)
 
     def _note_uncompiled(self) -> None:
-        """Of several processes, this one ran its forward pass eager within the step."""
+        """Fall back to eager if this rank had to run its forward pass eagerly within the step."""
         ranks = self.guarded.ranks
         if ranks is not None and ranks.uncompiled is not None:
             self._run_eager(ranks.uncompiled)
@@ -290,15 +292,16 @@ class Engine:
 
     def _run_eager(self, error: Exception) -> None:
         self.mode = "eager"
-        self.notice(f"not compiled, running eager: {compile_reason(error)}", "warning")
+        self.notice(f"not compiled, running eager: {explain_compile_error(error)}", "warning")
 
     def _make_room(self, error: OutOfMemory) -> None:
-        """Drop the graphs; then halve the micro-batch and keep the effective one; or say what to do."""
+        """After an out-of-memory error drop the graphs, then halve the micro-batch, or raise
+        (run/memory/__init__.py)."""
         parts, config = self.parts, self.parts.config
         error.__traceback__ = None  # its frames hold the activations that did not fit
         self.guarded.abandon()
         if parts.world is not None and parts.world.size > 1:
-            raise error  # the others are in the middle of this step
+            raise error  # the other ranks are in the middle of this step
         if self.graphs:
             return self._drop_graphs()
         if not config.train.auto_batch or self.pieces >= config.train.batch_size:
@@ -309,34 +312,36 @@ class Engine:
         return self.notice(describe_halving(self.pieces, config, parts.model), "warning")
 
     def _drop_graphs(self) -> None:
-        """One odd batch must not cost all later steps their graph; one in every epoch does."""
+        """Drop the graphs for one step; after MOST_DROPS times stop capturing."""
         self._num_drops += 1
         if self._num_drops > MOST_DROPS:
             return self._stay_uncaptured(f"its memory was needed by steps outside of it {self._num_drops} times")
         self.forget_graphs()
-        text = "a step did not fit beside the captured one: it gets that memory, and the step is captured again"
+        text = "a step did not fit next to the captured one: it gets that memory, and the step is captured again"
         return self.notice(f"{text} ({self._num_drops} of {MOST_DROPS} times)", "info")
 
 
 class Idle(dict[str, Tensor]):
-    """A batch of a process that has none: it takes part in the step, and counts nowhere."""
+    """The batch of a rank without samples: it takes part in the step and counts nowhere."""
 
 
-def prepared_window(
+def prepare_window(
     parts: Assembly, window: list[Batch], sizes: Sequence[int] = (), share: Share | None = None
 ) -> list[Batch]:
-    """A window as it was loaded, ready for the model; with `share` that of another process."""
+    """Prepare a loaded window for the model; with `share` the window of another rank."""
     sizes = sizes or [count_samples(batch) for batch in window]
-    return list(_prepared(parts, window, sizes, share or parts.world))
+    return list(_prepare_batches(parts, window, sizes, share or parts.world))
 
 
-def _prepared(parts: Assembly, window: list[Batch], sizes: Sequence[int], share: Share | None) -> Iterator[Batch]:
+def _prepare_batches(
+    parts: Assembly, window: list[Batch], sizes: Sequence[int], share: Share | None
+) -> Iterator[Batch]:
     place = 0
     for k, (batch, size) in enumerate(zip(window, sizes, strict=True)):
         is_idle = share is not None and share.count_rows(size) == 0
         row = 0 if share is None or is_idle else share.find_first_row(size)
         key = Key.for_training(parts.config.train.seed, parts.step.attempted, k, place + row, row, size)
-        prepared = in_layout_of(parts.model, parts.workload.prepared(batch, key=key, training=True))
+        prepared = match_layout(parts.model, parts.workload.prepared(batch, key=key, training=True))
         yield Idle(prepared) if is_idle else prepared
         place += size
 
@@ -363,18 +368,18 @@ class PhasedEngine:
         self.graphs = Graphs()
         self.counts = any(phase.is_counted for phase in parts.phases)
         self.engines = {
-            own.phase.name: self._engine_of(own, count if own.is_counted else (lambda outputs, batch: None),
+            own.phase.name: self._make_phase_engine(own, count if own.is_counted else (lambda outputs, batch: None),
                                             before_compiling)
             for own in parts.phases
         }  # fmt: skip
         self._has_said = False
 
-    def _engine_of(self, own: AssembledPhase, count: Count, before_compiling: Callable[[], None]) -> Engine:
+    def _make_phase_engine(self, own: AssembledPhase, count: Count, before_compiling: Callable[[], None]) -> Engine:
         parts = dataclasses.replace(self.parts, step=own.step, region=own.region, eager=own.eager, phases=())
         mode: Mode = self.asked if own.phase.compiles else "eager"
-        return Engine(parts, mode, self._notice_of(own.phase.name), count, before_compiling, self.graphs)
+        return Engine(parts, mode, self._make_notice(own.phase.name), count, before_compiling, self.graphs)
 
-    def _notice_of(self, name: str) -> Notice:
+    def _make_notice(self, name: str) -> Notice:
         def say(text: str, level: Level) -> None:
             self.notice(f"{name}: {text}", level)
 
@@ -387,7 +392,7 @@ class PhasedEngine:
 
     @property
     def mode(self) -> Mode:
-        """The slowest that a phase has come to run in; those that are never compiled do not count."""
+        """The slowest mode of all phases, except those that are never compiled."""
         modes = [self.engines[own.phase.name].mode for own in self.parts.phases if own.phase.compiles]
         return max(modes, key=FROM_FASTEST.index, default=self.asked)
 
@@ -396,7 +401,7 @@ class PhasedEngine:
         return max(engine.pieces for engine in self.engines.values())
 
     def __call__(self, window: list[Batch], sizes: Sequence[int] = ()) -> PhasedFacts:
-        return self.step(prepared_window(self.parts, window, sizes), sizes)
+        return self.step(prepare_window(self.parts, window, sizes), sizes)
 
     def step(self, prepared: list[Batch], sizes: Sequence[int] = ()) -> PhasedFacts:
         self._say_once()
@@ -405,7 +410,7 @@ class PhasedEngine:
         return self.step_of_all.close({name: self.engines[name].step(prepared, sizes) for name in due})
 
     def follow(self, reading: Reading) -> None:
-        """Each phase what one process could not compile or capture of it."""
+        """Follow, for each phase, a rank that could not compile or capture."""
         for name, own in split_phases(reading).items():
             self.engines[name].follow(own)
 
@@ -413,23 +418,23 @@ class PhasedEngine:
         for engine in self.engines.values():
             engine.forget_graphs()
 
-    def stored(self) -> dict[str, Any]:
-        own = {name: engine.stored() for name, engine in self.engines.items()}
+    def state_dict(self) -> dict[str, Any]:
+        own = {name: engine.state_dict() for name, engine in self.engines.items()}
         return {"pieces": self.pieces, "mode": self.mode, "compiled_shapes": [], "phases": own}
 
-    def go_on(self, state: Mapping[str, Any], *, is_same: bool) -> None:
+    def restore(self, state: Mapping[str, Any], *, is_same: bool) -> None:
         for name, engine in self.engines.items():
-            engine.go_on(state["phases"][name], is_same=is_same)
+            engine.restore(state["phases"][name], is_same=is_same)
 
     def _say_once(self) -> None:
         if not self._has_said and self.asked != "eager":
             for own in self.parts.phases:
                 if not own.phase.compiles:
-                    self._notice_of(own.phase.name)(UNCOMPILED, "info")
+                    self._make_notice(own.phase.name)(UNCOMPILED, "info")
         self._has_said = True
 
 
-def engine_for(parts: Assembly, mode: Mode, notice: Notice, *hooks: Any) -> Engine | PhasedEngine:
+def make_engine(parts: Assembly, mode: Mode, notice: Notice, *hooks: Any) -> Engine | PhasedEngine:
     return (PhasedEngine if parts.phases else Engine)(parts, mode, notice, *hooks)
 
 
@@ -437,18 +442,18 @@ def engine_for(parts: Assembly, mode: Mode, notice: Notice, *hooks: Any) -> Engi
 
 
 @contextmanager
-def rehearsal(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Trial]:
-    """A trial of the run that is not yet begun; nothing of it is left afterwards."""
-    release_unused_memory(torch.device(plan.device))  # of a trial that failed: its error held it
+def rehearse_run(config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Trial]:
+    """Yield a trial on a copy of the run; nothing of it is left afterwards."""
+    release_unused_memory(torch.device(plan.device))  # memory that the error of a failed trial held
     generators = read_generators()
-    copied = dataclasses.replace(workload, model=_copied(workload.model), phases=all_due(workload.phases))
+    copied = dataclasses.replace(workload, model=_copy_model(workload.model), phases=make_all_due(workload.phases))
     try:
         with choose_algorithms(deterministic=config.train.deterministic):
-            yield Trial(_assemble_trial(config, copied, plan), engine_for, first_batch(config, copied))
+            yield Trial(_assemble_trial(config, copied, plan), make_engine, load_first_batch(config, copied))
     finally:
         restore_generators(generators)
         del copied
-        # The compiler knows code by its shapes: the next trial would get this one's, whatever its own setting.
+        # The compiler caches code by shapes only: the next trial would get this one's code.
         forget_compiled()
         release_unused_memory(torch.device(plan.device))
 
@@ -460,7 +465,7 @@ def _assemble_trial(config: RunConfig, workload: Workload, plan: Plan) -> Assemb
         raise DoesNotFit("the model itself is out of memory") from error
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def _copy_model(model: nn.Module) -> nn.Module:
     made: dict[int, Any] = {}
     try:
         copied = copy.deepcopy(model, made)
@@ -468,11 +473,11 @@ def _copied(model: nn.Module) -> nn.Module:
         raise CannotRun(f"{type(model).__name__} cannot be copied for a trial ({summarise_error(error)})") from error
     for module in copied.modules():
         functions = {key: held for key, held in vars(module).items() if isinstance(held, FunctionType)}
-        vars(module).update({key: _over_copies(held, made) for key, held in functions.items() if held.__closure__})
+        vars(module).update({key: _rebind_to_copies(held, made) for key, held in functions.items() if held.__closure__})
     return copied
 
 
-def _over_copies(function: FunctionType, made: Mapping[int, Any]) -> FunctionType:
-    """`self.mlpf = lambda x: m.out(m.fc(x))`: deepcopy keeps a function, and with it the modules it was written for."""
+def _rebind_to_copies(function: FunctionType, made: Mapping[int, Any]) -> FunctionType:
+    """Rebind a closure such as `self.mlpf = lambda x: m.out(m.fc(x))`, which deepcopy leaves bound to the original."""
     cells = tuple(CellType(made.get(id(cell.cell_contents), cell.cell_contents)) for cell in function.__closure__ or ())
     return FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)

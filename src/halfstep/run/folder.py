@@ -1,4 +1,4 @@
-"""A run's folder: `config.yaml plan.json metrics.jsonl checkpoints/ report/ model/`; never overwritten or half-made."""
+"""The folder of a run: `config.yaml plan.json metrics.jsonl checkpoints/ report/ model/`. It is never overwritten."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from halfstep.workloads.base.workload import Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settled:
-    """What settled.json holds: the settings of the run, apart from config.yaml, which users edit."""
+    """The content of settled.json: the run's settings, kept apart from config.yaml, which users edit."""
 
     settings: dict[str, Any]
-    """All of them, as the run was last trained with."""
+    """All settings that the run was last trained with."""
     decided: dict[str, list[Any]]
-    """Those that the run decided by itself, by path, with what was asked for."""
+    """Settings that the run decided, by path, with the requested value."""
     code: dict[str, str]
-    """Signatures of the user's code that it was trained with, by import path."""
+    """Signatures of the custom code that the run was trained with, by import path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class RunFolder:
 
     @property
     def model(self) -> Path:
-        """The trained model in a form that others read, where the family has one."""
+        """The exported model, for families that have an export format."""
         return self.path / "model"
 
     @property
@@ -78,13 +78,13 @@ class RunFolder:
     def write_settled(self, settled: Settled) -> None:
         write_atomically(self.path / "settled.json", json.dumps(seal(dataclasses.asdict(settled))))
 
-    def settled(self) -> Settled:
+    def read_settled(self) -> Settled:
         return Settled(**self._sealed(self.path / "settled.json"))
 
     def write_plan(self, plan: Plan) -> None:
         write_atomically(self.plan, json.dumps(seal(dataclasses.asdict(plan)), indent=2))
 
-    def stored_plan(self) -> Plan:
+    def read_plan(self) -> Plan:
         return Plan.from_json(json.dumps(self._sealed(self.plan)))
 
     def _sealed(self, path: Path) -> dict[str, Any]:
@@ -100,18 +100,19 @@ class RunFolder:
     def checkpoints(self, *, keep: int = 0, writes: bool = True) -> Checkpoints:
         return Checkpoints(self.path / "checkpoints", keep=keep, writes=writes)
 
-    def locked(self) -> AbstractContextManager[None]:
+    def lock(self) -> AbstractContextManager[None]:
         return own_folder(self.path)
 
     @classmethod
-    def planned(cls, out: str | None, name: str) -> RunFolder:
-        """Where a new run would be; nothing is made. A second run of the same second gets a number."""
+    def choose(cls, out: str | None, name: str) -> RunFolder:
+        """Return the folder that a new run would get, without creating it. A second run in the same second gets a
+        number."""
         return cls(Path(out) if out else find_unused_path(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
 
     @classmethod
     def create(cls, out: str | None, name: str) -> RunFolder:
-        """A new folder, made by this call alone: an existing one with content is an error."""
-        path = cls.planned(out, name).path
+        """Create a new folder; an existing one with content is an error."""
+        path = cls.choose(out, name).path
         if make_printable(str(path)) != str(path):
             raise CheckpointError(
                 f"the run's folder {path} is not UTF-8",
@@ -119,7 +120,7 @@ class RunFolder:
                 fix="choose another name with --out",
             )
         if path.is_dir() and any(path.iterdir()):
-            raise _taken(cls(path))
+            raise _explain_taken(cls(path))
         try:
             (path / "report").mkdir(parents=True)
         except OSError as error:
@@ -141,7 +142,7 @@ class RunFolder:
 
 
 def find_import_paths(config: RunConfig) -> list[str]:
-    """Return the user's code that a config names."""
+    """Return the import paths of custom code that a config names."""
     named = (config.workload, getattr(config.model, "path", None) or "")
     return [path for path in named if is_import_path(path)]
 
@@ -157,7 +158,7 @@ def load_stored(
     """Load the config of a stored run or capsule; code that its user did not train with is refused before anything is
     imported."""
     workload = read_yaml(file).values.get("workload")
-    # A list, because `in KINDS` would import the code. A reference such as `${globals.x}` is refused, too.
+    # A list, because `in KINDS` would import the code. A reference such as `${globals.x}` is refused as well.
     if not trust and workload is not None and str(workload) not in list(KINDS):
         refuse_unknown_code([str(workload)], code, file)
     loaded = load(str(file), flags=flags, overrides=overrides)
@@ -166,15 +167,15 @@ def load_stored(
     return loaded
 
 
-def how_to_go_on(path: Path) -> str:
-    """For the user of a run that stopped before its end."""
+def suggest_resume(path: Path) -> str:
+    """Return the command that resumes a run which stopped before its end."""
     if is_dry_run(path):
         return "--dry removes it now: leave that out to go on later"
     return f"continue with: {suggest_command('train', '--resume', path)}"
 
 
-def _taken(folder: RunFolder) -> CheckpointError:
-    """Only a run with a checkpoint can be continued; one that was killed before its first is of no use to anybody."""
+def _explain_taken(folder: RunFolder) -> CheckpointError:
+    """Return the error for an --out that is not empty: continue it if it has a checkpoint, else remove it."""
     fix = "choose another --out"
     if folder.checkpoints().all():
         fix += f", or continue that run with: {suggest_command('train', '--resume', folder.path)}"
@@ -188,39 +189,39 @@ def _taken(folder: RunFolder) -> CheckpointError:
 # --- where its files are ---
 
 
-def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The same files whatever the working folder will be; `~` is the home folder."""
+def make_paths_absolute(config: RunConfig) -> RunConfig:
+    """Make paths independent of the working folder; `~` is the home folder."""
     is_own = is_import_path(config.workload)
     for path, field in list_fields(type(config)).items():
         if IS_PATH in field.metadata and (value := operator.attrgetter(path)(config)):
-            # What a model is made of may be a word (`random`), and what is missing is named as it was typed.
-            place = _absolute(value, only_if_there=is_own or not path.startswith("data."))
-            config = _with_setting(config, path.split("."), place)
+            # Some settings take a path or a name (`random`); a missing file is reported as it was typed.
+            place = _make_absolute(value, only_if_there=is_own or not path.startswith("data."))
+            config = _change_setting(config, path.split("."), place)
     return config
 
 
-def _with_setting(section: Any, names: Sequence[str], value: str) -> Any:
+def _change_setting(section: Any, names: Sequence[str], value: str) -> Any:
     name, *rest = names
-    return section.model_copy(update={name: _with_setting(getattr(section, name), rest, value) if rest else value})
+    return section.model_copy(update={name: _change_setting(getattr(section, name), rest, value) if rest else value})
 
 
-def with_data_found(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:
-    """A stored run's settings with its data folder as it is here, and what to know about it."""
-    stored, here = config.data.dir, with_absolute_paths(config)
-    demo = make_absolute(folder.path) / "data"  # demo data lie in the run's folder, and move with it
+def find_moved_data(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:
+    """Return a stored run's config with its data folder as found here, and notes about it."""
+    stored, here = config.data.dir, make_paths_absolute(config)
+    demo = make_absolute(folder.path) / "data"  # demo data are in the run's folder and move with it
     if stored is None:
         return here.changed(data={"dir": str(demo)}) if demo.is_dir() else here, []
-    place = Path(_absolute(stored))
+    place = Path(_make_absolute(stored))
     if place.exists():
         return here, []
     if demo.is_dir():
         return here.changed(data={"dir": str(demo)}), [f"{stored} is not there: using the demo data in {demo}"]
-    if is_import_path(config.workload):  # what it means is its workload's own business
+    if is_import_path(config.workload):  # a custom workload may use data.dir as it likes
         return here, []
-    raise _missing(folder, stored, place)
+    raise _explain_missing_data(folder, stored, place)
 
 
-def _missing(folder: RunFolder, stored: str, place: Path) -> DataError:
+def _explain_missing_data(folder: RunFolder, stored: str, place: Path) -> DataError:
     if str(place) == stored:
         why = f"{folder.config} names that folder"
     else:
@@ -232,7 +233,7 @@ def _missing(folder: RunFolder, stored: str, place: Path) -> DataError:
     )
 
 
-def _absolute(path: str, *, only_if_there: bool = False) -> str:
+def _make_absolute(path: str, *, only_if_there: bool = False) -> str:
     if "://" in path:
         return path
     place = make_absolute(path)
@@ -240,61 +241,63 @@ def _absolute(path: str, *, only_if_there: bool = False) -> str:
 
 
 # --- sizes and times of its data files when it started ---
-# Content is not read: one look at each file's entry. What it finds is said, never refused, since a copy of the data on
+# Only sizes and times are read, not contents. Differences are reported, never refused, since a copy of the data on
 # another machine has other times and the same content.
 
 SHOWN = 3
 
 
 def record_data(workload: Workload, folder: RunFolder) -> None:
-    """Remember the files; samples that are none leave nothing to remember."""
-    files = list(_files(workload))
+    """Record the data files in data.json; samples that are not files leave no record."""
+    files = list(_list_files(workload))
     if files:
-        write_atomically(_place(folder), json.dumps({"files": len(files), "digest": _digest(files)}))
+        write_atomically(_get_data_record(folder), json.dumps({"files": len(files), "digest": _compute_digest(files)}))
 
 
-def digest_of_contents(workload: Workload) -> str:
-    """Of the files' names and sizes, which copies on other machines share."""
-    files = list(_files(workload))
-    return _digest(files, with_times=False)[:12] if files else "none"
+def digest_contents(workload: Workload) -> str:
+    """Return a digest of the files' names and sizes, which are the same for copies on other machines."""
+    files = list(_list_files(workload))
+    return _compute_digest(files, with_times=False)[:12] if files else "none"
 
 
-def changed_data(workload: Workload, folder: RunFolder) -> list[str]:
-    """A note where sizes or times are others than when the run started; none for runs without a record."""
+def describe_changed_data(workload: Workload, folder: RunFolder) -> list[str]:
+    """Return a note if sizes or times of the data files have changed since the run started."""
     try:
-        record = parse_json(_place(folder).read_bytes())
+        record = parse_json(_get_data_record(folder).read_bytes())
         then, num_then = record["digest"], record["files"]
-        started_s = _place(folder).stat().st_mtime
+        started_s = _get_data_record(folder).stat().st_mtime
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    files = list(_files(workload))
-    if _digest(files) == then:
+    files = list(_list_files(workload))
+    if _compute_digest(files) == then:
         return []
     if len(files) != num_then:
         return [
             f"the run started with {format_count(num_then, 'data file')}, there are {len(files)} now: "
             "it does not continue exactly"
         ]
-    newer = [path for path in dict.fromkeys(files) if path.stat().st_mtime > started_s]  # both parts may be in one file
+    newer = [
+        path for path in dict.fromkeys(files) if path.stat().st_mtime > started_s
+    ]  # both splits may be in one file
     which = f"written since: {list_some(newer, SHOWN)}" if newer else "none was written since, so they may be copies"
     return [f"data files have other sizes or times than when this run started ({which}): it may not continue exactly"]
 
 
-def _files(workload: Workload) -> Iterator[Path]:
+def _list_files(workload: Workload) -> Iterator[Path]:
     for samples in (workload.train_samples, workload.val_samples):
         if implements(samples, FileSamples):
             yield from map(Path, samples.files())
 
 
-def _digest(files: list[Path], *, with_times: bool = True) -> str:
+def _compute_digest(files: list[Path], *, with_times: bool = True) -> str:
     digest = hashlib.sha256()
     for path in files:
         entry = path.stat()
         times = (entry.st_mtime_ns,) if with_times else ()
-        # The folder's own name, not its whole path: a data set that was moved is the same one.
+        # The name of the folder, not its whole path: a data set that was moved is still the same.
         digest.update(repr((path.parent.name, path.name, entry.st_size, *times)).encode())
     return digest.hexdigest()
 
 
-def _place(folder: RunFolder) -> Path:
+def _get_data_record(folder: RunFolder) -> Path:
     return folder.path / "data.json"

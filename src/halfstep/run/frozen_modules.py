@@ -1,7 +1,7 @@
-"""Frozen parts of a run: placed by the plan, known by a checksum, stored only where they came from no file.
+"""Frozen modules of a run: placed by the plan, identified by a checksum, stored only if they came from no file.
 
-A checkpoint holds no weights of theirs, but their checksum and file: `resume`, `evaluate` and `predict` load them from
-there and refuse others. A part that was made here (random, by a demo) is stored once, in RUN/frozen/NAME.safetensors.
+A checkpoint holds their checksums and files, not their weights: `resume`, `evaluate` and `predict` load them from
+there and refuse others. A module made by the run (random, by a demo) is stored once, in RUN/frozen/NAME.safetensors.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ Parts = Mapping[str, FrozenPart]
 Stored = Mapping[str, Mapping[str, str]]  # checksum and source by name, as a checkpoint holds them
 
 
-def modules_of(parts: Parts) -> dict[str, nn.Module]:
+def get_modules(parts: Parts) -> dict[str, nn.Module]:
     return {name: part.module for name, part in parts.items()}
 
 
 def place_frozen_(config: RunConfig, parts: Parts, plan: Plan) -> None:
-    """On the run's device, in the plan's storage, compute and layout; in place: forward holds these very modules."""
+    """Move frozen modules to the run's device, storage, compute format and layout, in place: forward refers to them."""
     for part in parts.values():
         part.module.to(torch.device(plan.device))
-    apply_frozen_(plan, modules_of(parts))
+    apply_frozen_(plan, get_modules(parts))
     for part in parts.values():
         if wants_channels_last(config, plan, part.module):
             to_channels_last_(part.module)
@@ -47,14 +47,17 @@ def place_frozen_(config: RunConfig, parts: Parts, plan: Plan) -> None:
 # --- identity ---
 
 
-def identified(workload: Workload) -> Workload:
-    """The workload with the checksums of its parts as they were built; casting changes them."""
-    parts = {name: dataclasses.replace(part, checksum=checksum(part.module)) for name, part in workload.frozen.items()}
+def add_checksums(workload: Workload) -> Workload:
+    """Return the workload with checksums of its frozen modules, taken before casting changes them."""
+    parts = {
+        name: dataclasses.replace(part, checksum=compute_checksum(part.module))
+        for name, part in workload.frozen.items()
+    }
     return dataclasses.replace(workload, frozen=parts) if parts else workload
 
 
-def checksum(module: nn.Module) -> str:
-    """Of names, shapes, formats and bytes of what its state_dict holds, whatever file it came in."""
+def compute_checksum(module: nn.Module) -> str:
+    """Return a checksum of the names, shapes, formats and bytes in a module's state_dict."""
     found = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         plain = tensor.detach().cpu().contiguous()
@@ -63,12 +66,12 @@ def checksum(module: nn.Module) -> str:
     return found.hexdigest()
 
 
-def identities(parts: Parts) -> dict[str, dict[str, str]]:
+def list_identities(parts: Parts) -> dict[str, dict[str, str]]:
     return {name: {"checksum": part.checksum, "source": part.source} for name, part in parts.items()}
 
 
-def as_stored(parts: Parts, stored: Stored, folder: Path) -> dict[str, FrozenPart]:
-    """The run's own parts: those made here are read from its folder, all others have to be the ones it trained with."""
+def match_stored(parts: Parts, stored: Stored, folder: Path) -> dict[str, FrozenPart]:
+    """Load modules that the run made from its folder, and check that all others are the ones it was trained with."""
     if parts.keys() != stored.keys():
         raise CheckpointError(
             f"the run has the frozen parts {', '.join(stored) or 'none'}, not {', '.join(parts) or 'none'}",
@@ -78,9 +81,9 @@ def as_stored(parts: Parts, stored: Stored, folder: Path) -> dict[str, FrozenPar
     for name, part in parts.items():
         if not part.source and not stored[name]["source"]:
             _load_(name, part.module, folder)
-        now = checksum(part.module)
+        now = compute_checksum(part.module)
         if now != stored[name]["checksum"]:
-            where = part.source or stored[name]["source"] or str(_file(folder, name))
+            where = part.source or stored[name]["source"] or str(_get_path(folder, name))
             raise CheckpointError(
                 f"{where} is not the frozen part {name!r} that this run was trained with",
                 why=f"its checksum is {now[:12]}, that of the run's {stored[name]['checksum'][:12]}",
@@ -91,8 +94,9 @@ def as_stored(parts: Parts, stored: Stored, folder: Path) -> dict[str, FrozenPar
 
 
 @contextmanager
-def naming_lost_files(stored: Stored) -> Iterator[None]:
-    """Around the building of a stored run: where a part's file is gone, that is said, not what followed from it."""
+def name_lost_files(stored: Stored) -> Iterator[None]:
+    """While a stored run is built, replace errors that a missing file of a frozen module caused by one that names
+    it."""
     try:
         yield
     except (HalfstepError, OSError, SafetensorError) as error:
@@ -106,11 +110,11 @@ def naming_lost_files(stored: Stored) -> Iterator[None]:
         raise
 
 
-# --- the files of parts that were made here ---
+# --- files of modules that the run made ---
 
 
-def made_here(parts: Parts) -> dict[str, dict[str, Tensor]]:
-    """Copies of what came from no file, taken before it is cast."""
+def copy_made_here(parts: Parts) -> dict[str, dict[str, Tensor]]:
+    """Return copies of the modules that came from no file, before they are cast."""
     return {
         name: {key: value.detach().cpu().contiguous().clone() for key, value in part.module.state_dict().items()}
         for name, part in parts.items()
@@ -118,10 +122,10 @@ def made_here(parts: Parts) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def store(made: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
-    """Write them once, each whole or not at all."""
+def write_made_here(made: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
+    """Write these modules once, each atomically."""
     for name, tensors in made.items():
-        path = _file(folder, name)
+        path = _get_path(folder, name)
         try:
             path.parent.mkdir(exist_ok=True)
             with atomic_file(path) as hidden:
@@ -131,22 +135,22 @@ def store(made: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
 
 
 def _load_(name: str, module: nn.Module, folder: Path) -> None:
-    path = _file(folder, name)
+    path = _get_path(folder, name)
     try:
         module.load_state_dict(load_file(path))
     except (OSError, SafetensorError, RuntimeError) as error:
         raise CheckpointError(
             f"cannot read the frozen part {name!r} of this run from {path}",
             why=" ".join(str(error).split())[:300],
-            fix="put the file back: it came from nowhere else",
+            fix="restore the file: there is no other copy",
         ) from error
 
 
-def _file(folder: Path, name: str) -> Path:
+def _get_path(folder: Path, name: str) -> Path:
     return folder / "frozen" / f"{name}.safetensors"
 
 
-def described(parts: Parts, plan: Plan) -> list[tuple[str, str]]:
+def describe_frozen(parts: Parts, plan: Plan) -> list[tuple[str, str]]:
     precisions = {row.module: row.precision for row in plan.frozen}
     lines = []
     for name, part in parts.items():

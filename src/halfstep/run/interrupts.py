@@ -24,20 +24,20 @@ from typing import Any
 from halfstep.errors import Interrupted
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-"""A closed terminal (SIGHUP, not on Windows) ends a run as a scheduler does."""
+"""SIGHUP (a closed terminal; not on Windows) ends a run like a scheduler's SIGTERM."""
 
 HEARD = "finishing this step, then saving; press Ctrl-C again to stop without saving"
-PATIENCE_S = (0.2, 0.8)  # for the main thread to notice a second Ctrl-C, and once more after it was told again
+PATIENCE_S = (0.2, 0.8)  # time for the main thread to notice a second Ctrl-C, and again after it is repeated
 SHOW_CURSOR = "\x1b[?25h"
 
 
 class Interrupts:
     def __init__(self, *, answers: bool = True, heard: str = HEARD) -> None:
-        self.answers = answers  # whether the first Ctrl-C is answered on the screen: by one of several processes
+        self.answers = answers  # whether this rank answers the first Ctrl-C on the screen
         self.heard = heard
         self.received: signal.Signals | None = None
         self.last_words: Callable[[], str] = lambda: "stopped by a second Ctrl-C, without saving"
-        """What to say, and what to tidy up, where the main thread cannot."""
+        """Clean up and return the message if the main thread is stuck."""
         self._is_over = threading.Event()
 
     def __bool__(self) -> bool:
@@ -45,7 +45,7 @@ class Interrupts:
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal's number, as shells have it; of a process that another one's signal ended, SIGTERM's."""
+        """128 + the signal's number, as in shells; SIGTERM's if another rank received the signal."""
         return 128 + (self.received or signal.SIGTERM)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -76,19 +76,19 @@ class Interrupts:
 
 
 @contextmanager
-def interrupts(*, answers: bool = True, heard: str = HEARD) -> Iterator[Interrupts]:
+def catch_interrupts(*, answers: bool = True, heard: str = HEARD) -> Iterator[Interrupts]:
     """Listen while inside; the first Ctrl-C is answered with `heard`."""
     found = Interrupts(answers=answers, heard=heard)
     if threading.current_thread() is not threading.main_thread():
         yield found  # Python allows signal handlers in the main thread only
         return
-    with _handled(SIGNALS, found._note), _listening(found):
+    with _handle_signals(SIGNALS, found._note), _listen_for_wakeups(found):
         yield found
 
 
 @contextmanager
-def _handled(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """The former handlers come back afterwards."""
+def _handle_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Install a handler for these signals, and restore the previous ones afterwards."""
     former: dict[int, Any] = {number: signal.signal(number, handler) for number in numbers if _is_ours(number)}
     try:
         yield
@@ -98,7 +98,7 @@ def _handled(numbers: Iterable[int], handler: Callable[[int, FrameType | None], 
 
 
 @contextmanager
-def _listening(found: Interrupts) -> Iterator[None]:
+def _listen_for_wakeups(found: Interrupts) -> Iterator[None]:
     _keep_children_silent()
     ear, mouth = socket.socketpair()
     mouth.setblocking(False)
@@ -118,7 +118,7 @@ def _listening(found: Interrupts) -> Iterator[None]:
 
 @functools.cache  # there is no way to take it back, and once is enough
 def _keep_children_silent() -> None:
-    """A terminal's Ctrl-C goes to forked data workers as well: theirs must not count as a second one."""
+    """Keep forked data workers silent: a terminal's Ctrl-C reaches them too and must not count as a second one."""
 
     def forget() -> None:
         with contextlib.suppress(ValueError):
@@ -129,8 +129,8 @@ def _keep_children_silent() -> None:
 
 
 @contextmanager
-def raised_at_once(when: str = "before training began") -> Iterator[None]:
-    """Where there is nothing to save, SIGTERM and SIGHUP end a command as Ctrl-C does: by an error, so it tidies up."""
+def raise_at_once(when: str = "before training began") -> Iterator[None]:
+    """Raise on SIGTERM and SIGHUP as on Ctrl-C, so that a command with nothing to save cleans up."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -139,7 +139,7 @@ def raised_at_once(when: str = "before training began") -> Iterator[None]:
         name = signal.Signals(number).name
         raise Interrupted(f"stopped by {name} {when}; nothing was left behind", exit_code=128 + number)
 
-    with _handled((number for number in SIGNALS if number != signal.SIGINT), end):
+    with _handle_signals((number for number in SIGNALS if number != signal.SIGINT), end):
         yield
 
 
@@ -149,7 +149,7 @@ def _is_ours(number: int) -> bool:
 
 
 def _say_at_once(text: str) -> None:
-    """Straight to the file: a handler may run in the middle of a print, whose buffer must not be entered twice."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody there to read it
+    """Write straight to the file: a handler may run in the middle of a print, whose buffer is not reentrant."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed
         start = "\n" if sys.stderr.isatty() else ""  # the progress bar's line ends without one
         os.write(sys.stderr.fileno(), f"{start}{text}\n".encode())

@@ -1,4 +1,4 @@
-"""What a run tells while it goes on: bars, events, records. It reads facts that the guard has already waited for."""
+"""Progress bars, events and metric records of a run. They use facts that the guard has already read from the device."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from halfstep.workloads import KINDS
 from halfstep.workloads.base.kind import Unit, load_part
 
 METRIC_EVERY_S = 2.0
-"""The training metric on the bar waits for the device, so it is refreshed by the clock, not by the step."""
+"""Computing the training metric waits for the device, so it is refreshed by time, not at every step."""
 
 COMPILING = "compiling the step for this shape of batches, once: this one takes longer"
 
 
 @dataclass(slots=True)
 class Seen:
-    """What was read of one phase: its newest step, and the losses of this epoch's committed ones."""
+    """The newest step of one phase, and the losses of this epoch's committed steps."""
 
     newest: Reading | None = None
     loss_sum: float = 0.0
@@ -65,7 +65,7 @@ class Journal:
         low_scale: float = 0.0,
     ) -> None:
         self.report, self.plan, self.epochs, self.report_every, self.metric = report, plan, epochs, report_every, metric
-        self._hint, self.unit, self._peak_flops, self._low_scale = hint, unit, peak_flops(plan), low_scale
+        self._hint, self.unit, self._peak_flops, self._low_scale = hint, unit, find_peak_flops(plan), low_scale
         self._named = samples if implements(samples, NamedSamples) else None
         self.device = torch.device(plan.device)
         self.attempted = 0
@@ -74,12 +74,12 @@ class Journal:
         self.num_skipped = self.num_spikes = 0
         self.phases = tuple(phases)
         self.seen = {name: Seen() for name in self.phases or ("",)}
-        """By phase; a run without phases is one without a name."""
+        """By phase; a run without phases has one entry with an empty name."""
         self.train_metric: Callable[[], dict[str, float]] = dict
-        self.gpu: Callable[[], str] = str  # how the GPU does, in short; empty where nobody knows
+        self.gpu: Callable[[], str] = str  # the GPU's utilisation in short; empty if unknown
         self._epoch, self._samples_per_s = 0, 0.0
         self._bar: Bar | None = None
-        self._has_shown = False  # whether this bar has had the fields of a step
+        self._has_shown = False  # whether this bar has shown the fields of a step
         self._is_compiling = False
         self._lagging = Lagging()
         self._shown_metric = ""
@@ -88,20 +88,20 @@ class Journal:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of the whole run, those before it was resumed included."""
+        """Seconds of the whole run, including those before it was resumed."""
         return self._before_s + self._clock.elapsed_s
 
     # --- one step ---
 
     def observe(self, facts: Facts | PhasedFacts | None, reading: Reading) -> None:
-        """Called by the guard with the facts of two steps ago; at an epoch's end with the last ones, too."""
+        """Take the facts of two steps ago from the guard; at the end of an epoch also the last ones."""
         del facts
         self.latest = reading
         self._lagging.add(reading.waits_s)
         for name, part in split_phases(reading).items():
             self.seen[name].newest = part
             self._tell(part, name)
-        if (reading.attempted + 1) % self.report_every == 0:  # a reading says how many steps were before it
+        if (reading.attempted + 1) % self.report_every == 0:  # `attempted` counts the steps before this one
             self._record(reading)
 
     def _tell(self, reading: Reading, phase: str) -> None:
@@ -123,7 +123,7 @@ class Journal:
             text = f"{step} skipped: {reading.reason}; samples {self._samples_of(reading)}"
             self._event("skipped", reading, text, "warning", phase)
 
-    def stepped(self, attempted: int, samples_per_s: float, waiting: Waiting) -> None:
+    def record_step(self, attempted: int, samples_per_s: float, waiting: Waiting) -> None:
         self._samples_per_s = samples_per_s
         if self._bar is not None:
             self._advance(self._bar, waiting, is_due=attempted % self.report_every == 0)
@@ -149,24 +149,24 @@ class Journal:
         )
 
     def _units_per_s(self) -> dict[str, float]:
-        """In the unit of the workload, such as tokens, which its readers want."""
-        used = utilisation(self.unit, self._samples_per_s, self._peak_flops)
+        """Return the throughput in the workload's unit, such as tokens."""
+        used = compute_utilisation(self.unit, self._samples_per_s, self._peak_flops)
         share = {"mfu": round(used, 4)} if used else {}
         return {**self.unit.rates(self._samples_per_s), **share}
 
     @property
     def _first(self) -> Reading | None:
-        """The newest step of the first phase, whose numbers stand for the run's where one is asked for."""
+        """The newest step of the first phase, which represents the run."""
         return next(iter(self.seen.values())).newest
 
     def _by_phase(self) -> dict[str, float]:
-        """The newest numbers of each phase, which need not have run in this very step."""
+        """Return the newest numbers of each phase, which may be from earlier steps."""
         shown = ("loss", "grad_norm", "lr", "committed")
         read = [(name, self.seen[name].newest) for name in self.phases]
         return {f"{key}/{name}": getattr(r, key) for name, r in read if r is not None for key in shown}
 
     def _advance(self, bar: Bar, waiting: Waiting, *, is_due: bool) -> None:
-        # What stands on a finished bar is not that of a step long ago.
+        # A finished bar must not show the numbers of a step long ago.
         is_wanted = is_due or not self._has_shown or bar.done + 1 == bar.total
         fields = self._fields(waiting) if is_wanted and self.latest is not None else None
         bar.advance(fields, begins_pace=self._is_compiling)
@@ -184,9 +184,9 @@ class Journal:
         fields = {**self._losses(r), **metric, "lr": f"{r.lr:.1e}"}
         if self._samples_per_s:
             fields["speed"] = self.unit.rate(self._samples_per_s)
-        if used := utilisation(self.unit, self._samples_per_s, self._peak_flops):
+        if used := compute_utilisation(self.unit, self._samples_per_s, self._peak_flops):
             fields["mfu"] = f"{used:.0%}"
-        if slowest := self._lagging.said():
+        if slowest := self._lagging.describe():
             fields["slowest"] = slowest
         if waiting.is_worth_saying:
             fields["data"] = f"{waiting.share:.0%}"
@@ -226,8 +226,8 @@ class Journal:
         )
 
     def latest_files(self) -> str:
-        """The files of the newest step that was looked at; empty where samples are not files."""
-        return _few(self._files_of(self.latest)) if self.latest is not None else ""
+        """Return the files of the newest step; empty if samples are not files."""
+        return _format_few(self._files_of(self.latest)) if self.latest is not None else ""
 
     def _files_of(self, reading: Reading) -> list[str]:
         if self._named is None:
@@ -236,8 +236,8 @@ class Journal:
 
     def _samples_of(self, reading: Reading) -> str:
         files = self._files_of(reading)
-        numbers = _few(reading.sample_ids) or "unknown"
-        return f"{numbers} ({_few(files)})" if files else numbers
+        numbers = _format_few(reading.sample_ids) or "unknown"
+        return f"{numbers} ({_format_few(files)})" if files else numbers
 
     def _log(self, record: Mapping[str, object]) -> None:
         self.report.log(record)
@@ -247,7 +247,7 @@ class Journal:
     # --- phases ---
 
     @contextmanager
-    def training(self, epoch: int, num_windows: int) -> Iterator[None]:
+    def show_training(self, epoch: int, num_windows: int) -> Iterator[None]:
         with self.report.phase(f"Epoch {epoch + 1}/{self.epochs} [Train]", num_windows) as bar:
             self._epoch, self._bar, self._has_shown = epoch, bar, False
             bar.show({"precision": self._precision})
@@ -257,11 +257,11 @@ class Journal:
                 self._bar = None
 
     @contextmanager
-    def validating(self, epoch: int, num_batches: int) -> Iterator[Callable[[], None]]:
+    def show_validation(self, epoch: int, num_batches: int) -> Iterator[Callable[[], None]]:
         with self.report.phase(f"Epoch {epoch + 1}/{self.epochs} [Val]", num_batches) as bar:
             yield lambda: bar.advance()
 
-    def epoch(
+    def record_epoch(
         self, epoch: int, attempted: int, train: Mapping[str, float], val: Mapping[str, float], *, is_best: bool
     ) -> None:
         mean_loss = next(iter(self.seen.values())).mean_loss
@@ -279,23 +279,23 @@ class Journal:
         for seen in self.seen.values():
             seen.loss_sum, seen.num_losses = 0.0, 0
 
-    # --- rare things ---
+    # --- rare events ---
 
     def notice(self, text: str, level: Level = "info") -> None:
         self.report.notice(text, level)
 
-    def compiling(self) -> None:
-        """Before a step that compiles, which its bar leaves out of the rate."""
+    def exclude_compiling(self) -> None:
+        """Exclude a step that compiles from the bar's rate."""
         self.report.notice(COMPILING)
         self._is_compiling = True
 
-    def early_stop(self, when: str, stopping: EarlyStopping) -> None:
+    def record_early_stop(self, when: str, stopping: EarlyStopping) -> None:
         self.report.notice(
             f"early stopping after {when}: no better {self.metric} than {stopping.best:.4f} "
             f"(epoch {stopping.best_epoch + 1}) in {stopping.num_since} validations"
         )
 
-    def rolled_back(self, attempted: int, verdict: Verdict, committed: int, guard: Guard) -> None:
+    def record_rollback(self, attempted: int, verdict: Verdict, committed: int, guard: Guard) -> None:
         text = (
             f"rolled back to committed step {committed} ({verdict.reason}); learning rate now x{guard.rate_factor:g}, "
             f"rollback {guard.num_rollbacks} of {guard.options.max_rollbacks}"
@@ -319,27 +319,27 @@ class Journal:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.latest = _read(state["latest"])
+        self.latest = _load_reading(state["latest"])
         self.num_records, self.records_crc32 = int(state["num_records"]), int(state["records_crc32"])
-        # The whole of a run without phases; the seat of one has the same keys.
+        # A run without phases stores the keys of its one entry at the top level.
         for name, own in state.get("phases", {"": {**state, "newest": state["latest"]}}).items():
-            self.seen[name] = Seen(_read(own["newest"]), float(own["loss_sum"]), int(own["num_losses"]))
+            self.seen[name] = Seen(_load_reading(own["newest"]), float(own["loss_sum"]), int(own["num_losses"]))
         self.num_skipped, self.num_spikes = int(state["num_skipped"]), int(state["num_spikes"])
         self._clock, self._before_s = Stopwatch(), float(state["elapsed_s"])
 
 
-def _read(stored: Mapping[str, Any] | None) -> Reading | None:
+def _load_reading(stored: Mapping[str, Any] | None) -> Reading | None:
     return load_reading(stored) if stored else None
 
 
-def _few(things: Sequence[int] | Sequence[str], most: int = 8) -> str:
+def _format_few(things: Sequence[int] | Sequence[str], most: int = 8) -> str:
     return ", ".join(str(thing) for thing in things[:most]) + (", ..." if len(things) > most else "")
 
 
-def hint_about(workload: str, scores: Mapping[str, float]) -> str:
-    """A sentence about a validation's scores, empty where there is nothing to say."""
+def find_hint(workload: str, scores: Mapping[str, float]) -> str:
+    """Return the family's hint about validation scores, or an empty string."""
     if not math.isfinite(scores.get("loss", 0.0)):
-        return ""  # what such a model predicts says nothing about its classes
+        return ""  # the scores of a diverged model mean nothing
     kind = KINDS.of(workload)
     return str(load_part(kind.hint)(scores)) if kind.hint is not None else ""
 
@@ -347,19 +347,19 @@ def hint_about(workload: str, scores: Mapping[str, float]) -> str:
 # --- how fast a run goes, and what it waits for: data, the slowest rank, the host ---
 
 
-WORTH_SAYING = 0.1  # share of the time below which waiting is nobody's business
+WORTH_SAYING = 0.1  # share of the time above which waiting is reported
 
 
 @dataclass(kw_only=True, slots=True)
 class Waiting:
-    """Host seconds of training, and those of them blocked in fetching batches."""
+    """Host seconds of training, and the part of them spent waiting for batches."""
 
     trained_s: float = 0.0
     waited_s: float = 0.0
     start_s: float = 0.0
-    """Of `trained_s`: until steps were compiled and captured."""
+    """The part of `trained_s` until steps were compiled and captured."""
     start_waited_s: float = 0.0
-    """Of `waited_s`: in that time."""
+    """The part of `waited_s` in that time."""
 
     def add(self, trained_s: float, waited_s: float) -> None:
         self.trained_s += trained_s
@@ -374,8 +374,9 @@ class Waiting:
         return self.share > WORTH_SAYING
 
 
-def way_out(config: RunConfig, samples: Samples, cores: int) -> str:
-    """The setting that gets data faster here: more workers while cores are free, then no more decoding."""
+def suggest_faster_data(config: RunConfig, samples: Samples, cores: int) -> str:
+    """Return the setting that speeds up data loading: more workers while cores are free, then a cache of decoded
+    images."""
     workers = config.data.num_workers
     if workers < cores:
         return f"data.num_workers={cores} (now {workers}, and this machine has {format_count(cores, 'core')})"
@@ -388,41 +389,41 @@ def way_out(config: RunConfig, samples: Samples, cores: int) -> str:
 
 
 # --- model FLOPs utilisation (Chowdhery et al. 2022) ---
-# A model's own operations over what the device could do at its peak: the vendor's, dense and with fp32 accumulation, in
-# the format that matmuls compute in. Operations that are run twice to save memory count once, so recomputing lowers it.
+# The model's operations over the device's peak (the vendor's number, dense, with fp32 accumulation) in
+# the compute format of matmuls. Recomputed operations count once, so recomputing lowers the utilisation.
 
 PUBLISHED_AS = {"fp8": "fp8_e4m3"}
 
 
-def peak_flops(plan: Plan) -> float | None:
-    """Of the plan's device in its format; None where no public document says it."""
+def find_peak_flops(plan: Plan) -> float | None:
+    """Return the peak FLOP/s of the plan's device in its format; None if unpublished."""
     known = find_known(plan.device_name) if plan.device.startswith("cuda") else None
     tflops = known.tflops.get(PUBLISHED_AS.get(plan.compute, plan.compute)) if known is not None else None
     return tflops * 1e12 if tflops else None
 
 
-def utilisation(unit: Unit, samples_per_s: float, peak: float | None) -> float | None:
+def compute_utilisation(unit: Unit, samples_per_s: float, peak: float | None) -> float | None:
     return samples_per_s * unit.flops_per_sample / peak if peak and unit.flops_per_sample else None
 
 
-# --- the slowest process ---
+# --- the slowest rank ---
 
-WINDOW_S = 10.0  # one slow step says little
+WINDOW_S = 10.0  # averaged over this time: one slow step is no trend
 
 
 class Lagging:
-    """Who is slowest in the last seconds, by how long each process waited for the others."""
+    """Find the slowest rank of the last seconds by how long each rank waited for the others."""
 
     def __init__(self) -> None:
         self._clock, self._waits_s = Stopwatch(), list[float]()
 
     def add(self, waits_s: Sequence[float]) -> None:
-        # A resumed run begins with readings of as many processes as there were before.
+        # A resumed run starts with readings of the previous number of ranks.
         own = self._waits_s if len(self._waits_s) == len(waits_s) else [0.0] * len(waits_s)
         self._waits_s = [before + more for before, more in zip(own, waits_s, strict=True)]
 
-    def said(self) -> str:
-        """`rank 3, others wait 24%`; empty where nobody lags."""
+    def describe(self) -> str:
+        """Return a line such as `rank 3, others wait 24%`; empty if no rank lags."""
         waits_s, elapsed_s = self._waits_s, self._clock.elapsed_s
         if elapsed_s > WINDOW_S:
             self._waits_s = []
@@ -436,22 +437,22 @@ class Lagging:
 # --- how busy the GPU was ---
 
 START_STEPS: dict[Mode, int] = {"eager": 1, "compile": 2, "graph": UNCAPTURED + 1}
-"""Of a process, by mode: until kernels are chosen, compiled and captured."""
-BUSY = 80.0  # percent below which the summary says why
-SHORTEST_S = 10.0  # below that NVML's averages say nothing of a run
+"""First steps by mode, in which kernels are chosen, compiled and captured."""
+BUSY = 80.0  # percent below which the summary gives a reason
+SHORTEST_S = 10.0  # below this NVML's averages are meaningless
 
 
-def how_busy(monitor: Monitor, waiting: Waiting, elapsed_s: float, mode: Mode) -> str:
-    """One line for the summary; empty on a device that cannot say."""
+def describe_gpu_use(monitor: Monitor, waiting: Waiting, elapsed_s: float, mode: Mode) -> str:
+    """Return the summary's line on GPU utilisation; empty if the device does not report it."""
     if not monitor.is_able:
         return ""
     if monitor.trouble:
         return f"not recorded to the end: {monitor.trouble}"
-    return busy_line(monitor.utilization, waiting, elapsed_s, mode)
+    return format_gpu_use(monitor.utilization, waiting, elapsed_s, mode)
 
 
-def busy_line(utilization: float | None, waiting: Waiting, elapsed_s: float, mode: str) -> str:
-    """How busy the GPU was after the start of the run, in which steps are compiled and captured."""
+def format_gpu_use(utilization: float | None, waiting: Waiting, elapsed_s: float, mode: str) -> str:
+    """Return the utilisation after the first steps, in which code is compiled and captured."""
     steady_s = elapsed_s - waiting.start_s
     if utilization is None or steady_s < SHORTEST_S:
         return "not measurable: the run was too short"
@@ -459,11 +460,11 @@ def busy_line(utilization: float | None, waiting: Waiting, elapsed_s: float, mod
     shown = f"{utilization:.0f}% busy{after}"
     if utilization >= BUSY:
         return shown
-    return f"{shown}, under {BUSY:.0f}%: {why_idle(utilization, waiting, elapsed_s, mode)}"
+    return f"{shown}, under {BUSY:.0f}%: {explain_idle(utilization, waiting, elapsed_s, mode)}"
 
 
-def why_idle(utilization: float, waiting: Waiting, elapsed_s: float, mode: str) -> str:
-    """What the GPU waited for most after the start: data, what comes between steps, or the host."""
+def explain_idle(utilization: float, waiting: Waiting, elapsed_s: float, mode: str) -> str:
+    """Return what the GPU waited for most after the first steps: data, work between steps, or the host."""
     steady_s = elapsed_s - waiting.start_s
     data = (waiting.waited_s - waiting.start_waited_s) / steady_s
     between = max(elapsed_s - waiting.trained_s, 0.0) / steady_s

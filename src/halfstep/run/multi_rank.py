@@ -1,4 +1,4 @@
-"""A run that several processes train: what connects an assembly with those of the others."""
+"""Connect the assembly of a rank with those of the other ranks, and refuse what they cannot train together."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from halfstep import __version__
 from halfstep.config.schema import RunConfig
 from halfstep.distributed.world import World, mark_agreed
 from halfstep.errors import ConfigError, HalfstepError, format_count
-from halfstep.run.folder import digest_of_contents
-from halfstep.run.frozen_modules import checksum
+from halfstep.run.folder import digest_contents
+from halfstep.run.frozen_modules import compute_checksum
 from halfstep.run.memory.out_of_memory import OutOfMemory
-from halfstep.run.resume import flattened
+from halfstep.run.resume import flatten_settings
 from halfstep.step.facts import PhasedReading, Reading
 from halfstep.step.phases import freeze_others
 from halfstep.step.ranks import Ranks, refuse_other_settings, wrap_regions
 from halfstep.tune.modes import Batch, Region
 from halfstep.workloads.base.workload import Workload
 
-OWN = ("device", "log.", "data.num_workers")  # settings that each process may have for itself
+OWN = ("device", "log.", "data.num_workers")  # settings that may differ between ranks
 
 
-def connected(
+def connect_ranks(
     world: World | None,
     config: RunConfig,
     model: nn.Module,
@@ -36,16 +36,16 @@ def connected(
     device: torch.device,
     trained: list[nn.Parameter] | None = None,
 ) -> tuple[Region, Region, Ranks | Literal["alone"]]:
-    """The eager and the compiled region as DDP runs them, and the step's part in the world; as they are without one.
-    `trained` are the parameters of a phase: others get no gradients in it, and nobody waits for those."""
+    """Wrap the eager and the compiled region in DDP, and return them with the step's `Ranks`; as they are without one.
+    `trained` are the parameters of a phase: the others get no gradients, and DDP must not wait for them."""
     eager, compiled = regions
     if world is None:
         return eager, compiled, "alone"
 
     def compiled_or_eager(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
-        """What cannot be compiled runs eager at once: the others are in this step, and its sums are the same."""
+        """Fall back to eager within the step: the other ranks are in the same step, and the sums stay the same."""
         try:
-            return uncut(compiled, batch)
+            return run_uncut(compiled, batch)
         except (HalfstepError, OutOfMemory):
             raise
         except Exception as error:
@@ -67,14 +67,14 @@ def connected(
     return partial(wrapped, "eager"), partial(wrapped, "compiled"), ranks
 
 
-def uncut(compiled: Region, batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
-    """Compiled whole. Inside DDP the compiler cuts a region at its buckets, so that sums overlap with backward: it
-    fuses less, and fails where kernels are autograd functions of their own, as ours are."""
+def run_uncut(compiled: Region, batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
+    """Run a region compiled as a whole. Inside DDP dynamo splits it at buckets to overlap sums with backward: it
+    fuses less, and fails on kernels that are custom autograd functions, as ours are."""
     with torch._dynamo.config.patch(optimize_ddp=False):
         return compiled(batch)
 
 
-def synchronised(config: RunConfig, model: nn.Module, device: torch.device, world: World | None) -> nn.Module:
+def synchronise_norms(config: RunConfig, model: nn.Module, device: torch.device, world: World | None) -> nn.Module:
     if world is None or not config.train.sync_batch_norm:
         return model
     if device.type != "cuda":
@@ -89,8 +89,8 @@ def synchronised(config: RunConfig, model: nn.Module, device: torch.device, worl
     return converted
 
 
-def notes_on(config: RunConfig, workload: Workload, model: nn.Module, world: World | None) -> list[str]:
-    """What the number of processes changes, before the first step."""
+def describe_rank_effects(config: RunConfig, workload: Workload, model: nn.Module, world: World | None) -> list[str]:
+    """Return notes on what the number of ranks changes in training."""
     if world is None or world.size == 1:
         return []
     notes = [f"over the samples of one process, not of the whole batch: {what}" for what in workload.by_batch]
@@ -105,7 +105,7 @@ def notes_on(config: RunConfig, workload: Workload, model: nn.Module, world: Wor
 
 
 def refuse_unfit(config: RunConfig, world: World) -> None:
-    """What several processes cannot train, found before anything is made."""
+    """Refuse a config that several ranks cannot train, before anything is built."""
     size, train = world.size, config.train
     if size > train.batch_size:
         raise mark_agreed(
@@ -118,31 +118,31 @@ def refuse_unfit(config: RunConfig, world: World) -> None:
 
 
 def refuse_differences(config: RunConfig, workload: Workload, world: World) -> None:
-    """Processes that would train different things are told so, all of them, before the first step."""
-    settings = {key: repr(value) for key, value in flattened(config).items() if not key.startswith(OWN)}
+    """Refuse to start on all ranks if they would train different things."""
+    settings = {key: repr(value) for key, value in flatten_settings(config).items() if not key.startswith(OWN)}
     own = {
         "halfstep": __version__,
         "torch": torch.__version__,
         **settings,
         "the number of training samples": str(len(workload.train_samples)),
         "the number of validation samples": str(len(workload.val_samples)),
-        "the names and sizes of the data files": digest_of_contents(workload),
-        "the first weights": checksum(workload.model)[:12],
+        "the names and sizes of the data files": digest_contents(workload),
+        "the first weights": compute_checksum(workload.model)[:12],
     }
     refuse_other_settings(
         world,
         own,
-        why="all processes of a run train the same model on the same data",
-        fix="give every process the same command, data and versions",
+        why="all ranks of a run train the same model on the same data",
+        fix="give every rank the same command, data and versions",
     )
 
 
-def with_all_samples(world: World, reading: Reading) -> Reading:
-    """A bad step's reading with the samples of the processes that made it so; asked of all at the same step."""
+def gather_samples(world: World, reading: Reading) -> Reading:
+    """Add the samples of the faulty ranks to a bad step's reading; all ranks call it at the same step."""
     if not reading.is_bad:
         return reading
     ids = world.gather(reading.sample_ids)
-    # A reading that was stored may be of more processes than there are now.
+    # A stored reading may come from more ranks than there are now.
     faulty = [rank for rank in reading.faulty_ranks if rank < world.size] or range(world.size)
     found = tuple(dict.fromkeys(number for rank in faulty for number in ids[rank]))
     if not isinstance(reading, PhasedReading):
@@ -151,7 +151,7 @@ def with_all_samples(world: World, reading: Reading) -> Reading:
     return dataclasses.replace(reading, sample_ids=found, phases=parts)
 
 
-def seed_of(seed: int, attempted: int, rank: int) -> int:
-    """Of the generators of a process that has none stored: its own, and another one after each resume."""
+def derive_seed(seed: int, attempted: int, rank: int) -> int:
+    """Return the seed of a rank without stored generators: its own, and a different one after each resume."""
     mixed = hashlib.sha256(f"{seed},{attempted},{rank}".encode()).digest()
     return int.from_bytes(mixed[:7], "little")

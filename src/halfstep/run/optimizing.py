@@ -25,7 +25,7 @@ from halfstep.step.scaler import Scaler, ScalerOptions
 from halfstep.step.schedule import Schedule, ScheduleOptions, build_schedule
 from halfstep.step.step import Step
 from halfstep.step.tables import Values
-from halfstep.tune.memory_low import MemorySetting, optimizer_for
+from halfstep.tune.memory_low import MemorySetting, make_optimizer
 from halfstep.workloads.base.workload import Group
 
 AnyStep = TypeVar("AnyStep", bound=Step)
@@ -95,7 +95,7 @@ def optimizing(
         own_groups += [{**found, **lr} for found in made]
         schedules += [build_schedule(_schedule_options(own, length))] * len(made)
     half = {"rounding": config.precision.rounding, "seed": config.train.seed}
-    optimizer = optimizer_for(setting, o.name, own_groups, lr=peak_lr, options=o.options(), **half)  # type: ignore[arg-type]
+    optimizer = make_optimizer(setting, o.name, own_groups, lr=peak_lr, options=o.options(), **half)  # type: ignore[arg-type]
     return optimizer, schedules if groups else schedules[:1]
 
 

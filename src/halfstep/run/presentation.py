@@ -1,4 +1,4 @@
-"""What a run says of itself: the header before the first step, the summary after the last."""
+"""The header that a run prints before its first step, and the summary after its last."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from halfstep.report.config_view import format_header
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import Assembly
 from halfstep.run.folder import RunFolder
-from halfstep.run.frozen_modules import described
-from halfstep.run.journal import way_out
+from halfstep.run.frozen_modules import describe_frozen
+from halfstep.run.journal import suggest_faster_data
 from halfstep.run.loop import Loop
-from halfstep.run.stored_state import half_weights, lost_updates, rounding_warnings
-from halfstep.tune.own_blocks import what_recomputes
+from halfstep.run.stored_state import count_lost_updates, describe_half_weights, warn_of_rounding
+from halfstep.tune.own_blocks import describe_recomputed
 
 ON_BAD_STEP: dict[str, str] = {
     "found_inf": "its fused kernel skips bad steps",
     "select": "bad steps are undone from a copy",
     "host": "the host checks each step, one wait per step",
 }
-"""How each optimizer keeps a bad step from changing anything, in the header's words."""
+"""How each commit method undoes a bad step, for the header."""
 
 
 def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Assembly) -> None:
@@ -44,27 +44,27 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
     islands = [row.module for row in plan.rows if row.kind == "island"]
     rows = [
         ("precision", f"{plan.granted}{' (simulated)' if plan.simulated else ''}: {plan.reason}"),
-        ("weights", half_weights(parts.step.optimizers)),
+        ("weights", describe_half_weights(parts.step.optimizers)),
         ("its own precision", list_some(apart, 4)),
         ("always fp32", list_some(islands, 4)),
         ("device", f"{plan.device} ({plan.device_name})"),
         ("model", f"{type(parts.model).__name__}, {num_parameters:,} parameters"),
-        *described(parts.workload.frozen, plan),
+        *describe_frozen(parts.workload.frozen, plan),
         ("data", f"{num_train:,} training, {format_count(num_val, 'validation sample')}"),
-        ("data folder", _with_origin(config.data.dir or "", loaded, "data.dir")),
+        ("data folder", _add_origin(config.data.dir or "", loaded, "data.dir")),
         *parts.workload.about,
         ("workers", f"{config.data.num_workers} ({loaded.origins.get('data.num_workers', DEFAULT)})"),
         ("batch", batch),
-        ("processes", _processes(parts)),
-        ("steps", _length(parts)),
-        ("recomputed", what_recomputes(parts.model)),
+        ("processes", _describe_ranks(parts)),
+        ("steps", _describe_length(parts)),
+        ("recomputed", describe_recomputed(parts.model)),
         ("phases", ", ".join(own.phase.when for own in parts.phases)),
         ("optimizer", ", ".join(commits)),
         ("scores", parts.workload.scoring),
         ("run", str(folder.path)),
     ]
-    own = rounding_warnings(parts.step.optimizers)
-    warnings = (*loaded.warnings, *plan.warnings, *own, *_first(parts.workload.notes))
+    own = warn_of_rounding(parts.step.optimizers)
+    warnings = (*loaded.warnings, *plan.warnings, *own, *_shorten_notes(parts.workload.notes))
     report.header(f"halfstep {config.workload}", [row for row in rows if row[1]], warnings=warnings)
     for line in format_header(loaded):
         report.notice(line)
@@ -79,11 +79,11 @@ def show_summary(
     best_metric = f"{stopping.best:.4f} (epoch {stopping.best_epoch + 1})" if best else "not validated"
     rows = [
         (f"best {parts.workload.metric}", best_metric),
-        ("time", _duration(elapsed_s)),
+        ("time", _format_duration(elapsed_s)),
         ("speed", f"{parts.unit.rate(loop.num_samples / max(elapsed_s, 1e-9))}, validation included"),
         ("peak memory", format_bytes(memory) if memory else "not measured on this device"),
         ("skipped steps", str(loop.journal.num_skipped)),
-        *lost_updates(parts.step.optimizers),
+        *count_lost_updates(parts.step.optimizers),
     ]
     if joules is not None:
         each = joules / max(loop.num_samples * parts.unit.per_sample, 1)
@@ -91,12 +91,12 @@ def show_summary(
     if busy:
         rows.append(("GPU", busy))
     if loop.waiting.is_worth_saying:
-        faster = way_out(parts.config, parts.workload.train_samples, count_cores())
+        faster = suggest_faster_data(parts.config, parts.workload.train_samples, count_cores())
         rows.append(("waiting for data", f"{loop.waiting.share:.0%} of the training time; faster with {faster}"))
-    report.finish("done", rows + ([] if is_dry_run(folder.path) else _what_is_left(folder, loop)))
+    report.finish("done", rows + ([] if is_dry_run(folder.path) else _list_results(folder, loop)))
 
 
-def _what_is_left(folder: RunFolder, loop: Loop) -> list[tuple[str, str]]:
+def _list_results(folder: RunFolder, loop: Loop) -> list[tuple[str, str]]:
     parts, best = loop.parts, loop.checkpoints.best()
     curves = [("curves", str(folder.report / "curves.png"))] if parts.config.log.curves else []
     held_out = () if len(parts.workload.val_samples) else ("--data", "DIR")
@@ -104,7 +104,7 @@ def _what_is_left(folder: RunFolder, loop: Loop) -> list[tuple[str, str]]:
     return [("best checkpoint", str(best) if best else "none"), *curves, ("look closer", closer)]
 
 
-def _processes(parts: Assembly) -> str:
+def _describe_ranks(parts: Assembly) -> str:
     if (world := parts.world) is None:
         return ""
     train = parts.config.train
@@ -116,8 +116,8 @@ def _processes(parts: Assembly) -> str:
     return f"{world.size}, {each}, gradients summed in {train.reduce}"
 
 
-def _length(parts: Assembly) -> str:
-    """`600 = 20 epochs of 30`, or what train.max_steps leaves of them."""
+def _describe_length(parts: Assembly) -> str:
+    """Return a line such as `600 = 20 epochs of 30`, or the part that train.max_steps allows."""
     train = parts.config.train
     steps = math.ceil(len(parts.train_loader) / train.accumulate)
     if parts.total_steps == train.epochs * steps:
@@ -126,16 +126,16 @@ def _length(parts: Assembly) -> str:
     return f"{parts.total_steps} (train.max_steps), {parts.total_steps / steps:.1f} epochs of {steps}"
 
 
-def _with_origin(value: str, loaded: Loaded, key: str) -> str:
-    """A value, and who said it: a folder that was typed as `data` is shown in full beside it."""
+def _add_origin(value: str, loaded: Loaded, key: str) -> str:
+    """Add the origin to a value: a folder that was typed as `data` is shown in full next to it."""
     origin = loaded.origins.get(key, DEFAULT)
     return f"{value} ({origin})" if value and origin.layer != "default" else value
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     return time.strftime("%H:%M:%S", time.gmtime(seconds)) if seconds >= 60 else f"{seconds:.1f} s"
 
 
-def _first(notes: tuple[str, ...], most: int = 20) -> list[str]:
-    """Of a thousand files that were left out, a screen of names and the number."""
+def _shorten_notes(notes: tuple[str, ...], most: int = 20) -> list[str]:
+    """Return the first notes and the number of the remaining ones."""
     return [*notes[:most], *([f"and {format_count(len(notes) - most, 'more such file')}"] if len(notes) > most else [])]

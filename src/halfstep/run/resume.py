@@ -1,4 +1,4 @@
-"""What may change between the two halves of a run, and what would make it another run."""
+"""Which settings may change when a run is resumed, and which would make it a different run."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ FREE = (
     "train.auto_batch", "train.backend", "train.rank_timeout_s", "train.find_unused",
     "data.num_workers", "data.dir", "log.",
 )  # fmt: skip
-"""Keys that change how long a run goes on or what it tells. A schedule that follows the length of the run changes
-with `train.epochs` and `train.max_steps`, too: that is said."""
+"""Settings that change only how long a run trains or what it reports. A schedule that depends on the run's length
+changes with `train.epochs` and `train.max_steps`, which is reported."""
 
-NOT_STORED = ("log.quiet",)  # how one call is to be watched is not part of the run
+NOT_STORED = ("log.quiet",)  # a property of one call, not of the run
 
 FOLLOWS_THE_LENGTH = ("cosine", "linear", "polynomial", "onecycle")  # schedules that end where the run ends
 
@@ -40,24 +40,26 @@ class Changes:
 
     @property
     def are_binding(self) -> bool:
-        """Whether they change what a step computes."""
+        """Whether any change affects what a step computes."""
         return self.touch("")
 
     def touch(self, *prefixes: str) -> bool:
-        """Whether settings of these names that change what a step computes are among them."""
+        """Return whether settings that start with these names changed in a way that affects what a step computes."""
         return any(key.startswith(prefixes) and not key.startswith(FREE) for key in self.keys)
 
 
-def flattened(section: BaseModel, prefix: str = "") -> dict[str, Any]:
+def flatten_settings(section: BaseModel, prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in type(section).model_fields:
         value = getattr(section, name)
-        found |= flattened(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else {f"{prefix}{name}": value}
+        found |= (
+            flatten_settings(value, f"{prefix}{name}.") if isinstance(value, BaseModel) else {f"{prefix}{name}": value}
+        )
     return found
 
 
-def settled_by_run(asked: RunConfig, config: RunConfig) -> dict[str, list[Any]]:
-    """Settings that a new run decided by itself (its data, its demo), by path; with the value asked for, if any was."""
+def find_settled(asked: RunConfig, config: RunConfig) -> dict[str, list[Any]]:
+    """Return the settings that a new run decided from its data or demo, by path, with the requested value if any."""
     then, now = dump_values(asked), dump_values(config)
     sections = {name: part for name, part in then.items() if isinstance(part, dict)}
     return {
@@ -68,8 +70,8 @@ def settled_by_run(asked: RunConfig, config: RunConfig) -> dict[str, list[Any]]:
     }
 
 
-def as_settled(asked: Loaded, stored: Loaded, settled: Mapping[str, Sequence[Any]]) -> Loaded:
-    """Whoever asks for what the run was started with, or for nothing, gets what it decided then, from its own file."""
+def apply_decided(asked: Loaded, stored: Loaded, settled: Mapping[str, Sequence[Any]]) -> Loaded:
+    """Replace requests that equal the original ones, or defaults, by what the run decided then."""
     config, said, taken = asked.config, dump_values(asked.config), list[str]()
     for path, values in settled.items():
         section, _, name = path.partition(".")
@@ -129,7 +131,7 @@ def refuse_changes(
     """The differences; those that would change what a step computes are refused unless allowed, those of a setting that
     is `kept`, or in a section that is, always: it is not read again. `edited`: the file that they come from,
     not the command line."""
-    before, now = flattened(stored), flattened(asked)
+    before, now = flatten_settings(stored), flatten_settings(asked)
     changed = [key for key in now if now[key] != before.get(key) and key not in NOT_STORED]
     notes = [f"{key}: {before.get(key)} -> {now[key]}" for key in changed]
     undo = ("put it back", "put them back") if edited else ("leave it out", "leave them out")
@@ -147,10 +149,10 @@ def refuse_changes(
             why="a resumed run continues exactly; with other settings it would be another run",
             fix=f"{undo[1]}, or accept a run of two halves with --allow-changes",
         )
-    return Changes(keys=tuple(changed), notes=(*notes, *_about_the_schedule(asked, changed)))
+    return Changes(keys=tuple(changed), notes=(*notes, *_describe_schedule_change(asked, changed)))
 
 
-def _about_the_schedule(config: RunConfig, changed: list[str]) -> list[str]:
+def _describe_schedule_change(config: RunConfig, changed: list[str]) -> list[str]:
     if not {"train.epochs", "train.max_steps"} & set(changed):
         return []
     s = config.schedule
@@ -161,7 +163,7 @@ def _about_the_schedule(config: RunConfig, changed: list[str]) -> list[str]:
 
 
 def refuse_other_data(stored: Sequence[int], found: Sequence[int], *, allow: bool) -> list[str]:
-    """With other numbers of samples the split is another one, and validation may hold what was trained on."""
+    """Refuse other numbers of samples: the split would differ, and validation might contain training samples."""
     if list(stored) == list(found):
         return []
     note = f"the data changed: {stored[0]} training and {stored[1]} validation samples became {found[0]} and {found[1]}"
@@ -175,7 +177,7 @@ def refuse_other_data(stored: Sequence[int], found: Sequence[int], *, allow: boo
 
 
 def refuse_missing_device(plan: Plan) -> None:
-    """Another device computes other bits: it is taken when asked for, never by itself."""
+    """Raise if the run's device is missing: another device computes other bits and must be requested."""
     try:
         probe(plan.device)
     except HardwareError as error:
@@ -186,8 +188,8 @@ def refuse_missing_device(plan: Plan) -> None:
         ) from error
 
 
-def why_finished(config: RunConfig, state: Mapping[str, Any]) -> str:
-    """What ended the run and how to go on all the same; empty where there is something left to do."""
+def explain_finished(config: RunConfig, state: Mapping[str, Any]) -> str:
+    """Return why the run has finished and how to continue anyway; empty if something is left to do."""
     train, epochs, steps = config.train, state["position"]["epoch"], state["step"]["attempted"]
     if epochs >= train.epochs:
         again = f"train.epochs={2 * epochs}"

@@ -1,4 +1,4 @@
-"""This process among those of a run: what it writes, what it makes alone, and what all of them decide."""
+"""The role of a rank in a run: what it writes, what only rank 0 does, and the trials that all ranks make together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.plan import Plan
 from halfstep.report.progress import Bar
 from halfstep.report.run_report import Level, RunReport
-from halfstep.run.engine import rehearsal
+from halfstep.run.engine import rehearse_run
 from halfstep.run.folder import RunFolder
 from halfstep.tune.memory_low import CannotRun, Cost
 from halfstep.tune.modes import Mode
@@ -39,72 +39,72 @@ class RunRank:
     def writes(self) -> bool:
         return self.world is None or self.world.is_first
 
-    def of_first(self, make: Callable[[], Made]) -> Made:
-        """Made by the process that writes, known to all."""
+    def on_first(self, make: Callable[[], Made]) -> Made:
+        """Run on rank 0 and broadcast the result."""
         return make() if self.world is None else self.world.broadcast_from_first(make)
 
-    def device_of(self, config: RunConfig) -> str:
+    def choose_device(self, config: RunConfig) -> str:
         return choose_device(config, self.launch)
 
-    def to_go_on_with(self, out: Path | None) -> Path | None:
-        """The run that was under way when torchrun started its processes again."""
+    def find_restarted_run(self, out: Path | None) -> Path | None:
+        """Return the run to resume after torchrun has restarted its processes."""
         if self.launch is None or not self.launch.restarts:
             return None
         if out is None:
             raise mark_agreed(
                 CheckpointError(
-                    "torchrun has started the processes again, and the run has no folder of a known name",
-                    why="a folder named by the clock cannot be found again",
+                    "torchrun has restarted the processes, and the run was started without --out",
+                    why="a folder that is named by the time cannot be found again",
                     fix="name it with --out DIR",
                 )
             )
-        return self.of_first(lambda: out if RunFolder(out).checkpoints().all() else None)
+        return self.on_first(lambda: out if RunFolder(out).checkpoints().all() else None)
 
-    def plan_from(self, make: Callable[[Rehearse], Plan], config: RunConfig, workload: Workload) -> Plan:
-        """One plan for all, each on its own device, by trials that each makes on its part of a batch."""
+    def agree_on_plan(self, make: Callable[[Rehearse], Plan], config: RunConfig, workload: Workload) -> Plan:
+        """Return one plan for all ranks, each with its own device, from trials that all ranks make together."""
         if self.world is None:
-            return make(rehearsal)
-        device = probe(self.device_of(config)).device
-        return AgreedTrials(self.world, self.on_trial(config), workload, device, rehearsal).planned(make)
+            return make(rehearse_run)
+        device = probe(self.choose_device(config)).device
+        return AgreedTrials(self.world, self.get_trial_config(config), workload, device, rehearse_run).plan(make)
 
-    def on_trial(self, config: RunConfig) -> RunConfig:
-        """The config as trials take it: a process computes its part of a batch, and none of them cuts it by itself."""
+    def get_trial_config(self, config: RunConfig) -> RunConfig:
+        """Return the config for trials: this rank's part of a batch, and no cutting into micro-batches."""
         if self.world is None:
             return config
         rows = self.world.count_rows(config.train.batch_size)
         return config.changed(train={"batch_size": rows, "auto_batch": False})
 
 
-# --- trials that all processes make ---
+# --- trials that all ranks make together ---
 #     first    begin PLAN, cost MODE, cost MODE, end, begin ... done PLAN
-#     others   make the same trial on their part of the batch, and tell what it took
-# A candidate takes what it takes the slowest process, and is possible where it is everywhere. What to try next is the
-# first one's decision alone, since clocks and caches differ.
+#     others   make the same trial on their part of the batch, and report its cost
+# The cost of a candidate is that of the slowest rank, and it must run on every rank. Rank 0 alone decides what to try
+# next, since clocks and caches differ.
 
 
 @dataclass(frozen=True, slots=True)
 class AgreedTrials:
     world: World
-    config: RunConfig  # its part of the batch
+    config: RunConfig  # with this rank's part of the batch
     workload: Workload
     device: str
     rehearse: Rehearse
 
-    def planned(self, make: Callable[[Rehearse], Plan]) -> Plan:
-        """What `make` decides in the first process, with rehearsals that all take part in."""
+    def plan(self, make: Callable[[Rehearse], Plan]) -> Plan:
+        """Return what `make` decides on rank 0, with rehearsals that all ranks take part in."""
         if not self.world.is_first:
-            return self._followed()
+            return self._follow_all()
         try:
-            plan = make(self._leading)
+            plan = make(self._lead)
         except HalfstepError as error:
             self.world.broadcast_from_first(partial(_raise, error))
             raise
-        self._say("done", plan.to_json())
+        self._broadcast("done", plan.to_json())
         return plan
 
     @contextmanager
-    def _begun(self, config: RunConfig, plan: Plan) -> Iterator[Trial]:
-        """A trial that could begin everywhere."""
+    def _begin(self, config: RunConfig, plan: Plan) -> Iterator[Trial]:
+        """Yield a trial that could start on every rank."""
         own: CannotRun | None = None
         with ExitStack() as stack:
             try:
@@ -115,59 +115,59 @@ class AgreedTrials:
             _take_slowest(self.world.gather(own))
             yield trial
 
-    # --- the first one ---
+    # --- rank 0 ---
 
     @contextmanager
-    def _leading(self, config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Trial]:
-        self._say("begin", plan.to_json(), config.train.batch_size)
-        with self._begun(config, plan) as trial:
+    def _lead(self, config: RunConfig, workload: Workload, plan: Plan) -> Iterator[Trial]:
+        self._broadcast("begin", plan.to_json(), config.train.batch_size)
+        with self._begin(config, plan) as trial:
             try:
                 yield AgreedTrial(trial, self.world)
             except CannotRun:
-                self._say("end")
+                self._broadcast("end")
                 raise
-            self._say("end")
+            self._broadcast("end")
 
-    def _say(self, *words: Any) -> None:
+    def _broadcast(self, *words: Any) -> None:
         self.world.broadcast_from_first(lambda: words)
 
-    # --- the others ---
+    # --- the other ranks ---
 
-    def _followed(self) -> Plan:
+    def _follow_all(self) -> Plan:
         while True:
-            word, *given = self._heard()
+            word, *given = self._receive()
             if word == "done":
                 return dataclasses.replace(Plan.from_json(given[0]), device=self.device)
             plan, tried = given
             try:
-                with self._begun(self._with_batch(tried), Plan.from_json(plan)) as trial:
+                with self._begin(self._set_batch(tried), Plan.from_json(plan)) as trial:
                     self._follow(trial)
             except CannotRun:
-                continue  # the first one has it, too, and decides what comes next
+                continue  # rank 0 raises it too, and decides what comes next
 
     def _follow(self, trial: Trial) -> None:
-        while (said := self._heard())[0] == "cost":
+        while (said := self._receive())[0] == "cost":
             mode, cudnn_benchmark = said[1:]
-            self.world.gather(_run_trial(partial(trial.cost, mode, cudnn_benchmark=cudnn_benchmark)))
+            self.world.gather(_run_trial(partial(trial.measure, mode, cudnn_benchmark=cudnn_benchmark)))
 
-    def _heard(self) -> tuple[Any, ...]:
+    def _receive(self) -> tuple[Any, ...]:
         return self.world.broadcast_from_first(tuple)
 
-    def _with_batch(self, tried: int) -> RunConfig:
-        """With as many samples as the first process tries; it has as many as any other, and one more than some."""
+    def _set_batch(self, tried: int) -> RunConfig:
+        """Return the config with as many samples as rank 0 tries, which has at most one more than others."""
         return self.config.changed(train={"batch_size": min(tried, self.config.train.batch_size)})
 
 
 class AgreedTrial(Trial):
-    """A trial of the first process, whose costs are those of the slowest."""
+    """A trial on rank 0 whose costs are those of the slowest rank."""
 
     def __init__(self, own: Trial, world: World) -> None:
         self.own, self.world, self.parts, self.engine, self.window = own, world, own.parts, own.engine, own.window
 
-    def cost(self, mode: Mode, time: TrialTime | None = None, *, cudnn_benchmark: bool | None = None) -> Cost:
+    def measure(self, mode: Mode, time: TrialTime | None = None, *, cudnn_benchmark: bool | None = None) -> Cost:
         self.world.broadcast_from_first(lambda: ("cost", mode, cudnn_benchmark))
         return _take_slowest(
-            self.world.gather(_run_trial(lambda: self.own.cost(mode, time, cudnn_benchmark=cudnn_benchmark)))
+            self.world.gather(_run_trial(lambda: self.own.measure(mode, time, cudnn_benchmark=cudnn_benchmark)))
         )
 
 
@@ -183,12 +183,12 @@ def _run_trial(trial: Callable[[], Cost]) -> Cost | CannotRun:
 
 
 def _strip_frames(error: CannotRun) -> CannotRun:
-    """As it can be sent: without the frames, and the models in them."""
+    """Return the error without its frames, which hold models, so that it can be sent."""
     return type(error)(str(error))
 
 
 def _take_slowest(outcomes: list[Any]) -> Cost:
-    """What the slowest process takes; who cannot run is named."""
+    """Return the cost of the slowest rank; raise for the first rank that cannot run."""
     for rank, found in enumerate(outcomes):
         if isinstance(found, CannotRun):
             raise type(found)(f"rank {rank}: {found}")
@@ -196,12 +196,12 @@ def _take_slowest(outcomes: list[Any]) -> Cost:
     return Cost(max((c.ms for c in costs), default=0.0), max((c.peak_bytes for c in costs), default=0))
 
 
-# --- the voice of a process whose screen and files are another's ---
+# --- reports of ranks that do not write ---
 
 
 @contextlib.contextmanager
-def posted_warnings(world: World) -> Iterator[None]:
-    """Python's own warnings inside go where the report's go."""
+def post_warnings(world: World) -> Iterator[None]:
+    """Send Python's warnings to rank 0, like those of the report."""
 
     def post(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
         world.post(f"{category.__name__}: {message}")
@@ -212,7 +212,7 @@ def posted_warnings(world: World) -> Iterator[None]:
 
 
 class FarReport(RunReport):
-    """Its warnings go to the first process, which shows and writes everything else."""
+    """The report of a rank that does not write: its warnings go to rank 0."""
 
     def __init__(self, world: World) -> None:
         self.world = world

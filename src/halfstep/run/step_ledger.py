@@ -42,81 +42,81 @@ from halfstep.evidence.kernel_events import Event, Kernel, split_replays
 from halfstep.evidence.precision_ledger import Ledger, Weights, make_ledger, observe, undo_after, watch_step
 from halfstep.kernels.fast_forms import allow_chains
 from halfstep.run.assemble import Assembly
-from halfstep.run.engine import Engine, PhasedEngine, prepared_window
-from halfstep.run.frozen_modules import modules_of
+from halfstep.run.engine import Engine, PhasedEngine, prepare_window
+from halfstep.run.frozen_modules import get_modules
 from halfstep.run.memory.out_of_memory import split_window
 from halfstep.step.step import LossFn
-from halfstep.tune.fresh_thread import in_fresh_thread
+from halfstep.tune.fresh_thread import run_in_fresh_thread
 from halfstep.tune.modes import Batch, Notice, Region
 
 AnyEngine = Engine | PhasedEngine
 CAPTURED = "captured"
 
 
-def engines_of(engine: AnyEngine) -> Iterator[tuple[str, Engine]]:
-    """Each phase's by name; the only one has none."""
+def list_engines(engine: AnyEngine) -> Iterator[tuple[str, Engine]]:
+    """Yield the engine of each phase with its name; a run without phases has an empty name."""
     if isinstance(engine, PhasedEngine):
         yield from engine.engines.items()
     else:
         yield "", engine
 
 
-def ledgers_of(parts: Assembly, engine: AnyEngine, window: list[Batch], replay: Sequence[Event] = ()) -> list[Ledger]:
+def observe_ledgers(
+    parts: Assembly, engine: AnyEngine, window: list[Batch], replay: Sequence[Event] = ()
+) -> list[Ledger]:
     """What the code of each phase does with this window, as it is, where steps run compiled as the compiler has it, and
     where one was replayed as it was captured. Nothing of the run is changed."""
-    found, replayed = [], _replays(parts, engine, replay)
-    for phase, own in engines_of(engine):
-        prepared = split_window(prepared_window(parts, window), own.pieces)
+    found, replayed = [], _find_replays(parts, engine, replay)
+    for phase, own in list_engines(engine):
+        prepared = split_window(prepare_window(parts, window), own.pieces)
         # On a GPU in a thread of its own: cuDNN keeps its choice of algorithms for each thread, and this is not a step.
-        work = partial(_ledgers_of_one, parts, own, prepared, phase)
-        ledgers, islands = in_fresh_thread(work, parts.device) if parts.device.type == "cuda" else work()
+        work = partial(_observe_one, parts, own, prepared, phase)
+        ledgers, islands = run_in_fresh_thread(work, parts.device) if parts.device.type == "cuda" else work()
         found += ledgers
         if phase in replayed:
-            kernels = match_replay(replayed[phase], uncaptured(own, prepared))
+            kernels = match_replay(replayed[phase], observe_uncaptured(own, prepared))
             found.append(
                 make_captured_ledger(
-                    parts.plan, kernels, ledgers[-1], own.guarded.model, islands, modules_of(parts.workload.frozen),
-                    mode=_named("captured", phase),
+                    parts.plan, kernels, ledgers[-1], own.guarded.model, islands, get_modules(parts.workload.frozen),
+                    mode=_name_mode("captured", phase),
                 )
             )  # fmt: skip
     return found
 
 
-def _replays(parts: Assembly, engine: AnyEngine, events: Sequence[Event]) -> dict[str, list[Kernel]]:
-    """The kernels of each phase that was replayed: they come in the order of the phases."""
+def _find_replays(parts: Assembly, engine: AnyEngine, events: Sequence[Event]) -> dict[str, list[Kernel]]:
+    """Return the kernels of each replayed phase; they come in the order of the phases."""
     iteration = parts.step.attempted - 1
     due = {own.phase.name for own in parts.phases if own.phase.is_due(iteration)} or {""}
-    captured = [name for name, own in engines_of(engine) if name in due and own.mode == "graph"]
+    captured = [name for name, own in list_engines(engine) if name in due and own.mode == "graph"]
     return dict(zip(captured, split_replays(events), strict=False))
 
 
-def _named(mode: str, phase: str) -> str:
+def _name_mode(mode: str, phase: str) -> str:
     return f"{mode}, {phase}" if phase else mode
 
 
-def _ledgers_of_one(
-    parts: Assembly, engine: Engine, prepared: list[Batch], phase: str
-) -> tuple[list[Ledger], set[str]]:
-    """Those of its code, and the modules that have islands."""
-    step, frozen = engine.guarded, modules_of(parts.workload.frozen)
-    observer, weights = observe(step, loss_alone(engine.parts.eager), prepared, frozen)
+def _observe_one(parts: Assembly, engine: Engine, prepared: list[Batch], phase: str) -> tuple[list[Ledger], set[str]]:
+    """Return the ledgers of one engine's code, and the modules that have islands."""
+    step, frozen = engine.guarded, get_modules(parts.workload.frozen)
+    observer, weights = observe(step, drop_outputs(engine.parts.eager), prepared, frozen)
     weights.states = Weights.of(step.model, step.optimizers).states  # as they are after the commit
     to_ledger = partial(
         make_ledger, parts.plan, model=step.model, weights=weights, frozen=frozen, step=parts.step.attempted
     )
     islands = {product.module for product in observer.seen.calls if product.is_island}
-    eager = to_ledger(observer, mode=_named("eager", phase))
+    eager = to_ledger(observer, mode=_name_mode("eager", phase))
     if engine.mode == "eager" or parts.workload.blocks:
         return [eager], islands  # tracing the whole network would take the minutes that its blocks save
     recorder = GraphRecorder()
-    with undo_after(step), allow_chains(on=False), without_remarks():
-        step.compute(loss_alone(recorder.compiled(engine.parts.eager)), prepared)
+    with undo_after(step), allow_chains(on=False), silence_compiler():
+        step.compute(drop_outputs(recorder.compiled(engine.parts.eager)), prepared)
     seen = read_graphs(recorder.graphs, step.model, frozen, observer.seen)
-    notes = _notes(engine, count_graphs(recorder.graphs)["forward"])
-    return [eager, to_ledger(seen, mode=_named("compiled", phase), notes=notes)], islands
+    notes = _describe_limits(engine, count_graphs(recorder.graphs)["forward"])
+    return [eager, to_ledger(seen, mode=_name_mode("compiled", phase), notes=notes)], islands
 
 
-def _notes(engine: Engine, num_graphs: int) -> list[str]:
+def _describe_limits(engine: Engine, num_graphs: int) -> list[str]:
     notes = []
     if num_graphs > 1:
         notes.append(f"{num_graphs - 1} graph breaks: what runs between the graphs is in the eager rows alone")
@@ -129,14 +129,14 @@ def _notes(engine: Engine, num_graphs: int) -> list[str]:
 
 
 @contextmanager
-def without_remarks() -> Iterator[None]:
-    """Those of torch's compiler on code that it traces for the ledger alone: they ask nothing of the user."""
+def silence_compiler() -> Iterator[None]:
+    """Silence the compiler's warnings on code that is traced for the ledger only."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield
 
 
-def loss_alone(region: Region) -> LossFn:
+def drop_outputs(region: Region) -> LossFn:
     def loss(batch: Any) -> tuple[Tensor, Tensor | float]:
         value, weight, _ = region(batch)
         return value, weight
@@ -144,8 +144,8 @@ def loss_alone(region: Region) -> LossFn:
     return loss
 
 
-def as_document(ledgers: list[Ledger]) -> dict[str, Any]:
-    """What report/ledger.json holds: the rows of every mode, each with its mode."""
+def to_document(ledgers: list[Ledger]) -> dict[str, Any]:
+    """Return the content of report/ledger.json: the rows of every mode."""
     each = [ledger.as_json() for ledger in ledgers]
     summary = " | ".join(f"{one.mode}: {one.summary}" for one in ledgers)
     return {
@@ -158,7 +158,7 @@ def as_document(ledgers: list[Ledger]) -> dict[str, Any]:
 
 
 class RunLedger:
-    """Looks at the steps of a run when they are due, and keeps report/ledger.json."""
+    """Observe the steps of a run when they are due, and write report/ledger.json."""
 
     def __init__(self, parts: Assembly, file: Path, notice: Notice, *, writes: bool = True) -> None:
         self.parts, self.file, self.notice, self.writes = parts, file, notice, writes
@@ -169,7 +169,7 @@ class RunLedger:
         self._replay: Recording | None = None
 
     def around(self, engine: AnyEngine) -> AbstractContextManager[object]:
-        """Around a step of the run: a replay that is to be observed is recorded."""
+        """Return the context of a step: it records a replay that is due to be observed."""
         self._replay = None
         is_due = bool(engine.graphs) and self._is_due(CAPTURED, self.parts.step.attempted + 1)
         if not is_due:
@@ -178,15 +178,15 @@ class RunLedger:
         return self._replay
 
     def look(self, engine: AnyEngine, window: list[Batch]) -> None:
-        """After a step of this window: what failed to be observed is said, and the run goes on."""
+        """Observe the step of this window; a failure is a warning, and the run continues."""
         mode, attempted = CAPTURED if self._replay else engine.mode, self.parts.step.attempted
         if not self._is_due(mode, attempted):
             return
         self._modes.add(mode)
         try:
-            found = ledgers_of(self.parts, engine, window, self._replay.events() if self._replay else ())
+            found = observe_ledgers(self.parts, engine, window, self._replay.events() if self._replay else ())
             self._keep(found)
-        except Exception as error:  # whatever it is, what was done is undone: it costs a look, not the run
+        except Exception as error:  # all effects are undone: it costs an observation, not the run
             self.notice(f"the ledger could not observe step {attempted}: {summarise_error(error)}", "warning")
 
     def _is_due(self, mode: str, attempted: int) -> bool:
@@ -203,14 +203,14 @@ class RunLedger:
                 if finding not in known:
                     self.notice(f"{finding.module}: {finding.what}; {finding.why}; fix: {finding.fix}", "warning")
         if self.writes:
-            write_atomically(self.file, json.dumps(as_document(list(self.seen.values())), indent=1) + "\n")
+            write_atomically(self.file, json.dumps(to_document(list(self.seen.values())), indent=1) + "\n")
 
 
 # --- captured steps, under torch's profiler ---
 
 
 class Recording:
-    """What runs within; the host waits for the device before and after."""
+    """Profile what runs inside; the host waits for the device before and after."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -233,18 +233,20 @@ class Recording:
             return events
 
 
-def uncaptured(engine: Engine, prepared: list[Batch]) -> list[LocatedKernel]:
+def observe_uncaptured(engine: Engine, prepared: list[Batch]) -> list[LocatedKernel]:
     """The kernels of one step of the code that was captured, each with its modules. It is undone.
 
     In the run's own threads: cuDNN keeps its choice of algorithms for each thread, and these are the captured ones."""
     step, owners, recording = engine.guarded, dict[int, Modules](), Recording(engine.guarded.device)
     with undo_after(step), watch_step(step, lambda: record_function(COMPUTING)), recording:
-        step.compute(_noting_owners(engine, owners), prepared)
-    return locate_kernels(recording.events(), owners, CompiledCode(_generated_code(), _nodes(engine, prepared)))
+        step.compute(_note_owners(engine, owners), prepared)
+    return locate_kernels(
+        recording.events(), owners, CompiledCode(_read_generated_code(), _trace_nodes(engine, prepared))
+    )
 
 
-def _noting_owners(engine: Engine, owners: dict[int, Modules]) -> LossFn:
-    loss_fn = engine.loss_into([])
+def _note_owners(engine: Engine, owners: dict[int, Modules]) -> LossFn:
+    loss_fn = engine.make_loss([])
 
     def loss(batch: Any) -> tuple[Tensor, Tensor | float]:
         value, weight = loss_fn(batch)
@@ -254,9 +256,9 @@ def _noting_owners(engine: Engine, owners: dict[int, Modules]) -> LossFn:
     return loss
 
 
-def _nodes(engine: Engine, prepared: list[Batch]) -> list[dict[str, str]]:
+def _trace_nodes(engine: Engine, prepared: list[Batch]) -> list[dict[str, str]]:
     step = engine.guarded
-    recorder = NodeRecorder(list_module_names(step.model, modules_of(engine.parts.workload.frozen)))
+    recorder = NodeRecorder(list_module_names(step.model, get_modules(engine.parts.workload.frozen)))
     region = recorder.traced(engine.parts.eager)
 
     def loss(batch: Any) -> tuple[Tensor, Tensor | float]:
@@ -264,13 +266,13 @@ def _nodes(engine: Engine, prepared: list[Batch]) -> list[dict[str, str]]:
             value, weight, _ = region(batch)
         return value, weight
 
-    with undo_after(step), without_remarks():
+    with undo_after(step), silence_compiler():
         step.compute(loss, prepared)
     return recorder.graphs
 
 
-def _generated_code() -> list[str]:
-    """The text of all that inductor has made in this process."""
+def _read_generated_code() -> list[str]:
+    """Return the source of all code that inductor has generated in this process."""
     from torch._inductor.codecache import PyCodeCache
 
     files = (getattr(module, "__file__", None) for module in PyCodeCache.modules if hasattr(module, "call"))

@@ -1,4 +1,5 @@
-"""What a checkpoint holds of an assembly, and how it comes back: exactly, or with the changes a user accepted."""
+"""The state of a run in a checkpoint: how it is captured and restored, exactly or with accepted changes, and its
+size."""
 
 from __future__ import annotations
 
@@ -17,24 +18,24 @@ from halfstep.errors import CheckpointError, format_bytes, format_count
 from halfstep.run.assemble import Assembly
 from halfstep.run.checkpoint import Checkpoint
 from halfstep.run.folder import RunFolder
-from halfstep.run.frozen_modules import identities
-from halfstep.run.multi_rank import seed_of
+from halfstep.run.frozen_modules import list_identities
+from halfstep.run.multi_rank import derive_seed
 from halfstep.run.resume import Changes
 from halfstep.step.guard import LAG
 from halfstep.step.optim.adamw_bf16 import JudgedAdamW
 from halfstep.step.optim.half_weights import is_kept_in_half
 from halfstep.step.randomness import read_generators, restore_generators, seed_everything
 from halfstep.step.snapshots import find_loose_buffers, restore_buffers
-from halfstep.tune.memory_low import MemorySetting, optimizer_for
+from halfstep.tune.memory_low import MemorySetting, make_optimizer
 
 ANOTHER_OPTIMIZER = ("optimizer.name", "optimizer.moment_bits", "optimizer.decay_norms_and_biases")
-"""Changes after which the stored moments belong to other parameters or to nothing."""
+"""Changes after which the stored moments do not fit the optimizer."""
 OTHER_MOMENTS = ("train.memory", "precision.", "device")
-"""Changes after which the moments may be stored in another number of bits: those optimizers have other options."""
+"""Changes after which moments may be stored in another number of bits; those optimizers have other options."""
 
 
-def stored(parts: Assembly, own: Mapping[str, Any]) -> Checkpoint:
-    """Everything, with what the loop adds of its own; waits for the device."""
+def capture_state(parts: Assembly, own: Mapping[str, Any]) -> Checkpoint:
+    """Return the whole state of a run as a checkpoint, with the loop's `own` state; waits for the device."""
     step = parts.step.state_dict()
     average: dict[str, Tensor] = step.pop("ema")
     state = {
@@ -47,7 +48,7 @@ def stored(parts: Assembly, own: Mapping[str, Any]) -> Checkpoint:
         "generators": read_generators(),
         "workload": parts.workload.name,
         "store": dict(parts.workload.store),
-        "frozen": identities(parts.workload.frozen),
+        "frozen": list_identities(parts.workload.frozen),
         "num_samples": [len(parts.workload.train_samples), len(parts.workload.val_samples)],
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -58,8 +59,8 @@ def stored(parts: Assembly, own: Mapping[str, Any]) -> Checkpoint:
     return Checkpoint(model=dict(parts.model.state_dict()), ema=average, state=state)
 
 
-def restore(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> list[str]:
-    """Put everything back but for the accepted changes of settings; what could not be put back is named."""
+def restore_state(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> list[str]:
+    """Restore everything except for accepted changes of settings; return notes on what could not be restored."""
     state = checkpoint.state
     try:
         parts.model.load_state_dict(checkpoint.model)
@@ -69,14 +70,14 @@ def restore(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> list[s
             fix="resume with the model the run was started with",
         ) from error  # fmt: skip
     restore_buffers(parts.model, state["buffers"])
-    step, notes = _with_changes(parts, state["step"], changes)
-    parts.step.load_state_dict({**step, "ema": _average(parts, checkpoint, changes)})
-    notes += resumed_without_low(parts.step.optimizers, changes)
+    step, notes = _apply_changes(parts, state["step"], changes)
+    parts.step.load_state_dict({**step, "ema": _choose_average(parts, checkpoint, changes)})
+    notes += handle_missing_low(parts.step.optimizers, changes)
     parts.guard.load_state_dict(state["guard"])
     if parts.plateau is not None and state["plateau"]:
         parts.plateau.load_state_dict(state["plateau"])
     parts.stopping.load_state_dict(state["stopping"])
-    # Snapshots hold the former settings; after a change the run keeps new ones from here on.
+    # Snapshots belong to the previous settings; after a change the run takes new ones.
     if parts.snapshots is not None and state["snapshots"] and not changes.touch("optimizer.", "precision."):
         parts.snapshots.load_state_dict(state["snapshots"])
     notes += restore_generators(state["generators"])
@@ -85,16 +86,16 @@ def restore(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> list[s
 
 
 def _restore_own_generators(parts: Assembly, kept: Sequence[Mapping[str, Any]]) -> None:
-    """Of several processes each has its own; another number of them begins with new ones."""
+    """Restore this rank's generators; another number of ranks starts with new ones."""
     world = parts.world
     if world is not None and len(kept) == world.size:
         restore_generators(kept[world.rank])
     elif world is not None:
-        seed_everything(seed_of(parts.config.train.seed, parts.step.attempted, world.rank))
+        seed_everything(derive_seed(parts.config.train.seed, parts.step.attempted, world.rank))
 
 
 def load_for_use(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """A checkpoint's weights as validation used them: the averaged ones where the run keeps them."""
+    """Load a checkpoint's weights as validation used them: averaged ones if the run keeps them."""
     model.load_state_dict(checkpoint.model)
     restore_buffers(model, checkpoint.state["buffers"])
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -103,38 +104,43 @@ def load_for_use(model: nn.Module, checkpoint: Checkpoint) -> None:
             tensors[name].copy_(average)
 
 
-def _average(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> dict[str, Tensor]:
-    """The stored one; an average that was switched on or off starts from the weights, or is dropped."""
+def _choose_average(parts: Assembly, checkpoint: Checkpoint, changes: Changes) -> dict[str, Tensor]:
+    """Return the stored average; one that was switched on starts from the weights, one that was switched off is
+    dropped."""
     own = parts.step.ema
     if changes.touch("ema.") and (own is not None) != bool(checkpoint.ema):
         return {} if own is None else own.restart()
     return dict(checkpoint.ema)
 
 
-def _with_changes(parts: Assembly, state: Mapping[str, Any], changes: Changes) -> tuple[dict[str, Any], list[str]]:
-    """The step's stored state, with the configured options in place of the stored ones where those were changed."""
+def _apply_changes(parts: Assembly, state: Mapping[str, Any], changes: Changes) -> tuple[dict[str, Any], list[str]]:
+    """Return the step's stored state, with configured options instead of stored ones where they were changed."""
     fresh, merged = parts.step.state_dict(), dict(state)
     if bool(state["scaler"]) != bool(fresh["scaler"]):
         merged["scaler"] = fresh["scaler"]
     if "phases" not in fresh:
-        own, notes = _optimizers_with_changes(state, fresh, changes)
+        own, notes = _apply_optimizer_changes(state, fresh, changes)
         return merged | own, notes
     notes, phases = [], dict(state.get("phases", {}))
     for name in (name for name in fresh["phases"] if name in phases):
-        own, found = _optimizers_with_changes(phases[name], fresh["phases"][name], changes)
+        own, found = _apply_optimizer_changes(phases[name], fresh["phases"][name], changes)
         phases[name] = {**phases[name], **own}
         notes += [f"{name}: {note}" for note in found]
     return {**merged, "phases": phases}, notes
 
 
-def _optimizers_with_changes(
+def _apply_optimizer_changes(
     state: Mapping[str, Any], fresh: Mapping[str, Any], changes: Changes
 ) -> tuple[dict[str, Any], list[str]]:
     merged, notes = dict[str, Any](), list[str]()
-    if changes.touch(*ANOTHER_OPTIMIZER) or changes.touch(*OTHER_MOMENTS) and _options(state) != _options(fresh):
+    if (
+        changes.touch(*ANOTHER_OPTIMIZER)
+        or changes.touch(*OTHER_MOMENTS)
+        and _list_options(state) != _list_options(fresh)
+    ):
         merged["optimizers"] = fresh["optimizers"]
         notes.append("the optimizer starts over: its stored state belongs to the former one")
-    elif changes.touch("optimizer.", "device"):  # another device has other fast forms of the optimizer
+    elif changes.touch("optimizer.", "device"):  # another device has other fused variants
         pairs = zip(state["optimizers"], fresh["optimizers"], strict=True)
         merged["optimizers"] = [{**kept, "param_groups": new["param_groups"]} for kept, new in pairs]
     if len(state["spikes"]["ring"]) != len(fresh["spikes"]["ring"]):
@@ -142,12 +148,12 @@ def _optimizers_with_changes(
     return merged, notes
 
 
-def _options(state: Mapping[str, Any]) -> list[set[str]]:
+def _list_options(state: Mapping[str, Any]) -> list[set[str]]:
     return [set(group) for optimizer in state["optimizers"] for group in optimizer["param_groups"]]
 
 
 def _use_threads(parts: Assembly, then: int) -> list[str]:
-    """On a CPU the last bit of a sum depends on the number of threads it is split over."""
+    """Use the stored number of CPU threads: the last bit of a sum depends on it."""
     now = torch.get_num_threads()
     if parts.device.type != "cpu" or now == then:
         return []
@@ -155,7 +161,7 @@ def _use_threads(parts: Assembly, then: int) -> list[str]:
     return [f"using {then} CPU threads as the run did, not {now}: results stay the same to the bit"]
 
 
-# --- weights in bf16: how they are rounded, and what was lost by it ---
+# --- weights in bf16: how they are rounded, and what is lost ---
 
 LOSES = "updates below half of bf16's spacing (0.4 % of a weight) are lost, every time they come"
 WITHOUT_LOW = "the run was stored without the low halves of its bf16 weights: it goes on rounded to nearest; " + LOSES
@@ -168,8 +174,8 @@ ROUNDED = {
 }
 
 
-def half_weights(optimizers: Iterable[Optimizer]) -> str:
-    """How weights that are kept in half are rounded; empty where none is."""
+def describe_half_weights(optimizers: Iterable[Optimizer]) -> str:
+    """Describe how bf16 weights are rounded; empty if there are none."""
     return ", ".join(
         ROUNDED[optimizer.rounding if isinstance(optimizer, JudgedAdamW) else "nearest"]
         for optimizer in optimizers
@@ -177,8 +183,8 @@ def half_weights(optimizers: Iterable[Optimizer]) -> str:
     )
 
 
-def rounding_warnings(optimizers: Iterable[Optimizer]) -> list[str]:
-    """Where weights in bf16 are rounded to nearest: on request, or because only our AdamW can do better."""
+def warn_of_rounding(optimizers: Iterable[Optimizer]) -> list[str]:
+    """Return warnings if bf16 weights are rounded to nearest: on request, or because the optimizer is not our AdamW."""
     found = []
     for optimizer in optimizers:
         half = [p for group in optimizer.param_groups for p in group["params"] if is_kept_in_half(p)]
@@ -193,8 +199,8 @@ def rounding_warnings(optimizers: Iterable[Optimizer]) -> list[str]:
     return found
 
 
-def resumed_without_low(optimizers: Iterable[Optimizer], changes: Changes) -> list[str]:
-    """A run that kept none goes on as it was, unless its precision is another one now: then as is asked for."""
+def handle_missing_low(optimizers: Iterable[Optimizer], changes: Changes) -> list[str]:
+    """Continue without low halves if none were stored, unless the precision changed: then start them at zero."""
     without = [one for one in optimizers if isinstance(one, JudgedAdamW) and one.was_stored_without_low]
     if without and changes.touch("precision."):
         for optimizer in without:
@@ -203,8 +209,8 @@ def resumed_without_low(optimizers: Iterable[Optimizer], changes: Changes) -> li
     return [WITHOUT_LOW] if without else []
 
 
-def lost_updates(optimizers: Iterable[Optimizer]) -> list[tuple[str, str]]:
-    """A row of the summary for each optimizer that counted; waits for the device."""
+def count_lost_updates(optimizers: Iterable[Optimizer]) -> list[tuple[str, str]]:
+    """Return a summary row for each optimizer that counts lost updates; waits for the device."""
     shares = (o.lost_share() for o in optimizers if isinstance(o, JudgedAdamW))
     return [("lost updates", f"{share:.1%} of all, rounded away") for share in shares if share is not None]
 
@@ -214,16 +220,16 @@ def lost_updates(optimizers: Iterable[Optimizer]) -> list[tuple[str, str]]:
 
 REPORT_BYTES = 8_000_000  # metrics, pictures, settings: a few MB
 SIDE = 256
-"""Of the square weight on which an optimizer shows how much it keeps: large enough for what comes once a weight."""
+"""Side of the square weight on which state is measured: large enough that state per tensor does not matter."""
 
 
 def check_disk(parts: Assembly, folder: RunFolder) -> list[str]:
-    """Refuse where not even the next checkpoints fit; what else to know as notes."""
+    """Raise if not even the next checkpoints fit on the disk; return a note if not all of them may fit."""
     place = next(path for path in (folder.path, *folder.path.absolute().parents) if path.is_dir())
     stored = folder.checkpoints().all()
-    size = folder_bytes(stored[-1]) if stored else checkpoint_bytes(parts)
-    num_further = max(1, _num_kept(parts) - len(stored))
-    # A checkpoint is written beside the one before it.
+    size = sum_folder_bytes(stored[-1]) if stored else estimate_checkpoint_bytes(parts)
+    num_further = max(1, _count_kept(parts) - len(stored))
+    # A checkpoint is written before the previous one is removed.
     at_least = min(2 - bool(stored), num_further) * size + REPORT_BYTES
     in_all, free = num_further * size + REPORT_BYTES, get_free_bytes(folder.path)
     if free < at_least:
@@ -242,34 +248,34 @@ def check_disk(parts: Assembly, folder: RunFolder) -> list[str]:
     ]
 
 
-def checkpoint_bytes(parts: Assembly) -> int:
-    """Weights, their average, optimizer, and the snapshots of `guard.on_fault=rollback`."""
-    weights = _bytes(parts.model.state_dict().values())
+def estimate_checkpoint_bytes(parts: Assembly) -> int:
+    """Return the size of weights, average, optimizer state, and snapshots of `guard.on_fault=rollback`."""
+    weights = _sum_bytes(parts.model.state_dict().values())
     average = 4 * sum(tensor.numel() for tensor in parts.model.state_dict().values()) if parts.step.ema else 0
     trained = sum(p.numel() for p in parts.model.parameters() if p.requires_grad)
-    one = weights + average + round(trained * state_bytes_each(parts.config, MemorySetting(**parts.plan.memory)))
+    one = weights + average + round(trained * measure_state_bytes(parts.config, MemorySetting(**parts.plan.memory)))
     guard = parts.config.guard
     num_snapshots = math.ceil((guard.margin + LAG) / guard.snapshot_every) + 1 if parts.snapshots is not None else 0
     return one * (1 + num_snapshots)
 
 
-def state_bytes_each(config: RunConfig, setting: MemorySetting) -> float:
-    """What the optimizer keeps for one weight, by a step of it on a small one."""
+def measure_state_bytes(config: RunConfig, setting: MemorySetting) -> float:
+    """Measure the optimizer's state bytes per weight by a step on a small tensor."""
     weight = nn.Parameter(torch.zeros(SIDE, SIDE))
     weight.grad = torch.zeros_like(weight)
     groups = [{"params": [weight], "weight_decay": 0.0}]
-    optimizer = optimizer_for(setting, config.optimizer.name, groups, lr=1e-3, options=config.optimizer.options())
+    optimizer = make_optimizer(setting, config.optimizer.name, groups, lr=1e-3, options=config.optimizer.options())
     optimizer.step()
     kept = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
-    return _bytes(kept) / weight.numel()
+    return _sum_bytes(kept) / weight.numel()
 
 
-def folder_bytes(folder: Path) -> int:
+def sum_folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def _num_kept(parts: Assembly) -> int:
-    """Checkpoints that lie there at once: the newest, the best, and one that is being written."""
+def _count_kept(parts: Assembly) -> int:
+    """Return how many checkpoints exist at once: the kept ones, the best, and the one being written."""
     train = parts.config.train
     steps_each = train.checkpoint_every or max(1, math.ceil(len(parts.train_loader) / train.accumulate))
     steps_each = min(steps_each, train.validate_every_steps or steps_each)
@@ -277,5 +283,5 @@ def _num_kept(parts: Assembly) -> int:
     return min(written, train.checkpoints_total_limit + 2) if train.checkpoints_total_limit else written
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
+def _sum_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -36,53 +36,53 @@ from halfstep.report.config_view import dump_config
 from halfstep.report.curves import draw_curves
 from halfstep.report.metrics_file import cut_back, read
 from halfstep.report.run_report import RunReport
-from halfstep.run.assemble import Assembly, assemble, build_workload, is_demo, plan_for, with_settled
+from halfstep.run.assemble import Assembly, apply_settled, assemble, build_workload, decide_plan, is_demo
 from halfstep.run.capsules import record_faults
 from halfstep.run.checkpoint import Checkpoint
 from halfstep.run.checkpoint import load as load_checkpoint
 from halfstep.run.ending import (
     Progress,
-    ended_early,
-    export,
+    explain_ending,
+    export_model,
+    has_left_nothing,
     has_summary,
     is_exported,
-    left_nothing,
     refuse_only_skips,
     write_summary,
 )
 from halfstep.run.folder import (
     RunFolder,
     Settled,
-    changed_data,
+    describe_changed_data,
     find_import_paths,
+    find_moved_data,
+    make_paths_absolute,
     record_data,
-    with_absolute_paths,
-    with_data_found,
 )
-from halfstep.run.frozen_modules import as_stored, identified, made_here, naming_lost_files, store
-from halfstep.run.interrupts import interrupts, raised_at_once
-from halfstep.run.journal import Journal, hint_about, how_busy
+from halfstep.run.frozen_modules import add_checksums, copy_made_here, match_stored, name_lost_files, write_made_here
+from halfstep.run.interrupts import catch_interrupts, raise_at_once
+from halfstep.run.journal import Journal, describe_gpu_use, find_hint
 from halfstep.run.loop import Loop
 from halfstep.run.memory.out_of_memory import OutOfMemory, explain_model_too_large
 from halfstep.run.memory.sizing import choose_pieces, make_peak_predictor
-from halfstep.run.multi_rank import notes_on, refuse_differences, refuse_unfit, seed_of
+from halfstep.run.multi_rank import derive_seed, describe_rank_effects, refuse_differences, refuse_unfit
 from halfstep.run.optimizing import steps_per_epoch
 from halfstep.run.presentation import show_header, show_summary
 from halfstep.run.resume import (
     Changes,
-    as_settled,
+    apply_decided,
+    explain_finished,
+    find_settled,
     recover_settings,
     refuse_changes,
     refuse_missing_device,
     refuse_other_data,
     refuse_other_records,
-    settled_by_run,
-    why_finished,
 )
-from halfstep.run.run_rank import FarReport, RunRank, posted_warnings
+from halfstep.run.run_rank import FarReport, RunRank, post_warnings
 from halfstep.run.stored_state import check_disk
 from halfstep.step.randomness import choose_algorithms, seed_everything
-from halfstep.tune.choose import MEASURED_FOR, Say, tuned, untuned
+from halfstep.tune.choose import MEASURED_FOR, Say, strip_tuning, tune_plan
 from halfstep.tune.fresh_thread import forget_compiled
 from halfstep.tune.trials import Rehearse
 from halfstep.workloads import KINDS, load
@@ -101,20 +101,21 @@ def train(
     launch: Launch | None = None,
 ) -> Path:
     """Train, and return the run's folder. `launch` says which of several processes this is."""
-    with join_world(loaded.config, launch) as world, raised_at_once():
-        place = RunRank(launch, world)
+    with join_world(loaded.config, launch) as world, raise_at_once():
+        rank = RunRank(launch, world)
         if world is not None:
             refuse_unfit(loaded.config, world)
-            resume = resume or place.to_go_on_with(out)
+            resume = resume or rank.find_restarted_run(out)
         if resume is not None:
-            return _resume(loaded, RunFolder.open(str(resume)), place, allow_changes=allow_changes)
-        return _start(loaded, str(out) if out else None, place)
+            return _resume(loaded, RunFolder.open(str(resume)), rank, allow_changes=allow_changes)
+        return _start(loaded, str(out) if out else None, rank)
 
 
-def _start(loaded: Loaded, out: str | None, place: RunRank) -> Path:
-    """Everything that can be wrong is found before the run's folder is made; only the demo needs it earlier."""
-    loaded = dataclasses.replace(loaded, config=with_absolute_paths(loaded.config))
-    asked, hardware = loaded.config, probe(place.device_of(loaded.config))
+def _start(loaded: Loaded, out: str | None, rank: RunRank) -> Path:
+    """Start a new run. Its folder is created only after everything that can fail has been checked (the demo needs it
+    earlier)."""
+    loaded = dataclasses.replace(loaded, config=make_paths_absolute(loaded.config))
+    asked, hardware = loaded.config, probe(rank.choose_device(loaded.config))
     decide(loaded.config.precision, hardware)
     with_demo = is_demo(loaded.config)
     folder: RunFolder | None = None
@@ -122,28 +123,28 @@ def _start(loaded: Loaded, out: str | None, place: RunRank) -> Path:
     with ExitStack() as lock:
         try:
             if with_demo:
-                folder = _created(out, f"{_run_name(loaded.config)}-demo", place)
-                loaded = _with_demo_data(loaded, folder, place)
-            workload = identified(build_workload(loaded.config))
-            made = made_here(workload.frozen)
-            loaded = dataclasses.replace(loaded, config=with_settled(loaded.config, workload))
-            if place.world is not None:
-                refuse_differences(loaded.config, workload, place.world)
-            decided = partial(_decided, loaded.config, workload, hardware, place)
-            plan = place.plan_from(decided, loaded.config, workload)
-            parts = _assembled(loaded.config, workload, plan, place)
-            if place.writes:
-                warnings += check_disk(parts, folder or RunFolder.planned(out, _run_name(loaded.config)))
-            folder = folder or _created(out, _run_name(loaded.config), place)
-            if place.writes:
-                lock.enter_context(folder.locked())
+                folder = _create_folder(out, f"{_name_run(loaded.config)}-demo", rank)
+                loaded = _make_demo_data(loaded, folder, rank)
+            workload = add_checksums(build_workload(loaded.config))
+            made = copy_made_here(workload.frozen)
+            loaded = dataclasses.replace(loaded, config=apply_settled(loaded.config, workload))
+            if rank.world is not None:
+                refuse_differences(loaded.config, workload, rank.world)
+            decided = partial(_decide, loaded.config, workload, hardware, rank)
+            plan = rank.agree_on_plan(decided, loaded.config, workload)
+            parts = _assemble(loaded.config, workload, plan, rank)
+            if rank.writes:
+                warnings += check_disk(parts, folder or RunFolder.choose(out, _name_run(loaded.config)))
+            folder = folder or _create_folder(out, _name_run(loaded.config), rank)
+            if rank.writes:
+                lock.enter_context(folder.lock())
                 record_data(workload, folder)
-                store(made, folder.path)
-                _write_settings(folder, loaded.config, plan, settled_by_run(asked, loaded.config))
-            if place.world is not None and not place.world.is_first:
-                seed_everything(seed_of(loaded.config.train.seed, 0, place.world.rank))
-        except BaseException:  # Ctrl-C as well: nothing was trained, so nobody will miss the folder
-            if folder is not None and place.writes:
+                write_made_here(made, folder.path)
+                _write_settings(folder, loaded.config, plan, find_settled(asked, loaded.config))
+            if rank.world is not None and not rank.world.is_first:
+                seed_everything(derive_seed(loaded.config.train.seed, 0, rank.world.rank))
+        except BaseException:  # Ctrl-C as well: nothing was trained, so the folder is of no use
+            if folder is not None and rank.writes:
                 shutil.rmtree(folder.path)
             raise
         warnings += [DEMO_NOTE.format(folder.path / "data")] if with_demo else []
@@ -151,32 +152,32 @@ def _start(loaded: Loaded, out: str | None, place: RunRank) -> Path:
     return folder.path
 
 
-def _created(out: str | None, name: str, place: RunRank) -> RunFolder:
-    return place.of_first(lambda: RunFolder.create(out, name))
+def _create_folder(out: str | None, name: str, rank: RunRank) -> RunFolder:
+    return rank.on_first(lambda: RunFolder.create(out, name))
 
 
-def _decided(config: RunConfig, workload: Workload, hardware: Hardware, place: RunRank, rehearse: Rehearse) -> Plan:
-    return _tried(config, workload, plan_for(config, workload, hardware), place, rehearse)
+def _decide(config: RunConfig, workload: Workload, hardware: Hardware, rank: RunRank, rehearse: Rehearse) -> Plan:
+    return _try_modes(config, workload, decide_plan(config, workload, hardware), rank, rehearse)
 
 
-def _tried(config: RunConfig, workload: Workload, plan: Plan, place: RunRank, rehearse: Rehearse) -> Plan:
+def _try_modes(config: RunConfig, workload: Workload, plan: Plan, rank: RunRank, rehearse: Rehearse) -> Plan:
     """Return the plan with what trials find, and with the micro-batch of `train.auto_batch`."""
-    own, say = place.on_trial(config), _say_unless(config.log.quiet)
-    plan = tuned(own, workload, plan, say, rehearse, peak=make_peak_predictor(own, workload))
+    own, say = rank.get_trial_config(config), _make_say(config.log.quiet)
+    plan = tune_plan(own, workload, plan, say, rehearse, peak=make_peak_predictor(own, workload))
     if not config.train.auto_batch:
         return dataclasses.replace(plan, pieces=1)
-    pieces = choose_pieces(own, workload, plan, say, rehearse, by_trial=place.world is not None)
+    pieces = choose_pieces(own, workload, plan, say, rehearse, by_trial=rank.world is not None)
     return dataclasses.replace(plan, pieces=pieces)
 
 
-def _assembled(config: RunConfig, workload: Workload, plan: Plan, place: RunRank) -> Assembly:
+def _assemble(config: RunConfig, workload: Workload, plan: Plan, rank: RunRank) -> Assembly:
     device = torch.device(plan.device)
-    # A run before in this process: its code counts among the eight times that dynamo compiles a function, ours as well
-    # as the user's, and its parts know each other and so outlive it.
+    # A previous run in this process: its code counts towards dynamo's limit of eight compilations per function, and its
+    # reference cycles keep its memory.
     forget_compiled()
     gc.collect()
     try:
-        return assemble(config, workload, plan, place.world)
+        return assemble(config, workload, plan, rank.world)
     except OutOfMemory as error:
         raise explain_model_too_large(error, config, workload.model, device) from error
 
@@ -189,9 +190,9 @@ def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan, decided: d
     write_atomically(folder.config, to_yaml(config))  # last: a folder with it is a run
 
 
-def _with_demo_data(loaded: Loaded, folder: RunFolder, place: RunRank) -> Loaded:
+def _make_demo_data(loaded: Loaded, folder: RunFolder, rank: RunRank) -> Loaded:
     data_dir = make_absolute(folder.path) / "data"
-    place.of_first(partial(_write_demo, loaded.config, data_dir))
+    rank.on_first(partial(_write_demo, loaded.config, data_dir))
     return dataclasses.replace(loaded, config=loaded.config.changed(data={"dir": str(data_dir)}))
 
 
@@ -201,7 +202,7 @@ def _write_demo(config: RunConfig, data_dir: Path) -> None:
     except OSError as error:
         raise CheckpointError(
             f"cannot write the demo's data into {data_dir}: {error.strerror}",
-            fix="make room there, or choose another place for the run with --out",
+            fix="free some space there, or choose another folder for the run with --out",
         ) from error
 
 
@@ -213,57 +214,57 @@ class Resumed:
     settled: Settled
 
 
-def _resume(loaded: Loaded, folder: RunFolder, place: RunRank, *, allow_changes: bool) -> Path:
-    own, settled = load(str(folder.config)), folder.settled()
-    loaded = as_settled(loaded, own, settled.decided)
+def _resume(loaded: Loaded, folder: RunFolder, rank: RunRank, *, allow_changes: bool) -> Path:
+    own, settled = load(str(folder.config)), folder.read_settled()
+    loaded = apply_decided(loaded, own, settled.decided)
     kept = KINDS.of(own.config.workload).kept
     trained = recover_settings(settled.settings, own.config, folder.config, allow=allow_changes, kept=kept)
-    stored, asked = (with_absolute_paths(one) for one in (trained, loaded.config))
+    stored, asked = (make_paths_absolute(one) for one in (trained, loaded.config))
     changes = refuse_changes(stored, asked, allow=allow_changes, kept=kept)
-    config, moved = with_data_found(loaded.config, folder)
+    config, moved = find_moved_data(loaded.config, folder)
     loaded = dataclasses.replace(loaded, config=config)
-    with folder.locked() if place.writes else nullcontext():
+    with folder.lock() if rank.writes else nullcontext():
         damaged: list[str] = []
-        path = place.of_first(lambda: _newest(folder, damaged))
+        path = rank.on_first(lambda: _find_newest(folder, damaged))
         checkpoint = load_checkpoint(path)
-        if (finished := why_finished(config, checkpoint.state)) and _is_tidy(config, folder, path, checkpoint):
-            if place.writes:
+        if (finished := explain_finished(config, checkpoint.state)) and _is_tidy(config, folder, path, checkpoint):
+            if rank.writes:
                 RunReport(folder.path).notice(f"{folder.path} is {finished}")
             return folder.path
         journal = checkpoint.state["journal"]
-        other = place.of_first(lambda: refuse_other_records(folder.metrics, journal, allow=allow_changes))
-        workload = _built_as_stored(loaded.config, checkpoint.state, folder)
+        other = rank.on_first(lambda: refuse_other_records(folder.metrics, journal, allow=allow_changes))
+        workload = _build_as_stored(loaded.config, checkpoint.state, folder)
         found = [len(workload.train_samples), len(workload.val_samples)]
         other += refuse_other_data(checkpoint.state["num_samples"], found, allow=allow_changes)
-        if place.world is not None:
-            refuse_differences(loaded.config, workload, place.world)
-        go_on = partial(_plan_to_go_on, loaded.config, workload, folder, changes, place)
-        plan = place.plan_from(go_on, loaded.config, workload)
-        if place.writes:
+        if rank.world is not None:
+            refuse_differences(loaded.config, workload, rank.world)
+        go_on = partial(_choose_plan, loaded.config, workload, folder, changes, rank)
+        plan = rank.agree_on_plan(go_on, loaded.config, workload)
+        if rank.writes:
             cut_back(folder.metrics, int(journal["num_records"]))
-        parts = _assembled(loaded.config, workload, plan, place)
-        warnings = [*damaged, *moved, *other, *changed_data(workload, folder), *check_disk(parts, folder)]
+        parts = _assemble(loaded.config, workload, plan, rank)
+        warnings = [*damaged, *moved, *other, *describe_changed_data(workload, folder), *check_disk(parts, folder)]
         resumed = Resumed(path=path, checkpoint=checkpoint, changes=changes, settled=settled)
         _run(loaded, folder, parts, resumed=resumed, warnings=warnings)
     return folder.path
 
 
-def _newest(folder: RunFolder, damaged: list[str]) -> Path:
+def _find_newest(folder: RunFolder, damaged: list[str]) -> Path:
     checkpoints = folder.checkpoints()
     checkpoints.clean_up()
-    checkpoints.best()  # a damaged best.json is refused before anything is trained
+    checkpoints.best()  # raises on a damaged best.json before anything is trained
     return checkpoints.load_newest(on_damaged=damaged.append)[0]
 
 
-def _built_as_stored(config: RunConfig, state: Mapping[str, Any], folder: RunFolder) -> Workload:
+def _build_as_stored(config: RunConfig, state: Mapping[str, Any], folder: RunFolder) -> Workload:
     stored = state["frozen"]
-    with naming_lost_files(stored):
+    with name_lost_files(stored):
         workload = build_workload(config, dict(state["store"]))
-    return dataclasses.replace(workload, frozen=as_stored(workload.frozen, stored, folder.path))
+    return dataclasses.replace(workload, frozen=match_stored(workload.frozen, stored, folder.path))
 
 
 def _is_tidy(config: RunConfig, folder: RunFolder, path: Path, checkpoint: Checkpoint) -> bool:
-    """Whether a kill between the last checkpoint and the end left nothing undone."""
+    """Return whether a finished run also has its validation, mark, curves, summary and export."""
     state = checkpoint.state
     is_validated = (
         state["position"]["epoch"] >= config.train.epochs
@@ -275,22 +276,22 @@ def _is_tidy(config: RunConfig, folder: RunFolder, path: Path, checkpoint: Check
     return is_validated and is_marked and is_drawn and has_summary(folder) and is_exported(config.workload, folder)
 
 
-def _plan_to_go_on(
-    config: RunConfig, workload: Workload, folder: RunFolder, changes: Changes, place: RunRank, rehearse: Rehearse
+def _choose_plan(
+    config: RunConfig, workload: Workload, folder: RunFolder, changes: Changes, rank: RunRank, rehearse: Rehearse
 ) -> Plan:
-    """The stored one; what was decided or measured for settings that are others now is decided or measured again."""
+    """Return the stored plan; what was decided or measured for settings that have changed is redone."""
     if changes.touch("precision.", "device"):
-        return _decided(config, workload, probe(place.device_of(config)), place, rehearse)
-    plan = folder.stored_plan()
+        return _decide(config, workload, probe(rank.choose_device(config)), rank, rehearse)
+    plan = folder.read_plan()
     refuse_missing_device(plan)
     if not changes.touch(*MEASURED_FOR):
         return plan
-    plan = untuned(plan, keeps_memory=not changes.touch("train.memory", "optimizer.name"))
-    return _tried(config, workload, plan, place, rehearse)
+    plan = strip_tuning(plan, keeps_memory=not changes.touch("train.memory", "optimizer.name"))
+    return _try_modes(config, workload, plan, rank, rehearse)
 
 
 def _continue(loop: Loop, folder: RunFolder, resumed: Resumed) -> None:
-    """Everything back in place; only then are accepted changes written, so that one that fails does not stay."""
+    """Restore the run's state, then write accepted changes: a change that fails must not be stored."""
     for note in (*resumed.changes.notes, f"resuming from {resumed.path.name}"):
         loop.journal.notice(note)
     loop.restore(resumed.path, resumed.checkpoint, resumed.changes)
@@ -302,25 +303,27 @@ def _continue(loop: Loop, folder: RunFolder, resumed: Resumed) -> None:
 def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed | None, warnings: list[str]) -> None:
     config, world = loaded.config, parts.world
     writes = world is None or world.is_first
-    report = _report(folder, config, world)
-    journal = _journal(parts, report)
+    report = _open_report(folder, config, world)
+    journal = _open_journal(parts, report)
     record_faults(parts, folder, journal.notice)
     with (
         ExitStack() as watch,
         choose_algorithms(deterministic=config.train.deterministic),
-        interrupts(answers=writes) as asked_to_stop,
+        catch_interrupts(answers=writes) as asked_to_stop,
     ):
         checkpoints = folder.checkpoints(keep=config.train.checkpoints_total_limit, writes=writes)
         loop = Loop(parts, checkpoints, journal, asked_to_stop)
         is_new = resumed is None
         if world is not None and not world.is_first:
-            watch.enter_context(posted_warnings(world))
-        asked_to_stop.last_words = lambda: str(ended_early(KeyboardInterrupt(), loop, folder, is_new=is_new))
+            watch.enter_context(post_warnings(world))
+        asked_to_stop.last_words = lambda: str(explain_ending(KeyboardInterrupt(), loop, folder, is_new=is_new))
         try:
             show_header(report, loaded, folder, parts)
-            if is_new and writes:  # a resumed run would name its own config.yaml as the source of everything
+            if is_new and writes:  # a resumed run would give its own config.yaml as the source of every setting
                 write_atomically(folder.report / "config.json", json.dumps(dump_config(loaded), indent=1) + "\n")
-            for warning in (*warnings, *notes_on(config, parts.workload, parts.model, world)) if writes else ():
+            for warning in (
+                (*warnings, *describe_rank_effects(config, parts.workload, parts.model, world)) if writes else ()
+            ):
                 report.notice(warning, "warning")
             if resumed is not None:
                 _continue(loop, folder, resumed)
@@ -334,21 +337,21 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             monitor.stop()
             refuse_only_skips(loop, start)
             if writes:
-                _draw(config, folder, report)
-                export(parts, folder)
+                _draw_curves(config, folder, report)
+                export_model(parts, folder)
                 elapsed_s, joules = clock.elapsed_s, energy.joules()
                 write_summary(folder, loop, elapsed_s, joules)
-                busy = how_busy(monitor, loop.waiting, elapsed_s, loop.engine.mode)
+                busy = describe_gpu_use(monitor, loop.waiting, elapsed_s, loop.engine.mode)
                 show_summary(report, folder, loop, elapsed_s, joules, busy)
         except (HalfstepError, KeyboardInterrupt) as error:
-            shown = ended_early(error, loop, folder, is_new=is_new and writes)
+            shown = explain_ending(error, loop, folder, is_new=is_new and writes)
             if folder.path.is_dir() and writes:
-                _draw(config, folder, report)
+                _draw_curves(config, folder, report)
             if shown is error:
                 raise
             raise shown from error
-        except Exception:  # somebody's own code: its traceback is what they need, an empty run is not
-            if is_new and writes and left_nothing(loop):
+        except Exception:  # custom code: show its traceback, but leave no empty run
+            if is_new and writes and has_left_nothing(loop):
                 shutil.rmtree(folder.path, ignore_errors=True)
             raise
         finally:
@@ -357,13 +360,13 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             parts.val_loader.close()
 
 
-def _report(folder: RunFolder, config: RunConfig, world: World | None) -> RunReport:
+def _open_report(folder: RunFolder, config: RunConfig, world: World | None) -> RunReport:
     if world is not None and not world.is_first:
         return FarReport(world)
     return RunReport(folder.path, quiet=config.log.quiet, tensorboard=config.log.tensorboard)
 
 
-def _journal(parts: Assembly, report: RunReport) -> Journal:
+def _open_journal(parts: Assembly, report: RunReport) -> Journal:
     train, workload = parts.config.train, parts.workload
     # Ten lines at least: the curves of a run of five steps are five points.
     every = max(1, min(10, parts.total_steps // 10)) if train.report_every == "auto" else train.report_every
@@ -371,19 +374,19 @@ def _journal(parts: Assembly, report: RunReport) -> Journal:
     journal = Journal(
         report, parts.plan, epochs=epochs, report_every=every, metric=workload.metric,
         samples=workload.train_samples, phases=[own.phase.name for own in parts.phases],
-        hint=partial(hint_about, parts.config.workload), unit=parts.unit, low_scale=parts.step.scaler.low,
+        hint=partial(find_hint, parts.config.workload), unit=parts.unit, low_scale=parts.step.scaler.low,
     )  # fmt: skip
     parts.guard.observers.append(journal.observe)
     return journal
 
 
-def _say_unless(quiet: bool) -> Say:
-    """Before there is a run to report on, trials tell what they do on stderr."""
+def _make_say(quiet: bool) -> Say:
+    """Return a function that prints to stderr, for trials before the run has its report."""
     return (lambda line: None) if quiet else (lambda line: print(line, file=sys.stderr, flush=True))
 
 
-def _draw(config: RunConfig, folder: RunFolder, report: RunReport) -> None:
-    """The curves are a by-product: a disk too full for them must not hide why the run ended."""
+def _draw_curves(config: RunConfig, folder: RunFolder, report: RunReport) -> None:
+    """Draw the curves; a failure is a warning, so that a full disk does not hide why the run ended."""
     if not config.log.curves:
         return
     try:
@@ -392,5 +395,5 @@ def _draw(config: RunConfig, folder: RunFolder, report: RunReport) -> None:
         report.notice(str(error), "warning")
 
 
-def _run_name(config: RunConfig) -> str:
+def _name_run(config: RunConfig) -> str:
     return config.workload.replace(":", "-").replace("/", "-")

@@ -1,4 +1,4 @@
-"""Looks at the model without learning from it: validation, samples, and which validation was the best."""
+"""Validation, samples, and early stopping."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from halfstep.run.memory.out_of_memory import split_window
 from halfstep.step.phases import PhasedStep
 from halfstep.step.randomness import read_generators, restore_generators
 from halfstep.step.step import Step
-from halfstep.tune.channels_last import in_layout_of
+from halfstep.tune.channels_last import match_layout
 from halfstep.workloads.base.workload import Workload
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients inside; every module's own mode comes back afterwards."""
+def enter_evaluation(model: nn.Module) -> Iterator[None]:
+    """Switch to evaluation mode without gradients; every module's own mode is restored afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -45,8 +45,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def averaged(step: Step | PhasedStep) -> Iterator[None]:
-    """The model holds its averaged weights inside, where the step keeps an average."""
+def use_average(step: Step | PhasedStep) -> Iterator[None]:
+    """Put the averaged weights into the model, if the step keeps an average."""
     with step.ema.swap_in() if step.ema is not None else nullcontext():
         yield
 
@@ -61,13 +61,13 @@ def validate(
     world: World | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Loss and metrics, exact over the whole set: sums are divided once, at the end."""
+    """Return loss and metrics, exact over the whole set: sums are divided once, at the end."""
     device = torch.device(plan.device)
     metrics = workload.metrics()
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     weight_sum = torch.zeros((), dtype=torch.float64, device=device)
     index = 0
-    with evaluating(model):
+    with enter_evaluation(model):
         for batch, size in zip(prefetch(loader.epoch(0), device), loader.sizes(0, len(loader)), strict=True):
             place = 0 if world is None else world.find_first_row(size)
             key = Key.for_validation(index + place)
@@ -75,7 +75,7 @@ def validate(
             advance()
             if world is not None and world.count_rows(size) == 0:
                 continue
-            prepared = in_layout_of(model, workload.prepared(batch, key=key, training=False))
+            prepared = match_layout(model, workload.prepared(batch, key=key, training=False))
             with plan.forward():
                 for part in split_window([prepared], pieces):
                     outputs = workload.forward(model, part)
@@ -96,12 +96,12 @@ FORM = "a str, or a uint8 array of shape (height, width) or (height, width, 3)"
 
 
 def sample(parts: Assembly, folder: Path) -> list[Path]:
-    """Call the workload's `sample` with the weights that validation uses; no generator is any further afterwards."""
+    """Call the workload's `sample` with the weights that validation uses, and restore all generators."""
     assert parts.workload.sample is not None
     generators = read_generators()
     parts.values.refresh()
     try:
-        with averaged(parts.step), evaluating(parts.model), parts.plan.forward():
+        with use_average(parts.step), enter_evaluation(parts.model), parts.plan.forward():
             found = parts.workload.sample(parts.model, Key.for_sampling(parts.config.train.seed))
     finally:
         restore_generators(generators)
@@ -109,7 +109,7 @@ def sample(parts: Assembly, folder: Path) -> list[Path]:
 
 
 def write_samples(folder: Path, found: Mapping[str, Any]) -> list[Path]:
-    """`NAME.png` and `NAME.txt`; those of the same step, from before a resumed run was killed, are replaced."""
+    """Write `NAME.png` and `NAME.txt`; samples of the same step from before a resume are replaced."""
     for name, value in found.items():
         _refuse_other(name, value)
     try:
@@ -144,7 +144,7 @@ def _refuse_other(name: str, value: Any) -> None:
 
 
 class EarlyStopping:
-    """Remembers the best value of the headline metric and counts validations since. NaN is never the best.
+    """Track the best value of the headline metric and count validations since. NaN is never the best.
 
     A validation out of turn (a run that ends in mid-epoch) may be the best one, but patience neither counts it nor
     compares with it: a longer run would not have had it.
@@ -156,7 +156,7 @@ class EarlyStopping:
         self.best_in_turn, self.num_since = math.nan, 0
 
     def observe(self, value: float, epoch: int, *, in_turn: bool = True) -> bool:
-        """Whether this validation is the best so far."""
+        """Record a validation and return whether it is the best so far."""
         if in_turn:
             is_news = self._is_better(value, self.best_in_turn)
             self.best_in_turn = value if is_news else self.best_in_turn

@@ -1,4 +1,4 @@
-"""What a step has to know of batches, which are the user's: how many samples one holds, which, and what it weighs."""
+"""Read from a user's batches what a step needs: number of samples, sample ids, and weight."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def find_first_array(batch: Batch) -> Tensor | np.ndarray[Any, Any] | None:
 
 
 def read_sample_ids(window: Window) -> tuple[Tensor, ...]:
-    """The `index` entries of the window's batches, where the loader gives them."""
+    """Return the `index` entries of the window's batches, if the loader gives them."""
     found = (batch.get("index") for batch in window if isinstance(batch, Mapping))
     return tuple(ids for ids in found if isinstance(ids, Tensor))
 
 
 def is_one(factor: Weight) -> bool:
-    """Whether the host knows it is 1, so that multiplying is not worth a kernel."""
+    """True if the host knows that the factor is 1: a multiplication would waste a kernel."""
     return not isinstance(factor, Tensor) and factor == 1
 
 
 def make_positive(weight: Weight) -> Weight:
-    """The weight where it is positive, else 1: what the others of its window are divided by."""
+    """Return the weight if it is positive, else 1: the other weights of its window are divided by it."""
     if isinstance(weight, Tensor):
         weight = weight.detach().float()
         return torch.where(weight > 0, weight, torch.ones_like(weight))

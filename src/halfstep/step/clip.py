@@ -23,7 +23,7 @@ class Clip:
             raise ConfigError(f"unknown clipping {self.kind!r}", fix="clip_type: l2, inf or value")
 
     def measure(self, gradients: list[Tensor], unscale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The norm of the unscaled gradients, and the one factor, if any, that is left to unscale and clip them with.
+        """Return the norm of the unscaled gradients, and the factor, if any, that unscales and clips them.
 
         Nothing but clipping by value writes into the gradients."""
         if self.kind == "value" and self.limit:
@@ -33,12 +33,12 @@ class Clip:
             norm = norm * unscale
         if self.limit == 0:
             return norm, unscale
-        # The same expression as torch's clip_grad_norm_: multiplied with it, gradients are bit-equal to a plain loop's.
+        # The expression of torch's clip_grad_norm_, so that clipped gradients are bit-identical to a plain loop's.
         share = torch.clamp(self.limit / (norm + 1e-6), max=1.0)
         return norm, share if unscale is None else unscale * share
 
     def _compute_norm(self, gradients: list[Tensor]) -> Tensor:
-        """The norm that is judged and reported: the one that is clipped, L2 under value clipping."""
+        """Return the norm that is judged and reported: the clipped one, or L2 if values are clipped."""
         kind = float("inf") if self.kind == "inf" else 2.0
         return torch.nn.utils.get_total_norm(gradients, norm_type=kind, error_if_nonfinite=False)
 

@@ -1,21 +1,21 @@
-"""How a verdict reaches an optimizer: three methods, chosen by what the optimizer can do, shown with their price.
+"""How the verdict reaches an optimizer: one of three methods, chosen by what the optimizer can do.
 
     found_inf   fused SGD, Adam, AdamW, Adagrad and our AdamW8bit and AdamWBf16 read the flag inside their kernel: free;
                 in a CUDA graph AdamW's kernel, and Adam's without decay, is our own (single_pass.py), with torch's bits
-    select      torch's others: save parameters and state, step, put back by `where` if bad: costs a copy of both
-    host        anything else, where an optimizer's own state lives on the host, and where step() runs the user's code
+    select      torch's other optimizers: save parameters and state, step, restore by `where` if bad: costs a copy
+    host        anything else, an optimizer with state on the host, and one whose step() runs the user's code
                 (a hook, a `step` replaced on the instance), which must not run for a bad step: one wait per step
 
-Only torch's own classes are selected: a foreign optimizer may keep Python numbers or replace its state tensors, and
-what it changed could not be put back from outside.
+Only torch's classes use `select`: a custom optimizer may keep Python numbers or replace its state tensors, which cannot
+be restored from outside.
 
 The first commit of a parameter is always decided on the host, with one wait: optimizers build their state then, and
 fused SGD with momentum leaves an *uninitialised* buffer behind a skipped first step (seen on torch 2.11 and 2.13).
 
 An optimizer can write NaN from finite gradients: 0 / 0 in Adam with eps=0, the root of a negative number in a centred
-RMSprop. The weights that `select` and `host` leave are looked at: `select` puts them back, after `host` the step ends
-with an error. Fused kernels are not looked at, which would cost a pass over all weights: with eps > 0 and a finite
-learning rate they write finite numbers; with eps = 0 they are selected.
+RMSprop. After `select` and `host` the weights are checked: `select` restores them, `host` ends with an error. After
+fused kernels they are not, which would cost a pass over all weights: with eps > 0 and a finite learning rate those
+write finite numbers; with eps = 0 they use `select`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ COMMITTING, WATCHED = "_halfstep_commits", "_halfstep_watches"
 
 
 def choose_commit_method(optimizer: Optimizer) -> CommitMethod:
-    """The cheapest method that leaves everything bit-identical on a bad step."""
+    """Return the cheapest method that leaves everything bit-identical on a bad step."""
     for kind, (reason, fix) in REFUSED.items():
         if isinstance(optimizer, kind):
             raise ConfigError(f"{kind.__name__} cannot be used in a guarded step", why=reason, fix=fix)
@@ -73,7 +73,7 @@ def divides_by_zero(optimizer: Optimizer) -> bool:
 def runs_other_code(optimizer: Optimizer) -> bool:
     """True if step() runs more than the optimizer's class has: a hook, or a `step` replaced on the instance."""
     if type(optimizer) not in (*OPTIMIZERS.values(), *READS_FLAG_IN_KERNEL):
-        return False  # its own step() is foreign already
+        return False  # a custom class: its step() is committed by the host anyway
     hooks = chain(
         optimizer._optimizer_step_pre_hooks.values(), optimizer._optimizer_step_post_hooks.values(),
         torch_hooks._global_optimizer_pre_hooks.values(), torch_hooks._global_optimizer_post_hooks.values(),
@@ -81,13 +81,13 @@ def runs_other_code(optimizer: Optimizer) -> bool:
     if any(hook is not warn_of_second_step for hook in hooks):
         return True
     step: Any = vars(optimizer).get("step")
-    # Schedulers of torch replace step() by one that notes that it was called.
+    # torch's schedulers wrap step() on the instance to note that it was called.
     is_scheduled = getattr(step, "__globals__", None) is vars(lr_scheduler)
     return step is not None and not (is_scheduled and step.__wrapped__ is type(optimizer).step)
 
 
 def get_stored_values(gradient: Tensor) -> Tensor:
-    """What of a gradient is scaled and judged: all of it, of a sparse one what it holds."""
+    """Return the values of a gradient that are scaled and judged; of a sparse one those it stores."""
     return gradient._values() if gradient.is_sparse else gradient
 
 
@@ -100,7 +100,7 @@ class CommitWay:
     """How one commit is made."""
 
     method: CommitMethod
-    by_host: bool  # the host waits for the verdict, and steps or does not
+    by_host: bool  # the host waits for the verdict and decides whether to step
     is_undone: bool  # what the optimizer writes is put back where the step is bad
 
     @property
@@ -115,7 +115,7 @@ class CommitUndo:
     def __init__(self, optimizer: Optimizer, parameters: list[Tensor], *, by_host: bool) -> None:
         self.optimizer, self.parameters, self.by_host = optimizer, parameters, by_host
         self.state = {p: dict(own) for p in parameters if (own := optimizer.state.get(p))}
-        # What only the host can put back: numbers that foreign optimizers count in groups, and lists of tensors.
+        # Restored by the host only: numbers that custom optimizers count in groups, and lists of tensors.
         self.groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         for own in self.state.values() if by_host else ():
             own.update((k, copy.deepcopy(v)) for k, v in own.items() if isinstance(v, list | dict))
@@ -145,8 +145,8 @@ class Committer:
         self._own_method = choose_commit_method(optimizer)
         is_fast = self._own_method == "found_inf" or self._own_method == "select" and _is_capturable(optimizer)
         self.takes_tensor_lr = is_fast
-        self.stepped: dict[Tensor, bool] = {}  # parameters that it has stepped, and whether it keeps state of them
-        self.single_pass: SinglePass | None = None  # while a step is captured: what takes the place of torch's kernel
+        self.stepped: dict[Tensor, bool] = {}  # parameters it has stepped -> whether it keeps state for them
+        self.single_pass: SinglePass | None = None  # while a step is captured: replaces torch's kernel
         if rates is not None and self.takes_tensor_lr:
             rates.bind(optimizer)
 
@@ -160,7 +160,7 @@ class Committer:
 
     @property
     def hint(self) -> str:
-        """What makes skipping free; torch has no fused kernels for complex weights."""
+        """A warning about the cost or risk of this optimizer, or an empty string."""
         if runs_other_code(self.optimizer):
             return (
                 f"{self.name}.step() runs a hook or was replaced on the instance: each step waits for the device, so "
@@ -177,7 +177,7 @@ class Committer:
 
     @property
     def extra_bytes(self) -> int:
-        """What the method costs in memory while a step commits."""
+        """Bytes that the method needs while a step commits."""
         if self.method != "select":
             return 0
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -187,7 +187,7 @@ class Committer:
     def choose(self) -> CommitWay:
         """How the next commit is made."""
         method, gradients = self.method, [p.grad for p in self._with_grad()]
-        # Of a sparse gradient's parameter no copy is made: one of a whole table would cost more than the wait.
+        # Parameters with sparse gradients are not copied: a copy of a whole table would cost more than a wait.
         is_sparse = any(gradient is not None and gradient.is_sparse for gradient in gradients)
         is_first = any(map(self._is_first, self._with_grad()))
         by_host = method == "host" or is_first or method == "select" and is_sparse
@@ -206,7 +206,7 @@ class Committer:
         return self._commit_by_host(bad) if way.by_host else self._step()
 
     def left_non_finite(self) -> Tensor | None:
-        """Whether a parameter that was just stepped is not finite; None where there is none to look at."""
+        """Return on the device whether a stepped parameter is not finite; None if there is none to check."""
         written = [p for p in self._with_grad() if p.numel() and p.grad is not None and not p.grad.is_sparse]
         if not written:
             return None
@@ -214,22 +214,22 @@ class Committer:
         return worst - worst != 0
 
     def forget(self) -> None:
-        """After the state was loaded: the tensors are new ones."""
+        """Note which parameters have state, and bind the rates again, after state was loaded into new tensors."""
         self.stepped = {p: bool(own) for p, own in self.optimizer.state.items()}
         if self.rates is not None and self.takes_tensor_lr:
             self.rates.bind(self.optimizer)
 
     def open_capture(self, device: torch.device) -> SinglePass | None:
-        """Before a capture; what comes back has to live as long as the graph, and be filled after the capture."""
+        """Prepare a capture. The result has to live as long as the graph, and be filled after the capture."""
         self.single_pass = SinglePass(self.optimizer, device) if can_run_single_pass(self.optimizer, device) else None
         return self.single_pass
 
     def close_capture(self) -> None:
-        """After a capture, whole or broken: what lies in the graph's memory must not be mistaken for our own."""
+        """Drop references into a graph's memory, after a capture that succeeded or failed."""
         self.single_pass = None
 
     def _is_first(self, parameter: Tensor) -> bool:
-        """Whether its state has to be built; again, where somebody has cleared it or loaded an empty one."""
+        """True if the optimizer has to build the parameter's state, also after it was cleared."""
         has_state = self.stepped.get(parameter)
         return has_state is None or has_state and not self.optimizer.state.get(parameter)
 
@@ -241,7 +241,7 @@ class Committer:
         self.stepped |= {p: bool(self.optimizer.state.get(p)) for p in self._with_grad()}
 
     def _begin_momentum(self) -> None:
-        """Fused SGD cannot begin the momentum of one parameter after the others: what it starts from is put there."""
+        """Create momentum buffers for parameters that first step after the others: fused SGD cannot begin them."""
         if type(self.optimizer) is not torch.optim.SGD or self.method != "found_inf" or not self.stepped:
             return
         for group in self.optimizer.param_groups:
@@ -254,7 +254,8 @@ class Committer:
     def _commit_in_kernel(self, bad: Tensor, factor: Tensor | None) -> None:
         if self.single_pass is not None and self.single_pass.fits_gradients:
             return self.single_pass.record(bad, factor)
-        # The attributes are how torch's GradScaler talks to fused optimizers; they divide, and write the gradient back.
+        # torch's GradScaler sets these attributes for fused optimizers, whose kernels skip if found_inf is 1, divide by
+        # grad_scale, and write the gradient back.
         said = {"found_inf": bad.float()}
         if factor is not None:
             said["grad_scale"] = factor.float().reciprocal()
@@ -290,9 +291,9 @@ class Committer:
 def commit_all(committers: Sequence[Committer], bad: Tensor, factor: Tensor | None) -> Tensor:
     """Step all optimizers or none. Return the verdict: `bad`, or also that an optimizer wrote what is not finite.
 
-    An optimizer that raises may be between two of its groups: copying all weights at every step, to put those back,
-    would cost more than going on from a checkpoint, so the error says it. Optimizers that stepped before it are put
-    back: they are copied where one follows that may raise or spoil its weights."""
+    An optimizer that raises may have stepped some of its groups. Copying all weights at every step to restore those
+    would cost more than resuming from a checkpoint, so a note on the error says it. Optimizers that stepped before it
+    are restored: they are copied if a later one may raise or write non-finite weights."""
     ways = [committer.choose() for committer in committers]
     copies: list[CommitUndo] = []
     for number, (committer, way) in enumerate(zip(committers, ways, strict=True)):
@@ -308,7 +309,7 @@ def commit_all(committers: Sequence[Committer], bad: Tensor, factor: Tensor | No
         except BaseException as error:
             for undo in earlier:
                 undo.restore()
-            if not isinstance(error, HalfstepError):  # ours come before anything is written, or say it themselves
+            if not isinstance(error, HalfstepError):  # ours are raised before anything is written, or say so
                 error.add_note(
                     f"halfstep: {committer.name} may have stepped some of its parameters when it raised; the step is "
                     "not counted, and weights may be between two steps. Load model and step from your last checkpoint "

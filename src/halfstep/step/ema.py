@@ -1,7 +1,7 @@
-"""An average of the weights, in fp32, moved once per committed step, buffers included.
+"""Exponential moving average of weights and buffers, in fp32, moved once per committed step.
 
 A bf16 average with decay 0.9999 never moves (the update is below its spacing), an average moved on skipped steps
-drifts, and averaged weights with the raw model's BatchNorm statistics are a model nobody trained. So: fp32 always,
+drifts, and averaged weights with the raw model's BatchNorm statistics were never trained together. So: fp32 always,
 selection by the step's flag, floating buffers averaged with the same decay, integer buffers copied.
 """
 
@@ -22,7 +22,7 @@ from halfstep.step.optim.single_pass import ALIGNMENT, make_chunks
 
 CHUNK_ELEMENTS = 1 << 24  # 64 MB of fp32, and about three times that on the way
 ALIGNED_ELEMENTS = 4
-"""16 bytes of fp32. Tensors of other lengths stand last, so that they push no other off a kernel's wide accesses."""
+"""16 bytes of fp32. Tensors of other lengths come last, so that the others stay aligned for wide accesses."""
 
 
 class Ema:
@@ -47,7 +47,7 @@ class Ema:
         self._pass = EmaPass()
 
     def _find_live(self) -> dict[str, Tensor]:
-        """The tensors by name as they are now: a module may have replaced a buffer."""
+        """Return the current tensors by name: a module may have replaced a buffer."""
         found = {name: owner[key] for name, (owner, key) in self.slots.items()}
         return {name: t for name, t in found.items() if t is not None and is_writable_in_place(t)}
 
@@ -80,13 +80,13 @@ class Ema:
             shadow.copy_(torch.where(bad, shadow, now))
 
     def _compute_decay(self, committed: Tensor) -> Tensor:
-        """Rises with the steps up to `decay`: an early average must not hold on to the random start."""
+        """Return the decay, which rises with the steps up to `decay`: an early average must forget the random start."""
         rising = 1 - (1 + (committed - 1) / self.inv_gamma) ** -self.warmup_power
         return rising.clamp(max=self.decay)
 
     @contextmanager
     def swap_in(self) -> Iterator[None]:
-        """The model holds the averaged values inside; its own bits come back afterwards."""
+        """Put the averaged values into the model inside, and restore its own bits afterwards."""
         with torch.no_grad():
             own = [gather(group) for group in self._find_live_groups()]
             self._write(self.shadows)
@@ -101,8 +101,8 @@ class Ema:
             scatter(flat.to(group[0].dtype), group)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Averaged values by the model's names, in fp32 and the model's shapes. Live, as those of torch's optimizers
-        are: a checkpoint is written before the next step, snapshots copy."""
+        """Return averaged values by the model's names, in fp32 and the model's shapes. Tensors are live, as those of
+        torch's optimizers are: a checkpoint is written before the next step, snapshots copy."""
         state: dict[str, Tensor] = {}
         for names, group, shadow in zip(self.groups, self._find_live_groups(), self.shadows, strict=True):
             pieces = _split_like(shadow, group)
@@ -111,7 +111,7 @@ class Ema:
 
     @torch.no_grad()
     def restart(self) -> dict[str, Tensor]:
-        """The state of an average that begins with the model as it is now."""
+        """Start the average again from the current model, and return its state."""
         for shadow, group in zip(self.shadows, self._find_live_groups(), strict=True):
             shadow.copy_(self._gather_fp32(group))
         return self.state_dict()
@@ -149,7 +149,7 @@ def _split_like(shadow: Tensor, group: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _cut_chunks(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Tensors that are moved together: few launches, and what is copied on the way stays far smaller than the model."""
+    """Group tensors that are moved together: few launches, and temporary copies far smaller than the model."""
     chunk: list[str] = []
     size = 0
     for name in names:
@@ -163,7 +163,7 @@ def _cut_chunks(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[lis
 
 
 def _find_slots(model: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str]]:
-    """Where each parameter and buffer is held, by full name; a tied one counts once."""
+    """Return the dict and key that hold each parameter and buffer, by full name; a tied one once."""
     found: dict[str, tuple[dict[str, Tensor | None], str]] = {}
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -192,7 +192,7 @@ def _has_triton() -> bool:
 
 
 class EmaPass:
-    """One launch for each kind of weight there is: mostly one.
+    """Move all averages with one launch per kind of weight: mostly one.
 
     Graphs read the tables at every replay, so a table stays when weights were moved and another takes its place.
     """
@@ -203,7 +203,7 @@ class EmaPass:
         self.old: list[EmaLaunch] = []
 
     def move(self, pairs: Pairs, decay: Tensor, bad: Tensor) -> None:
-        """Move the averages. A capture finds the table made: steps come before it, and it moves no weights."""
+        """Move the averages. During a capture the table exists already: uncaptured steps came before it."""
         addresses = [(weight.data_ptr(), average.data_ptr()) for weight, average in pairs]
         if addresses != self.addresses:
             self.old += self.launches

@@ -1,4 +1,4 @@
-"""What one step found. The values stay on the device; reading them is one wait, for this step alone."""
+"""Facts: what one step found, as device tensors. Reading them is one wait, for this step alone."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Reading:
     epoch: int | None = None
     """The epoch it belongs to, and its window in that epoch; None in a loop that has none."""
     window: int | None = None
-    is_asked: bool = False  # whether somebody asked one of the run's processes to stop
-    faulty_ranks: tuple[int, ...] = ()  # the processes whose own loss or buffers were not finite
-    holds: bool = False  # whether the steps after it were held (facts.py)
-    waits_s: tuple[float, ...] = ()  # how long each process waited for the others in it; the slowest one waits least
+    is_asked: bool = False  # whether a rank was asked to stop
+    faulty_ranks: tuple[int, ...] = ()  # ranks whose own loss or buffers were not finite
+    holds: bool = False  # whether the steps after it were held (see Hold)
+    waits_s: tuple[float, ...] = ()  # how long each rank waited for the others; the slowest waits least
     fell_to: Slower | Literal[""] = ""
-    """The slowest mode that a process had to go on in by itself; empty where none had to."""
-    fallen_ranks: tuple[int, ...] = ()  # the processes that went on in it
-    rates: tuple[float, ...] = ()  # the learning rate of each process
+    """The slowest mode that a rank fell back to on its own; empty if none did."""
+    fallen_ranks: tuple[int, ...] = ()  # the ranks that did
+    rates: tuple[float, ...] = ()  # the learning rate of each rank
 
     @property
     def reason(self) -> str:
@@ -59,15 +59,15 @@ class Reading:
 
 Slower = Literal["compile", "eager"]  # a mode of running that is left where a faster one failed
 FELL: dict[Slower, int] = {"compile": 8, "eager": 16}
-"""The flags of a process that runs its steps in that mode by itself."""
-FAULTY = 3  # the flags of a process that mean a fault: loss or buffers not finite
-PER_RANK = 3  # numbers that each process says in a step: its flags, how long it waited, its learning rate
+"""The flag of a rank that fell back to that mode on its own."""
+FAULTY = 3  # the flags of a rank that mean a fault: loss or buffers not finite
+PER_RANK = 3  # numbers that each rank sends in a step: its flags, how long it waited, its learning rate
 FIELDS = ("loss", "grad_norm", "scale", "lr", "bad", "spike", "empty", "ruined", "spoiled", "holds", "committed")
 
 
 class Facts:
     """One step's findings as device tensors, and what identifies the step: its samples, its place in the data, and the
-    generators as they were before its forward pass (`rng`). Whoever keeps facts can repeat the step."""
+    generators as they were before its forward pass (`rng`). With its facts a step can be repeated."""
 
     __slots__ = (
         "_event", "_host", "attempted", "bad", "empty", "epoch", "factor", "grad_norm", "held", "holds", "ids", "loss",
@@ -80,15 +80,15 @@ class Facts:
         self.bad = self.spike = self.empty = self.ruined = torch.zeros((), dtype=torch.bool, device=loss.device)
         self.spoiled = self.empty
         self.held = self.holds = self.empty
-        """Not made because of an earlier fault; at fault itself, so that later ones are held."""
+        """Not committed because of an earlier fault; at fault itself, so that later ones are held."""
         self.factor: Tensor | None = None
-        """What the optimizers have yet to multiply the gradients by: unscaling and clipping in one."""
+        """The factor that the optimizers still have to apply to gradients: unscaling and clipping in one."""
         self.ids: tuple[Tensor, ...] = ()
         self.rng: dict[str, Tensor] = {}
         self.epoch: int | None = None
         self.window: int | None = None
         self.said: Tensor | None = None
-        """Of several processes: how many were asked to stop, then flags, waits and rates of each (step/ranks.py)."""
+        """Of several ranks: how many were asked to stop, then flags, waits and rates of each (ranks.py)."""
         self.wait: Callable[[torch.cuda.Event], None] = torch.cuda.Event.synchronize
         self.packed = torch.empty(0)  # all fields in one device tensor, once the step is committed
         self._host: Tensor | None = None
@@ -109,11 +109,11 @@ class Facts:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the step was made, or dropped, in every place."""
+        """True once the step was committed or dropped everywhere."""
         return self.packed.numel() > 0
 
     def copy_for_replay(self, attempted: int) -> Facts:
-        """The facts of a later step that a graph wrote into the same device tensors; to be sent before the next."""
+        """Return the facts of a replayed step, which the graph wrote into these tensors; send them before the next."""
         facts = copy.copy(self)
         facts.attempted, facts.factor = attempted, None
         return facts
@@ -161,13 +161,13 @@ class Facts:
 
 
 def find_slowest_mode(said: Sequence[int]) -> Slower | Literal[""]:
-    """The mode that the slowest process fell to, by their flags."""
+    """Return the slowest mode that a rank fell back to, by the ranks' flags."""
     modes: tuple[Slower, ...] = ("eager", "compile")
     return next((mode for mode in modes if any(flags & FELL[mode] for flags in said)), "")
 
 
 def start_copy_to_host(values: Tensor) -> Tensor:
-    """Start a copy that nobody waits for; whoever reads it waits for the event behind it."""
+    """Start an asynchronous copy; wait for an event recorded after it before reading."""
     if not values.is_cuda:
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -175,7 +175,7 @@ def start_copy_to_host(values: Tensor) -> Tensor:
 
 
 def read_rng_state(device: torch.device) -> dict[str, Tensor]:
-    """The generators a forward pass draws from, without a wait."""
+    """Return the state of the generators that a forward pass draws from, without a wait."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -239,12 +239,12 @@ class PhasedFacts:
 
 
 def split_phases(reading: Reading) -> Mapping[str, Reading]:
-    """The readings of the phases by name; one without phases is its own, without a name."""
+    """Return the readings of the phases by name; a reading without phases as one with an empty name."""
     return reading.phases if isinstance(reading, PhasedReading) else {"": reading}
 
 
 def load_reading(state: Mapping[str, Any]) -> Reading:
-    """What `asdict` made of a reading, after it was stored."""
+    """Return a reading from its stored `asdict` form."""
     own = {
         **state,
         **{name: tuple(state[name]) for name in ("sample_ids", "faulty_ranks", "waits_s", "fallen_ranks", "rates")},
@@ -255,16 +255,16 @@ def load_reading(state: Mapping[str, Any]) -> Reading:
 
 
 # --- hold ---
-# After a fault nothing commits until the host has looked, so that what it finds is the step as it was. The host learns
-# of a step two steps later. With this flag, which lives on the device as the verdict does, those two are dropped as bad
-# ones are, and leave the loss scale alone as well. The host then clears it and makes them again.
+# After a fault nothing commits until the host has seen it, so that a capsule holds the exact state of that step. The
+# host learns of a step two steps later. While this device flag is set, those two are dropped like bad ones, and leave
+# the loss scale unchanged as well. The host then clears the flag and repeats them.
 
 
 class Hold:
     """The sticky flag of one step."""
 
     def __init__(self, device: torch.device, *, low: float | None = None) -> None:
-        self.low = low  # with loss scaling an overflow above this scale is routine, and holds nothing
+        self.low = low  # with loss scaling an overflow above this scale is routine and sets no hold
         self.flag = torch.zeros((), dtype=torch.bool, device=device)
 
     def judge(self, facts: Facts, fault: Tensor) -> None:

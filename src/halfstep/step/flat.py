@@ -1,8 +1,8 @@
-"""Many tensors as a few flat ones, so that saving, restoring and averaging them takes a handful of kernels.
+"""Treat many tensors as a few flat ones, so that saving, restoring and averaging them takes a handful of kernels.
 
 A skipped step must leave every tensor bit-identical. Multiplying by a flag cannot do that (0 * NaN is NaN, and
-x + 0 loses -0.0), so everything here *selects* with `torch.where`. There is no `_foreach_where`; one `where` a
-tensor would be hundreds of launches. Concatenating per dtype, selecting once and copying back is about four.
+x + 0 loses -0.0), so everything here *selects* with `torch.where`. There is no `_foreach_where`, and one `where`
+per tensor would be hundreds of launches. Concatenating per dtype, selecting once and copying back is about four.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without gaps, in whatever order."""
+    """True if the elements fill their memory without gaps, in any order."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -34,21 +34,21 @@ def is_writable_in_place(tensor: Tensor) -> bool:
 
 
 def view_flat(tensor: Tensor) -> Tensor:
-    """A dense tensor's memory as one dimension, in physical order (channels_last weights are not contiguous)."""
+    """View a dense tensor's memory as one dimension, in physical order (channels_last is not contiguous)."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def view_like(piece: Tensor, tensor: Tensor) -> Tensor:
-    """A piece of a gathered copy in the shape of the tensor it came from."""
+    """View a slice of a gathered copy in the shape of the tensor it came from."""
     if is_dense(tensor):
         return piece.as_strided(tensor.size(), tensor.stride(), piece.storage_offset())
     return piece.view(tensor.shape)
 
 
 def group_by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Groups of one device and one dtype, in order of first appearance."""
+    """Group tensors by device and dtype, in order of first appearance."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -56,7 +56,7 @@ def group_by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def view_all_flat(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Views of one dimension, but for tensors with gaps in their memory: those stay as they are."""
+    """View tensors as one dimension, except those with gaps in their memory."""
     return [view_flat(tensor) if is_dense(tensor) else tensor for tensor in tensors]
 
 
@@ -84,12 +84,12 @@ def _spread(flat: Tensor, views: Sequence[Tensor]) -> None:
 
 
 def _is_line(view: Tensor) -> bool:
-    """Whether `_foreach_copy_` takes it: of one dimension, and neither conjugated nor negated lazily."""
+    """True if `_foreach_copy_` takes the view: one dimension, neither conjugated nor negated lazily."""
     return view.ndim == 1 and not (view.is_conj() or view.is_neg())
 
 
 class Snapshot:
-    """A copy of some tensors, put back where a device flag says so."""
+    """A copy of some tensors, restored where a device flag is set."""
 
     @torch.no_grad()
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -101,16 +101,16 @@ class Snapshot:
         self.saved = [_join(group) for group in self.groups]
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """What was saved and what is there now, flat, a pair for each kind."""
+        """Return saved and current values, flat, one pair per device and dtype."""
         return [(saved, _join(group)) for group, saved in zip(self.groups, self.saved, strict=True)]
 
     @torch.no_grad()
     def restore_where(self, flag: Tensor) -> None:
-        """Where `flag` is true every tensor gets its saved bits back; otherwise it keeps what it has now."""
+        """Restore every tensor's saved bits where `flag` is true; otherwise keep the current ones."""
         for group, saved in zip(self.groups, self.saved, strict=False):  # nothing saved, nothing to put back
             if saved.is_cuda:
                 _spread(torch.where(flag, saved, _join(group)), group)
-            elif bool(flag):  # no wait on the CPU
+            elif bool(flag):  # a CPU flag: no wait
                 _put_back(saved, group)
         self.saved = []
 
@@ -122,7 +122,7 @@ class Snapshot:
 
 
 def _put_back(saved: Tensor, views: Sequence[Tensor]) -> None:
-    """Write what differs. On the CPU nothing else is touched: a buffer may be a file that is mapped for reading."""
+    """Write what differs. On the CPU nothing else is touched: a buffer may be a read-only memory-mapped file."""
     if saved.is_cuda:
         return _spread(saved, views)
     for view, piece in zip(views, saved.split([view.numel() for view in views]), strict=True):
@@ -132,7 +132,7 @@ def _put_back(saved: Tensor, views: Sequence[Tensor]) -> None:
 
 
 def became_non_finite(before: Tensor, now: Tensor) -> Tensor:
-    """Whether any number that was finite is not any more. A mask that holds -inf on purpose does not count."""
+    """Return whether a number that was finite no longer is. A mask that holds -inf on purpose does not count."""
     lost = ~is_finite(now)
     is_alike = (before.shape, before.layout, before.is_complex()) == (now.shape, torch.strided, now.is_complex())
     return (lost & is_finite(before) if is_alike else lost).any()
@@ -143,7 +143,7 @@ def can_be_non_finite(tensor: Tensor) -> bool:
 
 
 def is_finite(values: Tensor) -> Tensor:
-    """As torch.isfinite, in half as many kernels: less itself a finite number is 0, any other NaN."""
+    """Return torch.isfinite(values) in half as many kernels: x - x is 0 for a finite x, else NaN."""
     if values.layout is not torch.strided:
         values = values._values() if values.layout is torch.sparse_coo else values.values()
     if values.is_complex():

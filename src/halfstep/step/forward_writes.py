@@ -1,4 +1,4 @@
-"""What forward passes write belongs to the step: saved when a window starts, put back where the step turns out bad.
+"""Save what forward passes write when a window starts, and restore it if the step turns out bad.
 
     buffers      all of them: BatchNorm writes its statistics before any verdict exists
     parameters   those seen to be written, such as a VQ codebook, a momentum encoder, a weight that forward clamps; and
@@ -6,13 +6,13 @@
 
 Frozen backbones are large: copying every parameter at every step would be too expensive. So in a parameter's first
 window the host keeps a copy of it and compares all bits afterwards, because a write through `.data` leaves no trace:
-one wait, and host memory for one window. From then on Python tells: another object, another version, another address.
-What is first written in a later window has no copy: if that step is good it is saved from then on; if it is bad the run
-ends with an error that names it, and if forward raises, a note on its exception does.
+one wait, and host memory for one window. From then on identity, version counter and address show writes.
+A parameter that is first written in a later window has no copy: if that step is good it is saved from then on; if it is
+bad the run ends with an error that names it, and if forward raises, a note on the exception names it.
 
-Most modules write into a tensor. Some replace it, and the old one still has the old bits; some give it other storage
+Most modules write into a tensor. Some replace it (the old one still has the old bits), some give it other storage
 (`.data = ...`), some register it when first used. On good steps bits, identity and version counters stay as forward
-left them, so that a graph kept from one step to the next, as between the networks of a GAN, stays valid.
+left them, so that an autograd graph kept for the next step, as between the networks of a GAN, stays valid.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from halfstep.errors import ConfigError, ModelError
 from halfstep.step.flat import Snapshot, became_non_finite, can_be_non_finite, gather, is_finite, is_writable_in_place
 
-Also = nn.Module | Tensor | Iterable[nn.Module | Tensor]  # what else belongs to a step: one of them, or several
+Also = nn.Module | Tensor | Iterable[nn.Module | Tensor]  # what else a step guards: one of them, or several
 Mark = tuple[Tensor | None, int, int]
 Change = tuple["TensorSlot", Tensor | None, Tensor | None]  # a slot, and what it held before and after forward
 
@@ -47,11 +47,11 @@ class ForwardWrites:
     moved: list[tuple[Tensor, Tensor]]
 
     def __init__(self, model: nn.Module, also: Also = (), *, commits: bool = False) -> None:
-        """`commits`: a function of the user's writes after the optimizers, most likely into the modules of `also`."""
+        """`commits`: whether `on_commit` writes after the optimizers, most likely into the modules of `also`."""
         modules, tensors = _split_also(also)
         self.commits = commits
         self.loose = nn.Module()
-        """Holds what no module here does: tensors of `also` as buffers, parameters that are trained as such."""
+        """Holds tensors that no module here does: those of `also` as buffers, trained ones as parameters."""
         self.slots = TensorSlots([model, *modules, self.loose])
         refuse_uninitialised(self.slots)
         asked = {id(t) for t in (*tensors, *(p for m in modules if commits for p in m.parameters()))}
@@ -75,7 +75,7 @@ class ForwardWrites:
     # --- a window ---
 
     def save(self, trained: Sequence[Tensor]) -> None:
-        """Before the window's first forward pass; `trained` are the optimizers' parameters."""
+        """Save buffers and written parameters before the window's first forward pass."""
         ids = [id(p) for p in trained]
         has_become_sparse = any(_is_sparse(owner.get(key)) for _, owner, key in self.saved)
         if self.slots.refresh() or ids != self.trained or has_become_sparse:
@@ -91,14 +91,14 @@ class ForwardWrites:
         self.is_open = True
 
     def _update_views(self, held: list[Tensor | None]) -> None:
-        """Find the memory of what is held now, unless it is that of the last window: most of `save` would be that."""
+        """Look up the memory of the saved slots, unless nothing changed since the last window: it is most of `save`."""
         last = zip(held, self.held, self.aliases, strict=True) if len(held) == len(self.held) else None
         if last is None or any(now is not then or _is_moved(now, alias) for now, then, alias in last):
             self.held, self.aliases = held, [_alias_storage(tensor) for tensor in held]
             self.views = Snapshot(s for s in self.aliases if s is not None and is_writable_in_place(s))
 
     def find_writes(self) -> None:
-        """After the window's last backward pass: find the parameters that it wrote without their being saved."""
+        """Find the parameters that the window wrote although they were not saved. Called after its last backward."""
         marked = list(zip(self.watched, self.marks, strict=False))
         self._find_written()
         self.compared.update(self.copies)
@@ -112,7 +112,7 @@ class ForwardWrites:
         self._refuse_replaced_weights()
 
     def find_commit_writes(self) -> None:
-        """After `on_commit`: it may have written whatever the optimizers have not."""
+        """Find what `on_commit` wrote besides what the optimizers did."""
         self._find_written()
         self._find_exchanged()
 
@@ -123,7 +123,7 @@ class ForwardWrites:
 
     @torch.no_grad()
     def became_non_finite(self, device: torch.device) -> Tensor:
-        """Whether forward left a number that is not finite where there was a finite one."""
+        """Return on the device whether forward wrote a non-finite number over a finite one."""
         found = torch.zeros((), dtype=torch.bool, device=device)
         for snapshot in self.snapshots:
             for saved, now in snapshot.pairs():
@@ -139,8 +139,8 @@ class ForwardWrites:
 
     @torch.no_grad()
     def restore_where(self, bad: Tensor) -> None:
-        """Everything gets its bits back where the flag is set. The host waits where only it can do that: for what
-        was made, removed or resized in this window."""
+        """Restore all bits where the flag is set, by selection on the device. The host waits only for what was made,
+        removed or resized in this window, which it has to restore itself."""
         for snapshot in self.snapshots:
             snapshot.restore_where(bad)
         for slot, before, now in self.replaced:
@@ -163,8 +163,8 @@ class ForwardWrites:
         self._close()
 
     def put_back(self) -> str:
-        """Undo a window that is not to be judged, as one that broke off. Return a sentence on what cannot be undone:
-        a large or trained parameter that forward wrote for the first time."""
+        """Undo a window that is not judged, such as one that raised. Return a sentence on what cannot be undone: a
+        large or trained parameter that forward wrote for the first time."""
         self._find_written()
         self._undo_exchanges()
         for snapshot in self.snapshots:
@@ -180,7 +180,7 @@ class ForwardWrites:
         )
 
     def forget(self) -> None:
-        """After a capture, which ran nothing: its copies are the graph's, and what it exchanged is put back."""
+        """Undo exchanges and drop copies after a capture, which ran no kernels: the copies are the graph's memory."""
         self._undo_exchanges()
         self._close()
 
@@ -190,17 +190,17 @@ class ForwardWrites:
         self.before, self.storages, self.snapshots, self.marks, self.copies = [], [], [], [], {}
         self.unsaved, self.replaced, self.moved, self.untrained = [], [], [], []
 
-    # --- what the step asks ---
+    # --- questions of the step ---
 
     @property
     def why_not_captured(self) -> str:
-        """What of the last window a CUDA graph could not repeat."""
+        """What a CUDA graph could not repeat of the last window; empty if nothing."""
         if self.exchanges:
             return "the model replaces or registers a tensor in its forward pass instead of writing into it"
         return f"forward wrote {self._name_unsaved()} for the first time" if self.unsaved else ""
 
     def refuse_unsaved(self, bad: Tensor) -> None:
-        """A bad step has written a parameter that was never seen to be written, so that no copy of it exists."""
+        """Refuse a bad step that wrote a parameter for the first time: no copy of it exists."""
         if self.unsaved and bool(bad):
             raise ModelError(
                 f"a bad step wrote {self._name_unsaved()} in its forward pass, for the first time in this run",
@@ -211,7 +211,7 @@ class ForwardWrites:
             )
 
     def find_tensors_beside(self, trained: Sequence[Tensor]) -> list[TensorSlot]:
-        """What goes with the model and no other step trains: a teacher, a recurrent state, a loss's weights."""
+        """Return guarded tensors outside of the model that no other step trains: a teacher, a recurrent state."""
         self._hold_loose(trained)
         others = self.slots.roots[1:]
         found = TensorSlots(
@@ -222,7 +222,7 @@ class ForwardWrites:
         return [*parameters, *(slot for slot in found.buffers if not _is_trained(slot.held))]
 
     def restart_comparison(self) -> None:
-        """After state was loaded: the next window is a first one again."""
+        """Treat the next window as a first one again, after state was loaded."""
         self.compared.clear()
         self.trained = []
         self._close()
@@ -230,7 +230,7 @@ class ForwardWrites:
     # --- inside ---
 
     def _sort_anew(self, trained: Sequence[Tensor]) -> None:
-        """Modules, or the optimizers' groups, are others than at the last window."""
+        """Sort tensors into saved and watched ones again: modules or groups have changed since the last window."""
         self._hold_loose(trained)
         refuse_uninitialised(self.slots)
         self._sort_parameters(trained)
@@ -253,7 +253,7 @@ class ForwardWrites:
         self.has_new_ones = any(slot.name not in self.compared for slot in self.watched)
 
     def _find_small_untrained(self, trained: set[int]) -> set[Name]:
-        """Parameters that no optimizer holds, smallest first, up to SMALL_BYTES: cheap to save in every window."""
+        """Return parameters that no optimizer holds, smallest first, up to SMALL_BYTES: cheap to save every time."""
         held = [(p.name, p.held) for p in self.slots.parameters if p.held is not None and id(p.held) not in trained]
         sizes = sorted(((t.numel() * t.element_size(), name) for name, t in held), key=lambda pair: pair[0])
         totals = itertools.accumulate(size for size, _ in sizes)
@@ -265,7 +265,7 @@ class ForwardWrites:
 
     @torch.no_grad()
     def _find_written(self) -> None:
-        """Of what is still watched in this window: after its backward pass only what has no gradient."""
+        """Find written parameters among the watched ones; after backward only those without a gradient are left."""
         found: list[TensorSlot] = []
         for slot, (held, version, address) in (*zip(self.watched, self.marks, strict=False), *self.untrained):
             in_place = held is not None and (held._version != version or held.data_ptr() != address)
@@ -282,7 +282,7 @@ class ForwardWrites:
         return copy is not None and held is not None and not _have_same_bits(copy, held.data.cpu())
 
     def _begin_saving(self, slot: TensorSlot, held: Tensor | None, *, in_place: bool) -> None:
-        """From now on with the others; in this window by the host's copy, where there is one."""
+        """Save a slot from now on; in this window restore it from the host's copy, if there is one."""
         self.saved.append(slot)
         self.before.append(held)
         self.storages.append(_alias_storage(held))
@@ -302,7 +302,7 @@ class ForwardWrites:
         return [(p, before, now) for p, before in pairs if (now := p.owner.get(p.key)) is not before]
 
     def _find_moved(self) -> list[tuple[Tensor, Tensor]]:
-        """Tensors with other storage than before, and the old one."""
+        """Return tensors whose storage was exchanged, with the old storage."""
         pairs = zip(self.before, self.storages, strict=True)
         return [(t, s) for t, s in pairs if _is_moved(t, s) and t is not None and s is not None]
 
@@ -344,7 +344,7 @@ class SparseTensors:
                 self.saved[name] = (tensor, tensor._version, tensor.detach().clone())
 
     def find_changed(self) -> list[TensorSlot]:
-        """Those that were written or replaced since `save`."""
+        """Return the slots that were written or replaced since `save`."""
         saved = ((slot, self.saved.get(slot.name)) for slot in self.slots)
         return [p for p, then in saved if then is not None and (p.held is not then[0] or then[0]._version != then[1])]
 
@@ -367,7 +367,7 @@ class SparseTensors:
 
 
 def _is_sparse(tensor: Tensor | None) -> bool:
-    """Also for a quantised tensor, which `torch.where` does not take either."""
+    """True for sparse tensors, and for quantised ones, which `torch.where` does not take either."""
     return tensor is not None and (tensor.layout is not torch.strided or tensor.is_quantized)
 
 
@@ -396,24 +396,24 @@ def refuse_uninitialised(slots: TensorSlots) -> None:
 
 
 def _is_trained(tensor: Tensor | None) -> bool:
-    """Whether it has had a gradient: an average may require one and never get it."""
+    """True if the tensor has a gradient: an average may require one and never get it."""
     return tensor is not None and tensor.is_leaf and tensor.grad is not None
 
 
 def _has_plain_storage(tensor: Tensor | None) -> bool:
-    """Not a wrapper such as a quantised weight's: of those only their modules know how they are written."""
+    """False for tensor subclasses such as quantised weights: only their modules know how they are written."""
     if tensor is None or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_inference():
         return False
     return type(tensor.data) is Tensor
 
 
 def _alias_storage(tensor: Tensor | None) -> Tensor | None:
-    """An alias with a version counter of its own; a sparse tensor has no memory to alias."""
+    """Return an alias with a separate version counter; None for a sparse tensor, which has no memory to alias."""
     return tensor.data if tensor is not None and tensor.layout is torch.strided else None
 
 
 def _is_moved(tensor: Tensor | None, storage: Tensor | None) -> bool:
-    """Whether it was given other memory, or resized within its own, as observers of quantised training are."""
+    """True if the tensor got other memory or was resized in place, as observers of quantised training are."""
     if tensor is None or storage is None:
         return False
     return tensor.data_ptr() != storage.data_ptr() or tensor.numel() != storage.numel()
@@ -466,7 +466,7 @@ class TensorSlots:
         self.parameters: list[TensorSlot] = []
 
     def refresh(self) -> bool:
-        """Find what was registered, removed or exchanged since the last call; whether there was anything."""
+        """Find what was registered, removed or exchanged since the last call; return whether anything was."""
         modules = _walk_modules(self.roots)
         sizes = _count_entries(modules)
         if modules == self.modules and sizes == self.sizes:
@@ -478,11 +478,11 @@ class TensorSlots:
 
     @property
     def have_grown(self) -> bool:
-        """Whether a module has registered something since `refresh`: in its forward pass."""
+        """True if a module has registered something since `refresh`, in its forward pass."""
         return _count_entries(self.modules) != self.sizes
 
     def remove_new_entries(self) -> None:
-        """Remove what was registered since `refresh`: a dict keeps the order in which it was."""
+        """Remove what was registered since `refresh`: dicts keep insertion order, so new entries are last."""
         for module, sizes in zip(self.modules, self.sizes, strict=True):
             owners: tuple[dict[str, Any], ...] = (module._modules, module._parameters, module._buffers)
             for owner, size in zip(owners, sizes, strict=True):
@@ -491,7 +491,7 @@ class TensorSlots:
                     module._non_persistent_buffers_set.discard(key)
 
     def find_full_name(self, slot: TensorSlot) -> str:
-        """As `named_parameters` calls it, under whichever root holds it."""
+        """Return the slot's name as in `named_parameters`, under the root that holds it."""
         for root in self.roots:
             for prefix, module in root.named_modules():
                 if module is slot.module:
@@ -500,7 +500,7 @@ class TensorSlots:
 
 
 def _walk_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
-    """As `nn.Module.modules`, in a third of the time: without its generators inside generators."""
+    """Return all modules, like `nn.Module.modules` in a third of its time: without nested generators."""
     found: dict[nn.Module, None] = {}
     stack: list[nn.Module | None] = list(roots)
     while stack:

@@ -1,8 +1,8 @@
 """A whole step as one CUDA graph: forward, backward, verdict, clipping, optimizer, average and counters in one launch.
 
-A graph replays the same kernels on the same memory. So it holds for windows of one shape, its inputs are copied into
-tensors of its own, and whatever the step writes it writes in place. The verdict, the loss scale and the schedule are
-device tensors already (see step.py), so a bad step is dropped inside the graph as it is outside of it.
+A graph replays the same kernels on the same memory. So it is valid for windows of one shape, inputs are copied into
+static tensors, and the step writes everything in place. The verdict, the loss scale and the schedule are device tensors
+(see step.py), so a bad step is dropped inside the graph as outside of it.
 
 Capturing runs nothing: weights, counters and generators are the same before and after, whether it works or not.
 """
@@ -29,7 +29,7 @@ Pool: TypeAlias = Any  # what `torch.cuda.graph_pool_handle()` gives: memory tha
 
 
 class CaptureFailed(Exception):
-    """The step cannot be captured; the message says why in one line."""
+    """Raised if a step cannot be captured; the message gives the reason in one line."""
 
 
 def describe_shape(window: list[Batch]) -> Shape:
@@ -41,7 +41,7 @@ def describe_shape(window: list[Batch]) -> Shape:
 
 
 def explain_not_copied(window: list[Batch], device: torch.device) -> str:
-    """What a replay would not read again: of a number on the host a kernel keeps what it was captured with."""
+    """Name inputs that a replay would not read again: kernels keep the host values they were captured with."""
     elsewhere = sorted({name for batch in window for name, value in batch.items() if value.device != device})
     return f"{', '.join(map(repr, elsewhere))} of the batch not on {device}" if elsewhere else ""
 
@@ -57,17 +57,18 @@ class GraphedStep:
             {name: torch.empty_like(value).copy_(value) for name, value in batch.items()} for batch in window
         ]
         self.graph = torch.cuda.CUDAGraph()
-        self.passes: list[SinglePass] = []  # its kernels read their tables at every replay: they are kept here
+        self.passes: list[SinglePass] = []  # kernels read these tables at every replay: keep them alive
         self.facts = self._capture(loss_fn, pool)
         for single_pass in self.passes:
             single_pass.fill()
 
     def __del__(self) -> None:
-        """Replays that were asked for end before their memory is given back.
+        """Wait for running replays before their memory is freed.
 
-        The allocator waits for the stream of the capture only, and replays run on another."""
-        with contextlib.suppress(Exception):  # at the end of the process
-            if not torch.cuda.is_current_stream_capturing():  # then it began with a wait, and another would break it
+        The allocator waits only for the capture's stream, and replays run on another."""
+        with contextlib.suppress(Exception):  # CUDA may be gone at interpreter exit
+            # A capture in progress began with a synchronisation, and another one would break it.
+            if not torch.cuda.is_current_stream_capturing():
                 torch.cuda.synchronize(self.step.device)
 
     @property
@@ -76,7 +77,7 @@ class GraphedStep:
         return self.generation == self.step.generation and same
 
     def __call__(self, window: list[Batch]) -> Facts:
-        """Make one step; nothing is waited for."""
+        """Make one step by a replay, without a wait."""
         step = self.step
         rng = read_rng_state(step.device)
         for own, batch in zip(self.inputs, window, strict=True):
@@ -92,23 +93,26 @@ class GraphedStep:
     def _capture(self, loss_fn: LossFn, pool: Pool) -> Facts:
         stream = torch.cuda.current_stream(self.step.device)
         reason = ""
-        # A cycle that still holds an earlier step's autograd graph ties its gradients to the stream of that step.
+        # A reference cycle that holds an earlier step's autograd graph keeps AccumulateGrad nodes of the old stream
+        # alive, and gradients accumulated on another stream than the capture's break it.
         gc.collect()
         with open_for_capture(self.step) as self.passes:
             try:
-                # Other threads (a loader's, a logger's) may use the device meanwhile.
+                # thread_local: other threads (loader, logger) may use the device during the capture.
                 capture = torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local")
                 with use_growing_segments(), capture:
                     try:
                         return self._record(loss_fn)
                     except Exception as error:
-                        reason = _read_first_line(error)  # ending the capture may fail as well, in words that tell less
+                        reason = _read_first_line(
+                            error
+                        )  # ending the capture may fail as well, with a less useful message
                         raise
             except CaptureFailed:
                 raise
             except Exception as error:
                 reason = reason or _read_first_line(error)
-            # Not while the error is handled: its frames hold the activations.
+            # Outside of the except block, whose error holds frames and so the activations.
             _end_broken_capture(stream, pool)
             raise CaptureFailed(reason)
 
@@ -122,13 +126,13 @@ class GraphedStep:
 
 
 def list_tables(step: Step) -> list[Tensor]:
-    """What the graph reads of schedules: tensors that are replaced when they grow."""
+    """Return the schedule tables that a graph reads: tensors that are replaced when they grow."""
     return [tabulated.table for tabulated in (step.rates, step.values) if tabulated is not None]
 
 
 @contextlib.contextmanager
 def open_for_capture(step: Step) -> Iterator[list[SinglePass]]:
-    """All optimizers, or none, are ready to be captured within; whatever happens there, none is afterwards."""
+    """Prepare all optimizers for a capture inside, and undo that afterwards, whether it succeeded or not."""
     rng = read_rng_state(step.device)
     _make_fused_capturable(step)
     step.clear_gradients()
@@ -147,7 +151,7 @@ def _make_passes(step: Step) -> list[SinglePass]:
 
 
 def _read_first_line(error: Exception) -> str:
-    """Of the compiler the second as well, where the first only announces it: `backend='inductor' raised:`."""
+    """Return an error's first line; with the second where the first only announces it: `backend='inductor' raised:`."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     if "legacy stream" in lines[0]:
         return f"{lines[0]} (a tensor of an earlier step still holds its autograd graph: keep it detached)"
@@ -155,22 +159,22 @@ def _read_first_line(error: Exception) -> str:
 
 
 def _end_broken_capture(stream: torch.cuda.Stream, pool: Pool) -> None:
-    """Put back what torch leaves behind where a capture cannot be ended.
+    """Clean up what torch leaves behind when a capture cannot be ended.
 
-    Its stream stays the current one: cached memory of the old one would lie idle. Up to torch 2.11 the allocator, too,
-    believes that the capture goes on, so that it never gives memory back, and the generator, so that dropout fails."""
+    The capture's stream stays current, so that memory cached for the old one would be unused. Up to torch 2.11 the
+    allocator still believes a capture is running and never frees memory, and so does the generator: dropout fails."""
     torch.cuda.set_stream(stream)
     torch.cuda.synchronize(stream.device)
-    with contextlib.suppress(RuntimeError):  # of the first, where torch has done it
+    with contextlib.suppress(RuntimeError):  # the first call raises where torch has already done it
         torch._C._cuda_endAllocateToPool(stream.device.index, pool)
         torch._C._cuda_releasePool(stream.device.index, pool)
-    # A capture that ends well takes the generator out of it.
+    # An empty capture that succeeds takes the generator out of the capturing state.
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         torch.zeros((), device=stream.device)
 
 
 def _make_fused_capturable(step: Step) -> None:
-    """Fused optimizers keep their counters on the device anyway, but refuse to be captured without this word."""
+    """Set `capturable`: fused optimizers keep their counters on the device anyway, but refuse a capture without it."""
     for optimizer in step.optimizers:
         for group in optimizer.param_groups:
             if group.get("fused") and "capturable" in group:
@@ -178,23 +182,23 @@ def _make_fused_capturable(step: Step) -> None:
 
 
 # --- the memory a graph keeps for its replays ---
-# torch's allocator takes memory from the driver in pieces of fixed size. Outside of a graph a gap in one is used by the
-# next step, or given back; a graph's pieces are its own for as long as it lives. In an expandable segment, one range of
-# addresses that grows at its end, freed neighbours are joined and there is hardly a gap.
+# torch's allocator takes memory from the driver in segments of fixed size. Outside of a graph a gap in one is reused by
+# the next step or freed; a graph's segments stay reserved while it lives. In an expandable segment, one range of
+# addresses that grows at its end, freed neighbours are joined and hardly a gap remains.
 
 SETTING = "expandable_segments"
 CONFIG_KEY = "PYTORCH_CUDA_ALLOC_CONF"
-"""Under which a snapshot of the allocator has the settings it was last given, whichever variable or call gave them."""
+"""The key of the allocator snapshot that holds the settings last given, by whichever variable or call."""
 
 _users_settings: dict[str, str] = {}
-"""The user's settings, by what we said when we put them back: the allocator has no word for "as if unsaid"."""
+"""The user's settings, by the text we restored them with: the allocator cannot unset a setting."""
 
 
 @contextlib.contextmanager
 def use_growing_segments() -> Iterator[None]:
-    """What is taken within lies in segments that grow; the allocator's settings are put back afterwards.
+    """Allocate in expandable segments inside, and restore the allocator's settings afterwards.
 
-    Who has told the allocator whether it may, by PYTORCH_ALLOC_CONF or in the program, is not overruled.
+    A user who has set this, by PYTORCH_ALLOC_CONF or in the program, is not overruled.
     """
     settings = _read_settings()
     if settings is None or settings.get(SETTING):
@@ -220,7 +224,7 @@ def _read_settings() -> dict[str, object] | None:
 
 
 def _write_settings(said: str, *, is_on: bool) -> str:
-    """All that was said before too: a setting that is not mentioned may fall back to its default."""
+    """Write all earlier settings as well: one that is not mentioned may fall back to its default."""
     words = ",".join(filter(None, [said, f"{SETTING}:{is_on}"]))
     torch._C._accelerator_setAllocatorSettings(words)
     return words

@@ -1,7 +1,7 @@
 """The guard: the device drops bad steps by itself; the guard decides from their facts whether to go on.
 
-It looks at the facts of exactly K = 2 steps ago, on every device and path alike, so that runs are reproducible and
-the host waits for a step that is long done, never for the one in flight.
+It reads the facts of exactly 2 steps ago, on every device and in every mode, so that runs are reproducible and the host
+waits for a step that is long finished, never for the one in flight.
 
     fp16      an overflow is routine: the scale halves. N in a row with the scale at its floor: STOP.
     the rest  a non-finite step is a fault: skipped, reported with its samples; after `max_consecutive` in a row
@@ -70,7 +70,7 @@ class GuardOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """What helps against a run of bad steps, in the words of whoever runs them."""
+    """What helps against several bad steps in a row, as settings of runs or arguments of hs.Step."""
 
     overflow: str
     clip: str
@@ -93,7 +93,7 @@ ADVICE_FOR_LOOPS = Advice(
 
 
 Observer = Callable[[Facts | PhasedFacts | None, Reading], None]
-"""Takes a step's facts and their reading; no facts where a checkpoint was taken before the step was looked at."""
+"""Takes a step's facts and their reading. Facts are None if a checkpoint was resumed before the step was judged."""
 
 
 class Guard:
@@ -108,15 +108,14 @@ class Guard:
         self.options = options or GuardOptions()
         self.scaling, self.min_scale, self.advice = scaling, min_scale, advice
         self.observers: list[Observer] = []
-        """Called with each step that is looked at, in order, before it is judged. Whoever wants to see steps adds
-        itself here: the values are on the host by then, so watching costs no wait."""
+        """Called with each step in order, before it is judged. The values are on the host, so there is no wait."""
         self.complete: Callable[[Reading], Reading] = lambda reading: reading
-        """Adds what other processes know of a step."""
+        """Add what other ranks know of a step."""
         self.pending: deque[Facts | PhasedFacts | Reading] = deque()
         self.make_again: Callable[[list[Any]], list[Any]] | None = None
-        """With a hold (facts.py): clears it, makes the steps of these facts again, and gives their new facts."""
+        """With a hold (facts.py): clear it, repeat the steps of these facts, and return their new facts."""
         self.look_early: Callable[[list[tuple[Any, Reading]]], None] = lambda seen: None
-        """Sees steps up to a fault before it is judged, where what was held has to be made sooner."""
+        """See steps up to a fault before it is judged, if held steps have to be repeated sooner."""
         self._let_go = -1  # the last step whose hold was cleared
         self.num_faults = self.num_at_floor = self.num_rollbacks = self.num_skipped = 0
         self.first_fault_committed = 0
@@ -134,12 +133,12 @@ class Guard:
         return CONTINUE
 
     def note_rollback(self) -> None:
-        """The run went back: what is in flight belongs to the abandoned path."""
+        """Count a rollback, and forget steps in flight: they belong to the abandoned path."""
         self.num_rollbacks += 1
         self.acknowledge()
 
     def acknowledge(self) -> None:
-        """A verdict was acted on: faults are counted again, from the next step on."""
+        """Start counting faults again from the next step, after a verdict was acted on."""
         self.num_faults = self.num_at_floor = 0
         self.pending.clear()
 
@@ -150,14 +149,14 @@ class Guard:
     def _judge_oldest(self) -> Verdict:
         oldest = self.pending.popleft()
         found = self.complete(oldest if isinstance(oldest, Reading) else oldest.read())
-        reading = replace(found, holds=False)  # nobody else's business: the run is the same with it and without
+        reading = replace(found, holds=False)  # internal: observers see the same with and without a hold
         for observe in self.observers:
             observe(None if isinstance(oldest, Reading) else oldest, reading)
         self._make_held_again(found)
         return self.judge(reading)
 
     def release_held(self) -> None:
-        """Have all that is held made now: before the state is stored, copied, or looked at. Nothing is judged yet."""
+        """Repeat all held steps now, before the state is stored, copied or read. Nothing is judged yet."""
         if self.make_again is None:
             return
         seen: list[Facts | PhasedFacts | Reading] = []
@@ -228,7 +227,7 @@ class Guard:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, and the facts not looked at yet as plain numbers: a resumed run judges them at the same step."""
+        """Return counters and facts not yet judged, as numbers: a resumed run judges them at the same step."""
         pending = [item if isinstance(item, Reading) else item.read() for item in self.pending]
         plain = [asdict(replace(reading, holds=False)) for reading in pending]  # let_go() came before
         return {"pending": plain, **{name: getattr(self, name) for name in COUNTERS}}
@@ -245,7 +244,7 @@ class Guard:
 
 
 def _format_samples(reading: Reading, most: int = 8) -> str:
-    """Which samples to look at, where the batches tell."""
+    """Return the sample ids of a step for a message, if its batches hold them."""
     ids = reading.sample_ids
     shown = ", ".join(map(str, ids[:most])) + (", ..." if len(ids) > most else "")
     return f"; samples of the last step: {shown}" if ids else ""
@@ -267,10 +266,10 @@ class SpikeMeter:
 
     @torch.no_grad()
     def judge(self, loss: Tensor) -> Tensor:
-        """True where the loss stands more than `threshold` robust deviations above the median of a full ring."""
+        """Return whether the loss is more than `threshold` robust deviations above the median of a full ring."""
         median = self.ring.median()
         deviation = MAD_TO_SIGMA * (self.ring - median).abs().median()
-        # Without a floor a loss that has settled to the last digit would make every wiggle a spike.
+        # Without a floor of 1 % a loss that has converged to the last digit would make every small change a spike.
         far = loss - median > self.threshold * torch.maximum(deviation, 0.01 * median.abs())
         return far & (self.count >= self.size)
 

@@ -1,11 +1,11 @@
-"""Networks that train in turn, as those of a GAN: a guarded step for each phase, one iteration around them.
+"""Networks that train in turn, such as a GAN's: a guarded step for each phase, and one iteration around them.
 
     facts = {name: step.steps[name](loss_fn, window)}   each phase that is due: its own verdict, its own commit
     step.close(facts)                                   the iteration: loss scale and counters, on the device
 
 A phase that is bad is dropped alone. Each step guards the buffers of the whole model: the forward pass of one network
-may run another, and write its BatchNorm statistics. To all other code a `PhasedStep` is what a `Step` is: it
-counts (iterations), it has an average, a scaler and a state.
+may run another, and write its BatchNorm statistics. A `PhasedStep` looks like a `Step` to other code: it counts
+(iterations), and has an average, a scaler and a state.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PhaseStep(Step):
 
 @contextmanager
 def freeze_others(model: nn.Module, trained: Iterable[Tensor]) -> Iterator[None]:
-    """Autograd, eager or compiled, leaves out what does not require gradients: time and memory, not only `.grad`."""
+    """Switch `requires_grad` off for all other parameters, so that autograd, eager or compiled, skips them."""
     own = {id(parameter) for parameter in trained}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
     for parameter in others:
@@ -93,7 +93,7 @@ class PhasedStep:
 
     @torch.no_grad()
     def close(self, facts: Mapping[str, Facts]) -> PhasedFacts:
-        """End an iteration in which these phases were due. Nothing is waited for."""
+        """End an iteration in which these phases were due, without a wait."""
         self.committed.add_(~torch.stack([own.bad for own in facts.values()]).all())
         self.scaler.close()
         self.attempted += 1
@@ -111,7 +111,7 @@ class PhasedStep:
         return [(f"{own} of {name}", *more) for name, step in self.steps.items() for own, *more in step.describe()]  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
-        """What the phases share once, the rest by phase; waits for the device."""
+        """Return what the phases share once, and the rest by phase. Waits for the device."""
         return {
             "attempted": self.attempted,
             "committed": int(self.committed),
@@ -143,7 +143,7 @@ class PhasedStep:
         return {name: {**stored[name], "scaler": state["scaler"], "ema": averages[name]} for name in self.steps}
 
     def _split_averages(self, stored: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Each phase's own; names that belong to none go to the first, which refuses them."""
+        """Split stored averages by phase; unknown names go to the first phase, which refuses them."""
         own = {name: list(step.ema.state_dict()) if step.ema is not None else [] for name, step in self.steps.items()}
         known = {key for names in own.values() for key in names}
         first = next(iter(own))
@@ -167,7 +167,7 @@ class PhasedGuard(Guard):
         self.phases = {name: Guard(options, scaling=scaling, min_scale=min_scale) for name in phases}
 
     def judge(self, reading: Reading) -> Verdict:
-        """The gravest verdict on any phase. Where a rollback goes is counted in iterations, not in a phase's steps."""
+        """Return the gravest verdict of all phases. Rollbacks count iterations, not a phase's steps."""
         parts = split_phases(reading)
         before = reading.committed - any(not part.is_bad for part in parts.values())
         found = [self._judge_phase(name, part, before) for name, part in parts.items()]
@@ -224,7 +224,7 @@ class SharedScaler(Scaler):
 
     @torch.no_grad()
     def close(self) -> None:
-        """At the end of an iteration; without loss scaling there is nothing to do."""
+        """Move the scale by the verdicts of an iteration; do nothing without loss scaling."""
         if not self.enabled:
             return
         super().update(self.overflowed, unjudged=~self.judged)

@@ -1,4 +1,4 @@
-"""Seeds and generator states: what makes a run repeat itself."""
+"""Seeds, generator states and deterministic algorithms: what makes a run repeatable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from halfstep.errors import format_count
 
 
 def seed_everything(seed: int) -> None:
-    """The global generators, which initialisation and dropout draw from."""
+    """Seed the global generators, which initialisation and dropout draw from."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -32,7 +32,7 @@ def read_generators() -> dict[str, Any]:
 
 
 def restore_generators(states: Mapping[str, Any]) -> list[str]:
-    """Put them back; what cannot be is named in the answer."""
+    """Restore the generators; return a note for each that cannot be restored."""
     random.setstate(states["python"])
     np.random.set_state(tuple(states["numpy"]))
     torch.set_rng_state(states["torch"])
@@ -49,7 +49,7 @@ def restore_generators(states: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def choose_algorithms(*, deterministic: bool) -> Iterator[None]:
-    """Which kernels torch may pick: repeatable ones only, or any. Restored on exit."""
+    """Let torch use deterministic kernels only, or any; restore its settings on exit."""
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn_before = torch.backends.cudnn.deterministic
     if deterministic:

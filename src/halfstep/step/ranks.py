@@ -1,17 +1,17 @@
-"""Several processes that train one model: the one place that knows of them, on torch.distributed and DDP.
+"""A step over several ranks, on torch.distributed and DDP. The only file of this package that communicates.
 
-    before backward   SUM of the first weights: the unit that every rank weighs its micro-batches in
+    before backward   SUM of the first weights: the unit in which every rank weighs its micro-batches
     backward          DDP averages the gradients of the window's last micro-batch; the others stay local (no_sync)
-    after backward    one SUM of weight, loss x weight, who asked to stop and each rank's flags
+    after backward    one SUM of weight, loss x weight, requests to stop, and each rank's flags
 
-Everything a verdict is made of comes out of that sum or of the averaged gradients, on the device, so every rank
-commits, skips, rolls back and stops alike and the host waits for nothing. Gradients are those of the global batch: a
-micro-batch counts by its weight, whatever the others have, and a rank of weight 0 runs backward as well.
+The verdict depends only on that sum and on the averaged gradients, on the device, so every rank commits, skips, rolls
+back and stops alike and the host waits for nothing. Gradients are those of the global batch: a micro-batch counts by
+its weight over all ranks, and a rank of weight 0 runs backward as well.
 
-What one rank alone cannot do, such as capture its step or compile it, it does in the next best mode in the same step,
-whose collectives are the same in every mode; its flags tell the others, who follow after the same later step.
+A rank that cannot capture or compile its step runs it in the next best mode at once: the collectives are the same in
+every mode. Its flags tell the others, which all switch after the same later step.
 
-Refused here: FSDP and its kind (refusals.py). They would change this file.
+FSDP and other sharding are refused (refusals.py).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from halfstep.distributed.world import World, mark_agreed
 from halfstep.errors import ConfigError, ModelError
 from halfstep.step.facts import FELL, PER_RANK, Reading, Slower
 
-UNCAPTURED = 11  # windows that DDP must have run before a CUDA graph may hold it, by torch's notes on CUDA graphs
-NEVER = 2**30  # iterations of DDP between two of which it takes the time, after its first ten
+UNCAPTURED = 11  # windows that DDP must run before it can be captured (torch's notes on CUDA graphs)
+NEVER = 2**30  # DDP iterations between two of its timings, after its first ten
 BAD, RUINED, EMPTY = 1, 2, 4  # a rank's flags: loss not finite, a buffer not finite, nothing to train on
 
 
@@ -45,23 +45,23 @@ class Agreed:
     weight: Tensor
     loss: Tensor
     said: Tensor
-    """Who asked to stop (how many), then of each rank the flags, the seconds it waited for the others, and its rate."""
+    """How many ranks asked to stop; then per rank its flags, the seconds it waited for the others, and its rate."""
 
     def has_any(self, flag: int) -> Tensor:
         return (self.said[1 : 1 + len(self.said) // PER_RANK].long() & flag).any()
 
 
 class Ranks:
-    """A step's part in the world: its weights, its gradients, its verdict."""
+    """What a step does together with the other ranks: weights, gradients, verdict."""
 
     def __init__(self, world: World, wrapped: Sequence[DistributedDataParallel], device: torch.device) -> None:
         self.world, self.wrapped, self.device = world, list(wrapped), device
         world.talking += self.wrapped
         self.asked = torch.zeros((), dtype=torch.float64, device=device)
-        """1 where somebody asked this rank to stop; written by the host between steps."""
-        self.uncompiled: Exception | None = None  # why this rank ran a step eager that was to be compiled
+        """1 if this rank was asked to stop; written by the host between steps."""
+        self.uncompiled: Exception | None = None  # why this rank ran a step eager instead of compiled
         self.talks_in_backward = any(isinstance(m, nn.SyncBatchNorm) for w in self.wrapped for m in w.modules())
-        """Whether layers or the loss have sums of their own in there, so that every rank must run the same one."""
+        """Whether layers or the loss communicate in backward, so that every rank must run the same one."""
         self._fell = torch.zeros_like(self.asked)
         self._waited_s = torch.zeros_like(self.asked)
         self._marks: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -83,30 +83,30 @@ class Ranks:
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether DDP has settled its buckets and measured its first iterations."""
+        """True once DDP has settled its buckets and measured its first iterations."""
         return self._num_reduced >= UNCAPTURED
 
     def ask_to_stop(self) -> None:
-        """Have the next step tell all ranks that the run is to end."""
+        """Tell all ranks with the next step that the run should end."""
         self.asked.fill_(1)
 
     def announce_mode(self, mode: Slower) -> None:
-        """Have the next verdict tell all ranks that this one's steps run in a slower mode from now on."""
+        """Tell all ranks with the next verdict that this rank's steps run in a slower mode from now on."""
         self._fell.fill_(FELL[mode])
 
     @contextmanager
     def reduce_last(self, *, is_last: bool) -> Iterator[None]:
-        """Around forward and backward: gradients travel with the window's last micro-batch only."""
+        """Reduce gradients only in the window's last micro-batch. Entered around forward and backward."""
         self._entered.clear()
         with ExitStack() as quiet:
             for wrapped in () if is_last else self.wrapped:
-                if self._num_reduced or not wrapped.static_graph:  # of a static one torch must see a first sum
+                if self._num_reduced or not wrapped.static_graph:  # a static graph needs a first reduced backward
                     quiet.enter_context(wrapped.no_sync())
             yield
         self._num_reduced += is_last
 
     def agree_on_unit(self, weight: Tensor | float | int) -> Tensor:
-        """The mean of all ranks' first weights: equal ones count exactly 1 each, as in plain DDP."""
+        """Return the mean of all ranks' first weights: equal ones count exactly 1 each, as in plain DDP."""
         mean = self._to_tensor(weight) / self.size
         with self._time_wait():
             dist.all_reduce(mean)
@@ -114,8 +114,8 @@ class Ranks:
 
     @contextmanager
     def _time_wait(self) -> Iterator[None]:
-        """How long this rank waits for the others where they first meet in a step: the slowest one waits least. On CUDA
-        it is known one step later, and of captured steps it is not."""
+        """Time how long this rank waits for the others at a step's first collective: the slowest rank waits least. On
+        CUDA the time is known one step later; captured steps are not timed."""
         if self.device.type != "cuda":
             start = time.perf_counter()
             yield
@@ -132,14 +132,14 @@ class Ranks:
         self._marks[1].record(torch.cuda.current_stream(self.device))
 
     def make_empty_loss(self, loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-        """A loss of 0 whose backward pass reaches every parameter: the other ranks wait for this one's gradients."""
+        """Return a loss of 0 whose backward reaches every parameter: the other ranks wait for this one's gradients."""
         if self.talks_in_backward:
             return loss * 0
         trained = [p for p in parameters if p.requires_grad]
         return torch.stack([p.flatten()[:0].sum().float() for p in trained]).sum()
 
     def agree(self, loss_sum: Tensor, weight: Tensor | float | int, ruined: Tensor, rate: Tensor) -> Agreed:
-        """One SUM over all ranks of what their windows came to."""
+        """Sum losses, weights and flags of all ranks' windows in one reduction."""
         share = self._to_tensor(weight)
         loss_sum = torch.where(share == 0, torch.zeros_like(share), loss_sum.double())
         flags = BAD * (loss_sum - loss_sum != 0).double() + RUINED * ruined.double() + EMPTY * (share == 0).double()
@@ -158,7 +158,7 @@ class Ranks:
         return found > 0
 
     def refuse_empty(self, window: Sequence[Any]) -> None:
-        """Before the others are in this step."""
+        """Refuse an empty window before the other ranks are in this step."""
         if not window:
             raise ConfigError(
                 f"rank {self.world.rank} has an empty window",
@@ -167,8 +167,8 @@ class Ranks:
             )
 
     def refuse_unreduced(self, parameters: Sequence[Tensor], model: nn.Module) -> None:
-        """Gradients that DDP did not sum, over which ranks would part in silence: those of a loss that went around it,
-        and those in a bucket with a parameter that got none."""
+        """Refuse gradients that DDP did not sum, so that ranks would diverge silently: of a loss computed without
+        it, and those in a bucket with a parameter that got no gradient."""
         for wrapped in self.wrapped:
             if id(wrapped) not in self._entered and any(p.grad is not None for p in wrapped.parameters()):
                 raise ModelError(
@@ -182,8 +182,8 @@ class Ranks:
             named = ", ".join(known.get(id(p), f"one of shape {tuple(p.shape)}") for p in missing[:4])
             raise ModelError(
                 f"{len(missing)} trained parameters took no part in the loss: {named}",
-                why="DDP waits for the gradients of all of them, and leaves those beside them unreduced",
-                fix="train.find_unused=true (in your own loop DDP(..., find_unused_parameters=True)), or freeze them",
+                why="DDP waits for the gradients of all of them, and leaves the others of their buckets unreduced",
+                fix="train.find_unused=true (with hs.Step: DDP(..., find_unused_parameters=True)), or freeze them",
             )
 
     def _to_tensor(self, weight: Tensor | float | int) -> Tensor:
@@ -196,7 +196,7 @@ Reduce = Literal["fp32", "bf16"]
 
 
 class Regions(nn.Module):
-    """Forward and loss of a model as one module, so that DDP can stand around them whatever they call of the model."""
+    """Forward and loss of a model as one module, so that DDP can wrap them whichever methods of the model they call."""
 
     def __init__(self, model: nn.Module, regions: Mapping[str, Callable[..., Any]]) -> None:
         super().__init__()
@@ -214,13 +214,15 @@ def wrap_regions(
     reduce: Reduce = "fp32",
     find_unused: bool = False,
 ) -> DistributedDataParallel:
-    """DDP around these regions of the model; the first rank's buffers are everybody's before each forward pass."""
+    """Wrap these regions of the model in DDP, which copies rank 0's buffers to all ranks before each forward pass."""
     inside = Regions(model, regions)
-    side = torch.cuda.Stream(device) if device.type == "cuda" else None  # so that a CUDA graph can hold its backward
+    side = (
+        torch.cuda.Stream(device) if device.type == "cuda" else None
+    )  # DDP made on a side stream can be captured later
     if side is not None:
         side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
-        # Gradients are views of the buckets: nothing is copied back after the sum.
+        # gradient_as_bucket_view: gradients are views of the buckets, so nothing is copied back after the sum.
         wrapped = DistributedDataParallel(
             inside,
             device_ids=[device.index] if side is not None else None,
@@ -229,10 +231,10 @@ def wrap_regions(
         )
     if side is not None:
         torch.cuda.current_stream(device).wait_stream(side)
-    wrapped._set_ddp_runtime_logging_sample_rate(NEVER)  # it waits for the device, which no capture survives
+    wrapped._set_ddp_runtime_logging_sample_rate(NEVER)  # the timing waits for the device, which would break a capture
     formats = {p.dtype for p in model.parameters() if p.requires_grad}
     if formats != {SUMMED_IN[reduce]}:
-        # A lambda: of annotations torch takes none but its own class, and ours are texts.
+        # A lambda: torch checks a hook's annotations against its own class, and ours are strings.
         wrapped.register_comm_hook(SUMMED_IN[reduce], lambda dtype, bucket: average_in(dtype, bucket))
     return wrapped
 
@@ -241,7 +243,7 @@ SUMMED_IN: dict[Reduce, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 
 
 def average_in(dtype: torch.dtype, bucket: Any) -> torch.futures.Future[Tensor]:
-    """DDP's mean over the ranks, summed in a number format of its own. Torch's own hook for bf16 is for NCCL alone."""
+    """Average a bucket over the ranks in another dtype than the gradients'. Torch's bf16 hook works with NCCL only."""
     own: Tensor = bucket.buffer()
     sums = own.to(dtype, copy=True).div_(dist.get_world_size())
     future = dist.all_reduce(sums, async_op=True).get_future()
@@ -261,7 +263,7 @@ MOST_NAMES = 4  # names that a message has room for
 
 
 def find_ranks(model: nn.Module, trained: Sequence[Tensor], device: torch.device) -> Ranks | None:
-    """The step's part in the world; None where there is neither a world nor a DDP."""
+    """Return the ranks of a user's model by its DDP; None without DDP. Refuse models that ranks would not share."""
     size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     if size > 1:
@@ -275,11 +277,11 @@ def find_ranks(model: nn.Module, trained: Sequence[Tensor], device: torch.device
 def _refuse_unwrapped(
     model: nn.Module, trained: Sequence[Tensor], wrapped: Sequence[DistributedDataParallel], size: int
 ) -> None:
-    """Of what no DDP knows each rank would train values of its own."""
+    """Refuse parameters outside of DDP: each rank would train different values."""
     if not wrapped:
         raise ConfigError(
             f"torch.distributed runs {size} processes, and the model is not wrapped in DDP",
-            why="each rank would train weights of its own",
+            why="each rank would train different weights",
             fix="two lines before the optimizer: from torch.nn.parallel import DistributedDataParallel; "
             "model = DistributedDataParallel(model)",
         )
@@ -297,22 +299,22 @@ def _refuse_unwrapped(
         shown = ", ".join(names.get(id(p), f"one of shape {tuple(p.shape)}") for p in outside[:MOST_NAMES])
         raise ConfigError(
             f"{len(outside)} trained parameters are in no DistributedDataParallel: {shown}",
-            why="their gradients are not summed: each rank would train values of its own",
+            why="their gradients are not summed: each rank would train different values",
             fix="make them part of the module that DDP wraps, or wrap the module that holds them as well",
         )
 
 
 def refuse_other_steps(world: World, optimizers: Sequence[Optimizer], settings: Mapping[str, Any]) -> None:
-    """Steps that were made otherwise on another rank."""
+    """Refuse steps whose settings differ between ranks."""
     own = {"halfstep": __version__, "torch": torch.__version__, **settings}
     own |= {"optimizers": ", ".join(type(optimizer).__name__ for optimizer in optimizers)}
     refuse_other_settings(
-        world, own, why="the weights of the ranks would part", fix="make hs.Step alike on every rank"
+        world, own, why="the weights of the ranks would diverge", fix="make hs.Step alike on every rank"
     )  # fmt: skip
 
 
 def refuse_other_settings(world: World, own: Mapping[str, Any], *, why: str, fix: str) -> None:
-    """What all ranks must have alike, compared; every one of them is told who differs."""
+    """Compare settings over all ranks; raise the same error on every rank if they differ."""
     first, *others = world.gather({name: str(value) for name, value in own.items()})
     for rank, other in enumerate(others, 1):
         keys = [key for key in first | other if first.get(key) != other.get(key)]
@@ -322,14 +324,14 @@ def refuse_other_settings(world: World, own: Mapping[str, Any], *, why: str, fix
 
 
 def refuse_other_rates(facts: object, reading: Reading) -> None:
-    """A learning rate that one rank was given alone, as by a scheduler that saw its own score."""
+    """Refuse learning rates that differ between ranks, as after a scheduler that saw only one rank's metric."""
     for rank, rate in enumerate(reading.rates):
         if not math.isclose(rate, reading.rates[0], rel_tol=1e-6):
             raise mark_agreed(
                 ConfigError(
                     f"learning rates differ at step {reading.attempted}: {reading.rates[0]:g} on rank 0, "
                     f"{rate:g} on rank {rank}",
-                    why="the weights of the ranks part from there",
+                    why="the weights of the ranks diverge from there",
                     fix="set it alike on every rank; a score that a scheduler sees must be that of all ranks: "
                     "dist.all_reduce(score) before step.validated(score)",
                 )

@@ -1,4 +1,4 @@
-"""What a step refuses: a model that is spread otherwise than by DDP, losses, gradients and windows of other kinds."""
+"""Refuse models that are not trained by one device or DDP, and losses and gradients that no step can use."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from halfstep.errors import ConfigError
 
 SHARDED = {"FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
-"""By name: importing them takes seconds, and who has such a model has imported them."""
+"""By name: importing these classes takes seconds."""
 
 
 def refuse_spread(model: nn.Module, trained: Sequence[Tensor]) -> None:
-    """Models over several devices of one process, and sharded ones."""
+    """Refuse models over several devices of one process, and sharded ones."""
     for module in model.modules():
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
             raise _make_error(
@@ -29,7 +29,7 @@ def refuse_spread(model: nn.Module, trained: Sequence[Tensor]) -> None:
     devices = {p.device for p in trained} | {p.device for p in model.parameters() if p.is_cuda}
     if len(devices) > 1:
         raise _make_error(
-            f"the model lies on {', '.join(sorted(map(str, devices)))}", "a step has one verdict, on one device"
+            f"the model is on {', '.join(sorted(map(str, devices)))}", "a step has one verdict, on one device"
         )
 
 
@@ -37,7 +37,7 @@ def _make_error(what: str, why: str) -> ConfigError:
     return ConfigError(
         what,
         why=why,
-        fix="one process a device, each with the whole model: torchrun --nproc_per_node=NUM_GPUS train.py, with "
+        fix="one process per device, each with the whole model: torchrun --nproc_per_node=NUM_GPUS train.py, with "
         "model = DistributedDataParallel(model)",
     )
 
@@ -91,14 +91,14 @@ def refuse_unfit_loss(loss: Any) -> None:
 def refuse_sparse(parameters: Sequence[Tensor]) -> None:
     if any(p.grad is not None and p.grad.is_sparse for p in parameters):
         raise ConfigError(
-            "a gradient is sparse, and several processes train",
+            "a gradient is sparse, and several ranks train",
             why="what DDP makes of it is not judged here",
             fix="nn.Embedding(..., sparse=False), or one process",
         )
 
 
 def refuse_half_sums(trained: Sequence[Tensor], accumulate: int, ranks: object) -> None:
-    """DDP knows gradients of a parameter's own type only, and a window's sum in bf16 loses what is small in it."""
+    """Refuse accumulation of bf16 gradients under DDP: it sums in the parameter's dtype, and loses small terms."""
     if ranks is not None and accumulate > 1 and any(p.dtype == torch.bfloat16 for p in trained):
         raise ConfigError(
             f"accumulate={accumulate} with bf16 weights on several ranks",

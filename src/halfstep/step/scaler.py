@@ -20,7 +20,7 @@ from halfstep.errors import CheckpointError, ConfigError
 
 USUAL_FIRST = 65536.0
 FAR_BELOW = 1024
-"""So far below its first value a scale is not searched for any more: what overflows then does so at any scale."""
+"""A scale that is this factor below its first value is no longer being searched for: overflows are a fault then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,11 +66,11 @@ class Scaler:
 
     @property
     def low(self) -> float:
-        """Overflows are routine above it. Who begins at 2**32 has a longer way to go."""
+        """The scale above which overflows are routine. A search that begins at 2**32 takes longer."""
         return max(min(self.first, USUAL_FIRST) / FAR_BELOW, self.options.min_scale)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call backward on. In fp32: a half loss times 65536 would be infinite at once."""
+        """Return the loss to call backward on, in fp32: a half-precision loss times 65536 would overflow."""
         return loss.float() * self.value if self.enabled else loss
 
     @torch.no_grad()
@@ -91,7 +91,7 @@ class Scaler:
         self.growth_tracker.copy_(tracker)
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch GradScaler's keys; reading it waits for the device."""
+        """Return the state with torch GradScaler's keys. Waits for the device."""
         if not self.enabled:
             return {}
         o = self.options
@@ -118,7 +118,7 @@ class Scaler:
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes our state or a torch GradScaler's. The factors stay as configured, the position is restored."""
+        """Load our state or a torch GradScaler's: scale and tracker. The factors stay as configured."""
         self.refuse_unfit(state)
         if self.enabled:
             self.value.fill_(float(state["scale"]))

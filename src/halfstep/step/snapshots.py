@@ -1,4 +1,4 @@
-"""Copies of the training state in host memory, so that a diverged run can go back."""
+"""Copy the training state to host memory, so that a diverged run can roll back."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Snapshots:
         self.every, self.margin, self.lag = every, margin, lag
         self.states: list[dict[str, Any]] = []
         self.start = 0
-        """Committed steps of the first state, or of the one gone back to: nearer than the margin, still far enough."""
+        """Committed steps of the first state, or of the one rolled back to, which is allowed inside the margin."""
 
     def is_due(self, attempted: int) -> bool:
         return attempted % self.every == 0
 
     def take(self, model: nn.Module, step: Step | PhasedStep) -> None:
-        """Copy everything a rollback puts back; waits for the device. Steps that were mostly skipped are not copied."""
+        """Copy everything a rollback restores; waits for the device. Skipped if few steps have committed since."""
         committed = int(step.committed)
         if self.states and committed - _read_committed(self.states[-1]) < max(self.every // 2, 1):
             return
@@ -45,12 +45,12 @@ class Snapshots:
             del self.states[0]
 
     def find_before(self, committed: int) -> dict[str, Any] | None:
-        """The newest state at least `margin` committed steps before `committed`, or the one everything began with."""
+        """Return the newest state at least `margin` committed steps before `committed`, or the first one; else None."""
         usable = [state for state in self.states if _read_committed(state) <= self._compute_limit(committed)]
         return usable[-1] if usable else None
 
     def go_back(self, state: Mapping[str, Any], model: nn.Module, step: Step | PhasedStep) -> None:
-        """Put `state` back but for the count of attempts; later states belong to the abandoned path."""
+        """Restore `state` except the count of attempts, and drop later states: they belong to the abandoned path."""
         attempted = step.attempted
         model.load_state_dict(state["model"])
         restore_buffers(model, state["buffers"])
@@ -85,7 +85,7 @@ def copy_to_host(tree: Any) -> Any:
 
 
 # --- buffers that state_dict leaves out ---
-# They steer training, so a run keeps them all the same.
+# They affect training, so they are stored as well.
 
 
 def find_loose_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -95,7 +95,7 @@ def find_loose_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def restore_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Write into the buffers that are there; a cache that has grown since, or is not there yet, is replaced."""
+    """Write into existing buffers; replace one that has another shape by now, or does not exist yet."""
     present = dict(model.named_buffers())
     device = next(model.parameters()).device
     for name, value in values.items():

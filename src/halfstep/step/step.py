@@ -9,10 +9,10 @@ What forward writes, such as BatchNorm statistics, is copied when the window sta
 belongs to the verdict, too: a variance can overflow while loss and gradients stay finite, and only evaluation would
 show it.
 
-Order inside: backward on the scaled loss, norm, verdict, then one factor on every gradient (one over scale and window
+Order: backward on the scaled loss, norm, verdict, then one factor on every gradient (one over scale and window
 weight, times what clipping leaves), commit. On CUDA fused optimizers apply the factor as they read the gradients. With
 `on_gradients` gradients are unscaled first, the hook edits them, and norm and verdict are of what it leaves.
-The host waits for nothing here but the first commit of each optimizer (see commit.py).
+The host waits only for the first commit of each optimizer (see commit.py).
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ OnCommit = Callable[[nn.Module], object]
 
 
 class Totals(NamedTuple):
-    """What a window came to."""
+    """Sums over the micro-batches of a window, and over all ranks."""
 
     loss: Tensor
     weight: Weight
     ruined: Tensor
-    """Whether something forward wrote is not finite any more."""
+    """True on the device if something that forward wrote is no longer finite."""
     unscale: Tensor | None
-    """What gradients are multiplied with; None: nothing."""
+    """The factor that unscales the gradients; None if they need none."""
     agreed: Agreed | None
-    """What all ranks have said."""
+    """The sums over all ranks; None without ranks."""
 
 
 class Step:
@@ -88,7 +88,7 @@ class Step:
         refuse_spread(model, trained)
         self.device = trained[0].device
         self.ranks: Ranks | None = None
-        """The processes that train the same model; None where there is one."""
+        """The ranks that train the same model together; None for a single process."""
         if ranks != "alone":
             self.ranks = find_ranks(model, trained, self.device) if ranks == "of the model" else ranks
         if isinstance(schedules, Rates):
@@ -110,14 +110,14 @@ class Step:
             values.follow(self)
         self.writes = ForwardWrites(model, also, commits=on_commit is not None)
         self.observed: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Entered around forward and around backward by whoever wants to see what runs in them."""
-        self.hold: Hold | None = None  # set before the first step by whoever can make held steps again
+        """A context that evidence enters around forward and backward, to observe what runs in them."""
+        self.hold: Hold | None = None  # set before the first step by a loop that can repeat held steps
         self.signals = DelayedSignals()
         self._rng: dict[str, Tensor] = {}  # the generators before a compute() that is not committed yet
         self._judged = JudgedGradients()
 
     def windows(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
-        """Groups of `accumulate` micro-batches; the last partial group still steps."""
+        """Yield windows of `accumulate` micro-batches; a last partial window still steps."""
         left = iter(batches)
         while window := list(islice(left, self.accumulate)):
             yield window
@@ -128,8 +128,8 @@ class Step:
         return facts
 
     def compute(self, loss_fn: LossFn, window: Window) -> Facts:
-        """Forward, backward, norm and verdict. Gradients are there afterwards, nothing else has changed for good: a
-        window that is not committed is undone by the next compute(). To edit gradients, see `on_gradients`."""
+        """Run forward, backward, norm and verdict. Only gradients remain: a window that is not committed is undone by
+        the next compute(). To edit gradients, use `on_gradients`."""
         if self._rng:
             self.abandon()
         self._rng = read_rng_state(self.device)
@@ -148,7 +148,7 @@ class Step:
         return facts
 
     def forward_backward(self, loss_fn: LossFn, window: Window) -> Facts:
-        """The part of `compute` that the device does: what a CUDA graph can hold."""
+        """Do the device's part of `compute`: everything that a CUDA graph can hold."""
         parameters = self.find_trained_parameters()
         if self.values is not None:
             self.values.refresh()
@@ -161,8 +161,8 @@ class Step:
         return self._judge(parameters, loss, weight, is_weighted=len(window) > 1)
 
     def abandon(self) -> str:
-        """Undo a compute() that was not committed: buffers and generators as before. Twice does no harm. Return a
-        sentence on what could not be undone, or nothing."""
+        """Undo a compute() that was not committed: restore buffers and generators. Calling it twice is harmless. Return
+        a sentence on what could not be undone, or an empty string."""
         unsaved = ""
         with self.signals.delay():
             self.clear_gradients()
@@ -173,7 +173,7 @@ class Step:
         return unsaved
 
     def commit(self, facts: Facts) -> None:
-        """Let the device commit or drop the step, in every place alike."""
+        """Let the device commit or drop the step: weights, buffers, average, schedule and counters alike."""
         if not self._rng or facts.rng is not self._rng:
             raise ConfigError(
                 "commit() takes the facts of the last compute(), once",
@@ -194,7 +194,7 @@ class Step:
                     self.abandon()
 
     def look_ahead(self) -> None:
-        """Have the next step's rates and values at hand. A table that grows is a new tensor: no graph knows it yet."""
+        """Extend the tables of rates and values to the next step. A grown table is a new tensor: no graph reads it."""
         if self.rates is not None:
             self.rates.cover(self.attempted, self.committed)
         if self.values is not None:
@@ -202,7 +202,7 @@ class Step:
 
     @torch.no_grad()
     def commit_on_device(self, facts: Facts) -> None:
-        """The part of `commit` that the device does; everything is written in place, so that a graph can hold it."""
+        """Do the device's part of `commit`. Everything is written in place, so that a graph can hold it."""
         if self.rates is not None:
             self.rates.refresh(self.committed)
         lr = self._read_first_rate()
@@ -212,7 +212,7 @@ class Step:
         try:
             if self.on_commit is not None:
                 self.on_commit(self.model)
-        finally:  # the optimizers have stepped: whatever the hook raises, the step is made, and all else agrees on it
+        finally:  # the optimizers have stepped: even if the hook raises, average, scale and counters must follow
             self._conclude(facts, lr)
 
     def _conclude(self, facts: Facts, lr: Tensor) -> None:
@@ -233,12 +233,12 @@ class Step:
         facts.pack(self.committed, lr)
 
     def why_never_captured(self) -> str:
-        """What is known of that before the first step."""
+        """Return why this step can never be captured, as far as known before its first step; empty if nothing does."""
         by_host = [c.name for c in self.committers if c.method == "host"]
         return f"{', '.join(by_host)} commits by the host's decision" if by_host else ""
 
     def why_not_captured(self) -> str:
-        """What keeps this step from being replayed as a CUDA graph; empty where nothing does."""
+        """Return what keeps this step from being captured as a CUDA graph; empty if nothing does."""
         if self.device.type != "cuda":
             return f"a CUDA graph needs a CUDA device, not {self.device}"
         if reason := self.why_never_captured() or self.writes.why_not_captured:
@@ -246,21 +246,23 @@ class Step:
         return "" if all(c.stepped for c in self.committers) else "an optimizer has not made its first step"
 
     def forget_writes(self) -> None:
-        """After state was loaded: a compute() before it is void, and what forward writes is found again."""
+        """Forget an uncommitted compute() and what forward writes, after state was loaded."""
         self.writes.restart_comparison()
         self._rng, self._judged = {}, JudgedGradients()
 
     def forget_capture(self) -> None:
-        """After a capture, whole or broken: what lies in the graph's memory must not be mistaken for our own."""
+        """Drop references into a graph's memory, after a capture that succeeded or failed."""
         self.clear_gradients()
         self.writes.forget()
         for committer in self.committers:
             committer.close_capture()
 
     def _accumulate(self, loss_fn: LossFn, window: Window, parameters: list[Tensor]) -> tuple[Tensor, Weight]:
-        """Backward over the window: the sum of losses by weight, and of weights. Micro-batches count by weight,
-        relative to the first one's (of several ranks: to the mean of their first ones), so that a window of one is
-        plain training to the last bit and fp16 sees no larger gradients than without accumulation."""
+        """Run forward and backward over the window; return the weighted sum of losses, and the sum of weights.
+
+        A micro-batch counts by its weight relative to the first one (of several ranks: to the mean of their first
+        ones). So a window of one is bit-identical to plain training, and fp16 gradients are no larger than without
+        accumulation."""
         if self.ranks is not None:
             self.ranks.refuse_empty(window)
         total_loss: Tensor | None = None
@@ -284,7 +286,7 @@ class Step:
                 loss = loss if is_one(share) else loss * share
                 self._backward(loss)
             if total_loss is None:
-                # A copy where more follow: the user's own loss may be written into by then.
+                # A copy where more follow: the user may write into the loss before the sum is read.
                 total_loss, total_weight = loss.detach() if len(window) == 1 else loss.detach().clone(), share
             else:
                 total_loss, total_weight = total_loss + loss.detach(), total_weight + share
@@ -321,7 +323,7 @@ class Step:
         return facts
 
     def _sum_up(self, loss_sum: Tensor, weight: Weight, scale: Tensor, *, is_weighted: bool) -> Totals:
-        """What the window came to, over all ranks."""
+        """Return loss, weight and flags of the window, summed over all ranks."""
         ruined = self.writes.became_non_finite(self.device)
         if self.ranks is None:
             loss = loss_sum if is_one(weight) else loss_sum / weight
@@ -332,7 +334,7 @@ class Step:
         return Totals(agreed.loss, agreed.weight, agreed.has_any(RUINED), unscale, agreed)
 
     def _decide(self, facts: Facts, totals: Totals, overflow: Tensor | None) -> None:
-        """Whether the step is bad, and in which way: empty, ruined, a spike, or not finite."""
+        """Set the verdict: bad if empty, ruined, a skipped spike, or not finite. All on the device, without a wait."""
         loss, weight, norm = totals.loss, totals.weight, facts.grad_norm
         if isinstance(weight, Tensor):
             facts.empty = facts.empty | (weight == 0)  # on the device, wherever the weight lies
@@ -340,11 +342,12 @@ class Step:
             facts.empty = torch.ones_like(facts.empty)
         facts.spike = self.spikes.judge(loss)
         facts.ruined = totals.ruined
-        # A finite number less itself is 0, any other NaN, which equals nothing: fewer kernels than torch.isfinite.
+        # x - x is 0 for a finite x and NaN otherwise, and NaN equals nothing, so one comparison tests both loss and
+        # norm: fewer kernels than torch.isfinite.
         bad = (loss - loss != norm - norm) | facts.empty | facts.ruined
         bad = bad if overflow is None else bad | overflow
         if self.ranks is not None and totals.agreed is not None:
-            # What a hook made of the gradients is each rank's own; all the rest is the same everywhere.
+            # After a hook the norm may differ between ranks and needs another reduction; all else is equal already.
             bad = bad | totals.agreed.has_any(BAD)
             bad = bad if self.on_gradients is None else self.ranks.agree_on_any(bad)
             facts.said, facts.wait = totals.agreed.said, self.ranks.world.wait
@@ -354,8 +357,8 @@ class Step:
             self.hold.judge(facts, bad)
 
     def _unscale_and_edit(self, gradients: list[Tensor], unscale: Tensor | None) -> Tensor | None:
-        """Let the hook edit unscaled gradients. With loss scaling an overflow counts as one whatever the hook makes of
-        it, as with torch's scaler: the scale has to fall."""
+        """Let the hook edit unscaled gradients. With loss scaling an overflow before the hook still counts, even if the
+        hook removes it, as with torch's scaler: the scale has to fall."""
         assert self.on_gradients is not None
         if unscale is not None and gradients:
             torch._foreach_mul_(gradients, unscale)
@@ -364,14 +367,14 @@ class Step:
         return None if norm is None else norm - norm != 0
 
     def find_trained_parameters(self) -> list[Tensor]:
-        """Each once, asked for again at every step: a group may have been added, a parameter be in two optimizers."""
+        """Return each trained parameter once. Looked up at every step: a group may have been added."""
         if self.rates is not None:
             self.rates.refuse_new_groups()
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
         return check_parameters(list({id(p): p for group in groups for p in group["params"]}.values()))
 
     def clear_gradients(self) -> None:
-        nn.Module.zero_grad(self.model)  # also of weights that no optimizer holds: they would only pile up
+        nn.Module.zero_grad(self.model)  # also weights that no optimizer holds, whose gradients would accumulate
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
@@ -386,18 +389,18 @@ class Step:
         return lr.detach() if isinstance(lr, Tensor) else torch.full((), float(lr), device=self.device)
 
     def set_rate_factor(self, factor: float) -> None:
-        """Plateau and rollback: one factor on every learning rate, written by the host."""
+        """Multiply every learning rate by one factor, for plateaus and rollbacks. Written by the host."""
         if self.rates is None:
             raise ConfigError("this step has no schedule, so its learning rate is the optimizer's own",
                               fix="give it a schedule; a constant one will do: lambda step: 1.0")  # fmt: skip
         self.rates.set_cut(factor)
 
     def describe(self) -> list[tuple[str, str, int]]:
-        """Optimizer, its commit method, and the bytes that it costs: for the plan."""
+        """Return each optimizer, its commit method, and the bytes that method costs."""
         return [(c.name, c.method, c.extra_bytes) for c in self.committers]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed step needs besides the model; waits for the device."""
+        """Return everything a resumed step needs besides the model. Waits for the device."""
         return collect_state(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -409,8 +412,8 @@ class Step:
 
 
 def choose_gradient_types(optimizers: Sequence[Optimizer], num_micro_batches: int) -> None:
-    """Gradients of bf16 weights are bf16; those of several micro-batches add up in fp32 where the optimizer reads that,
-    since a sum in bf16 loses what is small beside it. A user's own optimizer gets what torch gives it."""
+    """Accumulate gradients of bf16 weights in fp32 over several micro-batches, if the optimizer takes them: a bf16 sum
+    loses small terms. A custom optimizer gets torch's default, bf16."""
     wanted = torch.bfloat16 if num_micro_batches == 1 else torch.float32
     ours = (o for o in optimizers if getattr(o, "takes_fp32_gradients", False))
     for parameter in (p for optimizer in ours for group in optimizer.param_groups for p in group["params"]):
@@ -419,22 +422,22 @@ def choose_gradient_types(optimizers: Sequence[Optimizer], num_micro_batches: in
 
 
 def collect_gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients; of a sparse one the numbers that it holds, each row once, as they lie in it."""
+    """Return the gradients; of a sparse one its values, coalesced so that each row occurs once."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not any(gradient.is_sparse for gradient in gradients):
         return gradients
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()  # rows that came twice are judged and clipped as their sum
+            parameter.grad = parameter.grad.coalesce()  # repeated rows are judged and clipped as their sum
     return [get_stored_values(p.grad) for p in parameters if p.grad is not None]
 
 
 def are_scaled_in_kernels(committers: Sequence[Committer], parameters: Sequence[Tensor]) -> bool:
-    """Whether the optimizers' kernels scale the gradients as they read them, which saves a pass over all of them.
+    """True if the optimizers' kernels scale the gradients as they read them, which saves a pass over all of them.
 
-    They divide by the inverse, a rounding away from the multiplication wherever the factor is not a power of two; on a
-    CPU, where a pass costs little, a step keeps the very bits of a plain loop. And they write the gradients back, so
-    that a second optimizer of the same parameter would scale them twice."""
+    The kernels divide by the inverse, which rounds differently from a multiplication unless the factor is a power of
+    two. On a CPU, where a pass is cheap, gradients are multiplied instead, so that a step is bit-identical to a plain
+    loop. Kernels also write the gradients back: a second optimizer of the same parameter would scale them twice."""
     on_gpu = bool(parameters) and parameters[0].device.type == "cuda"
     in_kernels = on_gpu and all(c.method == "found_inf" for c in committers)
     held = sum(len(group["params"]) for c in committers for group in c.optimizer.param_groups)
@@ -442,7 +445,7 @@ def are_scaled_in_kernels(committers: Sequence[Committer], parameters: Sequence[
 
 
 class JudgedGradients:
-    """The gradients that a verdict is about: what it was not about must not be committed."""
+    """The gradients that the verdict was computed from: others must not be committed."""
 
     def __init__(self, parameters: Sequence[Tensor] = ()) -> None:
         self._seen = [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in parameters]

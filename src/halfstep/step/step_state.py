@@ -1,4 +1,4 @@
-"""A step's state as it is stored, and how it comes back: all of it, or an error that has changed nothing."""
+"""Store and load a step's state: either all of it is loaded, or an error is raised and nothing has changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TELLS_OPTIMIZERS_APART = {"betas", "momentum", "alpha", "rho", "etas", "lambd", 
 
 
 def collect_state(step: Step) -> dict[str, Any]:
-    """Waits for the device."""
+    """Return a step's state. Waits for the device."""
     return {
         "attempted": step.attempted,
         "committed": int(step.committed),
@@ -58,7 +58,7 @@ def load_state(step: Step, state: Mapping[str, Any]) -> None:
 
 
 def refuse_unfit(step: Step, state: Mapping[str, Any]) -> None:
-    """Whatever could fail while a state is put back, found before anything is."""
+    """Check that a state can be loaded before changing anything."""
     found = list(state) if isinstance(state, Mapping) else []
     if missing := [key for key in KEYS if key not in found]:
         holds = f" of {', '.join(map(str, found[:4]))}" if found else ""
@@ -72,7 +72,7 @@ def refuse_unfit(step: Step, state: Mapping[str, Any]) -> None:
     elif state["ema"]:
         raise CheckpointError(
             "the checkpoint holds averaged weights, this step has no average",
-            why="they would be lost without a word",
+            why="they would be lost silently",
             fix="make the step with ema_decay, or leave them with state | {'ema': {}}",
         )
     _refuse_other_optimizers(step.optimizers, state["optimizers"])
@@ -101,7 +101,7 @@ def _refuse_other_optimizers(optimizers: Sequence[Optimizer], states: Sequence[M
 
 
 def _refuse_other_shapes(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Only of torch's own optimizers is it known how they keep their numbers; AdamW8bit's are flat codes."""
+    """Refuse state of other shapes, for torch's optimizers only: AdamW8bit, for example, stores flat codes."""
     if type(optimizer) not in OPTIMIZERS.values():
         return
     numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -125,13 +125,13 @@ def _list_sizes(sizes: Sequence[int]) -> str:
 
 
 def _make_rates_plain(state: dict[str, Any]) -> dict[str, Any]:
-    """Learning rates as numbers: the tensors are views of one vector and are bound again on load."""
+    """Replace learning-rate tensors by numbers: they are views of one vector, and are bound again on load."""
     groups = [{**g, "lr": float(g["lr"])} for g in state["param_groups"]]
     return {**state, "param_groups": groups}
 
 
 def _match_layouts(optimizer: Optimizer) -> None:
-    """State of channels_last weights must lie in memory as they do: fused kernels walk both as flat arrays."""
+    """Give state the memory layout of its weight (channels_last): fused kernels read both as flat arrays."""
     for parameter, own in optimizer.state.items():
         for name, value in own.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():

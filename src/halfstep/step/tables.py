@@ -1,4 +1,7 @@
-"""Functions of the step as one table on the device, read by the committed counter without asking the host."""
+"""Functions of the committed step as tables on the device: learning rates, and values that forward and loss read.
+
+The device reads `table[committed]`, so a skipped step moves nothing and the host is not asked.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from torch.optim import Optimizer
 from halfstep.errors import ConfigError
 from halfstep.step.schedule import Schedule
 
-# The table starts with so many steps, 16 KB a row, and doubles when a run outlives it: then a captured step is captured
-# again. On a CPU nothing is, and the first step need not wait for the values of thousands.
+# Steps in a new table: 16 KB per row. It doubles when training runs past its end, and then a captured step has to be
+# captured again. On a CPU nothing is captured, so the first step need not wait for thousands of values.
 TABLE_CHUNK, CPU_CHUNK = 4096, 256
 
 
 class Tabulated:
-    """One row a function. A table that grows is a new tensor: no captured graph knows it."""
+    """A table with one row per function. A grown table is a new tensor, which no captured graph reads."""
 
     def __init__(
         self,
@@ -30,16 +33,16 @@ class Tabulated:
         chunk: int | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Foreign functions are asked for at most `chunk` steps ahead: they may be slow, or end with the training."""
+        """Call users' functions at most `chunk` steps ahead: they may be slow, or end with the training."""
         self.functions, self.chunk = list(functions), chunk
         self.table = torch.empty((len(self.functions), 0), dtype=dtype, device=device)
         self.end: ConfigError | None = None
-        """Why there is nothing after the table's last column; None while there may be."""
+        """The error for steps after the table's last column; None while the functions have not ended."""
         self.cover(0, torch.zeros((), dtype=torch.int64))
 
     def cover(self, attempted: int, committed: Tensor) -> None:
-        """Make the table long enough. The host knows `attempted`, and committed is never more than that; only past the
-        end of a function it has to ask how many steps were committed."""
+        """Make the table long enough. Committed steps are at most `attempted`, which the host knows; it waits for
+        `committed` only past the end of a function."""
         known = self.table.shape[1]
         if attempted >= known and self.end is None:
             self._extend(known, attempted)
@@ -51,11 +54,11 @@ class Tabulated:
         return self.table.index_select(1, committed.view(1)).view(-1)
 
     def check(self, value: Any) -> float:
-        """A function's value, or `Unusable`."""
+        """Return a function's value, or raise `Unusable`."""
         return check_finite(value)
 
     def explain_end(self, step: int, error: Exception) -> ConfigError:
-        """What to say where a function has no value for a step."""
+        """Return the error for a step that a function has no value for."""
         raise NotImplementedError
 
     def _extend(self, known: int, attempted: int) -> None:
@@ -68,8 +71,8 @@ class Tabulated:
         self.table = torch.cat([self.table, more.to(self.table.device, non_blocking=True)], dim=1)
 
     def _compute_columns(self, known: int, attempted: int) -> list[list[float]]:
-        """The values of the next steps. A function may end (a list, torch's OneCycleLR, a formula that holds for the
-        steps of the training only): running into its end is an error, looking ahead over it is not."""
+        """Compute the values of the next steps. A function may end (a list, torch's OneCycleLR, a formula for the steps
+        of the training): reaching its end is an error, looking ahead past it is not."""
         columns: list[list[float]] = []
         first = CPU_CHUNK if self.table.device.type == "cpu" else TABLE_CHUNK
         for step in range(known, attempted + (self.chunk or max(known, first))):
@@ -92,13 +95,12 @@ def check_finite(value: Any) -> float:
 
 
 # --- values that change with the steps ---
-# A temperature, a weight in the loss: tensors that forward and loss read. They are refreshed at the start of each step
-# from the number of committed steps, inside the captured graph too, so that nothing is frozen by compiling or
-# capturing, and a resumed run goes on with them.
+# Tensors that forward and loss read, such as a temperature or a loss weight. They are refreshed from the committed
+# counter at the start of each step, inside the captured graph too, so that compiling or capturing freezes nothing.
 
 
 class Value(Protocol):
-    """workloads.base.scheduled.Scheduled: a function of the step, and where its value of now is read."""
+    """A function of the step, and the tensor that holds its current value (workloads.base.scheduled.Scheduled)."""
 
     value: Tensor
 
@@ -122,7 +124,7 @@ class Values(Tabulated):
         self._write(torch.zeros((), dtype=torch.int64, device=device))
 
     def follow(self, counts: Counts) -> None:
-        """Whose committed steps they go by: those of the step, or of the iteration around several."""
+        """Follow the committed steps of a step, or of the iteration around several phases."""
         self.counts = counts
 
     def look_ahead(self) -> None:
@@ -130,7 +132,7 @@ class Values(Tabulated):
             self.cover(self.counts.attempted, self.counts.committed)
 
     def refresh(self) -> None:
-        """Those of the step to come; also before validation and samples, which see what training saw last."""
+        """Write the values of the next step. Also called before validation and sampling."""
         if self.counts is not None:
             self.look_ahead()
             self._write(self.counts.committed)
@@ -149,7 +151,7 @@ class Values(Tabulated):
 
 
 def write_values_(values: Mapping[str, Value], step: int, device: torch.device) -> None:
-    """Outside of training: the values that a model of so many committed steps was trained with last."""
+    """Write the values that a model of `step` committed steps was trained with last, for use outside of training."""
     for value in values.values():
         value.value = torch.tensor(value(step), dtype=torch.float32, device=device)
 
@@ -194,7 +196,7 @@ class Rates(Tabulated):
         self.now = self.table.new_tensor([float(g["lr"]) for g in self.groups])
         self.views = [self.now[position] for position in range(len(self.groups))]
         self.held: list[Any] = [group["lr"] for group in self.groups]
-        """What stands in each group's `lr` unless somebody else wrote there."""
+        """What each group's `lr` holds unless the user's code wrote there."""
         self.version = self.now._version
 
     def check(self, value: Any) -> float:
@@ -204,18 +206,18 @@ class Rates(Tabulated):
         return explain_no_rate(f"step {step}", error, "total_steps=number of optimizer steps")
 
     def refresh(self, committed: Tensor) -> None:
-        """Put the rates of the step after `committed` steps into the vector that the groups look at."""
+        """Write the rates of the step after `committed` steps into the vector that the groups refer to."""
         torch.mul(self.base, self.look_up(committed), out=self.now)
         self.now.mul_(self.factor)
         self.version = self.now._version
 
     def set_cut(self, cut: float) -> None:
-        """One factor on every rate: after a rollback, on a plateau of a run."""
+        """Multiply every rate by one factor, after a rollback or on a plateau of a run."""
         self.cut = cut
         self._write_factors()
 
     def set_by_host(self, rates: Sequence[float | None]) -> None:
-        """What schedules that do not follow steps say of each group now; None for those that do."""
+        """Set the rates of groups whose schedule does not follow steps; None for those that do."""
         self.by_host = list(rates)
         self._write_factors()
 
@@ -250,7 +252,7 @@ class Rates(Tabulated):
             group["lr"] = self.held[position] = float(self.now[position])
 
     def refuse_other_hands(self) -> None:
-        """A rate that somebody else wrote would be lost, or used and never reported. Asks the host only."""
+        """Refuse a rate that the user's code wrote: it would be lost, or used but not reported. No wait."""
         written = self.now._version != self.version
         for group, held in zip(self._list_groups(), self.held, strict=False):
             lr = group["lr"]
@@ -278,7 +280,7 @@ class Rates(Tabulated):
             )
 
     def find_groups_again(self) -> None:
-        """After `load_state_dict` the optimizers hold new group dicts."""
+        """Look up the group dicts again: after `load_state_dict` the optimizers hold new ones."""
         self.groups = self._list_groups()
         self.held = [group["lr"] for group in self.groups]
         # The vector as well: a state that is stored again before the next step has the rates that were loaded.
@@ -287,19 +289,19 @@ class Rates(Tabulated):
 
 
 def read_base_rate(group: Mapping[str, Any]) -> float:
-    """A group that was already scheduled holds the rate of the moment in `lr`; its base is `initial_lr`."""
+    """Return a group's base rate: once scheduled, `lr` holds the current rate and `initial_lr` the base."""
     return float(group.get("initial_lr", group["lr"]))
 
 
 def check_rate(value: Any) -> float:
-    """A learning rate; below 0, as past the end of a linear decay, training would climb."""
+    """Return a learning rate; refuse one below 0, as past the end of a linear decay, which would ascend the loss."""
     if (found := check_finite(value)) < 0:
         raise Unusable(f"it gives {value}")
     return found
 
 
 def explain_no_rate(when: str, error: Exception, length: str) -> ConfigError:
-    """What a schedule that ends, or gives no number, is answered."""
+    """Return the error for a schedule that ended or returned no usable number."""
     if isinstance(error, Unusable):
         return ConfigError(
             f"the schedule has no learning rate for {when}: {error}",

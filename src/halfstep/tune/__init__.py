@@ -1,1 +1,1 @@
-"""How steps are made fast or small, by measurement: modes, trials, memory levers."""
+"""Choose by measurement how steps run: modes, timed trials, memory levers."""

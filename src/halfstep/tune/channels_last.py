@@ -1,4 +1,5 @@
-"""Memory layout: which one a model gets, and images in the layout of its weights, so that no kernel turns them."""
+"""Memory layout: choose a model's, and convert images to the layout of its weights, so that no kernel transposes
+them."""
 
 from __future__ import annotations
 
@@ -34,13 +35,13 @@ def wants_channels_last(config: RunConfig, plan: Plan, *modules: nn.Module) -> b
 
 
 def is_only_tried(config: RunConfig, plan: Plan) -> bool:
-    """Whether a step in this layout may fail by it, in a run that has another."""
+    """Return whether this layout is only a candidate: a step may fail because of it while the run uses another."""
     is_open = config.train.channels_last == "auto" and not KINDS.of(config.workload).takes_channels_last
     return is_open and bool(plan.channels_last)
 
 
 def convolves_images(*modules: nn.Module) -> bool:
-    """Whether they have kernels of two dimensions; a table of positions (1, C, H, W) is none."""
+    """Return whether modules have 2D convolution kernels; a position table (1, C, H, W) is none."""
     return any(parameter.ndim == 4 and len(parameter) > 1 for module in modules for parameter in module.parameters())
 
 
@@ -58,17 +59,17 @@ def to_channels_last_(model: nn.Module) -> nn.Module:
     return model
 
 
-def in_layout_of(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch with its images as the model's convolutions read them."""
+def match_layout(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Convert the batch's images to the layout of the model's convolutions."""
     _refuse_others_than_tensors(batch)
     images = torch.channels_last if is_channels_last(model) else None
     return {
-        name: value.contiguous(memory_format=images) if images and value.ndim == 4 else _dense(value)
+        name: value.contiguous(memory_format=images) if images and value.ndim == 4 else _make_dense(value)
         for name, value in batch.items()
     }
 
 
-def _dense(value: Tensor) -> Tensor:
+def _make_dense(value: Tensor) -> Tensor:
     """A slice of something larger lies otherwise than the copy of it that a captured step keeps, and compiled code
     knows its inputs by how they lie."""
     if value.is_contiguous() or torch.empty_like(value, device="meta").stride() == value.stride():
@@ -87,6 +88,6 @@ def _refuse_others_than_tensors(batch: Mapping[str, object]) -> None:
 
 
 def is_channels_last(model: nn.Module) -> bool:
-    """By the first weight that can tell: a 1x1 kernel is contiguous in both layouts."""
+    """Return the model's layout by its first conclusive weight: a 1x1 kernel is contiguous in both layouts."""
     kernels = (p for p in model.parameters() if p.ndim == 4 and not p.is_contiguous())
     return any(kernel.is_contiguous(memory_format=torch.channels_last) for kernel in kernels)

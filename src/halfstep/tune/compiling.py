@@ -1,4 +1,4 @@
-"""Which shapes of batches have compiled code: the first two that come.
+"""Choose which batch shapes get compiled code: the first two.
 
 Each further one would compile for as long as the first did, and a workload that resizes its images brings them without
 end. The shapes are stored with the run, for compiled and eager kernels round differently: a resumed run that met its
@@ -20,7 +20,7 @@ from halfstep.disk import read_variable
 from halfstep.errors import summarise_error
 from halfstep.tune.modes import Batch
 
-MOST_SHAPES = 2  # an image in portrait and in landscape format, or two sizes in turn
+MOST_SHAPES = 2  # portrait and landscape images, or two alternating sizes
 
 TensorShape: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...], str]  # name, size, strides and dtype
 BatchShape: TypeAlias = tuple[TensorShape, ...]
@@ -28,30 +28,32 @@ BatchShape: TypeAlias = tuple[TensorShape, ...]
 
 class CompiledShapes:
     def __init__(self) -> None:
-        self.taken: list[BatchShape] = []  # what is compiled for, now or when it comes
+        self.taken: list[BatchShape] = []  # shapes that have or get compiled code
         self.ready: set[BatchShape] = set()
-        """What went through compiled code of this process, there and back: later failures are not the compiler's."""
+        """Shapes that ran through compiled forward and backward in this process: later failures are not the
+        compiler's."""
         self._has_said = False
 
     def take(self, batch: Batch) -> bool:
-        """Whether batches of this shape have compiled code; a new shape gets it while there is room."""
-        shape = batch_shape(batch)
+        """Return whether batches of this shape run compiled; a new shape is added while there is room."""
+        shape = get_batch_shape(batch)
         if shape not in self.taken and len(self.taken) < MOST_SHAPES:
             self.taken.append(shape)
         return shape in self.taken
 
     def why_eager(self, batch: Batch) -> str:
-        """For the user, the first time a shape has no room."""
+        """Return a message the first time that a shape has no room, else an empty string."""
         if self._has_said:
             return ""
         self._has_said = True
+        new = self._new_in(get_batch_shape(batch))
         return (
-            f"batches come in more than {MOST_SHAPES} shapes (now {self._new_in(batch_shape(batch))}): code is compiled"
-            f" for the first {MOST_SHAPES}, others run eager; one size for all, or padding to it, makes every step fast"
+            f"batches come in more than {MOST_SHAPES} shapes (now {new}): only the first {MOST_SHAPES} are "
+            "compiled, others run eager; one size for all, or padding to it, makes every step fast"
         )
 
     def forget(self) -> None:
-        """Batches will be cut into other pieces."""
+        """Forget all shapes: batches are cut into other micro-batches from now on."""
         self.taken.clear()
         self.ready.clear()
 
@@ -65,8 +67,8 @@ class CompiledShapes:
         )
 
 
-def batch_shape(batch: Batch) -> BatchShape:
-    """What must be equal for two batches to share compiled code."""
+def get_batch_shape(batch: Batch) -> BatchShape:
+    """Return what must be equal for two batches to share compiled code."""
     return tuple(
         (name, tuple(value.shape), tuple(value.stride()), str(value.dtype).removeprefix("torch."))
         for name, value in sorted(batch.items())
@@ -76,33 +78,33 @@ def batch_shape(batch: Batch) -> BatchShape:
 # --- why code could not be compiled ---
 
 OF_A_TOOL = re.compile(r"\berror: |No space left on device")
-"""How a C++ compiler, an assembler or a linker says what it could not do, below pages of its command."""
-MOST_CHARACTERS = 400  # of the whole line: templates of C++ have names without end
+"""Error lines of C++ compilers, assemblers and linkers, below pages of their command line."""
+MOST_CHARACTERS = 400  # of the whole line: C++ templates have very long names
 
 
-def compile_reason(error: Exception) -> str:
-    """The first line, and what lies below it: a tool's own complaint, or the error that all began with."""
+def explain_compile_error(error: Exception) -> str:
+    """Return the first line of an error with its cause: a tool's error line, or the innermost exception."""
     first = summarise_error(error)
-    found = _of_a_tool(str(error)) or summarise_error(_root(error))
+    found = _find_tool_error(str(error)) or summarise_error(_find_root(error))
     reason = first if found in first else f"{first}: {found}"
     return reason if len(reason) <= MOST_CHARACTERS else f"{reason[:MOST_CHARACTERS]} ..."
 
 
-def _of_a_tool(text: str) -> str:
+def _find_tool_error(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if OF_A_TOOL.search(line)), "")
 
 
-def _root(error: BaseException) -> BaseException:
-    """The first below the compiler's own errors, which hide it; a command that failed says nothing but itself."""
+def _find_root(error: BaseException) -> BaseException:
+    """Return the innermost cause below the compiler's exceptions, except a failed command, which explains nothing."""
     below = error.__cause__ or error.__context__
     is_the_compilers = type(error).__module__.startswith("torch.")
-    return _root(below) if below and is_the_compilers and not isinstance(below, CalledProcessError) else error
+    return _find_root(below) if below and is_the_compilers and not isinstance(below, CalledProcessError) else error
 
 
-# --- what the compiler warns of in mid-run, a screen each time, as one line: parts of the model stay eager ---
+# --- the compiler's long warnings during a run, shortened to one line each: some code stays eager ---
 
 SOURCES = ("torch._dynamo.convert_frame", "torch._dynamo.variables.tensor")
-"""Loggers of the warnings below; a filter holds for the logger it was given to, not for those under it."""
+"""Loggers of the warnings below; a filter applies to its own logger only, not to child loggers."""
 
 TOO_OFTEN = re.compile(
     r"torch\._dynamo hit config\.\w+ .*?last reason: (?:\S+: )?(?P<reason>[^\n]*?)(?: \(HINT|\n)", re.DOTALL
@@ -115,11 +117,13 @@ MOST_QUOTED = 250  # of a reason, which quotes code
 
 
 class CompilerWarnings:
-    """Says each kind once; with TORCH_LOGS the compiler's own words stay as well."""
+    """Report each kind of warning once; with TORCH_LOGS the compiler's own output stays as well."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        # torch warns of a break once in a process, and a trial, in which nobody listens, would have had it.
-        if warned := getattr(TensorVariable, "_warn_capture_scalar_outputs", None):  # torch's own, and may go
+        # torch warns of a graph break once per process; a trial, whose warnings are dropped, may have used it up.
+        if warned := getattr(
+            TensorVariable, "_warn_capture_scalar_outputs", None
+        ):  # a private attribute of torch, which may disappear
             warned.cache_clear()
         self._say = say
         self._said: set[re.Pattern[str]] = set()
@@ -137,7 +141,7 @@ class CompilerWarnings:
 
     def _passes(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        kind, line = _ours(text)
+        kind, line = _shorten_warning(text)
         if kind is None:
             return True
         if kind not in self._said:
@@ -146,7 +150,7 @@ class CompilerWarnings:
         return bool(read_variable("TORCH_LOGS"))
 
 
-def _ours(text: str) -> tuple[re.Pattern[str] | None, str]:
+def _shorten_warning(text: str) -> tuple[re.Pattern[str] | None, str]:
     if found := TOO_OFTEN.match(text):
         reason = " ".join(found["reason"].split())[:MOST_QUOTED]
         return TOO_OFTEN, f"a part of the model was compiled again too often and is compiled no more: {reason}"

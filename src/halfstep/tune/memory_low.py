@@ -30,12 +30,12 @@ from halfstep.step.optim.by_name import Options, ParamGroups, build_optimizer
 from halfstep.step.optim.half_weights import Rounding, is_kept_in_half
 
 HOTTER = 0.01
-"""How much less than `train.memory_time` a setting may take in trials: in a long run the device gets hotter."""
+"""Margin below `train.memory_time` in trials: in a long run the device gets hotter and slower."""
 
 WORTH_BYTES = 0.01
-"""A setting that saves less than this share of the peak saves nothing: peaks differ by that much between runs."""
+"""A setting that saves less than this share of the peak saves nothing: peaks vary by that much between runs."""
 
-BUDGETS = (0.9, 0.7, 0.5, 0.3)  # shares of the activations that are tried, in this order
+BUDGETS = (0.9, 0.7, 0.5, 0.3)  # shares of the activations, tried in this order
 
 
 OUTRIGHT = "train.activation_checkpointing=true recomputes blocks whatever it takes"
@@ -83,7 +83,7 @@ class NotCaptured(CannotRun):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
+class LeverTrial:
     setting: MemorySetting
     cost: Cost | None
     problem: str = ""
@@ -91,11 +91,11 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryChoice:
-    """What was taken, what each lever saved and cost, and what was left out."""
+    """The chosen setting, what each lever saved and cost, and what was left out."""
 
     setting: MemorySetting
     reason: str
-    trials: tuple[Trial, ...] = ()
+    trials: tuple[LeverTrial, ...] = ()
     notes: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
@@ -108,14 +108,15 @@ class MemoryChoice:
     def _trial_lines(self) -> Iterator[str]:
         if not self.trials:
             return
-        base = _reference(self.trials)
+        base = _find_reference(self.trials)
         for trial in self.trials:
             if trial.cost is None:
                 yield f"{trial.setting}: {trial.problem}"
             elif trial.cost is base:
-                yield f"{trial.setting}: {_size(trial.cost)}, {trial.cost.ms:.1f} ms"
+                yield f"{trial.setting}: {_format_size(trial.cost)}, {trial.cost.ms:.1f} ms"
             else:
-                yield f"{trial.setting}: {_size(trial.cost)}, {trial.cost.ms:.1f} ms, {_change(trial.cost, base)}"
+                change = _format_change(trial.cost, base)
+                yield f"{trial.setting}: {_format_size(trial.cost)}, {trial.cost.ms:.1f} ms, {change}"
 
 
 def choose_memory(
@@ -126,93 +127,94 @@ def choose_memory(
     notes: Sequence[str] = (),
     may_go_on: Callable[[], bool] = lambda: True,
 ) -> MemoryChoice:
-    """Measure the normal step, each lever from its gentlest position on, and the best of each lever together."""
-    trials, is_cut_short = [_tried(measure, NORMAL)], False
+    """Measure the normal step, each lever from its mildest position on, and the best of each lever together."""
+    trials, is_cut_short = [_try_setting(measure, NORMAL)], False
     for lever in levers:
-        tried = list(_along(measure, lever, trials, time_limit, may_go_on))
+        tried = list(_try_lever(measure, lever, trials, time_limit, may_go_on))
         left = lever[len(tried) :]
         if left and may_go_on():
-            notes = (*notes, f"{', '.join(map(str, left))}: {_why_no_further(tried[-1], trials[0], time_limit)}")
+            notes = (*notes, f"{', '.join(map(str, left))}: {_explain_end(tried[-1], trials[0], time_limit)}")
         is_cut_short |= bool(left) and not may_go_on()
         trials += tried
-    together = _combined(trials, time_limit)
+    together = _combine_levers(trials, time_limit)
     if together is not None and may_go_on():
-        trials.append(_tried(measure, together))
+        trials.append(_try_setting(measure, together))
     elif together is not None or is_cut_short:
         notes = (*notes, OUT_OF_TIME)
-    return chosen(trials, time_limit, notes)
+    return choose_setting(trials, time_limit, notes)
 
 
-def chosen(trials: Sequence[Trial], time_limit: float, notes: Sequence[str] = ()) -> MemoryChoice:
-    """The decision alone: least memory within the time limit."""
-    base = _reference(trials)
+def choose_setting(trials: Sequence[LeverTrial], time_limit: float, notes: Sequence[str] = ()) -> MemoryChoice:
+    """Return the setting with the least memory within the time limit."""
+    base = _find_reference(trials)
     fitting = [trial for trial in trials if trial.cost is not None and trial.cost.ms <= time_limit * base.ms]
-    best = min(fitting, key=lambda trial: (_whole(trial).peak_bytes, _whole(trial).ms))
-    cost = _whole(best)
+    best = min(fitting, key=lambda trial: (_require_cost(trial).peak_bytes, _require_cost(trial).ms))
+    cost = _require_cost(best)
     if trials[0].cost is None:
-        reason = f"{_size(cost)} at {cost.ms:.1f} ms: the normal step does not fit ({trials[0].problem})"
+        reason = f"{_format_size(cost)} at {cost.ms:.1f} ms: the normal step does not fit ({trials[0].problem})"
     elif best is trials[0] or cost.peak_bytes > (1 - WORTH_BYTES) * base.peak_bytes:
-        best, reason = trials[0], f"nothing lowers the peak of {_size(base)} within +{time_limit - 1:.0%} time"
-        reason += _refused(trials, time_limit)
+        best, reason = trials[0], f"nothing lowers the peak of {_format_size(base)} within +{time_limit - 1:.0%} time"
+        reason += _describe_refused(trials, time_limit)
     else:
-        reason = f"{_size(cost)} instead of {_size(base)}, {_change(cost, base)}"
+        reason = f"{_format_size(cost)} instead of {_format_size(base)}, {_format_change(cost, base)}"
     return MemoryChoice(setting=best.setting, reason=reason, trials=tuple(trials), notes=tuple(notes))
 
 
-def _tried(measure: Measure, setting: MemorySetting) -> Trial:
+def _try_setting(measure: Measure, setting: MemorySetting) -> LeverTrial:
     try:
-        return Trial(setting=setting, cost=measure(setting))
+        return LeverTrial(setting=setting, cost=measure(setting))
     except torch.OutOfMemoryError:
-        return Trial(setting=setting, cost=None, problem="ran out of memory")
+        return LeverTrial(setting=setting, cost=None, problem="ran out of memory")
     except CannotRun as error:
-        return Trial(setting=setting, cost=None, problem=str(error))
+        return LeverTrial(setting=setting, cost=None, problem=str(error))
 
 
-def _along(
+def _try_lever(
     measure: Measure,
     lever: Sequence[MemorySetting],
-    before: Sequence[Trial],
+    before: Sequence[LeverTrial],
     time_limit: float,
     may_go_on: Callable[[], bool],
-) -> Iterator[Trial]:
+) -> Iterator[LeverTrial]:
     """Positions of one lever in order; each saves more and takes longer, so the first too slow one is the last. So is
     the second that saves nothing: the lever has no hold on this model."""
     idle = 0
     for setting in lever:
         if not may_go_on():
             return
-        trial = _tried(measure, setting)
+        trial = _try_setting(measure, setting)
         yield trial
         idle = idle + 1 if _saves_nothing(trial, before[0]) else 0
         if _is_too_slow(trial, before[0], time_limit) or idle == 2:
             return
 
 
-def _is_too_slow(trial: Trial, normal: Trial, time_limit: float) -> bool:
+def _is_too_slow(trial: LeverTrial, normal: LeverTrial, time_limit: float) -> bool:
     return trial.cost is not None and normal.cost is not None and trial.cost.ms > time_limit * normal.cost.ms
 
 
-def _saves_nothing(trial: Trial, normal: Trial) -> bool:
+def _saves_nothing(trial: LeverTrial, normal: LeverTrial) -> bool:
     if trial.cost is None or normal.cost is None:
         return False
     return trial.cost.peak_bytes > (1 - WORTH_BYTES) * normal.cost.peak_bytes
 
 
-def _why_no_further(last: Trial, normal: Trial, time_limit: float) -> str:
+def _explain_end(last: LeverTrial, normal: LeverTrial, time_limit: float) -> str:
     return f"{last.setting} {'is too slow' if _is_too_slow(last, normal, time_limit) else 'saves nothing'} already"
 
 
-def _combined(trials: Sequence[Trial], time_limit: float) -> MemorySetting | None:
-    """The best activation lever with the small optimizer; two activation levers would fight over the same tensors."""
-    best = chosen(trials, time_limit).setting
+def _combine_levers(trials: Sequence[LeverTrial], time_limit: float) -> MemorySetting | None:
+    """Combine the best activation lever with the 8-bit optimizer; two activation levers would affect the same
+    tensors."""
+    best = choose_setting(trials, time_limit).setting
     small = next((trial for trial in trials if trial.setting == MemorySetting(optimizer_bits=8) and trial.cost), None)
     if small is None or best.optimizer_bits == 8 or best == NORMAL:
         return None
     return dataclasses.replace(best, optimizer_bits=8)
 
 
-def _reference(trials: Sequence[Trial]) -> Cost:
-    """What others are compared with: the normal step, or the fastest that ran where that did not fit."""
+def _find_reference(trials: Sequence[LeverTrial]) -> Cost:
+    """Return the cost to compare with: the normal step, or the fastest one if that did not fit."""
     if trials and trials[0].cost is not None:
         return trials[0].cost
     ran = [trial.cost for trial in trials if trial.cost is not None]
@@ -221,27 +223,29 @@ def _reference(trials: Sequence[Trial]) -> Cost:
     return min(ran)
 
 
-def _whole(trial: Trial) -> Cost:
+def _require_cost(trial: LeverTrial) -> Cost:
     assert trial.cost is not None
     return trial.cost
 
 
-def _refused(trials: Sequence[Trial], time_limit: float) -> str:
-    """The most that could be saved at another price, and how to pay it where a setting can."""
+def _describe_refused(trials: Sequence[LeverTrial], time_limit: float) -> str:
+    """Describe the most that could be saved with a larger train.memory_time."""
     normal = trials[0]
     slow = [trial for trial in trials if _is_too_slow(trial, normal, time_limit) and not _saves_nothing(trial, normal)]
     if not slow:
         return ""
-    best = min(slow, key=lambda trial: _whole(trial).peak_bytes)
+    best = min(slow, key=lambda trial: _require_cost(trial).peak_bytes)
     outright = "" if best.setting.recompute == "none" else f" ({OUTRIGHT})"
-    return f"; too slow: {best.setting} with {_size(_whole(best))}, {_change(_whole(best), _whole(normal))}{outright}"
+    cost = _require_cost(best)
+    change = _format_change(cost, _require_cost(normal))
+    return f"; too slow: {best.setting} with {_format_size(cost)}, {change}{outright}"
 
 
-def _size(cost: Cost) -> str:
+def _format_size(cost: Cost) -> str:
     return format_bytes(cost.peak_bytes, digits=3)
 
 
-def _change(cost: Cost, base: Cost) -> str:
+def _format_change(cost: Cost, base: Cost) -> str:
     return f"{cost.peak_bytes / base.peak_bytes - 1:+.0%} memory, {cost.ms / base.ms - 1:+.0%} time"
 
 
@@ -249,14 +253,15 @@ def _change(cost: Cost, base: Cost) -> str:
 
 
 class Levers(NamedTuple):
-    """Positions to try, lever by lever, and why others are missing."""
+    """Positions to try for each lever, and why others are missing."""
 
     positions: list[Sequence[MemorySetting]]
     notes: list[str]
 
 
-def levers_of(ways: Sequence[Recompute], optimizer_name: str, moment_bits: int = 32, *, is_compiled: bool) -> Levers:
-    """The most promising lever first: trials may run out of time. `ways` are those in which the model may recompute."""
+def list_levers(ways: Sequence[Recompute], optimizer_name: str, moment_bits: int = 32, *, is_compiled: bool) -> Levers:
+    """Return the levers, the most promising first: trials may run out of time. `ways` lists how the model may
+    recompute."""
     positions: list[Sequence[MemorySetting]] = []
     notes: list[str] = []
     if ways:
@@ -272,7 +277,7 @@ def levers_of(ways: Sequence[Recompute], optimizer_name: str, moment_bits: int =
     return Levers(positions, notes)
 
 
-def by_predicted_peak(
+def sort_by_peak(
     levers: Sequence[Sequence[MemorySetting]], peak: Callable[[MemorySetting], int | None]
 ) -> list[Sequence[MemorySetting]]:
     """The lever whose gentlest position saves most comes first: time for trials may run out. Levers of which nothing is
@@ -283,8 +288,8 @@ def by_predicted_peak(
 
 
 @contextmanager
-def activation_budget(share: float) -> Iterator[None]:
-    """Let what is compiled inside keep at most this share of its activations; 1 is torch's own choice.
+def limit_activations(share: float) -> Iterator[None]:
+    """Let code that is compiled inside keep at most this share of its activations; 1 is torch's default.
 
     It is read when a region is compiled, also a later time for another shape: hold this for the whole run. A region
     compiled under another share must be compiled again; the share is part of inductor's cache key.
@@ -296,7 +301,7 @@ def activation_budget(share: float) -> Iterator[None]:
         yield
 
 
-def optimizer_for(
+def make_optimizer(
     setting: MemorySetting,
     name: str,
     groups: ParamGroups,
@@ -306,7 +311,7 @@ def optimizer_for(
     rounding: Rounding = "split",
     seed: int = 0,
 ) -> Optimizer:
-    """The run's optimizer, its moments stored in the setting's bits; `rounding` is that of weights in bf16."""
+    """Build the run's optimizer with moments in the setting's bits; `rounding` is that of bf16 weights."""
     if setting.optimizer_bits == 8:
         return AdamW8bit(groups, lr=lr, rounding=rounding, seed=seed, **dict(options or {}))
     if name == "adamw" and any(is_kept_in_half(p) for group in groups for p in group["params"]):

@@ -1,4 +1,4 @@
-"""`train.fast: auto`: candidates in order, each timed against the best before it, until the time for trials is over.
+"""`train.fast: auto`: time candidates in order, each against the best so far, until the time for trials is over.
 
     eager in both memory layouts      the first one tells how long the run will be
     graph, compile                    in the better layout; a captured step is the likeliest to win, so it comes first
@@ -36,26 +36,26 @@ from halfstep.tune.modes import (
     KERNEL_TUNING_S,
     WARM_START_S,
     Mode,
-    compiled_code,
+    get_code_folder,
     has_convolutions,
 )
 from halfstep.tune.trials import Rehearse, Trial, TrialTime
 from halfstep.workloads import KINDS
 from halfstep.workloads.base.workload import Workload
 
-WORTH = 1.02  # a mode must be this much faster to be preferred to a simpler one: trials differ by that much
+WORTH = 1.02  # a mode must be this much faster to be preferred to a simpler one: the noise of trials
 WORTH_SEARCHING = 1.01
-"""What cuDNN's own trials must gain, and over the run more than they take: nothing else changes by them."""
+"""The least gain for which cuDNN's own trials are used; over the run they must also gain more than they take."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundMode:
     fields: dict[str, Any]  # of the plan
-    eager_ms: float | None  # None where the eager step does not fit
+    eager_ms: float | None  # None if the eager step does not fit
     ms: float
     run_s: float  # what the run was expected to take when this was decided
     untried: tuple[str, ...]
-    is_final: bool  # whether it holds for other runs too: what a short run had no time to compile for says nothing
+    is_final: bool  # whether it also holds for other runs: a short run has no time to compile
 
 
 class ModeSearch:
@@ -70,20 +70,20 @@ class ModeSearch:
         self.costs: dict[str, Cost] = {}
         self.gains: list[Gain] = []
         self.problems: list[str] = []
-        self.compiles = True  # until something failed otherwise than for want of memory or of a capture
+        self.compiles = True  # until a candidate fails for another reason than memory or capture
         self.out_of_time: list[str] = []
         self.too_short_for: list[str] = []
 
-    def found(self) -> FoundMode:
-        eager = self._eager()
-        with self._trial() as trial:
-            best = self._compiled(trial, eager)
-            best = self._with_cudnn_trials(trial, best)
-        best = self._with_tuned_kernels(best)
+    def search(self) -> FoundMode:
+        eager = self._try_eager()
+        with self._start_trial() as trial:
+            best = self._try_compiled(trial, eager)
+            best = self._try_cudnn_trials(trial, best)
+        best = self._try_tuned_kernels(best)
         factor = [f"{eager.ms / best.ms:.2f}x eager"] if eager and best and best is not eager else []
         costs = ", ".join(f"{label} {cost.ms:.1f} ms" for label, cost in self.costs.items())
-        reason = "; ".join([costs or "nothing could be measured", *factor, *self._remarks()])
-        gains = tuple(_with_outcome(gain, self.fields) for gain in self.gains)
+        reason = "; ".join([costs or "nothing could be measured", *factor, *self._list_remarks()])
+        gains = tuple(_add_outcome(gain, self.fields) for gain in self.gains)
         return FoundMode(
             fields={**self.fields, "mode_reason": reason, "gains": gains},
             eager_ms=eager.ms if eager else None,
@@ -95,8 +95,8 @@ class ModeSearch:
 
     # --- candidates ---
 
-    def _eager(self) -> Cost | None:
-        """The eager step in the usual layout, and in the other where that is left open; the faster one is found."""
+    def _try_eager(self) -> Cost | None:
+        """Time the eager step in the usual layout, and in the other if it is not fixed; keep the faster one."""
         usual = self.fields["channels_last"]
         is_open = self.config.train.channels_last == "auto" and convolves_images(*self.workload.modules())
         layouts = (usual, not usual) if is_open else (usual,)
@@ -105,26 +105,28 @@ class ModeSearch:
             label = "eager" if channels_last or not is_open else "eager NCHW"
             if channels_last != usual and not self._may_try(label):
                 continue
-            with self._trial(channels_last=channels_last) as trial:
-                cost = self._tried(trial, "eager", label)
+            with self._start_trial(channels_last=channels_last) as trial:
+                cost = self._measure_trial(trial, "eager", label)
             if cost is not None:
                 tried[channels_last] = cost
                 if len(tried) == 1:
                     self.time.expect(cost.ms / 1e3)
         if not tried:
             return None
-        self.fields["channels_last"] = _faster_layout(tried, usual)
+        self.fields["channels_last"] = _is_channels_last_faster(tried, usual)
         if len(tried) == 2:
             self._note("channels_last", tried[False], tried[True])
         return tried[self.fields["channels_last"]]
 
-    def _compiled(self, trial: Trial, eager: Cost | None) -> Cost | None:
+    def _try_compiled(self, trial: Trial, eager: Cost | None) -> Cost | None:
         if not self._may_try("graph", COMPILE_S):
             return eager
-        captured = self._tried(trial, "graph")
-        # Without a graph it is the mode that is left, and most of its code is there. With one it may compile again.
+        captured = self._measure_trial(trial, "graph")
+        # Without a graph this is the remaining mode, and most of its code exists. With one it may compile again.
         start_s = COMPILE_S if captured else 0.0
-        compiled = self._tried(trial, "compile") if self.compiles and self._may_try("compile", start_s) else None
+        compiled = (
+            self._measure_trial(trial, "compile") if self.compiles and self._may_try("compile", start_s) else None
+        )
         if eager and compiled:
             self._note("compile", eager, compiled)
         simpler = compiled or eager
@@ -132,32 +134,32 @@ class ModeSearch:
             self._note("graph", simpler, captured)
         if not self.costs:
             return None
-        self.fields["mode"] = fastest_mode(self.costs)
+        self.fields["mode"] = find_fastest_mode(self.costs)
         return {"eager": eager, "compile": compiled, "graph": captured}[self.fields["mode"]]
 
-    def _with_cudnn_trials(self, trial: Trial, best: Cost | None) -> Cost | None:
+    def _try_cudnn_trials(self, trial: Trial, best: Cost | None) -> Cost | None:
         if best is None or not self.plan.on_cuda or not has_convolutions(self.workload.model):
             return best
         if not self._may_try("cudnn.benchmark", CUDNN_TRIALS_S):
             return best
         mode: Mode = self.fields["mode"]
-        cost = self._tried(trial, mode, f"{mode} + cudnn.benchmark", cudnn_benchmark=True)
+        cost = self._measure_trial(trial, mode, f"{mode} + cudnn.benchmark", cudnn_benchmark=True)
         return self._better(best, cost, "cudnn.benchmark", "cudnn_benchmark", WORTH_SEARCHING, CUDNN_TRIALS_S)
 
-    def _with_tuned_kernels(self, best: Cost | None) -> Cost | None:
+    def _try_tuned_kernels(self, best: Cost | None) -> Cost | None:
         mode: Mode = self.fields["mode"]
         if best is None or mode == "eager" or self.config.train.tune_kernels != "auto":
             return best
         if not self._may_try("kernel tuning", KERNEL_TUNING_S):
             return best
-        with self._trial(tunes_kernels=True) as trial:
-            cost = self._tried(trial, mode, f"{mode} + kernel tuning")
+        with self._start_trial(tunes_kernels=True) as trial:
+            cost = self._measure_trial(trial, mode, f"{mode} + kernel tuning")
         return self._better(best, cost, "kernel tuning", "tunes_kernels")
 
     # --- one candidate ---
 
     def _may_try(self, label: str, start_s: float = 0.0) -> bool:
-        """What the first step of a candidate usually takes must fit into the run; then the clock is asked."""
+        """Return whether a candidate's usual start fits into the run's share, and whether time is left."""
         if not self.time.has_room_for(start_s):
             self.too_short_for.append(label)
         elif self.time.is_over:
@@ -166,13 +168,13 @@ class ModeSearch:
             return True
         return False
 
-    def _trial(self, **changed: bool) -> AbstractContextManager[Trial]:
+    def _start_trial(self, **changed: bool) -> AbstractContextManager[Trial]:
         mode_independent = {name: value for name, value in {**self.fields, **changed}.items() if name != "mode"}
         return self.rehearse(self.config, self.workload, dataclasses.replace(self.plan, **mode_independent))
 
-    def _tried(self, trial: Trial, mode: Mode, label: str = "", **switches: bool) -> Cost | None:
+    def _measure_trial(self, trial: Trial, mode: Mode, label: str = "", **switches: bool) -> Cost | None:
         try:
-            cost = trial.cost(mode, self.time, **switches)
+            cost = trial.measure(mode, self.time, **switches)
         except CannotRun as error:
             self.problems.append(f"{label or mode} not possible: {error}")
             self.compiles &= isinstance(error, DoesNotFit | NotCaptured)
@@ -193,11 +195,11 @@ class ModeSearch:
         self.fields[field] = cost.ms * worth <= best.ms and saved_s > start_s
         return cost if self.fields[field] else best
 
-    def _remarks(self) -> list[str]:
+    def _list_remarks(self) -> list[str]:
         found = list(self.problems)
         if "graph" in self.too_short_for:
             run_s = self.time.run_s or 0.0
-            found.append(f"about {_duration(run_s)} to go is too short to compile for (train.fast=graph does)")
+            found.append(f"about {_format_duration(run_s)} to go is too short to compile for (train.fast=graph does)")
         else:
             found += [f"not tried, too short a run for its start: {label}" for label in self.too_short_for]
         if self.out_of_time:
@@ -205,8 +207,8 @@ class ModeSearch:
         return [*found, f"{self.time.spent_s:.0f} s of trials and {self.time.starts_s:.0f} s of first steps"]
 
 
-def _with_outcome(gain: Gain, fields: dict[str, Any]) -> Gain:
-    """Whether the part is in what runs is known at the end only."""
+def _add_outcome(gain: Gain, fields: dict[str, Any]) -> Gain:
+    """Add to a gain whether its part is used, which is known only at the end."""
     taken = {
         "channels_last": fields["channels_last"],
         "compile": fields["mode"] != "eager",
@@ -217,14 +219,14 @@ def _with_outcome(gain: Gain, fields: dict[str, Any]) -> Gain:
     return dataclasses.replace(gain, is_taken=taken[gain.part])
 
 
-def _faster_layout(tried: dict[bool, Cost], usual: bool) -> bool:
+def _is_channels_last_faster(tried: dict[bool, Cost], usual: bool) -> bool:
     if len(tried) == 1:
         return next(iter(tried))
     return not usual if tried[not usual].ms * WORTH < tried[usual].ms else usual
 
 
-def fastest_mode(costs: dict[str, Cost]) -> Mode:
-    """The simplest of the modes that are as fast as the fastest; eager counts in its better layout."""
+def find_fastest_mode(costs: dict[str, Cost]) -> Mode:
+    """Return the simplest mode that is as fast as the fastest; eager counts with its better layout."""
     eager = [cost for label, cost in costs.items() if label.startswith("eager")]
     modes: dict[Mode, Cost] = {"eager": min(eager)} if eager else {}
     modes |= {mode: costs[mode] for mode in ("compile", "graph") if mode in costs}
@@ -232,7 +234,7 @@ def fastest_mode(costs: dict[str, Cost]) -> Mode:
     return next(mode for mode, cost in modes.items() if cost.ms <= limit)
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
@@ -242,7 +244,7 @@ def _duration(seconds: float) -> str:
 # another folder, which may be emptied; a marker file there shows whether this mode's code is in it.
 
 
-MUCH_LONGER = 2.0  # a run so much longer than the one that measured tries what that one left untried
+MUCH_LONGER = 2.0  # a run longer by this factor than the one that measured tries what that one left out
 
 
 class CachedMode:
@@ -267,19 +269,19 @@ class CachedMode:
             fields["gains"] = tuple(Gain(**gain) for gain in fields["gains"])
             return FoundMode(**{**stored, "fields": fields, "untried": tuple(stored["untried"])})
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
-            return None  # nothing or nothing usable: measured again
+            return None  # no usable file: measure again
 
     def write(self, found: FoundMode) -> str:
-        """Empty, or why it could not be kept."""
+        """Write the result; return an empty string, or why it could not be written."""
         self.mark()
         return write_json(self.path, dataclasses.asdict(found))
 
-    def for_run(self, num_steps: int) -> dict[str, Any] | None:
-        """The plan's fields for a run of so many steps; None where it is to be measured for."""
+    def choose_for_run(self, num_steps: int) -> dict[str, Any] | None:
+        """Return the plan's fields for a run of this many steps; None if they have to be measured."""
         found = self.read()
         if found is None or _leaves_open(found, num_steps):
             return None
-        start_s, saved_s = self._start_s(found), _saved_s(found, num_steps)
+        start_s, saved_s = self._start_s(found), _estimate_saved_s(found, num_steps)
         fields = {**found.fields, "mode_reason": f"measured before: {found.fields['mode_reason']}"}
         if start_s <= saved_s:
             self.mark()
@@ -291,14 +293,14 @@ class CachedMode:
         return {**fields, **plain, "mode_reason": f"{reason} ({fields['mode_reason']})"}
 
     def mark(self) -> None:
-        """This mode's code is in the compiler's cache, or will be: gone when that is emptied."""
-        with contextlib.suppress(OSError):  # then the next start counts as a cold one
+        """Mark that this mode's code is in the compiler's cache; the mark disappears with it."""
+        with contextlib.suppress(OSError):  # without the mark the next start counts as cold
             self._mark.parent.mkdir(parents=True, exist_ok=True)
             self._mark.touch()
 
     @property
     def _mark(self) -> Path:
-        return compiled_code() / f"halfstep-{self.name}"
+        return get_code_folder() / f"halfstep-{self.name}"
 
     def _start_s(self, found: FoundMode) -> float:
         fields = found.fields
@@ -312,7 +314,7 @@ def _leaves_open(found: FoundMode, num_steps: int) -> bool:
     return bool(found.untried) and expected_s > MUCH_LONGER * found.run_s
 
 
-def _saved_s(found: FoundMode, num_steps: int) -> float:
+def _estimate_saved_s(found: FoundMode, num_steps: int) -> float:
     if found.eager_ms is None:
-        return math.inf  # it does not run in any other mode
+        return math.inf  # no other mode runs
     return (found.eager_ms - found.ms) / 1e3 * num_steps

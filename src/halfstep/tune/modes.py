@@ -19,7 +19,7 @@ from halfstep.disk import find_cache_directory, read_variable
 from halfstep.kernels.fast_forms import force, is_forced_on
 from halfstep.models.recompute import Blocks as BlockSequence
 from halfstep.models.recompute import compile_each_block
-from halfstep.tune.memory_low import activation_budget as budget
+from halfstep.tune.memory_low import limit_activations as budget
 
 Mode: TypeAlias = Literal["eager", "compile", "graph"]
 Batch: TypeAlias = dict[str, Tensor]
@@ -27,19 +27,19 @@ Region: TypeAlias = Callable[[Batch], tuple[Tensor, Tensor | float, Any]]
 """Forward and loss of one batch: (loss, weight, outputs). This is what gets compiled."""
 
 Level: TypeAlias = Literal["info", "warning"]
-Notice: TypeAlias = Callable[[str, Level], None]  # takes one line for the user
+Notice: TypeAlias = Callable[[str, Level], None]  # shows one line to the user
 
 UNCAPTURED = 3
-"""Windows of one shape in a row before it is captured: they compile, tune and settle what a capture must not."""
-COMPILE_S = 45.0  # what a cold start of the compiler takes: 30 to 60 s were seen for U-Net and ResNet-50 beside an H200
-WARM_START_S = 15.0  # the same with compiled code found on disk: tracing remains. An allowance, not measured.
+"""Consecutive windows of one shape before capture: they compile, choose kernels and allocate optimizer state."""
+COMPILE_S = 45.0  # a cold start of the compiler: 30 to 60 s were measured for U-Net and ResNet-50 on an H200 machine
+WARM_START_S = 15.0  # the same with compiled code on disk: tracing remains. An estimate, not measured.
 KERNEL_TUNING_S = 240.0
 """A cold start in which inductor also searches each kernel's block sizes: over two minutes for U-Net and ResNet-50."""
 
 NEEDS_CUDA = "warning: train.fast=graph needs a CUDA device, this run is on {}: the step is compiled, not captured"
 
 
-def compiled(
+def compile_region(
     eager: Region,
     *,
     tunes_kernels: bool = False,
@@ -47,7 +47,7 @@ def compiled(
     blocks: Blocks | None = None,
     is_repeated: bool = False,
 ) -> Region:
-    """The region as torch.compile makes it, lazily: the compiler is loaded when the first batch comes.
+    """Return the region compiled by torch.compile, lazily: the compiler is loaded with the first batch.
 
     Shapes are static: batches of another size run the eager region, so that an epoch's last batch compiles nothing.
     `tunes_kernels` lets inductor search each kernel's block sizes: faster steps (benchmarks/NOTES.md), minutes more to
@@ -64,8 +64,8 @@ def compiled(
         options: dict[str, Any] = {"coordinate_descent_tuning": True} if tunes_kernels else {}
         compiler = functools.partial(torch.compile, dynamic=False, options=options)
         if blocks:
-            return by_blocks(eager, blocks, compiler)
-        return one_for_all(eager, compiler) if is_repeated and activation_budget == 1 else compiler(eager)
+            return compile_blocks(eager, blocks, compiler)
+        return compile_one_for_all(eager, compiler) if is_repeated and activation_budget == 1 else compiler(eager)
 
     def budgeted(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
         with budget(activation_budget):
@@ -75,28 +75,28 @@ def compiled(
 
 
 def _is_no_echo(record: logging.LogRecord) -> bool:
-    """Before it raises an error, inductor prints a page of its own code; the engine says the error in one line."""
+    """Filter the page of code that inductor prints before it raises; the engine reports the error in one line."""
     return not record.getMessage().startswith("Error in codegen for")
 
 
 def keep_compiled_code() -> None:
-    """Compiled kernels go where they survive a restart; torch's own default is a temporary folder."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled_code()))
+    """Store compiled kernels where they survive a restart; torch's default is a temporary folder."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(get_code_folder()))
 
 
-def compiled_code() -> Path:
+def get_code_folder() -> Path:
     return Path(read_variable("TORCHINDUCTOR_CACHE_DIR") or find_cache_directory() / "inductor")
 
 
 # --- cudnn.benchmark ---
 
 CUDNN_TRIALS_S = 20.0
-"""What they add to a start: tens of seconds for U-Net (benchmarks/NOTES.md). Nothing of it is kept on disk."""
+"""Time that cuDNN's trials add to a start: tens of seconds for U-Net (benchmarks/NOTES.md). Not cached on disk."""
 
 
 @contextmanager
-def cudnn_trials(wanted: bool) -> Iterator[None]:
-    """Algorithms are timed inside, or not; the process's own switch comes back afterwards."""
+def allow_cudnn_trials(wanted: bool) -> Iterator[None]:
+    """Switch cudnn.benchmark on or off inside, and restore it afterwards."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = wanted
     try:
@@ -112,19 +112,19 @@ def has_convolutions(model: nn.Module) -> bool:
 # --- deep networks that are not compiled as a whole ---
 # The compiler takes minutes for a U-Net of 860M parameters, and leaves channels_last on the way (8 of 44 ms of a VAE's
 # compiled step were layout copies; why is not known). So a workload names blocks that its network repeats. In a
-# captured step each runs by the forward that is named beside it, which calls kernels of our own; launches cost nothing
-# there. A block without one is compiled alone, once for all of its shape. Steps that are compiled and not captured
-# launch one by one: there the region is compiled whole, or, where a block has to be compiled in any case, block by
+# captured step each block runs by the forward given with it, which calls our own kernels; launches cost nothing
+# there. A block without one is compiled alone, once per shape. Steps that are compiled and not captured
+# pay for launches: there the region is compiled whole, or, if a block has to be compiled in any case, block by
 # block.
 
-MOST_SHAPES = 64  # of one kind of block; torch gives up at 8
+MOST_SHAPES = 64  # of one kind of block; torch's limit is 8
 
 Blocks = Mapping[type[nn.Module], Callable[..., Any] | None]
-"""Kinds of blocks, each with its forward in captured steps; None: compiled."""
+"""Block classes, each with its forward in captured steps; None: compiled."""
 
 
 DEEP = 8
-"""From so many blocks on one is compiled for all: whole, the 48 of `gpt2_xl` take the compiler a minute and a half."""
+"""With at least this many blocks, one is compiled for all: compiling all 48 of `gpt2_xl` takes 1.5 minutes."""
 
 
 def repeats_blocks(model: nn.Module, granted: str) -> bool:
@@ -134,19 +134,19 @@ def repeats_blocks(model: nn.Module, granted: str) -> bool:
     return is_deep and granted in ("fp32", "tf32", "bf16-true")
 
 
-def one_for_all(region: Callable[..., Any], compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """The region with one compiled block for all that repeat it; the rest runs as it is."""
+def compile_one_for_all(region: Callable[..., Any], compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the region with one compiled block for all repetitions; the rest runs eagerly."""
     compiled = functools.cache(compiler)
 
     def run(*arguments: Any) -> Any:
-        with compile_each_block(compiled), most_shapes():
+        with compile_each_block(compiled), allow_many_shapes():
             return region(*arguments)
 
     return run
 
 
-def by_blocks(region: Callable[..., Any], blocks: Blocks, compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """The region in one of these forms; `compiler` is torch.compile as it is to be called."""
+def compile_blocks(region: Callable[..., Any], blocks: Blocks, compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the region with its blocks in one of these forms; `compiler` is torch.compile with its arguments."""
     compiled = functools.cache(compiler)
     is_whole = all(forward is not None for forward in blocks.values())
 
@@ -154,30 +154,30 @@ def by_blocks(region: Callable[..., Any], blocks: Blocks, compiler: Callable[...
         is_captured = is_forced_on("chain", otherwise=True)
         if is_whole and not is_captured:
             return compiled(region)(*arguments)
-        # A forward of its own: a kind that inherits it has it from its parent, which may not be asked for.
+        # Only a class's own forward: an inherited one belongs to its parent, which may not be among the blocks.
         own = {kind: given for kind, given in blocks.items() if "forward" in vars(kind)}
-        forwards = {k: given if given and is_captured else compiled(plain(k)) for k, given in own.items()}
-        copies = weights_cast_again() if is_captured else contextlib.nullcontext()
-        with _swapped(forwards), force(is_captured, "group_norm"), most_shapes(), copies:
+        forwards = {k: given if given and is_captured else compiled(get_plain_forward(k)) for k, given in own.items()}
+        copies = cast_weights_again() if is_captured else contextlib.nullcontext()
+        with _swap_forwards(forwards), force(is_captured, "group_norm"), allow_many_shapes(), copies:
             return region(*arguments)
 
     return run
 
 
-def plain(kind: type[nn.Module]) -> Callable[..., Any]:
-    """The class's forward itself."""
+def get_plain_forward(kind: type[nn.Module]) -> Callable[..., Any]:
+    """Return the class's forward, without our swap."""
     forward: Callable[..., Any] = kind.forward
     return forward
 
 
-def most_shapes() -> contextlib.AbstractContextManager[None]:
+def allow_many_shapes() -> contextlib.AbstractContextManager[None]:
     found: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=MOST_SHAPES)
     return found
 
 
 @contextlib.contextmanager
-def _swapped(forwards: Mapping[type[nn.Module], Any]) -> Iterator[None]:
-    """Classes have these forwards inside. Not the modules: a copied or stored module would take its own along."""
+def _swap_forwards(forwards: Mapping[type[nn.Module], Any]) -> Iterator[None]:
+    """Swap the forward of classes inside. Not of modules: a copied or stored module would keep the swapped one."""
     before = {kind: kind.forward for kind in forwards}
     for kind, forward in forwards.items():
         kind.forward = forward
@@ -194,22 +194,22 @@ def _swapped(forwards: Mapping[type[nn.Module], Any]) -> Iterator[None]:
 
 
 @contextmanager
-def weights_cast_again() -> Iterator[None]:
-    """Copies live while their layer runs."""
+def cast_weights_again() -> Iterator[None]:
+    """Keep autocast's copies of weights only while their layer runs, and cast again in backward."""
     was_kept = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_without_copy, _copied_again):
+        with torch.autograd.graph.saved_tensors_hooks(_pack_copy, _unpack_copy):
             yield
     finally:
         torch.set_autocast_cache_enabled(was_kept)
 
 
 Source = tuple[nn.Parameter, torch.dtype, bool]
-"""A parameter, the format of its copy, and whether that is transposed, as linear layers keep it."""
+"""A parameter, the format of its copy, and whether the copy is transposed, as linear layers keep it."""
 
 
-def _without_copy(kept: Tensor) -> Tensor | Source:
+def _pack_copy(kept: Tensor) -> Tensor | Source:
     """What autograd keeps of a tensor: of a parameter's copy the parameter; detached, or an output that no backward
     passes would hold its node, which holds it."""
     cast, is_turned = kept.grad_fn, False
@@ -223,7 +223,7 @@ def _without_copy(kept: Tensor) -> Tensor | Source:
     return source, kept.dtype, is_turned
 
 
-def _copied_again(kept: Tensor | Source) -> Tensor:
+def _unpack_copy(kept: Tensor | Source) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
     source, dtype, is_turned = kept

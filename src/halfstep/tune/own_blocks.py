@@ -1,4 +1,4 @@
-"""Blocks of a model that knows nothing of recomputing: found in its module tree, recomputed by a swapped class.
+"""Activation checkpointing for arbitrary models: find repeated blocks in the module tree and swap their class.
 
 A block is a module with parts whose kind occurs more than once in the model, or that a ModuleList holds; the kind of a
 Sequential is what it consists of. A stage that holds a list of blocks is none, nor is what is never called: their parts
@@ -26,7 +26,7 @@ LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 class Recomputed(SwappedModule):
-    """Keeps its inputs for backward, and of the rest what `how` says."""
+    """A block that keeps its inputs for backward, and of its activations what `how` says."""
 
     how: ClassVar[Recompute]
 
@@ -38,7 +38,7 @@ class Recomputed(SwappedModule):
             return checkpoint(
                 forward, *args, use_reentrant=False, **recompute.make_compiled_contexts(self.how), **kwargs
             )
-        # Flat, so that each tensor's device is seen, whose generator is kept, and each write into one is noticed.
+        # Flat, so that checkpoint() sees each tensor's device, saves its generator, and notices in-place writes.
         inputs, shape = tree_flatten((args, kwargs), is_leaf=_is_cache)
 
         def run(*flat: Any) -> Any:
@@ -51,18 +51,18 @@ class Recomputed(SwappedModule):
 
 
 class OutOfPlace(SwappedModule):
-    """A layer that writes into its input does not, where that input may be what a selective region keeps."""
+    """Make an in-place layer write out of place: its input may be what a selective region keeps."""
 
     inplace = property(lambda self: False, lambda self, value: None)
 
 
 def _is_cache(value: Any) -> bool:
-    """transformers' keys and values of earlier tokens: training has none, and a second forward would append to them."""
+    """Return whether an argument is transformers' cache of keys and values, to which a second forward would append."""
     return any(kind.__name__ == "Cache" for kind in type(value).__mro__)
 
 
 def recompute_blocks_(model: nn.Module, how: Recompute, names: Collection[str]) -> None:
-    """Recompute from now on: what the model itself knows to, or else the blocks of these names."""
+    """Recompute from now on: by the model's own support, or else the blocks with these names."""
     if recompute.set_recompute(model, how):
         return
     for module in model.modules():
@@ -78,16 +78,17 @@ def recompute_blocks_(model: nn.Module, how: Recompute, names: Collection[str]) 
                 swap_class(part, OutOfPlace)
 
 
-def found_blocks(model: nn.Module, uncalled: Collection[str] = ()) -> list[str]:
-    """Their names; none in a model that knows to recompute itself, nor of those known to be `uncalled`."""
-    times = Counter(_kind(module) for _, module in model.named_modules(remove_duplicate=False))
+def find_blocks(model: nn.Module, uncalled: Collection[str] = ()) -> list[str]:
+    """Return the names of repeated blocks; none if the model supports recomputing itself. `uncalled` ones are left
+    out."""
+    times = Counter(_get_kind(module) for _, module in model.named_modules(remove_duplicate=False))
     found: dict[nn.Module, str] = {}
 
     def look_into(parent: nn.Module, prefix: str) -> None:
         for key, child in parent.named_children():
-            # A layer without parts counts in a list alone: elsewhere it is a norm or an activation.
+            # A layer without submodules counts only in a list: elsewhere it is a norm or an activation.
             name, is_one = f"{prefix}{key}", isinstance(parent, LISTS) or next(child.children(), None) is not None
-            is_repeated = times[_kind(child)] > 1 or isinstance(parent, nn.ModuleList)
+            is_repeated = times[_get_kind(child)] > 1 or isinstance(parent, nn.ModuleList)
             if is_one and is_repeated and name not in uncalled and _may_be_block(child) and not _is_stage(child):
                 found.setdefault(child, name)
             elif not isinstance(child, torch.jit.ScriptModule):
@@ -98,13 +99,13 @@ def found_blocks(model: nn.Module, uncalled: Collection[str] = ()) -> list[str]:
     return list(found.values())
 
 
-def _kind(module: nn.Module) -> tuple[type[nn.Module], ...]:
+def _get_kind(module: nn.Module) -> tuple[type[nn.Module], ...]:
     parts = module.children() if find_original_class(module) is nn.Sequential else ()
     return (find_original_class(module), *map(find_original_class, parts))
 
 
 def _may_be_block(module: nn.Module) -> bool:
-    """Several layers, or one of the user's making, with a forward of its class: a patched or compiled one hides ours.
+    """Return whether it is several layers or a custom one, with its class's forward: a patched one would hide ours.
     Hooks of its parts would run twice; torch's own, such as weight_norm's, may."""
     parts = list(module.modules())[1:]
     is_layer = type(module).__module__.startswith("torch.nn.modules") or not module._parameters
@@ -116,28 +117,28 @@ def _may_be_block(module: nn.Module) -> bool:
 
 
 def _is_stage(module: nn.Module) -> bool:
-    """Whether it holds a list of blocks itself."""
+    """Return whether it contains a list of blocks itself."""
     lists = (part.children() for part in module.modules() if isinstance(part, LISTS))
-    kinds = (Counter(_kind(part) for part in parts if _may_be_block(part)) for parts in lists)
+    kinds = (Counter(_get_kind(part) for part in parts if _may_be_block(part)) for parts in lists)
     return any(times > 1 for counted in kinds for times in counted.values())
 
 
-def by_kind(model: nn.Module, names: Iterable[str]) -> list[list[str]]:
+def group_by_kind(model: nn.Module, names: Iterable[str]) -> list[list[str]]:
     kinds: dict[Any, list[str]] = {}
     for name in names:
-        kinds.setdefault(_kind(model.get_submodule(name)), []).append(name)
+        kinds.setdefault(_get_kind(model.get_submodule(name)), []).append(name)
     return list(kinds.values())
 
 
-def described(model: nn.Module, names: Iterable[str]) -> str:
-    """`12 x Block (transformer.h.0 ... transformer.h.11)`."""
-    alike = [(find_original_class(model.get_submodule(some[0])), some) for some in by_kind(model, names)]
+def describe_blocks(model: nn.Module, names: Iterable[str]) -> str:
+    """Return a line such as `12 x Block (transformer.h.0 ... transformer.h.11)`."""
+    alike = [(find_original_class(model.get_submodule(some[0])), some) for some in group_by_kind(model, names)]
     ends = [" ... ".join(dict.fromkeys((some[0], some[-1]))) for _, some in alike]
     return ", ".join(f"{len(some)} x {kind.__name__} ({end})" for (kind, some), end in zip(alike, ends, strict=True))
 
 
-def what_recomputes(model: nn.Module) -> str:
-    """In which way, and what; empty in a model that knows to itself, and where nothing does."""
+def describe_recomputed(model: nn.Module) -> str:
+    """Describe which blocks are recomputed and how; empty if none are, or if the model does it itself."""
     blocks = {name: part.how for name, part in model.named_modules() if isinstance(part, Recomputed)}
     ways = {*blocks.values()}
-    return f"{'alternate' if len(ways) > 1 else ways.pop()}: {described(model, blocks)}" if blocks else ""
+    return f"{'alternate' if len(ways) > 1 else ways.pop()}: {describe_blocks(model, blocks)}" if blocks else ""

@@ -1,4 +1,4 @@
-"""Whether blocks of a model may be recomputed: tried on copies of it, never assumed.
+"""Check on copies of a model whether its blocks may be recomputed.
 
 Two eager steps of two samples are made as the run would make them, with and without. Afterwards gradients and all
 that modules hold (weights, buffers, numbers, lists) must be the same, tensors by a weighted sum in fp64, generators
@@ -24,7 +24,7 @@ from halfstep.models.recompute import Recompute, Recomputing
 from halfstep.precision.plan import Plan
 from halfstep.step.randomness import read_generators
 from halfstep.tune.memory_low import CannotRun, MemorySetting
-from halfstep.tune.own_blocks import by_kind, described, found_blocks
+from halfstep.tune.own_blocks import describe_blocks, find_blocks, group_by_kind
 from halfstep.tune.trials import Rehearse, Trial
 from halfstep.workloads.base.workload import Workload
 
@@ -33,7 +33,7 @@ NOISE, MOST_NOISE = 10.0, 1e-2
 
 
 class Recomputable(NamedTuple):
-    """Names of blocks that may be recomputed, in which ways, and why others may not."""
+    """Names of blocks that may be recomputed, how, and why others may not."""
 
     names: tuple[str, ...]
     ways: tuple[Recompute, ...]
@@ -41,21 +41,21 @@ class Recomputable(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """What some steps left, by name; what they kept for backward; how watched modules were called."""
+    """The state after some steps by name, the bytes kept for backward, and how watched modules were called."""
 
     left: Mapping[str, Any]
     kept_bytes: int
     calls: set[tuple[str, Literal["in backward", "kept", "idle"]]]
 
 
-def recomputable(config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> Recomputable:
-    """Of the model as it trains in this plan."""
+def find_recomputable(config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> Recomputable:
+    """Find the blocks of a model that may be recomputed when it trains with this plan."""
     if any(isinstance(module, Recomputing) for module in workload.model.modules()):
         return Recomputable((), ("pointwise", "alternate", "blocks"))
     small = {"batch_size": min(NUM_SAMPLES, config.train.batch_size), "accumulate": 1}
     config = config.changed(train=small, scaler={"init_scale": 1.0})
     try:
-        return _Check(config, workload, dataclasses.replace(plan, pieces=1), rehearse).found()
+        return _Check(config, workload, dataclasses.replace(plan, pieces=1), rehearse).find()
     except CannotRun as error:
         return Recomputable((), (), (f"recomputing: {error}",))
 
@@ -64,7 +64,7 @@ class _Check:
     def __init__(self, config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> None:
         self.run, self.plan, self.rehearse = (config, workload), plan, rehearse
         self.model, self.noise = workload.model, dict[str, float]()
-        if not (blocks := found_blocks(self.model)):
+        if not (blocks := find_blocks(self.model)):
             raise CannotRun(f"no block of layers is repeated in {type(self.model).__name__}")
         if workload.blocks and plan.mode not in ("", "eager"):
             raise CannotRun("blocks have a forward of their own in captured steps")
@@ -72,41 +72,41 @@ class _Check:
         if any(isinstance(mark, tuple) and not math.isfinite(mark[1]) for mark in self.plain.left.values()):
             raise CannotRun(f"a step of {NUM_SAMPLES} samples is not finite, so nothing can be compared")
         if own := [name for name in blocks if (name, "in backward") in self.plain.calls]:
-            raise CannotRun(f"{described(self.model, own)} does that itself already")
+            raise CannotRun(f"{describe_blocks(self.model, own)} does that itself already")
         idle = {name for name, _ in self.plain.calls if (name, "kept") not in self.plain.calls}
-        called = found_blocks(self.model, {*blocks} - {name for name, _ in self.plain.calls})
+        called = find_blocks(self.model, {*blocks} - {name for name, _ in self.plain.calls})
         self.blocks = [name for name in called if name not in idle]
         if not self.blocks:
-            raise CannotRun(f"{described(self.model, idle)}: nothing trains in them or before them")
+            raise CannotRun(f"{describe_blocks(self.model, idle)}: nothing trains in them or before them")
 
-    def found(self) -> Recomputable:
+    def find(self) -> Recomputable:
         names, notes = self.blocks, list[str]()
         if self._problem("blocks", names):
             names = []
-            for some in by_kind(self.model, self.blocks):
+            for some in group_by_kind(self.model, self.blocks):
                 if why := self._problem("blocks", [*names, *some]):
-                    notes.append(f"recompute blocks, {described(self.model, some)}: {why}")
+                    notes.append(f"recompute blocks, {describe_blocks(self.model, some)}: {why}")
                 else:
                     names += some
         why = self._problem("pointwise", names) if names else ""
         if why:
-            notes.append(f"recompute pointwise, {described(self.model, names)}: {why}")
+            notes.append(f"recompute pointwise, {describe_blocks(self.model, names)}: {why}")
         ways: tuple[Recompute, ...] = ("blocks",) if why else ("pointwise", "alternate", "blocks")
         return Recomputable(tuple(names), ways if names else (), tuple(notes))
 
     def _problem(self, how: Recompute, names: Collection[str]) -> str:
-        """Why these may not be recomputed; empty if they may."""
+        """Return why these blocks may not be recomputed; empty if they may."""
         try:
             tried = self._taken(how, names)
         except CannotRun as error:
             return str(error)
-        gaps = gaps_between(self.plain.left, tried.left)
+        gaps = compare_states(self.plain.left, tried.left)
         if other := next((name for name in gaps if gaps[name] and gaps[name] > self._allowed(name)), None):
             return f"{other} is not the same after {NUM_STEPS} steps"
         return "" if tried.kept_bytes < self.plain.kept_bytes else "nothing of them is kept for backward"
 
     def _allowed(self, name: str) -> float:
-        self.noise = self.noise or gaps_between(self.plain.left, self._taken("none").left)
+        self.noise = self.noise or compare_states(self.plain.left, self._taken("none").left)
         noise = max(gap for gap in self.noise.values() if math.isfinite(gap))
         return math.inf if math.isinf(self.noise.get(name, 0)) else min(NOISE * noise, MOST_NOISE)
 
@@ -115,13 +115,13 @@ class _Check:
         plan = dataclasses.replace(self.plan, memory=memory, blocks=tuple(names))
         with self.rehearse(*self.run, plan) as trial:
             try:
-                return _outcome(trial, watched)
-            except Exception as error:  # inside: it ends the trial in other processes, too
+                return _record_step(trial, watched)
+            except Exception as error:  # inside the trial, so that it also ends on other ranks
                 reason = f"a step of {NUM_SAMPLES} samples ends in {type(error).__name__}: {summarise_error(error)}"
                 raise CannotRun(reason) from error
 
 
-def _outcome(trial: Trial, watched: Collection[str]) -> StepRecord:
+def _record_step(trial: Trial, watched: Collection[str]) -> StepRecord:
     model, calls, kept = trial.parts.model, set[tuple[str, Any]](), list[int]()
 
     def watch(name: str) -> Any:
@@ -144,25 +144,25 @@ def _outcome(trial: Trial, watched: Collection[str]) -> StepRecord:
             engine(trial.window)
     for handle in handles:
         handle.remove()
-    return StepRecord(dict(left_by(model)), sum(kept), calls)
+    return StepRecord(dict(list_state(model)), sum(kept), calls)
 
 
-def left_by(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """All that modules hold, where generators stand, gradients, weights: causes come before what follows from them."""
+def list_state(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield attributes and buffers of modules, generator states, gradients, weights: causes before their effects."""
     for prefix, module in model.named_modules():
         held = {key: value for key, value in vars(module).items() if key not in ("_modules", "_parameters", "_buffers")}
         for key, value in {**held, **module._buffers}.items():
-            yield f"{prefix}.{key}".removeprefix("."), [_mark(leaf) for leaf in tree_leaves(value)]
+            yield f"{prefix}.{key}".removeprefix("."), [_fingerprint(leaf) for leaf in tree_leaves(value)]
     for name, state in read_generators().items():
-        yield f"the state of {name}'s random numbers", [_mark(leaf) for leaf in tree_leaves(state)]
+        yield f"the state of {name}'s random numbers", [_fingerprint(leaf) for leaf in tree_leaves(state)]
     for name, parameter in model.named_parameters():
-        yield f"the gradient of {name}", _mark(parameter.grad)
+        yield f"the gradient of {name}", _fingerprint(parameter.grad)
     for name, parameter in model.named_parameters():
-        yield name, _mark(parameter)
+        yield name, _fingerprint(parameter)
 
 
-def _mark(value: Any) -> Any:
-    """A tensor's sum, each value with a weight of its own, and that of magnitudes: in fp64 nearly any bit shows."""
+def _fingerprint(value: Any) -> Any:
+    """Return a tensor's weighted sum and its sum of magnitudes: in fp64 nearly any changed bit shows."""
     if not isinstance(value, Tensor):
         kind = nn.Module if isinstance(value, nn.Module) else type(value)  # its class may be swapped
         return value if isinstance(value, (int, float, str, type(None))) else kind
@@ -174,17 +174,17 @@ def _mark(value: Any) -> Any:
     return float(finite @ weights), size if math.isfinite(size) else math.inf
 
 
-def gaps_between(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, float]:
-    """Differences by name, relative to what is compared; infinite where that is no tensor."""
-    return {name: _gap(one.get(name), other.get(name)) for name in {**one, **other}}
+def compare_states(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, float]:
+    """Return relative differences by name; infinite for values other than tensors."""
+    return {name: _compute_gap(one.get(name), other.get(name)) for name in {**one, **other}}
 
 
-def _gap(one: Any, other: Any) -> float:
+def _compute_gap(one: Any, other: Any) -> float:
     if one == other:
         return 0.0
     if isinstance(one, tuple) and isinstance(other, tuple):
         size = max(one[1], other[1])
         return abs(one[0] - other[0]) / (size if math.isfinite(size) else 1.0)
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return max(map(_gap, one, other), default=0.0)
+        return max(map(_compute_gap, one, other), default=0.0)
     return math.inf

@@ -1,4 +1,4 @@
-"""Timed trial steps on a copy of the model, so that trying leaves the run itself untouched, down to the last bit."""
+"""Time trial steps on a copy of the model, so that the run itself stays bit-identical."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from halfstep.hardware.clock import Clock, Stopwatch
 from halfstep.hardware.memory import LiveBytes, get_peak_memory_bytes, reset_peak
 from halfstep.precision.plan import Plan
 from halfstep.tune.channels_last import is_only_tried
-from halfstep.tune.fresh_thread import in_fresh_thread
+from halfstep.tune.fresh_thread import run_in_fresh_thread
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, NotCaptured
 from halfstep.tune.modes import UNCAPTURED, Batch, Level, Mode, Notice
 from halfstep.workloads.base.workload import Workload
 
-TIMED_STEPS = 5  # in a round at least; fewer where the time for trials is short
+TIMED_STEPS = 5  # least steps of a round; fewer if the time for trials is short
 LASTING_ROUNDS = 6
 """On a GPU a round has so many steps that this many fill the time: at its end the device waits for the host, and rests,
 which it does not in a run."""
-ROUNDS = 3  # the median of so many rounds of timed steps counts: the first may still meet a cold cache
+ROUNDS = 3  # the median of at least this many rounds counts: the first may have a cold cache
 LASTING_S = 1.5
 """On a GPU rounds go on for so long, and the last two thirds count: at its power cap an H200 took longer for a step
 after half a second than before (benchmarks/NOTES.md)."""
 
 
-def lasting_step_s(a_round: Callable[[int], float], time: TrialTime, lasting_s: float) -> float:
+def time_lasting_step(a_round: Callable[[int], float], time: TrialTime, lasting_s: float) -> float:
     """Seconds of a step, once it has gone on for so long: the median of rounds, each given its steps and giving seconds
     of one; of fewer and shorter rounds where time is short."""
     once_s = max(a_round(1), 1e-9)
@@ -53,7 +53,7 @@ def lasting_step_s(a_round: Callable[[int], float], time: TrialTime, lasting_s: 
 
 
 class Steps(Protocol):
-    """What makes the steps of a run: its engine."""
+    """The engine of a run, which makes its steps."""
 
     @property
     def mode(self) -> Mode: ...
@@ -77,21 +77,22 @@ class Capturable(Protocol):
 
 
 Rehearse = Callable[[RunConfig, Workload, Plan], AbstractContextManager["Trial"]]
-"""Puts a copy of a run together for one trial; handed in by whoever can, since this room knows no run."""
+"""Assemble a copy of a run for one trial. Passed in, because this package does not build runs."""
 
 
-def cost_in(mode: Mode, config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> Cost:
-    """What a step takes in this mode, or compiled where it cannot be captured: as the run itself would go on."""
+def measure_cost(mode: Mode, config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> Cost:
+    """Return the cost of a step in this mode, or compiled if it cannot be captured, as the run itself would
+    continue."""
     try:
-        return _cost_in(mode, config, workload, plan, rehearse)
+        return _measure_in(mode, config, workload, plan, rehearse)
     except NotCaptured:
-        pass  # not tried in here: the error's frames hold the model that it is about
-    return _cost_in("compile", config, workload, plan, rehearse)
+        pass  # retry outside of the handler: the error's frames hold the model
+    return _measure_in("compile", config, workload, plan, rehearse)
 
 
-def _cost_in(mode: Mode, config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> Cost:
+def _measure_in(mode: Mode, config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> Cost:
     with rehearse(config, workload, plan) as trial:
-        return trial.cost(mode)
+        return trial.measure(mode)
 
 
 class Trial:
@@ -99,24 +100,24 @@ class Trial:
         self.parts, self.engine = parts, engine
         self.window = [{name: value.to(parts.device) for name, value in batch.items()}] * parts.config.train.accumulate
 
-    def cost(self, mode: Mode, time: TrialTime | None = None, *, cudnn_benchmark: bool | None = None) -> Cost:
-        """Milliseconds and peak bytes of a step that runs in this mode; CannotRun where it does not."""
+    def measure(self, mode: Mode, time: TrialTime | None = None, *, cudnn_benchmark: bool | None = None) -> Cost:
+        """Return milliseconds and peak bytes of a step in this mode; raise CannotRun if it does not run."""
         if cudnn_benchmark is not None:
             self.parts.plan = dataclasses.replace(self.parts.plan, cudnn_benchmark=cudnn_benchmark)
-        return in_fresh_thread(lambda: self._cost(mode, time or TrialTime()), self.parts.device)
+        return run_in_fresh_thread(lambda: self._measure(mode, time or TrialTime()), self.parts.device)
 
-    def _cost(self, mode: Mode, time: TrialTime) -> Cost:
+    def _measure(self, mode: Mode, time: TrialTime) -> Cost:
         if mode == "graph" and (reason := self.parts.step.why_never_captured()):
             raise NotCaptured(reason)
 
         def ended(text: str, level: Level) -> None:
-            if engine.mode != mode:  # before it goes on, and compiles, in another
+            if engine.mode != mode:  # stop before it compiles in another mode
                 raise (NotCaptured if engine.mode == "compile" else CannotRun)(text)
 
         engine = self.engine(self.parts, mode, ended)
         try:
-            peak = self._warmed_up(engine, time)
-            found = Cost(self._timed(engine, time) * 1e3, peak)
+            peak = self._warm_up(engine, time)
+            found = Cost(self._time_steps(engine, time) * 1e3, peak)
         except torch.OutOfMemoryError as error:
             raise DoesNotFit("out of memory") from error
         except CannotRun:
@@ -129,8 +130,9 @@ class Trial:
             engine.forget_graphs()
         return found
 
-    def _warmed_up(self, engine: Steps, time: TrialTime) -> int:
-        """Enough steps for compilation, first commits and capture; the peak of the last two, a graph's memory too."""
+    def _warm_up(self, engine: Steps, time: TrialTime) -> int:
+        """Run enough steps for compilation, first commits and capture; return the peak of the last two, with the
+        graph."""
         device = self.parts.device
         with time.starting():
             engine(self.window)
@@ -147,12 +149,12 @@ class Trial:
             engine(self.window)
         return get_peak_memory_bytes(device) or 0
 
-    def _timed(self, engine: Steps, time: TrialTime) -> float:
+    def _time_steps(self, engine: Steps, time: TrialTime) -> float:
         lasting_s = LASTING_S if self.parts.device.type == "cuda" else 0.0
         self._finish()
-        return lasting_step_s(lambda num_steps: self._round(engine, time, num_steps), time, lasting_s)
+        return time_lasting_step(lambda num_steps: self._time_round(engine, time, num_steps), time, lasting_s)
 
-    def _round(self, engine: Steps, time: TrialTime, num_steps: int) -> float:
+    def _time_round(self, engine: Steps, time: TrialTime, num_steps: int) -> float:
         start = time.clock()
         for _ in range(num_steps):
             engine(self.window)
@@ -164,8 +166,8 @@ class Trial:
             torch.cuda.synchronize(self.parts.device)
 
 
-def first_batch(config: RunConfig, workload: Workload) -> Batch:
-    """As it is loaded, on the host."""
+def load_first_batch(config: RunConfig, workload: Workload) -> Batch:
+    """Load the first training batch, on the host."""
     train = config.train
     loader = Loader(workload.train_samples, batch_size=train.batch_size, seed=train.seed, shuffle=True)
     try:
@@ -184,9 +186,9 @@ def first_batch(config: RunConfig, workload: Workload) -> Batch:
 
 
 MOST_S = 60.0
-SHARE = 0.05  # of the expected run that may be spent on finding out how to run it
+SHARE = 0.05  # of the expected run that trials may take
 CANDIDATES = 4
-"""One candidate is timed for a fourth of the time at most: the first must not use up what the others need."""
+"""A candidate is timed for at most a fourth of the time: the first must not use up what the others need."""
 
 
 class TrialTime:
@@ -194,12 +196,12 @@ class TrialTime:
         self, num_steps: float = math.inf, *, most_s: float = math.inf, clock: Clock = time.perf_counter
     ) -> None:
         self.num_steps, self.most_s, self.clock = num_steps, most_s, clock
-        self.run_s: float | None = None  # what the run is expected to take; None before anything was timed
+        self.run_s: float | None = None  # expected time of the run; None before anything was timed
         self.starts_s = 0.0
         self._total = Stopwatch(clock=clock)
 
     def expect(self, step_s: float) -> None:
-        """A step takes so long: now it is known how long the run will be."""
+        """Set the expected time of the run from the time of a step."""
         self.run_s = step_s * self.num_steps
 
     @property
@@ -208,7 +210,7 @@ class TrialTime:
 
     @property
     def spent_s(self) -> float:
-        """On everything but the candidates' starts."""
+        """Time spent on everything but the candidates' starts."""
         return self._total.elapsed_s - self.starts_s
 
     @property
@@ -217,11 +219,11 @@ class TrialTime:
 
     @property
     def for_one_s(self) -> float:
-        """What one candidate may be timed for, beginning now."""
+        """Time for which one candidate may be timed, starting now."""
         return max(0.0, min(self.limit_s / CANDIDATES, self.limit_s - self.spent_s))
 
     def has_room_for(self, start_s: float) -> bool:
-        """Whether a start that usually takes this long fits into the run's share, with the starts before it.
+        """Return whether a start that usually takes this long fits into the run's share, with the starts before it.
 
         What starts nothing has room: a slow start before it is no reason to leave it out.
         """
@@ -236,7 +238,7 @@ class TrialTime:
             self.starts_s += start.elapsed_s
 
 
-def total_steps_of(config: RunConfig, num_batches: int) -> int:
-    """Steps to the end of the run, if nothing stops it early."""
+def count_total_steps(config: RunConfig, num_batches: int) -> int:
+    """Return the number of steps of the run, if nothing stops it early."""
     planned = config.train.epochs * math.ceil(num_batches / config.train.accumulate)
     return min(planned, config.train.max_steps) if config.train.max_steps else planned

@@ -27,8 +27,8 @@ from halfstep.errors import CheckpointError, ConfigError, HalfstepError, format_
 from halfstep.hardware.clock import Stopwatch
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide, explain_simulation
-from halfstep.run.folder import RunFolder, with_absolute_paths
-from halfstep.tune.choose import asked_mode
+from halfstep.run.folder import RunFolder, make_paths_absolute
+from halfstep.tune.choose import find_asked_mode
 from halfstep.use.compare_run import (
     OUT_OF_MEMORY,
     ComparedRow,
@@ -158,7 +158,7 @@ def new_comparison(request: CompareRequest, out: Path | None) -> tuple[Path, Com
         if config.precision.simulate and (missing := explain_simulation(config.precision, hardware)):
             simulated[row] = missing
         try:  # refuse a missing format or mode now, not after the pilot
-            asked_mode(config, decide(config.precision, hardware))
+            find_asked_mode(config, decide(config.precision, hardware))
         except HalfstepError as error:
             error.what = f"{row}: {error.what}"
             raise
@@ -182,7 +182,7 @@ def collect_settings(request: CompareRequest) -> dict[str, dict[str, Any]]:
 
 
 def _flatten_settings(configs: Mapping[str, RunConfig]) -> dict[str, dict[str, Any]]:
-    return {name: flatten_keys(with_absolute_paths(config).model_dump(mode="json")) for name, config in configs.items()}
+    return {name: flatten_keys(make_paths_absolute(config).model_dump(mode="json")) for name, config in configs.items()}
 
 
 def refuse_other_settings(comparison: Comparison) -> None:

@@ -21,12 +21,12 @@ from halfstep.precision.plan import Plan
 from halfstep.report.results import EvaluationResult
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import build_workload
-from halfstep.run.folder import with_absolute_paths, with_data_found
-from halfstep.run.frozen_modules import naming_lost_files
-from halfstep.run.journal import hint_about
+from halfstep.run.folder import find_moved_data, make_paths_absolute
+from halfstep.run.frozen_modules import name_lost_files
+from halfstep.run.journal import find_hint
 from halfstep.run.memory.out_of_memory import OutOfMemory
 from halfstep.run.stored_state import load_for_use
-from halfstep.run.validate import evaluating, validate
+from halfstep.run.validate import enter_evaluation, validate
 from halfstep.step.randomness import choose_algorithms
 from halfstep.use.open_run import (
     OpenedRun,
@@ -64,7 +64,7 @@ def evaluate(
     kind = KINDS.of(run.config.workload)
     evaluating_as: Any = load_part(kind.evaluate.evaluation) if kind.evaluate else PlainEvaluation
     wanted = resolve_options(kind.evaluate.options if kind.evaluate else (), options or {}, run.config.workload)
-    with naming_lost_files(run.frozen):
+    with name_lost_files(run.frozen):
         config, workload = _load_data(run, evaluating_as, data, report)
     workload = replace(workload, frozen=check_frozen_parts(run, workload.frozen))
     plan = choose_plan(run, workload.model, device=device, precision=precision, frozen=workload.frozen)
@@ -90,7 +90,7 @@ def evaluate(
             scored_at=evaluation.scored_at,
             classes=evaluation.classes(),
             ranking=evaluation.ranking,
-            hint=hint_about(config.workload, metrics),
+            hint=find_hint(config.workload, metrics),
             files=tuple(str(file) for file in (*pictures, summary)),
             seconds=round(clock.elapsed_s, 2),
         )
@@ -102,7 +102,7 @@ def _load_data(
     run: OpenedRun, kind: type[Evaluating], data: Path | None, report: RunReport
 ) -> tuple[RunConfig, Workload]:
     """Load the run's validation data, or all data of another folder."""
-    config = with_absolute_paths(run.config)
+    config = make_paths_absolute(run.config)
     stored = Path(config.data.dir) if config.data.dir else None
     if data is not None and not data.exists():
         raise DataError(f"--data {data} does not exist", fix="give a data folder, or a file if the run's data are one")
@@ -118,7 +118,7 @@ def _load_data(
             if "data." in error.fix or "halfstep train" in error.fix:  # an evaluation takes no settings
                 error.fix = f"give data in the layout of the run's data, {stored or 'its demo data'}"
             raise
-    config, notes = with_data_found(run.config, run.folder)
+    config, notes = find_moved_data(run.config, run.folder)
     for note in notes:
         report.notice(note, "warning")
     workload = build_workload(kind.to_validate(config), run.store)
@@ -178,7 +178,7 @@ class LoadedModel:
         sample = self.workload.val_samples.sample(index, key=(seed, 0, index))
         raw = {name: tensor.unsqueeze(0).to(device) for name, tensor in sample.items()}
         batch = self.workload.prepared(raw, key=Key.for_validation(index), training=False)
-        with evaluating(self.model), self.plan.forward():
+        with enter_evaluation(self.model), self.plan.forward():
             return batch, self.workload.forward(self.model, batch)
 
     def _validated(self, workload: Workload, pieces: int) -> dict[str, float]:

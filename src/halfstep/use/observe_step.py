@@ -25,11 +25,11 @@ from halfstep.evidence.precision_ledger import Ledger
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
-from halfstep.run.assemble import Assembly, assemble, build_workload, data_at_hand, plan_for, with_settled
-from halfstep.run.engine import Engine, engine_for, prepared_window
-from halfstep.run.folder import RunFolder, load_stored, with_data_found
-from halfstep.run.frozen_modules import identified, modules_of
-from halfstep.run.step_ledger import AnyEngine, Recording, engines_of, ledgers_of
+from halfstep.run.assemble import Assembly, apply_settled, assemble, build_workload, decide_plan, provide_data
+from halfstep.run.engine import Engine, make_engine, prepare_window
+from halfstep.run.folder import RunFolder, find_moved_data, load_stored
+from halfstep.run.frozen_modules import add_checksums, get_modules
+from halfstep.run.step_ledger import AnyEngine, Recording, list_engines, observe_ledgers
 from halfstep.step.facts import read_rng_state
 from halfstep.step.randomness import choose_algorithms
 from halfstep.tune.modes import Batch, Level
@@ -49,7 +49,7 @@ def record_ledger(
 ) -> list[Ledger]:
     """Record the formats of one step: of a run with its weights and stored plan, or of what would be trained."""
     with assemble_step(word, flags=flags, overrides=overrides, trust=trust) as (parts, engine, window):
-        return ledgers_of(parts, engine, window, _record_replay(parts, engine, window))
+        return observe_ledgers(parts, engine, window, _record_replay(parts, engine, window))
 
 
 def _record_replay(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> list[Event]:
@@ -71,11 +71,11 @@ def assemble_step(
 ) -> Iterator[tuple[Assembly, AnyEngine, list[Batch]]]:
     """Yield an assembly after one step (so that the optimizer has state), its engine and a window of real data."""
     loaded = _load_target(word, flags, overrides, trust=trust)
-    with data_at_hand(loaded.config) as config:
+    with provide_data(loaded.config) as config:
         parts = _assemble_run(Path(word), config, trust=trust) if is_run(word) else _assemble_config(config)
         try:
             with choose_algorithms(deterministic=config.train.deterministic):
-                engine = engine_for(parts, parts.mode or "eager", _ignore_notice)
+                engine = make_engine(parts, parts.mode or "eager", _ignore_notice)
                 window = _read_first_window(parts)
                 engine(window)
                 yield parts, engine, window
@@ -88,7 +88,7 @@ def _load_target(word: str, flags: Mapping[str, object], overrides: Sequence[str
     path = Path(word)
     if is_run(word):
         folder = RunFolder(path)
-        return load_stored(folder.config, folder.settled().code, trust=trust, flags=flags, overrides=overrides)
+        return load_stored(folder.config, folder.read_settled().code, trust=trust, flags=flags, overrides=overrides)
     is_missing = not path.exists() and len(path.parts) > 1 and path.suffix not in (".yaml", ".yml")
     if path.is_dir() or is_missing:
         raise CheckpointError(
@@ -99,15 +99,15 @@ def _load_target(word: str, flags: Mapping[str, object], overrides: Sequence[str
 
 
 def _assemble_config(config: RunConfig) -> Assembly:
-    workload = identified(build_workload(config))
-    settled = with_settled(config, workload)
-    plan = plan_for(settled, workload, probe(settled.device))
+    workload = add_checksums(build_workload(config))
+    settled = apply_settled(config, workload)
+    plan = decide_plan(settled, workload, probe(settled.device))
     return assemble(settled, workload, plan)
 
 
 def _assemble_run(path: Path, config: RunConfig, *, trust: bool) -> Assembly:
     run = open_run(path, checkpoint="last", trust=trust)
-    found, _ = with_data_found(config, run.folder)
+    found, _ = find_moved_data(config, run.folder)
     workload = build_workload(found, run.store)
     frozen = check_frozen_parts(run, workload.frozen)
     plan = choose_plan(run, workload.model, device=None, precision=None, frozen=frozen)
@@ -149,7 +149,7 @@ def dry_run(
     with assemble_step(word, flags={**flags, **own_precision}, overrides=overrides, trust=trust) as (parts, engine, _):
         windows = read_windows(parts, num_batches)
         found: list[Judgement] = []
-        for phase, own in engines_of(engine):
+        for phase, own in list_engines(engine):
             rows = judge_modules(build_subject(own, windows[0]), chosen, windows)
             found += [_add_phase(row, phase) for row in rows]
         if chosen == "bf16-true":
@@ -160,7 +160,7 @@ def dry_run(
 def read_windows(parts: Assembly, num: int) -> list[list[Batch]]:
     batches = itertools.islice(parts.train_loader.epoch(0), num)
     placed = ({name: value.to(parts.device) for name, value in batch.items()} for batch in batches)
-    return [prepared_window(parts, [batch]) for batch in placed]
+    return [prepare_window(parts, [batch]) for batch in placed]
 
 
 def build_subject(engine: Engine, window: list[Batch]) -> Subject:
@@ -173,7 +173,7 @@ def build_subject(engine: Engine, window: list[Batch]) -> Subject:
         rng=read_rng_state(parts.device),
         plan=parts.plan,
         plan_for=lambda precision, modules: _decide_plan(parts.config, parts, precision),
-        frozen=modules_of(parts.workload.frozen),
+        frozen=get_modules(parts.workload.frozen),
         beside_state={name: copied_state(part.module) for name, part in parts.workload.frozen.items()},
         trained=step.find_trained_parameters(),
     )
@@ -183,7 +183,7 @@ def _decide_plan(config: RunConfig, parts: Assembly, precision: str) -> Plan:
     request = config.precision.model_copy(
         update={"default": precision or parts.plan.granted, "simulate": precision != "fp32", "strict": False}
     )
-    frozen = modules_of(parts.workload.frozen)
+    frozen = get_modules(parts.workload.frozen)
     return decide(request, probe(parts.plan.device), parts.model, fragile=parts.workload.fragile, frozen=frozen)
 
 

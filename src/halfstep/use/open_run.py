@@ -19,12 +19,12 @@ from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 from halfstep.report.run_report import RunReport
-from halfstep.run.assemble import placed
+from halfstep.run.assemble import place_model
 from halfstep.run.checkpoint import Checkpoint, Checkpoints, load
 from halfstep.run.folder import RunFolder, load_stored
-from halfstep.run.frozen_modules import as_stored, modules_of, place_frozen_
+from halfstep.run.frozen_modules import get_modules, match_stored, place_frozen_
 from halfstep.run.stored_state import load_for_use
-from halfstep.run.validate import evaluating
+from halfstep.run.validate import enter_evaluation
 from halfstep.step.tables import Value, write_values_
 from halfstep.workloads.base.using import Trained
 from halfstep.workloads.base.workload import FrozenPart
@@ -76,7 +76,7 @@ def open_run(path: Path, *, checkpoint: str = "best", trust: bool = False) -> Op
     `trust` imports custom code that the user did not train the run with.
     """
     folder = RunFolder.open(str(path))
-    config = load_stored(folder.config, folder.settled().code, trust=trust).config
+    config = load_stored(folder.config, folder.read_settled().code, trust=trust).config
     notes: list[str] = []
     chosen, content = _load_first_whole(_list_candidates(folder.checkpoints(), checkpoint, notes), notes)
     return OpenedRun(folder=folder, config=config, path=chosen, checkpoint=content, notes=tuple(notes))
@@ -85,7 +85,7 @@ def open_run(path: Path, *, checkpoint: str = "best", trust: bool = False) -> Op
 def check_frozen_parts(run: OpenedRun, frozen: Mapping[str, FrozenPart]) -> dict[str, FrozenPart]:
     """Return the frozen modules in use; refuse them if they differ from those the run was trained with."""
     used = {name: known for name, known in run.frozen.items() if name in frozen}
-    return as_stored(frozen, used, run.folder.path)
+    return match_stored(frozen, used, run.folder.path)
 
 
 def choose_plan(
@@ -97,7 +97,7 @@ def choose_plan(
     frozen: Mapping[str, FrozenPart] | None = None,
 ) -> Plan:
     """Return the stored plan, or a new one for another device or precision, or if the run's device is missing."""
-    stored = run.folder.stored_plan()
+    stored = run.folder.read_plan()
     hardware = probe(device or _find_device(stored.device))
     if precision is None and hardware.device == stored.device:
         return stored
@@ -106,7 +106,7 @@ def choose_plan(
         # Per-module precisions belong to the request that is replaced.
         request = request.model_copy(update={"default": normalise_precision(precision, "--precision"), "modules": {}})
     islands = [f"{row.module}: {row.reason}" for row in stored.rows if row.kind == "island"]
-    plan = decide(request, hardware, model, fragile=islands, frozen=modules_of(frozen or {}))
+    plan = decide(request, hardware, model, fragile=islands, frozen=get_modules(frozen or {}))
     if device is None and plan.device != stored.device:
         moved = f"the run's device {stored.device} ({stored.device_name}) is not available: using {plan.device}"
         return replace(plan, warnings=(*plan.warnings, f"{moved} in {plan.granted}"))
@@ -121,7 +121,7 @@ def load_weights(
     values: Mapping[str, Value] | None = None,
 ) -> nn.Module:
     """Place the model on its device with the checkpoint's weights, the averaged ones if the run has them."""
-    model = placed(run.config, model, plan)
+    model = place_model(run.config, model, plan)
     place_frozen_(run.config, frozen or {}, plan)
     write_values_(values or {}, int(run.checkpoint.state["step"]["committed"]), torch.device(plan.device))
     try:
@@ -208,7 +208,7 @@ def wrap_trained(model: nn.Module, plan: Plan, report: RunReport) -> Trained:
 
     @contextmanager
     def inside() -> Iterator[None]:
-        with evaluating(model), plan.forward():
+        with enter_evaluation(model), plan.forward():
             yield
 
     return Trained(

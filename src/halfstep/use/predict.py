@@ -18,8 +18,8 @@ from halfstep.models.first_values import skip_first_values
 from halfstep.report.results import Answer, Failure, Predictions
 from halfstep.report.run_report import RunReport
 from halfstep.report.tables import dump_json
-from halfstep.run.frozen_modules import naming_lost_files
-from halfstep.run.interrupts import Interrupts, interrupts
+from halfstep.run.frozen_modules import name_lost_files
+from halfstep.run.interrupts import Interrupts, catch_interrupts
 from halfstep.step.randomness import choose_algorithms
 from halfstep.use.open_run import (
     check_frozen_parts,
@@ -81,7 +81,7 @@ def predict(
     command = _find_command(run.config.workload)
     wishes = replace(wishes, options=resolve_options(command.options, wishes.options, run.config.workload))
     _refuse_wrong_inputs(command, asked, run.config.workload)
-    with naming_lost_files(run.frozen), skip_first_values():
+    with name_lost_files(run.frozen), skip_first_values():
         predictor: Predictor = load_part(command.predictor)(run.config, run.store)
     frozen = check_frozen_parts(run, get_frozen_parts(predictor))
     inputs, failed = find_inputs(asked, predictor.endings)
@@ -105,7 +105,7 @@ def predict(
         if folder and left:
             answers, inputs = _continue(folder, left, inputs, report)
         try:
-            with interrupts(heard=FINISHING) as asked_to_stop:
+            with catch_interrupts(heard=FINISHING) as asked_to_stop:
                 asked_to_stop.last_words = lambda: str(_explain_second_stop(folder, answers))
                 num_left = _answer_all(
                     predictor, inputs, trained, replace(wishes, out=folder), report, answers, failed, asked_to_stop

@@ -18,10 +18,10 @@ from halfstep.evidence.proofs import (
 )
 from halfstep.report.page.read_run import RunRecord, read_run
 from halfstep.run.assemble import Assembly
-from halfstep.run.engine import prepared_window
-from halfstep.run.journal import SHORTEST_S, Waiting, busy_line
+from halfstep.run.engine import prepare_window
+from halfstep.run.journal import SHORTEST_S, Waiting, format_gpu_use
 from halfstep.run.memory.out_of_memory import split_window
-from halfstep.run.step_ledger import AnyEngine, engines_of, ledgers_of, loss_alone
+from halfstep.run.step_ledger import AnyEngine, drop_outputs, list_engines, observe_ledgers
 from halfstep.step.step import LossFn, Step
 from halfstep.tune.modes import Batch
 from halfstep.use.observe_step import assemble_step, is_run
@@ -54,9 +54,9 @@ def verify(word: str, *, flags: Mapping[str, object], overrides: Sequence[str], 
 def _prove_each_phase(name: str, engine: AnyEngine, window: list[Batch], parts: Assembly, proof: Proof) -> ProofLine:
     """Run a proof for every phase; one failure decides."""
     found = []
-    for phase, own in engines_of(engine):
-        prepared = split_window(prepared_window(parts, window), own.pieces)
-        holds, text = proof(own.guarded, loss_alone(own.parts.eager), prepared)
+    for phase, own in list_engines(engine):
+        prepared = split_window(prepare_window(parts, window), own.pieces)
+        holds, text = proof(own.guarded, drop_outputs(own.parts.eager), prepared)
         found.append((holds, f"{phase}: {text}" if phase else text))
     worst = next((one for one in found if one[0] is False), None) or next((o for o in found if o[0] is None), None)
     return ProofLine(name=name, holds=(worst or found[0])[0], text="; ".join(text for _, text in found))
@@ -69,7 +69,7 @@ def _check_clipping(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> 
 
 
 def _check_amp(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> ProofLine:
-    ledgers = ledgers_of(parts, engine, window)
+    ledgers = observe_ledgers(parts, engine, window)
     differing = [finding for ledger in ledgers for finding in ledger.differences]
     text = "; ".join(f"{ledger.mode}: {ledger.summary}" for ledger in ledgers)
     if differing:
@@ -119,7 +119,7 @@ def _check_gpu(record: RunRecord) -> ProofLine:
     if elapsed_s < SHORTEST_S:
         return ProofLine(name="GPU use", holds=None, text=f"the run took {elapsed_s:.1f} s, less than {SHORTEST_S:g} s")
     waiting = Waiting(**{field.name: float(record.summary[field.name]) for field in dataclasses.fields(Waiting)})
-    line = busy_line(sum(busy) / len(busy), waiting, elapsed_s, str(record.summary["steps_run"]))
+    line = format_gpu_use(sum(busy) / len(busy), waiting, elapsed_s, str(record.summary["steps_run"]))
     return ProofLine(name="GPU use", holds="under" not in line, text=line)
 
 

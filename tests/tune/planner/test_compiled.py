@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from halfstep.models.recompute import make_iteration
-from halfstep.run.memory.compiled import _Cut, compiled_timeline
-from halfstep.run.memory.step_trace import AllocationRecorder, Op, StepTrace, Value, eager_timeline
+from halfstep.run.memory.compiled import _Cut, derive_compiled_timeline
+from halfstep.run.memory.step_trace import AllocationRecorder, Op, StepTrace, Value, derive_eager_timeline
 
 KILO = 1000
 
@@ -52,7 +52,7 @@ def test_no_set_of_values_that_backward_can_work_from_is_smaller_than_what_is_ke
         ]
         needed = draw.sample(range(1, 8), 3)
         cut = _Cut(trace_of(forward, needed), keeps_cheap=True)
-        kept = cut.kept()
+        kept = cut.find_kept()
         assert all(can_be_computed(value, kept, cut) for value in needed)
         sets = (set(s) for k in range(8) for s in itertools.combinations(range(1, 8), k))
         least = min(size_of(s, cut) for s in sets if all(can_be_computed(v, s, cut) for v in needed))
@@ -61,21 +61,21 @@ def test_no_set_of_values_that_backward_can_work_from_is_smaller_than_what_is_ke
 
 def test_a_pointwise_chain_is_computed_again_from_its_product() -> None:
     forward = [("mm", [0], 4 * KILO), ("gelu", [1], 4 * KILO), ("add", [2], 8 * KILO)]
-    kept = _Cut(trace_of(forward, [2, 3]), keeps_cheap=True).kept()
+    kept = _Cut(trace_of(forward, [2, 3]), keeps_cheap=True).find_kept()
     assert kept == {1}
 
 
 def test_what_a_product_of_backward_reads_is_kept_unless_everything_cheap_is_computed_again() -> None:
     trace = trace_of([("mm", [0], 4 * KILO), ("gelu", [1], 4 * KILO)], [])
     trace.ops.append(Op("mm", (2,), (), is_view=False, in_backward=True))
-    assert _Cut(trace, keeps_cheap=True).kept() == {2}
-    assert _Cut(trace, keeps_cheap=False).kept() == {1}
+    assert _Cut(trace, keeps_cheap=True).find_kept() == {2}
+    assert _Cut(trace, keeps_cheap=False).find_kept() == {1}
 
 
 def test_values_between_two_operations_that_fuse_take_no_memory() -> None:
     forward = [("mm", [0], 512), ("exp", [1], 512 * 100), ("mul", [2], 512 * 100), ("sum", [3], 512)]
     trace = trace_of(forward, [4])
-    assert compiled_timeline(trace).peak().total() < 512 * 10 < eager_timeline(trace).peak().total()
+    assert derive_compiled_timeline(trace).peak().total() < 512 * 10 < derive_eager_timeline(trace).peak().total()
 
 
 def skip_trace(num_factors: int) -> StepTrace:
@@ -91,11 +91,11 @@ def skip_trace(num_factors: int) -> StepTrace:
 
 
 def test_what_is_computed_again_for_two_readers_from_many_values_is_stored_between_them() -> None:
-    lives = compiled_timeline(skip_trace(num_factors=4), keeps_cheap=False).lives
+    lives = derive_compiled_timeline(skip_trace(num_factors=4), keeps_cheap=False).lives
     turn = 4 + 3
     [skip] = [life for life in lives if life.num_bytes == 4 * KILO and life.first >= turn]
     assert (skip.first, skip.last) == (turn, turn + 2)
-    few = compiled_timeline(skip_trace(num_factors=1), keeps_cheap=False).lives
+    few = derive_compiled_timeline(skip_trace(num_factors=1), keeps_cheap=False).lives
     assert not [life for life in few if life.num_bytes == 4 * KILO and life.first >= 1 + 3], "computed in each reader"
 
 
@@ -119,7 +119,7 @@ def test_a_function_that_is_not_compiled_takes_its_eager_memory_forward_and_back
     assert {"repeat", "exp", "sum", "expand"} <= names[True]
     assert {"mm", "tanh", "tanh_backward", "sigmoid"} <= names[False]
     wide_bytes, given_bytes = 64 * 72 * 4, 64 * 8 * 4
-    lives = compiled_timeline(trace).lives
+    lives = derive_compiled_timeline(trace).lives
     last_forward = next(n for n, op in enumerate(trace.ops) if op.in_backward) - 1
     assert sum(life.num_bytes == wide_bytes and life.last > last_forward for life in lives) >= 1
     assert any(life.num_bytes == given_bytes and life.last >= last_forward for life in lives)

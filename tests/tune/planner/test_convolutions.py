@@ -9,10 +9,10 @@ from torch import nn
 from halfstep.run.memory.step_trace import (
     AllocationRecorder,
     Convolution,
-    by_fft,
-    by_fft_of_tiles,
-    by_winograd,
-    workspace_bytes,
+    count_fft_bytes,
+    count_tiled_fft_bytes,
+    count_winograd_bytes,
+    find_workspace_bytes,
 )
 
 
@@ -25,7 +25,7 @@ from halfstep.run.memory.step_trace import (
     ],
 )
 def test_whole_images_by_fft(shape: Convolution, measured: int) -> None:
-    assert by_fft(shape) == pytest.approx(measured, rel=0.01)
+    assert count_fft_bytes(shape) == pytest.approx(measured, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_whole_images_by_fft(shape: Convolution, measured: int) -> None:
     [(Convolution(8, 128, 128, 64, 64, 3), 89_128_960), (Convolution(16, 128, 256, 96, 96, 3), 196_083_712)],
 )
 def test_tiles_by_fft(shape: Convolution, measured: int) -> None:
-    assert by_fft_of_tiles(shape) == measured
+    assert count_tiled_fft_bytes(shape) == measured
 
 
 @pytest.mark.parametrize(
@@ -45,14 +45,14 @@ def test_tiles_by_fft(shape: Convolution, measured: int) -> None:
     ],
 )
 def test_tiles_by_winograd(shape: Convolution, measured: int) -> None:
-    assert by_winograd(shape) == pytest.approx(measured, rel=0.001)
+    assert count_winograd_bytes(shape) == pytest.approx(measured, rel=0.001)
 
 
 def test_a_shape_between_two_that_were_asked_for_takes_the_algorithm_of_the_nearest() -> None:
     near, asked = Convolution(8, 64, 64, 250, 260, 3), Convolution(8, 64, 64, 256, 256, 3)
-    assert workspace_bytes(asked, "weight gradient") == by_winograd(asked)
-    assert workspace_bytes(near, "weight gradient") == by_winograd(near)
-    assert workspace_bytes(asked._replace(taps=1), "weight gradient") == 0
+    assert find_workspace_bytes(asked, "weight gradient") == count_winograd_bytes(asked)
+    assert find_workspace_bytes(near, "weight gradient") == count_winograd_bytes(near)
+    assert find_workspace_bytes(asked._replace(taps=1), "weight gradient") == 0
 
 
 @pytest.mark.parametrize(("stride", "is_strict", "is_large"), [(1, True, True), (2, True, False), (1, False, False)])
@@ -63,5 +63,5 @@ def test_only_strict_convolutions_of_stride_one_take_it(stride: int, is_strict: 
         recorder.in_backward = True
         loss.backward()
     [found] = [op.workspace_bytes for op in recorder.trace.ops if op.name == "convolution_backward"]
-    assert (found == by_winograd(Convolution(2, 64, 64, 16, 16, 3))) == is_large
+    assert (found == count_winograd_bytes(Convolution(2, 64, 64, 16, 16, 3))) == is_large
     assert bool(found) == is_large

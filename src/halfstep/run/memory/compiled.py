@@ -52,16 +52,16 @@ class _Node:
     is_fixed: bool
 
 
-def compiled_timeline(trace: StepTrace, *, keeps_cheap: bool = True) -> Timeline:
+def derive_compiled_timeline(trace: StepTrace, *, keeps_cheap: bool = True) -> Timeline:
     """Return the allocations of a compiled step; without `keeps_cheap` everything cheap is recomputed, as
     `recompute: pointwise` does."""
-    return _Cut(trace, keeps_cheap=keeps_cheap).timeline()
+    return _Cut(trace, keeps_cheap=keeps_cheap).derive_timeline()
 
 
 class _Cut:
     def __init__(self, trace: StepTrace, *, keeps_cheap: bool) -> None:
         self.trace, self.keeps_cheap = trace, keeps_cheap
-        self.nodes = [_node(trace, number) for number in range(len(trace.values))]
+        self.nodes = [_make_node(trace, number) for number in range(len(trace.values))]
         for number, op in enumerate(trace.ops):
             for read in op.reads:
                 if not op.is_view:
@@ -69,7 +69,7 @@ class _Cut:
                     readers.append(number)
         self.turn = next((n for n, op in enumerate(trace.ops) if op.in_backward), len(trace.ops))
         self.forward = [n for n, node in enumerate(self.nodes) if 0 <= node.made_by < self.turn]
-        self.left_at = _ends_as_written(trace)
+        self.left_at = _find_ends_as_written(trace)
         self.is_again = {n: self._is_cheap(n) for n in self.forward}
         self._keep_what_is_used_far_apart()
 
@@ -123,7 +123,7 @@ class _Cut:
 
     # --- the cut ---
 
-    def kept(self) -> set[int]:
+    def find_kept(self) -> set[int]:
         """Return the forward values that are kept for backward: a minimum cut in bytes.
 
         Each value is an edge from ("in", n) to ("out", n) whose capacity is its size, so cutting it means keeping it.
@@ -145,7 +145,7 @@ class _Cut:
                 edges += [(("out", read), ("in", number), FAR) for read in self._reads_of(number)]
             else:
                 edges.append(("source", ("in", number), FAR))
-        behind = _source_side(edges)
+        behind = _find_source_side(edges)
         return {number for number in reached if ("in", number) in behind and ("out", number) not in behind}
 
     def _reads_of(self, number: int) -> list[int]:
@@ -155,8 +155,8 @@ class _Cut:
 
     # --- lives ---
 
-    def timeline(self) -> Timeline:
-        kept = self.kept()
+    def derive_timeline(self) -> Timeline:
+        kept = self.find_kept()
         last_use, uses = self._last_uses_in_backward(kept), self._uses_again(kept)
         lives = [
             life
@@ -248,13 +248,13 @@ class _Cut:
         return last
 
 
-def _node(trace: StepTrace, number: int) -> _Node:
+def _make_node(trace: StepTrace, number: int) -> _Node:
     value = trace.values[number]
     maker = trace.ops[value.made_by] if value.made_by >= 0 else None
     return _Node(value.num_bytes, value.made_by, maker, [], [], is_fixed=value.made_by < 0)
 
 
-def _ends_as_written(trace: StepTrace) -> dict[int, int]:
+def _find_ends_as_written(trace: StepTrace) -> dict[int, int]:
     """Map each operation outside of compiled code to the last one of its uninterrupted sequence."""
     ends: dict[int, int] = {}
     for number in range(len(trace.ops) - 1, -1, -1):
@@ -268,7 +268,7 @@ def _is_apart(op: Op) -> bool:
     return op.as_written or op.name in PRODUCTS or op.name in APART or "attention" in op.name
 
 
-def _source_side(edges: Iterable[tuple[object, object, int]]) -> set[object]:
+def _find_source_side(edges: Iterable[tuple[object, object, int]]) -> set[object]:
     """Return the nodes that the source still reaches at maximum flow: the minimum cut is their border."""
     import networkx as nx  # slow to import; torch uses it for the same cut
     from networkx.algorithms.flow import boykov_kolmogorov

@@ -54,7 +54,7 @@ def explain_out_of_memory(
     each = KINDS.of(config.workload).size_of_sample(config)
     what = f"out of memory on {device} with batch size {size}{f' at {each}' if each else ''}"
     what += f", {-(-size // num_ranks)} per rank" if num_ranks > 1 else ""
-    return _with_ways(what, error, device, ways)
+    return _make_error(what, error, device, ways)
 
 
 def explain_model_too_large(
@@ -67,10 +67,10 @@ def explain_model_too_large(
         ways.append("ema.enabled=false (the average is a second copy of the weights)")
     ways.append("a device with more memory, or one that is not in use (--device)")
     what = f"{type(model).__name__} with its {num_parameters:,} parameters does not fit on {device}, before any batch"
-    return _with_ways(what, error, device, ways)
+    return _make_error(what, error, device, ways)
 
 
-def _with_ways(what: str, error: OutOfMemory, device: torch.device, ways: Iterable[str]) -> MemoryLimitError:
+def _make_error(what: str, error: OutOfMemory, device: torch.device, ways: Iterable[str]) -> MemoryLimitError:
     why = "\n       ".join([summarise_error(error), *describe_memory(device).splitlines()])
     return MemoryLimitError(what, why=why, fix="one of:\n       " + "\n       ".join(ways))
 

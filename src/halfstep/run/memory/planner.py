@@ -25,8 +25,8 @@ from halfstep.kernels.fast_forms import has_triton
 from halfstep.models.recompute import Recompute
 from halfstep.precision.ladder import explain_lack
 from halfstep.precision.plan import Plan
-from halfstep.run.memory.compiled import PRODUCTS, compiled_timeline
-from halfstep.run.memory.step_trace import StepTrace, Timeline, at_batch, eager_timeline
+from halfstep.run.memory.compiled import PRODUCTS, derive_compiled_timeline
+from halfstep.run.memory.step_trace import StepTrace, Timeline, derive_eager_timeline, interpolate_peak
 from halfstep.run.memory.traceable_step import Fixed, TraceableStep
 from halfstep.tune.memory_low import NORMAL, MemorySetting
 from halfstep.tune.modes import Mode, has_convolutions
@@ -104,9 +104,9 @@ class MemoryPlanner:
     def predict(self, cell: Cell, *, base_batch: int = 0) -> Prediction:
         """Predict a cell from a trace at its batch; with `base_batch` from traces at that batch and its double, which
         is cheap for looking at many batches."""
-        fixed = self._fixed_of(cell)
-        raw, prepared = self._input_bytes(cell.batch_size)
-        moving = self._dynamic(cell, base_batch)
+        fixed = self._get_fixed(cell)
+        raw, prepared = self._count_inputs(cell.batch_size)
+        moving = self._predict_temporary(cell, base_batch)
         found = Counter(
             {
                 "weights": fixed.weights,
@@ -114,89 +114,91 @@ class MemoryPlanner:
                 "average": fixed.average,
                 "frozen parts": fixed.frozen,
                 "inputs": raw + prepared,
-                "workspaces": self._library_bytes(),
+                "workspaces": self._count_library(),
                 "graph pool": int(POOL_GAPS * moving.total()) + prepared if cell.mode == "graph" else 0,
             }
         )
         found.update(moving)
         return Prediction(cell=cell, components={name: found[name] for name in COMPONENTS})
 
-    def _dynamic(self, cell: Cell, base_batch: int) -> Counter[str]:
+    def _predict_temporary(self, cell: Cell, base_batch: int) -> Counter[str]:
         """Return temporary memory at its highest: in forward and backward, or while the optimizer updates."""
         if cell.setting.recompute == "alternate" and cell.mode != "eager":
-            return self._between(cell, base_batch)
+            return self._average_ways(cell, base_batch)
         accumulates = cell.accumulate > 1
         if not base_batch or base_batch == cell.batch_size:
-            peaks = [line.peak(accumulates=accumulates) for line in self._lines(cell, cell.batch_size)]
+            peaks = [line.peak(accumulates=accumulates) for line in self._get_timelines(cell, cell.batch_size)]
         else:
-            near, far = self._lines(cell, base_batch), self._lines(cell, 2 * base_batch)
+            near, far = self._get_timelines(cell, base_batch), self._get_timelines(cell, 2 * base_batch)
             peaks = [
-                at_batch(cell.batch_size, (base_batch, one), (2 * base_batch, two), accumulates=accumulates)
+                interpolate_peak(cell.batch_size, (base_batch, one), (2 * base_batch, two), accumulates=accumulates)
                 for one, two in zip(near, far, strict=True)
             ]
-        gradients = max(line.gradient_bytes for line in self._lines(cell, base_batch or cell.batch_size))
-        update = 0 if cell.mode == "graph" else self._fixed_of(cell).update
+        gradients = max(line.gradient_bytes for line in self._get_timelines(cell, base_batch or cell.batch_size))
+        update = 0 if cell.mode == "graph" else self._get_fixed(cell).update
         peaks.append(Counter({"gradients": gradients, "workspaces": update}))
         return max(peaks, key=lambda peak: peak.total())
 
-    def _between(self, cell: Cell, base_batch: int) -> Counter[str]:
+    def _average_ways(self, cell: Cell, base_batch: int) -> Counter[str]:
         """Average the two kinds of recomputing: `alternate` compiles every other block in each way."""
         ways = (replace(cell.setting, recompute=how) for how in ("pointwise", "blocks"))
-        one, other = (self._dynamic(replace(cell, setting=setting), base_batch) for setting in ways)
+        one, other = (self._predict_temporary(replace(cell, setting=setting), base_batch) for setting in ways)
         return Counter({name: (one[name] + other[name]) // 2 for name in one | other})
 
-    def _lines(self, cell: Cell, batch_size: int) -> list[Timeline]:
-        how, recompute = self._family(cell.precision), cell.setting.recompute
+    def _get_timelines(self, cell: Cell, batch_size: int) -> list[Timeline]:
+        how, recompute = self._find_family(cell.precision), cell.setting.recompute
         key = (how, cell.mode, recompute, batch_size)
         if key not in self._timelines:
-            self._timelines[key] = self._worked_out(how, cell.mode, recompute, batch_size)
+            self._timelines[key] = self._derive_timelines(how, cell.mode, recompute, batch_size)
         return self._timelines[key]
 
-    def _worked_out(self, how: str, mode: Mode, recompute: Recompute, batch_size: int) -> list[Timeline]:
+    def _derive_timelines(self, how: str, mode: Mode, recompute: Recompute, batch_size: int) -> list[Timeline]:
         if mode == "eager":
-            return [eager_timeline(trace) for trace in self._traced(how, recompute, batch_size, chains=False)]
+            return [
+                derive_eager_timeline(trace) for trace in self._get_traces(how, recompute, batch_size, chains=False)
+            ]
         if mode == "graph" and how in HALF and has_triton():
-            chained = self._traced(how, recompute, batch_size, chains=True)
+            chained = self._get_traces(how, recompute, batch_size, chains=True)
             if not any(trace.is_chain for trace in chained):
                 self._traces[how, recompute, batch_size, False] = chained
             else:
-                return [_as_compiled(trace) for trace in chained]
+                return [_derive_compiled(trace) for trace in chained]
         if recompute == "blocks":
             # A compiled block is recomputed as a whole, apart from where its results are used: fusing gains nothing.
-            traces = self._traced(how, recompute, batch_size, chains=False)
-            return [eager_timeline(trace).scaled(COMPILED_BLOCKS) for trace in traces]
+            traces = self._get_traces(how, recompute, batch_size, chains=False)
+            return [derive_eager_timeline(trace).scaled(COMPILED_BLOCKS) for trace in traces]
         # A compiled model recomputes what is cheap between its kernels, not a whole block at once.
         keeps_cheap = recompute != "pointwise"
-        traces = self._traced(how, recompute if keeps_cheap else "none", batch_size, chains=False)
-        return [_as_compiled(trace, keeps_cheap=keeps_cheap) for trace in traces]
+        traces = self._get_traces(how, recompute if keeps_cheap else "none", batch_size, chains=False)
+        return [_derive_compiled(trace, keeps_cheap=keeps_cheap) for trace in traces]
 
-    def _family(self, precision: str) -> str:
+    def _find_family(self, precision: str) -> str:
         """Map precisions that take the same memory to one name; TF32 and fp32 differ only if the model convolves."""
         if precision == "tf32":
             return "tf32" if has_convolutions(self.step.workload.model) else "fp32"
         return {"fp16": "bf16", "fp8": "bf16"}.get(precision, precision)
 
-    def _traced(self, precision: str, recompute: Recompute, batch_size: int, *, chains: bool) -> list[StepTrace]:
+    def _get_traces(self, precision: str, recompute: Recompute, batch_size: int, *, chains: bool) -> list[StepTrace]:
         key = (precision, recompute, batch_size, chains)
         if key not in self._traces:
-            self._traces[key] = self.step.traces(precision, recompute, batch_size, chains=chains)
+            self._traces[key] = self.step.trace_phases(precision, recompute, batch_size, chains=chains)
         return self._traces[key]
 
-    def _fixed_of(self, cell: Cell) -> Fixed:
-        key = (self._family(cell.precision), cell.setting.optimizer_bits)
+    def _get_fixed(self, cell: Cell) -> Fixed:
+        key = (self._find_family(cell.precision), cell.setting.optimizer_bits)
         if key not in self._fixed:
-            self._fixed[key] = self.step.fixed(key[0], cell.setting)
+            self._fixed[key] = self.step.measure_fixed(key[0], cell.setting)
         return self._fixed[key]
 
-    def _input_bytes(self, batch_size: int) -> tuple[int, int]:
+    def _count_inputs(self, batch_size: int) -> tuple[int, int]:
         """Return the bytes of batches as loaded and of one prepared batch; both are linear in the batch size."""
         if not self._inputs:
-            self._inputs = self.step.input_bytes(2, 4)
+            self._inputs = self.step.count_input_bytes(2, 4)
         (raw, prepared), (more_raw, more_prepared) = self._inputs[2], self._inputs[4]
         steps = (batch_size - 2) / 2
         return int(raw + (more_raw - raw) * steps), int(prepared + (more_prepared - prepared) * steps)
 
-    def _library_bytes(self) -> int:
+    def _count_library(self) -> int:
         """Return cuBLAS' workspaces if the step has matrix products; without hardware a Hopper GPU is assumed."""
         if self.hardware is not None and self.hardware.kind == "cpu":
             return 0
@@ -207,9 +209,9 @@ class MemoryPlanner:
         return 2 * each * multiplies
 
 
-def _as_compiled(trace: StepTrace, *, keeps_cheap: bool = True) -> Timeline:
+def _derive_compiled(trace: StepTrace, *, keeps_cheap: bool = True) -> Timeline:
     leaves_it = trace.is_chain or not trace.compiles
-    return eager_timeline(trace) if leaves_it else compiled_timeline(trace, keeps_cheap=keeps_cheap)
+    return derive_eager_timeline(trace) if leaves_it else derive_compiled_timeline(trace, keeps_cheap=keeps_cheap)
 
 
 # --- what fits: the largest batch for a device, with the accumulation that keeps the effective batch ---
@@ -349,13 +351,13 @@ def find_fits(
         least = planner.predict(cell, base_batch=max(cell.batch_size, 2)).total
         if largest and all(largest > batch or least < peak for batch, peak in faster[cell.precision]):
             faster[cell.precision].append((largest, least))
-            found.append(_fit(planner, config, cell, largest, times[cell]))
+            found.append(_make_fit(planner, config, cell, largest, times[cell]))
         if len(found) == most:
             break
     return [dataclasses.replace(fit, relative_time=fit.relative_time / found[0].relative_time) for fit in found]
 
 
-def _fit(planner: MemoryPlanner, config: RunConfig, cell: Cell, largest: int, relative_time: float) -> Fit:
+def _make_fit(planner: MemoryPlanner, config: RunConfig, cell: Cell, largest: int, relative_time: float) -> Fit:
     wanted = config.train.batch_size * config.train.accumulate
     size = next(n for n in range(min(largest, config.train.batch_size), 0, -1) if wanted % n == 0)
     accumulate = wanted // size

@@ -23,7 +23,7 @@ from halfstep.run.memory.planner import USABLE, Cell, MemoryPlanner, compute_usa
 from halfstep.run.memory.traceable_step import build_traceable_step
 from halfstep.tune.memory_low import DoesNotFit, MemorySetting
 from halfstep.tune.modes import Mode
-from halfstep.tune.trials import Rehearse, cost_in
+from halfstep.tune.trials import Rehearse, measure_cost
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.workload import Workload
 
@@ -55,7 +55,7 @@ def _try_pieces(config: RunConfig, workload: Workload, plan: Plan, rehearse: Reh
     while True:
         smaller = config.changed(train={"batch_size": -(-size // pieces)})
         try:
-            cost_in(plan.mode or "eager", smaller, workload, plan, rehearse)
+            measure_cost(plan.mode or "eager", smaller, workload, plan, rehearse)
         except DoesNotFit as error:
             problem = str(error)
         else:
@@ -151,8 +151,8 @@ def predict_step_cost(
     cell = dataclasses.replace(Cell.of(config, traced, mode), batch_size=size, accumulate=1)
     known, key = {} if known is None else known, config.model_dump_json(exclude=NOT_OF_THE_STEP)
     if key not in known:
-        made, plain = build_traceable_step(config, store), _but_for_recomputing(config)
-        like = next((one for one in known.values() if _but_for_recomputing(one.step.config) == plain), None)
+        made, plain = build_traceable_step(config, store), _dump_without_recomputing(config)
+        like = next((one for one in known.values() if _dump_without_recomputing(one.step.config) == plain), None)
         known[key] = like.share_fixed(made) if like else MemoryPlanner(made, hardware)
     step, found = known[key].step, known[key].predict(cell)
     by_batch = sum(found.components[name] for name in BY_BATCH)
@@ -165,7 +165,7 @@ def predict_step_cost(
     )
 
 
-def _but_for_recomputing(config: RunConfig) -> str:
+def _dump_without_recomputing(config: RunConfig) -> str:
     switched_off = config.changed(train={"activation_checkpointing": False})
     return switched_off.model_dump_json(exclude=NOT_OF_THE_STEP)
 
@@ -185,7 +185,7 @@ def predict_stored_run(path: Path) -> dict[str, int]:
     Nothing runs, and custom code is not imported: `halfstep report` must be safe on a run from someone else.
     """
     folder = RunFolder.open(str(path))
-    config, plan = load_stored(folder.config, {}, trust=False).config, folder.stored_plan()
+    config, plan = load_stored(folder.config, {}, trust=False).config, folder.read_plan()
     newest = folder.checkpoints().all()[-1:]  # it describes the data, which may be gone
     store = read_document(newest[0])["state"]["store"] if newest else None
     whole = Cell.of_plan(config, plan)

@@ -110,7 +110,7 @@ class AllocationRecorder(TorchDispatchMode):
         is_view = not new and not func._schema.is_mutable
         if not makes:
             return made
-        workspace = _workspace_bytes(name, args, made, is_strict=self.is_strict)
+        workspace = _count_kernel_workspace(name, args, made, is_strict=self.is_strict)
         as_written = self._is_as_written()
         self.trace.ops.append(Op(name, reads, new, is_view, self.in_backward, workspace, as_written))
         return made
@@ -125,7 +125,7 @@ class AllocationRecorder(TorchDispatchMode):
     def _is_as_written(self) -> bool:
         """True for an op of a function behind `torch.compiler.disable`: in forward that function is on the stack, in
         backward the autograd node has a sequence number that was given inside it."""
-        if _inside_disabled():
+        if _is_inside_disabled():
             if not self.in_backward:
                 self._as_written.add(_get_sequence_nr() - 1)
             return True
@@ -154,7 +154,7 @@ class AllocationRecorder(TorchDispatchMode):
             self.trace.values[new[0]].owner = "half copies"
 
 
-def _inside_disabled() -> bool:
+def _is_inside_disabled() -> bool:
     """True if a disabled function is running and no compiled one within it. Torch's own disabled functions do not
     count, nor does `__torch_dispatch__`, through which every operation passes."""
     frame: FrameType | None = sys._getframe(1)
@@ -168,26 +168,28 @@ def _inside_disabled() -> bool:
     return False
 
 
-def _workspace_bytes(name: str, args: Any, made: Any, *, is_strict: bool) -> int:
+def _count_kernel_workspace(name: str, args: Any, made: Any, *, is_strict: bool) -> int:
     """Return the workspace of a kernel, for kernels whose workspace is known and large."""
     if name == ATTENTION_BACKWARD:
         return int(args[1].numel()) * 4  # FlashAttention sums the queries' gradients in fp32
     if is_strict and name == "convolution":
-        return _convolution_bytes(args[0], args[1], args[3:9], ("forward",))
+        return _count_convolution_workspace(args[0], args[1], args[3:9], ("forward",))
     if is_strict and name == "convolution_backward":
         wanted = zip(("input gradient", "weight gradient"), args[10], strict=False)
-        return _convolution_bytes(args[1], args[2], args[4:10], [which for which, is_asked in wanted if is_asked])
+        return _count_convolution_workspace(
+            args[1], args[2], args[4:10], [which for which, is_asked in wanted if is_asked]
+        )
     return 0
 
 
-def _convolution_bytes(image: Tensor, weight: Tensor, how: Any, passes: Iterable[Any]) -> int:
+def _count_convolution_workspace(image: Tensor, weight: Tensor, how: Any, passes: Iterable[Any]) -> int:
     stride, _, dilation, is_transposed, _, groups = how
     is_plain = not is_transposed and groups == 1 and {*stride, *dilation} == {1} and image.dtype == torch.float32
     if image.ndim != 4 or weight.shape[2] != weight.shape[3] or not is_plain:
         return 0
     (n, c, height, width), (k, _, taps, _) = image.shape, weight.shape
     shape = Convolution(n, c, k, height, width, taps)
-    return max((workspace_bytes(shape, which) for which in passes), default=0)
+    return max((find_workspace_bytes(shape, which) for which in passes), default=0)
 
 
 # --- memory over the operations of a step, and its peak for any batch ---
@@ -256,7 +258,9 @@ class Timeline:
         return Counter({kind: int(found[at]) for kind, found in by_kind.items()})
 
 
-def at_batch(batch: int, first: tuple[int, Timeline], second: tuple[int, Timeline], **how: bool) -> Counter[str]:
+def interpolate_peak(
+    batch: int, first: tuple[int, Timeline], second: tuple[int, Timeline], **how: bool
+) -> Counter[str]:
     """Return the peak at another batch size: each allocation is linear in the number of samples.
 
     Where the two traces differ in structure (a loop over chunks, another cut), the peaks are interpolated instead.
@@ -279,7 +283,7 @@ def _interpolate(at: int, x0: int, y0: int, x1: int, y1: int) -> int:
     return max(0, round(y0 + (y1 - y0) * (at - x0) / (x1 - x0)))
 
 
-def eager_timeline(trace: StepTrace) -> Timeline:
+def derive_eager_timeline(trace: StepTrace) -> Timeline:
     """Return the allocations as traced: eager mode runs what was traced."""
     last = len(trace.ops) - 1
     turn = next((number for number, op in enumerate(trace.ops) if op.in_backward), last + 1)
@@ -321,19 +325,19 @@ class Convolution(NamedTuple):
     taps: int
 
 
-def by_fft(shape: Convolution) -> int:
+def count_fft_bytes(shape: Convolution) -> int:
     """Return the bytes of images and kernels, padded to powers of two and transformed, each stored twice: complex,
     and as separate real and imaginary parts."""
     rows, columns = (1 << math.ceil(math.log2(side + shape.taps - 1)) for side in (shape.height, shape.width))
     return 2 * COMPLEX_BYTES * rows * (columns // 2 + 1) * (shape.c * shape.k + shape.n * shape.c)
 
 
-def by_fft_of_tiles(shape: Convolution) -> int:
+def count_tiled_fft_bytes(shape: Convolution) -> int:
     """Return the bytes of transformed kernels and of two tiles of each image."""
     return COMPLEX_BYTES * TILE_FREQUENCIES * (shape.c * shape.k + 2 * shape.n * (shape.c + shape.k))
 
 
-def by_winograd(shape: Convolution) -> int:
+def count_winograd_bytes(shape: Convolution) -> int:
     """Return the bytes of F(4 x 4, 3 x 3): 6 x 6 transformed tiles of inputs and outputs, and of the kernels."""
     tiles = shape.n * math.ceil(shape.height / 4) * math.ceil(shape.width / 4)
     return FLOAT_BYTES * 36 * (tiles * (shape.c + shape.k) + shape.c * shape.k)
@@ -341,31 +345,31 @@ def by_winograd(shape: Convolution) -> int:
 
 Pass = Literal["forward", "input gradient", "weight gradient"]
 ALGORITHMS: dict[Pass, Callable[[Convolution], int]] = {
-    "forward": by_fft,
-    "input gradient": by_fft_of_tiles,
-    "weight gradient": by_winograd,
+    "forward": count_fft_bytes,
+    "input gradient": count_tiled_fft_bytes,
+    "weight gradient": count_winograd_bytes,
 }
 """The algorithm of each pass that takes a large workspace."""
 
 
-def workspace_bytes(shape: Convolution, which: Pass) -> int:
+def find_workspace_bytes(shape: Convolution, which: Pass) -> int:
     """Return cuDNN's workspace for one pass of a convolution in strict fp32."""
     if shape.taps == 1 or which == "weight gradient" and shape.taps != 3:
         return 0
     size = ALGORITHMS[which](shape)
     bit = 1 << list(ALGORITHMS).index(which)
-    return size if _choice(shape) & bit and size < LARGEST_BYTES else 0
+    return size if _find_choice(shape) & bit and size < LARGEST_BYTES else 0
 
 
 @functools.cache
-def _choice(shape: Convolution) -> int:
-    shapes, choices = _grid()
+def _find_choice(shape: Convolution) -> int:
+    shapes, choices = _load_grid()
     wanted: npt.NDArray[np.float64] = np.log2([shape.n, shape.c, shape.k, math.sqrt(shape.height * shape.width)])
     return int(choices[np.argmin(((shapes - wanted) ** 2).sum(axis=1))])
 
 
 @functools.cache
-def _grid() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+def _load_grid() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     """Return the stored shapes, as logarithms of n, c, k and side, and cuDNN's choice for each (one bit per pass)."""
     lines = resources.files(__package__).joinpath("cudnn_choices.txt").read_text().splitlines()
     known = [

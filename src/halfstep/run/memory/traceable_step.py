@@ -34,8 +34,8 @@ from halfstep.precision.apply import apply_frozen_
 from halfstep.precision.decide import decide
 from halfstep.precision.op_lists import cuda_op_lists
 from halfstep.precision.plan import Plan
-from halfstep.run.assemble import build_workload, phase_config, trains
-from halfstep.run.frozen_modules import modules_of
+from halfstep.run.assemble import build_workload, configure_phase, trains
+from halfstep.run.frozen_modules import get_modules
 from halfstep.run.memory.step_trace import AllocationRecorder, StepTrace
 from halfstep.run.optimizing import Length, optimizing
 from halfstep.step.batches import count_samples
@@ -44,10 +44,10 @@ from halfstep.step.optim.adamw8bit import AdamW8bit, make_state
 from halfstep.step.optim.adamw_bf16 import AdamWBf16, split_for_memory
 from halfstep.step.optim.by_name import CAPTURABLE
 from halfstep.step.optim.codes import make_signed_table, make_unsigned_table
-from halfstep.tune.channels_last import convolves_images, in_layout_of
+from halfstep.tune.channels_last import convolves_images, match_layout
 from halfstep.tune.memory_low import MemorySetting
-from halfstep.tune.own_blocks import found_blocks, recompute_blocks_
-from halfstep.tune.trials import first_batch
+from halfstep.tune.own_blocks import find_blocks, recompute_blocks_
+from halfstep.tune.trials import load_first_batch
 from halfstep.workloads import KINDS
 from halfstep.workloads.base.kind import Store
 from halfstep.workloads.base.workload import Batch, Forward, Loss, Workload
@@ -94,7 +94,7 @@ class TraceableStep:
         self.pretence = Pretence(workload.modules())
         # All candidates; a run that starts replaces them by those that pass tune/recompute_check.py. Workloads that
         # name their blocks recompute them by themselves.
-        self.blocks: Collection[str] = () if workload.blocks else found_blocks(workload.model)
+        self.blocks: Collection[str] = () if workload.blocks else find_blocks(workload.model)
         self.recomputes = bool(self.blocks) or any(isinstance(m, Recomputing) for m in workload.model.modules())
         self.has_batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in workload.model.modules())
 
@@ -102,63 +102,65 @@ class TraceableStep:
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.workload.model.parameters())
 
-    def traces(self, precision: str, recompute: Recompute, batch_size: int, *, chains: bool) -> list[StepTrace]:
+    def trace_phases(self, precision: str, recompute: Recompute, batch_size: int, *, chains: bool) -> list[StepTrace]:
         """Trace forward and backward of one micro-batch, once per phase."""
-        with self.pretence.entered(chains=chains) as kernels, _explained(self.config.workload):
-            plan = self._placed(precision, recompute)
+        with self.pretence.entered(chains=chains) as kernels, _explain_failures(self.config.workload):
+            plan = self._place(precision, recompute)
             for value in self.workload.values.values():
                 value.value = torch.empty(())
-            batch = self._batch(batch_size)
+            batch = self._make_input(batch_size)
             found = []
-            for turn in self._turns():
+            for turn in self._list_turns():
                 kernels.clear()
-                found.append(self._traced(turn, plan, batch))
+                found.append(self._trace(turn, plan, batch))
                 found[-1].is_chain, found[-1].compiles = chains and bool(kernels), turn.compiles
             return found
 
-    def fixed(self, precision: str, setting: MemorySetting) -> Fixed:
+    def measure_fixed(self, precision: str, setting: MemorySetting) -> Fixed:
         """Return the bytes of weights, optimizer state and average as the run would build them."""
         (
             make_signed_table(),
             make_unsigned_table(),
         )  # cached tables of real numbers: build them outside of the fake tensors
-        with self.pretence.entered(), _explained(self.config.workload):
-            self._placed(precision, "none")
+        with self.pretence.entered(), _explain_failures(self.config.workload):
+            self._place(precision, "none")
             model = self.workload.model
-            frozen = [t for m in modules_of(self.workload.frozen).values() for t in (*m.parameters(), *m.buffers())]
-            optimizers = [self._optimizer(turn, setting) for turn in self._turns()]
-            states = [_state_bytes(optimizer) for optimizer in optimizers]
-            updates = map(self._update_bytes, optimizers, states)
+            frozen = [t for m in get_modules(self.workload.frozen).values() for t in (*m.parameters(), *m.buffers())]
+            optimizers = [self._build_optimizer(turn, setting) for turn in self._list_turns()]
+            states = [_measure_state(optimizer) for optimizer in optimizers]
+            updates = map(self._count_update_bytes, optimizers, states)
             average = Ema(model, self.workload.ema_parts).shadows if self.config.ema.enabled else []
             return Fixed(
-                weights=_bytes((*model.parameters(), *model.buffers())),
-                frozen=_bytes(frozen),
+                weights=_sum_bytes((*model.parameters(), *model.buffers())),
+                frozen=_sum_bytes(frozen),
                 optimizer=sum(states),
-                average=_bytes(average),
+                average=_sum_bytes(average),
                 update=max(updates) + EMA_PIECES * max((shadow.nbytes for shadow in average), default=0),
             )
 
     def sample_flops(self) -> int:
         """Return the FLOPs of forward and backward per sample, without recomputing; a multiply-add counts as two."""
-        with self.pretence.entered(), _explained(self.config.workload), torch.no_grad():
+        with self.pretence.entered(), _explain_failures(self.config.workload), torch.no_grad():
             # The FLOP counter does not know the CPU's fused attention: use the unfused one.
             with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-                self.workload.forward(self.workload.model.eval(), self._batch(SEEN))
+                self.workload.forward(self.workload.model.eval(), self._make_input(SEEN))
             # Backward: one product for the input's gradient, one for the weight's.
             return 3 * int(counter.get_total_flops()) // SEEN
 
-    def input_bytes(self, *batch_sizes: int) -> dict[int, tuple[int, int]]:
+    def count_input_bytes(self, *batch_sizes: int) -> dict[int, tuple[int, int]]:
         """Return, by batch size, the bytes of loaded batches and of one prepared batch."""
-        with self.pretence.entered(), _explained(self.config.workload):
-            return {size: (self._raw_bytes(size), _bytes(self._batch(size).values())) for size in batch_sizes}
+        with self.pretence.entered(), _explain_failures(self.config.workload):
+            return {
+                size: (self._count_raw_bytes(size), _sum_bytes(self._make_input(size).values())) for size in batch_sizes
+            }
 
-    def _raw_bytes(self, batch_size: int) -> int:
-        return BATCHES_AHEAD * sum(t.nbytes for t in _of_size(self.raw, batch_size).values())
+    def _count_raw_bytes(self, batch_size: int) -> int:
+        return BATCHES_AHEAD * sum(t.nbytes for t in _make_batch(self.raw, batch_size).values())
 
     # --- placing ---
 
-    def _placed(self, precision: str, recompute: Recompute) -> Plan:
-        model, frozen = self.workload.model, modules_of(self.workload.frozen)
+    def _place(self, precision: str, recompute: Recompute) -> Plan:
+        model, frozen = self.workload.model, get_modules(self.workload.frozen)
         parts = self.config.precision.modules
         if precision == "tf32":  # modules in fp32 take the same memory, and a plan refuses to mix the two
             parts = {name: "tf32" if asked == "fp32" else asked for name, asked in parts.items()}
@@ -177,15 +179,15 @@ class TraceableStep:
             recompute_blocks_(model, recompute, self.blocks)
         return plan
 
-    def _batch(self, batch_size: int) -> Batch:
+    def _make_input(self, batch_size: int) -> Batch:
         key = Key.for_training(self.config.train.seed, 0, 0, 0, 0, batch_size)
         try:
-            prepared = self.workload.prepared(_of_size(self.raw, batch_size), key=key, training=True)
+            prepared = self.workload.prepared(_make_batch(self.raw, batch_size), key=key, training=True)
         except Exception:  # it uses numpy or a generator: prepare a real batch and take its shapes
-            prepared = _of_size(self._really_prepared(), batch_size)
-        return in_layout_of(self.workload.model, prepared)
+            prepared = _make_batch(self._prepare_real(), batch_size)
+        return match_layout(self.workload.model, prepared)
 
-    def _really_prepared(self) -> Batch:
+    def _prepare_real(self) -> Batch:
         from torch._subclasses.fake_tensor import unset_fake_temporarily
 
         key = Key.for_training(self.config.train.seed, 0, 0, 0, 0, count_samples(self.raw))
@@ -194,17 +196,17 @@ class TraceableStep:
 
     # --- phases ---
 
-    def _turns(self) -> Iterator[_Turn]:
+    def _list_turns(self) -> Iterator[_Turn]:
         workload, model = self.workload, self.workload.model
         names = [name for name, p in model.named_parameters() if p.requires_grad]
         if not workload.phases:
             yield _Turn(self.config, workload.forward, workload.loss, tuple(names), (), workload.groups)
         for phase in workload.phases:
-            own, forward = phase_config(self.config, phase), phase.forward or workload.forward
+            own, forward = configure_phase(self.config, phase), phase.forward or workload.forward
             trained = tuple(name for name in names if trains(phase, name))
             yield _Turn(own, forward, phase.loss, trained, phase.parameters, phase.groups, phase.compiles)
 
-    def _traced(self, turn: _Turn, plan: Plan, batch: Batch) -> StepTrace:
+    def _trace(self, turn: _Turn, plan: Plan, batch: Batch) -> StepTrace:
         model = self.workload.model.train()
         named = dict(model.named_parameters())
         wanted = {name: p.requires_grad for name, p in named.items()}
@@ -231,32 +233,32 @@ class TraceableStep:
                 parameter.grad = None
                 parameter.requires_grad_(wanted[name])
 
-    def _optimizer(self, turn: _Turn, setting: MemorySetting) -> Optimizer:
+    def _build_optimizer(self, turn: _Turn, setting: MemorySetting) -> Optimizer:
         if turn.config.optimizer.name != "adamw":
             setting = dataclasses.replace(setting, optimizer_bits=32)
         model, length = self.workload.model, Length(1, 1)
         return optimizing(turn.config, model, setting, length, parts=turn.parts, groups=turn.groups)[0]
 
-    def _update_bytes(self, optimizer: Optimizer, state_bytes: int) -> int:
+    def _count_update_bytes(self, optimizer: Optimizer, state_bytes: int) -> int:
         """Return the temporary bytes of an update: fp32 copies of bf16 weights, or copies to undo a bad step."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if isinstance(optimizer, AdamWBf16):
             return max(8 * sum(p.numel() for p in some) for some in split_for_memory(parameters))
         is_selected = self.config.optimizer.name in CAPTURABLE
-        return _bytes(parameters) + state_bytes if is_selected else 0
+        return _sum_bytes(parameters) + state_bytes if is_selected else 0
 
 
-def _state_bytes(optimizer: Optimizer) -> int:
+def _measure_state(optimizer: Optimizer) -> int:
     """Return the bytes of an optimizer's state, built for one parameter of each shape and multiplied."""
     alike: dict[tuple[Any, ...], list[Tensor]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             alike.setdefault((number, parameter.shape, parameter.dtype), []).append(parameter)
     firsts = {parameters[0]: len(parameters) for parameters in alike.values()}
-    return sum(firsts[parameter] * _bytes(state) for parameter, state in _built_states(optimizer, list(firsts)))
+    return sum(firsts[parameter] * _sum_bytes(state) for parameter, state in _build_states(optimizer, list(firsts)))
 
 
-def _built_states(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
+def _build_states(optimizer: Optimizer, parameters: list[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
     if isinstance(optimizer, AdamW8bit):
         yield from ((p, [*make_state(p).values(), *optimizer.low_of(p).values()]) for p in parameters)
         return
@@ -299,7 +301,7 @@ def build_traceable_step(config: RunConfig, store: Store | None = None) -> Trace
     if config.data.dir is not None and store is None or synthetic is None:
         with skip_first_values():  # the weights are never read
             workload = build_workload(config)
-        return TraceableStep(config, workload, first_batch(small, workload))
+        return TraceableStep(config, workload, load_first_batch(small, workload))
     if store is None:
         store = synthetic.make_store(config)
     try:
@@ -310,7 +312,7 @@ def build_traceable_step(config: RunConfig, store: Store | None = None) -> Trace
     return TraceableStep(config, workload, synthetic.make_batch(small, store))
 
 
-def _of_size(batch: Batch, num_samples: int) -> Batch:
+def _make_batch(batch: Batch, num_samples: int) -> Batch:
     """Return an empty batch of the same shapes with `num_samples` samples."""
     seen = count_samples(batch)
     return {
@@ -329,33 +331,33 @@ def _lay_out_(module: nn.Module) -> None:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
+def _sum_bytes(tensors: Iterable[Tensor]) -> int:
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
 
 @contextmanager
-def _explained(workload: str) -> Iterator[None]:
+def _explain_failures(workload: str) -> Iterator[None]:
     try:
         yield
     except HalfstepError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ModelError(
-            _cannot_be_traced(workload, error),
+            _describe_failure(workload, error),
             why="its memory is predicted on tensors without content, and forward or loss reads values "
             "(.item(), an `if` on a tensor, numpy)",
             fix="keep that out of forward and loss, or let the run find its batch: train.auto_batch=true",
         ) from error
     except Exception as error:
         raise ModelError(
-            _cannot_be_traced(workload, error),
+            _describe_failure(workload, error),
             why="its memory is predicted by a step on tensors without content, which failed",
             fix="see whether the same step trains: halfstep train ... train.max_steps=1",
         ) from error
 
 
-def _cannot_be_traced(workload: str, error: Exception) -> str:
+def _describe_failure(workload: str, error: Exception) -> str:
     return f"a step of {workload} cannot be traced: {type(error).__name__}: {summarise_error(error)}"
 
 
@@ -399,7 +401,7 @@ class Pretence:
         for slot in self._slots:
             own = slot.tensor
             if id(own) not in made:
-                made[id(own)] = _without_content(own)
+                made[id(own)] = _make_empty(own)
             slot.slots[slot.name] = made[id(own)]
 
     def _put_back(self) -> None:
@@ -415,7 +417,7 @@ def _find_slots(module: nn.Module) -> Iterator[_Slot]:
                     yield _Slot(slots, name, tensor)  # type: ignore[arg-type]
 
 
-def _without_content(tensor: Tensor) -> Tensor:
+def _make_empty(tensor: Tensor) -> Tensor:
     made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 

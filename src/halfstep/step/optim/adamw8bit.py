@@ -65,7 +65,7 @@ class AdamW8bit(JudgedAdamW):
             piece.put_back(scaled=setting.grad_scale is not None)
 
     def _update_exact(self, pieces: Sequence[StatePiece], setting: Setting) -> None:
-        """All at once; half-precision parameters as fp32 copies, since the kernel wants one dtype."""
+        """Update all parameters at once, half-precision ones as fp32 copies: torch's kernel needs one dtype."""
         if not pieces:
             return
         weights = [self.read(piece.parameter, piece.weights, piece.state) for piece in pieces]
@@ -107,12 +107,12 @@ class AdamW8bit(JudgedAdamW):
 
 
 def flatten(tensor: Tensor) -> Tensor:
-    """As a vector, in the order of its memory where that has no gaps."""
+    """Return a tensor as a vector, in the order of its memory if that has no gaps."""
     return view_flat(tensor) if is_dense(tensor) else tensor.reshape(-1)
 
 
 def make_state(parameter: Tensor) -> dict[str, Tensor]:
-    """Moments lie flat, in the order of the parameter's memory."""
+    """Return empty moments, flat, in the order of the parameter's memory."""
     count, device = parameter.numel(), parameter.device
     state = {"step": torch.zeros((), device=device)}
     if count < MIN_VALUES or count % BLOCK:
@@ -126,7 +126,7 @@ def make_state(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def _lay_out_like(parameter: Tensor, grad: Tensor) -> Tensor:
-    """The gradient flat, in the order of the parameter's memory."""
+    """Return the gradient flat, in the order of the parameter's memory."""
     if grad.stride() == parameter.stride() and is_dense(parameter):
         return view_flat(grad)
     if not is_dense(parameter):
@@ -152,7 +152,7 @@ class StatePiece(NamedTuple):
         return MOMENTS[0] not in self.state
 
     def put_back(self, *, scaled: bool) -> None:
-        """Where the vectors are copies."""
+        """Write the vectors back to the parameter if they are copies."""
         grad = self.parameter.grad
         assert grad is not None
         if scaled and self.gradients.data_ptr() != grad.data_ptr():
@@ -162,7 +162,7 @@ class StatePiece(NamedTuple):
 
 
 def _to_device(value: Tensor | float, device: torch.device) -> Tensor:
-    """A number is written by the device itself: copying it there would be a wait, and no part of a graph."""
+    """Return a value as a device tensor. A number is filled in on the device: a copy would wait and break a capture."""
     if isinstance(value, Tensor):
         return value.to(device, torch.float32)
     return torch.full((), value, device=device)
@@ -179,7 +179,7 @@ def _compute_corrections(steps: list[Tensor], beta: float) -> tuple[Tensor, ...]
 def update(
     weights: Tensor, gradients: Tensor, state: dict[str, Tensor], corrections: Sequence[Tensor], setting: Setting
 ) -> None:
-    """AdamW (Loshchilov & Hutter 2019) on one vector, everything left as it was where the step is bad."""
+    """Update one vector by AdamW (Loshchilov & Hutter 2019), unless the step is bad."""
     keep = setting.found_inf != 0
     theta, grad = weights.float(), gradients.float()
     if setting.grad_scale is not None:
@@ -197,7 +197,7 @@ def update(
 
 
 def compute_root(values: Tensor) -> Tensor:
-    """Rounded to the nearest, as the kernel's is: on some CPUs torch's own is off by a bit, from MKL."""
+    """Return the correctly rounded square root, as the kernel's is: on some CPUs torch's (MKL) is off by one bit."""
     return values.sqrt() if values.is_cuda else values.double().sqrt().float()
 
 

@@ -32,7 +32,7 @@ def _decoded(codes, scale, table, inside):
 
 @triton.jit
 def _ranks(magnitudes, LEVELS: tl.constexpr):
-    """`codes.ranks`: where in the table's upper half the value nearest to each one stands."""
+    """Return the rank of the nearest value in the table's upper half, as `codes.rank_magnitudes` does."""
     slope = tl.zeros_like(magnitudes)
     offset = tl.zeros_like(magnitudes)
     last = tl.zeros_like(magnitudes)

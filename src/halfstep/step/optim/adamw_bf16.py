@@ -95,14 +95,14 @@ class JudgedAdamW(Optimizer):
             weights.copy_(values)
 
     def _count_lost(self, weights: Tensor, values: Tensor) -> None:
-        """Of the values that an update wanted to move, how many stay where they are."""
+        """Count the values that an update should have changed and did not."""
         moved = values != weights.float()
         facts = torch.stack([(moved & (values.to(weights.dtype) == weights)).sum(), moved.sum()])
         counted = self.lost.get(weights.device)
         self.lost[weights.device] = facts if counted is None else counted.add_(facts)
 
     def lost_share(self) -> float | None:
-        """Of all updates since the run began or was resumed; None where none is counted. Waits for the device."""
+        """Return the share of lost updates since the start or resume; None if not counted. Waits for the device."""
         facts = [count.tolist() for count in self.lost.values()]
         moved = sum(count[1] for count in facts)
         return sum(count[0] for count in facts) / moved if moved else None
@@ -164,7 +164,7 @@ class AdamWBf16(JudgedAdamW):
 
 
 def split_for_memory(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters in groups of VALUES_AT_ONCE or less, or of one."""
+    """Split parameters into groups of at most VALUES_AT_ONCE values, or of one parameter."""
     some: list[Tensor] = []
     for parameter in parameters:
         if some and sum(p.numel() for p in some) + parameter.numel() > VALUES_AT_ONCE:
@@ -176,7 +176,7 @@ def split_for_memory(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _lay_out_like(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient in fp32 and laid out as its parameter, since the kernel walks both as vectors."""
+    """Return the gradient in fp32 with the layout of its parameter: the kernel reads both as vectors."""
     if gradient.stride() != parameter.stride() and is_dense(parameter):
         return torch.empty_like(parameter, dtype=torch.float32).copy_(gradient)
     return gradient.float()

@@ -86,5 +86,5 @@ def make_parameter_groups(
 
 
 def is_within(name: str, parts: Iterable[str]) -> bool:
-    """Whether a parameter or buffer is one of these, or lies in one of these modules."""
+    """True if a parameter or buffer is one of these, or inside one of these modules."""
     return any(name == part or name.startswith(f"{part}.") for part in parts)

@@ -65,7 +65,7 @@ SIGNED, UNSIGNED = make_levels(0), make_levels(1)
 
 
 def rank_magnitudes(magnitudes: Tensor, decades: tuple[Level, ...]) -> Tensor:
-    """Where in the table's upper half the value nearest to each one stands."""
+    """Return the rank of the nearest value in the table's upper half."""
     slope, offset, last = (torch.zeros_like(magnitudes) for _ in range(3))
     for level in decades:
         reached = magnitudes >= level.threshold

@@ -33,7 +33,7 @@ Whole = TypeVar("Whole", int, Tensor)
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:
-    """The fp32 values of bf16 ones and the 16 bits beside them."""
+    """Return fp32 values from their bf16 high halves and the 16 low bits."""
     return ((high.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
 
 
@@ -54,7 +54,7 @@ def round_stochastically(values: Tensor, key: Tensor) -> Tensor:
 
 
 def make_key(seed: int, number: int, step: Tensor) -> Tensor:
-    """What tells this parameter's draws in this step from all others; on the device, as the step's number is."""
+    """Return the random key of one parameter in one step; on the device, as the step's number is."""
     return hash_numbers(step.long() * STEPS + hash_numbers(seed * NUMBERS + number))
 
 

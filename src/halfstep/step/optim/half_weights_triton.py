@@ -39,7 +39,7 @@ def load_weight(weights, low, inside, HOW: tl.constexpr):
 
 @triton.jit
 def store_weight(weights, low, values, positions, key, inside, HOW: tl.constexpr):
-    """`key` points to the number that `half_weights.key_of` gave."""
+    """Store weights; `key` points to the result of `half_weights.make_key`."""
     if HOW == IS_SPLIT:
         bits = values.to(tl.int32, bitcast=True)
         high = (bits + HALF) >> 16

@@ -69,7 +69,7 @@ def _fits(state: dict[str, Tensor] | None, parameter: Tensor, device: torch.devi
 
 
 def _is_like(tensor: Tensor, parameter: Tensor, device: torch.device, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether it lies in memory as the parameter does, so that the kernel can walk both as vectors."""
+    """True if the tensor has the parameter's memory layout, so that the kernel can read both as vectors."""
     strides = zip(tensor.stride(), parameter.stride(), parameter.shape, strict=True)
     return (
         tensor.device == device
@@ -98,7 +98,7 @@ class GroupPass:
         self.names = torch.tensor([self._name_of(p) for p in parameters], device=device)
 
     def _name_of(self, parameter: Tensor) -> int:
-        """What sets this parameter's random numbers apart, as in `half_weights.key_of`."""
+        """What sets this parameter's random numbers apart, as in `half_weights.make_key`."""
         if not isinstance(self.optimizer, AdamWBf16):
             return 0
         return hash_numbers(self.optimizer.seed * NUMBERS + self.optimizer.numbers[parameter])
@@ -131,7 +131,7 @@ class GroupPass:
         )  # fmt: skip
 
     def load(self, good: Tensor) -> None:
-        """Have the kernel ready: it is loaded by its first launch, which a capture may not allow."""
+        """Load the kernel by a first launch, which may not be allowed inside a capture."""
         for kind in (torch.bfloat16, torch.float32) if self.is_half else (torch.float32,):
             self.gradient_type = kind
             self.run(good, None)
@@ -170,7 +170,7 @@ class SinglePass:
             group.note()
 
     def fill(self) -> None:
-        """After the capture: let the kernel know the addresses."""
+        """Fill in the addresses after the capture."""
         for group in self.groups:
             group.fill()
 
@@ -180,7 +180,7 @@ def _to_device(value: Tensor | float, device: torch.device) -> Tensor:
 
 
 def make_chunks(lengths: list[int], size: int) -> Tensor:
-    """Which parameter, and which part of it, each program works on."""
+    """Return which slice of which parameter each kernel program works on."""
     counts = torch.tensor([-(-length // size) for length in lengths], dtype=torch.int64)
     column = torch.repeat_interleave(torch.arange(len(lengths)), counts)
     part = torch.arange(len(column)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)

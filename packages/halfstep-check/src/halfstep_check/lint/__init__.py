@@ -16,7 +16,6 @@ from halfstep_check.lint import (
     contracts,
     coverage,
     division,
-    evaluation,
     frameworks,
     graphs,
     hiding,
@@ -38,7 +37,7 @@ from halfstep_check.lint.linking import with_imports
 from halfstep_check.lint.script import Script
 from halfstep_check.shared.errors import ConfigError
 
-OF_LINES = (numerics, contracts, switches, api, hints, evaluation, sync)
+OF_LINES = (numerics, contracts, switches, api, hints, sync)
 """Families that judge lines of this file as they stand."""
 OF_FLOW = (
     *(scaler_order, iteration, reached, regimes, skips, accumulation, weights),

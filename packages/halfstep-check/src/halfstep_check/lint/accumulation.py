@@ -13,7 +13,6 @@ from halfstep_check.lint.flow import Event, Trace
 from halfstep_check.lint.script import Script
 from halfstep_check.lint.syntax import dotted_name, is_constant, keyword, last, names_in
 
-MASK_WORDS = ("mask", "valid", "num_tokens", "n_tokens", "ntokens", "token_count")
 ACCUMULATION_WORDS = ("accum", "micro")
 MICRO_WORDS = ("micro_batch", "microbatch", "micro_batches", "chunks", "minibatches", "mini_batches")
 WEIGHT = re.compile(
@@ -50,7 +49,6 @@ def find(amp: Amp) -> Iterator[Finding]:
                 message = f"the loss is not divided by {window.length}: the gradient is that many times too large"
                 fix = f"loss = loss / {window.length} before backward"
                 yield amp.script.finding("accumulation-not-divided", window.backward.node, message, fix=fix)
-            yield from masked_means(amp, chain, divided)
             if window.test:
                 yield from dropped_tail(amp, trace, window)
 
@@ -265,39 +263,6 @@ def divided_elsewhere(amp: Amp, window: Window) -> bool:
         trains = any(getattr(call.func, "attr", "") == "backward" for call in amp.script.calls_below(home))
         if not trains or RATE.search(of):
             return True
-    return False
-
-
-def masked_means(amp: Amp, chain: list[Event], divided: bool) -> Iterator[Finding]:
-    for event in chain:
-        value = event.node.value if isinstance(event.node, ast.Assign) else None
-        helpers = [
-            h
-            for c in amp.script.calls_below(event.node)
-            if (h := amp.script.functions.get(dotted_name(c.func))) is not None
-        ]
-        returns = [
-            n.value for h in helpers for n in amp.script.below(h) if isinstance(n, ast.Return) and n.value is not None
-        ]
-        if value is not None and divided and any(map(is_masked_mean, (value, *returns))):
-            message = "each micro-batch is averaged over its own unmasked elements, then the averages are averaged"
-            fix = "sum the losses, and divide by the count of the whole window"
-            yield amp.script.finding("mean-of-means", event.node, message, fix=fix)
-            return
-
-
-def is_masked_mean(value: ast.expr) -> bool:
-    for node in ast.walk(value):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-            divisor = ast.unparse(node.right)
-            if any(word in divisor for word in MASK_WORDS) and (
-                "sum(" in divisor or "count" in divisor or "tokens" in divisor
-            ):
-                return True
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("cross_entropy", "nll_loss"):
-            names = {item.arg: ast.unparse(item.value) for item in node.keywords}
-            if "ignore_index" in names and names.get("reduction", "'mean'") == "'mean'":
-                return True
     return False
 
 

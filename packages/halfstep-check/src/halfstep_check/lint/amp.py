@@ -124,11 +124,6 @@ class Amp:
         return any(getattr(call.func, "attr", "") == "backward" for call in self.script.calls)
 
     @cached_property
-    def called_under_no_grad(self) -> set[str]:
-        """Names of functions that somebody in this module calls inside no_grad."""
-        return {event.method for trace in self.traces for event in trace.events if event.grad_off}
-
-    @cached_property
     def steps(self) -> bool:
         """Whether anything is stepped here: a lone backward() only looks at gradients."""
         return any(getattr(call.func, "attr", "") == "step" for call in self.script.calls)

@@ -1,4 +1,4 @@
-"""Old names of torch.amp, and a bf16 check that counts emulation. Both can be rewritten."""
+"""Old names of torch.amp, which can be rewritten."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from halfstep_check.findings import Edit, Finding
 from halfstep_check.lint.amp import Amp
 from halfstep_check.lint.script import Script
-from halfstep_check.lint.syntax import is_constant, keyword
+from halfstep_check.lint.syntax import keyword
 
 OLD_MODULES = ("torch.cuda.amp", "torch.cpu.amp")
 MOVED = {"autocast", "GradScaler", "custom_fwd", "custom_bwd"}
@@ -16,7 +16,6 @@ MOVED = {"autocast", "GradScaler", "custom_fwd", "custom_bwd"}
 
 def find(amp: Amp) -> Iterator[Finding]:
     yield from deprecated(amp.script)
-    yield from emulated_bf16(amp.script)
 
 
 def deprecated(script: Script) -> Iterator[Finding]:
@@ -121,21 +120,3 @@ def call_edits(script: Script, call: ast.Call, module: str, name: str) -> tuple[
             return (Edit(path=script.path, start=at, end=at, replacement=f"{word}, enabled="),)
         edits.append(Edit(path=script.path, start=at, end=at, replacement="enabled="))
     return tuple(edits)
-
-
-def emulated_bf16(script: Script) -> Iterator[Finding]:
-    for call in script.calls:
-        if not script.name_of(call.func).endswith("cuda.is_bf16_supported"):
-            continue
-        if is_constant(keyword(call, "including_emulation"), False) or call.args:
-            continue
-        message = "is_bf16_supported() counts emulation: it says yes on a T4 and a V100, where bf16 is slower than fp32"
-        fix = "is_bf16_supported(including_emulation=False)"
-        yield script.finding("bf16-check-emulated", call, message, fix=fix, edits=strict_check(script, call))
-
-
-def strict_check(script: Script, call: ast.Call) -> tuple[Edit, ...]:
-    if call.keywords:
-        return ()
-    at = script.position(call.end_lineno or 0, (call.end_col_offset or 1) - 1)
-    return (Edit(path=script.path, start=at, end=at, replacement="including_emulation=False"),)

@@ -34,7 +34,6 @@ def find(amp: Amp) -> Iterator[Finding]:
         if isinstance(node, ast.Call):
             found.extend(half_sum(amp.script, node, types))
             found.extend(half_loss(amp.script, node, types))
-            found.extend(bf16_to_numpy(amp.script, node, types))
             found.extend(vanishing_eps(amp.script, node, types))
             found.extend(vanishing_addend(amp.script, node, types))
             found.extend(manual_cast(amp.script, node, types))
@@ -100,14 +99,6 @@ def half_loss(script: Script, node: ast.Call, types: Inference) -> Iterator[Find
     elif names & {"mse_loss", "MSELoss"} and dtypes[0] == dtypes[1] == "fp16":
         message = "a mean square of two fp16 tensors outside autocast stays fp16: errors above 255 become inf"
         yield script.finding("half-loss-sum", node, message, fix="call .float() on both")
-
-
-def bf16_to_numpy(script: Script, node: ast.Call, types: Inference) -> Iterator[Finding]:
-    """`out.cpu().numpy()` of what bf16 autocast computed."""
-    tensor = node.func.value if isinstance(node.func, ast.Attribute) and node.func.attr == "numpy" else None
-    if tensor is not None and types.dtype(tensor) == "bf16":
-        message = "NumPy has no bfloat16: numpy() raises a TypeError on this tensor"
-        yield script.finding("bf16-numpy", node, message, fix=".float() before .numpy()")
 
 
 def sums_much(node: ast.Call, script: Script) -> bool:

@@ -30,7 +30,6 @@ def find(amp: Amp) -> Iterator[Finding]:
         helped = helper_backwards(amp, trace)
         yield from clip_before_unscale(amp, trace, sorted([*scaled, *helped], key=lambda e: e.index))
         if scaled:
-            yield from unscale_twice(amp, trace)
             yield from bypassed_scaler(amp, trace, scaled)
             yield from updated_between_steps(amp, trace)
         yield from clip_beside_accelerate(amp, trace)
@@ -158,21 +157,6 @@ def shares_loop(one: Event, other: Event) -> bool:
     """In the same loop, or one in a loop inside the other's: `for micro in window: backward` and then clip."""
     shorter = min(len(one.loops), len(other.loops))
     return one.loops[:shorter] == other.loops[:shorter]
-
-
-def unscale_twice(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    unscales = [e for e in trace.calls("unscale_") if e.arguments and e.arguments[0]]
-    for first, second in ((a, b) for i, a in enumerate(unscales) for b in unscales[i + 1 :]):
-        same = first.arguments[0] == second.arguments[0] and first.receiver == second.receiver
-        together = first.loops == second.loops and (first.implied_by(second) or second.implied_by(first))
-        between = trace.events[first.index + 1 : second.index]
-        updated = any(e.method == "update" and same_object(e.receiver, first.receiver) for e in between)
-        distinct = first.node is not second.node or first.site is not second.site
-        if same and together and not first.excludes(second) and not updated and distinct:
-            where = (second.node, first.node) if second.node is not first.node else (second.site, first.site)
-            message = f"unscale_({last(first.arguments[0])}) a second time before update(): GradScaler raises"
-            fix = "unscale once per optimizer and step"
-            yield amp.script.finding("unscale-twice", where[0] or second.node, message, fix=fix, related=where[1])
 
 
 def bypassed_scaler(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:

@@ -284,34 +284,6 @@ LOOP_RULES = (
         """,
     ),
     Rule(
-        name="mean-of-means",
-        severity=Severity.INFO,
-        title="averages over masks are averaged again",
-        why="Micro-batches hold different numbers of unmasked elements. The mean of their means is not the mean over "
-        "all: short sequences weigh more, and the result depends on how the batch was cut.",
-        fix="Divide the sum by the number of elements in the whole window.",
-        bad="""
-            for i, batch in enumerate(loader):
-                ce = F.cross_entropy(model(batch), batch.labels, reduction="none")
-                loss = (ce * batch.mask).sum() / batch.mask.sum()
-                loss = loss / accumulation_steps
-                loss.backward()
-                if (i + 1) % accumulation_steps == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-        """,
-        good="""
-            for i, batch in enumerate(loader):
-                ce = F.cross_entropy(model(batch), batch.labels, reduction="none")
-                loss = (ce * batch.mask).sum() / window_total
-                loss.backward()
-                if (i + 1) % accumulation_steps == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-        """,
-        threads=("huggingface/transformers#34191", "pytorch/torchtune#1875", "axolotl-ai-cloud/axolotl#1100"),
-    ),
-    Rule(
         name="backward-again",
         severity=Severity.ERROR,
         title="backward runs a second time on one graph",
@@ -404,77 +376,6 @@ LOOP_RULES = (
                 optimizer.step()
         """,
         threads=("OpenBMB/BMTrain#108", "Lightning-AI/pytorch-lightning#5243", "karpathy/nanoGPT#227"),
-    ),
-    Rule(
-        name="eval-without-no-grad",
-        severity=Severity.INFO,
-        title="evaluation records gradients",
-        why="model.eval() changes dropout and batch norm only. Without no_grad every activation is kept: memory grows "
-        "to that of training.",
-        fix="Evaluate under torch.no_grad() or torch.inference_mode().",
-        bad="""
-            def train_step(model, optimizer, x):
-                optimizer.zero_grad()
-                model(x).backward()
-                optimizer.step()
-
-
-            def evaluate(model, loader):
-                model.eval()
-                for x, y in loader:
-                    out = model(x)
-        """,
-        good="""
-            def train_step(model, optimizer, x):
-                optimizer.zero_grad()
-                model(x).backward()
-                optimizer.step()
-
-
-            @torch.no_grad()
-            def evaluate(model, loader):
-                model.eval()
-                for x, y in loader:
-                    out = model(x)
-        """,
-    ),
-    Rule(
-        name="eval-outside-autocast",
-        severity=Severity.INFO,
-        title="evaluation does not run under the autocast of training",
-        why="It is slower, needs more memory, and does not measure the numerics that are trained and shipped.",
-        fix="Evaluate under the autocast of training.",
-        bad="""
-            def train_step(model, optimizer, x):
-                optimizer.zero_grad()
-                with torch.autocast("cuda", dtype=torch.bfloat16):
-                    loss = model(x)
-                loss.backward()
-                optimizer.step()
-
-
-            @torch.no_grad()
-            def evaluate(model, loader):
-                model.eval()
-                for x, y in loader:
-                    out = model(x)
-        """,
-        good="""
-            def train_step(model, optimizer, x):
-                optimizer.zero_grad()
-                with torch.autocast("cuda", dtype=torch.bfloat16):
-                    loss = model(x)
-                loss.backward()
-                optimizer.step()
-
-
-            @torch.no_grad()
-            def evaluate(model, loader):
-                model.eval()
-                for x, y in loader:
-                    with torch.autocast("cuda", dtype=torch.bfloat16):
-                        out = model(x)
-        """,
     ),
     Rule(
         name="item-every-step",

@@ -7,24 +7,6 @@ from halfstep_check.rules.rule import Rule
 
 NUMERIC_RULES = (
     Rule(
-        name="bf16-numpy",
-        severity=Severity.ERROR,
-        title="a bf16 tensor is given to NumPy",
-        why="NumPy has no bfloat16. numpy() on what bf16 autocast computed raises a TypeError, often in the evaluation "
-        "after the first epoch.",
-        fix="Call .float() before .numpy().",
-        bad="""
-            with torch.autocast("cuda", dtype=torch.bfloat16):
-                out = model(x)
-            scores = out.cpu().numpy()
-        """,
-        good="""
-            with torch.autocast("cuda", dtype=torch.bfloat16):
-                out = model(x)
-            scores = out.float().cpu().numpy()
-        """,
-    ),
-    Rule(
         name="half-loss-sum",
         severity=Severity.WARNING,
         title="a half tensor is summed outside autocast",
@@ -147,22 +129,6 @@ NUMERIC_RULES = (
                 optimizer.step()
         """,
         threads=("bitsandbytes-foundation/bitsandbytes#945", "pytorch/torchtune#2254"),
-    ),
-    Rule(
-        name="bf16-check-emulated",
-        severity=Severity.INFO,
-        title="is_bf16_supported() counts emulation",
-        why="Since torch 2.4 it answers True on Turing and Volta, where bf16 runs through fp32 units: slower than "
-        "fp32, and some convolutions find no kernel.",
-        fix="Pass including_emulation=False.",
-        bad="""
-            dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-        """,
-        good="""
-            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-            dtype = torch.bfloat16 if has_bf16 else torch.float16
-        """,
-        threads=("pytorch/pytorch#148322", "huggingface/diffusers#14129"),
     ),
     Rule(
         name="bf16-check-too-low",

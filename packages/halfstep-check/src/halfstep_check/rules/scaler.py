@@ -43,31 +43,6 @@ SCALER_RULES = (
         ),
     ),
     Rule(
-        name="unscale-twice",
-        severity=Severity.ERROR,
-        title="unscale_ is called twice before update",
-        why="GradScaler raises: unscale_() has already been called on this optimizer since the last update().",
-        fix="Unscale once per step, and clip and log the same gradients.",
-        bad="""
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.unscale_(optimizer)
-            log(grad_norm(model))
-            scaler.step(optimizer)
-            scaler.update()
-        """,
-        good="""
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            log(grad_norm(model))
-            scaler.step(optimizer)
-            scaler.update()
-        """,
-        threads=("huggingface/transformers#23905", "huggingface/transformers#24449", "espnet/espnet#2362"),
-    ),
-    Rule(
         name="update-skipped",
         severity=Severity.ERROR,
         title="a path unscales the gradients and leaves out update",
