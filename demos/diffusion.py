@@ -101,7 +101,7 @@ def diffused(workload: Workload, batch: dict[str, Tensor]) -> Tensor:
     """Pixels or latents of a batch, prepared or not."""
     forward, ready = workload.forward, batch if "signal" in batch else prepared(workload, batch)
     assert isinstance(forward, DiffusionForward)
-    return ready["image"] if forward.encoder is None else forward.encoder(ready)
+    return ready["image"] if forward.draw_latents is None else forward.draw_latents(ready)
 
 
 def psnr_of_mean(folder: Path) -> float:

@@ -75,7 +75,7 @@ def test_a_bad_file_is_counted_and_gives_exit_code_1(
         (("RUN", "RUN/checkpoints"), "no readable file in it"),
         (("RUN", "RUN/data", "--csv", "RUN/config.yaml"), "exists already"),
         (("RUN", "RUN/data", "--csv", "RUN/gone/a.csv"), "cannot be written"),
-        (("RUN", "RUN/data", "--tile", "100"), "--tile 100 means nothing for resnet18"),
+        (("RUN", "RUN/data", "--tile", "100"), "resnet18 has no option --tile 100"),
         (("RUN", "RUN/data", "--precision", "fp7"), "unknown precision 'fp7'"),
     ],
 )

@@ -43,7 +43,7 @@ from halfstep.guide.suggest import (
     make_suggestions,
 )
 from halfstep.guide.trial import Trial, Trials, measure_trial
-from halfstep.hardware.facts import Hardware, Measurement
+from halfstep.hardware.device_facts import Hardware, Measurement
 from halfstep.hardware.gpus import look_up_gpu
 from halfstep.hardware.memory import LiveBytes
 from halfstep.precision.advice import EXAMPLE_SAMPLE_BYTES

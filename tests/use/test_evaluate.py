@@ -106,7 +106,7 @@ def test_full_size_scores_the_very_masks_that_predict_writes(unet: Path, tmp_pat
 
 
 def test_full_size_is_refused_where_it_means_nothing(unet: Path, resnet: Path) -> None:
-    with pytest.raises(ConfigError, match="--full-size means nothing for resnet18"):
+    with pytest.raises(ConfigError, match="resnet18 has no option --full-size"):
         evaluated(resnet, options={"full_size": True})
     with pytest.raises(ConfigError, match="--batch-size 4 means nothing with --full-size"):
         evaluated(unet, options={"full_size": True}, batch_size=4)

@@ -202,9 +202,9 @@ def test_the_number_of_classes_shown_is_five_or_what_was_asked_for(resnet: Path,
 
 
 def test_wishes_for_another_kind_of_workload_are_refused(unet: Path, resnet: Path, large: Path) -> None:
-    with pytest.raises(ConfigError, match="--tile 64 means nothing for resnet18"):
+    with pytest.raises(ConfigError, match="resnet18 has no option --tile 64"):
         predicted(resnet, large, tile=64)
-    with pytest.raises(ConfigError, match="--top-k 3 means nothing for unet"):
+    with pytest.raises(ConfigError, match="unet has no option --top-k 3"):
         predicted(unet, large, top_k=3)
 
 

@@ -65,14 +65,14 @@ def test_validation_sees_every_bucket_of_timesteps_with_noise_fixed_by_sample(nu
 def test_classes_and_captions_are_dropped_by_the_key(tmp_path: Path) -> None:
     classes = ClassConditions(["cat", "dog"])
     label = torch.zeros(1000, dtype=torch.int64)
-    dropped = classes.dropped({"label": label}, key=Key.for_training(0, 1), share=0.3)["label"]
+    dropped = classes.drop({"label": label}, key=Key.for_training(0, 1), share=0.3)["label"]
     assert 0.2 < float((dropped == 2).float().mean()) < 0.4
-    assert torch.equal(classes.nothing(2, CPU)["label"], torch.tensor([2, 2]))
+    assert torch.equal(classes.make_empty(2, CPU)["label"], torch.tensor([2, 2]))
     text = open_text(str(text_folder(tmp_path / "text")))
     tokens = text.tokens(["a red disc", "a blue cross"])
-    told = text.dropped({"tokens": tokens}, key=Key.for_training(0, 1), share=1.0)["tokens"]
-    assert torch.equal(told, text.nothing(2, CPU)["tokens"])
-    states = text.keywords({"tokens": tokens})["encoder_hidden_states"]
+    told = text.drop({"tokens": tokens}, key=Key.for_training(0, 1), share=1.0)["tokens"]
+    assert torch.equal(told, text.make_empty(2, CPU)["tokens"])
+    states = text.make_keywords({"tokens": tokens})["encoder_hidden_states"]
     assert states.shape == (2, text.length, text.text_dim)
     assert not states.requires_grad
     with pytest.raises(ModelError, match=r"text_encoder/ in it"):

@@ -59,7 +59,7 @@ def test_a_file_that_cannot_be_imported_is_named_with_the_line(
         ("json:dumps", "json:dumps cannot be called as build"),
         ("tiny_workload:Samples", "cannot be called as build"),
         ("operator:add_to_nothing", "operator has no function 'add_to_nothing'"),
-        ("gives_none:build", "gives_none:build gives a NoneType, not a Workload"),
+        ("gives_none:build", "gives_none:build returns a NoneType, not a Workload"),
         ("of_torch:build", "train_samples of of_torch:build: a list without __len__ or sample(index, *, key)"),
         ("of_torch:counts", "metrics of of_torch:counts: a dict without compute, state_dict, load_state_dict"),
         ("tiny_workloda:build", "workload 'tiny_workloda:build' cannot be imported"),

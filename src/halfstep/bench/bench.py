@@ -26,7 +26,7 @@ from halfstep.bench.problem import (
 )
 from halfstep.data.prefetch import prefetch
 from halfstep.errors import HardwareError, PrecisionError, TrainingStopped
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.models.first_values import skip_first_values
 from halfstep.precision.decide import explain_simulation
 from halfstep.precision.ladder import explain_lack

@@ -28,7 +28,7 @@ from halfstep.bench.step_profile import (
     wake_profiler,
 )
 from halfstep.errors import ConfigError, HardwareError
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.report.tables import make_columns_table, make_pairs_table
 from halfstep.run.assemble import decide_plan
 from halfstep.tune.channels_last import wants_channels_last

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from halfstep.bench.problem import Problem, Runner, StatedRow
     from halfstep.bench.record import Record
     from halfstep.config.load import Loaded
-    from halfstep.hardware.facts import Hardware
+    from halfstep.hardware.device_facts import Hardware
 
 
 WHAT, OUTPUT = "What is measured", "Output"

@@ -19,29 +19,29 @@ from halfstep.errors import DataError
 
 SIDE = 32
 ROW_BYTES = 1 + 3 * SIDE * SIDE
-"""A label, then the red, green and blue planes."""
+"""One label, then the red, green and blue planes."""
 FOLDER = "cifar-10-batches-bin"
 NAMES_FILE = "batches.meta.txt"
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
 def find_cifar_folder(root: Path) -> Path | None:
-    """The folder with the binary batches, at `root` or in the one its archive makes; None where there is none."""
+    """Return the folder with the binary batches, `root` or the one its archive creates in it; None if there is none."""
     return next((folder for folder in (root, root / FOLDER) if any(folder.glob("data_batch_*.bin"))), None)
 
 
 def read_cifar(folder: Path) -> tuple[tuple[str, ...], StoredImages, StoredImages]:
-    """Class names, training images and test images."""
+    """Return class names, training images and test images."""
     train, test = read_cifar_planes(folder)
     return _read_class_names(folder), _to_stored_images(*train), _to_stored_images(*test)
 
 
 Planes = tuple[torch.Tensor, torch.Tensor]
-"""Pixels as they are stored, channels first, and labels."""
+"""Pixels as stored, channels first, and labels."""
 
 
 def read_cifar_planes(folder: Path) -> tuple[Planes, Planes]:
-    """Training and test images, whose pixels lie in the files' own rows."""
+    """Return training and test images as views of the files' rows."""
     train, test = sorted(folder.glob("data_batch_*.bin")), folder / "test_batch.bin"
     if not test.is_file():
         raise DataError(f"no test_batch.bin in {folder}", fix="unpack the whole archive: cifar-10-binary.tar.gz")
@@ -79,20 +79,20 @@ def _read_class_names(folder: Path) -> tuple[str, ...]:
 
 
 FOLDERS = (".", "raw", "MNIST/raw", "FashionMNIST/raw", "KMNIST/raw")
-"""Where torchvision puts them, below the folder it was given."""
+"""Where torchvision puts the files, below the folder it was given."""
 TRAIN, TEST = "train", "t10k"
 BYTES = 8
-"""The format's number for unsigned bytes."""
+"""The idx format's code for unsigned bytes."""
 FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 
 
 def find_idx_folder(root: Path) -> Path | None:
-    """The folder with the files; None where there is none."""
+    """Return the folder with the idx files; None if there is none."""
     return next((root / name for name in FOLDERS if _find_idx_file(root / name, TRAIN, "images", 3) is not None), None)
 
 
 def read_idx(folder: Path) -> tuple[tuple[str, ...], StoredImages, StoredImages]:
-    """Class names (the digits), training images and test images."""
+    """Return class names (the digits), training images and test images."""
     train, test = (_read_idx_images(folder, part) for part in (TRAIN, TEST))
     num_classes = int(train.labels.max()) + 1
     if int(test.labels.max()) >= num_classes:
@@ -103,7 +103,7 @@ def read_idx(folder: Path) -> tuple[tuple[str, ...], StoredImages, StoredImages]
 
 
 def find_idx_titles(folder: Path) -> dict[str, str]:
-    """Names of Fashion-MNIST's classes, which its files lack; its folder is called so."""
+    """Return the names of Fashion-MNIST's classes, which its files lack, if the folder's name says Fashion-MNIST."""
     is_fashion = any("fashion" in part.lower() for part in folder.absolute().parts[-2:])
     return {str(number): title for number, title in enumerate(FASHION)} if is_fashion else {}
 

@@ -39,32 +39,32 @@ UNREADABLE = (
 )
 
 TRAIN_NAMES, VALIDATION_NAMES = ("train", "training"), ("val", "valid", "validation", "test")
-"""Folders, files or shards of the two parts, in the order they are looked for."""
+"""Names of the two splits' folders, files or shards, in the order of preference."""
 OnBadFile = Literal["error", "skip"]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class BadFiles:
-    """Collects what is wrong with single files: the first one is raised, or all are left out and counted."""
+    """Collect problems with single files: raise the first one, or leave all such files out and count them."""
 
     def __init__(self, mode: OnBadFile) -> None:
         self.mode = mode
         self.skipped: list[DataError] = []
 
     def report(self, error: DataError) -> None:
-        """Raise `error`, or note that its file is left out."""
+        """Raise `error`, or record that its file is left out."""
         if self.mode == "error":
             raise error
         self.skipped.append(error)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should read of those that are left out."""
+        """Notes for the user about the files left out."""
         return tuple(f"left out: {error.what}" + (f" ({error.why})" if error.why else "") for error in self.skipped)
 
     def refuse_empty_validation(self, num_before: int, num_left: int) -> None:
-        """Without its validation a run has no best checkpoint and never stops early: not a thing to happen unseen."""
+        """Raise if no validation file is left: the run would have no best checkpoint and never stop early."""
         if num_before and not num_left:
             raise DataError(
                 f"no usable file is left for validation: all {num_before} were left out",
@@ -90,7 +90,7 @@ ELSEWHERE = "name a file elsewhere: data.cache_file=FILE (pack: --out FILE)"
 
 
 def check_free_space(path: Path, num_bytes: int, what: str) -> None:
-    """A cache that cannot be written, or has no room, where it is to be."""
+    """Raise if a cache cannot be written at `path`, or the disk has no room for it."""
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise DataError(f"cannot write {path}", why="no such folder, or not writable", fix=ELSEWHERE)
     free = get_free_bytes(path.parent)
@@ -103,7 +103,7 @@ def check_free_space(path: Path, num_bytes: int, what: str) -> None:
 
 @contextmanager
 def explain_full_disk(path: Path, what: str) -> Iterator[None]:
-    """A disk or a quota that is spent while a cache is written inside."""
+    """Turn an OSError while a cache is written (full disk, quota) into an error that names the cache."""
     try:
         yield
     except OSError as error:
@@ -115,7 +115,7 @@ def explain_full_disk(path: Path, what: str) -> Iterator[None]:
 
 
 def run_in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result | DataError]:
-    """`work` on every item, or what is wrong with it, in order; Pillow decodes without the interpreter's lock."""
+    """Return, in order, `work` of every item or its DataError; Pillow decodes without the interpreter's lock."""
 
     def attempt(item: Item) -> Result | DataError:
         try:
@@ -133,7 +133,7 @@ def num_held_out(num_items: int, fraction: float) -> int:
 
 
 def split_off(items: Sequence[Item], fraction: float, seed: int | str) -> tuple[list[Item], list[Item]]:
-    """Training and validation parts: the same for the same items and seed, at least one in each where it can be."""
+    """Return training and validation items: the same for the same items and seed, at least one in each if possible."""
     num = num_held_out(len(items), fraction)
     chosen = set(random.Random(seed).sample(range(len(items)), num))
     train = [item for place, item in enumerate(items) if place not in chosen]
@@ -182,12 +182,12 @@ def describe_content(folder: Path) -> str:
 
 
 def natural_key(name: str) -> list[tuple[int, str]]:
-    """Sort key in which numbers count as numbers."""
+    """Return a sort key that compares digits as numbers."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def load_array(path: Path) -> Array:
-    """The values of an array file as they are, without unpickling code; a corrupt file is named."""
+    """Return the values of an array file unchanged, without unpickling code; an error names a corrupt file."""
     try:
         if path.suffix.lower() == ".npy":
             # Mapped, so that asking for the shape alone reads the header alone.
@@ -218,7 +218,7 @@ def _explain_torch_load(path: Path, error: Exception) -> DataError:
 
 
 def make_unreadable_error(path: Path, error: BaseException) -> DataError:
-    """The error for a file that is corrupt, truncated or not what its ending says."""
+    """Return the error for a file that is corrupt, truncated or not what its extension says."""
     why = summarise_error(error).replace(str(path), path.name)
     return DataError(
         f"cannot read {path}", why=why, fix="replace the file, or leave bad files out: data.on_bad_file=skip"
@@ -226,14 +226,14 @@ def make_unreadable_error(path: Path, error: BaseException) -> DataError:
 
 
 def list_some(names: Iterable[object], count: int = 5) -> str:
-    """A few names for an error message, and how many more there are."""
+    """Return a few names for an error message, and how many more there are."""
     listed = [str(name) for name in names]
     return ", ".join(listed[:count]) + (f" and {len(listed) - count} more" if len(listed) > count else "")
 
 
 @contextmanager
 def create_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `folder` at the end and vanishes on any error; none may be there."""
+    """Yield a folder to write into; it becomes `folder`, which must not exist, and vanishes on any error."""
     if folder.exists():
         raise DataError(f"{folder} exists already", why="demo data never overwrite anything", fix="another --out")
     with atomic_folder(folder, flushes=False) as unfinished:  # thousands of files that can be made again

@@ -41,21 +41,21 @@ KAGGLE_TRAIN, KAGGLE_VALIDATION, KAGGLE_TITLES = "train.X[0-9]*", "val.X*", "Lab
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FolderLayout:
-    """Names and split where they are not the usual ones; an empty name means any of the common ones."""
+    """Folder names and split settings; an empty name means any of the common ones."""
 
     train: str = ""
     val: str = ""
     val_fraction: float = 0.1
-    """Share of each class that is held out where there is no validation folder; 0 holds out nothing."""
+    """Share of each class held out if there is no validation folder; 0 holds out nothing."""
     seed: int = 0
     label_column: str = ""
-    """Of a metadata table; empty: the first of `label_columns`."""
+    """Column of a metadata table; empty: the first of `label_columns` that exists."""
     label_columns: tuple[str, ...] = LABEL_COLUMNS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listing:
-    """Picture files and their classes' numbers."""
+    """Picture files and their class numbers."""
 
     paths: tuple[Path, ...] = ()
     labels: tuple[int, ...] = ()
@@ -64,36 +64,36 @@ class Listing:
         return len(self.paths)
 
     def name_of(self, index: int) -> str:
-        """Class folder and file."""
+        """Return class folder and file name."""
         path = self.paths[index]
         return make_printable(f"{path.parent.name}/{path.name}")
 
     def without(self, bad: set[Path]) -> Listing:
-        """The same but for some files."""
+        """Return the listing without some files."""
         kept = [(p, label) for p, label in zip(self.paths, self.labels, strict=True) if p not in bad]
         return Listing(paths=tuple(p for p, _ in kept), labels=tuple(label for _, label in kept))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageFolder:
-    """What a data folder holds."""
+    """The pictures of a data folder, by split."""
 
     root: Path
     classes: tuple[str, ...]
     train: Listing
     val: Listing
     titles: Mapping[str, str] = field(default_factory=dict)
-    """Readable names of classes, where the folder brings them."""
+    """Readable class names, if the folder provides them."""
     val_source: str = ""
-    """Which folder validation comes from, or which share of training."""
+    """The folder that validation comes from, or the share of training."""
     has_table: bool = False
-    """Whether a table, and not the folders, says which picture is of which class."""
+    """Whether a table, not the folders, assigns the classes."""
 
 
 def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) -> ImageFolder:
-    """Every picture of a data folder with its class and split; nothing is decoded.
+    """Find every picture of a data folder with its class and split; nothing is decoded.
 
-    `known` are the classes of a model that is only evaluated: the folder may hold some of them.
+    `known` are the classes of a model that is only evaluated: the folder may hold a subset of them.
     """
     require_folder(root)
     train_folders, val_folders = find_split_folders(root, layout)
@@ -128,7 +128,7 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
 
 
 def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:
-    """Refuse data whose classes are not those that a model was trained on, naming the difference."""
+    """Raise if the data's classes differ from those a model was trained on, naming the difference."""
     if tuple(trained) == tuple(found):
         return
     missing, extra = [c for c in trained if c not in found], [c for c in found if c not in trained]
@@ -142,7 +142,7 @@ def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:
 
 
 def _refuse_masks(root: Path) -> None:
-    """Images and their masks in two folders look like two classes."""
+    """Raise for a folder of images and a folder of masks, which look like two classes."""
     if names := find_pair_folders(root):
         raise DataError(
             f"{root} holds images and masks ({names}), not classes",
@@ -153,7 +153,7 @@ def _refuse_masks(root: Path) -> None:
 
 
 def find_split_folders(root: Path, layout: FolderLayout) -> tuple[list[Path], list[Path]]:
-    """Where training and validation pictures lie; the whole folder, and none, where it is not divided."""
+    """Return the training and validation folders; the whole folder and none if it is not split."""
     if not (layout.train or layout.val) and (parts := sorted(root.glob(KAGGLE_TRAIN))):
         return parts, sorted(root.glob(KAGGLE_VALIDATION))
     train, val = (
@@ -237,14 +237,14 @@ def _read_titles(root: Path) -> dict[str, str]:
 
 
 END_BYTES = 4096
-"""Cameras and editors append up to this much after the picture's end marker."""
+"""Cameras and editors append up to this many bytes after the picture's end marker."""
 
 
 def check_images(folder: ImageFolder, *, bad_files: BadFiles) -> ImageFolder:
-    """The folder without its bad files, each of which is reported.
+    """Return the folder without its bad files, each of which is reported.
 
-    To stop at the first bad file, headers and ends of files are enough: they show what is not a picture and what was
-    cut short. To leave bad files out, every one is decoded, since only that finds them all.
+    To stop at the first bad file, headers and file ends are enough: they reveal non-pictures and truncated files. To
+    leave bad files out, every file is decoded, since only that finds them all.
     """
     paths = folder.train.paths + folder.val.paths
     outcomes = run_in_threads(check_picture if bad_files.mode == "skip" else check_header_and_end, paths)
@@ -269,7 +269,7 @@ def refuse_lost_classes(classes: Sequence[str], labels: Sequence[int], *, why: s
 
 
 def check_header_and_end(path: Path) -> None:
-    """Refuse what is not a picture or ends too early, without decoding the others."""
+    """Raise for a file that is not a picture or is truncated; decode only suspicious ones."""
     with open_picture(path), path.open("rb") as file:
         start = file.read(12)
         length = file.seek(0, os.SEEK_END)

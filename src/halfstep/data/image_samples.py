@@ -35,13 +35,13 @@ from halfstep.data.loader import make_shared_bytes
 from halfstep.errors import make_printable
 
 ATTEMPTS = 10
-"""Boxes tried before the largest one of an allowed ratio, which panoramas get; as torchvision does."""
+"""Boxes tried before falling back to the largest box of an allowed ratio (for panoramas), as torchvision does."""
 GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CropRange:
-    """How large and how wide the random crops are: the values of Szegedy et al. 2015, used for ImageNet since."""
+    """Area and aspect ratio of random crops: the values of Szegedy et al. 2015, used for ImageNet since."""
 
     area: tuple[float, float] = (0.08, 1.0)
     """Share of the image's area."""
@@ -50,7 +50,7 @@ class CropRange:
 
 
 def draw_boxes(sizes: Array, spec: CropRange, *, seed: int, epoch: int, indices: Array) -> Array:
-    """Boxes (N, 4) as left, top, right, bottom in whole pixels, inside images of sizes (N, 2) as width, height."""
+    """Draw boxes (N, 4) as left, top, right, bottom in whole pixels, inside images of sizes (N, 2) as width, height."""
     draws = draw_uniform(seed, epoch, indices, count=2 * ATTEMPTS + 2)
     width, height = sizes[:, 0].astype(np.float64), sizes[:, 1].astype(np.float64)
     side = np.sqrt(_scale_to(draws[:, :ATTEMPTS], *spec.area) * (width * height)[:, None])
@@ -71,14 +71,14 @@ def draw_boxes(sizes: Array, spec: CropRange, *, seed: int, epoch: int, indices:
 
 
 def make_centre_boxes(sizes: Array, share: float) -> Array:
-    """Centred squares (N, 4) whose side is `share` of the shorter side: resize and centre crop in one box."""
+    """Return centred squares (N, 4) with `share` of the shorter side: resize and centre crop in one box."""
     half = share * sizes.min(axis=1, keepdims=True) / 2
     middle = sizes / 2
     return np.concatenate([middle - half, middle + half], axis=1).astype(np.float32)
 
 
 def draw_uniform(seed: int, epoch: int, indices: Array, *, count: int) -> Array:
-    """Numbers (N, count) in [0, 1), each row a function of (seed, epoch, index) alone."""
+    """Draw numbers (N, count) in [0, 1), each row a function of (seed, epoch, index) alone."""
     rows = _mix(_hash_key(seed, epoch) ^ np.asarray(indices).astype(np.uint64))
     bits: Array = _mix(rows[:, None] + _make_steps(count)) >> np.uint64(11)  # 53 bits, a float64's whole mantissa
     return bits * 2.0**-53
@@ -115,18 +115,18 @@ class StoredImages:
     """(N, 2): width and height of the original images."""
     labels: Tensor
     names: tuple[str, ...] = ()
-    """The files they were made of, where they were files."""
+    """The files they were made from, if any."""
 
     def __len__(self) -> int:
         return len(self.pixels)
 
     def name_of(self, index: int) -> str:
-        """The file that image `index` was made of; empty where there is none."""
+        """Return the file that image `index` was made from; empty if there is none."""
         return make_printable(self.names[index]) if self.names else ""
 
 
 class _StoredSamples:
-    """Samples of stored images by index, each as its batch has it."""
+    """Samples of stored images by index; subclasses make whole batches."""
 
     images: StoredImages
 
@@ -144,7 +144,7 @@ class _StoredSamples:
 
 
 class TrainingImages(_StoredSamples):
-    """Whole stored images with the `box` that (seed, epoch, index) draws: `image` (S, S, 3) bytes, `box`, `label`."""
+    """Whole stored images with the `box` drawn from (seed, epoch, index): `image` (S, S, 3) bytes, `box`, `label`."""
 
     def __init__(self, images: StoredImages, *, crops: CropRange | None = None) -> None:
         self.images, self.crops = images, crops or CropRange()
@@ -158,7 +158,7 @@ class TrainingImages(_StoredSamples):
 
 
 class EvaluationImages(_StoredSamples):
-    """The middle of stored centre squares, `share` of a side; with a `box` where it is not `size` pixels already."""
+    """The centre of stored squares, `share` of a side; with a `box` unless it has exactly `size` pixels."""
 
     def __init__(self, images: StoredImages, *, size: int, share: float = 0.875) -> None:
         self.images, side = images, images.pixels.shape[1]
@@ -176,23 +176,24 @@ class EvaluationImages(_StoredSamples):
 
 
 def gather_images(pixels: Tensor, indices: Tensor) -> Tensor:
-    """Those images, straight into pinned memory where CUDA is in use: to pin them later would copy them again."""
+    """Gather images by index, straight into pinned memory if CUDA is in use: pinning later would copy them again."""
     room = torch.empty(len(indices), *pixels.shape[1:], dtype=pixels.dtype, pin_memory=torch.cuda.is_initialized())
     return torch.index_select(pixels, 0, indices, out=room)
 
 
 def take_first(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The only sample of a batch of one."""
+    """Return the only sample of a batch of one."""
     return {name: tensor[0] for name, tensor in batch.items()}
 
 
 PIXELS_PER_READING = 1.5
-"""Most stored pixels that one bilinear reading may stand for; from 2 on it would miss some."""
+"""Largest number of stored pixels per bilinear reading; from 2 on, pixels would be skipped."""
 REDUCING_GAP = 2.0
-"""Pillow shrinks by whole factors first while this many times the wanted pixels are left; its documented safe value."""
+"""Pillow shrinks by whole factors first while this many times the wanted pixels are left (its documented safe value).
+"""
 
 OPEN_AT_ONCE = 16
-"""Pictures whose sizes are read before their crops are drawn together; far below any limit on open files."""
+"""Pictures opened together to draw their crops at once; far below any limit on open files."""
 
 
 class _FileSamples:
@@ -209,7 +210,7 @@ class _FileSamples:
 
 
 class TrainingFiles(_FileSamples):
-    """Random crops: `image` (canvas, canvas, 3) bytes, `box` the part that counts, `label`."""
+    """Random crops: `image` (canvas, canvas, 3) bytes, `box` with the valid area, `label`."""
 
     def __init__(self, listing: Listing, *, size: int, crops: CropRange | None = None) -> None:
         self.listing, self.size, self.crops = listing, size, crops or CropRange()
@@ -217,11 +218,11 @@ class TrainingFiles(_FileSamples):
         self.canvas = int(size * PIXELS_PER_READING)
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        """The crop of image `index` that (seed, epoch, index) draws."""
+        """Return the crop of image `index` drawn from (seed, epoch, index)."""
         return take_first(self.filled([index], seed=key[0], epoch=key[1]))
 
     def filled(self, indices: Sequence[int], *, seed: int, epoch: int) -> dict[str, Tensor]:
-        """Many samples at once, each the same as alone."""
+        """Return many samples at once, each equal to `sample`."""
         image = make_shared_bytes(len(indices), self.canvas, self.canvas, 3)
         boxes = np.empty((len(indices), 4), dtype=np.float32)
         for start in range(0, len(indices), OPEN_AT_ONCE):
@@ -239,7 +240,7 @@ class TrainingFiles(_FileSamples):
                 picture.close()  # its pixels may be many
 
     def _crop(self, picture: Picture, box: Array, canvas: Array) -> tuple[float, float, float, float]:
-        """Put the part of a picture into the corner of a canvas, and say which pixels of that it is exactly."""
+        """Copy a crop into the corner of a canvas and return its exact box there, in fractions of pixels."""
         image, (left, top, right, bottom) = decode_for_crop(picture, box, self.size)
         x, y = math.floor(left), math.floor(top)
         part = image.crop((x, y, min(math.ceil(right), image.width), min(math.ceil(bottom), image.height)))
@@ -259,21 +260,21 @@ class EvaluationFiles(_FileSamples):
         self.listing, self.size, self.share = listing, size, share
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        """The centre of image `index`; nothing is random."""
+        """Return the centre of image `index`; nothing is random."""
         with open_picture(self.listing.paths[index]) as picture:
             pixels = crop_centre(picture, self.size, self.share)
         return {"image": torch.from_numpy(pixels), "label": torch.tensor(self.listing.labels[index])}
 
 
 def crop_centre(picture: Picture, size: int, share: float) -> Array:
-    """The middle of a picture at (size, size): a square of `share` of the shorter side."""
+    """Return the centre square of a picture at (size, size); its side is `share` of the shorter side."""
     (box,) = make_centre_boxes(np.array([picture.size]), share)
     image, box = decode_for_crop(picture, box, size)
     return np.array(shrink_crop(image, box, size))
 
 
 def decode_for_crop(picture: Picture, box: Array, size: int) -> tuple[Image.Image, Array]:
-    """The picture at the smallest scale at which the box still has `size` pixels per side, and the box there."""
+    """Decode at the smallest scale at which the box still has `size` pixels per side; return image and scaled box."""
     sides = box[2:] - box[:2]
     image = picture.to_rgb(reduction=float(sides.min()) / size)
     if image.size == picture.size:
@@ -283,7 +284,7 @@ def decode_for_crop(picture: Picture, box: Array, size: int) -> tuple[Image.Imag
 
 
 def shrink_crop(image: Image.Image, box: Array, size: int) -> Image.Image:
-    """The box of an image at (size, size), antialiased."""
+    """Return the box of an image at (size, size), antialiased."""
     left, top, right, bottom = (float(edge) for edge in box)
     inside = (max(left, 0), max(top, 0), min(right, image.width), min(bottom, image.height))
     return image.resize((size, size), Image.Resampling.BILINEAR, box=inside, reducing_gap=REDUCING_GAP)

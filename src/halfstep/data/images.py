@@ -26,7 +26,7 @@ from halfstep.data.files import ARRAYS, UNREADABLE, Array, list_some, load_array
 from halfstep.errors import DataError, format_count
 
 Kind = Literal["uint8", "uint16", "raw"]
-"""raw: floats and wide integers, whose scale the data set as a whole decides."""
+"""raw: floats and wide integers, whose scale depends on the whole data set."""
 
 COLOUR_CHANNELS = (1, 3, 4)
 SIXTEEN_BIT_MODES = ("I;16", "I;16B", "I;16L", "I;16N")
@@ -35,17 +35,17 @@ LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # ITU-R 601, as Pillow
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageFacts:
-    """What the header says, without decoding pixels."""
+    """What an image's header says, without decoding pixels."""
 
     size: tuple[int, int]
     """Height and width."""
     channels: int
-    """1 for gray, 3 for colour (transparency aside), an array's own count."""
+    """1 for gray, 3 for colour (ignoring transparency), or an array's own count."""
     kind: Kind
 
 
 def read_image_facts(path: Path) -> ImageFacts:
-    """Size and kind of an image or mask file."""
+    """Return size, channels and kind of an image or mask file."""
     if path.suffix.lower() in ARRAYS:
         array = move_channels_last(load_array(path), path)
         channels = 3 if array.shape[2] == 4 else array.shape[2]
@@ -92,7 +92,7 @@ def to_bytes(pixels: Array) -> Array:
 # odd file must not change how every other image is read. Such values are named, and kept as they are.
 
 USUAL = 0.999
-"""Share of a file's values that is typical; the rest may be outliers."""
+"""Share of a file's values considered typical; the rest may be outliers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,17 +106,17 @@ class RawRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawScale:
-    """What the raw images of a data set are divided by, and why."""
+    """The divisor for the raw images of a data set, and why."""
 
     scale: float
     usual: float
-    """The typical file's."""
+    """The typical file's largest usual value."""
     limit: float
     """Larger values are outliers."""
 
 
 def measure_raw_range(path: Path) -> RawRange:
-    """Measure a raw image, for the data set's scale."""
+    """Measure a raw image, to choose the data set's scale."""
     array = _require_finite(_decode(path)[0], path)
     values = array[array != 0]
     if not values.size:
@@ -131,10 +131,10 @@ def measure_raw_range(path: Path) -> RawRange:
 
 
 def choose_scale(ranges: Iterable[RawRange]) -> RawScale:
-    """Decide the scale of a data set by its median file.
+    """Choose the scale of a data set by its median file.
 
-    Negative values: normalised, kept as they are. About 0..1, overshoots included: kept. Up to 255: bytes stored as
-    floats. Else the largest value that is not an outlier becomes 1.
+    Negative values: normalised data, kept unchanged. About 0..1, overshoots included: unchanged. Up to 255: bytes
+    stored as floats. Otherwise the largest value that is not an outlier becomes 1.
     """
     seen = [one for one in ranges if one.largest]
     if not seen:
@@ -152,7 +152,7 @@ def choose_scale(ranges: Iterable[RawRange]) -> RawScale:
 
 
 def describe_outliers(ranges: Mapping[Path, RawRange], limit: float) -> list[str]:
-    """Name the files with values beyond `limit`."""
+    """Return a note naming the files with values beyond `limit`."""
     beyond = [path for path, one in ranges.items() if one.largest > limit]
     if not beyond:
         return []
@@ -165,7 +165,7 @@ def describe_outliers(ranges: Mapping[Path, RawRange], limit: float) -> list[str
 
 
 def _require_finite(array: Array, path: Path) -> Array:
-    """Raw values as float32; NaN and infinity are refused."""
+    """Return raw values as float32; raise for NaN and infinity."""
     with np.errstate(over="ignore"):  # a float64 too large for float32 becomes infinite and is counted
         array = array.astype(np.float32)
     num_bad = array.size - int(np.isfinite(array).sum())
@@ -179,7 +179,7 @@ def _require_finite(array: Array, path: Path) -> Array:
 
 
 def resize_image(image: Array, size: tuple[int, int]) -> Array:
-    """Bicubic, with antialiasing when shrinking; floats stay inside the range they had."""
+    """Resize bicubically, with antialiasing when shrinking; floats stay inside their range."""
     if image.shape[:2] == size:
         return image
     planes = [
@@ -191,7 +191,7 @@ def resize_image(image: Array, size: tuple[int, int]) -> Array:
 
 
 def move_channels_last(array: Array, path: Path) -> Array:
-    """An array file's (H, W), (H, W, C) or (C, H, W) as (H, W, C)."""
+    """Return an array file's (H, W), (H, W, C) or (C, H, W) as (H, W, C)."""
     if array.ndim == 2:
         return array[..., None]
     if array.ndim == 3 and array.shape[0] in COLOUR_CHANNELS and array.shape[2] not in COLOUR_CHANNELS:
@@ -253,14 +253,14 @@ def _convert_channels(array: Array, channels: int, path: Path) -> Array:
 
 
 ORIENTATION = 0x0112
-"""The EXIF tag; values 5 to 8 turn the picture by a quarter."""
+"""EXIF tag; values 5 to 8 rotate the picture by a quarter turn."""
 JPEG_REDUCTIONS = (8, 4, 2)
 MAX_PIXELS = 178_956_970
-"""Pillow's own limit of a decompression bomb: a file of a few kilobytes may claim gigabytes of pixels."""
+"""Pillow's limit against decompression bombs: a file of a few kilobytes may claim gigabytes of pixels."""
 
 
 class Picture:
-    """An open picture file: `size` is known at once, pixels are decoded by `to_rgb`."""
+    """An open picture file: `size` is known at once, `to_rgb` decodes the pixels."""
 
     def __init__(self, path: Path, image: Image.Image) -> None:
         self.path, self._image = path, image
@@ -271,11 +271,11 @@ class Picture:
         """Width and height as the picture is meant to be seen."""
 
     def close(self) -> None:
-        """Let go of file and pixels."""
+        """Release file and pixels."""
         self._image.close()
 
     def to_rgb(self, *, reduction: float = 1.0) -> Image.Image:
-        """All pixels, upright; up to `reduction` times smaller where the file can be decoded so."""
+        """Return all pixels, upright, up to `reduction` times smaller if the file can be decoded so."""
         try:
             factor = next((k for k in JPEG_REDUCTIONS if k <= reduction), 1)
             if factor > 1 and self._image.format == "JPEG":
@@ -288,7 +288,7 @@ class Picture:
 
 @contextmanager
 def open_picture(path: Path) -> Iterator[Picture]:
-    """Read the header of a picture file; what is not a picture, or too large to be safe, is an error that names it."""
+    """Read the header of a picture file; a file that is no picture, or too large to be safe, is an error naming it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # half the limit below
@@ -310,7 +310,7 @@ def open_picture(path: Path) -> Iterator[Picture]:
 
 
 def check_picture(path: Path) -> None:
-    """Decode every pixel, at the smallest scale: only that finds every broken file."""
+    """Decode every pixel at the smallest scale: only that finds every broken file."""
     with open_picture(path) as picture:
         picture.to_rgb(reduction=math.inf)
 

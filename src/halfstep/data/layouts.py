@@ -34,14 +34,14 @@ ID, ANY_FOLDERS = "{id}", "**"
 
 @dataclass(frozen=True, slots=True)
 class NamePattern:
-    """Which files below a folder count, and the id of each."""
+    """A pattern of file names below a folder; it yields the id of each match."""
 
     text: str
     ending: str = ""
-    """The only ending that counts, in lower case; empty: any readable one."""
+    """The only extension that counts, in lower case; empty: any readable one."""
 
     def with_ending(self, ending: str) -> NamePattern:
-        """The same names with one ending, unless the pattern names its own; a leading dot may be missing."""
+        """Return the pattern with one extension, unless it names its own; the leading dot may be missing."""
         wanted = f".{ending.lower().lstrip('.')}" if ending and not self._own_ending else self.ending
         return replace(self, ending=wanted)
 
@@ -53,7 +53,8 @@ class NamePattern:
         return "/".join(parts[:fixed]) or "."
 
     def find(self, root: Path) -> dict[str, list[Path]]:
-        """All that fit by id, in natural order; several of one id differ in their ending, or in what `*` is."""
+        """Return all matches by id, in natural order; several files of one id differ in extension or in what `*`
+        matches."""
         files = sorted(self.iterate(root), key=lambda one: natural_key(one[1].relative_to(root).as_posix()))
         by_id: dict[str, list[Path]] = {}
         for name, path in files:
@@ -61,7 +62,7 @@ class NamePattern:
         return by_id
 
     def iterate(self, root: Path) -> Iterator[tuple[str, Path]]:
-        """Ids and paths as the folders list them."""
+        """Yield ids and paths in the order of the file system."""
         *folders, last = self.text.removesuffix("/").split("/")
         wants_folder = self.text.endswith("/")
         for above, name, folder in _walk_folders(root, folders, "", None):
@@ -84,7 +85,7 @@ class NamePattern:
 def _walk_folders(
     folder: Path, parts: list[str], above: str, name: str | None
 ) -> Iterator[tuple[str, str | None, Path]]:
-    """The folders that fit the pattern's folders: what `**` stood for, the id if it is known by then, the folder."""
+    """Yield matching folders as (what `**` matched, the id if already known, the folder)."""
     if not parts:
         yield above, name, folder
         return
@@ -102,7 +103,7 @@ def _walk_folders(
 
 
 def _list_entries(folder: Path, part: str) -> list[Path]:
-    """What lies in a folder, hidden files aside; one entry where the pattern's part is a plain folder name."""
+    """Return a folder's visible entries; a single one if the pattern's part is a plain folder name."""
     if part in ("", "."):
         return [folder]
     if not _is_variable(part) and (folder / part).is_dir():
@@ -111,7 +112,7 @@ def _list_entries(folder: Path, part: str) -> list[Path]:
 
 
 def _match_part(part: str, name: str, known: str | None) -> str | None:
-    """The id that makes a name fit a part of the pattern (empty where the part has none), or None."""
+    """Return the id that makes a name match a part of the pattern (empty if the part has none), or None."""
     if part in ("", "."):
         return known or ""
     if not _is_variable(part):
@@ -144,13 +145,13 @@ def _find_stem(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairNames:
-    """Patterns of one part's images and masks; of several for the masks, the first that fits an image counts."""
+    """Patterns for the images and masks of one split; the first mask pattern that matches an image counts."""
 
     images: str
     masks: tuple[str, ...]
 
     def in_short(self) -> tuple[str, str]:
-        """Images and masks as a user would write them: plain folders where the names of the files are free."""
+        """Return images and masks as a user would write them: plain folders if any file name is allowed."""
         if len(self.masks) == 1:
             return self.images, self.masks[0]
         return NamePattern(self.images).base, NamePattern(self.masks[0]).base
@@ -167,13 +168,13 @@ class Layout:
     train: PairNames
     val: PairNames | None = None
     lists: tuple[str, str] | None = None
-    """Text files with the ids to train on and to validate."""
+    """Text files with the training and validation ids."""
     ignored: int | None = None
-    """The mask value of pixels without a label."""
+    """The mask value of unlabelled pixels."""
     some_without_masks: bool = False
-    """Whether pictures that have no mask are part of the data set."""
+    """Whether pictures without a mask belong to the data set."""
     has_background: bool = True
-    """Whether the smallest mask value stands for everything that is not a class."""
+    """Whether the smallest mask value means "no class"."""
 
 
 def _make_known(name: str, train: tuple[str, str], val: tuple[str, str] | None = None, **more: object) -> Layout:
@@ -238,34 +239,34 @@ FOLDER_NAMES = (
     ("img", "mask"),
 )
 DEPTH, MANY_FOLDERS = 2, 64
-"""How far below data.dir a data set may start (VOCdevkit/VOC2012), and among how many folders it is looked for."""
+"""How many levels below data.dir a data set may start (VOCdevkit/VOC2012), and the most folders searched per level."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairLayout:
-    """What the user says about names; an empty string means what is common.
+    """The user's settings about names; an empty string means the common ones.
 
-    Folders may be patterns with `{id}` (see above), which then say all about the names of their files.
+    Folders may be patterns with `{id}` (see above), which then determine the file names completely.
     """
 
     images: str = ""
     masks: str = ""
     image_suffix: str = ""
     mask_suffix: str = "_mask"
-    """Stands between id and ending in a mask's name; masks named as their image are found as well."""
+    """Text between id and extension in a mask's name; masks named like their image are found too."""
     val_images: str = ""
     val_masks: str = ""
     image_ext: str = ""
-    """Which ending counts where one id has several files; empty: any, and several are an error."""
+    """The extension that counts if an id has several files; empty: any, and several are an error."""
     mask_ext: str = ""
 
     @property
     def is_common(self) -> bool:
-        """Whether known data sets are looked for: nothing was said about images, masks or their names."""
+        """Whether to look for known data sets: no setting names images, masks or their names."""
         return not (self.images or self.masks or self.val_images or self.image_suffix)
 
     def names(self, images: str, masks: str) -> PairNames:
-        """Folders, or patterns as they are, with the names of their files."""
+        """Return the patterns for two folders, or the given patterns unchanged."""
         inner = (ID + self.mask_suffix, ID) if self.mask_suffix else (ID,)
         return PairNames(
             images=images if ID in images else f"{images}/{ID}{self.image_suffix}",
@@ -274,7 +275,7 @@ class PairLayout:
 
 
 def find_layout(root: Path, asked: PairLayout) -> tuple[Path, Layout]:
-    """The layout of a folder and where it starts: there, or in the only folder that an archive made in it."""
+    """Return the layout of a folder and where it starts: in `root`, or in the only folder an archive created there."""
     for folders in _list_levels(root):
         fitting = [(folder, layout) for folder in folders if (layout := _find_layout_at(folder, asked)) is not None]
         if len(folders) > 1 and fitting:
@@ -290,8 +291,8 @@ def find_layout(root: Path, asked: PairLayout) -> tuple[Path, Layout]:
 
 
 def find_pair_folders(root: Path) -> str:
-    """The folders of a data set of images and masks, where `root` is one or holds nothing else: their files share ids.
-    Empty where not."""
+    """Describe the folders if `root` is, or only contains, a data set of images and masks with shared ids; else return
+    ""."""
     for folders in _list_levels(root):
         if len(folders) == 1 and (found := _find_pair_folders_at(folders[0])):
             return found
@@ -326,7 +327,7 @@ def _find_layout_at(root: Path, asked: PairLayout) -> Layout | None:
 
 
 def _list_usual(root: Path, asked: PairLayout) -> Iterator[list[Layout]]:
-    """Pairs of folders, in the order in which a group of them counts: with a validation part first."""
+    """Yield groups of folder pairs in order of preference: those with a validation split first."""
     pairs = [(asked.images or images, asked.masks or masks) for images, masks in FOLDER_NAMES]
     pairs = list(dict.fromkeys(pairs))
     own = asked.names(asked.val_images, asked.val_masks) if asked.val_images else None
@@ -346,7 +347,7 @@ def _list_usual(root: Path, asked: PairLayout) -> Iterator[list[Layout]]:
 
 
 def _list_divided(root: Path, images: str, masks: str, part: str) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
-    """`train/images` beside `val/images`, and `images/train` beside `images/val`: the first validation part counts."""
+    """Yield `train/images` with `val/images`, `images/train` with `images/val`; the first validation split counts."""
     for inside in _list_orders(images, masks):
         for other in VALIDATION_NAMES:
             val = _join_part(images, masks, other, inside=inside)
@@ -362,12 +363,13 @@ def _join_part(images: str, masks: str, part: str, *, inside: bool) -> tuple[str
 
 
 def _list_orders(images: str, masks: str) -> tuple[bool, ...]:
-    """Whether folders may lie inside a part (`train/images`), and a part in them (`images/train`): no pattern's can."""
+    """Return whether to try folders inside a split (`train/images`) and splits inside folders; patterns only the
+    former."""
     return (True,) if ID in images + masks else (True, False)
 
 
 def _keep_existing_validation(root: Path, layout: Layout) -> Layout:
-    """Without its validation part where that is not there, or comes without masks."""
+    """Drop the validation split if it does not exist or has no masks."""
     has_val = layout.val is not None and _has_files(root, layout.val)
     has_lists = layout.lists is not None and all((root / name).is_file() for name in layout.lists)
     return replace(layout, val=layout.val if has_val else None, lists=layout.lists if has_lists else None)
@@ -394,7 +396,7 @@ def _has_files(root: Path, names: PairNames) -> bool:
 
 
 def has_folders(root: Path, names: PairNames) -> bool:
-    """Whether the folders of one part are there, whatever they hold."""
+    """Whether both folders of a split exist, whatever they hold."""
     return all((root / NamePattern(text).base).is_dir() for text in (names.images, names.masks[0]))
 
 

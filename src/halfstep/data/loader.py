@@ -40,13 +40,13 @@ BATCHES_PER_THREAD = 2
 
 
 class WholeBatches(Protocol):
-    """A data set that makes many samples at once, each the same as `sample` makes it alone."""
+    """A data set that makes many samples at once, each equal to its `sample`."""
 
     def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]: ...
 
 
 def read_ahead(make: Callable[[Key], Made], keys: Iterable[Key], *, num_threads: int) -> Iterator[Made]:
-    """`make` of every key, in order, a few of them ahead of their use."""
+    """Yield `make` of every key, in order, computing a few ahead in threads."""
     waiting = iter(keys)
     with ThreadPoolExecutor(num_threads) as threads:
         begun: deque[Future[Made]] = deque()
@@ -62,20 +62,20 @@ def read_ahead(make: Callable[[Key], Made], keys: Iterable[Key], *, num_threads:
 
 
 def pin_batch(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """In pinned memory where CUDA is in use, so that the copy to the device need not do it; as it is elsewhere."""
+    """Copy a batch to pinned memory if CUDA is in use, so that the copy to the device does not have to."""
     if not torch.cuda.is_initialized():
         return batch
     return {name: tensor.pin_memory() for name, tensor in batch.items()}
 
 
 class WorkerBatches(Protocol):
-    """A data set that makes many samples at once in a worker, each the same as `sample` makes it alone."""
+    """A data set that makes many samples at once in a worker, each equal to its `sample`."""
 
     def filled(self, indices: Sequence[int], *, seed: int, epoch: int) -> dict[str, Tensor]: ...
 
 
 def make_shared_bytes(*shape: int) -> Tensor:
-    """Zero bytes; in a worker in shared memory, where the loader would have to copy others."""
+    """Return zero bytes; in a worker they are in shared memory, otherwise the loader would copy them."""
     if get_worker_info() is None:
         return torch.zeros(shape, dtype=torch.uint8)
     # What torch's own collate does in a worker. New shared memory is zero, and costs only where it is written.
@@ -86,7 +86,7 @@ def make_shared_bytes(*shape: int) -> Tensor:
 Batch: TypeAlias = dict[str, Tensor]
 
 LOOK_S = 2.0
-"""How often a worker looks whether its run is still there."""
+"""Interval at which a worker checks that its run still exists, in seconds."""
 
 
 class Samples(Protocol):
@@ -95,7 +95,7 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        """One sample as tensors of the same shapes as every other."""
+        """Return one sample as tensors; all samples have the same shapes."""
         ...
 
 
@@ -113,28 +113,28 @@ class TensorSamples:
 
 
 class NamedSamples(Protocol):
-    """Samples that can say which file one is; those that are not files need not."""
+    """Samples that can name their files; optional."""
 
     def name_of(self, index: int) -> str:
-        """The file's name, short enough for a message; empty where there is none."""
+        """Return the file's name, short enough for a message; empty if there is none."""
         ...
 
 
 class FileSamples(Protocol):
-    """Samples that are read from files of their own."""
+    """Samples that are read from files."""
 
     def files(self) -> Iterable[Path]:
-        """Every file that is read, in the order of the samples."""
+        """Return every file that is read, in the order of the samples."""
         ...
 
 
 def implements(samples: object, protocol: Callable[..., Offered]) -> TypeGuard[Offered]:
-    """Whether samples have the methods of one of these; a list that somebody calls `files` is not one."""
+    """Whether samples have all methods of a protocol; an attribute such as a list called `files` does not count."""
     return all(callable(getattr(samples, name, None)) for name in vars(protocol) if not name.startswith("_"))
 
 
 class Loader:
-    """Batches of a data set; `index` in each holds the ids of its samples."""
+    """Batches of a data set; each batch holds its sample ids as `index`."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Loader:
         shuffle: bool = True,
         part: tuple[int, int] = (0, 1),
     ) -> None:
-        """`part` is which of how many processes this is: each has its rows of every batch."""
+        """`part` is (rank, number of ranks): each rank gets its rows of every batch."""
         if shuffle and batch_size > len(samples):
             raise DataError(
                 f"batch size {batch_size} is larger than the training set of {format_count(len(samples), 'sample')}",
@@ -158,16 +158,17 @@ class Loader:
         self._workers: DataLoader[Batch | HalfstepError] | None = None
 
     def __len__(self) -> int:
-        """Batches in a whole epoch."""
+        """Return the number of batches in an epoch."""
         return len(self._order)
 
     def sizes(self, first: int, num: int) -> list[int]:
-        """Samples of some batches from this one on, over all processes."""
+        """Return the sizes of `num` batches from `first` on, over all ranks."""
         starts = (batch * self._order.batch_size for batch in range(first, first + num))
         return [min(self._order.batch_size, self._order.num_samples - start) for start in starts]
 
     def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
-        """The batches of one epoch from `start_batch` on; one iterator at a time. Workers live on for the next one."""
+        """Return the batches of an epoch from `start_batch` on, one iterator at a time; workers live on for the next
+        one."""
         self._order.epoch, self._order.start_batch = epoch, start_batch
         if implements(self._fetch.samples, WholeBatches):
             return self._checked(read_ahead(self._fetch.whole, self._order, num_threads=max(1, self.num_workers)))
@@ -180,8 +181,8 @@ class Loader:
         return self._checked(batches)
 
     def close(self) -> None:
-        """End the workers now, whoever still holds their batches: an error's traceback does. Left to the garbage
-        collector, it takes torch five seconds for each."""
+        """End the workers now, even if a traceback still holds their batches. Left to the garbage collector, torch
+        takes five seconds for each worker."""
         workers, self._workers = self._workers, None
         running = workers._iterator if workers is not None else None
         if running is not None:  # none without workers of their own
@@ -246,8 +247,8 @@ class _Order(Sampler[list[tuple[int, int]]]):
 
 
 def take_own_rows(batch: list[int], rank: int, size: int) -> list[int]:
-    """The rows of one of several processes, in order. Where there are too few, the first stands in for none: a process
-    without a sample must still take part in the step, with a weight of 0."""
+    """Return the rows of one rank, in order. A rank without rows gets the first one: it must still take part in the
+    step, with a weight of 0."""
     each, more = divmod(len(batch), size)
     start = rank * each + min(rank, more)
     return batch[start : start + each + (rank < more)] or batch[:1]
@@ -272,7 +273,7 @@ class _Fetch(Dataset[Batch | HalfstepError]):
         return default_collate(rows)  # in a worker, straight into shared memory
 
     def whole(self, keys: list[tuple[int, int]]) -> Batch | HalfstepError:
-        """The same at once, from samples that can."""
+        """Return a whole batch from samples that implement `WholeBatches`."""
         assert implements(self.samples, WholeBatches)
         indices = torch.tensor([index for _, index in keys])
         try:

@@ -21,15 +21,17 @@ FILE_COLUMN = "file_name"
 CLASS_COLUMNS = ("label", "labels", "class", "category")
 LABEL_COLUMNS = (*CLASS_COLUMNS, "text")
 FEW_ROWS = 20
-"""So many rows may each have a label of their own; among more, that is a caption."""
+"""Up to this many rows may all have different labels; with more, the column holds captions."""
 
 
 def read_labels(
     folder: Path, root: Path, column: str = "", *, usual: Sequence[str] = LABEL_COLUMNS
 ) -> dict[str, list[Path]] | None:
-    """The pictures of each class inside `folder`, by a table there or at the data's root; None where there is none.
+    """Return the pictures of each class inside `folder`, from a table there or at the data's root; None without a
+    table.
 
-    `usual` are the columns looked for where none is named."""
+    `usual` are the columns tried if none is named.
+    """
     table = find_table(folder, root)
     if table is None:
         return None
@@ -55,12 +57,12 @@ def read_labels(
 
 
 def find_table(folder: Path, root: Path) -> Path | None:
-    """The table of a folder of pictures: there, or at the data's root."""
+    """Return the table of a folder of pictures: there, or at the data's root."""
     return next((path for place in (folder, root) for name in TABLES if (path := place / name).is_file()), None)
 
 
 def read_captions(folder: Path, root: Path, column: str) -> dict[Path, str]:
-    """The caption of each picture inside `folder` that a table names."""
+    """Return the caption of each picture inside `folder` that a table lists."""
     table = find_table(folder, root)
     if table is None:
         raise DataError(
@@ -94,13 +96,13 @@ def _make_caption_error(table: Path, number: int, row: dict[str, Any], column: s
 
 
 def _has_class_folders_instead(row: dict[str, Any], folder: Path) -> bool:
-    """Whether a table tells of boxes or captions, and folders of classes."""
+    """Whether the table holds boxes or captions, while folders give the classes."""
     has_folders = any(path.is_dir() and not path.name.startswith(".") for path in folder.iterdir())
     return has_folders and not set(CLASS_COLUMNS) & set(row)
 
 
 def _iterate_rows(table: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers and rows; a picture that two of them name would count twice, perhaps on both sides of a split."""
+    """Yield line numbers and rows; raise if two rows name one picture, which could end up in both splits."""
     lines: dict[str, int] = {}
     for number, row in _read_rows(table):
         name = os.path.normpath(str(row.get(FILE_COLUMN)))  # ./1.png is 1.png

@@ -30,7 +30,7 @@ Device = torch.device | str
 
 
 def normal(key: tuple[int, ...], num: int, shape: Shape, device: Device, stream: str = "eps") -> Tensor:
-    """Standard normal numbers (num, *shape), by Box and Muller's transform in fp32."""
+    """Draw standard normal numbers (num, *shape), by the Box-Muller transform in fp32."""
     words = _draw_words(key, num, shape, device, stream)
     # From 2^-24 on, so that its log is finite: the largest number is 5.8.
     radius = ((words[:, :, :2] >> 8) + 1).float().mul_(2**-24).log_().mul_(-2).sqrt_()
@@ -39,20 +39,20 @@ def normal(key: tuple[int, ...], num: int, shape: Shape, device: Device, stream:
 
 
 def uniform(key: tuple[int, ...], num: int, shape: Shape, device: Device, stream: str = "uniform") -> Tensor:
-    """Numbers (num, *shape) in 0 <= x < 1."""
+    """Draw numbers (num, *shape) in 0 <= x < 1."""
     return _to_rows((_draw_words(key, num, shape, device, stream) >> 8).float().mul_(2**-24), num, shape)
 
 
 def integers(
     key: tuple[int, ...], num: int, high: int, device: Device, stream: str = "integers", shape: Shape = ()
 ) -> Tensor:
-    """int64 numbers (num, *shape) in 0 <= x < high, for a high up to 2^31; each within 2^-32 of equally likely."""
+    """Draw int64 numbers (num, *shape) in 0 <= x < high, for high up to 2^31; each within 2^-32 of equally likely."""
     assert 0 < high <= 2**31, high
     return _to_rows((_draw_words(key, num, shape, device, stream) * high) >> 32, num, shape)
 
 
 def _draw_words(key: tuple[int, ...], num: int, shape: Shape, device: Device, stream: str) -> Tensor:
-    """32 random bits each, (num, blocks, 4): as many blocks as hold a row of this shape."""
+    """Draw 32-bit words (num, blocks, 4), with enough blocks for a row of this shape."""
     root, place = (key.root, key.place) if isinstance(key, Key) else (key, 0)
     blocks = torch.arange(-(-math.prod(shape) // 4), device=device)
     places = torch.arange(place, place + num, device=device).view(-1, 1)
@@ -67,7 +67,7 @@ def _make_seed(root: tuple[int, ...], stream: str) -> tuple[int, int]:
 
 
 def philox(counter: Sequence[Tensor], seed: tuple[int, int]) -> Tensor:
-    """Four random words for each counter of four words; all are 32 bits in int64, stacked last."""
+    """Return four random words for each counter of four words; all are 32 bits in int64, stacked last."""
     device = counter[0].device
     # Words 0 and 2 are multiplied, 1 and 3 are what the products are mixed with, then cut to 32 bits.
     even, odd = torch.stack([counter[0], counter[2]]), torch.stack([counter[1], counter[3]])
@@ -82,7 +82,7 @@ def philox(counter: Sequence[Tensor], seed: tuple[int, int]) -> Tensor:
 
 
 def _fill_pair(values: tuple[int, int], device: torch.device, ndim: int) -> Tensor:
-    """Filled on the device: a copy from the host would wait for it."""
+    """Return two values as a tensor filled on the device: a copy from the host would wait."""
     return torch.stack([torch.full((1,) * (ndim - 1), value, device=device) for value in values])
 
 

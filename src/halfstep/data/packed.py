@@ -41,16 +41,16 @@ from halfstep.errors import DataError, format_bytes, format_count
 
 MAGIC = b"halfstep pack 1\n"
 PIXELS_AT = 4096
-"""Of a page, so that the mapping starts at the first pixel."""
+"""One page, so that the mapping starts at the first pixel."""
 TRAILER = struct.Struct("<Q32s")
 VERIFIED_BYTES = 4 << 30
-"""Most bytes whose CRC is checked on opening; of a larger file that many, evenly spread (about a second a GB)."""
+"""Most bytes whose CRC is checked on opening; of a larger file this many, evenly spread (about one second per GB)."""
 VERIFY_THREADS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackIndex:
-    """All but the pixels: row i is the i-th image, the training ones first."""
+    """Everything but the pixels: row i is the i-th image, training images first."""
 
     size: int
     num_train: int
@@ -60,14 +60,14 @@ class PackIndex:
     names: tuple[str, ...]
     labels: tuple[int, ...]
     sizes: tuple[tuple[int, int], ...]
-    """Width and height of each original."""
+    """Width and height of each original image."""
     checksums: tuple[int, ...]
     left_out: tuple[str, ...]
-    """Why each bad file is not here."""
+    """Why each bad file is missing."""
 
     @property
     def image_bytes(self) -> int:
-        """Of one stored image."""
+        """Size of one stored image."""
         return self.size * self.size * 3
 
 
@@ -82,7 +82,7 @@ class Pack:
 
 
 def open_pack(path: Path, *, fingerprint: str = "", verify_bytes: int = VERIFIED_BYTES) -> Pack:
-    """Map a packed cache after checking it; `fingerprint_folder` is that of the folder it must belong to."""
+    """Map a packed cache after checking it; `fingerprint` is that of the folder it must belong to."""
     index = read_index(path)
     if fingerprint and index.fingerprint != fingerprint:
         raise DataError(
@@ -103,7 +103,7 @@ def open_pack(path: Path, *, fingerprint: str = "", verify_bytes: int = VERIFIED
 
 
 def read_index(path: Path) -> PackIndex:
-    """The checked index of a cache file, without its pixels."""
+    """Return the checked index of a cache file, without its pixels."""
     try:
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
@@ -127,7 +127,7 @@ def read_index(path: Path) -> PackIndex:
 
 
 def is_pack(path: Path) -> bool:
-    """Whether a file is a packed cache, be it a broken one: by its name, or by how it starts."""
+    """Whether a file is a packed cache, possibly a broken one: by its extension or its first bytes."""
     if not path.is_file() or path.suffix == ".pack":
         return path.is_file()
     with path.open("rb") as file:
@@ -135,13 +135,13 @@ def is_pack(path: Path) -> bool:
 
 
 def compute_crc(image: Array) -> int:
-    """The checksum of one image's bytes."""
+    """Return the checksum of one image's bytes."""
     return zlib.crc32(image.data)
 
 
 @contextmanager
 def open_partial_file(path: Path, num_images: int, size: int) -> Iterator[tuple[Array, Path]]:
-    """Room for the pixels under a temporary name, which goes whatever happens; one writer at a time."""
+    """Yield room for the pixels under a temporary name that is removed in any case; one writer at a time."""
     partial = path.with_name(path.name + ".partial")
     # Not "w": another process may be writing it, which only the lock tells.
     with os.fdopen(os.open(partial, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
@@ -160,7 +160,7 @@ def open_partial_file(path: Path, num_images: int, size: int) -> Iterator[tuple[
 
 
 def finish_file(partial: Path, path: Path, pixels: Array, index: PackIndex) -> None:
-    """Add the index, force all to the disk, and give the file its name."""
+    """Append the index, flush everything to the disk and rename the file."""
     assert isinstance(pixels, np.memmap)
     pixels.flush()
     text = json.dumps(asdict(index)).encode()
@@ -174,7 +174,7 @@ def finish_file(partial: Path, path: Path, pixels: Array, index: PackIndex) -> N
 
 
 def compute_fingerprint(root: Path, parts: Sequence[Sequence[Path]], settings: dict[str, Any]) -> str:
-    """Changes when a file of the folder is added, removed, renamed, moved to another split or written, or a setting."""
+    """Hash settings and files; it changes if a file is added, removed, renamed, rewritten or moved between splits."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for number, paths in enumerate(parts):
         for path in paths:
@@ -222,7 +222,7 @@ def _make_broken_error(path: Path, why: str) -> DataError:
 
 
 class PackingBar:
-    """Told how many images of how many are done; the first word of it draws the bar."""
+    """Progress bar that appears with the first progress report."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -254,9 +254,9 @@ class PackingBar:
 
 
 DEFAULT_SIZE = 256
-"""Pixels a side: the 256 to which ImageNet's evaluation resizes, of which training at 224 needs most."""
+"""Pixels per side: the 256 to which ImageNet's evaluation resizes; enough for most training at 224."""
 OnProgress = Callable[[int, int], None]
-"""Told how many images of how many are done."""
+"""Called with the number of images done and their total."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,16 +267,16 @@ class PackSettings:
     limit_gb: float = 64.0
     on_bad_file: OnBadFile = "error"
     workers: int = 0
-    """Threads that decode; 0 means one a core."""
+    """Decoding threads; 0: one per core."""
 
 
 def choose_pack_path(root: Path, size: int) -> Path:
-    """Inside the folder, one file a size."""
+    """Return the default path: inside the folder, one file per size."""
     return root / f".halfstep-{size}.pack"
 
 
 def list_packed_sizes(root: Path) -> list[int]:
-    """Sizes of the packs that lie inside the folder."""
+    """Return the sizes of the packs inside the folder."""
     parts = (path.name.removeprefix(".halfstep-").removesuffix(".pack") for path in root.glob(".halfstep-*.pack"))
     return sorted(int(part) for part in parts if part.isdecimal())
 
@@ -284,7 +284,7 @@ def list_packed_sizes(root: Path) -> list[int]:
 def open_or_pack(
     folder: ImageFolder, path: Path, settings: PackSettings, *, progress: OnProgress | None = None
 ) -> Pack:
-    """The cache of a folder: the one at `path` where it is whole and fits the folder, else a new one."""
+    """Open the cache at `path` if it is complete and fits the folder; otherwise pack the folder again."""
     with take_turn(path):
         if path.is_file():
             try:
@@ -295,7 +295,7 @@ def open_or_pack(
 
 
 def pack(folder: ImageFolder, path: Path, settings: PackSettings, *, progress: OnProgress | None = None) -> Pack:
-    """Decode the whole folder into a cache file at `path`, replacing what is there."""
+    """Decode the whole folder into a cache file at `path`, replacing an older one."""
     paths, labels = folder.train.paths + folder.val.paths, folder.train.labels + folder.val.labels
     check_room(path, len(paths), settings)
     mark = fingerprint_folder(folder, settings)
@@ -336,7 +336,7 @@ def pack(folder: ImageFolder, path: Path, settings: PackSettings, *, progress: O
 
 
 def fingerprint_folder(folder: ImageFolder, settings: PackSettings) -> str:
-    """Of the folder's files and of the settings that change what is stored."""
+    """Hash the folder's files and the settings that change what is stored."""
     stored: dict[str, object] = {"size": settings.size, "on_bad_file": settings.on_bad_file, "classes": folder.classes}
     if folder.has_table:  # else the folders' names are the labels
         stored["labels"] = (folder.train.labels, folder.val.labels)
@@ -344,7 +344,7 @@ def fingerprint_folder(folder: ImageFolder, settings: PackSettings) -> str:
 
 
 def explain_stale(index: PackIndex, folder: ImageFolder, settings: PackSettings) -> str:
-    """Why training on the folder would make a cache with this index again; empty where it would not."""
+    """Say why training on the folder would rebuild a cache with this index; empty if it would not."""
     if index.fingerprint == fingerprint_folder(folder, settings):
         return ""
     now = {path.relative_to(folder.root).as_posix() for path in folder.train.paths + folder.val.paths}
@@ -359,7 +359,7 @@ def explain_stale(index: PackIndex, folder: ImageFolder, settings: PackSettings)
 
 
 def check_room(path: Path, num_images: int, settings: PackSettings) -> None:
-    """Refuse a cache over the limit, in a place that is taken or has no room for it, before any work."""
+    """Raise before any work if a cache exceeds the limit, would overwrite another file, or has no room."""
     needed = num_images * settings.size * settings.size * 3
     what = f"{format_count(num_images, 'image')} of {settings.size}×{settings.size} pixels"
     if needed > settings.limit_gb * 1e9:
@@ -379,7 +379,7 @@ def check_room(path: Path, num_images: int, settings: PackSettings) -> None:
 
 
 def read_stretched(path: Path, size: int) -> tuple[Array, tuple[int, int]]:
-    """A whole picture at (size, size), and its true size."""
+    """Return a whole picture at (size, size), and its true size."""
     with open_picture(path) as picture:
         image = picture.to_rgb(reduction=min(picture.size) / size)
         square = image.resize((size, size), Image.Resampling.BILINEAR, reducing_gap=REDUCING_GAP)
@@ -387,7 +387,7 @@ def read_stretched(path: Path, size: int) -> tuple[Array, tuple[int, int]]:
 
 
 def read_centre(path: Path, size: int) -> tuple[Array, tuple[int, int]]:
-    """The centre square of a picture at (size, size), and its true size."""
+    """Return the centre square of a picture at (size, size), and its true size."""
     with open_picture(path) as picture:
         return crop_centre(picture, size, 1.0), picture.size
 
@@ -395,7 +395,7 @@ def read_centre(path: Path, size: int) -> tuple[Array, tuple[int, int]]:
 def _decode_all(
     folder: ImageFolder, settings: PackSettings, pixels: Array
 ) -> Iterator[tuple[int, tuple[int, int] | DataError]]:
-    """Fill the rows of `pixels`, in order of completion by row; a row's size or what is wrong with its file."""
+    """Fill the rows of `pixels`; yield, in order, each row's original size or the error of its file."""
     paths, num_train = folder.train.paths + folder.val.paths, len(folder.train)
 
     def fill(number: int) -> tuple[int, int] | DataError:

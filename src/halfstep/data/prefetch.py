@@ -14,7 +14,7 @@ Batch: TypeAlias = dict[str, Tensor]
 
 
 class Prefetcher:
-    """Iterates over batches on `device`; `waited_s` is the host time blocked in fetching them."""
+    """Iterate over batches on `device`; `waited_s` is the host time spent waiting for them."""
 
     def __init__(self, batches: Iterable[Batch], device: torch.device, depth: int) -> None:
         self._batches, self._device, self._depth = iter(batches), device, depth
@@ -56,11 +56,11 @@ class Prefetcher:
 
 
 def prefetch(batches: Iterable[Batch], device: torch.device | str, *, depth: int = 2) -> Prefetcher:
-    """The same batches in the same order on `device`, up to `depth` of them copied ahead (CUDA), else one by one."""
+    """Return the same batches in the same order on `device`; on CUDA up to `depth` are copied ahead."""
     device = torch.device(device)
     return Prefetcher(batches, device, depth if device.type == "cuda" else 1)
 
 
 def send_to_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """A small CPU tensor on the device, without waiting for it."""
+    """Copy a small CPU tensor to the device without waiting for it."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)

@@ -16,9 +16,9 @@ CACHE_BYTES = 2 << 30
 class SampleCache:
     """Fixed-size samples in one anonymous shared mapping, which forked workers fill for each other.
 
-    Not in /dev/shm: containers often allow 64 MB there and kill whoever writes more. The mapping takes real memory
-    only where it was written. A sample is read again an epoch after it was written, with the loader's queues in
-    between, so no lock is needed. Over the limit the cache holds nothing rather than a random part.
+    Not in /dev/shm: containers often allow 64 MB there and kill processes that write more. The mapping takes real
+    memory only where it was written. A sample is read again an epoch after it was written, with the loader's queues in
+    between, so no lock is needed. If all samples exceed the limit, nothing is cached rather than a random subset.
     """
 
     def __init__(
@@ -28,13 +28,13 @@ class SampleCache:
         self._allocate()
 
     def get(self, index: int) -> dict[str, Array] | None:
-        """Copies of the arrays of sample `index`, if they are there."""
+        """Return copies of the arrays of sample `index`; None if it is not cached."""
         if not (self.is_enabled and self._is_filled[index]):
             return None
         return {name: array[index].copy() for name, array in self._arrays.items()}
 
     def put(self, index: int, arrays: Mapping[str, Array]) -> None:
-        """Keep a sample, if there is room for all of them."""
+        """Store a sample, if there is room for all samples."""
         if self.is_enabled:
             for name, array in self._arrays.items():
                 array[index] = arrays[name]

@@ -7,35 +7,35 @@ import torch
 
 
 def make_generator(*key: int) -> torch.Generator:
-    """A CPU generator whose stream depends on the whole key, such as (seed, epoch, index)."""
+    """Return a CPU generator whose stream depends on the whole key, such as (seed, epoch, index)."""
     mixed = int(np.random.SeedSequence((len(key), *key)).generate_state(1, np.uint64)[0])
     return torch.Generator().manual_seed(mixed >> 1)
 
 
 class Key(tuple[int, ...]):
-    """Which samples a batch holds, for whoever draws random numbers for them.
+    """Identifies the samples of a batch, to draw random numbers for them.
 
-    As a tuple it names a whole batch: what `make_generator(*key)` draws depends on how samples fell into batches.
-    `noise` draws by `root` and place, so that a sample gets the same numbers in a batch of any size.
+    As a tuple it identifies the whole batch: what `make_generator(*key)` draws depends on how samples fell into
+    batches. `noise` draws by `root` and `place` instead, so a sample gets the same numbers in a batch of any size.
     """
 
     root: tuple[int, ...]
     """What all samples of the step, or of the validation set, have in common."""
     place: int
-    """Of the batch's first sample, in the global batch or in the validation set; the others follow it."""
+    """Position of the batch's first sample in the global batch or in the validation set; the others follow it."""
 
     batch: tuple[int, ...]
-    """Of the micro-batch as a whole: the same for every process that has a part of it."""
+    """Key of the whole micro-batch: the same for every rank that has a part of it."""
     row: int = 0
-    """Of the first sample in that micro-batch; not 0 for a process that has a later part of it."""
+    """Row of the first sample in that micro-batch; not 0 for a rank that has a later part of it."""
     whole: int | None = None
-    """Samples of that micro-batch; None: those that are there are all."""
+    """Number of samples of that micro-batch; None: this batch is all of it."""
 
     @classmethod
     def for_training(
         cls, seed: int, attempted: int, micro_batch: int = 0, place: int = 0, row: int = 0, whole: int | None = None
     ) -> Key:
-        """Of the micro-batch that begins with this place in its window, or of its part from this row on."""
+        """Return the key of a micro-batch that begins at `place` in its window, or of its part from `row` on."""
         batch = (seed, attempted, micro_batch)
         # Who knows nothing of parts and draws by the tuple must not draw the same for each.
         key = cls._made((*batch, row) if row else batch, (0, seed, attempted), place)
@@ -44,15 +44,15 @@ class Key(tuple[int, ...]):
 
     @classmethod
     def for_validation(cls, index: int = 0) -> Key:
-        """Of samples that are evaluated or predicted, from this index on; it has nothing to augment by.
+        """Return the key of samples that are evaluated or predicted, from this index on; it has nothing to augment by.
 
-        Without the run's seed: runs of other seeds are judged by the same noise, or their scores would differ by it.
+        It is independent of the run's seed: runs of different seeds are judged with the same noise.
         """
         return cls._made((), (1,), index)
 
     @classmethod
     def for_sampling(cls, seed: int, place: int = 0) -> Key:
-        """Of what a model makes by itself, from this one on; the same each time."""
+        """Return the key of samples that a model generates, from `place` on; the same each time."""
         return cls._made((), (2, seed), place)
 
     @classmethod
@@ -63,7 +63,7 @@ class Key(tuple[int, ...]):
 
 
 class BatchDraws:
-    """Draws for a micro-batch as a whole, of which each process keeps its own rows: the same for any number of them."""
+    """Random numbers for a whole micro-batch, of which each rank keeps its rows: the same for any number of ranks."""
 
     def __init__(self, key: tuple[int, ...], num: int, *stream: int) -> None:
         batch, row, whole = (key.batch, key.row, key.whole) if isinstance(key, Key) else (key, 0, None)
@@ -71,14 +71,14 @@ class BatchDraws:
         self.whole, self.rows = whole or num, slice(row, row + num)
 
     def uniform(self, *shape: int) -> torch.Tensor:
-        """Numbers (num, *shape) in 0 <= x < 1."""
+        """Draw numbers (num, *shape) in 0 <= x < 1."""
         return torch.rand(self.whole, *shape, generator=self.generator)[self.rows]
 
     def integers(self, high: int) -> torch.Tensor:
-        """Numbers (num) in 0 <= x < high."""
+        """Draw numbers (num) in 0 <= x < high."""
         return torch.randint(high, (self.whole,), generator=self.generator)[self.rows]
 
 
 def get_batch_key(key: tuple[int, ...]) -> tuple[int, ...]:
-    """For what is drawn once for a whole micro-batch."""
+    """Return the key for what is drawn once per micro-batch."""
     return key.batch if isinstance(key, Key) else key

@@ -34,7 +34,7 @@ from halfstep.guide.data import DataLook, describe, look_at, look_at_demo, save_
 from halfstep.guide.suggest import Situation, Suggestion, make_suggestions
 from halfstep.guide.trial import Trials
 from halfstep.hardware.describe import describe_identity
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.precision.advice import advise
 from halfstep.report.tables import make_pairs_table
 from halfstep.workloads import KINDS

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 PIECE = 2**22
-"""Values of one stream; a change changes the values that a seed draws."""
+"""Values per stream; changing it changes the values that a seed draws."""
 
 _draws = ContextVar("draws first values", default=True)
 Layer = TypeVar("Layer", bound=nn.Module)
@@ -29,7 +29,7 @@ Arguments = ParamSpec("Arguments")
 
 @contextmanager
 def skip_first_values() -> Iterator[None]:
-    """Models built inside hold whatever memory holds where `draw_normal_` would fill them."""
+    """Build models inside without drawing values: `draw_normal_` leaves their memory as it is."""
     token = _draws.set(False)
     try:
         yield
@@ -38,7 +38,7 @@ def skip_first_values() -> Iterator[None]:
 
 
 def make_bare(layer: Callable[Arguments, Layer], *args: Arguments.args, **settings: Arguments.kwargs) -> Layer:
-    """A layer of torch's without its first values, on the device where layers are being made."""
+    """Create a torch layer without initialising it, on the current default device."""
     place = torch.get_default_device()
     with torch.device("meta"):
         made = layer(*args, **settings)
@@ -46,7 +46,7 @@ def make_bare(layer: Callable[Arguments, Layer], *args: Arguments.args, **settin
 
 
 def draw_normal_(weights: Sequence[tuple[Tensor, float]]) -> None:
-    """Fill each weight with normal numbers of its deviation."""
+    """Fill each weight with normal numbers of its standard deviation."""
     if not _draws.get():
         return
     root = int(torch.randint(2**62, (), device="cpu"))

@@ -19,13 +19,13 @@ from halfstep.kernels.fast_forms import is_wanted
 
 
 class CentredConv2d(nn.Conv2d):
-    """An odd kernel that keeps the size but for its stride, without bias, as BatchNorm follows."""
+    """A convolution with an odd kernel that keeps the size up to its stride; no bias, since BatchNorm follows."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> None:
         super().__init__(in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=False)
 
     def is_as_built(self) -> bool:
-        """With any odd square kernel and stride."""
+        """Whether it still has an odd square kernel and stride, its padding and no bias."""
         kernel, stride = self.kernel_size[0], self.stride[0]
         is_square = self.kernel_size == (kernel, kernel) and self.stride == (stride, stride)
         is_padded = self.padding == (kernel // 2, kernel // 2) and self.padding_mode == "zeros"
@@ -34,7 +34,7 @@ class CentredConv2d(nn.Conv2d):
 
 
 class PatchConv2d(nn.Conv2d):
-    """Patches side by side."""
+    """A convolution over non-overlapping patches."""
 
     def __init__(self, in_channels: int, out_channels: int, patch: int) -> None:
         super().__init__(in_channels, out_channels, kernel_size=patch, stride=patch)
@@ -50,7 +50,7 @@ class PatchConv2d(nn.Conv2d):
 
 
 class DoublingConvTranspose2d(nn.ConvTranspose2d):
-    """Each pixel becomes 2×2."""
+    """A transposed convolution in which each pixel becomes 2×2."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__(in_channels, out_channels, kernel_size=2, stride=2)
@@ -62,19 +62,19 @@ class DoublingConvTranspose2d(nn.ConvTranspose2d):
 
 
 class BatchNorm2d(nn.BatchNorm2d):
-    """Built with the defaults: affine, running statistics, a momentum."""
+    """BatchNorm with the defaults: affine, running statistics, a momentum."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__(num_features)
 
     def is_as_built(self) -> bool:
-        """With any momentum that is a number: torch's own `update_bn` takes it away for a while."""
+        """Whether it has its defaults and a numeric momentum; torch's `update_bn` sets it to None for a while."""
         has_numbers = isinstance(self.eps, (int, float)) and isinstance(self.momentum, (int, float))
         return self.affine and self.track_running_stats and has_numbers
 
 
 class HalvingMaxPool2d(nn.MaxPool2d):
-    """Kernel 2, or 3 with padding, at stride 2."""
+    """Max pooling at stride 2 with kernel 2, or 3 with padding."""
 
     def __init__(self, kernel_size: int) -> None:
         super().__init__(kernel_size, stride=2, padding=(kernel_size - 1) // 2)
@@ -89,19 +89,19 @@ Checks = Mapping[type[nn.Module], Callable[[Any], bool]]
 
 
 def are_plain(modules: Iterable[nn.Module], known: Checks) -> bool:
-    """Whether all of these are in training, with forwards we know, no hooks, and parameters in fp32."""
+    """Whether all modules are in training mode, of known classes, without hooks, and have fp32 parameters."""
     return all(is_plain(module) and type(module) in known and known[type(module)](module) for module in modules)
 
 
 def is_plain(module: nn.Module) -> bool:
-    """The same of one module, without what is in it; its class is looked at by `are_plain`, as a part that computes in
-    another format has a class of its own."""
+    """Whether one module, without its children, is in training mode, in fp32, unhooked and unpatched. `are_plain`
+    checks its class, since a module that computes in another format has a different class."""
     has_fp32 = all(weight.dtype == torch.float32 for weight in module.parameters(recurse=False))
     return module.training and has_fp32 and "forward" not in vars(module) and not has_hooks(module)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody wants to be told of its calls, or of all modules' calls."""
+    """Whether the module has hooks, or global module hooks are set."""
     own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     forward = of_all_modules._global_forward_hooks, of_all_modules._global_forward_pre_hooks
     backward = of_all_modules._global_backward_hooks, of_all_modules._global_backward_pre_hooks
@@ -109,13 +109,13 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def accept_any(_: nn.Module) -> bool:
-    """For a class that can be told nothing that matters, or whose owner looks at its parts."""
+    """Accept a class without settings that matter, or whose owner checks its children."""
     return True
 
 
 def consists_of(parts: Iterable[nn.Module], *classes: type[nn.Module]) -> bool:
-    """Whether the parts have these very classes, in order. Of a container they are its `children()`: what somebody has
-    put in its place need not be a sequence."""
+    """Whether the modules have exactly these classes, in order. For a container pass its `children()`: a replacement
+    need not be a sequence."""
     return [type(part) for part in parts] == [*classes]
 
 
@@ -124,11 +124,11 @@ CONVOLUTIONAL: Checks = {
     BatchNorm2d: BatchNorm2d.is_as_built,
     **dict.fromkeys((nn.ReLU, nn.Sequential), accept_any),
 }
-"""What both of the convolutional models' chains know."""
+"""What the chains of both convolutional models support."""
 
 
 def has_gain_and_bias(norm: nn.LayerNorm) -> bool:
-    """A LayerNorm of each token alone."""
+    """Whether a LayerNorm normalises the last axis only and has gain and bias."""
     return len(norm.normalized_shape) == 1 and norm.elementwise_affine and norm.bias is not None
 
 
@@ -137,12 +137,12 @@ def has_bias(linear: nn.Linear) -> bool:
 
 
 def is_exact(gelu: nn.GELU) -> bool:
-    """By the error function, not by tanh."""
+    """Whether GELU uses the error function, not tanh."""
     return gelu.approximate == "none"
 
 
 def convolve_patches(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A convolution whose stride is its kernel size, as one matmul over patches; the result is channels_last."""
+    """Compute a convolution whose stride is its kernel size as one matmul over patches; the result is channels_last."""
     n, c, height, width = x.shape
     out, _, p, q = weight.shape
     grid = x.reshape(n, c, height // p, p, width // q, q)

@@ -1,6 +1,6 @@
-"""PatchGAN (Isola et al. 2017): a discriminator that judges patches, not whole images; and VGG16's features.
+"""PatchGAN (Isola et al. 2017), a discriminator of patches instead of whole images, and a perceptual distance by VGG16.
 
-GroupNorm, not BatchNorm: the discriminator runs in both phases, and statistics of a batch would tell it which.
+GroupNorm instead of BatchNorm: the discriminator runs in both phases, and batch statistics would reveal which.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from halfstep.errors import ConfigError, ModelError
 from halfstep.islands import fp32_island, to_fp32
 
 WIDEST = 8
-"""Times the first layer's channels, at most."""
+"""Largest width, as a multiple of the first layer's channels."""
 VGG16 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512)
-"""Channels of its convolutions; 0 halves the image. The features before each halving, and the last, are compared."""
+"""Channels of VGG16's convolutions; 0 halves the image. Features before each halving, and the last, are compared."""
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -70,7 +70,7 @@ class VggDistance(nn.Module):
             layers += [nn.Conv2d(before, channels, 3, padding=1), nn.ReLU()]
             before = channels
         self.features = nn.ModuleList(layers)
-        # From -1..1 to what VGG was trained on.
+        # From -1..1 to the normalised images VGG was trained on.
         mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
         self.register_buffer("scale", 0.5 / std, persistent=False)
         self.register_buffer("shift", (0.5 - mean) / std, persistent=False)
@@ -87,7 +87,7 @@ class VggDistance(nn.Module):
         return torch.stack(distances).sum(0)
 
     def load_(self, weights: Mapping[str, Tensor], source: str) -> None:
-        """torchvision's vgg16, of which the features are taken."""
+        """Load the feature layers of torchvision's vgg16."""
         own = self.state_dict()
         found = {name: weights[name] for name in own if name in weights and weights[name].shape == own[name].shape}
         if lacking := sorted(set(own) - set(found)):

@@ -19,19 +19,19 @@ SMALLEST_LOGVAR, LARGEST_LOGVAR = -30.0, 20.0
 
 
 def split_moments(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and log-variance (N, C, h, w) of moments (N, 2C, h, w)."""
+    """Split moments (N, 2C, h, w) into mean and clamped log-variance (N, C, h, w)."""
     mean, logvar = to_fp32(moments).chunk(2, dim=1)
     return mean, logvar.clamp(SMALLEST_LOGVAR, LARGEST_LOGVAR)
 
 
 def draw_latent(mean: Tensor, logvar: Tensor, noise: Tensor) -> Tensor:
-    """A sample of it; the noise comes from outside."""
+    """Draw a latent with given standard normal noise: mean + sigma · noise (Kingma and Welling 2014)."""
     with fp32_island():
         return mean + torch.exp(0.5 * logvar) * noise
 
 
 def kl_divergence(mean: Tensor, logvar: Tensor) -> Tensor:
-    """(N,): from the standard normal distribution, summed over a latent."""
+    """Return KL(N(mean, exp(logvar)) || N(0, 1)), summed over each latent: (N,)."""
     with fp32_island():
         return 0.5 * (mean.square() + logvar.exp() - 1 - logvar).flatten(1).sum(1)
 

@@ -57,11 +57,12 @@ MATMULS = {
     aten.addmm.default: 1,
     aten.baddbmm.default: 1,
 }
-"""Products, and where their left factor stands among the arguments."""
+"""Matrix products, and the position of their left factor among the arguments."""
 
 COMPUTE_BOUND_TERMS = 200
-"""Products summed for one output value above which arithmetic takes longer than memory: in bf16 a value is 2 bytes and
-a product 2 operations, so this is operations a byte. An H200 does 790 TFLOP/s over 4 TB/s, an A100 250 over 1.5."""
+"""Number of products summed per output value from which arithmetic takes longer than memory traffic. In bf16 a value
+has 2 bytes and a product is 2 operations, so this is operations per byte: an H200 does 790 TFLOP/s over 4 TB/s, an A100
+250 over 1.5."""
 
 WITH_STATISTICS = frozenset(
     {
@@ -77,10 +78,11 @@ WITH_STATISTICS = frozenset(
         aten.mean.dim,
     }
 )
-"""Normalisations and sums: a mean or a variance is a pass over the input to compute and a few kilobytes to keep."""
+"""Normalisations and sums: computing a mean or a variance is a pass over the input, keeping it takes a few kilobytes.
+"""
 
 FEW_VALUES = 2**16
-"""What is computed from so few is kept or computed again, as it comes: statistics, scales, small weights."""
+"""Results computed from fewer values are kept or recomputed, whatever is easier: statistics, scales, small weights."""
 
 
 class Recomputing(nn.Module):
@@ -88,7 +90,7 @@ class Recomputing(nn.Module):
 
 
 def set_recompute(model: nn.Module, how: Recompute) -> bool:
-    """Change how a built model recomputes; false where nothing in it can. A compiled model must be compiled again."""
+    """Change how a built model recomputes; return False if it has no such modules. Compiled models need recompiling."""
     able = [module for module in model.modules() if isinstance(module, Recomputing)]
     for module in able:
         module.recompute = how
@@ -100,7 +102,7 @@ def set_recompute(model: nn.Module, how: Recompute) -> bool:
 
 
 def is_selective(how: Recompute) -> bool:
-    """Whether some blocks keep what was expensive in them."""
+    """Whether some blocks keep their expensive intermediate results."""
     return how in ("pointwise", "alternate")
 
 
@@ -110,7 +112,7 @@ def keeps_every_product(how: Recompute) -> bool:
 
 
 def get_recompute(model: nn.Module) -> Recompute:
-    """What `set_recompute` was told last, or the model was built with."""
+    """Return what `set_recompute` set last, or what the model was built with."""
     return next((module.recompute for module in model.modules() if isinstance(module, Recomputing)), "none")
 
 
@@ -134,7 +136,7 @@ _each_by: Callable[[Run], Run] | None = None
 
 @contextlib.contextmanager
 def compile_each_block(compiler: Callable[[Run], Run]) -> Iterator[None]:
-    """Within, `Blocks` compile one of theirs for all; not in code that is compiled as a whole."""
+    """Inside, `Blocks` compile one block for all; not for code that is compiled as a whole."""
     global _each_by
     before, _each_by = _each_by, compiler
     try:
@@ -144,14 +146,14 @@ def compile_each_block(compiler: Callable[[Run], Run]) -> Iterator[None]:
 
 
 def choose_region_runner(how: Recompute) -> Run:
-    """How a model's forward calls all its blocks together."""
+    """Choose how a model's forward calls all its blocks together."""
     is_one_region = how == "pointwise" and torch.compiler.is_compiling() and torch.is_grad_enabled()
     return run_pointwise_compiled if is_one_region else run
 
 
 def choose_block_runner(how: Recompute, compiler: Callable[[Run], Run] | None = None) -> Run:
-    """How it calls each of them: plainly, or to be recomputed where a backward will come. A compiler makes one block
-    for all."""
+    """Choose how a model calls each block: plainly, or with recomputation if a backward pass follows. A `compiler`
+    compiles one block for all."""
     recomputes, is_compiling = how != "none" and torch.is_grad_enabled(), torch.compiler.is_compiling()
     if compiler is not None:
         one, whole, selective = map(compiler, (run, run_checkpointed_compiled, run_pointwise_compiled))
@@ -165,7 +167,7 @@ def choose_block_runner(how: Recompute, compiler: Callable[[Run], Run] | None = 
 
 
 def alternate(*runners: Run) -> Run:
-    """Each runs one block, then the next one."""
+    """Return a runner that uses the given runners in turn, one per block."""
     turns = itertools.cycle(runners)
     return lambda block, *inputs: next(turns)(block, *inputs)
 
@@ -179,12 +181,12 @@ def run_checkpointed(block: Run, *inputs: Tensor) -> Tensor:
 
 
 def run_checkpointed_compiled(block: Run, *inputs: Tensor) -> Tensor:
-    """The same inside a compiled region."""
+    """Call the block inside compiled code and keep only its inputs."""
     return run_recomputed(block, *inputs)
 
 
 def run_pointwise(block: Run, *inputs: Tensor) -> Tensor:
-    """Call the block and keep its inputs and what was expensive; of one that draws random numbers, its inputs alone."""
+    """Call the block and keep its inputs and expensive results; for a block with dropout, only its inputs."""
     if _draws(block):
         return run_checkpointed(block, *inputs)
     with disable_autocast_cache():
@@ -192,12 +194,12 @@ def run_pointwise(block: Run, *inputs: Tensor) -> Tensor:
 
 
 def run_pointwise_compiled(region: Run, *inputs: Tensor) -> Tensor:
-    """The same for a whole region inside compiled code."""
+    """Call a whole region inside compiled code and keep its inputs and expensive results."""
     return run_recomputed(region, *inputs, **make_compiled_contexts("pointwise"))
 
 
 def make_contexts(block: Run, how: Recompute) -> Callable[[], Contexts]:
-    """What the two forward passes of a block run in, uncompiled."""
+    """Return a function that makes the contexts of an eager block's two forward passes."""
 
     def contexts() -> Contexts:
         if how == "blocks":
@@ -209,21 +211,21 @@ def make_contexts(block: Run, how: Recompute) -> Callable[[], Contexts]:
 
 
 def make_compiled_contexts(how: Recompute) -> dict[str, Any]:
-    """What `checkpoint` is given inside compiled code."""
+    """Return the options of `checkpoint` inside compiled code."""
     if how == "blocks":
         return {}
     return {"context_fn": functools.partial(create_selective_checkpoint_contexts, _keep_in_partitioner)}
 
 
 def run_recomputed(function: Run, *inputs: Tensor, **options: Any) -> Tensor:
-    """Call a function and keep only its inputs; one that draws nothing, unless `preserve_rng_state` is given."""
+    """Call a function and keep only its inputs; it must draw nothing, unless `preserve_rng_state` is given."""
     out = checkpoint(function, *inputs, use_reentrant=False, **{"preserve_rng_state": False} | options)
     assert isinstance(out, Tensor)
     return out
 
 
 def _draws(block: Run) -> bool:
-    """Whether a block drops values at random now."""
+    """Whether a block currently applies dropout."""
     assert isinstance(block, nn.Module)
     return any(isinstance(part, nn.Dropout) and part.p > 0 and part.training for part in block.modules())
 
@@ -241,7 +243,7 @@ def _keep_in_partitioner(context: Any, op: Any, *args: Any, **kwargs: Any) -> Ch
 
 
 def _is_expensive(op: Any, args: tuple[Any, ...]) -> bool:
-    """Whether running it again costs more than a pass over memory, or its result is small beside what it reads."""
+    """Whether recomputing an operation costs more than a pass over memory, or its result is smaller than its inputs."""
     if op in ATTENTION:
         # Kept, one that draws its dropout would leave the generator to the next layer where it has moved on.
         return not any(isinstance(arg, float) and arg > 0 for arg in args)
@@ -262,7 +264,7 @@ def _is_expensive_convolution(
 
 
 def is_not_reminder(record: logging.LogRecord) -> bool:
-    """torch reminds everybody who compiles a selective region to have no in-place operation in it; we have none."""
+    """Filter torch's reminder to avoid in-place operations in a compiled selective region; ours have none."""
     return "context_fn is passed" not in record.getMessage()
 
 
@@ -274,8 +276,8 @@ def _enter_both(outer: AbstractContextManager[Any], inner: AbstractContextManage
 
 @contextlib.contextmanager
 def disable_autocast_cache(is_off: bool = True) -> Iterator[None]:
-    """Autocast keeps its copies of weights for the length of a forward. A second forward would then cast nothing, while
-    recomputing it casts again, and a selective region must run the same operations twice."""
+    """Disable autocast's cache of weight copies, which lives for one forward pass. With it, a second forward would cast
+    nothing while its recomputation casts again, and a selective region must run the same operations twice."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(before and not is_off)
     try:
@@ -286,7 +288,7 @@ def disable_autocast_cache(is_off: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _spare_statistics(block: Run) -> Iterator[None]:
-    """Recomputing runs BatchNorm a second time: let it write its running statistics into throw-away copies."""
+    """Let BatchNorm write its running statistics into temporary copies while a block is recomputed."""
     assert isinstance(block, nn.Module)
     kept = [(norm, dict(norm._buffers)) for norm in block.modules() if isinstance(norm, _NormBase)]
     try:
@@ -302,12 +304,12 @@ Iteration = TypeVar("Iteration", bound=Callable[..., Any])
 
 
 def make_iteration(function: Iteration, *, is_compiled: bool) -> Iteration:
-    """One turn of a loop, to be called without gradients and with chunks of few shapes."""
+    """Return one iteration of a loop over chunks, to be called without gradients and with few different shapes."""
     return (_compile if is_compiled else _wrap_plain)(function)
 
 
 def _wrap_plain(function: Any) -> Any:
-    """The function itself, in a frame by which the memory plan knows what a compiled step compiles."""
+    """Wrap the function in a frame that tells the memory prediction what a compiled step would compile."""
 
     def run_turn(*inputs: Any, **options: Any) -> Any:
         return function(*inputs, **options)

@@ -47,11 +47,11 @@ VITS = {
     "vit_b_16": ViTSize(depth=12, heads=12, dim=768, mlp_dim=3072),
     "vit_l_16": ViTSize(depth=24, heads=16, dim=1024, mlp_dim=4096),
 }
-"""B and L as torchvision has them, S as in DeiT (Touvron et al. 2020)."""
+"""B and L as in torchvision, S as in DeiT (Touvron et al. 2020)."""
 
 
 class SelfAttention(nn.Module):
-    """`nn.MultiheadAttention` by its parameters, one fused kernel by its work."""
+    """Attention with the parameters of `nn.MultiheadAttention`, computed by one fused kernel."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -72,7 +72,8 @@ class SelfAttention(nn.Module):
         return self.out_proj(attended.transpose(1, 2).reshape(len(x), num_queries, dim))
 
     def _projected(self, x: Tensor, first: int, end: int) -> Tensor:
-        """Queries (0), keys (1) and values (2) from `first` to before `end`: (end - first, N, heads, tokens, dim)."""
+        """Project to queries (0), keys (1) and values (2) from `first` to before `end`: (end - first, N, heads, tokens,
+        dim)."""
         batch, tokens, dim = x.shape
         rows = slice(first * dim, end * dim)
         projected = F.linear(x, self.in_proj_weight[rows], self.in_proj_bias[rows])
@@ -80,7 +81,7 @@ class SelfAttention(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """A learned gain for each channel of a branch, small at the start."""
+    """A learned gain per channel of a branch, small at the start."""
 
     def __init__(self, dim: int, start: float) -> None:
         super().__init__()
@@ -91,9 +92,9 @@ class LayerScale(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """Attention, then a two-layer perceptron, each normalised before and added to its input.
+    """Attention, then a two-layer perceptron, each on normalised input and added to it.
 
-    Of the last block only the class token, the first, is read: its fast form asks for no other.
+    Only the class token, the first, of the last block is read: its fast form computes no other.
     """
 
     def __init__(self, size: ViTSize, layer_scale: float, *, is_last: bool) -> None:
@@ -118,7 +119,7 @@ class EncoderBlock(nn.Module):
         return x + self.ls_2(self.mlp(self.ln_2(x)))
 
     def layers_of_chain(self) -> TransformerBlock:
-        """This block for `run_blocks`, which gives what `forward` does if there is no layer scale."""
+        """Return this block for `run_blocks`, which computes the same as `forward` if there is no layer scale."""
         attention, first, second = self.self_attention, self.mlp[0], self.mlp[2]
         assert isinstance(first, nn.Linear)
         assert isinstance(second, nn.Linear)
@@ -177,8 +178,8 @@ class Encoder(nn.Module):
 
 
 def wants_chain(blocks: nn.Module, tokens: Tensor) -> bool:
-    """Whether all blocks but the last should run as a chain of our own kernels between matmuls: compiled, on a GPU, and
-    under autocast, where rows are half as wide; or when forced."""
+    """Whether all blocks but the last should run as a chain of our kernels between matmuls: if compiled, on a GPU and
+    under autocast, where rows are half as wide; or if forced."""
     is_fast = torch.compiler.is_compiling() and tokens.is_cuda and has_half_autocast(tokens)
     are_kept = isinstance(blocks, Blocks) and len(blocks) > 1 and keeps_every_product(blocks.recompute)
     is_possible = torch.is_grad_enabled() and tokens.dtype == torch.float32 and are_kept
@@ -186,7 +187,7 @@ def wants_chain(blocks: nn.Module, tokens: Tensor) -> bool:
 
 
 def is_whole(block: EncoderBlock) -> bool:
-    """Whether a block's parts are of the classes it was built with, without layer scale."""
+    """Whether a block's modules still have the classes it was built with, without layer scale."""
     attention = (block.ln_1, block.self_attention, block.ls_1)
     has_attention = consists_of(attention, nn.LayerNorm, SelfAttention, nn.Identity)
     perceptron = (block.ln_2, *block.mlp.children(), block.ls_2)
@@ -201,7 +202,7 @@ CHAINED: Checks = {
     EncoderBlock: is_whole,
     **dict.fromkeys((nn.Identity, nn.Sequential, Blocks), accept_any),
 }
-"""What `kernels.transformer_chain` takes the place of."""
+"""What `kernels.transformer_chain` can replace."""
 
 
 class ViT(nn.Module):
@@ -248,7 +249,7 @@ class ViT(nn.Module):
 
 
 def compute_grid(height: int, width: int, patch: int) -> tuple[int, int]:
-    """Rows and columns of patches."""
+    """Return rows and columns of patches; raise if patches do not tile the image."""
     if height % patch or width % patch:
         raise ModelError(
             f"image of {height}×{width} pixels for a ViT of patch size {patch}",
@@ -259,7 +260,7 @@ def compute_grid(height: int, width: int, patch: int) -> tuple[int, int]:
 
 
 def resize_positions(positions: Tensor, rows: int, columns: int, *, antialias: bool = False) -> Tensor:
-    """Position embeddings (1, 1 + side², dim) for another grid: bicubic, in fp32; the class token's stays."""
+    """Resample position embeddings (1, 1 + side², dim) to another grid: bicubic, in fp32; the class token's stays."""
     side = math.isqrt(positions.shape[1] - 1)
     if (rows, columns) == (side, side):
         return positions
@@ -270,6 +271,6 @@ def resize_positions(positions: Tensor, rows: int, columns: int, *, antialias: b
 
 
 def build_vit(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, patch: int = 0, **options: Any) -> ViT:
-    """`vit_s_16`, `vit_b_16` or `vit_l_16`, with the options of `ViT`; a size above 0 replaces the published one."""
+    """Build `vit_s_16`, `vit_b_16` or `vit_l_16` with options of `ViT`; sizes above 0 replace the published ones."""
     given = {"depth": depth, "heads": heads, "dim": dim, "mlp_dim": 4 * dim, "patch": patch}
     return ViT(replace(VITS[name], **{part: value for part, value in given.items() if value}), **options)

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from halfstep.errors import ModelError, explain_refused_pickle
 
 BATCH_COUNTER = "num_batches_tracked"
-"""BatchNorm's. Of all that can differ it says the least about which model the weights are of."""
+"""BatchNorm's counter. Of all differences it says the least about which model the weights belong to."""
 NESTS = (
     "state_dict", "model_state_dict", "model_state", "model", "net", "network", "module", "weights", "params",
     "ema_state_dict", "state_dict_ema", "model_ema", "ema", "shadow",
 )  # fmt: skip
-"""Keys below which training scripts keep weights; as trained before averaged."""
+"""Keys under which training scripts store weights; trained ones before averaged ones."""
 SHOWN = 4
 TORCH_PROTOCOL = 2  # of the pickles that torch.save writes; pickle.dump's is newer
 NOT_WEIGHTS = {
@@ -36,11 +36,11 @@ NOT_WEIGHTS = {
     b"<!DOCTYPE": ("it is a web page", "download the file behind it"),
     b"<html": ("it is a web page", "download the file behind it"),
 }
-"""How files begin that are not what their names say: why, and what helps."""
+"""First bytes of files that are not what their names say, with reason and fix."""
 
 
 def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a checkpoint by name, and whatever else stood beside them (such as `model_args`)."""
+    """Return the tensors of a checkpoint by name, and its other entries (such as `model_args`)."""
     if not path.is_file():
         inside = sorted(
             file.name for ending in ("safetensors", "pth", "pt", "bin") for file in path.glob(f"*.{ending}")
@@ -106,7 +106,7 @@ def load_weights_file_(model: nn.Module, path: str, named: Callable[[Weights], W
 
 
 def _list_differences(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[str]:
-    """What each side has that the other has not, and tensors of other shapes."""
+    """List the names that only one side has, and tensors of different shapes."""
     missing, unknown = ([name for name in one if name not in other] for one, other in ((own, weights), (weights, own)))
     shapes = [
         f"{name} is {_format_shape(weights[name])} there, {_format_shape(own[name])} here"
@@ -159,13 +159,13 @@ def _format_shape(tensor: Tensor) -> str:
 
 
 WRAPPERS = ("module.", "model.", "net.", "network.", "backbone.", "base_model.")
-"""DataParallel and DDP, Lightning, and what scripts call their only part."""
+"""Prefixes of DataParallel and DDP, Lightning, and common names for a script's only module."""
 COMPILED = "_orig_mod."  # torch.compile puts it before the names of each part it wrapped, wherever that is
 
 NameTable = tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]
 _LAYER = r"encoder.layers.encoder_layer_\1"
 _THIRDS = {"q": "#0", "k": "#1", "v": "#2"}
-"""Queries, keys and values that a file keeps apart are one tensor here: its thirds, in this order."""
+"""Queries, keys and values that a file keeps apart are the thirds of one tensor here, in this order."""
 
 RELEASED_VIT: NameTable = (
     (r"encoder\.layers\.encoder_layer_(\d+)\.mlp\.linear_1\.", rf"{_LAYER}.mlp.0."),
@@ -206,7 +206,7 @@ HF_VIT: NameTable = (
     (r"(?:(?:vit|dinov2)\.)?layernorm\.", "encoder.ln."),
     (r"classifier\.", "heads.head."),
 )
-"""Of released files, and since version 5 of `state_dict()`."""
+"""Names in released files, and in `state_dict()` since version 5."""
 
 _DINOV2_LAYER = r"(?:dinov2\.)?encoder\.layer\.(\d+)"
 HF_DINOV2: NameTable = (
@@ -215,7 +215,7 @@ HF_DINOV2: NameTable = (
     (rf"{_DINOV2_LAYER}\.attention\.output\.dense\.", rf"{_LAYER}.self_attention.out_proj."),
     *HF_VIT,
 )
-"""DINOv2's, whose blocks have other names for norms and layer scale than the ViT's."""
+"""DINOv2 names norms and layer scale differently from the ViT."""
 
 _HF_BLOCK = r"(?:resnet\.)?encoder\.stages\.(\d+)\.layers\.(\d+)"
 HF_RESNET: NameTable = (
@@ -230,16 +230,16 @@ HF_RESNET: NameTable = (
 NAME_TABLES: tuple[NameTable, ...] = ((), RELEASED_VIT, TIMM_VIT, HF_VIT, HF_DINOV2, HF_RESNET)
 
 UNUSED = re.compile(r"(?:(?:vit|dinov2)\.)?pooler\.dense\.")
-"""A layer that Hugging Face's headless ViT carries and its classifier does not use either."""
+"""A layer of Hugging Face's headless ViT that its classifier does not use either."""
 
 
 def strip_torch_prefixes(name: str) -> str:
-    """Without what torch itself puts in."""
+    """Remove the prefixes that torch.compile and DDP add."""
     return name.replace(COMPILED, "").removeprefix("module.")
 
 
 def match_names(own: Iterable[str], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights under the names, of those they may have, that most of `own` are among."""
+    """Return the weights under the form of their names that matches most of `own`."""
     wanted = set(own)
     given = {strip_torch_prefixes(name): tensor for name, tensor in weights.items()}
     inner = (given, _strip_wrappers(given), _strip_shared_prefix(given))
@@ -248,7 +248,7 @@ def match_names(own: Iterable[str], weights: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _strip_wrappers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without wrappers' prefixes; a name that would then be there twice stays as it is."""
+    """Remove wrappers' prefixes; a name that would then appear twice stays as it is."""
     found: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         inner = name
@@ -259,7 +259,7 @@ def _strip_wrappers(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _strip_shared_prefix(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of a file that holds one part of another model, whatever its name there: `encoder.conv1.weight`."""
+    """Remove the prefix shared by all names, for a file with one module of another model: `encoder.conv1.weight`."""
     shared = ".".join([*os.path.commonprefix([name.split(".")[:-1] for name in weights]), ""])
     return {name.removeprefix(shared): tensor for name, tensor in weights.items()}
 

@@ -1,4 +1,4 @@
-"""Workloads by name: one dict, resolved when one is asked for. A family is a folder with a KIND."""
+"""Workloads by name: one dict of import paths, imported on first use. A family is a folder with a Kind."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ KINDS = Kinds(
 )
 
 DEMO_WORKLOAD = "unet"
-"""The one that commands show where none is named."""
+"""The workload in help texts and suggestions that need an example."""
 
 load = partial(configs.load, kinds=KINDS)
 from_dict = partial(configs.load_dict, kinds=KINDS)
@@ -57,5 +57,5 @@ def get_model_name(config: RunConfig) -> str:
 
 
 def build(config: RunConfig, store: Mapping[str, Any] | None = None) -> Workload:
-    """The workload that `config.workload` names; `store` of an earlier run fixes what was found in its data."""
+    """Build the workload that `config.workload` names; `store` of an earlier run fixes what was found in its data."""
     return KINDS.of(config.workload).build(config, store)

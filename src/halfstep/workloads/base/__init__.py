@@ -1,1 +1,1 @@
-"""What all families share: the workload, its kind, options, sums over ranks, prediction."""
+"""What families share: Workload and Kind, metrics, evaluation and prediction, VAE training and latents on disk."""

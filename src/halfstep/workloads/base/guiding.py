@@ -1,4 +1,4 @@
-"""What `halfstep guide` asks of a family: a look into a data folder, and settings that suit what is found."""
+"""What `halfstep guide` needs from a family: open a data folder, draw samples of it, and suggest settings."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from halfstep.data.images import open_picture
 from halfstep.data.loader import Samples
 
 SIZED_FILES = 32
-"""Pictures whose size is looked up: a header is a file to open."""
+"""Pictures whose size is read: each costs opening a file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenedData:
-    """A data folder as training would read it."""
+    """A data folder as training reads it."""
 
     train: Samples
     val: Samples
     store: Mapping[str, Any]
-    """What a model must know of the data, as a run stores it."""
+    """Facts about the data that the model depends on, as a run stores them."""
     classes: tuple[str, ...]
     counts: tuple[int, ...] = ()
-    """Training samples of each class; empty where one sample holds many classes."""
+    """Training samples of each class; empty if one sample holds several classes."""
     notes: tuple[str, ...] = ()
     sides: tuple[int, int] | None = None
     """Median width and height of a few pictures."""
 
 
 class Guiding(Protocol):
-    """A family's part in the conversation."""
+    """What a family implements for the guide."""
 
     small_on_cpu: Mapping[str, Any]
-    """Settings by path: a full-size model takes a CPU days."""
+    """Settings of a smaller model, by path: a full-size one takes days on a CPU."""
 
     def open(self, config: Any) -> OpenedData: ...
 
     def picture(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
-        """A sample to look at, and its caption."""
+        """Return a caption and a picture of a sample."""
         ...
 
     def for_side(self, config: Any, side: int) -> dict[str, Any]:
-        """Settings by path for images of so many pixels per side."""
+        """Return settings by path for images with `side` pixels per side."""
         ...
 
 
 def measure_median_size(total: int, size_of: Callable[[int], tuple[int, int]]) -> tuple[int, int]:
-    """Median width and height of some of so many pictures, each (width, height)."""
+    """Return the median width and height of a few of `total` pictures; `size_of(index)` gives (width, height)."""
     width, height = np.median([size_of(index) for index in spread_indices(total, SIZED_FILES)], axis=0)
     return int(width), int(height)
 
@@ -63,6 +63,6 @@ def read_size(path: Path) -> tuple[int, int]:
 
 
 def spread_indices(total: int, wanted: int) -> list[int]:
-    """Indices over the whole set: files are sorted by class, so the first ones alone would all be of one."""
+    """Return indices spread over the whole set: files are sorted by class, so the first ones all share one class."""
     num = min(total, wanted)
     return [index * total // num for index in range(num)]

@@ -1,8 +1,9 @@
-"""Users' code by import path, `pkg.module:name`: found, imported, and signed when a run is trained with it.
+"""Custom code by import path, `pkg.module:name`: import it, and sign it when a run is trained with it.
 
-A run folder names code in its config, and may come from someone else. What commands that only look at a run import is
-therefore what its user has trained with: `sign_code` signs the source files with a key of this account, and the author
-of a folder cannot forge that. A plain hash would not do: everyone knows the hash of `subprocess.py`.
+The config of a run folder names code, and the folder may come from someone else. Commands that only read a run
+therefore import only code that this account has trained with: `sign_code` signs the source files with a key of the
+account, which the author of a folder cannot forge. A plain hash would not do: anyone can compute the hash of
+`subprocess.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from halfstep.errors import ConfigError, suggest_nearest
 
 
 def import_callable(path: str, *, what: str, form: str) -> Callable[..., Any]:
-    """The callable at `path`; `what` says in an error what it was for, `form` how it is to be called."""
+    """Import the callable at `path`. Errors name its purpose (`what`) and how it is called (`form`)."""
     module_name, _, name = path.partition(":")
     if not name:
         raise ConfigError(f"{what} {path!r} is not an import path", fix=f"pkg.module:callable, called as {form}")
@@ -60,20 +61,20 @@ def import_callable(path: str, *, what: str, form: str) -> Callable[..., Any]:
 
 
 def check_call_form(function: Callable[..., Any], path: str, *arguments: object, form: str) -> None:
-    """A function that cannot be called so, such as `json:dumps`, is told apart from one that fails inside."""
+    """Refuse a function that does not accept these arguments, such as `json:dumps`, before calling it."""
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:
         raise ConfigError(f"{path} cannot be called as {form}", why=str(error), fix=f"write {form}") from error
     except ValueError:
-        return  # written in C, without a signature: calling it will tell
+        return  # written in C, without a signature: the call itself fails if it must
 
 
 # --- which code a run was trained with ---
 
 
 class UnknownCode(ConfigError):
-    """Code that a run names and that its user has not trained with."""
+    """Code that a run names but this account has not trained with."""
 
 
 def sign_code(paths: Iterable[str]) -> dict[str, str]:
@@ -144,7 +145,7 @@ def _make_key() -> bytes:
 
 
 def _add_working_folder() -> None:
-    """The working folder, as `python -m` has it: the console script does not."""
+    """Import from the working folder too, as `python -m` does and a console script does not."""
     here = str(Path.cwd())
     if not {here, ""} & set(sys.path):
         sys.path.insert(0, here)
@@ -152,7 +153,7 @@ def _add_working_folder() -> None:
 
 def _suggest_location(module_name: str, error: ImportError) -> str:
     if error.name != module_name.split(".")[0]:
-        return "that is an import inside the module, or a part of the package: look there"
+        return "an import inside that module or its package fails: fix it there"
     beside = [path.stem for path in sorted(Path.cwd().glob("*.py"))]
     guess = suggest_nearest(module_name, beside)
     here = "Install it, run where the module is, or set PYTHONPATH"

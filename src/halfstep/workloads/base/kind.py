@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Part = str | Callable[..., Any]
 """A function or class, or the import path of one."""
 Store = Mapping[str, Any]
-"""What a model must know of the data: classes, channels, vocabulary. Stored with the run."""
+"""Facts about the data that the model depends on: classes, channels, vocabulary. Stored with the run."""
 
 BUILD = "build(config, store) -> halfstep.workloads.base.workload.Workload"
 METRICS = ("update", "compute", "state_dict", "load_state_dict")
@@ -36,14 +36,14 @@ class Unit:
     name: str = "sample"
     per_sample: int = 1
     flops_per_sample: float = 0.0
-    """Of forward and backward, as the model's own formula counts them; 0: not known."""
+    """Operations of forward and backward by the model's formula; 0: unknown."""
 
     def rate(self, samples_per_s: float, digits: int = 1) -> str:
         """`12.3 images/s`."""
         return f"{samples_per_s * self.per_sample:,.{digits}f} {self.name}s/s"
 
     def rates(self, samples_per_s: float) -> dict[str, float]:
-        """`{"tokens_per_s": 1234.5}`, for records beside `samples_per_s`; empty where samples are the unit."""
+        """Return `{"tokens_per_s": 1234.5}`, for records next to `samples_per_s`; empty if samples are the unit."""
         return {} if self.name == "sample" else {f"{self.name}s_per_s": round(samples_per_s * self.per_sample, 2)}
 
 
@@ -165,18 +165,20 @@ class Kind:
         return self.config if isinstance(self.config, type) else self.config[self.model_of(workload)]
 
     def model_of(self, workload: str) -> str:
-        """Which of the family's models a workload is, by its name; one at an import path is the usual one."""
+        """Return the name of the family's model; a Kind at an import path is its `usual` one."""
         return self.usual if is_import_path(workload) and self.usual else workload
 
     def build(self, config: RunConfig, store: Store | None = None) -> Workload:
-        """The workload of a config; one of the user's own that gives something else is refused."""
+        """Build the workload of a config; refuse a custom builder that returns something else."""
         from halfstep.workloads.base.workload import Workload
 
         builder = load_part(self.builder, form=BUILD)
         check_call_form(builder, config.workload, config, store, form=BUILD)
         built = builder(config, store)
         if not isinstance(built, Workload):
-            raise ConfigError(f"{config.workload} gives a {type(built).__name__}, not a Workload", fix=f"write {BUILD}")
+            raise ConfigError(
+                f"{config.workload} returns a {type(built).__name__}, not a Workload", fix=f"write {BUILD}"
+            )
         for name in ("train_samples", "val_samples"):
             check_samples(getattr(built, name), f"{name} of {config.workload}")
         check_metrics(built.metrics(), config.workload)
@@ -200,7 +202,7 @@ class Kind:
         return str(load_part(self.sample.size)(config)) if self.sample.size else ""
 
     def claim(self, document: Mapping[str, Any], name: str) -> Foreign | None:
-        """Another project's config in our settings, where the family knows that project."""
+        """Translate another project's config if the family knows that project, else return None."""
         return load_part(self.foreign)(document, name) if self.foreign else None
 
 
@@ -223,18 +225,18 @@ def load_part(part: Part, *, form: str = "the family declares it") -> Callable[.
 
 
 def check_metrics(metrics: object, workload: str) -> None:
-    """Some methods are called only when an epoch ends, or a run goes on."""
+    """Refuse metrics without a method that is called only when an epoch ends or a run resumes."""
     if missing := [name for name in METRICS if not hasattr(metrics, name)]:
         raise ConfigError(
             f"metrics of {workload}: a {type(metrics).__name__} without {', '.join(missing)}",
-            why="counts are stored with a checkpoint, so that a run that goes on has the same scores",
+            why="checkpoints store the sums, so that a resumed run has the same scores",
             fix=f"give it {', '.join(METRICS)}, or use halfstep.workloads.base.sums.Means, "
             "as examples/own_workload.py does",
         )
 
 
 def check_samples(samples: object, whose: str) -> None:
-    """A data set of torch's own form is the likeliest mistake of all, and would fail in a worker."""
+    """Refuse samples without `sample`: a torch Dataset is the likeliest mistake, and would fail in a worker."""
     forms = (getattr(samples, name, None) for name in ("sample", "filled", "batch"))
     if not (hasattr(samples, "__len__") and any(map(callable, forms))):
         raise ConfigError(
@@ -258,14 +260,14 @@ class Kinds(Mapping[str, Kind]):
         raise KeyError(workload)
 
     def of(self, workload: str, where: str = "") -> Kind:
-        """The kind of a workload; a name that nobody knows is refused, with the nearest ones."""
+        """Return the Kind of a workload; refuse an unknown name with the nearest known ones."""
         try:
             return self[workload]
         except KeyError:
             raise make_unknown_workload(workload, self.paths, where) from None
 
     def translators(self) -> Iterator[Kind]:
-        """Each family once."""
+        """Return each Kind once."""
         return map(_load_kind, dict.fromkeys(self.paths.values()))
 
     def __iter__(self) -> Iterator[str]:
@@ -288,7 +290,7 @@ class Option:
     """`Option("num", int, 16, "How many to draw", least=1)` is `--num 16`; of type bool it is a flag."""
 
     name: str
-    """As in Python: `top_k` is `--top-k`."""
+    """The Python name: `top_k` is `--top-k`."""
     type: type = str
     default: Any = None
     help: str = ""
@@ -299,7 +301,7 @@ class Option:
         return "--" + self.name.replace("_", "-")
 
     def checked(self, value: Any) -> Any:
-        """The value in the option's type, or a refusal."""
+        """Return the value in the option's type, or raise ConfigError."""
         try:
             found = value if self.type is bool and isinstance(value, bool) else self.type(value)
         except (TypeError, ValueError):
@@ -313,14 +315,14 @@ EXPECTED: Mapping[type, str] = {int: "a whole number", float: "a number", str: "
 
 
 def resolve_options(options: Sequence[Option], given: Mapping[str, Any], workload: str) -> dict[str, Any]:
-    """Every option by name; one that the workload does not take is refused with those it does."""
+    """Return all options by name, with defaults; refuse an option that the workload does not take."""
     known = {option.name: option for option in options}
     for name, value in given.items():
         if name not in known:
             flag = Option(name).flag + ("" if value is True else f" {value}")
             takes = ", ".join(option.flag for option in options)
             fix = f"leave it out; {workload} takes {takes}" if takes else "leave it out"
-            raise ConfigError(f"{flag} means nothing for {workload}", fix=fix)
+            raise ConfigError(f"{workload} has no option {flag}", fix=fix)
     return {
         name: option.checked(given[name]) if given.get(name) is not None else option.default
         for name, option in known.items()

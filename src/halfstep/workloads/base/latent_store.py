@@ -1,8 +1,8 @@
-"""Latents on disk: what a VAE says of every sample, as moments, so that each epoch still draws its own latents.
+"""Latents on disk: mean and log-variance ("moments") of every sample, so that each epoch still draws its own latents.
 
 One safetensors file, written row by row and mapped when read: `moments` (N, F, 2C, h, w) in fp32, F = 2 where mirror
-images were encoded too. Its metadata hold the fingerprint of what it was made of and the SHA-256 of its numbers. It is
-written under a temporary name: it exists whole or not at all.
+images were encoded too. Its metadata hold a fingerprint of its sources and the SHA-256 of its numbers. It is written
+under a temporary name, so it is either complete or absent.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Encoding:
 
 
 def refuse_uncached(config: RunConfig) -> None:
-    """`halfstep pack` of a config that trains without latents on disk."""
+    """Refuse `halfstep pack` of a config that trains without latents on disk."""
     data: Any = config.data
     if data.cache != "latents":
         raise ConfigError(
@@ -132,11 +132,11 @@ def refuse_uncached(config: RunConfig) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentCache:
-    """An opened file."""
+    """An opened file of latents."""
 
     path: Path
     moments: Tensor
-    """(N, F, 2C, h, w), a mapped file."""
+    """(N, F, 2C, h, w), memory-mapped."""
     meta: Mapping[str, str]
 
     @property
@@ -145,7 +145,7 @@ class LatentCache:
 
 
 def write_latents(path: Path, num: int, shape: tuple[int, ...], rows: Iterable[Tensor], meta: Mapping[str, str]) -> str:
-    """Write `num` rows of this shape, given as batches of them; returns their checksum."""
+    """Write `num` rows of this shape, given in batches; return their checksum."""
     num_bytes = num * math.prod(shape) * BYTES
     check_free_space(path, num_bytes, "the latents")
     digest, written = hashlib.sha256(), 0
@@ -166,7 +166,7 @@ def write_latents(path: Path, num: int, shape: tuple[int, ...], rows: Iterable[T
 
 
 def open_latents(path: Path) -> LatentCache:
-    """Map a file after checking every byte of it."""
+    """Map a file after checking all its bytes."""
     try:
         meta, shape, start = _read_header(path)
         with path.open("rb") as file:
@@ -179,8 +179,8 @@ def open_latents(path: Path) -> LatentCache:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _unusable_file(path, str(error)) from error
     if digest.hexdigest() != meta[CHECKSUM]:
-        raise _unusable_file(path, "its numbers are not those that were written")
-    # Copy on write: torch wants writable memory, and nobody writes.
+        raise _unusable_file(path, "its checksum differs from the one it was written with")
+    # Copy on write: torch requires writable memory, and nothing writes.
     mapped = np.memmap(path, dtype=np.float32, mode="c", offset=start, shape=shape)
     return LatentCache(path=path, moments=torch.from_numpy(mapped), meta=meta)
 
@@ -188,7 +188,7 @@ def open_latents(path: Path) -> LatentCache:
 def open_or_write_latents(
     path: Path, mark: str, num: int, rows: Callable[[], Iterator[Tensor]], **meta: str
 ) -> tuple[LatentCache, bool]:
-    """The file where it has this fingerprint, else written anew from `rows()`; and whether it was."""
+    """Open the file if it has this fingerprint, else write it from `rows()`; return it, and whether it was written."""
     if (found := _open_matching(path, mark)) is not None:
         return found, False
     with take_turn(path):
@@ -202,9 +202,9 @@ def open_or_write_latents(
 
 
 def _open_matching(path: Path, mark: str) -> LatentCache | None:
-    """A file of this fingerprint; None where there is none, or a broken one, which the caller makes again."""
+    """Open a file with this fingerprint; return None if there is none or it is broken: the caller writes it again."""
     if path.is_dir():
-        raise DataError(f"{path} is a folder", fix="another place: data.cache_file=FILE")
+        raise DataError(f"{path} is a folder", fix="name a file: data.cache_file=FILE")
     try:
         found = open_latents(path)
     except DataError:
@@ -213,7 +213,7 @@ def _open_matching(path: Path, mark: str) -> LatentCache | None:
 
 
 def _read_header(path: Path) -> tuple[dict[str, str], tuple[int, ...], int]:
-    """What a file says of itself, its shape, and where its numbers begin."""
+    """Return a file's metadata, its shape, and the offset of its numbers in bytes."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > path.stat().st_size:
@@ -223,7 +223,7 @@ def _read_header(path: Path) -> tuple[dict[str, str], tuple[int, ...], int]:
 
 
 def _refuse_other_file(path: Path) -> None:
-    """What is written anew must be ours: by what it says of itself, or, where it is broken, by its name."""
+    """Refuse to overwrite a file that is not ours by its metadata, or by its name if it is broken."""
     if not path.is_file() or path.name.startswith(".halfstep-latents"):
         return
     try:
@@ -234,26 +234,26 @@ def _refuse_other_file(path: Path) -> None:
         raise DataError(
             f"data.cache_file={path} exists and holds no latents",
             why="it would be overwritten",
-            fix="the name of a file that is not there yet, or of one with latents",
+            fix="name a new file, or one with latents",
         )
 
 
 def describe_resume(cache: LatentCache, stored: str, *, is_new: bool) -> str:
-    """What the header adds where a run trained on other bits, by their SHA-256; a file that was not made now is
-    refused."""
+    """Return a text for the header if a run was trained on other latents, by their SHA-256; refuse a file that was not
+    written just now."""
     if stored in ("", cache.checksum):
         return ""
     if not is_new:
         raise DataError(
             f"{cache.path} holds other latents than the run was trained on",
             why=f"SHA-256 {cache.checksum[:12]}… instead of {stored[:12]}…",
-            fix="put the file back, or delete it: it is made again, and the run goes on, but not bit for bit",
+            fix="restore the file, or delete it: it is made again, and the run continues, but not bit-exactly",
         )
     return "; made again with other bits: from here on the run is not an exact continuation"
 
 
 def hash_weights(net: Any) -> str:
-    """SHA-256 of its weights."""
+    """Return the SHA-256 of a network's weights."""
     digest = hashlib.sha256()
     for name, tensor in sorted(net.state_dict().items()):
         digest.update(name.encode() + tensor.detach().cpu().float().contiguous().numpy().tobytes())
@@ -261,7 +261,7 @@ def hash_weights(net: Any) -> str:
 
 
 class CachedLatents:
-    """Samples from such a file: `moments` (2C, h, w) of the picture or, by chance, of its mirror image."""
+    """Samples from a file of latents: `moments` (2C, h, w) of an image or, with chance `flip`, of its mirror image."""
 
     def __init__(self, moments: Tensor, *, flip: float = 0.0, extra: Mapping[str, Tensor] | None = None) -> None:
         self.moments, self.flip, self.extra = moments, flip if moments.shape[1] > 1 else 0.0, dict(extra or {})
@@ -273,7 +273,7 @@ class CachedLatents:
         return take_first(self.batch(torch.tensor([index]), seed=key[0], epoch=key[1]))
 
     def batch(self, indices: Tensor, *, seed: int, epoch: int) -> dict[str, Tensor]:
-        """Many samples at once, each the same as alone."""
+        """Return several samples, each the same as alone."""
         num, views = self.moments.shape[:2]
         is_mirrored = draw_uniform(seed, epoch, indices.numpy(), count=1)[:, 0] < self.flip
         places = indices * views + torch.from_numpy(is_mirrored).long()
@@ -282,7 +282,7 @@ class CachedLatents:
 
 
 class WithColumn:
-    """Samples with one more tensor each, such as the tokens of a caption, or moments from a file."""
+    """Samples with an additional tensor each, such as the tokens of a caption, or moments from a file."""
 
     def __init__(self, samples: Samples, name: str, values: Tensor) -> None:
         self.samples, self.name, self.values = samples, name, values
@@ -301,13 +301,13 @@ class WithColumn:
 
 
 def describe_pack(cache: LatentCache, text: str, *, is_new: bool, **more: object) -> dict[str, object]:
-    """What `halfstep pack` says, for people and programs."""
+    """Return the summary of `halfstep pack`."""
     return {
         "file": str(cache.path),
         "bytes": cache.path.stat().st_size,
         "made": is_new,
         "sha256": cache.checksum,
-        "text": text if is_new else f"{text}; they were there already and fit the folder",
+        "text": text if is_new else f"{text}; they exist already and match the folder",
         **more,
     }
 

@@ -1,6 +1,6 @@
-"""A stored run's settings for another data folder, of which everything is evaluated, not only a held-out part.
+"""A run's settings changed to evaluate another data folder: all of it, not only a held-out split.
 
-Where the folder has a validation part of its own, that part is taken: the rest may well have been trained on.
+If the folder has its own validation split, only that is evaluated: the rest may have been trained on.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ Config = TypeVar("Config", bound=RunConfig)
 
 
 def use_folder(config: Config, folder: Path, **values: Any) -> Config:
-    """The same settings with another folder, and other values beside it."""
+    """Return the settings with another data folder, and other `values` of the data section."""
     return config.changed(data={"dir": str(folder), **values})
 
 
 def use_all_pictures(config: Config, folder: Path) -> Config:
-    """All pictures of the folder; read as files, since a cache would be written into it."""
+    """Return settings that read all pictures of the folder, without a cache, which would be written into it."""
     fields = type(config.data).model_fields
     values: dict[str, Any] = {name: fields[name].default for name in ("cache", "cache_file") if name in fields}
     values |= {"dir": str(folder), "train_folder": "", "val_folder": ""}
     has_own_split = has_stored_images(folder) or any(folder.glob(KAGGLE_TRAIN))
     train, val = (_find_first(folder, names) for names in (TRAIN_NAMES, VALIDATION_NAMES))
     if not has_own_split and not (train and val):
-        # The same folder twice: nothing is trained, but workloads want training samples.
+        # The same folder twice: nothing trains, but a workload needs training samples.
         whole = train or val or "."
         values |= {"train_folder": whole, "val_folder": whole}
     return config.changed(data=values)

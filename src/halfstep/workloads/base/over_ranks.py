@@ -1,9 +1,9 @@
-"""Samples of all processes inside a loss, with gradients: what compares samples with each other needs the others' too.
+"""Gather samples of all ranks inside a loss, with gradients, for losses that compare samples with each other.
 
-    with gather_over_ranks(rows, rank):     the run, around forward and loss of a step that several processes make
+    with gather_over_ranks(rows, rank):     the run enters it around forward and loss of a distributed step
         everyone, begin = gather_rows(own)
 
-Outside of it, in one process, in trials and in validation, everyone is the process itself.
+Outside of the context (one rank, trials, validation) the functions return the rank's own samples.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RankRows:
-    """The samples that each process has of a batch."""
+    """How many samples of the batch each rank holds."""
 
     rows: tuple[int, ...]
     rank: int
     talks: Callable[[], None]
-    """Told where something was gathered: then every process has to run its backward pass."""
+    """Called when something is gathered: then every rank has to run its backward pass."""
 
     @property
     def own(self) -> int:
@@ -41,7 +41,7 @@ _together: list[RankRows] = []
 
 @contextmanager
 def gather_over_ranks(rows: Sequence[int], rank: int, talks: Callable[[], None]) -> Iterator[None]:
-    """Samples are gathered inside."""
+    """Gather over ranks inside this context."""
     _together.append(RankRows(tuple(rows), rank, talks))
     try:
         yield
@@ -51,7 +51,7 @@ def gather_over_ranks(rows: Sequence[int], rank: int, talks: Callable[[], None])
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def gather_rows(own: Tensor) -> tuple[Tensor, int]:
-    """The rows of all processes in the order of the batch, and where this one's begin."""
+    """Return the rows of all ranks in batch order, and the index of this rank's first row."""
     if not _together:
         return own, 0
     _together[-1].talks()
@@ -61,7 +61,7 @@ def gather_rows(own: Tensor) -> tuple[Tensor, int]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def sum_over_ranks(own: Tensor) -> Tensor:
-    """The sum over all processes; a process without samples adds nothing. No gradients."""
+    """Return the sum over all ranks, without gradients; a rank without samples adds nothing."""
     if not _together:
         return own
     summed = own.detach() * (_together[-1].own > 0)
@@ -70,12 +70,12 @@ def sum_over_ranks(own: Tensor) -> Tensor:
 
 
 def average_over_ranks(own: Tensor) -> Tensor:
-    """Over the samples of all processes, of what is a mean over each one's own. No gradients."""
+    """Return the mean over the samples of all ranks of a value that is a mean over each rank's own. No gradients."""
     return sum_over_ranks(own * _together[-1].own) / sum(_together[-1].rows) if _together else own
 
 
 class _Gathered(torch.autograd.Function):
-    """A sum of blocks: every backend has that, for uneven ones as well."""
+    """All-gather as an all-reduce of zero-padded blocks: every backend supports it, for uneven blocks too."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, together: RankRows) -> Tensor:

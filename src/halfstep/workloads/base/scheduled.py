@@ -1,7 +1,7 @@
-"""A number that changes with the steps (a temperature, the weight of a loss), where forward and loss can read it.
+"""A number that changes with the steps (a temperature, a loss weight) and is read in forward or loss.
 
-A Python number would be frozen by compiled code and by a captured CUDA graph, in silence. So it is a tensor on the
-run's device, refreshed from a table at the start of each step, by the number of committed steps, as the learning rate.
+Compiled code and captured CUDA graphs would silently freeze a Python number. So it is a tensor on the run's device,
+refreshed at the start of each step from a table indexed by committed steps, like the learning rate.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Scheduled:
     def __init__(self, at: Callable[[int], float]) -> None:
         self.at = at
         self.value: Tensor = torch.tensor(self(0), dtype=torch.float32)
-        """0-dim fp32, of the step that runs; on the CPU until a run places it."""
+        """The current step's value, 0-dim fp32; on the CPU until a run moves it."""
 
     def __call__(self, step: int) -> float:
         found: Any = self.at(step)

@@ -1,4 +1,4 @@
-"""Sheets of pictures: a grid, a table with headings and names, and whom to show on it."""
+"""Sheets of pictures: a grid, a table with headings and row names, and which samples to show."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from PIL import Image, ImageDraw, ImageFont
 
 Array = np.ndarray[Any, Any]
 CELL, GAP, BAND = 256, 6, 22
-"""Sides in pixels: a picture, the space between two, a line of text."""
+"""In pixels: side of a picture, space between two pictures, height of a line of text."""
 
 
 def arrange_grid(images: Array, columns: int = 0, *, gap: int = 2) -> Array:
-    """(H, W, 3) of images (N, h, w, 3), in rows of `columns`; 0: about as many rows as columns."""
+    """Return one image (H, W, 3) of images (N, h, w, 3) in rows of `columns`; 0: about as many rows as columns."""
     num, height, width = images.shape[:3]
     columns = columns or int(np.ceil(np.sqrt(num)))
     rows = -(-num // columns)
@@ -28,7 +28,7 @@ def arrange_grid(images: Array, columns: int = 0, *, gap: int = 2) -> Array:
 
 
 def draw_table(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[Array]]], *, bands: int = 0) -> Image.Image:
-    """Pictures (H, W, 3) under their headings, each row with its name below, and room for `bands` of text."""
+    """Draw pictures (H, W, 3) under their headings, each row with its name below; leave room for `bands` of text."""
     size = (GAP + len(columns) * (CELL + GAP), (1 + bands) * BAND + len(rows) * (CELL + BAND + GAP))
     sheet = Image.new("RGB", size, "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
@@ -51,7 +51,7 @@ def _fit_cell(pixels: Array) -> Image.Image:
 
 
 def pick_worst_to_best(ranked: Sequence[tuple[int, float]], each: int) -> list[tuple[str, int, float]]:
-    """The worst, the middling and the best of samples sorted by score, `each` of them; all of a few."""
+    """Return `each` of the worst, median and best samples, given sorted by score; all of them if they are few."""
     count, half = len(ranked), -(-len(ranked) // 2)
     kinds = {"worst": range(half), "best": range(half, count)}
     if count > 3 * each:

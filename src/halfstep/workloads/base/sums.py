@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 class Sums:
-    """What metrics keep over batches: tensors by name, on the batches' device. Processes add theirs up."""
+    """Sums over batches by name, on the batches' device. Ranks add theirs up."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
 
     def add(self, **more: Tensor) -> None:
-        """No host wait."""
+        """Add to the sums by name, without a host wait."""
         for name, value in more.items():
             known = self.sums.get(name)
             self.sums[name] = value if known is None else known.to(value.device) + value
@@ -29,7 +29,7 @@ class Sums:
 
 
 class Means(Sums):
-    """Metrics that are means over samples: each function takes outputs and batch, and gives a value per sample."""
+    """Means over samples: each score function takes outputs and batch, and returns one value per sample."""
 
     def __init__(self, **scores: Callable[[Any, Mapping[str, Tensor]], Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A trained model in use: what a family's evaluation and prediction get, and what they give."""
+"""Evaluation and prediction with a trained model: the interfaces that families implement, and shared helpers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from halfstep.workloads.base.workload import Batch, FrozenPart, Metrics, Workloa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """A model with its weights, on its device, in the precision asked for."""
+    """A model with its weights, on its device, in the requested precision."""
 
     model: nn.Module
     device: torch.device
     inside: Callable[[], AbstractContextManager[None]]
-    """Evaluation mode, no gradients and that precision."""
+    """Enters evaluation mode, without gradients, in that precision."""
     warn: Callable[[str], None]
 
     def __call__(self, *inputs: Any) -> Any:
@@ -40,7 +40,7 @@ class Trained:
 
 ShowProgress: TypeAlias = Callable[[str, int], AbstractContextManager[Bar]]
 LookAt: TypeAlias = Callable[[int], tuple[Batch, Any]]
-"""One validation sample as the model saw it, in a batch of one, and what the model says."""
+"""(index) -> a validation sample as the model saw it, in a batch of one, and the model's outputs."""
 
 
 class Evaluation(Protocol):
@@ -50,32 +50,32 @@ class Evaluation(Protocol):
 
     @property
     def ranking(self) -> str:
-        """The column of `classes` that says how good a class is."""
+        """The column of `classes` that ranks classes."""
         ...
 
     @property
     def scored_at(self) -> str:
-        """The size, or the sampling steps, at which outputs were compared, where that is a question."""
+        """The image size or sampling steps of the scores, if that is not obvious."""
         ...
 
     @property
     def metrics(self) -> Metrics:
-        """Those of validation, which may note more on the way."""
+        """The metrics of validation, which may record more."""
         ...
 
     @staticmethod
     def to_validate(config: RunConfig) -> RunConfig:
-        """Settings without what only training reads: the same validation samples."""
+        """Return settings without what only training reads; validation samples stay the same."""
         ...
 
     @staticmethod
     def config_for(config: RunConfig, folder: Path) -> RunConfig:
-        """Settings for data that the run was not trained on."""
+        """Return settings for data that the run was not trained on."""
         ...
 
     @staticmethod
     def on_all(workload: Workload) -> Workload:
-        """The workload built with them, with everything to be evaluated as its validation samples."""
+        """Return the workload built with these settings, with everything to evaluate as validation samples."""
         ...
 
     def classes(self) -> tuple[dict[str, Cell], ...]: ...
@@ -93,15 +93,15 @@ class OptionalScores(Protocol):
         phase: ShowProgress,
         batch_size: int | None,
     ) -> dict[str, float] | None:
-        """Scores that the options ask for in place of validation's; None where they ask for none.
+        """Return scores that the options request instead of validation's, or None to run validation.
 
-        `with phase("Drawing", total) as bar` shows a bar; `batch_size` is None where the user named none.
+        `with phase("Drawing", total) as bar` shows a bar; `batch_size` is None if the user gave none.
         """
         ...
 
 
 class PlainEvaluation:
-    """Of a workload that says no more than its metrics."""
+    """Evaluation that reports the metrics of validation and nothing else."""
 
     ranking = ""
     scored_at = ""
@@ -134,7 +134,7 @@ class PlainEvaluation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Input:
-    """One file, and its name below the folder it was found in."""
+    """An input file, and its name relative to the folder it was found in."""
 
     path: Path
     name: Path
@@ -142,30 +142,30 @@ class Input:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wishes:
-    """What the user may ask for beside the files."""
+    """What the user requested in addition to the input files."""
 
     out: Path | None = None
-    """A new folder for what is written; None where nothing is (`PredictCommand.writes_files`) and none was named."""
+    """A new folder for written files; None if nothing is written (`PredictCommand.writes_files`) and none was named."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Values of `PredictCommand.options` by name, with the default where the user gave none."""
 
 
 class Predictor(Protocol):
-    """One workload in use on files. Its `frozen` and `values`, as of a Workload, are placed with the model."""
+    """Prediction with one workload. Its `frozen` and `values`, as in a Workload, are moved with the model."""
 
     @property
     def model(self) -> nn.Module:
-        """As built; its weights come later."""
+        """The model as built; weights are loaded later."""
         ...
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """Files of a folder that count; empty where there are no inputs."""
+        """Endings of the files to read from an input folder; empty if there are no inputs."""
         ...
 
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
-        """One for each input, in order; the bar counts inputs, and may show how far one of them is. Without inputs
-        (`PredictCommand.needs_input`) as many as the options ask for; set `bar.total` first."""
+        """Yield one answer per input, in order; the bar counts inputs. Without inputs (`PredictCommand.needs_input`)
+        yield as many as the options request, and set `bar.total` first."""
         ...
 
 
@@ -174,14 +174,14 @@ def get_frozen_parts(predictor: Predictor) -> dict[str, FrozenPart]:
 
 
 def describe_failure(item: Input, error: DataError) -> Failure:
-    """What is wrong with a file, in words that stand behind its name; reasons about training mean nothing here."""
+    """Return the failure of a file, with the error's text without the file's name; advice on training is left out."""
     about_the_file = error.what.removeprefix(f"{item.path} ")
     is_said = about_the_file != error.what or not error.why
     return Failure(file=str(item.path), why=about_the_file if is_said else error.why)
 
 
 def answer_each(inputs: Iterable[Input], answer: Callable[[Input], Answer]) -> Iterator[Answer | Failure]:
-    """An answer, or what is wrong with the file, for each."""
+    """Yield an answer or a failure for each input."""
     for item in inputs:
         try:
             yield answer(item)
@@ -195,11 +195,11 @@ class FilePredictor:
     endings: tuple[str, ...] = ()
 
     def answer(self, path: Path, trained: Trained) -> Mapping[str, Any]:
-        """What was found, by name; DataError, ValueError and OSError are about the file."""
+        """Return results by name; DataError, ValueError and OSError mean that the file cannot be used."""
         raise NotImplementedError(f"{type(self).__name__} has no answer(path, trained)")
 
     def answer_file(self, item: Input, trained: Trained, wishes: Wishes) -> Answer:
-        """The same for a predictor that writes files or has options; DataError is about the file."""
+        """Override this instead to write files or to read options; DataError means that the file cannot be used."""
         try:
             return Answer(file=str(item.path), found=self.answer(item.path, trained))
         except (ValueError, OSError) as error:
@@ -210,7 +210,7 @@ class FilePredictor:
 
 
 def save_picture(picture: Image.Image, path: Path) -> Path:
-    """Where it lies now: files of one name from several folders get numbers."""
+    """Save a picture and return its path; a number is added to a name that is already taken."""
     numbered = (path.with_stem(f"{path.stem}_{k}") for k in itertools.count(2))
     free = next(one for one in itertools.chain([path], numbered) if not one.exists())
     try:

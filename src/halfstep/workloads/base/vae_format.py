@@ -1,4 +1,4 @@
-"""The format of a frozen autoencoder: as asked for, or the half one that loses less of real samples on a round trip."""
+"""Choose the format of a frozen VAE: as requested, or the half format with the smaller round-trip error on samples."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from halfstep.islands import fp32_island
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 LARGEST_ERROR = 0.02
-"""Of a half format's round trip, relative to how much the fp32 one's pixels vary; beyond it the VAE stays fp32."""
+"""Largest error of a half format's round trip, relative to the spread of the fp32 pixels; beyond it the VAE is fp32."""
 RoundTrip = Callable[[Any, Tensor], Tensor]
-"""(vae, images) -> what comes back of them."""
+"""(vae, images) -> encoded and decoded images."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FormatChoice:
-    """A format for the VAE, and why."""
+    """The VAE's format, and the reason."""
 
     name: str
     why: str
 
 
 def pick_training_device(config: RunConfig) -> torch.device:
-    """Where the VAE is tried and samples are encoded; the plan is not made yet."""
+    """Return the device on which the VAE is tried and samples are encoded; the plan is not made yet."""
     if config.device != "auto":
         return torch.device(config.device)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -46,8 +46,8 @@ def choose_vae_format(
     asked: str,
     precision: PrecisionConfig,
 ) -> FormatChoice:
-    """What `precision.modules: {vae: ...}` asks for, tried on real samples; a format it overflows in is refused."""
-    # TF32 is one switch for the whole process: a run that has it on cannot keep a part in fp32.
+    """Choose the format for `precision.modules: {vae: asked}`, tried on real samples; refuse one that overflows."""
+    # TF32 is one switch for the whole process: a run that uses it cannot keep one module in fp32.
     whole = "tf32" if precision.default == "tf32" else "fp32"
     if asked not in ("auto", *HALF):
         return FormatChoice(name=asked, why="asked for")
@@ -72,7 +72,7 @@ def choose_vae_format(
 
 
 def measure_round_trips(vae: Any, trip: RoundTrip, images: Tensor, formats: tuple[str, ...]) -> dict[str, float | None]:
-    """How far encoding and decoding in each format is from fp32's, relative to its pixels' spread; None: not finite."""
+    """Return each format's round-trip error against fp32, relative to the spread of the pixels; None: not finite."""
     vae = copy.deepcopy(vae).to(images.device)
     exact = _run_in_format(vae, trip, images, "fp32")
     if not bool(exact.isfinite().all()):
@@ -94,12 +94,13 @@ def _run_in_format(vae: Any, trip: RoundTrip, images: Tensor, format_name: str) 
         try:
             return trip(vae, images).float()
         finally:
-            # There torch switches oneDNN off for good: a resumed run, which tries nothing, would round otherwise.
+            # On such a CPU torch switches oneDNN off for good: a resumed run, which tries nothing, would round
+            # differently.
             torch._C._set_mkldnn_enabled(onednn)
 
 
 def compute_in(format_name: str, device: torch.device) -> AbstractContextManager[Any]:
-    """As a frozen part of a run computes: autocast's way, norms in fp32."""
+    """Compute as a frozen part of a run does: under autocast, with norms in fp32."""
     if format_name not in HALF:
         return fp32_island()
     return torch.autocast(device.type, dtype=HALF[format_name])

@@ -1,4 +1,4 @@
-"""What a workload is: a model, its data, its loss, its metrics, and what is fragile about it."""
+"""Workload: one training task, with its model, data, loss, metrics, phases, frozen modules and parameter groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Batch = dict[str, Tensor]
 
 
 class Metrics(Protocol):
-    """Counts on the device over many batches; divided once, in `compute`."""
+    """Sums on the device over many batches; divided once, in `compute`."""
 
     def update(self, outputs: Any, batch: Mapping[str, Tensor]) -> None: ...
     def compute(self) -> dict[str, float]: ...
@@ -29,15 +29,16 @@ class Metrics(Protocol):
 
 
 class Prepare(Protocol):
-    """From a batch as loaded (uint8) to what the model sees: bytes, augmentation and noise, by the key alone.
+    """Turn a batch as loaded (uint8) into what the model sees: conversion, augmentation and noise.
 
-    It runs in fp32, outside autocast, without gradients. The key is data.seeds.Key; draw from it with data.noise."""
+    It runs in fp32, outside autocast, without gradients. All randomness comes from the key (data.seeds.Key), drawn
+    with data.noise."""
 
     def __call__(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch: ...
 
 
 def keep_as_loaded(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
-    """Samples that are what the model sees need no preparation."""
+    """Return the batch unchanged: its samples need no preparation."""
     del key, training
     return batch
 
@@ -47,7 +48,7 @@ class Forward(Protocol):
 
 
 class Loss(Protocol):
-    """Loss, or loss and weight of a batch: the weight is its number of samples (or pixels, or tokens)."""
+    """Return the loss, or loss and weight of a batch: the weight is its number of samples (or pixels, or tokens)."""
 
     def __call__(self, outputs: Any, batch: Batch) -> Tensor | tuple[Tensor, Tensor | float]: ...
 
@@ -57,7 +58,7 @@ Sampled = Mapping[str, "np.ndarray[Any, Any] | str"]
 
 
 class Sample(Protocol):
-    """What the model makes by itself, for people to look at; every draw by the key, which is the same each time."""
+    """Generate pictures or texts to look at; all randomness comes from the key, which is the same each time."""
 
     def __call__(self, model: nn.Module, key: Key) -> Sampled: ...
 
@@ -68,7 +69,7 @@ class MakeMetrics(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """One thing to train. Built by `workloads/<name>.py` from a config."""
+    """One training task, built from a config by a family's `build`."""
 
     name: str
     model: nn.Module
@@ -82,43 +83,43 @@ class Workload:
     """The headline metric: picks the best checkpoint, stops early, drives plateau."""
     mode: Literal["max", "min"] = "max"
     scoring: str = ""
-    """How the metrics are computed, where their names alone do not say it."""
+    """How the metrics are computed, if their names alone do not say it."""
     fragile: tuple[str, ...] = ()
     """Islands, as `name: reason`; rows of the plan."""
     phases: tuple[Phase, ...] = ()
-    """Networks that train in turn, each with a loss of its own; empty: one, `forward` and `loss` over all parameters.
-    Validation uses `forward` and `loss` in any case."""
+    """Networks that train in turn, each with its own loss; empty: one phase, `forward` and `loss` over all parameters.
+    Validation always uses `forward` and `loss`."""
     store: Mapping[str, Any] = field(default_factory=dict)
-    """What a checkpoint must know to use the model later: classes, mask values, image format."""
+    """Facts that are needed to use the model later: classes, mask values, image format. Stored with checkpoints."""
     notes: tuple[str, ...] = ()
-    """What the user should read before training starts, such as the files that were left out."""
+    """Messages shown before training starts, such as the files that were left out."""
     by_batch: tuple[str, ...] = ()
-    """What is computed over the samples of a batch together, so that several processes compute it over their own parts:
-    each is told so."""
+    """What is computed over the samples of a batch together, and therefore by each rank over its own samples; each
+    entry is shown as a warning."""
     val_names: tuple[str, ...] = ()
-    """Files of the validation samples, for reports; empty where the samples are not files."""
+    """Files of the validation samples, for reports; empty if the samples are not files."""
     about: tuple[tuple[str, str], ...] = ()
-    """What the data decided, as names and values for the run's header."""
+    """Names and values for the run's header that follow from the data."""
     settled: Mapping[str, Any] = field(default_factory=dict)
-    """Settings by path that the data decided where the user had not; a run stores them with its config."""
+    """Settings by path that follow from the data because the user left them open; a run stores them in its config."""
 
     frozen: Mapping[str, Any] = field(default_factory=dict)
-    """Parts that are used and not trained, by name: modules or FrozenParts; afterwards FrozenParts. `model` does not
-    hold them: forward, loss and prepare do. They are placed and cast in place, by the plan."""
+    """Modules that are used and not trained, by name: nn.Module or FrozenPart (converted to FrozenPart). `model` does
+    not hold them; forward, loss and prepare do. The plan moves and casts them in place."""
     groups: tuple[Group, ...] = ()
-    """Parameters with a learning rate or schedule of their own."""
+    """Parameters with their own learning rate or schedule."""
     values: Mapping[str, Scheduled] = field(default_factory=dict)
-    """What changes with the steps and is read in forward or loss."""
+    """Numbers that change with the steps and are read in forward or loss."""
     sample: Sample | None = None
-    """Called every `train.sample_every` steps in evaluation mode with the averaged weights; written to
+    """Called every `train.sample_every` steps in evaluation mode with the averaged weights; the results are written to
     report/samples."""
     scores_raw: bool = False
-    """Where weights are averaged: whether validation scores them as trained, too, as `raw_NAME`."""
+    """Whether validation also scores the weights as trained (`raw_NAME`) when averaged weights are used."""
     blocks: Mapping[type[nn.Module], Callable[..., Any] | None] = field(default_factory=dict)
-    """Kinds of blocks that a deep network repeats, each with its forward in captured steps, which then are compiled in
-    no other part; None: such a block is compiled alone. Empty: forward and loss are compiled as a whole."""
+    """Classes of the blocks that the network repeats, each with the forward it uses in captured steps; nothing else is
+    compiled then. None instead of a forward: such a block is compiled. Empty: forward and loss are compiled whole."""
     ema_parts: tuple[str, ...] = ()
-    """Names of modules or parameters that are averaged; empty: all."""
+    """Names of modules or parameters that EMA averages; empty: all."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "frozen", wrap_frozen_parts(self.frozen))
@@ -130,18 +131,18 @@ class Workload:
         return (self.model, *(part.module for part in self.frozen.values()))
 
     def prepared(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
-        """`prepare` as it runs everywhere: in fp32, outside autocast, without gradients."""
+        """Run `prepare` in fp32, outside autocast, without gradients, as everywhere."""
         with torch.no_grad(), fp32_island():
             return self.prepare(batch, key=key, training=training)
 
     def weighed_loss(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor | float]:
-        """Loss and weight; a loss that comes alone counts by the number of samples."""
+        """Return loss and weight; without a weight the number of samples counts."""
         found = self.loss(outputs, batch)
         return found if isinstance(found, tuple) else (found, len(next(iter(batch.values()))))
 
     def region(self, model: nn.Module, *, name: str = "") -> Callable[[Batch], tuple[Tensor, Tensor | float, Any]]:
-        """Return forward and loss of one batch as one function, which is what gets compiled. Under a name it is code of
-        its own to the compiler, which counts how often it has compiled each."""
+        """Return forward and loss of one batch as one function, the region that is compiled. A `name` makes it separate
+        code for the compiler, which limits how often it compiles each function."""
 
         def forward_and_loss(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
             outputs = self.forward(model, batch)
@@ -155,18 +156,19 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """One optimizer step of an iteration. Phases run in the order they are given, each with its own forward pass."""
+    """One optimizer step of an iteration over some of the parameters, as each network of a GAN has. Phases run in the
+    given order, each with its own forward pass, loss, schedule and verdict."""
 
     name: str
     parameters: tuple[str, ...] = ()
-    """What it trains: names of modules or parameters of the model, `generator` names all below it; empty: all.
-    Nothing else gets gradients while it runs."""
+    """Names of the modules or parameters it trains; `generator` includes everything below it; empty: all. Nothing else
+    gets gradients while the phase runs."""
     loss: Loss
     forward: Forward | None = None
-    """None: the workload's own. All that needs the model belongs here; `loss` gets the outputs."""
+    """None: the workload's forward. Everything that needs the model belongs here; `loss` gets the outputs."""
     counted: bool | None = None
-    """Whether training metrics may take its outputs; None: where `forward` is the workload's own. The first such phase
-    is counted, so that a sample counts once."""
+    """Whether training metrics use its outputs; None: if `forward` is the workload's. Only the first such phase counts,
+    so that a sample counts once."""
     every: int = 1
     """Due in iterations `from_step`, `from_step + every`, ..."""
     from_step: int = 0
@@ -175,15 +177,15 @@ class Phase:
     schedule: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the config's `schedule` that differ; it follows the steps of this phase."""
     groups: tuple[Group, ...] = ()
-    """Parameters with a learning rate or schedule of their own."""
+    """Parameters with their own learning rate or schedule."""
     compiles: bool = True
-    """False for a loss that takes gradients itself, such as a gradient penalty: the compiler cannot."""
+    """False for a loss that takes gradients itself, such as a gradient penalty, which cannot be compiled."""
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise ConfigError(
-                f"{self.name!r} is not a name for a phase",
-                why="reports and checkpoints name it",
+                f"{self.name!r} is not a valid name for a phase",
+                why="reports and checkpoints use the name",
                 fix="letters, digits, _",
             )
         if self.every < 1 or self.from_step < 0:
@@ -202,43 +204,43 @@ class Phase:
         return f"{self.name}{every}" + (f" from {'' if every else 'step '}{self.from_step}" if self.from_step else "")
 
     def num_due(self, iterations: int) -> int:
-        """Of so many iterations, those in which it runs."""
+        """Return in how many of the first `iterations` the phase runs."""
         return max(0, -(-(iterations - self.from_step) // self.every))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrozenPart:
-    """A module that is used and not trained, and the file it came from; empty where it was made here."""
+    """A module that is used and not trained, and the file it came from; empty if it came from none."""
 
     module: nn.Module
     source: str = ""
     checksum: str = ""
-    """Filled in by a run: of the weights as they were built."""
+    """Checksum of the weights as built; filled in by a run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Parameters with settings of their own; None leaves what the config says."""
+    """Parameters with their own settings; None keeps the config's."""
 
     modules: tuple[str, ...]
-    """Names of modules or parameters of the model; `encoder` names all below it. The first group that fits counts."""
+    """Names of modules or parameters of the model; `encoder` includes everything below it. The first match counts."""
     lr: float | None = None
-    """The peak of its schedule, as it is: not scaled with the batch."""
+    """The peak of its schedule; not scaled with the batch size."""
     schedule: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the config's `schedule` that differ."""
     weight_decay: float | None = None
 
 
 def wrap_frozen_parts(given: Mapping[str, Any]) -> dict[str, FrozenPart]:
-    """Modules or FrozenParts as FrozenParts."""
+    """Wrap bare modules as FrozenPart."""
     return {name: _wrap_frozen_part(name, part) for name, part in given.items()}
 
 
 def _wrap_frozen_part(name: str, part: Any) -> FrozenPart:
     if not name.isidentifier():
         raise ConfigError(
-            f"{name!r} is not a name for a frozen part",
-            why="precision.modules and the run's folder name it",
+            f"{name!r} is not a valid name for a frozen part",
+            why="precision.modules and files of the run folder use the name",
             fix="letters, digits and _",
         )
     if not isinstance(part, nn.Module | FrozenPart):
@@ -247,7 +249,7 @@ def _wrap_frozen_part(name: str, part: Any) -> FrozenPart:
 
 
 def check_frozen_apart(model: nn.Module, frozen: Mapping[str, FrozenPart]) -> None:
-    """A frozen part that is part of the model too, by its name or by its weights."""
+    """Refuse a frozen part that the model holds too, by name or by weights."""
     trained = {id(parameter) for parameter in model.parameters()}
     for name, part in frozen.items():
         if name in dict(model.named_children()):
@@ -260,5 +262,5 @@ def check_frozen_apart(model: nn.Module, frozen: Mapping[str, FrozenPart]) -> No
             raise ConfigError(
                 f"{type(model).__name__} holds weights of the frozen part {name!r}",
                 why="they would be trained, averaged and stored with it",
-                fix="keep the part out of the model: let forward hold it",
+                fix="keep it out of the model: let forward hold it",
             )

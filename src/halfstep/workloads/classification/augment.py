@@ -26,7 +26,7 @@ from halfstep.data.prefetch import send_to_device
 from halfstep.data.seeds import BatchDraws
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Of ImageNet's channels in 0..1; official weights expect them."""
+"""ImageNet's channel statistics in 0..1, which official weights expect."""
 SCALE = tuple(1 / (255 * std) for std in STD)
 SHIFT = tuple(-mean / std for mean, std in zip(MEAN, STD, strict=True))
 NUM_DRAWS = 8
@@ -34,7 +34,7 @@ NUM_DRAWS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageChanges:
-    """How far training images are changed beside the crop; 0 switches a change off."""
+    """Strength of the training augmentation apart from the crop; 0 switches a change off."""
 
     flip: float = 0.5
     """Chance of a mirror image."""
@@ -43,7 +43,7 @@ class ImageChanges:
     contrast: float = 0.0
     saturation: float = 0.0
     trivial: bool = False
-    """Whether each image gets one more change, of TrivialAugment's."""
+    """Whether each image gets one TrivialAugment change in addition."""
     erase: float = 0.0
     """Chance that a rectangle is blanked (Zhong et al. 2017)."""
     erase_area: tuple[float, float] = (0.02, 1 / 3)
@@ -52,7 +52,7 @@ class ImageChanges:
 
     @property
     def colours(self) -> bool:
-        """Whether any change is of colour."""
+        """Whether any change affects colours."""
         return any((self.brightness, self.contrast, self.saturation))
 
 
@@ -62,9 +62,10 @@ UNCHANGED = ImageChanges(flip=0.0)
 def prepare_images(
     batch: Mapping[str, Tensor], size: int, *, changes: ImageChanges = UNCHANGED, key: tuple[int, ...] = (0,)
 ) -> Tensor:
-    """Normalised float images (N, 3, size, size) from `image` (N, H, W, 3) bytes.
+    """Return normalised float images (N, 3, size, size) from `image` (N, H, W, 3) bytes.
 
-    `box` (N, 4) says which pixels of the stored image are shown, as left, top, right, bottom; without one all are.
+    `box` (N, 4) selects the visible pixels of the stored image as left, top, right, bottom; without one, all are
+    visible.
     """
     pixels = batch["image"]
     num, stored = pixels.shape[:2]
@@ -90,14 +91,14 @@ def prepare_images(
 
 
 def mirror_boxes(box: Tensor, flip: Tensor) -> Tensor:
-    """The boxes with left and right exchanged where `flip` says so: read backwards, they show a mirror image."""
+    """Swap left and right of the boxes where `flip` is true: read backwards, they show a mirror image."""
     left, top, right, bottom = box.unbind(dim=1)
     # Not by a list of columns: that would be copied to the device, with a wait.
     return torch.stack([torch.where(flip, right, left), top, torch.where(flip, left, right), bottom], dim=1)
 
 
 def resample(image: Tensor, box: Tensor, size: int) -> Tensor:
-    """The pixels inside each box, enlarged or shrunk to (size, size); what is outside a box is never read."""
+    """Resize the pixels inside each box to (size, size); pixels outside a box are never read."""
     height, width = image.shape[2:]
     readings = max(1, math.ceil(max(height, width) / (PIXELS_PER_READING * size)))
     steps = (torch.arange(size * readings, device=image.device, dtype=torch.float32) + 0.5) / (size * readings)
@@ -111,7 +112,7 @@ def resample(image: Tensor, box: Tensor, size: int) -> Tensor:
 
 
 def change_colours(image: Tensor, draws: Tensor, changes: ImageChanges) -> Tensor:
-    """Brightness, contrast and saturation of images in 0..255, each changed by its own factor."""
+    """Change brightness, contrast and saturation of images in 0..255, each by its own factor."""
     reach = torch.tensor([changes.brightness, changes.contrast, changes.saturation]).unsqueeze(1)
     factors = send_to_device(1 + (draws * 2 - 1) * reach, image.device).view(3, -1, 1, 1, 1)
     brightness, contrast, saturation = factors.unbind()
@@ -122,7 +123,7 @@ def change_colours(image: Tensor, draws: Tensor, changes: ImageChanges) -> Tenso
 
 
 def draw_erased(draws: Tensor, size: int, changes: ImageChanges) -> Tensor:
-    """Booleans (N, 1, size, size) that are true inside each image's blanked rectangle."""
+    """Return booleans (N, 1, size, size) that are true inside each image's erased rectangle."""
     happens, area, shape, place = draws
     low, high = changes.erase_area
     share = (low + area * (high - low)).sqrt()
@@ -140,7 +141,7 @@ def draw_erased(draws: Tensor, size: int, changes: ImageChanges) -> Tensor:
 
 
 def _spread_positions(start: Tensor, end: Tensor, steps: Tensor) -> Tensor:
-    """Pixel positions (N, side) from start to end, at least half a pixel inside."""
+    """Return pixel positions (N, side) from start to end, at least half a pixel inside."""
     low, high = torch.minimum(start, end) + 0.5, torch.maximum(start, end) - 0.5
     middle = (start + end) / 2  # of a box narrower than a pixel
     low, high = torch.minimum(low, middle), torch.maximum(high, middle)
@@ -151,23 +152,23 @@ LUMA = (0.299, 0.587, 0.114)  # ITU-R 601
 
 
 def to_gray(image: Tensor) -> Tensor:
-    """Luma (N, 1, H, W)."""
+    """Return the luma (N, 1, H, W)."""
     red, green, blue = image.unbind(dim=1)
     return (red * LUMA[0] + green * LUMA[1] + blue * LUMA[2]).unsqueeze(1)
 
 
 STRENGTHS = 31
 STREAM = 0x7461
-"""Sets these random numbers apart from others with the same key ("ta" in ASCII)."""
+"""Separates these random numbers from others with the same key ("ta" in ASCII)."""
 LARGEST_SHEAR, LARGEST_SHIFT, LARGEST_TURN, LARGEST_FACTOR = 0.99, 32.0, 135.0, 0.99
 LOST_BITS = 6
 
 Change = Callable[[Tensor, Tensor], Tensor]
-"""Images (N, 3, S, S) and how strong each is changed, in -1..1 (N, on the host) to changed images."""
+"""Maps images (N, 3, S, S) and strengths in -1..1 (N, on the host) to changed images."""
 
 
 def augment_trivially_(image: Tensor, *, key: tuple[int, ...]) -> Tensor:
-    """Every image with one random change; `image` itself is overwritten."""
+    """Apply one random change to every image, in place."""
     drawn = BatchDraws(key, len(image), STREAM)
     chosen = drawn.integers(len(CHANGES))
     strengths = drawn.integers(STRENGTHS) / (STRENGTHS - 1)
@@ -184,7 +185,7 @@ def augment_trivially_(image: Tensor, *, key: tuple[int, ...]) -> Tensor:
 
 
 def rotate(image: Tensor, strength: Tensor) -> Tensor:
-    """Counter-clockwise around the middle."""
+    """Rotate counter-clockwise around the centre."""
     angle, middle = strength * -math.radians(LARGEST_TURN), image.shape[-1] / 2
     cos, sin = angle.cos(), angle.sin()
     rows = {(0, 0): cos, (0, 1): sin, (1, 0): -sin, (1, 1): cos}
@@ -192,7 +193,8 @@ def rotate(image: Tensor, strength: Tensor) -> Tensor:
 
 
 def move(image: Tensor, entries: dict[tuple[int, int], Tensor]) -> Tensor:
-    """Each pixel read at a·x + b·y + c and d·x + e·y + f in pixels from the corner, black outside; else identity."""
+    """Read each pixel at a·x + b·y + c and d·x + e·y + f in pixels from the corner, black outside; missing entries are
+    identity."""
     num, side = len(image), image.shape[-1]
     matrix = torch.eye(2, 3).repeat(num, 1, 1)
     for (row, column), values in entries.items():
@@ -207,7 +209,7 @@ def move(image: Tensor, entries: dict[tuple[int, int], Tensor]) -> Tensor:
 
 
 def sharpen(image: Tensor, strength: Tensor) -> Tensor:
-    """Against Pillow's SMOOTH filter, which leaves the outermost pixels as they are."""
+    """Blend with Pillow's SMOOTH filter, which leaves the outermost pixels unchanged."""
     smooth = image.clone()
     around = F.avg_pool2d(image, 3, stride=1) * 9
     smooth[..., 1:-1, 1:-1] = (around + 4 * image[..., 1:-1, 1:-1]) / 13
@@ -215,31 +217,31 @@ def sharpen(image: Tensor, strength: Tensor) -> Tensor:
 
 
 def blend(nothing: Tensor, image: Tensor, strength: Tensor) -> Tensor:
-    """From `nothing` at a factor of 0 over the image at 1 to beyond it."""
+    """Interpolate from `nothing` (factor 0) over the image (factor 1) and beyond."""
     factor = send_to_device((1 + strength * LARGEST_FACTOR).view(-1, 1, 1, 1), image.device)
     return torch.lerp(nothing.expand_as(image), image, factor).clamp(0, 255)
 
 
 def posterise(image: Tensor, strength: Tensor) -> Tensor:
-    """Only the leading bits: from all 8 down to 2."""
+    """Keep only the leading bits: from all 8 down to 2."""
     lost = send_to_device(2.0 ** (strength.abs() * LOST_BITS).round().view(-1, 1, 1, 1), image.device)
     return (image.round() / lost).floor() * lost
 
 
 def solarise(image: Tensor, strength: Tensor) -> Tensor:
-    """Inverted from a level on: from 256, which none has, down to 0."""
+    """Invert pixels from a threshold on: from 256, which no pixel reaches, down to 0."""
     threshold = send_to_device((256 - strength.abs() * 256).floor().view(-1, 1, 1, 1), image.device)
     return torch.where(image.round() >= threshold, 255 - image, image)
 
 
 def stretch_contrast(image: Tensor, strength: Tensor) -> Tensor:
-    """Each channel to the whole of 0..255 (autocontrast)."""
+    """Stretch each channel to the whole of 0..255 (autocontrast)."""
     low, high = image.amin(dim=(2, 3), keepdim=True), image.amax(dim=(2, 3), keepdim=True)
     return torch.where(high > low, (image - low) * (255 / (high - low).clamp(min=1e-6)), image).clamp(0, 255)
 
 
 def equalise(image: Tensor, strength: Tensor) -> Tensor:
-    """Each channel so that all levels are about as frequent, by Pillow's integer table."""
+    """Equalise the histogram of each channel with Pillow's integer table."""
     levels = image.round().long().flatten(2)
     counts = torch.zeros(*levels.shape[:2], 256, dtype=torch.int64, device=image.device)
     counts.scatter_add_(2, levels, torch.ones_like(levels))

@@ -33,7 +33,7 @@ FRAGILE = ("loss.cross_entropy: log of probabilities near 0, and the shares of m
 
 
 def build(config: ClassifierConfig, store: Mapping[str, Any] | None = None) -> Workload:
-    """The workload for `config.data.dir`; `store` of an earlier run says which classes the data must have."""
+    """Build the workload for `config.data.dir`; `store` of an earlier run fixes the classes that the data must have."""
     data = open_image_data(config.data, store, quiet=config.log.quiet)
     is_new = store is None
     if store is None:
@@ -80,7 +80,7 @@ def make_workload(
 
 
 def check_last_batch(model: nn.Module, config: ClassifierConfig, num_train: int) -> None:
-    """Refuse a batch of one sample that BatchNorm cannot learn from, before the epoch that ends in it."""
+    """Raise before the first epoch if its last batch is one sample that BatchNorm cannot normalise."""
     size, side = config.train.batch_size, config.data.image_size
     if (num_train % size or size) != 1 or not isinstance(model, Classifier):
         return
@@ -96,7 +96,7 @@ def check_last_batch(model: nn.Module, config: ClassifierConfig, num_train: int)
 
 
 class PrepareImages:
-    """From bytes to what the model sees: crop, flip, colour, erasing and mixing when training, the centre else."""
+    """Turn bytes into model inputs: crop, flip, colour, erasing and mixing in training, otherwise the centre."""
 
     def __init__(self, config: ImageDataConfig) -> None:
         asked = config.augment
@@ -113,7 +113,7 @@ class PrepareImages:
 
 
 def build_model(config: ClassifierConfig, store: Mapping[str, Any]) -> nn.Module:
-    """The model alone, for a checkpoint's weights: all that prediction needs."""
+    """Build the model alone, to load a checkpoint's weights: all that prediction needs."""
     build = _build_own_model if config.model.path is None else _build_users_model
     return build(config, len(store["classes"]))
 
@@ -182,7 +182,7 @@ def _accepts(make: Any, name: str) -> bool:
 
 
 def _check_logits(model: object, path: str, num_classes: int, size: int) -> None:
-    """One image through a model that is not ours, before anything is trained on what it gives."""
+    """Run one image through a custom model to check its output before training."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"{path} gives a {type(model).__name__}, not a model", fix="return an nn.Module")
     was_training = model.training
@@ -210,7 +210,7 @@ def make_random_store(config: ClassifierConfig) -> dict[str, Any]:
 
 
 def make_random_batch(config: ClassifierConfig, store: Store) -> Batch:
-    """Bytes as a loader delivers them, and labels that no model can guess."""
+    """Return bytes as a loader delivers them, and labels that no model can guess."""
     generator, size, side = make_generator(config.train.seed), config.train.batch_size, config.data.image_size
     image = torch.randint(256, (size, side, side, 3), dtype=torch.uint8, generator=generator)
     label = torch.randint(len(store["classes"]), (size,), generator=generator)
@@ -218,7 +218,7 @@ def make_random_batch(config: ClassifierConfig, store: Store) -> Batch:
 
 
 def build_over(config: ClassifierConfig, store: Store, samples: Samples) -> Workload:
-    """Without augmentation: it costs everybody the same and shows nothing."""
+    """Build the workload on given samples without augmentation, which costs every framework the same."""
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         return batch | {"image": prepare_images(batch, batch["image"].shape[1], key=key)}
@@ -227,9 +227,9 @@ def build_over(config: ClassifierConfig, store: Store, samples: Samples) -> Work
 
 
 def peer_prepare(device: torch.device) -> Callable[[Batch], Batch]:
-    """The same numbers as `prepare_images`, as a peer's user would write it: nothing drawn, constants on the device.
+    """Return the preparation a user of another framework would write: the same numbers as `prepare_images`.
 
-    Contiguous, for pictures are stored channels last: who does not ask for this layout must not get it by accident.
+    The result is contiguous: pictures are stored channels last, and a peer must not get this layout by accident.
     """
     scale, shift = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (SCALE, SHIFT))
 
@@ -244,7 +244,7 @@ Classifier = ResNet | ViT
 
 
 def load_classifier_(model: Classifier, weights: dict[str, Tensor], *, source: str, replace_head: bool) -> None:
-    """Copy weights into the model, all but the head with `replace_head`; what does not fit is an error naming it."""
+    """Copy weights into the model, all but the head with `replace_head`; a mismatch is an error that names it."""
     weights = match_names(model.state_dict(), weights)
     if isinstance(model, ViT) and "encoder.pos_embedding" in weights:
         weights["encoder.pos_embedding"] = _fit_positions(model, weights["encoder.pos_embedding"])
@@ -262,7 +262,7 @@ def load_classifier_(model: Classifier, weights: dict[str, Tensor], *, source: s
 
 
 def _fit_positions(model: ViT, positions: Tensor) -> Tensor:
-    """Position embeddings on the model's grid; other than square grids fail the comparison of shapes."""
+    """Resample position embeddings to the model's grid; grids that are not square fail the comparison of shapes."""
     num_patches = positions.shape[1] - 1
     is_square = positions.ndim == 3 and math.isqrt(max(num_patches, 0)) ** 2 == num_patches > 0
     return resize_positions(positions, model.grid, model.grid) if is_square else positions

@@ -185,7 +185,7 @@ Ratios = Annotated[tuple[Positive, Positive], AfterValidator(check_order)]
 
 
 class ImageAugmentConfig(Section):
-    """How far training images are changed; 0 switches a change off."""
+    """Strength of the training augmentation; 0 switches a change off."""
 
     crop_area: Shares = Field(default=(0.08, 1.0), description="Share of the image that a random crop shows")
     crop_ratio: Ratios = Field(default=(3 / 4, 4 / 3), description="Width over height of a random crop")
@@ -233,12 +233,12 @@ class ImageDataConfig(DataConfig):
 
     @property
     def is_packed(self) -> bool:
-        """Whether images come from a packed file; to name one is to want it."""
+        """Whether images come from a packed file; naming a file switches it on."""
         return self.cache or self.cache_file is not None
 
 
 class ClassifierModelConfig(ModelConfig):
-    """What all classifiers share."""
+    """Settings of all classifiers."""
 
     replace_head: bool = Field(
         default=False, description="Start a new last layer on model.weights, for data with other classes"
@@ -261,7 +261,7 @@ class ResNetModelConfig(ClassifierModelConfig):
 
 
 class ViTModelConfig(ClassifierModelConfig):
-    """Vision transformer; official weights need every option as it is here."""
+    """Vision transformer; official weights need the defaults."""
 
     depth: OffCount = Field(default=0, description="Number of blocks; 0: as the workload's name says")
     heads: OffCount = Field(default=0, description="Attention heads, which share dim evenly; 0: as the name says")

@@ -24,19 +24,19 @@ from halfstep.data.packed import PackingBar, PackSettings, choose_pack_path, ope
 from halfstep.workloads.classification.config import ImageDataConfig
 
 PICTURE_SHARE, WHOLE = 0.875, 1.0
-"""224 of 256 pixels, the evaluation of torchvision and of guide 1; CIFAR's 32 pixels have no margin to spare."""
+"""224 of 256 pixels, as torchvision and guide 1 evaluate; CIFAR's 32 pixels have no margin to spare."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageData:
-    """Samples of both splits, and what their labels mean."""
+    """Samples of both splits, and the meaning of their labels."""
 
     classes: tuple[str, ...]
     train: Samples
     val: Samples
     eval_share: float  # share of the shorter side that validation shows
     val_names: tuple[str, ...]
-    """Validation files below the data folder, by sample; empty where the images are not files."""
+    """Validation files below the data folder, by sample; empty if the images are not files."""
     titles: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     about: tuple[tuple[str, str], ...] = ()  # where samples and split come from, for the run's header
@@ -44,7 +44,7 @@ class ImageData:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredKind:
-    """A data set that comes as arrays in files of its own, with a test part."""
+    """A data set distributed as arrays, with a test split."""
 
     name: str
     folder: Callable[[Path], Path | None]  # where its files are, below a data folder; None where it is not one
@@ -65,9 +65,9 @@ def has_stored_images(root: Path) -> bool:
 def open_image_data(
     config: ImageDataConfig, store: Mapping[str, Any] | None = None, *, quiet: bool = True
 ) -> ImageData:
-    """The data at `data.dir`: arrays such as CIFAR's, a packed cache where asked for, or the picture files themselves.
+    """Open the data at `data.dir`: arrays such as CIFAR's, a packed cache if asked for, or the picture files.
 
-    `store` of an earlier run says how its validation saw images; unless `quiet`, packing shows its progress.
+    `store` of an earlier run fixes how validation crops images; unless `quiet`, packing shows its progress.
     """
     root = require_folder(config.dir)
     for kind in STORED:
@@ -94,7 +94,7 @@ def get_evaluation_size(config: ImageDataConfig) -> int:
 def get_evaluation_share(
     config: ImageDataConfig, store: Mapping[str, Any] | None, *, usual: float = PICTURE_SHARE
 ) -> float:
-    """Of the shorter side: as asked for; else as in the run that stored it, which early ones did not; else as usual."""
+    """Return the share of the shorter side that evaluation shows: the setting, the stored run's, or the usual one."""
     return config.eval_crop_ratio or float((store or {}).get("eval_share", usual))
 
 

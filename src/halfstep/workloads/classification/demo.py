@@ -18,7 +18,7 @@ from halfstep.data.files import Array, create_folder
 SIDE = 64
 NUM_TRAIN, NUM_VAL = 100, 20  # images of each class
 PERIODS = {"coarse": 0.5, "fine": 0.22}
-"""Of a pattern, as a share of the image's side; a random crop of 0.7 of the area does not bridge the two."""
+"""Period of a pattern as a share of the image's side; a random crop of 0.7 of the area does not confuse the two."""
 
 PATTERNS: dict[str, Callable[[Array, Array], Array]] = {
     "checks": lambda u, v: np.sin(u) * np.sin(v),
@@ -27,7 +27,7 @@ PATTERNS: dict[str, Callable[[Array, Array], Array]] = {
     "rings": lambda u, v: np.sin(np.hypot(u, v)),
     "waves": lambda u, v: np.sin(u + 1.5 * np.sin(v)),
 }
-"""A value in -1..1 at each position, which is given in radians of the pattern's period."""
+"""A value in -1..1 at each position, given in radians of the pattern's period."""
 CLASSES = tuple(sorted(f"{pattern}_{grain}" for pattern in PATTERNS for grain in PERIODS))
 
 
@@ -46,7 +46,7 @@ def write_demo(
 
 
 def draw_image(name: str, rng: np.random.Generator, side: int) -> Array:
-    """One image (side, side, 3) of a class, as bytes."""
+    """Draw one image (side, side, 3) of a class, as bytes."""
     pattern, grain = name.split("_")
     y, x = (np.mgrid[:side, :side] + 0.5) / side
     angle, wave = rng.uniform(-0.2, 0.2), 2 * np.pi / (PERIODS[grain] * rng.uniform(0.9, 1.1))
@@ -60,7 +60,7 @@ def draw_image(name: str, rng: np.random.Generator, side: int) -> Array:
 
 
 def _draw_two_colours(rng: np.random.Generator) -> tuple[Array, Array]:
-    """Of a brightness that differs by at least a quarter; either may be the darker one."""
+    """Draw two colours whose brightness differs by at least a quarter, in any order."""
     while True:
         one, other = rng.uniform(0, 1, (2, 3))
         if abs(one.mean() - other.mean()) > 0.25:

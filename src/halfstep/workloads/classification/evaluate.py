@@ -35,7 +35,8 @@ class ClassificationEvaluation(PlainEvaluation):
         self.metrics = ClassificationDetails(len(self.names))
 
     def classes(self) -> tuple[dict[str, Cell], ...]:
-        """Accuracy: the share of a class that was recognised. Precision: the share of such answers that was right."""
+        """Return each class's accuracy (share of its samples recognised) and precision (share of such answers that is
+        right)."""
         confusion = self.metrics.confusion().numpy()
         answers = confusion.sum(axis=0)
         rows: list[dict[str, Cell]] = []
@@ -52,7 +53,7 @@ class ClassificationEvaluation(PlainEvaluation):
         return tuple(rows)
 
     def draw(self, folder: Path, look: LookAt) -> list[Path]:
-        """The confusion matrix, and the mistakes where there are any."""
+        """Draw the confusion matrix, and the mistakes if there are any."""
         paths = [folder / "confusion.png"]
         draw_confusion(self.metrics.confusion().tolist(), self.names, paths[0])
         if mistakes := self.metrics.mistakes():
@@ -80,12 +81,12 @@ class ClassificationEvaluation(PlainEvaluation):
 
 
 def get_class_names(store: Any) -> list[str]:
-    """What people call the classes: their titles where the data brought them, else the folders' names."""
+    """Return readable class names: titles if the data provide them, else the folders' names."""
     return [store["titles"].get(name, name) for name in store["classes"]]
 
 
 def get_shown_pixels(sample: dict[str, Tensor]) -> np.ndarray[Any, Any]:
-    """The bytes of one validation sample; of a stored image only the part that the model sees."""
+    """Return the bytes of one validation sample; for a stored image only the part that the model sees."""
     image = sample["image"].numpy()
     if "box" not in sample:
         return image

@@ -17,7 +17,7 @@ from halfstep.workloads.classification.config import ClassifierConfig, ResNetCon
 from halfstep.workloads.classification.data import open_image_data
 
 SMALL_SIDE, PATCHES_A_SIDE = 64, 8
-"""Up to here a ResNet must not quarter the image at once, and a ViT's patches of 16 pixels would be too few."""
+"""Up to this size a ResNet must not quarter the image at once, and a ViT's patches of 16 pixels would be too few."""
 
 
 class Guide:

@@ -33,7 +33,7 @@ class ClassPredictor:
         self.prepare, self.eval_share = PrepareImages(config.data), get_evaluation_share(config.data, store)
 
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
-        """Answers in the order of the files; a batch is as large as in training."""
+        """Yield answers in the order of the files; batches have the training size."""
         top_k, size = wishes.options["top_k"], self.config.train.batch_size
         with ThreadPoolExecutor(os.cpu_count()) as threads:  # Pillow decodes without the interpreter's lock
             for start in range(0, len(inputs), size):

@@ -49,7 +49,7 @@ class BasicBlock(nn.Module):
         return self.relu(y + self.downsample(x))
 
     def layers(self) -> list[Layer]:
-        """Convolutions with their norms in the order they run."""
+        """Return convolutions with their norms in the order they run."""
         return [(self.conv1, self.bn1), (self.conv2, self.bn2)]
 
 
@@ -76,7 +76,7 @@ class Bottleneck(nn.Module):
         return self.relu(y + self.downsample(x))
 
     def layers(self) -> list[Layer]:
-        """Convolutions with their norms in the order they run."""
+        """Return convolutions with their norms in the order they run."""
         return [(self.conv1, self.bn1), (self.conv2, self.bn2), (self.conv3, self.bn3)]
 
 
@@ -157,7 +157,7 @@ class ResNet(nn.Module):
 
 
 def has_blocks_only(stage: Blocks) -> bool:
-    """Whether nobody has put something else in a block's place, such as nothing (`nn.Identity`)."""
+    """Whether no block was replaced, for example by `nn.Identity`."""
     return all(type(block) in (BasicBlock, Bottleneck) for block in stage)
 
 
@@ -175,11 +175,11 @@ CHAINED: Checks = {
     Blocks: has_blocks_only,
     **dict.fromkeys((BasicBlock, Bottleneck), is_whole),
 }
-"""What `kernels.resnet_chain` takes the place of."""
+"""What `kernels.resnet_chain` can replace."""
 
 
 def make_chain_block(block: nn.Module, *, keep: bool) -> ResNetBlock:
-    """A block's layers as the chain takes them."""
+    """Return a block's layers in the form the chain expects."""
     assert isinstance(block, BasicBlock | Bottleneck)
     match [*block.downsample.children()]:
         case [nn.Conv2d() as convolution, nn.BatchNorm2d() as norm]:
@@ -189,14 +189,14 @@ def make_chain_block(block: nn.Module, *, keep: bool) -> ResNetBlock:
 
 
 def make_shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | nn.Identity:
-    """What the sum of a block adds: its input, projected where the shape changes."""
+    """Return what a block adds to its branch: its input, projected if the shape changes."""
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
     return nn.Sequential(CentredConv2d(in_channels, out_channels, 1, stride), BatchNorm2d(out_channels))
 
 
 def initialise_(module: nn.Module) -> None:
-    """Initial weights of one module; for `Module.apply`, which visits a block after its parts."""
+    """Initialise one module; for `Module.apply`, which visits a block after its children."""
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     elif isinstance(module, BasicBlock):
@@ -215,6 +215,6 @@ RESNETS: dict[str, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]] 
 
 
 def build_resnet(name: str, *, blocks: tuple[int, ...] = (), **options: Any) -> ResNet:
-    """`resnet18` to `resnet152`, with the options of `ResNet`; `blocks` replaces the number of blocks a stage."""
+    """Build `resnet18` to `resnet152` with the options of `ResNet`; `blocks` sets the number of blocks per stage."""
     block, published = RESNETS[name]
     return ResNet(block, blocks or published, **options)

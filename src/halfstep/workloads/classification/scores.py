@@ -23,7 +23,7 @@ from halfstep.workloads.base.sums import Sums
 
 TOP = 5
 MIX_STREAM = 0x6D6978
-"""Sets the random numbers of mixing apart from an augmentation's with the same key ("mix" in ASCII)."""
+"""Separates the random numbers of mixing from an augmentation's with the same key ("mix" in ASCII)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class Mixing:
 
 
 def mix(batch: Mapping[str, Tensor], spec: Mixing, *, key: tuple[int, ...]) -> dict[str, Tensor]:
-    """The batch with each image mixed with its neighbour's, `label_b` the neighbour's label, `lam` the own share."""
+    """Mix each image with its neighbour in the batch; `label_b` is the neighbour's label, `lam` the own share."""
     image, label = batch["image"], batch["label"]
     random = np.random.default_rng((*get_batch_key(key), MIX_STREAM))
     # All numbers are drawn whatever happens, so that one setting does not reshuffle the others.
@@ -61,7 +61,7 @@ def mix(batch: Mapping[str, Tensor], spec: Mixing, *, key: tuple[int, ...]) -> d
 
 
 def draw_cut_box(lam: float, centre: Sequence[float], height: int, width: int) -> tuple[int, int, int, int]:
-    """Top, bottom, left and right of a box of share 1 - lam around the centre, cut off at the image's edge."""
+    """Return top, bottom, left and right of a box with share 1 - lam around a random centre, clipped to the image."""
     side = math.sqrt(1 - lam)
     edges: list[int] = []
     for position, length in zip(centre, (height, width), strict=True):
@@ -72,7 +72,7 @@ def draw_cut_box(lam: float, centre: Sequence[float], height: int, width: int) -
 
 
 def paste(image: Tensor, partner: Tensor, box: tuple[int, int, int, int]) -> tuple[Tensor, float]:
-    """The images with the partner's pixels in the box, and the share that is still their own."""
+    """Copy the partner's pixels into the box; return the images and the share of their own pixels."""
     top, bottom, left, right = box
     mixed = image.clone()
     mixed[..., top:bottom, left:right] = partner[..., top:bottom, left:right]
@@ -92,7 +92,7 @@ def classification_loss(logits: Tensor, batch: Mapping[str, Tensor], *, smoothin
 
 
 def compute_ranks(logits: Tensor, label: Tensor) -> Tensor:
-    """How many classes come before the true one: 0 is a hit. Of equal logits the first wins; NaN never wins."""
+    """Return how many classes come before the true one: 0 is a hit. Of equal logits the first wins; NaN never wins."""
     own = logits.gather(1, label.unsqueeze(1))
     classes = torch.arange(logits.shape[1], device=logits.device)
     # "Not lower or equal" also holds against NaN, which must not pass for a correct answer.
@@ -122,19 +122,19 @@ class ClassificationMetrics(Sums):
             self.sums["pairs"].scatter_add_(0, pair, torch.ones_like(pair))
 
     def compute(self) -> dict[str, float]:
-        """`top1`, and `top5` where there are more than five classes; waits for the device."""
+        """Return `top1`, and `top5` for more than five classes; waits for the device."""
         seen, first, among = (int(count) for count in self.sums["counts"].sum(dim=1).tolist())
         if seen == 0:
             return {}
         return {"top1": first / seen} | ({f"top{TOP}": among / seen} if self.num_classes > TOP else {})
 
     def per_class(self) -> list[tuple[int, int]]:
-        """Samples and hits of each class; waits for the device."""
+        """Return samples and hits of each class; waits for the device."""
         seen, first, _ = self.sums["counts"].tolist()
         return list(zip(seen, first, strict=True))
 
     def confusion(self) -> Tensor:
-        """Samples by true class (row) and predicted class (column), on the CPU."""
+        """Return samples by true class (row) and predicted class (column), on the CPU."""
         return self.sums["pairs"].cpu().view(self.num_classes, self.num_classes)
 
 
@@ -165,7 +165,7 @@ class ClassificationDetails(ClassificationMetrics):
         self._answers.append(torch.stack([column.double() for column in columns]))
 
     def mistakes(self) -> list[Mistake]:
-        """Every wrong answer, the most confident first; waits for the device."""
+        """Return every wrong answer, the most confident first; waits for the device."""
         rows = torch.cat(self._answers, dim=1).T.tolist() if self._answers else []
         wrong = [
             Mistake(index=int(index), label=int(label), predicted=int(predicted), confidence=confidence)

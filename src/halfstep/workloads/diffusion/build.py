@@ -100,7 +100,7 @@ def make_workload(
         blocks=find_blocks(model),
         store=store,
         frozen=list_frozen_parts(config, parts, with_vae=with_vae),
-        sample=ImageSampler(config, parts, store).sheet,
+        sample=ImageSampler(config, parts, store).draw_sheet,
         scores_raw=True,
         **about,
     )
@@ -123,7 +123,7 @@ class DiffusionPrepare:
         if self.has_latents:
             made["posterior_noise"] = noise.normal(key, num, self.shape, device, stream="posterior")
         made |= self.noising.draw(num, key=key, device=device, index=None if training else batch.get("index"))
-        return made | (self.conditions.dropped(batch, key=key, share=self.drop) if training else {})
+        return made | (self.conditions.drop(batch, key=key, share=self.drop) if training else {})
 
 
 class DiffusionForward:
@@ -142,7 +142,7 @@ class DiffusionForward:
         x0 = batch["image"] if self.draw_latents is None else self.draw_latents(batch)
         signal, sigma = batch["signal"], batch["sigma"]
         x_t = add_noise(x0, batch.get("input_noise", batch["noise"]), signal, sigma)
-        keywords = self.conditions.keywords(batch)
+        keywords = self.conditions.make_keywords(batch)
         return {
             "prediction": model(x_t, batch["timestep"], **keywords, return_dict=False)[0],
             "target": make_target(self.target, x0, batch["noise"], signal, sigma),

@@ -83,7 +83,7 @@ class DiffusionEvaluation(PlainEvaluation):
             with phase("Sampling", num) as bar:
                 self.distances |= self._distances(maker, config, trained, features, num, seed, bar)
         with trained.inside():
-            self.sheet = maker.sheet(trained.model, Key.for_sampling(seed))
+            self.sheet = maker.draw_sheet(trained.model, Key.for_sampling(seed))
         return None
 
     def classes(self) -> tuple[dict[str, Cell], ...]:
@@ -116,7 +116,7 @@ class DiffusionEvaluation(PlainEvaluation):
         made = []
         for start in range(0, num, size):
             with trained.inside():
-                made.append(maker.images(trained.model, Key.for_sampling(seed, start), min(size, num - start))[0])
+                made.append(maker.make_images(trained.model, Key.for_sampling(seed, start), min(size, num - start))[0])
             for _ in range(len(made[-1])):
                 bar.advance()
         return measure_distances(real, torch.cat(made), features, trained.device, size)
@@ -140,7 +140,7 @@ def load_real_pictures(workload: Workload, maker: ImageSampler, device: torch.de
     if "image" in found[0]:
         return torch.stack([one["image"] for one in found])
     means = torch.stack([one["moments"].chunk(2)[0] for one in found])
-    return maker.decoded_means(means.to(device))
+    return maker.decode_means(means.to(device))
 
 
 def measure_distances(

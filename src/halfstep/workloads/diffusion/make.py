@@ -1,7 +1,7 @@
-"""A trained model at work: images of a seed, in batches of any size, by diffusers' DDIM or DPM-Solver++.
+"""Sampling: images of a seed, in batches of any size, with diffusers' DDIM or DPM-Solver++.
 
-Both draw nothing on the way, and the start is `noise` by key and place: a sample is the same in a batch of any size.
-States are fp32; only the network runs in the plan's format.
+Both samplers are deterministic, and the start is keyed noise: a sample is the same in a batch of any size. States are
+fp32; only the network runs in the plan's format.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ PATH_IMAGES, PATH_STATES, DECODED_AT_ONCE = 4, 8, 8
 
 
 class ImageSampler:
-    """Makes images with a U-Net, its conditions and its VAE."""
+    """Draws images with a U-Net, its conditions and its VAE."""
 
     def __init__(self, config: DiffusionConfig, parts: DiffusionParts, store: Mapping[str, Any]) -> None:
         self.config, self.parts, self.schedule = config, parts, make_schedule(config)
         self._form = str(store.get("vae_format", ""))
-        """Of a VAE that is not a frozen part, since latents come from disk: it is on the device while it decodes."""
+        """Format of a VAE that is not a frozen part, as latents come from disk: it is on the device only to decode."""
 
-    def images(
+    def make_images(
         self,
         model: nn.Module,
         key: tuple[int, ...],
@@ -48,38 +48,41 @@ class ImageSampler:
         guidance: float | None = None,
         kept: int = 0,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Bytes (N, H, W, 3), and some states on the way; by default by the config, of classes in turn and no words."""
+        """Return bytes (N, H, W, 3) and `kept` intermediate states. Defaults come from the config; without conditions
+        (`told`) classes are drawn in turn, and captions are empty."""
         wish, device = self.config.sample, next(model.parameters()).device
         steps, guidance = steps or wish.steps, wish.guidance if guidance is None else guidance
         check_steps(steps, self.schedule)
         start = noise.normal(key, num, self.parts.shape, device, stream="start")
         clips = self.parts.vae is None
         scheduler = make_scheduler(sampler or wish.sampler, self.schedule, self.config.model.target, clips=clips)
-        denoise = make_guided_denoiser(model, self.parts.conditions, told or self._usual(num, device), guidance)
+        denoise = make_guided_denoiser(
+            model, self.parts.conditions, told or self._make_default_conditions(num, device), guidance
+        )
         found, path = run_sampler(denoise, scheduler, start, steps, kept)
-        return self._shown(found), [self._shown(state[:PATH_IMAGES]) for state in path]
+        return self._decode_to_bytes(found), [self._decode_to_bytes(state[:PATH_IMAGES]) for state in path]
 
-    def sheet(self, model: nn.Module, key: tuple[int, ...]) -> dict[str, Array]:
-        """The grid of samples and the picture of their way, as training shows them."""
-        found, path = self.images(model, key, self.config.sample.num, kept=PATH_STATES)
+    def draw_sheet(self, model: nn.Module, key: tuple[int, ...]) -> dict[str, Array]:
+        """Draw a grid of samples, and the path of a few from noise to image."""
+        found, path = self.make_images(model, key, self.config.sample.num, kept=PATH_STATES)
         return {
             "samples": arrange_grid(found.numpy()),
             "path": draw_path([state.numpy() for state in (*path, found[:PATH_IMAGES])]),
         }
 
-    def decoded_means(self, means: Tensor) -> Tensor:
-        """Bytes of pictures, of the means of their latents."""
+    def decode_means(self, means: Tensor) -> Tensor:
+        """Return the bytes of pictures, decoded from the means of their latents."""
         vae = self.parts.vae
         assert vae is not None
-        return self._shown(scale_latents(vae, means.float()))
+        return self._decode_to_bytes(scale_latents(vae, means.float()))
 
-    def _usual(self, num: int, device: torch.device) -> Batch:
-        told = self.parts.conditions.nothing(num, device)
+    def _make_default_conditions(self, num: int, device: torch.device) -> Batch:
+        told = self.parts.conditions.make_empty(num, device)
         if "label" in told:
             told["label"] = torch.arange(num, device=device) % (self.parts.conditions.num_classes - 1)
         return told
 
-    def _shown(self, samples: Tensor) -> Tensor:
+    def _decode_to_bytes(self, samples: Tensor) -> Tensor:
         if self.parts.vae is None:
             return to_bytes(samples)
         vae = self.parts.vae.to(samples.device)
@@ -98,7 +101,7 @@ Denoise = Callable[[Tensor, Tensor], Tensor]
 
 
 def make_scheduler_config(schedule: NoiseSchedule, target: Target) -> dict[str, Any]:
-    """What all of diffusers' schedulers call these settings."""
+    """Return these settings under the names of diffusers' schedulers."""
     return {
         "num_train_timesteps": schedule.num_steps,
         "beta_schedule": THEIR_SCHEDULES[schedule.name],
@@ -133,7 +136,7 @@ def check_steps(steps: int, schedule: NoiseSchedule) -> None:
 def run_sampler(
     denoise: Denoise, scheduler: Any, start: Tensor, steps: int, kept: int = 0
 ) -> tuple[Tensor, list[Tensor]]:
-    """The samples, and `kept` states on the way there, evenly spread, the start first."""
+    """Return the samples and `kept` evenly spread intermediate states, the start first."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # diffusers hands torch's tensors to numpy
         scheduler.set_timesteps(steps, device=start.device)
@@ -148,24 +151,25 @@ def run_sampler(
 
 
 def make_guided_denoiser(model: nn.Module, conditions: Conditions, told: Batch, guidance: float) -> Denoise:
-    """The model's prediction, pushed away from what it would say if told nothing (Ho and Salimans 2022)."""
+    """Return a denoiser with classifier-free guidance (Ho and Salimans 2022): the prediction is pushed away from the
+    unconditional one."""
 
     def predicted(state: Tensor, timestep: Tensor, batch: Batch) -> Tensor:
         steps = timestep.to(state.device).expand(len(state))
-        found: Tensor = model(state, steps, **conditions.keywords(batch), return_dict=False)[0]
+        found: Tensor = model(state, steps, **conditions.make_keywords(batch), return_dict=False)[0]
         return found.float()
 
     def denoise(state: Tensor, timestep: Tensor) -> Tensor:
         own = predicted(state, timestep, told)
         if guidance == 1 or not conditions.is_told:
             return own
-        plain = predicted(state, timestep, conditions.nothing(len(state), state.device))
+        plain = predicted(state, timestep, conditions.make_empty(len(state), state.device))
         return plain + guidance * (own - plain)
 
     return denoise
 
 
 def draw_path(states: Sequence[Array]) -> Array:
-    """A row for each sample, from noise on the left to the image on the right."""
+    """Draw one row per sample, from noise on the left to the image on the right."""
     steps = np.stack(states, axis=1)
     return arrange_grid(steps.reshape(-1, *steps.shape[2:]), columns=len(states))

@@ -165,14 +165,14 @@ class Conditions:
     about = ""
     """What the U-Net is told of a picture."""
 
-    def dropped(self, batch: Batch, *, key: tuple[int, ...], share: float) -> Batch:
+    def drop(self, batch: Batch, *, key: tuple[int, ...], share: float) -> Batch:
         """Part of the samples are told nothing, for classifier-free guidance."""
         return {}
 
-    def keywords(self, batch: Batch) -> dict[str, Tensor]:
+    def make_keywords(self, batch: Batch) -> dict[str, Tensor]:
         return {}
 
-    def nothing(self, num: int, device: torch.device) -> Batch:
+    def make_empty(self, num: int, device: torch.device) -> Batch:
         """What is told to a model that is told nothing."""
         return {}
 
@@ -188,14 +188,14 @@ class ClassConditions(Conditions):
         self.names, self.num_classes = tuple(names), len(names) + 1
         self.about = f"its class, of {len(names)}: {list_some(names, SHOWN_CLASSES)}"
 
-    def dropped(self, batch: Batch, *, key: tuple[int, ...], share: float) -> Batch:
+    def drop(self, batch: Batch, *, key: tuple[int, ...], share: float) -> Batch:
         label = batch["label"]
         return {"label": torch.where(_draw_dropped(key, len(label), label.device, share), len(self.names), label)}
 
-    def keywords(self, batch: Batch) -> dict[str, Tensor]:
+    def make_keywords(self, batch: Batch) -> dict[str, Tensor]:
         return {"class_labels": batch["label"]}
 
-    def nothing(self, num: int, device: torch.device) -> Batch:
+    def make_empty(self, num: int, device: torch.device) -> Batch:
         return {"label": torch.full((num,), len(self.names), device=device)}
 
 
@@ -222,16 +222,16 @@ class TextConditions(Conditions):
         )
         return found["input_ids"]
 
-    def dropped(self, batch: Batch, *, key: tuple[int, ...], share: float) -> Batch:
+    def drop(self, batch: Batch, *, key: tuple[int, ...], share: float) -> Batch:
         tokens = batch["tokens"]
         drop = _draw_dropped(key, len(tokens), tokens.device, share).unsqueeze(1)
         return {"tokens": torch.where(drop, self._empty.to(tokens.device), tokens)}
 
-    def keywords(self, batch: Batch) -> dict[str, Tensor]:
+    def make_keywords(self, batch: Batch) -> dict[str, Tensor]:
         with torch.no_grad(), fp32_island():
             return {"encoder_hidden_states": self.encoder(batch["tokens"])[0]}
 
-    def nothing(self, num: int, device: torch.device) -> Batch:
+    def make_empty(self, num: int, device: torch.device) -> Batch:
         return {"tokens": self._empty.to(device).expand(num, -1)}
 
 

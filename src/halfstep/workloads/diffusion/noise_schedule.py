@@ -164,7 +164,7 @@ class NoiseDraws:
 
     def draw(self, num: int, *, key: tuple[int, ...], device: torch.device, index: Tensor | None) -> Batch:
         """`timestep`, `noise` and what the model's input and loss need; `index` says which validation samples."""
-        timestep = self.timesteps(num, key=key, device=device, index=index)
+        timestep = self._draw_timesteps(num, key=key, device=device, index=index)
         tables = self._on(device)
         eps = noise.normal(key, num, self.shape, device, stream="eps")
         if self.asked.offset:
@@ -182,7 +182,7 @@ class NoiseDraws:
             self._placed[device] = {name: table.to(device) for name, table in self._tables.items()}
         return self._placed[device]
 
-    def timesteps(self, num: int, *, key: tuple[int, ...], device: torch.device, index: Tensor | None) -> Tensor:
+    def _draw_timesteps(self, num: int, *, key: tuple[int, ...], device: torch.device, index: Tensor | None) -> Tensor:
         if index is None:
             return noise.integers(key, num, self.num_steps, device, stream="timestep")
         starts, bucket = torch.tensor(list_bucket_starts(self.num_steps), device=device), index % NUM_BUCKETS

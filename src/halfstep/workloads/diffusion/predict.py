@@ -67,7 +67,7 @@ class SamplePredictor:
 
     def _made(self, trained: Trained, asked: Mapping[str, Any], start: int, num: int) -> tuple[Tensor, list[Tensor]]:
         with trained.inside():
-            return self.maker.images(
+            return self.maker.make_images(
                 trained.model,
                 Key.for_sampling(int(asked["seed"]), start),
                 num,
@@ -84,7 +84,7 @@ def make_conditions(conditions: Conditions, asked: Mapping[str, Any], num: int, 
         raise ConfigError(f"--prompt {prompt!r}: the model was not trained with text", fix="leave it out")
     if name is not None and not isinstance(conditions, ClassConditions):
         raise ConfigError(f"--class {name}: the model was not trained with classes", fix="leave it out")
-    batch = conditions.nothing(num, device)
+    batch = conditions.make_empty(num, device)
     if isinstance(conditions, TextConditions) and prompt is not None:
         batch["tokens"] = conditions.tokens([prompt]).to(device).expand(num, -1)
     if isinstance(conditions, ClassConditions) and name is not None:

@@ -35,7 +35,7 @@ FRAGILE = ("loss.cross_entropy: log of a sum over the whole vocabulary, and sums
 
 
 def build(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> Workload:
-    """The workload for `config.data.dir`; `store` of an earlier run brings its tokenizer."""
+    """Build the workload for `config.data.dir`; `store` of an earlier run provides its tokenizer."""
     data = open_language_data(config, store)
     is_new = store is None
     if store is None:
@@ -87,7 +87,7 @@ def make_workload(
 
 
 def _make_sampler(store: Mapping[str, Any]) -> Sample | None:
-    """Two texts for the report, the same draws each time."""
+    """Return a function that writes two texts for the report, with the same draws each time."""
     tokenizer = load_stored_tokenizer(store)
     if tokenizer is None:
         return None
@@ -121,7 +121,7 @@ def _load_start_weights(config: LanguageConfig, store: Store) -> GPT2:
 
 
 def build_model(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2:
-    """The model alone, for a checkpoint's weights: all that prediction needs."""
+    """Build the model alone, to load a checkpoint's weights: all that prediction needs."""
     if config.model.path is not None:
         raise ConfigError(
             f"model.path={config.model.path} with {config.workload}",
@@ -185,7 +185,7 @@ def make_random_store(config: LanguageConfig) -> dict[str, Any]:
 
 
 def make_random_batch(config: LanguageConfig, store: Store) -> Batch:
-    """Ids as a loader delivers them."""
+    """Return ids as a loader delivers them."""
     generator, size = make_generator(config.train.seed), config.train.batch_size
     ids = torch.randint(store["vocab"], (size, context_of(config) + 1), generator=generator)
     return {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous(), "index": torch.arange(size)}
@@ -200,8 +200,8 @@ def peer_prepare(device: torch.device) -> Callable[[Batch], Batch]:
 
 
 def flops_per_sample(config: LanguageConfig, store: Store) -> float:
-    """Six for each weight of a matmul and token, and attention's 12 · depth · dim · context (Chowdhery et al. 2022), of
-    which a causal mask leaves half to do; it is counted whole, as others count it."""
+    """Return 6 operations per matmul weight and token plus attention's 12 · depth · dim · context (Chowdhery et al.
+    2022). A causal mask halves attention; it is counted whole, as is common."""
     size, context = get_model_size(config, store), context_of(config)
     in_blocks = 12 * size.depth * size.dim**2
     return 6.0 * context * (in_blocks + size.vocab * size.dim) + 12.0 * size.depth * size.dim * context**2

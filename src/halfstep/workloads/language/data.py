@@ -39,19 +39,19 @@ CHARACTERS = ("characters", "chars", "char")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LanguageData:
-    """Token ids of both parts, and what they mean."""
+    """Token ids of both splits, and their meaning."""
 
     train: Tokens
     val: Tokens
     vocab: int
     tokenizer: Tokenizer | None
-    """None for files of ids without one: they can be trained on, and not be written."""
+    """None for files of ids without one: they can be trained on, but not written as text."""
     about: tuple[tuple[str, str], ...]
     notes: tuple[str, ...] = ()
 
 
 def open_language_data(config: LanguageConfig, store: Mapping[str, Any] | None = None) -> LanguageData:
-    """What lies at `data.dir`; `store` of an earlier run brings its tokenizer."""
+    """Open the texts or ids at `data.dir`; `store` of an earlier run provides its tokenizer."""
     if config.data.dir is None:
         raise DataError("no text", why="a language model learns from a text file or a folder", fix="--data-dir PATH")
     root = Path(config.data.dir)
@@ -134,7 +134,7 @@ def _explain_no_validation(root: Path) -> str:
 
 
 def _refuse_other_ids(tokenizer: Tokenizer | None, root: Path) -> None:
-    """Ids mean nothing but by their own tokenizer: with another one every score is of other words."""
+    """Raise if ids were made by another tokenizer: every score would refer to other words."""
     folder = root if root.is_dir() else root.parent
     beside = _find_named_tokenizer("auto", root) or read_nanogpt_tokenizer(folder)
     if tokenizer is not None and beside is not None and beside.to_dict() != tokenizer.to_dict():
@@ -146,7 +146,7 @@ def _refuse_other_ids(tokenizer: Tokenizer | None, root: Path) -> None:
 
 
 def _find_named_tokenizer(wish: str, root: Path) -> Tokenizer | None:
-    """What was asked for, or lies beside the data; None where the text itself has to say, or nobody does."""
+    """Return the requested tokenizer or the one next to the data; None if the text decides, or there is none."""
     folder = root if root.is_dir() else root.parent
     if wish == "auto":
         return read_tokenizer(folder) if has_tokenizer(folder) else None
@@ -160,7 +160,7 @@ def _find_named_tokenizer(wish: str, root: Path) -> Tokenizer | None:
 
 
 def _find_weights_tokenizer(config: LanguageConfig) -> Tokenizer | None:
-    """The one that lies beside the weights to start from: their rows are its tokens."""
+    """Return the tokenizer next to the start weights: the rows of their embedding are its tokens."""
     return _read_weights_tokenizer(config) if config.data.tokenizer == "auto" else None
 
 
@@ -178,7 +178,7 @@ def is_weights_tokenizer(tokenizer: Tokenizer | None, config: LanguageConfig) ->
 
 
 def _refuse_other_tokenizer(tokenizer: Tokenizer, config: LanguageConfig) -> None:
-    """As many tokens are not the same tokens."""
+    """Raise if the weights belong to another tokenizer: equal size does not mean equal tokens."""
     theirs = _read_weights_tokenizer(config)
     if theirs is not None and disagree(tokenizer, theirs):
         raise DataError(

@@ -19,7 +19,7 @@ import numpy as np
 from halfstep.data.files import create_folder
 
 NUM_TRAIN, NUM_VAL = 40_000, 2_000
-"""Lines of each part."""
+"""Lines of each split."""
 BRACKETS = ("()", "[]", "{}")
 DEEPEST = 4
 NOUNS = ("cat", "dog", "bird", "horse", "king", "queen", "child", "farmer")
@@ -29,7 +29,7 @@ ENTROPY = "entropy.json"
 
 
 class Lines:
-    """Draws lines and adds up what their choices cost, in nats."""
+    """Draw lines and add up the cost of their choices, in nats."""
 
     def __init__(self, random: np.random.Generator) -> None:
         self.random, self.nats = random, 0.0
@@ -46,7 +46,7 @@ class Lines:
         return f"{one}+{other}={one + other}"
 
     def brackets(self) -> str:
-        """Opens or closes by the toss of a coin, where both are possible."""
+        """Open or close with equal probability where both are possible."""
         opened: list[str] = []
         text = ""
         while not text or opened:
@@ -70,7 +70,7 @@ class Lines:
 
 
 def write_demo(folder: Path, *, seed: int = 0, num_train: int = NUM_TRAIN, num_val: int = NUM_VAL) -> None:
-    """`train.txt`, `val.txt` and what they cost in nats per character, into `folder`, which appears when complete."""
+    """Write `train.txt`, `val.txt` and their cost in nats per character into `folder`, which appears when complete."""
     with create_folder(folder) as unfinished:
         costs = {}
         for number, (part, num_lines) in enumerate((("train", num_train), ("val", num_val))):

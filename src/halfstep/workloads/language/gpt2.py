@@ -52,7 +52,7 @@ GPT2S = {
 
 @dataclass(slots=True)
 class KeyValueCache:
-    """What one block remembers of the tokens so far: (N, heads, tokens, channels) of each."""
+    """Keys and values of the tokens seen by one block: (N, heads, tokens, channels) each."""
 
     keys: Tensor | None = None
     values: Tensor | None = None
@@ -65,7 +65,7 @@ class KeyValueCache:
 
 
 class CausalAttention(nn.Module):
-    """Each token looks at itself and those before it."""
+    """Attention of each token to itself and those before it."""
 
     def __init__(self, size: GPT2Size, *, dropout: float, bias: bool) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Perceptron(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a two-layer perceptron, each normalised before and added to its input."""
+    """Attention, then a two-layer perceptron, each on normalised input and added to it."""
 
     def __init__(self, size: GPT2Size, *, dropout: float, bias: bool) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
     def layers_of_chain(self) -> Layers:
-        """This block for `run_blocks`, which gives what `forward` does without a memory."""
+        """Return this block for `run_blocks`, which computes the same as `forward` without a cache."""
         return Layers(
             num_heads=self.attn.heads, norm_1=self.ln_1, in_weight=self.attn.c_attn.weight,
             in_bias=self.attn.c_attn.bias, out=self.attn.c_proj, norm_2=self.ln_2, first=self.mlp.c_fc,
@@ -172,7 +172,7 @@ class Transformer(nn.Module):
 
 
 def is_whole(block: Block) -> bool:
-    """Whether a block's parts are of the classes it was built with."""
+    """Whether a block's modules still have the classes it was built with."""
     attention = consists_of(block.attn.children(), nn.Linear, nn.Linear, nn.Dropout)
     perceptron = consists_of(block.mlp.children(), nn.Linear, nn.Linear, nn.Dropout)
     return attention and perceptron and consists_of(
@@ -188,11 +188,11 @@ CHAINED: Checks = {
     Block: is_whole,
     **dict.fromkeys((Perceptron, Blocks), accept_any),
 }
-"""What `kernels.transformer_chain` takes the place of."""
+"""What `kernels.transformer_chain` can replace."""
 
 
 class GPT2(nn.Module):
-    """Token ids (N, T) to logits (N, T, vocab), or with targets to the mean cross-entropy of a token."""
+    """Token ids (N, T) to logits (N, T, vocab), or with targets to the mean cross-entropy per token."""
 
     def __init__(self, size: GPT2Size, *, dropout: float = 0.0, bias: bool = True, checkpointing: bool = False) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class GPT2(nn.Module):
         return self.logits(features) if targets is None else self.loss(features, targets)
 
     def next_logits(self, tokens: Tensor, memories: list[KeyValueCache]) -> Tensor:
-        """Logits (N, vocab) of the token after these, which follow those that `memories` hold."""
+        """Return logits (N, vocab) of the token after these, which follow those that `memories` hold."""
         past = 0 if memories[0].keys is None else memories[0].keys.shape[2]
         self.check_length(past + tokens.shape[1])
         return self.logits(self.transformer(tokens, memories, past)[:, -1])
@@ -226,7 +226,7 @@ class GPT2(nn.Module):
         return all_logits[..., : self.size.vocab]
 
     def loss(self, features: Tensor, targets: Tensor) -> Tensor:
-        """The mean over the targets that count; 0 where none does."""
+        """Return the mean over the targets that count; 0 if none does."""
         dtype = get_matmul_dtype(features)
         with fp32_island():
             summed = _compute_chunked_loss(features, self.transformer.wte.weight, targets, self.size.vocab, dtype)
@@ -260,16 +260,16 @@ def pad_vocab(vocab: int) -> int:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _compute_chunked_loss(features: Tensor, weight: Tensor, targets: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
-    """Not compiled: it consists of matmuls and one kernel, and a compiler would unroll its chunks."""
+    """Compute the loss uncompiled: it consists of matmuls and one kernel, and a compiler would unroll its chunks."""
     return linear_cross_entropy(features.flatten(0, 1), weight, targets.flatten(), num_classes=vocab, dtype=dtype)
 
 
 def get_size(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, context: int = 0, vocab: int = 0) -> GPT2Size:
-    """The published size of a model; a number above 0 replaces its own."""
+    """Return the published size of a model; numbers above 0 replace its own."""
     given = {"depth": depth, "heads": heads, "dim": dim, "context": context, "vocab": vocab}
     return replace(GPT2S[name], **{part: value for part, value in given.items() if value})
 
 
 def build_gpt2(name: str, *, dropout: float = 0.0, bias: bool = True, checkpointing: bool = False, **size: int) -> GPT2:
-    """`build_gpt2` to `gpt2_xl`, at their published size or another."""
+    """Build `gpt2` to `gpt2_xl`, at their published size or another."""
     return GPT2(get_size(name, **size), dropout=dropout, bias=bias, checkpointing=checkpointing)

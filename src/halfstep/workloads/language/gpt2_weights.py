@@ -22,22 +22,25 @@ from halfstep.workloads.language.gpt2 import GPT2, pad_vocab
 
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 MASKS = (".attn.bias", ".attn.masked_bias")
-"""Buffers of older files: which tokens attention may see."""
+"""Causal masks that older files store as buffers."""
 EMBEDDING, POSITIONS = "transformer.wte.weight", "transformer.wpe.weight"
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-"""Of weights in several files."""
+"""Index files of weights in several files."""
 FUNCTION: dict[str, tuple[Any, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
     "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
 }
-"""What GPT-2 computes with, by transformers' names, and other names for the same."""
+"""Settings of GPT-2's function by transformers' names, with the values that are equivalent."""
 
 
 def load_gpt2_(model: GPT2, path: Path, *, has_its_tokenizer: bool = False) -> None:
-    """A file or a folder of Hugging Face's or nanoGPT's into a new model. With the tokenizer that lies beside them,
-    rows past its tokens are padding, however many; otherwise more than padding are of another tokenizer."""
+    """Load a file or folder of Hugging Face's or nanoGPT's into a new model.
+
+    With the tokenizer next to the weights, all rows past its tokens are padding; otherwise more rows than padding mean
+    another tokenizer.
+    """
     read, description = _read_any(path)
     weights = {_rename(name): tensor for name, tensor in read.items() if not name.endswith(MASKS)}
     if EMBEDDING not in weights and "lm_head.weight" in weights:
@@ -59,7 +62,7 @@ def load_gpt2_(model: GPT2, path: Path, *, has_its_tokenizer: bool = False) -> N
 
 
 def save_gpt2(model: nn.Module, folder: Path, *, ends_at: int | None = None) -> None:
-    """`config.json` and `model.safetensors` as transformers' `GPT2LMHeadModel.from_pretrained(folder)` reads them."""
+    """Write `config.json` and `model.safetensors` for transformers' `GPT2LMHeadModel.from_pretrained(folder)`."""
     assert isinstance(model, GPT2)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(to_transformers(model), folder / "model.safetensors", metadata={"format": "pt"})
@@ -67,7 +70,7 @@ def save_gpt2(model: nn.Module, folder: Path, *, ends_at: int | None = None) -> 
 
 
 def to_transformers(model: GPT2) -> dict[str, Tensor]:
-    """The weights as Hugging Face has them: fp32, transposed, without padding, biases of zero where there are none."""
+    """Return the weights in Hugging Face's form: fp32, transposed, without padding, with zeros for missing biases."""
     found: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         exact = tensor.detach().float().cpu()
@@ -99,7 +102,7 @@ def _make_config(model: GPT2, ends_at: int | None) -> dict[str, Any]:
 
 
 def _read_any(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The weights, and what is said of the model: in config.json beside them, or in a checkpoint of nanoGPT's."""
+    """Return the weights and the model's description: config.json next to them, or nanoGPT's checkpoint entries."""
     if path.name in INDEXES:
         return _read_shards(path), _read_config(path.parent)
     if not path.is_dir():
@@ -132,7 +135,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _refuse_other_function(model: GPT2, description: Mapping[str, Any], path: Path, context: int) -> None:
-    """What shapes do not tell: as many channels in other heads, or another activation, is another function."""
+    """Raise for differences that shapes do not show: the number of heads, or another activation."""
     size, has_bias = model.size, model.transformer.ln_f.bias is not None
     own = {
         "n_layer": ("model.depth", size.depth),
@@ -179,7 +182,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 
 
 def _rename(name: str) -> str:
-    """GPT2Model's files, and the released ones, have no `transformer.` in front."""
+    """Add `transformer.`, which GPT2Model's and the released files lack."""
     return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
 
 
@@ -198,7 +201,7 @@ def _find_first_projection(weights: Mapping[str, Tensor]) -> str:
 
 
 def _to_linear_layers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One layer's shape tells for all of them, since another one's is square."""
+    """Transpose Hugging Face's layers; the shape of one decides for all, since others are square."""
     rows, columns = weights[_find_first_projection(weights)].shape
     if rows > columns:
         return dict(weights)

@@ -18,7 +18,7 @@ from halfstep.workloads.language.writing import Sampling, continue_text
 
 
 class Writer:
-    """Writes texts."""
+    """Write texts that continue a prompt."""
 
     endings = ()
 
@@ -55,7 +55,7 @@ class Writer:
 
 
 def _refuse_bad_utf8(prompt: str) -> None:
-    """Bytes of the command line that are no text come as halves of characters, which cannot be encoded."""
+    """Raise for a prompt with bytes that are not UTF-8: Python passes them as surrogates, which cannot be encoded."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:

@@ -19,14 +19,14 @@ from halfstep.workloads.language.tokens import TokenSamples
 
 
 def count_targets(batch: Mapping[str, Tensor]) -> Tensor:
-    """Targets that count, on the device."""
+    """Return the number of targets that count, on the device."""
     return (batch["targets"] >= 0).sum()
 
 
 class LanguageMetrics(Sums):
     """Sums over tokens on the device in fp64, divided once at the end.
 
-    `byte_lengths` says how many bytes each token stands for; without it there are no bits of a byte.
+    `byte_lengths` holds the bytes per token; without it there are no bits per byte.
     """
 
     def __init__(self, byte_lengths: Tensor | None) -> None:
@@ -46,7 +46,7 @@ class LanguageMetrics(Sums):
         self.add(sums=torch.stack([outputs.detach().double() * count, count, num_bytes]))
 
     def compute(self) -> dict[str, float]:
-        """`perplexity`, and `bits_per_byte` where bytes are known; waits for the device."""
+        """Return `perplexity`, and `bits_per_byte` if bytes are known; waits for the device."""
         nats, tokens, num_bytes = self.sums["sums"].tolist() if self.sums else (0, 0, 0)
         if not tokens:
             return {}
@@ -56,7 +56,7 @@ class LanguageMetrics(Sums):
 
 
 class LanguageEvaluation(PlainEvaluation):
-    """Another text is evaluated whole, unless it has a validation part of its own."""
+    """Evaluate another text as a whole, unless it has a validation split."""
 
     @staticmethod
     def config_for(config: RunConfig, folder: Path) -> RunConfig:

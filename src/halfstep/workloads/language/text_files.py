@@ -13,14 +13,14 @@ from halfstep.errors import DataError, format_count
 
 PROSE = (".txt", ".text", ".md", ".rst", ".tex")
 CODE = (".html", ".xml", ".py", ".c", ".h", ".cpp", ".js", ".java", ".rs")
-"""Taken from a folder that holds no prose: beside texts they are what made them, or a page about them."""
+"""Read only from a folder without prose: next to texts, such files are scripts or pages about them."""
 BYTE_ORDER_MARK = "\ufeff"
 NO_WORD = re.compile(r"[\W_\d]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextFiles:
-    """The files of both parts; `cut` where validation is the end of the only file."""
+    """The files of both splits; `cut` is set if validation is the end of the only file."""
 
     root: Path
     train: tuple[Path, ...]
@@ -28,16 +28,16 @@ class TextFiles:
     cut: float = 0.0
     """Share of the only file that is kept for validation."""
     source: str = ""
-    """Where the validation part comes from, in words."""
+    """Description of where the validation split comes from."""
     beside: tuple[Path, ...] = ()
-    """Code and markup beside prose, and what lies beside named parts: it is not read."""
+    """Files that are not read: code and markup next to prose, and files next to named splits."""
 
     @property
     def all(self) -> tuple[Path, ...]:
         return self.train + self.val
 
     def documents(self, part: str) -> Iterator[tuple[Path, str]]:
-        """Texts of `train` or `val`, one after another."""
+        """Yield the texts of `train` or `val` with their paths."""
         if self.cut:
             text = read_text(self.train[0])
             place = int(len(text) * (1 - self.cut))
@@ -48,7 +48,7 @@ class TextFiles:
 
 
 def find_texts(root: Path, *, val_fraction: float, bad_files: BadFiles) -> TextFiles:
-    """The texts at `root`: a file, a folder with parts of its own, or a folder whose last texts are for validation."""
+    """Find the texts at `root`: a file, a folder with named splits, or a folder whose last texts are for validation."""
     if root.is_file():
         _check_texts([root], BadFiles("error"))
         return _use_one_file(root, root, val_fraction)
@@ -82,7 +82,7 @@ def find_texts(root: Path, *, val_fraction: float, bad_files: BadFiles) -> TextF
 
 
 def read_text(path: Path) -> str:
-    """A whole file, which must be UTF-8 and not empty."""
+    """Return a whole file, which must be UTF-8 and not empty."""
     try:
         text = path.read_bytes().decode("utf-8").removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as error:
@@ -115,7 +115,7 @@ def _use_one_file(root: Path, file: Path, val_fraction: float) -> TextFiles:
 
 
 def _split_files(root: Path, files: list[Path], val_fraction: float) -> TextFiles:
-    """Whole documents: a part of one that was trained on would flatter the rest of it."""
+    """Hold out whole documents: the rest of a document that was trained on would score too well."""
     if not val_fraction:
         return TextFiles(root=root, train=tuple(files), val=(), source="none")
     total = sum(path.stat().st_size for path in files)
@@ -143,13 +143,13 @@ def _find_named_part(root: Path, names: tuple[str, ...], endings: tuple[str, ...
 
 
 def _find_by_word(files: list[Path], names: tuple[str, ...]) -> list[Path]:
-    """Of `ptb.train.txt`, `ptb.valid.txt` and `ptb.test.txt` those with a word that names a part."""
+    """Of `ptb.train.txt`, `ptb.valid.txt` and `ptb.test.txt`, return those whose names contain a split's name."""
     found = ([path for path in files if name in NO_WORD.split(path.stem.lower())] for name in names)
     return next(filter(None, found), [])
 
 
 def _check_texts(files: list[Path], bad_files: BadFiles) -> list[Path]:
-    """Before anything is written: each must be text."""
+    """Read every file before anything is written; return those that are text."""
     good = []
     for path in files:
         try:

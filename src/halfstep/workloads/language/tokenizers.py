@@ -19,17 +19,17 @@ from halfstep.disk import parse_json
 from halfstep.errors import DataError, suggest_install, suggest_nearest, summarise_error
 
 END_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "[SEP]")
-"""What tokenizers call the end of a document."""
+"""Tokens that mark the end of a document."""
 SPACE, ONE_BYTE = "\u2581", re.compile("<0x[0-9A-F]{2}>")
-"""How SentencePiece's tokens write a space, and a byte of a character they do not have."""
+"""How SentencePiece writes a space, and a byte of a character it does not know."""
 TIKTOKEN = "tiktoken:"
 PAIR = ("vocab.json", "merges.txt")
 OWN_FILE = "halfstep_tokenizer.json"
-"""Beside a run's weights, where Hugging Face has no file for its tokenizer."""
+"""File next to a run's weights if Hugging Face has no format for its tokenizer."""
 
 
 class Tokenizer(Protocol):
-    """Text as numbers from 0 to num_tokens - 1."""
+    """Convert text to numbers from 0 to num_tokens - 1 and back."""
 
     @property
     def name(self) -> str: ...
@@ -37,20 +37,20 @@ class Tokenizer(Protocol):
     def num_tokens(self) -> int: ...
     @property
     def end(self) -> int | None:
-        """The token between two documents, where there is one."""
+        """The token between two documents, if there is one."""
         ...
 
     def encode(self, text: str, *, source: str = "the text") -> Array: ...
     def decode(self, ids: Sequence[int]) -> str: ...
     def byte_lengths(self) -> Array | None:
-        """UTF-8 bytes that each token stands for; 0 for the end of a document. None where tokens do not say."""
+        """Return the UTF-8 bytes per token; 0 for the end of a document. None if unknown."""
         ...
 
     def to_dict(self) -> dict[str, Any]: ...
 
 
 class Bytes:
-    """UTF-8 as it is: 256 values and the end of a document."""
+    """UTF-8 bytes: 256 values and the end of a document."""
 
     name, num_tokens, end = "bytes", 257, 256
 
@@ -68,7 +68,7 @@ class Bytes:
 
 
 class Characters:
-    """One token for each character of the training text; the end of a document only where there are several."""
+    """One token per character of the training text; the end of a document only if there are several."""
 
     name = "characters"
 
@@ -108,7 +108,7 @@ class Characters:
 
 
 class Bpe:
-    """Hugging Face's `tokenizers`, from the text of a tokenizer.json: BPE, or another of its models."""
+    """Hugging Face's `tokenizers`, from the text of a tokenizer.json: BPE or another model."""
 
     def __init__(self, text: str, *, source: str = "the run's tokenizer") -> None:
         try:
@@ -132,7 +132,7 @@ class Bpe:
 
     @classmethod
     def from_vocab_and_merges(cls, vocab: Path, merges: Path) -> Bpe:
-        """GPT-2's two files."""
+        """Read GPT-2's two files."""
         from tokenizers import Tokenizer as Loaded
         from tokenizers import decoders, models, pre_tokenizers
 
@@ -152,8 +152,11 @@ class Bpe:
         return str(self.loaded.decode(list(ids), skip_special_tokens=True))
 
     def byte_lengths(self) -> Array | None:
-        """A byte-level token has one character for each byte, SentencePiece's are text with ▁ for a space, or one byte.
-        Others (WordPiece, words) drop spaces, and what they stand for is not known."""
+        """Return the UTF-8 bytes per token; None if unknown.
+
+        Byte-level tokens have one character per byte; SentencePiece's are text with ▁ for a space, or one byte. Others
+        (WordPiece, words) drop spaces, so their length is unknown.
+        """
         content = parse_json(self.text)
         around = str([content.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")])
         is_byte_level = "ByteLevel" in around
@@ -172,7 +175,7 @@ class Bpe:
 
 
 class Tiktoken:
-    """OpenAI's package, whose encodings are files that it fetches or that lie in its cache."""
+    """OpenAI's package; it downloads its encodings or finds them in its cache."""
 
     def __init__(self, encoding: str) -> None:
         try:
@@ -217,7 +220,7 @@ class Tiktoken:
 
 
 def restore_tokenizer(stored: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that a run stored."""
+    """Return the tokenizer that a run stored."""
     kind = stored["kind"]
     if kind == "characters":
         return Characters(stored["alphabet"], has_end=stored["has_end"])
@@ -229,7 +232,7 @@ def restore_tokenizer(stored: Mapping[str, Any]) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Into a folder that `read_tokenizer` reads."""
+    """Write a tokenizer into a folder, for `read_tokenizer`."""
     if isinstance(tokenizer, Bpe):
         (folder / "tokenizer.json").write_text(tokenizer.text, encoding="utf-8")
     else:
@@ -237,7 +240,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """A local tokenizer.json, vocab.json with merges.txt beside it, a folder with these, or that of a run's weights."""
+    """Read a local tokenizer.json, vocab.json with merges.txt, a folder with these, or a run's tokenizer."""
     if (path / OWN_FILE).is_file():
         return restore_tokenizer(parse_json((path / OWN_FILE).read_text(encoding="utf-8")))
     if path.name in PAIR:
@@ -268,12 +271,12 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def disagree(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether a number means another text for each; of two kinds (tiktoken's and a file) nobody can say."""
+    """Whether two tokenizers assign different ids; for different kinds (tiktoken and a file) unknown, so False."""
     if isinstance(one, Bpe) and isinstance(other, Bpe):
         return bool(one.loaded.get_vocab() != other.loaded.get_vocab())
     return type(one) is type(other) and identify(one) != identify(other)
 
 
 def identify(tokenizer: Tokenizer) -> str:
-    """Text that is the same for two tokenizers that give the same numbers."""
+    """Return a text that is equal for two tokenizers with the same ids."""
     return json.dumps(tokenizer.to_dict(), sort_keys=True)

@@ -46,7 +46,7 @@ from halfstep.workloads.language.tokenizers import Characters, Tokenizer, identi
 UNCOUNTED = -1
 PRINTABLE = np.frombuffer(string.printable.encode(), dtype=np.uint8)
 PHASE_STREAM = 0x7068617365
-"""Sets the draw of an epoch's first token apart from others with its key ("phase" in ASCII)."""
+"""Separates the draw of an epoch's first token from others with its key ("phase" in ASCII)."""
 
 
 class Tokens:
@@ -60,7 +60,7 @@ class Tokens:
         return int(self.ends[-1]) if self.ends else 0
 
     def read(self, start: int, count: int) -> Array:
-        """`count` ids from `start` on, as int64."""
+        """Return `count` ids from `start` on, as int64."""
         found = []
         while count > 0:
             number = bisect_right(self.ends, start)
@@ -72,7 +72,7 @@ class Tokens:
 
 
 class TokenSamples:
-    """Windows of `context` tokens, each with the ones that follow them."""
+    """Windows of `context` tokens, each with its next tokens as targets."""
 
     def __init__(self, tokens: Tokens, *, context: int, vocab: int, is_training: bool) -> None:
         self.tokens, self.context, self.vocab, self.is_training = tokens, context, vocab, is_training
@@ -125,22 +125,22 @@ def refuse_past_vocabulary(ids: Array, vocab: int, *, start: int = 0, source: st
 
 HEADER_NUMBERS = 256
 LLMC: dict[int, tuple[int, Any]] = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
-"""llm.c's magic numbers: version and ids of its files for GPT-2 and for Llama 3."""
+"""llm.c's magic numbers: file version and id type for GPT-2 and for Llama 3."""
 NUMPY_FILE = b"\x93NUMPY"
 LOOKED_AT = 2**26
-"""Ids that are compared with the vocabulary before training; the rest as it is read."""
+"""Number of ids compared with the vocabulary before training; the rest is checked as it is read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenFiles:
-    """Training and validation parts of a folder of ids."""
+    """Training and validation files of a folder of ids."""
 
     train: tuple[Path, ...]
     val: tuple[Path, ...]
 
 
 def find_token_files(root: Path) -> TokenFiles | None:
-    """The folder's `.bin` files by what their names say; None where it has none for training."""
+    """Return a folder's `.bin` files by their names; None if there is none for training."""
     if root.is_file():
         return TokenFiles(train=(root,), val=()) if root.suffix == ".bin" else None
     binary = sorted(root.glob("*.bin"), key=lambda path: natural_key(path.name))
@@ -157,7 +157,7 @@ def find_token_files(root: Path) -> TokenFiles | None:
 
 
 def open_tokens(paths: tuple[Path, ...], *, vocab: int) -> Tokens:
-    """Files as one sequence; ids that the vocabulary does not have are refused, in the first ones now."""
+    """Open files as one sequence; raise if the first ids exceed the vocabulary."""
     parts = [open_ids(path) for path in paths]
     for path, part in zip(paths, parts, strict=True):
         refuse_past_vocabulary(np.asarray(part[:LOOKED_AT]), vocab, source=str(path))
@@ -165,7 +165,7 @@ def open_tokens(paths: tuple[Path, ...], *, vocab: int) -> Tokens:
 
 
 def open_ids(path: Path) -> np.ndarray[Any, Any]:
-    """A file's ids, mapped; llm.c's header is checked where there is one."""
+    """Map a file's ids; check llm.c's header if there is one."""
     size = path.stat().st_size
     if size == 0:
         raise DataError(f"{path} is empty", fix="write it again")
@@ -218,7 +218,7 @@ def _open_shard(path: Path, size: int, magic: int, version: int, count: int) -> 
 
 
 def read_nanogpt_tokenizer(folder: Path) -> Tokenizer | None:
-    """The characters in nanoGPT's meta.pkl, of which nothing but plain values is unpickled."""
+    """Read the characters in nanoGPT's meta.pkl; only plain values are unpickled."""
     path = folder / "meta.pkl"
     if not path.is_file():
         return None
@@ -248,17 +248,17 @@ class _PlainValues(pickle.Unpickler):
 MAGIC = b"hstoken1"
 ENDING = ".tokens"
 CHECKED_BYTES = 2**24
-"""Of one CRC."""
+"""Bytes per CRC."""
 CHECKED_BLOCKS = 64
-"""Blocks whose CRC is compared when a file is opened: all of them up to 1 GiB, else as many, spread over the file."""
+"""Blocks whose CRC is checked when a file is opened: all up to 1 GiB, else this many, spread over the file."""
 PIECE = 2**22
-"""Characters that are tokenised at once."""
+"""Characters tokenised at once."""
 CUT = re.compile(r"\S\n(?=\S)")
-"""Where a text may be cut without changing its tokens: BPE's words never span a lone line break."""
+"""Where a text may be cut without changing its tokens: BPE's words never span a single line break."""
 
 
 def open_or_tokenise(texts: TextFiles, tokenizer: Tokenizer, path: Path) -> tuple[Tokens, Tokens]:
-    """The ids of both parts, from `path` or into it."""
+    """Return the ids of both splits from the cache at `path`, writing it first if necessary."""
     wanted = {"texts": _fingerprint_texts(texts), "tokenizer": _digest(identify(tokenizer)), "cut": texts.cut}
     with take_turn(path):
         if not path.exists() or _read_header(path)["made_from"] != wanted:
@@ -267,7 +267,7 @@ def open_or_tokenise(texts: TextFiles, tokenizer: Tokenizer, path: Path) -> tupl
 
 
 def choose_cache_path(root: Path, tokenizer: Tokenizer) -> Path:
-    """Beside the texts, hidden."""
+    """Return the default cache: a hidden file next to the texts."""
     folder, name = (root, root.name) if root.is_dir() else (root.parent, root.name)
     return folder / f".{name}-{_digest(identify(tokenizer))[:8]}{ENDING}"
 
@@ -287,7 +287,7 @@ def _write_cache(texts: TextFiles, tokenizer: Tokenizer, path: Path, made_from: 
 
 
 class _CheckedFile:
-    """Bytes into a file, in blocks whose CRCs are noted."""
+    """Write bytes into a file in blocks and record their CRCs."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.rest, self.checks, self.num_bytes = file, bytearray(), list[int](), 0
@@ -313,7 +313,7 @@ class _CheckedFile:
 def _write_ids(
     file: BinaryIO, texts: TextFiles, tokenizer: Tokenizer, kind: np.dtype[Any]
 ) -> tuple[list[int], list[int]]:
-    """How many ids each part has, and the CRCs of all bytes."""
+    """Write the ids; return their number per split and the CRCs of all bytes."""
     out, ends = _CheckedFile(file), [0]
     for part in ("train", "val"):
         for ids in _encode(texts, tokenizer, part):
@@ -323,7 +323,7 @@ def _write_ids(
 
 
 def tokenise(texts: TextFiles, tokenizer: Tokenizer) -> tuple[Tokens, Tokens]:
-    """The same in memory, for a text that is read once."""
+    """Return the ids of both splits in memory, without a cache."""
     kind = _choose_dtype(tokenizer)
     train, val = (
         np.concatenate([np.empty(0, kind), *(ids.astype(kind) for ids in _encode(texts, tokenizer, part))])
@@ -337,7 +337,7 @@ def _choose_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
 
 
 def _encode(texts: TextFiles, tokenizer: Tokenizer, part: str) -> Iterator[np.ndarray[Any, Any]]:
-    """Piece by piece; documents are parted by their end, unless both parts are of the same one."""
+    """Yield ids piece by piece; the end token separates documents, unless both splits come from one document."""
     for source, text in texts.documents(part):
         for piece in _split_text(text):
             yield tokenizer.encode(piece, source=str(source))

@@ -21,11 +21,11 @@ class Sampling:
     """How the next token is drawn."""
 
     temperature: float = 1.0
-    """0 takes the most probable one."""
+    """0 takes the most probable token."""
     top_k: int = 0
-    """Only among so many of the most probable ones; 0: all."""
+    """Draw only among this many of the most probable tokens; 0: all."""
     top_p: float = 1.0
-    """Only among the most probable ones whose probabilities reach this sum."""
+    """Draw only among the most probable tokens whose probabilities reach this sum."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class Sampling:
 
 
 def compute_chances(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Probabilities (N, vocab) in fp32 after temperature, top-k and top-p, in this order."""
+    """Return probabilities (N, vocab) in fp32 after temperature, top-k and top-p, in this order."""
     with fp32_island():
         logits = logits.float()
         if sampling.temperature == 0:
@@ -53,7 +53,7 @@ def compute_chances(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _cut_tail(logits: Tensor, top_p: float) -> Tensor:
-    """The smallest set of most probable tokens that reaches top_p; the first one always stays."""
+    """Keep the smallest set of most probable tokens that reaches top_p, at least one."""
     ordered, order = logits.sort(descending=True)
     probabilities = ordered.softmax(-1)
     is_tail = probabilities.cumsum(-1) - probabilities >= top_p
@@ -61,11 +61,10 @@ def _cut_tail(logits: Tensor, top_p: float) -> Tensor:
 
 
 def write_tokens(model: GPT2, start: Tensor, *, num_tokens: int, sampling: Sampling, end: int | None) -> Iterator[int]:
-    """Tokens after `start` (T), until the end of the document or `num_tokens`.
+    """Yield tokens after `start` (T), until the end of the document or `num_tokens`.
 
-    Keys and values of what stands before are kept; at the end of the context the last half of it is read again.
-    Tokens are drawn on the CPU by inversion, token by token from its own key: a text depends on the seed and on
-    probabilities alone, not on the device.
+    Keys and values of earlier tokens are kept; when the context is full, its last half is read again. Tokens are drawn
+    on the CPU by inversion, each from its own key: a text depends on the seed and the probabilities, not on the device.
     """
     context, memories = model.size.context, model.make_caches()
     seen = start[-context:].tolist()
@@ -83,7 +82,7 @@ def write_tokens(model: GPT2, start: Tensor, *, num_tokens: int, sampling: Sampl
 
 
 def draw_token(probabilities: Tensor, seed: int, number: int) -> int:
-    """The token of a number of its own between 0 and 1 among the added probabilities."""
+    """Draw a token by inverting the cumulative probabilities at a number drawn from (seed, number)."""
     total = probabilities.double().cpu().cumsum(0)
     draw = torch.rand((), dtype=torch.float64, generator=make_generator(seed, number)) * total[-1]
     return int(torch.searchsorted(total, draw, right=True).clamp(max=len(total) - 1))
@@ -92,7 +91,7 @@ def draw_token(probabilities: Tensor, seed: int, number: int) -> int:
 def continue_text(
     model: GPT2, tokenizer: Tokenizer, prompt: str, *, num_tokens: int, sampling: Sampling, device: torch.device
 ) -> str:
-    """What the model writes after `prompt`; without one, what follows the end of a document, or a line break."""
+    """Return what the model writes after `prompt`, or after the end of a document or a line break without one."""
     ids = tokenizer.encode(prompt or _choose_beginning(tokenizer), source="the prompt").tolist()
     start = torch.tensor(ids or [tokenizer.end or 0], device=device)
     new = list(write_tokens(model, start, num_tokens=num_tokens, sampling=sampling, end=tokenizer.end))

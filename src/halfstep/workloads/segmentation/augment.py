@@ -25,7 +25,7 @@ ELASTIC_KNOTS = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Augmentation:
-    """How far training images are changed; 0 switches a change off."""
+    """Strength of the training augmentation; 0 switches a change off."""
 
     flip: float = 0.0
     """Chance of a horizontal flip, and of a vertical one."""
@@ -33,7 +33,7 @@ class Augmentation:
     scale: float = 0.0
     """Largest relative change of size, both ways."""
     crop: float = 0.0
-    """Largest share of each side that a random crop takes away; the rest is enlarged to the full size."""
+    """Largest share of each side that a random crop removes; the rest is enlarged to the full size."""
     brightness: float = 0.0
     """Largest relative change of brightness and of contrast."""
     elastic_pixels: float = 0.0
@@ -46,7 +46,7 @@ class Augmentation:
 
 
 def augment(image: Tensor, mask: Tensor, spec: Augmentation, *, key: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Change float images (N, C, H, W) in 0..1 and class maps (N, H, W) alike; what came from outside is ignored."""
+    """Change float images (N, C, H, W) in 0..1 and class maps (N, H, W) alike; pixels from outside become ignored."""
     num, _, height, width = image.shape
     drawn = BatchDraws(key, num)
     # All numbers are drawn whatever is switched on, so that one setting does not reshuffle the others.
@@ -69,7 +69,7 @@ def augment(image: Tensor, mask: Tensor, spec: Augmentation, *, key: tuple[int, 
 
 
 def _draw_affine(numbers: Tensor, spec: Augmentation) -> Tensor:
-    """Rows (2, 3) that take an output position in -1..1 to the input position it shows."""
+    """Draw matrices (2, 3) that map an output position in -1..1 to the input position it shows."""
     flip_x, flip_y, turn, zoom, cut, move_x, move_y = numbers[:7]
     angle = (turn * 2 - 1) * math.radians(spec.rotate_degrees)
     window = (1 - cut * spec.crop) / (1 + (zoom * 2 - 1) * spec.scale)

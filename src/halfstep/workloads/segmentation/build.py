@@ -49,7 +49,7 @@ SHOWN_VALUES = 8
 
 
 def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workload:
-    """The workload for `config.data.dir`; `store` of an earlier run fixes classes and image format."""
+    """Build the workload for `config.data.dir`; `store` of an earlier run fixes classes and image format."""
     bad_files = BadFiles(config.data.on_bad_file)
     found = find_data(config, bad_files)
     scan = scan_pairs([*found.train, *found.val], bad_files=bad_files)
@@ -111,7 +111,7 @@ def build(config: UNetConfig, store: Mapping[str, Any] | None = None) -> Workloa
 def _decide(
     config: UNetConfig, found: FoundPairs, scan: Scan, bad_files: BadFiles
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
-    """The store of a new run, the settings that its data decided, and why."""
+    """Return the store of a new run, the settings decided by its data, and the reasons."""
     seen = discover_values(scan.pairs, bad_files=bad_files)
     ignored, why_ignored = find_ignored_value(config, found, seen)
     side, why_side = choose_image_side(config, scan)
@@ -133,7 +133,7 @@ def _choose_raw_scale(config: UNetConfig, scan: Scan) -> float | None:
 
 
 def _describe_scale(scale: float | None, scan: Scan) -> tuple[dict[str, str], list[str]]:
-    """What the header says of float images and 32-bit integers, and what to warn about."""
+    """Describe the scale of float images and 32-bit integers for the header, and return warnings."""
     if scale is None or not scan.raw:
         return {}, []
     own = choose_scale(scan.raw.values())
@@ -145,7 +145,7 @@ def _describe_scale(scale: float | None, scan: Scan) -> tuple[dict[str, str], li
 
 
 def _resize_store(store: Mapping[str, Any], side: int) -> dict[str, Any]:
-    """What a run knows of its data, from here on with images of another size."""
+    """Return a run's store for images of another size."""
     factor = side / store["image_size"]
     return {**store, "image_size": side, "resize": [factor * share for share in store["resize"]]}
 
@@ -167,7 +167,7 @@ def make_loss(config: UNetConfig) -> Loss:
 
 
 def to_unit_range(pixels: Tensor) -> Tensor:
-    """Bytes to floats in 0..1; floats were scaled when they were read."""
+    """Convert bytes to floats in 0..1; floats were scaled when they were read."""
     return pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
 
 
@@ -176,7 +176,7 @@ def read_table(store: Mapping[str, Any]) -> MaskTable:
 
 
 def read_image_format(store: Mapping[str, Any]) -> ImageFormat:
-    """How images were read in training."""
+    """Return how images were read in training."""
     return ImageFormat(
         size=(store["image_size"], store["image_size"]),
         channels=store["channels"],
@@ -186,7 +186,7 @@ def read_image_format(store: Mapping[str, Any]) -> ImageFormat:
 
 
 def find_background(config: UNetConfig, table: MaskTable) -> int | None:
-    """The class that `iou` and `dice` leave out."""
+    """Return the class that `iou` and `dice` leave out."""
     asked = config.model.background
     if asked is None or asked == "first":
         return None if asked is None else 0
@@ -253,7 +253,7 @@ def _check_class_weights(config: UNetConfig, *, num_classes: int) -> None:
 
 
 def build_model(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
-    """The model alone, for a checkpoint's weights: all that prediction needs."""
+    """Build the model alone, to load a checkpoint's weights: all that prediction needs."""
     side, depth = store["image_size"], config.model.depth
     if side < 2 ** (depth + 1):
         raise ConfigError(
@@ -274,11 +274,11 @@ def build_model(config: UNetConfig, store: Mapping[str, Any]) -> nn.Module:
 # --- what the data decide ---
 
 MANY_VALUES = 64
-"""More classes than common data sets of masks have (Cityscapes 34, VOC 22): rather grey edges than classes."""
+"""More classes than common data sets have (Cityscapes 34, VOC 22): probably blurred edges instead of classes."""
 
 
 def find_data(config: UNetConfig, bad_files: BadFiles) -> FoundPairs:
-    """The pairs at `data.dir`."""
+    """Find the pairs at `data.dir`."""
     data = config.data
     layout = fill_from_settings(PairLayout, data)
     split = Split(
@@ -293,7 +293,7 @@ def find_data(config: UNetConfig, bad_files: BadFiles) -> FoundPairs:
 def find_ignored_value(
     config: UNetConfig, found: FoundPairs, seen: Collection[MaskValue]
 ) -> tuple[MaskValue | None, str]:
-    """The mask value that counts nowhere, and why where nobody asked for it."""
+    """Return the mask value that is ignored, and the reason if it was not set."""
     asked = config.model.ignore_index
     if asked != "auto":
         return asked, ""
@@ -311,12 +311,12 @@ def find_ignored_value(
 
 
 def scores_all_classes(config: UNetConfig, found: FoundPairs) -> bool:
-    """Whether the data set has no background and nobody named one."""
+    """Whether the data set has no background and the user named none."""
     return not found.has_background and "background" not in config.model.model_fields_set
 
 
 def choose_image_side(config: UNetConfig, scan: Scan) -> tuple[int, str]:
-    """The side of the images, and why where nobody asked for it: the usual one, less where the pictures have less."""
+    """Return the side of the images, and the reason if it was not set: the default, or less for smaller pictures."""
     usual = config.data.image_size
     if "image_size" in config.data.model_fields_set:
         return usual, ""
@@ -337,7 +337,7 @@ def make_random_store(config: UNetConfig) -> dict[str, Any]:
 
 
 def make_random_batch(config: UNetConfig, store: Store) -> Batch:
-    """Bytes as a loader delivers them, and masks that no model can guess."""
+    """Return bytes as a loader delivers them, and masks that no model can guess."""
     generator, size, side = make_generator(config.train.seed), config.train.batch_size, config.data.image_size
     image = torch.randint(256, (size, store["channels"], side, side), dtype=torch.uint8, generator=generator)
     classes = max(2, store["num_classes"])
@@ -346,7 +346,7 @@ def make_random_batch(config: UNetConfig, store: Store) -> Batch:
 
 
 def build_over(config: UNetConfig, store: Store, samples: Samples) -> Workload:
-    """Without augmentation: it costs everybody the same and shows nothing."""
+    """Build the workload on given samples without augmentation, which costs every framework the same."""
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
         return batch | {"image": to_unit_range(batch["image"])}

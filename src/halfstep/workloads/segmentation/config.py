@@ -11,7 +11,7 @@ from halfstep.config.section import FilePath, Fraction, Positive, PositiveCount,
 
 
 class UNetAugmentConfig(Section):
-    """How far training images are changed, image and mask alike; 0 switches a change off."""
+    """Strength of the training augmentation of image and mask; 0 switches a change off."""
 
     flip: Fraction = Field(default=0.5, description="Chance of a horizontal flip, and of a vertical one")
     rotate_degrees: float = Field(default=15.0, ge=0, le=180, description="Largest rotation, both ways")

@@ -55,12 +55,12 @@ class Pair:
     id: str
     image: Path
     mask: Path
-    """A file, or a folder of files that each show one thing."""
+    """A file, or a folder of files with one object each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """How pairs are divided where the folder does not say it: by two lists of ids, else by a fraction."""
+    """How to split pairs if the folder does not: by two lists of ids, else by a fraction."""
 
     val_fraction: float = 0.1
     seed: int = 0
@@ -70,19 +70,19 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundPairs:
-    """The pairs of a data folder, and what its layout says about them."""
+    """The pairs of a data folder, and what its layout implies."""
 
     train: tuple[Pair, ...]
     val: tuple[Pair, ...]
     layout: str
-    """Which folders they come from, and the data set's name where it is a known one."""
+    """The folders they come from, and the data set's name if it is known."""
     ignored: int | None = None
-    """The mask value of pixels without a label, where the layout has one."""
+    """The mask value of unlabelled pixels, if the layout has one."""
     has_background: bool = True
 
 
 def find_pairs(root: str | Path | None, *, layout: PairLayout, split: Split, bad_files: BadFiles) -> FoundPairs:
-    """The training and validation pairs of a data folder."""
+    """Find the training and validation pairs of a data folder."""
     root = require_folder(root)
     folder, found = find_layout(root, layout)
     parts = [names for names in (found.train, found.val) if names]
@@ -107,7 +107,7 @@ def find_pairs(root: str | Path | None, *, layout: PairLayout, split: Split, bad
 
 
 def _note_unused_list(folder: Path) -> str:
-    """A list beside the images is not a known part of the layout: it is named, and the user decides."""
+    """Mention a list next to the images that no known layout uses: the user decides."""
     path = next((path for name in VALIDATION_NAMES if (path := folder / f"{name}.txt").is_file()), None)
     return f"; {path.name} is not used: data.val_list={path} splits by it" if path else ""
 
@@ -120,7 +120,7 @@ def _describe_place(root: Path, folder: Path, found: Layout) -> str:
 def _match_pairs(
     root: Path, names: PairNames, asked: PairLayout, bad_files: BadFiles, *, some_without_masks: bool
 ) -> tuple[Pair, ...]:
-    """Every pair of one part in natural order; an image without its mask is a bad file."""
+    """Match every image of a split with its mask, in natural order; an image without a mask is a bad file."""
     image_names = NamePattern(names.images).with_ending(asked.image_ext)
     images = _find_one_each(root, image_names, "data.image_ext")
     mask_names = [NamePattern(text).with_ending(asked.mask_ext) for text in names.masks]
@@ -148,7 +148,7 @@ def _match_pairs(
 def _find_lonely_masks(
     root: Path, parts: Sequence[PairNames], pairs: Sequence[Sequence[Pair]], asked: PairLayout
 ) -> list[Path]:
-    """Masks whose image is in no part; two parts may share a folder of masks, and masks may lie beside images."""
+    """Find masks whose image is in no split; splits may share a mask folder, and masks may be next to images."""
     is_used: dict[Path, bool] = {}
     for names, part in zip(parts, pairs, strict=True):
         ids = {pair.id for pair in part}
@@ -160,7 +160,7 @@ def _find_lonely_masks(
 
 
 def split_pairs(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ...], tuple[Pair, ...]]:
-    """Divide by the lists where given, else by the fraction: the same pairs and seed give the same split."""
+    """Split by the lists if given, else by the fraction: the same pairs and seed give the same split."""
     if split.train_list or split.val_list:
         return _split_by_lists(pairs, split)
     if split.val_fraction <= 0:
@@ -207,7 +207,7 @@ def _read_list(pairs: Sequence[Pair], path: Path | None) -> tuple[Pair, ...]:
 
 
 def _find_one_each(root: Path, names: NamePattern, key: str) -> dict[str, Path]:
-    """The file of each id; several endings of one id are refused with the key that chooses."""
+    """Return the file of each id; raise if an id has several extensions, naming the setting that chooses."""
     found = names.find(root)
     for name, paths in found.items():
         if len(paths) > 1:
@@ -239,18 +239,18 @@ def _make_lonely_error(path: Path, wanted: str) -> DataError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageFormat:
-    """What every image becomes: stored with a checkpoint, so that a later image is treated as the training ones."""
+    """The format of every image, stored with a checkpoint so that later images are read like the training images."""
 
     size: tuple[int, int]
     channels: int = 3
     is_float: bool = False
-    """Some image has more than 8 bits, so all travel as float32."""
+    """Whether some image has more than 8 bits, so that all are float32."""
     raw_scale: float | None = None
-    """What floats and wide integers are divided by; None where the training data held none."""
+    """Divisor of floats and wide integers; None if the training data had none."""
 
 
 class SegmentationData:
-    """Pairs as samples: `image` (C, H, W) uint8 or float32, `mask` (H, W) uint8; kept in RAM where all fit."""
+    """Pairs as samples: `image` (C, H, W) uint8 or float32, `mask` (H, W) uint8; cached in RAM if all fit."""
 
     def __init__(
         self, pairs: Sequence[Pair], *, table: MaskTable, image: ImageFormat, cache_bytes: int = CACHE_BYTES
@@ -267,7 +267,7 @@ class SegmentationData:
         return len(self.pairs)
 
     def sample(self, index: int, *, key: tuple[int, int, int]) -> dict[str, Tensor]:
-        """Sample `index`; the key (seed, epoch, index) is not needed, since augmentation runs on the device."""
+        """Return sample `index`; the key is not needed, since augmentation runs on the device."""
         arrays = self._cache.get(index)
         if arrays is None:
             pair = self.pairs[index]
@@ -276,11 +276,11 @@ class SegmentationData:
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def name_of(self, index: int) -> str:
-        """The image's file name; its mask is named after it."""
+        """Return the image's file name; its mask is named after it."""
         return make_printable(self.pairs[index].image.name)
 
     def files(self) -> Iterator[Path]:
-        """Every image with its mask."""
+        """Return every image with its mask."""
         return (path for pair in self.pairs for path in (pair.image, *list_mask_files(pair.mask)))
 
     def _read_classes(self, pair: Pair) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
@@ -288,7 +288,7 @@ class SegmentationData:
 
 
 def read_planes(path: Path, image: ImageFormat) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """One image file as (C, H, W) in the format of the training data."""
+    """Read one image file as (C, H, W) in the format of the training data."""
     array = read_image(path, channels=image.channels, raw_scale=image.raw_scale)
     if not image.is_float:
         array = to_bytes(array)
@@ -299,19 +299,19 @@ def read_planes(path: Path, image: ImageFormat) -> np.ndarray[tuple[int, ...], n
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scan:
-    """What a look at every file found."""
+    """The result of scanning every file."""
 
     pairs: tuple[Pair, ...]
     sizes: tuple[tuple[int, int], ...]
     channels: int
-    """The most that any image has: gray ones join colour ones."""
+    """The largest channel count of any image: gray images are expanded to colour."""
     is_float: bool
     raw: dict[Path, RawRange]
-    """The images whose scale the data set decides."""
+    """The images whose scale depends on the data set."""
 
 
 def scan_pairs(pairs: Sequence[Pair], *, bad_files: BadFiles) -> Scan:
-    """Read every header; where bad files are to be left out, every pixel, since only that finds them all."""
+    """Read every header; if bad files are left out, decode every pixel, since only that finds them all."""
     inspect = _inspect_fully if bad_files.mode == "skip" else _inspect
     found = [(pair, facts) for pair, facts in _run_for_each(inspect, pairs, bad_files) if facts is not None]
     if not found:
@@ -328,7 +328,7 @@ def scan_pairs(pairs: Sequence[Pair], *, bad_files: BadFiles) -> Scan:
 
 
 def discover_values(pairs: Sequence[Pair], *, bad_files: BadFiles) -> set[MaskValue]:
-    """The mask values of all pairs. Every mask is decoded; a run's store keeps the table for later."""
+    """Return the mask values of all pairs. Every mask is decoded; the run's store keeps the result."""
     found = _run_for_each(read_values, [pair.mask for pair in pairs], bad_files)
     return {value for _, values in found for value in values or ()}
 
@@ -354,7 +354,7 @@ def _inspect_fully(pair: Pair) -> ImageFacts:
 def _run_for_each(
     work: Callable[[Item], Result], items: Sequence[Item], bad_files: BadFiles
 ) -> list[tuple[Item, Result | None]]:
-    """`work` on every item in threads, errors reported in the items' order."""
+    """Run `work` on every item in threads and report errors in the items' order."""
     results: list[tuple[Item, Result | None]] = []
     for item, outcome in zip(items, run_in_threads(work, items), strict=True):
         if isinstance(outcome, DataError):

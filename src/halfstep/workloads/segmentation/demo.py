@@ -18,7 +18,7 @@ SIDE = 64
 
 
 def write_demo(folder: Path, *, seed: int = 0, num_images: int = NUM_IMAGES, side: int = SIDE) -> None:
-    """Write the set into `folder`, which appears only when it is complete."""
+    """Write the data set into `folder`, which appears only when it is complete."""
     with create_folder(folder) as unfinished:
         for part in ("imgs", "masks"):
             (unfinished / part).mkdir()
@@ -29,7 +29,7 @@ def write_demo(folder: Path, *, seed: int = 0, num_images: int = NUM_IMAGES, sid
 
 
 def draw_sample(rng: np.random.Generator, side: int) -> tuple[Array, Array]:
-    """One image (side, side, 3) and its mask with the values 0 and 255, both uint8."""
+    """Draw one image (side, side, 3) and its mask with the values 0 and 255, both uint8."""
     grid = (np.mgrid[:side, :side] + 0.5) / side
     colour = np.stack(
         [_draw_smooth_noise(rng, side, 3) + 0.3 * _draw_smooth_noise(rng, side, 12) for _ in range(3)], axis=-1
@@ -49,7 +49,7 @@ def draw_sample(rng: np.random.Generator, side: int) -> tuple[Array, Array]:
 
 
 def _draw_smooth_noise(rng: np.random.Generator, side: int, knots: int) -> Array:
-    """Random values at `knots` points per side, in between linear."""
+    """Draw random values at `knots` points per side, linearly interpolated."""
     values = rng.random((knots, knots))
     at = np.linspace(0, knots - 1, side)
     low = np.minimum(at.astype(int), knots - 2)
@@ -65,7 +65,7 @@ def _draw_stripes(rng: np.random.Generator, grid: Array) -> Array:
 
 
 def _draw_shape(rng: np.random.Generator, grid: Array) -> Array:
-    """A disc, a box or a triangle, turned at random."""
+    """Draw a disc, a box or a triangle at a random angle."""
     kind, angle, size = rng.integers(3), rng.uniform(0, 2 * np.pi), rng.uniform(0.15, 0.26)
     centre_y, centre_x = rng.uniform(0.15, 0.85, 2)
     y, x = grid[0] - centre_y, grid[1] - centre_x

@@ -30,7 +30,7 @@ SHOWN_EACH = 3  # images of each kind on the sheet: more makes it longer than a 
 
 
 def use_pairs_folder(config: UNetConfig, folder: Path) -> UNetConfig:
-    """No split: `use_all_pairs` evaluates what would be trained on."""
+    """Point the config at another folder without a split: `use_all_pairs` evaluates all pairs."""
     values: dict[str, Any] = {"dir": str(folder), "val_fraction": 0.0, "val_list": None, "train_list": None}
     named = (getattr(config.data, "val_images", ""), getattr(config.data, "val_masks", ""))
     if any(named) and not has_folders(folder, PairLayout().names(*named)):
@@ -39,7 +39,7 @@ def use_pairs_folder(config: UNetConfig, folder: Path) -> UNetConfig:
 
 
 def use_all_pairs(workload: Workload) -> Workload:
-    """Where the folder has no validation part, all its pairs; masks of another encoding are read as the run's."""
+    """Evaluate all pairs if the folder has no validation split; masks of another encoding are mapped to the run's."""
     samples = workload.val_samples if len(workload.val_samples) else workload.train_samples
     assert isinstance(samples, SegmentationData)
     samples, notes = _map_to_run_classes(samples)
@@ -48,7 +48,7 @@ def use_all_pairs(workload: Workload) -> Workload:
 
 
 def _map_to_run_classes(samples: SegmentationData) -> tuple[SegmentationData, list[str]]:
-    """Two values that are not the run's two are its classes in the same order (0 and 255 for 0 and 1)."""
+    """Map two mask values that differ from the run's two to its classes in order (0 and 255 to 0 and 1)."""
     own = samples.table
     found = make_table(discover_values(samples.pairs, bad_files=BadFiles("error")), ignored=own.ignored)
     if {to_colour(value) for value in found.values} <= {to_colour(value) for value in own.values}:
@@ -81,7 +81,7 @@ class SegmentationEvaluation:
 
     @property
     def scored_at(self) -> str:
-        """The size of the masks that were compared."""
+        """The size at which masks are compared."""
         if self._at_full_size is not None:
             return "each image's own size, as predict writes masks"
         side = self.workload.store["image_size"]
@@ -95,7 +95,7 @@ class SegmentationEvaluation:
         phase: ShowProgress,
         batch_size: int | None,
     ) -> dict[str, float] | None:
-        """With --full-size every validation image at its own size; there is no loss to report."""
+        """With --full-size, score every validation image at its own size; there is no loss to report."""
         if not options["full_size"]:
             return None
         if batch_size is not None:
@@ -118,7 +118,7 @@ class SegmentationEvaluation:
         return self.metrics.compute()
 
     def classes(self) -> tuple[dict[str, Cell], ...]:
-        """A class without a pixel in truth and prediction has no score."""
+        """Return the scores per class; a class without pixels in truth and prediction has none."""
         found = self.metrics.per_class()
         total = sum(pixels.true for pixels in found)
         return tuple(
@@ -161,7 +161,7 @@ class FullSize:
         self._samples, self._images, self._bar = samples, images, bar
 
     def maps(self, index: int) -> tuple[Array, Array]:
-        """Truth and prediction; the file is read and predicted again each time, since many would not fit in memory."""
+        """Return truth and prediction; read and predict the file each time, since many would not fit in memory."""
         pair = self._samples.pairs[index]
         return self._samples.table.to_classes(read_mask(pair.mask), pair.mask), self._images.classes(
             pair.image, self._bar

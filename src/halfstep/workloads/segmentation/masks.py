@@ -18,7 +18,7 @@ MaskValue = int | tuple[int, int, int]
 IGNORED = 255
 """The class of pixels that count neither in the loss nor in the metrics; class maps are uint8."""
 FOREGROUND = 255
-"""The value of things whose masks lie in a folder, a file each."""
+"""The value of objects whose masks are separate files in a folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class MaskTable:
         return any(isinstance(value, tuple) for value in (*self.values, self.ignored))
 
     def to_classes(self, mask: Array, path: Path) -> Array:
-        """The class map (uint8) of a mask as read; a value outside the table is an error naming file and value."""
+        """Return the class map (uint8) of a mask; a value outside the table is an error naming file and value."""
         if mask.ndim == 3 and not self.is_colour:
             raise DataError(
                 f"{path} is a colour mask", why=f"the classes are the gray values {list_some(self.values, 8)}"
@@ -62,7 +62,7 @@ class MaskTable:
         return np.where(found == len(self.values), IGNORED, found).astype(np.uint8)
 
     def paint(self, classes: Array) -> Array:
-        """The mask with the original values: (H, W) uint8 or uint16, or (H, W, 3) uint8."""
+        """Return the mask with the original values: (H, W) uint8 or uint16, or (H, W, 3) uint8."""
         if self.is_colour:
             return np.array([to_colour(value) for value in self.values], dtype=np.uint8)[classes]
         values = np.array(self.values)
@@ -70,7 +70,7 @@ class MaskTable:
 
 
 def parse_table(values: Sequence[Any], *, ignored: Any = None) -> MaskTable:
-    """A table from plain lists, as JSON, a config or another project's checkpoint gives them."""
+    """Make a table from plain lists, as in JSON, a config or another project's checkpoint."""
     return MaskTable(
         values=tuple(_parse_value(value) for value in values),
         ignored=None if ignored is None else _parse_value(ignored),
@@ -78,12 +78,12 @@ def parse_table(values: Sequence[Any], *, ignored: Any = None) -> MaskTable:
 
 
 def list_mask_files(path: Path) -> list[Path]:
-    """The files of a mask: itself, or all of a folder in which each file shows one thing."""
+    """Return the files of a mask: itself, or all files of a folder with one object each."""
     return list_images(path) if path.is_dir() else [path]
 
 
 def read_mask_facts(path: Path) -> ImageFacts:
-    """Size and kind of a mask; the files of a folder must have one size."""
+    """Return size and kind of a mask; the files of a folder must have one size."""
     files = list_mask_files(path)
     facts = [read_image_facts(file) for file in files]
     odd = next((file for file, one in zip(files, facts, strict=True) if one.size != facts[0].size), None)
@@ -97,9 +97,9 @@ def read_mask_facts(path: Path) -> ImageFacts:
 
 
 def read_mask(path: Path) -> Array:
-    """A mask's values: (H, W) integers, or (H, W, 3) uint8 where the channels truly differ. Palettes give indices.
+    """Return a mask's values: (H, W) integers, or (H, W, 3) uint8 if the channels differ. Palettes give indices.
 
-    Of a folder it is 255 wherever one of its files is not 0: things of one kind, a file each.
+    The mask of a folder is 255 wherever one of its files is not 0: objects of one class, one file each.
     """
     if path.is_dir():
         shown = [np.atleast_3d(read_mask(file)).any(axis=2) for file in list_mask_files(path)]
@@ -119,7 +119,7 @@ def read_mask(path: Path) -> Array:
 
 
 def read_values(path: Path) -> list[MaskValue]:
-    """The distinct values of one mask, sorted."""
+    """Return the distinct values of one mask, sorted."""
     mask = read_mask(path)
     colour = mask.ndim == 3
     if mask.dtype == np.uint8 and not colour:
@@ -136,7 +136,7 @@ def read_values(path: Path) -> list[MaskValue]:
 
 
 def make_table(values: Iterable[MaskValue], *, ignored: MaskValue | None = None) -> MaskTable:
-    """The table of all values seen in a data set, sorted; gray ones join the colours where there are any."""
+    """Return the table of all values seen in a data set, sorted; gray values become colours if there are any."""
     seen = set(values)
     if any(isinstance(value, tuple) for value in seen):
         seen = {to_colour(value) for value in seen}
@@ -152,12 +152,12 @@ def make_table(values: Iterable[MaskValue], *, ignored: MaskValue | None = None)
 
 
 def to_colour(value: MaskValue) -> tuple[int, int, int]:
-    """A gray value as the colour that it looks like."""
+    """Return a gray value as the equal RGB colour."""
     return value if isinstance(value, tuple) else (value, value, value)
 
 
 def resize_mask(mask: Array, size: tuple[int, int]) -> Array:
-    """Nearest neighbour by pixel centres, of values or classes: there is nothing in between."""
+    """Resize values or classes to the nearest pixel centre: they cannot be interpolated."""
     rows, columns = (
         ((np.arange(new) + 0.5) * (old / new)).astype(np.int64) for new, old in zip(size, mask.shape[:2], strict=True)
     )

@@ -22,7 +22,7 @@ CLASS_COLOURS = np.frombuffer(
     ),
     dtype=np.uint8,
 ).reshape(-1, 3)
-"""Of class 1 first, of class 0 last: that one is nearly always the background, which stays black."""
+"""Class 1 first, class 0 last: class 0 is nearly always the background, which stays black."""
 BACKGROUND = (0, 0, 0)
 MISSED, FALSE_ALARM, CONFUSED, NO_CLASS = (0, 114, 178), (230, 159, 0), (204, 121, 167), (96, 96, 96)
 COLUMNS = ("image", "truth", "prediction", "error")
@@ -40,7 +40,7 @@ class SheetRow:
 
 
 def draw_overlay(image: Array, classes: Array, *, background: int | None = 0) -> Image.Image:
-    """The image with every class but the background tinted."""
+    """Tint every class but the background on top of the image."""
     picture = _to_rgb(image).astype(np.float32)
     tinted = (picture + colour_classes(classes, background)) * np.float32(0.5)
     is_plain = _is_background(classes, background)[..., None]
@@ -50,7 +50,7 @@ def draw_overlay(image: Array, classes: Array, *, background: int | None = 0) ->
 def draw_contact_sheet(
     rows: Sequence[SheetRow], *, background: int | None = 0, names: Sequence[str] = ()
 ) -> Image.Image:
-    """One row per sample, with a heading and a legend of the errors and of the classes, where they have names."""
+    """Draw one row per sample, with a heading and a legend of errors and named classes."""
     legends = [LEGEND if background is not None else LEGEND[2:], *_make_class_legends(rows, names, background)]
     sheet = draw_table(COLUMNS, [(row.name, _draw_cells(row, background)) for row in rows], bands=len(legends))
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(14)
@@ -60,7 +60,7 @@ def draw_contact_sheet(
 
 
 def colour_classes(classes: Array, background: int | None = 0) -> Array:
-    """(H, W, 3) colours of a class map; past the last colour they start again, background aside."""
+    """Return the colours (H, W, 3) of a class map; they repeat after the last one, except for the background."""
     colours = CLASS_COLOURS[(classes.astype(np.int64) - 1) % len(CLASS_COLOURS)]
     colours[_is_background(classes, background)] = BACKGROUND
     colours[classes == IGNORED] = NO_CLASS
@@ -68,7 +68,7 @@ def colour_classes(classes: Array, background: int | None = 0) -> Array:
 
 
 def draw_errors(image: Array, truth: Array, prediction: Array, background: int | None = 0) -> Array:
-    """The image in pale gray with every wrong pixel in the colour of its kind of error."""
+    """Draw the image in pale gray, with every wrong pixel in the colour of its kind of error."""
     gray = _to_rgb(image).mean(axis=-1, keepdims=True).repeat(3, axis=-1)
     picture: Array = (255 - (255 - gray) * 0.5).astype(np.uint8)
     wrong = (truth != prediction) & (truth != IGNORED)
@@ -80,7 +80,7 @@ def draw_errors(image: Array, truth: Array, prediction: Array, background: int |
 
 
 def _is_background(classes: Array, background: int | None) -> Array:
-    """Where the background is; nowhere if there is none."""
+    """Return where the background is; nowhere if there is none."""
     return np.zeros(classes.shape, dtype=bool) if background is None else classes == background
 
 
@@ -91,7 +91,7 @@ def _draw_cells(row: SheetRow, background: int | None) -> tuple[Array, ...]:
 
 
 def _make_class_legends(rows: Sequence[SheetRow], names: Sequence[str], background: int | None) -> list[Legend]:
-    """Lines of the classes that the sheet shows."""
+    """Return legend lines for the classes on the sheet."""
     shown = {int(k) for row in rows for classes in (row.truth, row.prediction) for k in np.unique(classes)}
     entries = [
         (names[k], tuple(int(part) for part in colour_classes(np.array([[k]]), background)[0, 0]))

@@ -97,7 +97,7 @@ def predict_file(
     tile: int = 1024,
     tell: Tell = lambda done, total: None,
 ) -> Array:
-    """The class map (uint8) of an image file at its own size, computed at the scale the model was trained at."""
+    """Return the class map (uint8) of an image file at its own size, computed at the training scale."""
     original = read_image_facts(path).size
     _refuse_huge(path, original)
     height, width = (
@@ -118,10 +118,10 @@ def predict_image(
     size: tuple[int, int] | None = None,
     tell: Tell = lambda done, total: None,
 ) -> Tensor:
-    """The class map (uint8, on the CPU) of one image (C, H, W), at its own size or at `size`.
+    """Return the class map (uint8, on the CPU) of one image (C, H, W), at its own size or at `size`.
 
-    In tiles where a side is longer than `tile`. Logits are resampled, not classes: edges come out where the model saw
-    them, between two pixels, and thin lines stay whole.
+    Images with a side longer than `tile` are computed in tiles. Logits are resampled, not classes: edges stay between
+    pixels, where the model saw them, and thin lines stay whole.
     """
     _, height, width = image.shape
     classes = torch.empty(size or (height, width), dtype=torch.uint8)
@@ -135,7 +135,7 @@ def predict_image(
 
 
 class _Axis:
-    """One tile along one axis: the pixels of the result that are its own, and where in the tile they lie."""
+    """One tile along one axis: the result pixels that it owns, and their positions in the tile."""
 
     def __init__(self, length: int, result: int, seen: Span, used: Span) -> None:
         # Pixels are areas: the middle of the first one lies half a pixel inside, at either size.
@@ -147,7 +147,7 @@ class _Axis:
 
 
 def _paint(classes: Tensor, logits: Tensor, rows: _Axis, columns: _Axis) -> None:
-    """The classes of one tile's own pixels; some rows at a time, so that many classes at full size need little room."""
+    """Write the classes of a tile's own pixels, some rows at a time, so that many classes need little memory."""
     across = logits.shape[1] * max(1, len(columns.places))
     for places, lines in zip(
         *(
@@ -161,7 +161,7 @@ def _paint(classes: Tensor, logits: Tensor, rows: _Axis, columns: _Axis) -> None
 
 
 def _resample(logits: Tensor, places: Tensor, axis: int) -> Tensor:
-    """Linear interpolation at `places` along one axis; at whole numbers the logits themselves."""
+    """Interpolate linearly at `places` along one axis; at whole numbers this returns the logits themselves."""
     before = places.floor()
     weight = (places - before).to(logits.device).view(-1, *[1] * (logits.ndim - axis - 1))
     first = before.long().to(logits.device)
@@ -170,13 +170,13 @@ def _resample(logits: Tensor, places: Tensor, axis: int) -> Tensor:
 
 
 def compute_margin(depth: int) -> int:
-    """What a tile must see around the part that is used, and one pixel more for the interpolation at its edge."""
+    """Return how much a tile must see around the used part, plus one pixel for interpolation at its edge."""
     step = 1 << depth
     return -(-(compute_receptive_radius(depth) + 1) // step) * step
 
 
 def _list_spans(length: int, tile: int, depth: int) -> Iterator[tuple[Span, Span]]:
-    """Along one axis: what each tile sees, and the part of it whose result is used; the parts cover the axis once."""
+    """Yield, along one axis, what each tile sees and which part of it is used; the parts cover the axis once."""
     if length <= tile:
         yield (0, length), (0, length)
         return
@@ -200,14 +200,14 @@ TILE = 1024  # pixels per side, where the model allows it: a few GB at full widt
 
 
 class WholeImages:
-    """A trained U-Net at work on files; tiles are halved where the device runs out of memory."""
+    """Apply a trained U-Net to files; tiles are halved if the device runs out of memory."""
 
     def __init__(self, trained: Trained, *, store: Mapping[str, Any], depth: int, tile: int | None = None) -> None:
         self.trained, self.store, self.depth = trained, store, depth
         self.tile = tile or choose_tile(depth)
 
     def classes(self, path: Path, bar: Bar) -> Array:
-        """One file's class map; while it takes several tiles, the bar counts them."""
+        """Return one file's class map; the bar counts tiles if there are several."""
 
         def tell(done: int, total: int) -> None:
             bar.show({"tile": f"{done + 1}/{total}"} if total > 1 else {})
@@ -232,12 +232,12 @@ class WholeImages:
 
 
 def choose_tile(depth: int) -> int:
-    """`TILE`, or for a very deep model what leaves eight pooled cells between the margins."""
+    """Return `TILE`, or for a very deep model a size with eight pooled cells between the margins."""
     return max(TILE, 2 * compute_margin(depth) + 8 * (1 << depth))
 
 
 MAX_PIXELS = 1_000_000_000
-"""Large scans and satellite images have some 10^8 pixels. Pillow alone takes 4 bytes for each RGB pixel: 4 GB here."""
+"""Large scans and satellite images have about 10^8 pixels. Pillow takes 4 bytes per RGB pixel: 4 GB here."""
 
 
 def _refuse_huge(path: Path, size: tuple[int, int]) -> None:
@@ -252,7 +252,7 @@ def _refuse_huge(path: Path, size: tuple[int, int]) -> None:
 
 @contextmanager
 def allow_any_size() -> Iterator[None]:
-    """Lift Pillow's limit of 179 million pixels: `MAX_PIXELS` is the one for files that the user named."""
+    """Lift Pillow's limit of 179 million pixels; `MAX_PIXELS` limits files that the user named."""
     limit = Image.MAX_IMAGE_PIXELS
     Image.MAX_IMAGE_PIXELS = None
     try:

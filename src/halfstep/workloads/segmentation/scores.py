@@ -22,8 +22,8 @@ DICE_EPS = 1e-6  # of the reference project; with it a class absent from truth a
 
 
 NEARLY_ALL, NEARLY_NONE = 0.999, 0.01
-"""Share of the pixels of one class, IoU of the others: beyond both a model gives one answer. A good model of tiny
-things passes the first alone."""
+"""Share of the pixels of one class, IoU of the others: beyond both, a model gives one answer everywhere. A good model
+of tiny objects passes only the first."""
 
 
 def segmentation_loss(
@@ -57,7 +57,7 @@ def segmentation_loss(
 
 
 def compute_dice(probability: Tensor, truth: Tensor) -> Tensor:
-    """Soft Dice of each class, summed over batch and pixels in fp32: 8·512² terms would overflow fp16."""
+    """Return the soft Dice of each class, summed over batch and pixels in fp32: 8·512² terms would overflow fp16."""
     pixels = (0, 2, 3)
     overlap = 2 * torch.where(truth, probability, 0).sum(pixels)
     sizes = probability.sum(pixels) + truth.sum(pixels)
@@ -66,17 +66,17 @@ def compute_dice(probability: Tensor, truth: Tensor) -> Tensor:
 
 
 def encode_one_hot(classes: Tensor, num_classes: int) -> Tensor:
-    """Booleans (N, C, H, W); an ignored pixel belongs to no class."""
+    """Return booleans (N, C, H, W); an ignored pixel belongs to no class."""
     return classes.unsqueeze(1) == torch.arange(num_classes, device=classes.device).view(1, -1, 1, 1)
 
 
 def predict_classes(logits: Tensor) -> Tensor:
-    """The class map (N, H, W) that the logits say."""
+    """Return the class map (N, H, W) of the logits."""
     return (logits[:, 0] > 0).long() if logits.shape[1] == 1 else logits.argmax(dim=1)
 
 
 def count_pixels(classes: Tensor, mask: Tensor, num_classes: int) -> Tensor:
-    """Integers (3, N, C): the pixels of each class in each image (N, H, W) that were hit, predicted and true."""
+    """Return integers (3, N, C): hit, predicted and true pixels of each class in each image (N, H, W)."""
     truth = encode_one_hot(mask, num_classes)
     predicted = encode_one_hot(classes, num_classes) & (mask != IGNORED).unsqueeze(1)
     pixels = (2, 3)
@@ -84,7 +84,7 @@ def count_pixels(classes: Tensor, mask: Tensor, num_classes: int) -> Tensor:
 
 
 def count_images(classes: Tensor, mask: Tensor, num_classes: int) -> Tensor:
-    """The same integers (3, C) of one image (H, W) on the CPU, without a copy for each class: it may be very large."""
+    """Return the same integers (3, C) for one image (H, W) on the CPU, without a copy per class to save memory."""
     is_counted = mask != IGNORED
     kinds = (classes[is_counted & (classes == mask)], classes[is_counted], mask[is_counted])
     return torch.stack([torch.bincount(found, minlength=num_classes) for found in kinds])
@@ -106,8 +106,8 @@ class SegmentationMetrics(Sums):
         self.add(counts=count_pixels(predict_classes(logits), batch["mask"], self.num_classes).sum(1))
 
     def compute(self) -> dict[str, float]:
-        """`iou`, `dice`, `accuracy`, `iou_all`, `dice_all`; of each class K that occurs `iou/K`, `dice/K`, and
-        `predicted/K`, its share of what was predicted. Waits for the device."""
+        """Return `iou`, `dice`, `accuracy`, `iou_all`, `dice_all`; for each class K that occurs `iou/K`, `dice/K`, and
+        `predicted/K`, its share of the prediction. Waits for the device."""
         if not self.sums:
             return {}
         hit, predicted, true = self.sums["counts"].double().cpu()
@@ -124,7 +124,7 @@ class SegmentationMetrics(Sums):
 
 
 def one_class_everywhere(scores: Mapping[str, float]) -> str:
-    """A hint where these scores of a data set say that one class was predicted nearly everywhere and no other found."""
+    """Return a hint if the scores show that one class was predicted nearly everywhere and no other found."""
     ious = {name.removeprefix("iou/"): value for name, value in scores.items() if name.startswith("iou/")}
     for number in ious:
         others = [value for name, value in ious.items() if name != number]
@@ -185,18 +185,18 @@ class SegmentationDetails(SegmentationMetrics):
         self._scored.append(torch.stack([indices.double(), compute_image_iou(counts, self.background)]))
 
     def per_class(self) -> list[ClassPixels]:
-        """Every class in order; waits for the device."""
+        """Return the pixels of every class in order; waits for the device."""
         rows = self.sums["counts"].T.tolist() if self.sums else []
         return [ClassPixels(hit=hit, predicted=predicted, true=true) for hit, predicted, true in rows]
 
     def per_image(self) -> list[tuple[int, float]]:
-        """Sample and IoU, the worst first; waits for the device."""
+        """Return sample and IoU, worst first; waits for the device."""
         scored = torch.cat(self._scored, dim=1).T.tolist() if self._scored else []
         return sorted(((int(index), score) for index, score in scored), key=lambda found: (found[1], found[0]))
 
 
 def compute_image_iou(counts: Tensor, background: int | None = 0) -> Tensor:
-    """Mean IoU (N) of the classes but the background that an image shows; 1 where there was nothing to find."""
+    """Return the mean IoU (N) of the classes in each image, without background; 1 if there was nothing to find."""
     hit, predicted, true = counts.double()
     union = predicted + true - hit
     occurs = union > 0

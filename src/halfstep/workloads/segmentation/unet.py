@@ -90,7 +90,7 @@ class Up(nn.Module):
         return self.conv(torch.cat([skip, x], dim=1))
 
     def transposed(self) -> nn.ConvTranspose2d:
-        """What doubles the size, where that is not interpolation."""
+        """The transposed convolution that doubles the size; None with interpolation."""
         assert isinstance(self.up, nn.ConvTranspose2d)
         return self.up
 
@@ -188,7 +188,7 @@ class UNet(Recomputing):
 
 
 def has_small_head(outer: OutConv) -> bool:
-    """Whether the 1×1 convolution, the only one of torch's own class in the chain, is as it was built, and fits."""
+    """Whether the 1×1 convolution, the only plain torch class in the chain, is unchanged and fits."""
     head = outer.conv
     if type(head) is not nn.Conv2d or not is_plain(head) or head.bias is None or head.groups != 1:
         return False
@@ -197,7 +197,7 @@ def has_small_head(outer: OutConv) -> bool:
 
 
 def has_equal_halves(block: Up) -> bool:
-    """Whether as many channels come from below as from the skip connection, which the chain takes for granted."""
+    """Whether as many channels come from below as from the skip connection, as the chain assumes."""
     if not consists_of((block.up, block.conv), DoublingConvTranspose2d, DoubleConv):
         return False
     first = next(block.conv.double_conv.children(), None)
@@ -214,15 +214,15 @@ CHAINED: Checks = {
     Up: has_equal_halves,
     OutConv: has_small_head,
 }
-"""What the chain takes the place of."""
+"""What the chain can replace."""
 
 
 def compute_receptive_radius(depth: int) -> int:
-    """How many pixels away, at most, an input pixel can change an output pixel (transposed upsampling).
+    """Return how many pixels away, at most, an input pixel can change an output pixel (transposed upsampling).
 
-    Four convolutions a level reach 2**level pixels each, two more at the bottom 2**depth, and a pixel lies up to
-    2**depth - 1 from the far corner of the pooled cell it falls into: 6·2**d - 4 + 2**d - 1. Bilinear upsampling
-    with aligned corners depends on the size of the whole map, so no finite radius is exact for it.
+    Four convolutions per level reach 2**level pixels each, two more at the bottom 2**depth, and a pixel is up to
+    2**depth - 1 from the far corner of its pooled cell: 6·2**d - 4 + 2**d - 1. Bilinear upsampling with aligned corners
+    depends on the size of the whole map, so no finite radius is exact for it.
     """
     return 7 * (1 << depth) - 5
 
@@ -252,7 +252,7 @@ def compute_chained_logits(
     *,
     keep: bool,
 ) -> Tensor:
-    """Logits of a channels_last image that needs no gradient; `keep` less is slower and needs half the memory."""
+    """Return logits of a channels_last image without gradient; a smaller `keep` is slower and needs half the memory."""
     levels = [*downs, *(level for _, level in ups)]
     convolutions = [convolution for level in levels for convolution in (level.convolution, level.next_convolution)][1:]
     cast = cast_together([convolution.weight for convolution in convolutions], get_matmul_dtype(image))

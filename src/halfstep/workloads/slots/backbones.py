@@ -34,12 +34,12 @@ DINOV2 = {
     "vit_base_patch14_dinov2": ViTSize(depth=12, heads=12, dim=768, mlp_dim=3072, patch=14),
     "vit_large_patch14_dinov2": ViTSize(depth=24, heads=16, dim=1024, mlp_dim=4096, patch=14),
 }
-"""By timm's names."""
+"""Sizes by timm's names."""
 TABLE_GRID = 37
 """Rows and columns of the released position tables: 518 pixels."""
 LAYER_SCALE = 1e-5
 NOT_NEEDED = ("mask_token", "embeddings.mask_token", "head.weight", "head.bias")
-"""What released files hold beside the encoder."""
+"""Entries of released files that are not part of the encoder."""
 
 
 class FeatureEncoder(nn.Module):
@@ -72,7 +72,7 @@ class DinoV2(nn.Module):
         return self.tokens(images)[:, 1:]
 
     def tokens(self, images: Tensor) -> Tensor:
-        """The class token's and every patch's, as the last block leaves them."""
+        """Return the tokens of the class and of every patch after the last block."""
         rows, columns = compute_grid(images.shape[2], images.shape[3], self.patch)
         patches = self.conv_proj(images).flatten(2).transpose(1, 2)
         tokens = torch.cat([self.class_token.expand(len(images), -1, -1).to(patches.dtype), patches], dim=1)
@@ -80,7 +80,7 @@ class DinoV2(nn.Module):
 
 
 def build_dinov2(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, grid: int = TABLE_GRID) -> DinoV2:
-    """A model by timm's name; a size above 0 replaces the published one."""
+    """Build a model by timm's name; a size above 0 replaces the published one."""
     given = {"depth": depth, "heads": heads, "dim": dim, "mlp_dim": 4 * dim}
     size = replace(DINOV2[name], **{part: value for part, value in given.items() if value})
     if size.dim % size.heads:
@@ -89,12 +89,12 @@ def build_dinov2(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, gri
 
 
 def load_backbone_(model: DinoV2, path: str) -> None:
-    """Weights from a local file under any of the names; another architecture is an error that says how it differs."""
+    """Load a local file with any of the known names; another architecture is an error that names the difference."""
     load_backbone_weights_(model, read_weights(Path(path))[0], source=path)
 
 
 IN_SLOTCONTRAST = "encoder.module.backbone.model."
-"""Where a checkpoint of SlotContrast's own project holds it."""
+"""Prefix of the backbone in a checkpoint of SlotContrast's project."""
 
 
 def load_backbone_weights_(model: DinoV2, weights: Mapping[str, Tensor], *, source: str) -> None:
@@ -112,22 +112,22 @@ def load_backbone_weights_(model: DinoV2, weights: Mapping[str, Tensor], *, sour
 
 
 def _find_block(name: str) -> int:
-    """A weight's block; -1 outside. Blocks behind the last one that is asked for have no part in its features."""
+    """Return the block of a weight; -1 outside. Blocks after the last requested one do not affect its features."""
     found = re.match(r"encoder\.layers\.encoder_layer_(\d+)\.", name)
     return int(found[1]) if found else -1
 
 
 LEVELS = (0.15, 0.5, 0.85)
-"""Red, green and blue of the colours that pixels are compared with: 27 in all."""
+"""Red, green and blue levels of the 27 reference colours."""
 SHARPNESS = 12.0
 WAVES = (1, 2, 3, 4)
-"""Half periods over a frame of the cosines that say where a patch is."""
+"""Half periods per frame of the cosines that encode a patch's position."""
 SPREAD = 0.06
-"""Deviation of a channel between the patches of a frame, about; features are divided by it."""
+"""Approximate standard deviation of a channel between the patches of a frame; features are divided by it."""
 
 
 class FilterBank(nn.Module):
-    """Images (N, 3, H, W) in 0..1 to features (N, patches, 40): 27 colours, 5 of edges, 8 of the place."""
+    """Images (N, 3, H, W) in 0..1 to features (N, patches, 40): 27 of colours, 5 of edges, 8 of the position."""
 
     look_dim = len(LEVELS) ** 3 + 5
     dim = look_dim + 2 * len(WAVES)
@@ -159,12 +159,12 @@ class FilterBank(nn.Module):
 
 
 def _multiply_channels(one: Tensor, other: Tensor) -> Tensor:
-    """Every channel of (N, C, H, W) times every one of (N, D, H, W): (N, C · D, H, W)."""
+    """Multiply every channel of (N, C, H, W) with every channel of (N, D, H, W): (N, C · D, H, W)."""
     return (one.unsqueeze(2) * other.unsqueeze(1)).flatten(1, 2)
 
 
 def _encode_positions(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Cosines (1, 8, rows, columns) of where a patch is, down and across."""
+    """Return cosines (1, 8, rows, columns) of the vertical and horizontal position of patches."""
     down, across = ((torch.arange(count, device=device) + 0.5) / count for count in (rows, columns))
     waves = [torch.cos(math.pi * wave * down).view(-1, 1).expand(rows, columns) for wave in WAVES]
     waves += [torch.cos(math.pi * wave * across).expand(rows, columns) for wave in WAVES]

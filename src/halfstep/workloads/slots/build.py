@@ -33,7 +33,7 @@ RANDOM = "random"
 
 
 def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) -> Workload:
-    """The workload for `config.data.dir`."""
+    """Build the workload for `config.data.dir`."""
     clips = open_clips(config.data)
     found = {"background_is_labelled": clips.val.videos.labels_background, "has_masks": clips.has_masks}
     backbone = build_backbone(config)
@@ -59,7 +59,7 @@ def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) ->
 def make_workload(
     config: SlotContrastConfig, model: SlotContrast, backbone: FrozenPart, train: Samples, val: Samples, store: Store
 ) -> Workload:
-    """What needs no data folder; the loss alone is watched."""
+    """Build what needs no data folder; the metric is the loss."""
     return Workload(
         name=config.workload,
         model=model,
@@ -80,7 +80,7 @@ def make_workload(
 def build_model(
     config: SlotContrastConfig, backbone: nn.Module, make: Callable[[SlotContrastSize], SlotContrast] = SlotContrast
 ) -> SlotContrast:
-    """What trains."""
+    """Build the modules that train."""
     m = config.model
     model = make(
         fill_from_settings(
@@ -105,7 +105,7 @@ def get_feature_dim(backbone: nn.Module) -> int:
 
 
 def get_patch(config: SlotContrastConfig) -> int:
-    """Side of a patch; images that it does not tile are refused."""
+    """Return the side of a patch; raise if patches do not tile the image."""
     patch = config.model.patch if config.model.backbone == "filters" else DINO_PATCH
     side = config.data.image_size
     if side % patch:
@@ -117,7 +117,7 @@ def get_patch(config: SlotContrastConfig) -> int:
 
 
 def build_backbone(config: SlotContrastConfig) -> FrozenPart:
-    """The frozen backbone with its weights; that it has none is said aloud, and has to be asked for."""
+    """Build the frozen backbone with its weights; random weights must be requested."""
     m = config.model
     if m.backbone == "filters":
         return FrozenPart(module=FilterBank(m.patch).requires_grad_(False))
@@ -143,7 +143,7 @@ def _note_backbone(config: SlotContrastConfig) -> tuple[str, ...]:
 
 
 def _note_negatives(config: SlotContrastConfig) -> tuple[str, ...]:
-    """A micro-batch decides how many slots a slot is told from, so accumulation is not the same as a larger batch."""
+    """Explain that accumulation differs from a larger batch: a micro-batch sets the number of negatives per slot."""
     t = config.train
     if not config.model.contrast_weight or not config.model.contrast_batch or (t.accumulate == 1 and not t.auto_batch):
         return ()
@@ -155,7 +155,7 @@ def _note_negatives(config: SlotContrastConfig) -> tuple[str, ...]:
 
 
 def make_prepare(config: SlotContrastConfig) -> Prepare:
-    """From loaded bytes to what the backbone sees, and the draw that random slots start from."""
+    """Return the preparation: backbone inputs from bytes, and the draw that random slots start from."""
     data, m = config.data, config.model
 
     def prepare(batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
@@ -181,7 +181,7 @@ def make_forward(backbone: nn.Module) -> Forward:
 
 
 def make_loss(config: SlotContrastConfig) -> Loss:
-    """Reconstruction and contrast; the weight of a batch is its clips."""
+    """Return the loss: reconstruction and contrast; a batch is weighted by its number of clips."""
     m = config.model
 
     def loss(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, float]:
@@ -201,7 +201,7 @@ def make_metrics(config: SlotContrastConfig, store: Mapping[str, Any]) -> SlotMe
 
 
 def _choose_counting(config: SlotContrastConfig, background_is_labelled: bool) -> dict[str, bool]:
-    """Pixels that nobody labelled are not background to find, whatever the config says."""
+    """Return the metrics' settings; unlabelled pixels never count as background."""
     return {
         "ignore_background": config.model.ignore_background or not background_is_labelled,
         "skip_empty": config.model.skip_empty or not background_is_labelled,
@@ -222,7 +222,7 @@ def _choose_scoring(config: SlotContrastConfig, found: Mapping[str, Any]) -> tup
 
 
 FILE_SIDE = 128
-"""Of MOVi's frames; they are resized on the device."""
+"""Side of MOVi's frames; they are resized on the device."""
 
 
 def frames_per_clip(config: SlotContrastConfig, store: Store) -> int:
@@ -238,7 +238,7 @@ def make_random_store(config: SlotContrastConfig) -> dict[str, Any]:
 
 
 def make_random_batch(config: SlotContrastConfig, store: Store) -> Batch:
-    """Bytes as a loader delivers them."""
+    """Return bytes as a loader delivers them."""
     generator, size = make_generator(config.train.seed), config.train.batch_size
     shape = (size, config.data.chunk_size, 3, FILE_SIDE, FILE_SIDE)
     return {
@@ -248,7 +248,7 @@ def make_random_batch(config: SlotContrastConfig, store: Store) -> Batch:
 
 
 def build_over(config: SlotContrastConfig, store: Store, samples: Samples) -> Workload:
-    """With a random backbone where no weights are named: they cost the same."""
+    """Build the workload on given samples, with a random backbone if no weights are named: the cost is the same."""
     if config.model.backbone_weights is None:
         config = config.changed(model={"backbone_weights": RANDOM})
     backbone = build_backbone(config)

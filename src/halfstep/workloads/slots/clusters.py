@@ -20,13 +20,13 @@ from halfstep.workloads.slots.scores import SlotMetrics
 On = Literal["features", "pixels"]
 STARTS, ITERATIONS = 3, 25
 COORDINATES = 2.0
-"""Weight of a position's coordinates (-1 to 1) in units of the points' deviation."""
+"""Weight of a position's coordinates (-1 to 1), in units of the points' standard deviation."""
 PIXELS = 4
-"""Side of the squares whose mean colour is a point."""
+"""Side of the squares whose mean colours are clustered."""
 
 
 def score_k_means(workload: Workload, num_clusters: int, *, on: On, coordinates: bool) -> dict[str, float]:
-    """The scores of k-means on the validation clips of a slot workload with a frozen backbone."""
+    """Return the scores of k-means on the validation clips of a slot workload with a frozen backbone."""
     backbone, generator = workload.frozen["backbone"].module, torch.Generator().manual_seed(0)
     metrics = SlotMetrics()
     for index, batch in enumerate(Loader(workload.val_samples, batch_size=1, shuffle=False).epoch(0)):
@@ -44,18 +44,18 @@ def score_k_means(workload: Workload, num_clusters: int, *, on: On, coordinates:
 
 @torch.no_grad()
 def _compute_features(backbone: Any, frames: Tensor) -> Tensor:
-    """Without the channels that say where a patch is: coordinates are asked for apart."""
+    """Return features without the position channels; coordinates are a separate option."""
     features: Tensor = backbone(frames)
     return features[..., : getattr(backbone, "look_dim", None)]
 
 
 def average_colours(frames: Tensor) -> Tensor:
-    """Mean colours (T, positions, 3) of squares of frames (T, 3, H, W) in bytes."""
+    """Return mean colours (T, positions, 3) of squares of frames (T, 3, H, W) in bytes."""
     return F.avg_pool2d(frames.float() / 255, PIXELS).flatten(2).transpose(1, 2)
 
 
 def score_untrained(workload: Workload) -> dict[str, float]:
-    """The scores of a workload's first weights on its validation clips."""
+    """Return the scores of a workload's initial weights on its validation clips."""
     metrics = workload.metrics()
     workload.model.eval()
     for index, batch in enumerate(Loader(workload.val_samples, batch_size=1, shuffle=False).epoch(0)):
@@ -66,7 +66,7 @@ def score_untrained(workload: Workload) -> dict[str, float]:
 
 
 def add_coordinates(points: Tensor) -> Tensor:
-    """Points (T, positions, channels) of a square grid as rows, with their place."""
+    """Return points (T, positions, channels) of a square grid as rows with their coordinates."""
     frames, positions, _ = points.shape
     line = torch.linspace(-1, 1, round(positions**0.5))
     grid = torch.stack(torch.meshgrid(line, line, indexing="ij"), dim=-1).view(1, -1, 2).expand(frames, -1, -1)
@@ -74,7 +74,7 @@ def add_coordinates(points: Tensor) -> Tensor:
 
 
 def run_k_means(points: Tensor, k: int, generator: torch.Generator) -> Tensor:
-    """The labels of the best of some starts by its own error, each by k-means++."""
+    """Return the labels of the start with the smallest error, each initialised by k-means++."""
     found = [_run_one_start(points, k, generator) for _ in range(STARTS)]
     return min(found, key=lambda labels_and_error: labels_and_error[1])[0]
 

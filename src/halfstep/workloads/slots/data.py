@@ -31,14 +31,14 @@ Crop = Literal["none", "central", "random"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipForm:
-    """What becomes of the frames of a clip before they are batched."""
+    """How the frames of a clip are cut and resized before batching."""
 
     frames: int
-    """Frames of a clip; shorter videos are filled up."""
+    """Frames of a clip; shorter videos are padded."""
     size: int | None = None
-    """Side that frames are brought to; None: all have one size, and keep it."""
+    """Side that frames are resized to; None: all videos share a size and keep it."""
     crop: Crop = "none"
-    """A square as large as the shorter side, in the middle or anywhere; none: the whole frame, squeezed."""
+    """A square with the shorter side, in the centre or at random; none: the whole frame, distorted to a square."""
     flip: float = 0.0
     with_masks: bool = False
 
@@ -103,7 +103,7 @@ class ClipSamples:
 
 
 def compute_crop_box(size: tuple[int, int], crop: Crop, draw: Sequence[float]) -> tuple[slice, slice]:
-    """Rows and columns of the crop; `draw` places a random one."""
+    """Return rows and columns of the crop; `draw` places a random one."""
     height, width = size
     if crop == "none":
         return slice(0, height), slice(0, width)
@@ -114,7 +114,7 @@ def compute_crop_box(size: tuple[int, int], crop: Crop, draw: Sequence[float]) -
 
 
 def split_by_length(videos: Videos, members: Sequence[int], frames: int) -> tuple[list[int], list[DataError]]:
-    """The videos that hold a chunk, and what is wrong with the others."""
+    """Return the videos that hold a chunk, and errors for the others."""
     short = [index for index in members if videos.videos[index].num_frames < frames]
     errors = [
         DataError(
@@ -131,11 +131,11 @@ COLOURS = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
-"""Mean and deviation of red, green and blue."""
+"""Mean and standard deviation of red, green and blue."""
 
 
 def note_surprises(data: SlotVideoConfig, clips: ClipData) -> list[str]:
-    """What a user may not expect of the validation videos."""
+    """Return notes about unexpected properties of the validation videos."""
     notes, found = [], len(clips.val)
     if data.val_size and data.val_size != found:
         notes.append(f"data.val_size is {data.val_size}, but there are {format_count(found, 'validation clip')}")
@@ -156,19 +156,19 @@ def normalise(pixels: Tensor, how: str) -> Tensor:
 
 
 def resize_masks(masks: Tensor, side: int) -> Tensor:
-    """Labels (B, T, h, w) at the size they are compared at: the nearest pixel's."""
+    """Resize labels (B, T, h, w) to the nearest pixel, at the size at which they are compared."""
     if masks.shape[-2:] == (side, side):
         return masks
     return F.interpolate(masks, (side, side), mode="nearest-exact")
 
 
 def prepare_masks(batch: Mapping[str, Tensor], data: SlotVideoConfig) -> Batch:
-    """The masks of a batch, where it has any."""
+    """Return the resized masks of a batch, if it has any."""
     return {"masks": resize_masks(batch["masks"], data.mask_size or data.image_size)} if "masks" in batch else {}
 
 
 def make_whole_clips(samples: ClipSamples) -> ClipSamples:
-    """Whole videos with their masks in place of training's chunks: a folder without a validation part, evaluated."""
+    """Return whole videos with masks instead of training chunks, to evaluate a folder without a validation split."""
     members = sorted({video for video, _ in samples.places})
     part = VideoSplit(videos=samples.videos, members=tuple(members))
     longest = max(part.videos.videos[index].num_frames for index in members)
@@ -180,7 +180,7 @@ def make_whole_clips(samples: ClipSamples) -> ClipSamples:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipData:
-    """Both parts, and what the user should know of them."""
+    """Both splits, and what the user should know about them."""
 
     train: ClipSamples
     val: ClipSamples
@@ -191,7 +191,7 @@ class ClipData:
 
 
 def open_clips(config: VideoDataConfig) -> ClipData:
-    """The clips of `config.dir`."""
+    """Open the clips of `config.dir`."""
     bad_files = BadFiles(config.on_bad_file)
     found = find_videos(
         config.dir,
@@ -239,18 +239,18 @@ def _make_validation(config: VideoDataConfig, part: VideoSplit) -> ClipSamples:
 
 
 def _choose_size(config: VideoDataConfig, part: VideoSplit) -> int | None:
-    """Where frames share a size, the device resizes them; cut to squares they may differ."""
+    """Return None if all frames share a size (the device resizes them); crops to squares may differ in size."""
     sizes = {part.videos.videos[index].size for index in part.members}
     return None if len(sizes) <= 1 and config.crop == "none" else config.image_size
 
 
 def choose_steady_crop(crop: Crop) -> Crop:
-    """Where nothing is drawn at random, the middle."""
+    """Replace a random crop by the central one."""
     return "none" if crop == "none" else "central"
 
 
 def to_unit_pixels(video: Tensor, side: int, **resized: Any) -> Tensor:
-    """Bytes (B, T, 3, h, w) as numbers in 0..1 at the model's size; `resized` is how, in words of F.interpolate."""
+    """Convert bytes (B, T, 3, h, w) to numbers in 0..1 at the model's size; `resized` are options of F.interpolate."""
     frames = video.flatten(0, 1).float().div_(255)
     if frames.shape[-2:] != (side, side):
         frames = F.interpolate(frames, (side, side), **resized).clamp_(0, 1)

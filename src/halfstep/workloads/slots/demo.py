@@ -22,14 +22,14 @@ FRAMES, SIDE = 12, 64
 OBJECTS = (3, 5)
 """Fewest and most objects of a clip."""
 GROUND = 2**31
-"""What the ground's generator is seeded with, beside the set's seed; clips have their numbers."""
+"""Seeds the ground's generator together with the set's seed; clips use their numbers."""
 
 
 def write_demo(
     folder: Path, *, seed: int = 0, num_train: int = NUM_TRAIN, num_val: int = NUM_VAL,
     frames: int = FRAMES, side: int = SIDE, per_shard: int = PER_SHARD,
 ) -> None:  # fmt: skip
-    """Write `demo-train-000000.tar`, … and `demo-validation-000000.tar`, … into `folder`, whole or not at all."""
+    """Write `demo-train-000000.tar`, … and `demo-validation-000000.tar`, … into `folder`, all or nothing."""
     ground = _draw_texture(np.random.default_rng([seed, GROUND]), side, knots=4, strength=0.25) * 0.8 + 0.1
     with create_folder(folder) as unfinished:
         first = 0
@@ -42,7 +42,7 @@ def write_demo(
 
 
 def write_shard(path: Path, clips: Sequence[tuple[Array, Array | None]], *, first: int = 0) -> None:
-    """Clips as samples of a shard: `NAME.video.npy` and, where there are masks, `NAME.segmentations.npy`."""
+    """Write clips as samples of a shard: `NAME.video.npy` and, with masks, `NAME.segmentations.npy`."""
     with tarfile.open(path, "w") as shard:
         for number, (video, masks) in enumerate(clips, start=first):
             add_array(shard, f"{number:06d}.video.npy", video)
@@ -60,7 +60,7 @@ def add_array(shard: tarfile.TarFile, name: str, array: Array) -> None:
 
 
 def draw_clip(rng: np.random.Generator, frames: int, ground: Array) -> tuple[Array, Array]:
-    """Frames (T, side, side, 3) on a ground (side, side, 3) in 0..1, and masks (T, side, side); both uint8."""
+    """Draw frames (T, side, side, 3) on a ground (side, side, 3) in 0..1, and masks (T, side, side); both uint8."""
     side = len(ground)
     grid = (np.mgrid[:side, :side] + 0.5) / side
     hue = rng.uniform(0, 1, 3)
@@ -78,7 +78,7 @@ def draw_clip(rng: np.random.Generator, frames: int, ground: Array) -> tuple[Arr
 
 
 class _Object:
-    """A disc, a box or a triangle with a texture of its own, on its way."""
+    """A moving disc, box or triangle with its own texture."""
 
     def __init__(self, rng: np.random.Generator, side: int, colour: Array) -> None:
         self.kind = rng.integers(3)
@@ -106,14 +106,14 @@ class _Object:
 
 
 def _draw_texture(rng: np.random.Generator, side: int, *, knots: int, strength: float) -> Array:
-    """Smooth colours with finer noise on top (side, side, 3) in 0..1."""
+    """Draw smooth colours with finer noise on top (side, side, 3) in 0..1."""
     coarse = np.stack([_draw_smooth(rng, side, knots) for _ in range(3)], axis=-1)
     fine = _draw_smooth(rng, side, 4 * knots)[..., None]
     return np.asarray((1 - strength) * coarse + strength * fine)
 
 
 def _draw_smooth(rng: np.random.Generator, side: int, knots: int) -> Array:
-    """Random values at `knots` points per side, in between linear."""
+    """Draw random values at `knots` points per side, linearly interpolated."""
     values = rng.random((knots, knots))
     at = np.linspace(0, knots - 1, side)
     low = np.minimum(at.astype(int), knots - 2)

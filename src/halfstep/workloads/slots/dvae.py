@@ -30,11 +30,11 @@ from halfstep.models.recompute import Recomputing, choose_block_runner, choose_r
 
 WIDTH, IMAGE_CHANNELS = 64, 3
 CHUNK_BYTES = 2**27
-"""Of one fp32 tensor as wide as the vocabulary: eight frames of 1024 positions and 4096 words."""
+"""Size of one fp32 tensor as wide as the vocabulary: eight frames of 1024 positions and 4096 words."""
 
 
 class Coded(NamedTuple):
-    """What the VAE makes of images."""
+    """The VAE's result for images."""
 
     reconstruction: Tensor
     """(N, channels, H, W), not clamped."""
@@ -43,7 +43,7 @@ class Coded(NamedTuple):
 
 
 class DVae(Recomputing):
-    """Images (N, channels, H, W) to words and back. STEVE's own quarters each side; `downs` and `ups` say otherwise."""
+    """Images (N, channels, H, W) to words and back. STEVE's VAE quarters each side; `downs` and `ups` change that."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class DVae(Recomputing):
         ups: Sequence[int] = (2, 2),
         checkpointing: bool = False,
     ) -> None:
-        """`downs`: each a stride and how many 1×1 convolutions follow it. `ups`: factors of the decoder's zooms."""
+        """`downs`: each a stride and the number of 1×1 convolutions after it. `ups`: upsampling factors."""
         super().__init__()
         self.recompute = "blocks" if checkpointing else "none"
         self.vocabulary = vocabulary
@@ -65,22 +65,23 @@ class DVae(Recomputing):
     def forward(
         self, images: Tensor, tau: Tensor | float, soft_noise: Tensor, word_noise: Tensor, *, hard: bool = False
     ) -> Coded:
-        """Two separate draws: one for what the decoder sees, one for the words. Each is keys (N, 2) or the noise itself
-        (N, positions, words). `hard`: the decoder sees one word at each position, gradients go through the softmax."""
+        """Code images with two separate draws: one for the decoder's input, one for the words. Each is keys (N, 2) or
+        the noise itself (N, positions, words). `hard`: the decoder sees one word per position; gradients go through the
+        softmax."""
         hidden: Tensor = self.encoder[:-1](images)
         rows = hidden.permute(0, 2, 3, 1).flatten(1, 2)
         embedded = self.embed_softly(rows, tau, soft_noise, hard=hard)
         return Coded(self.decode(embedded, hidden.shape[2:]), self.draw_words(rows.detach(), word_noise))
 
     def embed_softly(self, rows: Tensor, tau: Tensor | float, noise: Tensor, *, hard: bool) -> Tensor:
-        """The decoder's first layer on softmax((logits + noise) / tau), before its bias: (N, positions, 64)."""
+        """Return the decoder's first layer on softmax((logits + noise) / tau), before its bias: (N, positions, 64)."""
         paint = to_matrix(self._first_convolution().weight)
         tau = torch.as_tensor(tau, dtype=torch.float32, device=rows.device)
         return _embed_softly(torch.compiler.is_compiling(), hard, rows, noise, tau, *self._to_logits(), paint)
 
     @torch.no_grad()
     def draw_words(self, rows: Tensor, noise: Tensor) -> Tensor:
-        """One word for each position, drawn by the logits' probabilities: the argmax of logits + Gumbel noise."""
+        """Draw one word per position by the logits' probabilities: the argmax of logits + Gumbel noise."""
         return _draw_words(torch.compiler.is_compiling(), rows, noise, *self._to_logits())
 
     def _to_logits(self) -> tuple[Tensor, Tensor]:
@@ -90,7 +91,7 @@ class DVae(Recomputing):
         return to_matrix(last.weight), last.bias
 
     def decode(self, embedded: Tensor, grid: Sequence[int]) -> Tensor:
-        """The image from the first layer's output before its bias, (N, positions, 64)."""
+        """Return the image from the first layer's output before its bias, (N, positions, 64)."""
         bias = self._first_convolution().bias
         assert bias is not None
         first = torch.relu(embedded + bias.to(embedded.dtype))
@@ -98,8 +99,8 @@ class DVae(Recomputing):
         return choose_region_runner(self.recompute)(self._through_decoder, maps)
 
     def _through_decoder(self, maps: Tensor) -> Tensor:
-        """Zoom after zoom, and the last layer with the last one; where blocks are recomputed, what lies between is
-        kept."""
+        """Run the decoder, one block per upsampling (the last layer belongs to the last block); with recomputation, the
+        maps between blocks are kept."""
         run = choose_block_runner(self.recompute)
         last = len(self.decoder) - 1
         ends = [place + 1 for place, layer in enumerate(self.decoder) if isinstance(layer, nn.PixelShuffle)]
@@ -108,7 +109,7 @@ class DVae(Recomputing):
         return maps
 
     def decode_words(self, words: Tensor, grid: Sequence[int]) -> Tensor:
-        """What (N, positions) words look like."""
+        """Return the images of (N, positions) words."""
         return self.decode(F.embedding(words, self._first_convolution().weight.flatten(1).t()), grid)
 
     def _first_convolution(self) -> nn.Conv2d:
@@ -131,7 +132,7 @@ class ConvRelu(nn.Module):
 def make_convolution(
     in_channels: int, out_channels: int, kernel: int, stride: int = 1, padding: int = 0, *, before_relu: bool = False
 ) -> nn.Conv2d:
-    """Started as upstream does: Kaiming before a ReLU, Xavier else, no bias at first."""
+    """Create a convolution initialised as upstream: Kaiming before a ReLU, else Xavier, zero bias."""
     made = nn.Conv2d(in_channels, out_channels, kernel, stride, padding)
     if before_relu:
         nn.init.kaiming_uniform_(made.weight, nonlinearity="relu")
@@ -143,8 +144,8 @@ def make_convolution(
 
 
 def to_matrix(kernel: Tensor) -> Tensor:
-    """A 1×1 kernel (out, in, 1, 1) as (out, in), whose gradient comes back with the kernel's own strides: DDP compares
-    them with those of its buckets, those of sides of length 1 too."""
+    """Return a 1×1 kernel (out, in, 1, 1) as (out, in) so that its gradient has the kernel's own strides: DDP compares
+    them with its buckets', even for sides of length 1."""
     return kernel.flatten(1) if kernel.stride(2) == 1 else kernel.movedim(1, 3).flatten(1)
 
 
@@ -178,8 +179,7 @@ def _draw_words(is_compiled: bool, rows: Tensor, noise: Tensor, weight: Tensor, 
 
 
 class _SoftEmbedding(torch.autograd.Function):
-    """Shares of words, embedded, chunk by chunk; backward computes the shares again, and sums gradients of weights in
-    fp32."""
+    """Embed soft words chunk by chunk; backward recomputes the shares and sums weight gradients in fp32."""
 
     @staticmethod
     def forward(ctx: Any, is_compiled: bool, hard: bool, rows: Tensor, noise: Tensor, *rest: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def _draw_chunk(rows: Tensor, noise: Tensor, weight: Tensor, bias: Tensor) -> Te
 def _compute_shares(
     rows: Tensor, noise: Tensor, tau: Tensor, weight: Tensor, bias: Tensor, *, hard: bool
 ) -> tuple[Tensor, Tensor]:
-    """Each word's share in fp32, and what the decoder sees of it: the same, or one word alone."""
+    """Return each word's share in fp32, and what the decoder sees: the shares, or one word alone."""
     noisy = _compute_logits(rows, weight, bias) + make_gumbel_noise(noise, rows.shape[1], len(weight))
     shares = torch.softmax(noisy / tau, dim=-1)
     if not hard:
@@ -239,7 +239,7 @@ def _embed_chunk(
 def _embed_chunk_backward(
     grad: Tensor, rows: Tensor, noise: Tensor, tau: Tensor, weight: Tensor, bias: Tensor, paint: Tensor, *, hard: bool
 ) -> tuple[Tensor, ...]:
-    """Gradients at rows, weight, bias and paint."""
+    """Return the gradients of rows, weight, bias and paint."""
     shares, seen = _compute_shares(rows, noise, tau, weight, bias, hard=hard)
     at_shares = F.linear(grad, paint.t().to(rows.dtype)).float()
     at_logits = shares * (at_shares - (shares * at_shares).sum(dim=-1, keepdim=True)) / tau
@@ -250,14 +250,14 @@ def _embed_chunk_backward(
 
 
 def _choose_chunk(rows: Tensor, vocabulary: int) -> int:
-    """How many frames each turn takes, as even as it gets."""
+    """Return the number of frames per chunk, as even as possible."""
     num_frames, num_positions = rows.shape[:2]
     num_chunks = max(1, -(-num_frames * num_positions * vocabulary * 4 // CHUNK_BYTES))
     return -(-num_frames // num_chunks)
 
 
 def compute_word_grid(height: int, width: int, factor: int) -> tuple[int, int]:
-    """Rows and columns of words of an image."""
+    """Return rows and columns of words; raise if words do not tile the image."""
     if height % factor or width % factor:
         raise ModelError(
             f"image of {height}×{width} pixels for words of {factor}×{factor} pixels",
@@ -268,13 +268,13 @@ def compute_word_grid(height: int, width: int, factor: int) -> tuple[int, int]:
 
 
 FIRST, SECOND = 0x7FEB352D, 0x846CA68B - 2**32
-"""Odd factors, as int32 holds them."""
+"""Odd factors, as int32."""
 BITS = 31
 LARGEST_BELOW_ONE = 1 - 2**-24
 
 
 def make_gumbel_noise(source: Tensor, num_positions: int, num_words: int) -> Tensor:
-    """Noise (N, positions, words) in fp32 by keys (N, 2); noise that was drawn before passes through."""
+    """Return noise (N, positions, words) in fp32 from keys (N, 2); noise that was drawn before passes through."""
     if source.is_floating_point():
         return source
     # 31 bits and a half: never 0, and at most 1 - 2^-24, so that both logarithms are finite. Small numbers keep all
@@ -284,7 +284,7 @@ def make_gumbel_noise(source: Tensor, num_positions: int, num_words: int) -> Ten
 
 
 def hash_bits(keys: Tensor, num_positions: int, num_words: int) -> Tensor:
-    """32 random bits (N, positions, words) for keys (N, 2), as int32."""
+    """Return 32 random bits (N, positions, words) for keys (N, 2), as int32."""
     first, second = keys.to(torch.int32).unsqueeze(-1).unbind(1)
     position = torch.arange(num_positions, device=keys.device, dtype=torch.int32)
     word = torch.arange(num_words, device=keys.device, dtype=torch.int32)
@@ -294,12 +294,12 @@ def hash_bits(keys: Tensor, num_positions: int, num_words: int) -> Tensor:
 
 
 def mix_bits(x: Tensor) -> Tensor:
-    """A bijection of 32 bits in which every input bit flips every output bit about half the time."""
+    """Apply a bijection of 32 bits in which every input bit flips every output bit about half the time."""
     x = (x ^ _shift_right(x, 16)) * FIRST
     x = (x ^ _shift_right(x, 15)) * SECOND
     return x ^ _shift_right(x, 16)
 
 
 def _shift_right(x: Tensor, by: int) -> Tensor:
-    """To the right, filled with zeros: torch's shift of a negative number fills with ones."""
+    """Shift right and fill with zeros: torch's shift of a negative number fills with ones."""
     return (x >> by) & ((1 << 32 - by) - 1)

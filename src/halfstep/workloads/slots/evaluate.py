@@ -23,7 +23,7 @@ SHOWN_EACH = 2
 
 
 class SlotDetails(SlotMetrics):
-    """The metrics of validation, FG-ARI of every clip, and the pixels of every slot."""
+    """Validation metrics, FG-ARI of every clip, and the pixels of every slot."""
 
     def __init__(self, counted: SlotMetrics) -> None:
         super().__init__(ignore_background=bool(counted.from_label), skip_empty=counted.skip_empty)
@@ -43,22 +43,22 @@ class SlotDetails(SlotMetrics):
             self._scored.append((batch["index"], scores))
 
     def per_clip(self) -> list[tuple[int, float]]:
-        """Clip and FG-ARI, the worst first; waits for the device."""
+        """Return clip and FG-ARI, worst first; waits for the device."""
         pairs = [pair for index, scores in self._scored for pair in zip(index.tolist(), scores.tolist(), strict=True)]
         return sorted(pairs, key=lambda pair: (pair[1], pair[0]))
 
     def shares(self) -> list[float]:
-        """Of all pixels, for each slot."""
+        """Return each slot's share of all pixels."""
         total = torch.stack(self._shares).sum(0).double()
         return (total / total.sum()).tolist()
 
 
 class SteveDetails(SteveMetrics, SlotDetails):
-    """The same, and STEVE's losses."""
+    """The same with STEVE's losses."""
 
 
 class SlotEvaluation(PlainEvaluation):
-    """Counts every clip."""
+    """Evaluate every clip."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -69,7 +69,7 @@ class SlotEvaluation(PlainEvaluation):
 
     @staticmethod
     def config_for(config: RunConfig, folder: Path) -> RunConfig:
-        """Another folder's own shards and split; where it has none, `on_all` takes all its videos."""
+        """Use another folder's shards and split; without a split, `on_all` evaluates all its videos."""
         return use_folder(config, folder, train_shards="", val_shards="", val_videos=(), val_size=0, val_fraction=0.0)
 
     @staticmethod
@@ -86,7 +86,7 @@ class SlotEvaluation(PlainEvaluation):
         return tuple({"slot": str(k), "share of pixels": share} for k, share in enumerate(self.metrics.shares()))
 
     def draw(self, folder: Path, look: LookAt) -> list[Path]:
-        """A sheet and a gif of each chosen clip."""
+        """Write a sheet and a gif of each chosen clip."""
         written = []
         for kind, index in self._chosen():
             _, outputs = look(index)
@@ -99,7 +99,7 @@ class SlotEvaluation(PlainEvaluation):
         return written
 
     def _chosen(self) -> list[tuple[str, int]]:
-        """The worst and the best clips, or the first ones where nothing was scored."""
+        """Return the worst and the best clips, or the first ones if nothing was scored."""
         ranked = [index for index, _ in self.metrics.per_clip()]
         if not ranked:
             return [("first", index) for index in range(min(2 * SHOWN_EACH, len(self.workload.val_samples)))]

@@ -1,7 +1,7 @@
 """Translate SlotContrast's config files, alone or with STEVE's half, into our settings.
 
 Each key is either read or listed as unused with a reason; a key that would train a different model is an error. Values
-come from a `Reader`, which records every key it was asked for.
+come from a `ForeignReader`, which records every key it was asked for.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COMPARED = {
     "MSELoss": ("decoder.reconstruction", "encoder.backbone_features"),
     "Slot_Slot_Contrastive_Loss": ("processor.state", "encoder.backbone_features"),
 }
-"""What a loss compares, in upstream's words; the contrast has no use for its target."""
+"""What each loss compares, in upstream's names; the contrast does not use its target."""
 SCORED_MASKS = "decoder_masks_hard"
 PROCESSES = "the command says how many processes train: --gpus N, or torchrun"
 UNUSED = {
@@ -54,7 +54,7 @@ UNUSED = {
 
 
 def claim(document: Mapping[str, Any], name: str) -> Foreign | None:
-    """A config of SlotContrast, alone or with STEVE's half ; None for any other file."""
+    """Translate a SlotContrast config, alone or with STEVE's half; return None for any other file."""
     model = document.get("model")
     if not isinstance(model, Mapping) or not {"grouper", "decoder", "encoder"} <= model.keys():
         return None
@@ -64,7 +64,7 @@ def claim(document: Mapping[str, Any], name: str) -> Foreign | None:
 
 
 def translate(document: Mapping[str, Any]) -> Foreign:
-    """All sections, one after another."""
+    """Translate all sections."""
     read = ForeignReader(document)
     values = {
         **_translate_run(read),
@@ -130,7 +130,7 @@ def _translate_optimizer(read: ForeignReader) -> dict[str, Any]:
 
 
 def _translate_schedule(given: Any, where: str, max_steps: Any) -> dict[str, Any]:
-    """Upstream's schedules: decay counts from the end of the warmup, which is 1000 steps unless said."""
+    """Translate a schedule: upstream counts decay from the end of the warmup, by default 1000 steps."""
     known = {"name", "warmup_steps", "decay_steps", "decay_rate"}
     if not isinstance(given, Mapping) or (strange := sorted(set(given) - known)):
         held = ", ".join(strange) if isinstance(given, Mapping) else repr(given)
@@ -199,7 +199,7 @@ def _translate_model(read: ForeignReader) -> dict[str, Any]:
 
 
 def _note_switched_off(read: ForeignReader) -> dict[str, Any]:
-    """The fork's other half, where the file does not use it."""
+    """List the fork's other half as unused."""
     temperatures = ("gumbel_start_temp", "gumbel_final_temp", "gumbel_anneal_steps")
     for key in ("dvae", "steve_decoder", *temperatures, "decoder.steve", "decoder.vocab_size"):
         read.unused[f"model.{key}"] = "model.use_dvae is off"
@@ -233,7 +233,7 @@ def _translate_backbone(read: ForeignReader) -> dict[str, Any]:
 
 
 def _find_block(read: ForeignReader, kwargs: Mapping[str, Any]) -> int | None:
-    """The block whose tokens are the features: a backbone of so many blocks gives the same."""
+    """Return the block whose tokens are the features: a backbone cut after it gives the same."""
     asked = read("model.encoder.backbone.features", "vit_block12")
     named = [asked] if isinstance(asked, str) else list(asked)
     main = str(read("model.encoder.main_features_key", "vit_block12" if "vit_block12" in named else named[0]))
@@ -291,7 +291,7 @@ def _translate_decoder(read: ForeignReader) -> dict[str, Any]:
 
 
 def _translate_losses(read: ForeignReader) -> dict[str, Any]:
-    """By class, weighed by the weights of the same keys; upstream drops a loss of weight 0."""
+    """Translate losses by class, with the weights of the same keys; upstream drops a loss of weight 0."""
     losses, weights = read.parts("model.losses"), read.section("model.loss_weights")
     values: dict[str, Any] = {"model.feature_weight": 0.0 if losses else 1.0, "model.contrast_weight": 0.0}
     if _has_words(read):
@@ -324,7 +324,7 @@ def _translate_contrast(read: ForeignReader, at: str, weight: Any) -> dict[str, 
 
 
 def _refuse_other_parts(read: ForeignReader, at: str, kind: str) -> None:
-    """A loss of other tensors, or of a part of them, would train another model."""
+    """Raise for a loss of other tensors: it would train a different model."""
     predicted, target = COMPARED[kind]
     read.must_be(f"{at}.pred_key", predicted, why=f"{kind} is of {predicted}")
     read.must_be(f"{at}.target_key", target, why=f"{kind} is of {predicted}")
@@ -377,7 +377,7 @@ def _to_list(given: Any) -> Any:
 
 
 def _translate_metrics(read: ForeignReader) -> dict[str, Any]:
-    """All four are always computed; what they differ in is the background."""
+    """Translate metrics: all four are always computed, and differ in how they treat the background."""
     ignores: set[bool] = set()
     for key, given in read.parts("val_metrics").items():
         kind, at = given.get("name"), f"val_metrics.{key}"
@@ -407,7 +407,7 @@ SIZES = {
     "model.tau_final": "gumbel_final_temp",
     "model.tau_steps": "gumbel_anneal_steps",
 }
-"""Our settings by their keys below `model`."""
+"""Our settings, and their keys below `model`."""
 
 
 def _has_words(read: ForeignReader) -> bool:
@@ -423,7 +423,7 @@ def _has_words(read: ForeignReader) -> bool:
 
 
 def _translate_words(read: ForeignReader) -> dict[str, Any]:
-    """Sizes and temperatures; losses come with the others (`_translate_word_loss`)."""
+    """Translate sizes and temperatures; `_translate_word_loss` translates the losses."""
     vocabulary, side = read("model.dvae.vocab_size"), read("dataset.train_pipeline.transforms.input_size")
     read.must_be("model.dvae.img_channels", 3, why="frames have three colours")
     read.must_be("model.dvae.encode_only", False, why="without its decoder nothing trains the VAE")
@@ -437,7 +437,7 @@ def _translate_words(read: ForeignReader) -> dict[str, Any]:
 
 
 def _translate_word_loss(given: Mapping[str, Any], weight: float, where: str) -> dict[str, Any]:
-    """One of the two losses of the words, in our settings."""
+    """Translate one of the two losses of the words."""
     reduction = given.get("reduction", "mean")
     if reduction not in ("sum", "mean") or (reduction == "sum" and not given.get("normalize", True)):
         raise ConfigError(

@@ -30,27 +30,27 @@ GIF_SIDE = 512
 
 
 def colour_slots(labels: Array) -> Array:
-    """(..., 3) uint8, the same for a number always."""
+    """Return colours (..., 3) uint8 of slot numbers, always the same for a number."""
     return CLASS_COLOURS[labels.astype(np.int64) % len(CLASS_COLOURS)]
 
 
 def colour_objects(labels: Array) -> Array:
-    """The same for true objects; background is black."""
+    """Return colours of true objects; background is black."""
     return np.where(labels[..., None] > 0, colour_slots(np.maximum(labels.astype(np.int64) - 1, 0)), 0).astype(np.uint8)
 
 
 def tint(frames: Array, colours: Array) -> Array:
-    """Frames (..., 3) uint8 under their slots' colours."""
+    """Blend frames (..., 3) uint8 with their slots' colours."""
     return (frames * 0.45 + colours * 0.55).round().astype(np.uint8)
 
 
 def choose_frames(count: int, shown: int = SHOWN_FRAMES) -> list[int]:
-    """Frames over the whole clip."""
+    """Return frame numbers spread over the whole clip."""
     return [round(place * (count - 1) / max(min(count, shown) - 1, 1)) for place in range(min(count, shown))]
 
 
 def draw_sheet(frames: Array, slots: Array, truth: Array | None) -> Array:
-    """Rows of a few frames: as they are, under their slots, slots alone, and true objects where they are known."""
+    """Draw a few frames in rows: plain, tinted by slots, slots alone, and true objects if known."""
     picked = choose_frames(len(frames))
     colours = colour_slots(slots[picked])
     rows = [frames[picked], tint(frames[picked], colours), colours]
@@ -59,7 +59,7 @@ def draw_sheet(frames: Array, slots: Array, truth: Array | None) -> Array:
 
 
 def write_gif(path: Path, frames: Array, slots: Array) -> None:
-    """Frames beside their slots, moving; large ones shrunk, as half a second for each would go into its palette."""
+    """Write frames next to their slots as a gif; large frames are shrunk, since their palette takes long."""
     height, width = frames.shape[1:3]
     share = min(1.0, GIF_SIDE / max(height, width))
     down, across = (
@@ -74,7 +74,7 @@ def write_gif(path: Path, frames: Array, slots: Array) -> None:
 
 
 def to_frames(video: Tensor, size: tuple[int, int]) -> Array:
-    """Loaded bytes (T, 3, h, w) as frames (T, H, W, 3)."""
+    """Return loaded bytes (T, 3, h, w) as frames (T, H, W, 3)."""
     frames = np.moveaxis(video.cpu().numpy(), 1, -1)
     if frames.shape[1:3] == size:
         return frames
@@ -82,7 +82,7 @@ def to_frames(video: Tensor, size: tuple[int, int]) -> Array:
 
 
 def make_views(raw: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> tuple[Array, Array, Array | None]:
-    """Frames, slots and true labels of a batch of one, as loaded and as the model answered, at the frames' own size."""
+    """Return frames, slots and true labels of a batch of one, at the frames' own size."""
     count = int(raw["is_real"][0].sum()) if "is_real" in raw else raw["video"].shape[1]
     video = raw["video"][0, :count]
     size = (video.shape[-2], video.shape[-1])
@@ -92,7 +92,7 @@ def make_views(raw: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> tupl
 
 
 def make_sampler(samples: ClipSamples, prepare: Prepare, forward: Forward) -> Sample | None:
-    """Sheets of the first validation clips, for the report while training."""
+    """Return a function that draws sheets of the first validation clips, for the report during training."""
     if len(samples) == 0:
         return None
 
@@ -112,11 +112,11 @@ def make_sampler(samples: ClipSamples, prepare: Prepare, forward: Forward) -> Sa
 
 
 IMAGINED_FRAMES = 3
-"""Of the first clip: each is a word after a word."""
+"""Frames of the first clip; each is decoded word by word."""
 
 
 def make_steve_sampler(samples: ClipSamples, prepare: Prepare, forward: Forward) -> Sample | None:
-    """Pictures of the first validation clip, for the report while training."""
+    """Return a function that draws the first validation clip, for the report during training."""
     if len(samples) == 0:
         return None
 
@@ -137,7 +137,7 @@ def make_steve_sampler(samples: ClipSamples, prepare: Prepare, forward: Forward)
 
 
 def draw_rows(rows: list[Tensor]) -> Array:
-    """Rows of images (N, 3, H, W) in 0…1 below each other."""
+    """Stack rows of images (N, 3, H, W) in 0…1."""
     lines = [torch.cat(list(to_fp32(row).clamp(0, 1)), dim=2) for row in rows]
     pixels = (torch.cat(lines, dim=1) * 255).round().to(torch.uint8)
     return pixels.permute(1, 2, 0).cpu().numpy()

@@ -43,7 +43,7 @@ from halfstep.workloads.slots.videos import ShardVideos
 
 
 class SlotPredictor:
-    """One gif, one sheet and one array a video."""
+    """Write one gif, one sheet and one array per video."""
 
     endings = (*VIDEO_ENDINGS, ".npy", ".tar", *FRAME_ENDINGS)
     config: SlotContrastConfig | SteveConfig
@@ -60,7 +60,7 @@ class SlotPredictor:
         self._forward, self._prepare = make_forward(backbone.module), make_prepare(config)
 
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
-        """One for each video: for a folder of frames, a file, or a tar of several."""
+        """Yield one answer per source: a folder of frames, a file, or a tar of several videos."""
         assert wishes.out is not None
         inputs = [item for item in inputs if not is_mask(item.path)] or inputs
         videos = [list(items) for _, items in groupby(inputs, key=_find_source)]
@@ -106,7 +106,7 @@ def _find_source(item: Input) -> Path:
 
 
 def _read_videos(items: list[Input]) -> Iterator[tuple[Path, Array]]:
-    """Names without endings, and frames (T, H, W, 3) uint8."""
+    """Yield names without extensions, and frames (T, H, W, 3) uint8."""
     item = items[0]
     if _is_frame(item):
         yield _choose_name(item), read_frame_files([entry.path for entry in items])
@@ -126,7 +126,7 @@ def _read_videos(items: list[Input]) -> Iterator[tuple[Path, Array]]:
 
 
 def _choose_name(item: Input) -> Path:
-    """Of the folder with the frames; `frames/` inside a video's folder has that one's."""
+    """Return the name of the folder with the frames; for `frames/` the video's folder above it."""
     inside, up = item.name.parent, 0
     if inside.name in FRAME_FOLDERS:
         inside, up = inside.parent, 1
@@ -134,7 +134,7 @@ def _choose_name(item: Input) -> Path:
 
 
 def _choose_unused(place: Path) -> Path:
-    """Videos of one name from several folders get numbers."""
+    """Number videos of one name from several folders."""
     number, free = 1, place
     while free.with_name(f"{free.name}.gif").exists():
         number += 1
@@ -156,7 +156,7 @@ def _make_answer(source: Path, found: list[tuple[Path, list[float]]]) -> Answer:
 
 
 class StevePredictor(SlotPredictor):
-    """One gif, one sheet and one array a video."""
+    """Write one gif, one sheet and one array per video."""
 
     def __init__(self, config: SteveConfig, store: Store) -> None:
         self.config, self.frozen, self.model = config, {}, build_steve(config)
@@ -164,7 +164,7 @@ class StevePredictor(SlotPredictor):
 
 
 class WordsPredictor(SlotPredictor):
-    """The same, by the masks of SlotContrast's decoder."""
+    """Write the same, with the masks of SlotContrast's decoder."""
 
     def __init__(self, config: WordsConfig, store: Store) -> None:
         backbone = build_backbone(config)

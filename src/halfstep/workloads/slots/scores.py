@@ -27,14 +27,14 @@ from halfstep.workloads.base.sums import Sums
 from halfstep.workloads.slots.steve import SteveOutputs
 
 NUM_LABELS = 256
-"""Masks are bytes; a table of all labels is small, and asking for the largest would wait for the device."""
+"""Masks are bytes; a table of all labels is small, and asking for the largest label would wait for the device."""
 RESIZED = 2**26
-"""Numbers that masks are resized to at a time: a minute of video with a plane for each slot would be tens of GB."""
+"""Numbers resized at a time: a minute of video with a plane per slot would be tens of GB."""
 SCORES = ("fg_ari", "fg_ari_image", "ari", "ari_image", "mbo", "mbo_image")
 
 
 def label_pixels(masks: Tensor, size: tuple[int, int]) -> Tensor:
-    """The slot (B, T, H, W) of each pixel from soft masks (B, T, K, P) on a square grid: resized, then the largest."""
+    """Return the slot (B, T, H, W) of each pixel from soft masks (B, T, K, P) on a square grid: resize, then argmax."""
     with fp32_island():
         batch, frames, slots, patches = masks.shape
         side = round(patches**0.5)
@@ -45,7 +45,7 @@ def label_pixels(masks: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def count_labels(true: Tensor, slots: Tensor, num_slots: int) -> Tensor:
-    """Pixels (B, T, labels, slots) as float64 from label maps (B, T, H, W)."""
+    """Return pixel counts (B, T, labels, slots) as float64 from label maps (B, T, H, W)."""
     batch, frames = true.shape[:2]
     cells = true.long().flatten(2) * num_slots + slots.long().flatten(2)
     table = torch.zeros(batch * frames, NUM_LABELS * num_slots, dtype=torch.int64, device=true.device)
@@ -54,7 +54,7 @@ def count_labels(true: Tensor, slots: Tensor, num_slots: int) -> Tensor:
 
 
 def adjusted_rand_index(table: Tensor) -> Tensor:
-    """ARI (...) of tables (..., labels, slots); 1 where both sides are one cluster, or hold no two pixels together."""
+    """Return the ARI (...) of tables (..., labels, slots); 1 if both sides are one cluster, or share no two pixels."""
     rows, columns = table.sum(-1), table.sum(-2)
     total = rows.sum(-1)
     together = count_pairs(table).sum((-1, -2))
@@ -65,12 +65,12 @@ def adjusted_rand_index(table: Tensor) -> Tensor:
 
 
 def count_pairs(count: Tensor) -> Tensor:
-    """Ordered pairs of so many points."""
+    """Return the number of ordered pairs of `count` points."""
     return count * (count - 1)
 
 
 def mean_best_overlap(table: Tensor, *, from_label: int) -> tuple[Tensor, Tensor]:
-    """mBO (...) over the labels from `from_label` on, and whether any of them is there; slots cover every pixel."""
+    """Return mBO (...) over the labels from `from_label` on, and whether any exists; slots cover every pixel."""
     truth, sizes = table[..., from_label:, :], table.sum(-2, keepdim=True)
     true_sizes = truth.sum(-1)
     union = true_sizes.unsqueeze(-1) + sizes - truth
@@ -81,7 +81,7 @@ def mean_best_overlap(table: Tensor, *, from_label: int) -> tuple[Tensor, Tensor
 
 
 class SlotMetrics(Sums):
-    """Sums over a data set; a batch brings soft `masks` of slots and true `masks`, where there are any."""
+    """Sums over a data set; a batch brings soft `masks` of slots and true `masks`, if there are any."""
 
     def __init__(self, *, ignore_background: bool = True, skip_empty: bool = False) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class SlotMetrics(Sums):
         self.count(true, slots, outputs["masks"].shape[2], batch.get("is_real"))
 
     def count(self, true: Tensor, slots: Tensor, num_slots: int, is_real: Tensor | None = None) -> Tensor:
-        """Count label maps (B, T, H, W); gives FG-ARI of each clip. Frames that are not real do not count."""
+        """Count label maps (B, T, H, W) and return FG-ARI of each clip. Padding frames do not count."""
         frames = count_labels(true, slots, num_slots)
         real = torch.ones(frames.shape[:2], dtype=torch.bool, device=true.device) if is_real is None else is_real
         frames = frames * real[..., None, None]
@@ -123,7 +123,8 @@ class SlotMetrics(Sums):
         return value, has_any & counted
 
     def compute(self) -> dict[str, float]:
-        """The six scores, where there were masks, and how many clips and frames had no foreground. Waits."""
+        """Return the six scores, if there were masks, and the clips and frames without foreground. Waits for the
+        device."""
         if "sums" not in self.sums:
             return {}
         sums, counts = self.sums["sums"].cpu().tolist()
@@ -134,11 +135,10 @@ class SlotMetrics(Sums):
 
 
 def slot_contrast(slots: Tensor, *, temperature: float, across_batch: bool, is_real: Tensor | None = None) -> Tensor:
-    """How well a slot (B, T, K, D) is told from all others by itself one frame later: cross-entropy.
+    """Return the cross-entropy of recognising each slot (B, T, K, D) one frame later among all others.
 
-    Others are all slots of the same frame, of all clips of the micro-batch with `across_batch`, those of other
-    processes too. As upstream, each slot of frame t + 1 asks which slot of frame t it is: the softmax runs over the
-    earlier frame.
+    Others are all slots of the same frame; with `across_batch` those of all clips of the micro-batch, on all ranks. As
+    upstream, each slot of frame t + 1 asks which slot of frame t it is: the softmax runs over the earlier frame.
     """
     with fp32_island():
         slots = F.normalize(to_fp32(slots), dim=-1)
@@ -156,8 +156,8 @@ def slot_contrast(slots: Tensor, *, temperature: float, across_batch: bool, is_r
 
 
 def compute_cosines(slots: Tensor, everyone: Tensor, *, across_batch: bool) -> Tensor:
-    """Of slots of unit length with those of all clips one frame earlier, (T - 1, all B·K, B·K), or within each clip,
-    (B · (T - 1), K, K)."""
+    """Return cosines of unit slots with those of all clips one frame earlier, (T - 1, all B·K, B·K), or within each
+    clip, (B · (T - 1), K, K)."""
     if across_batch:
         earlier, later = everyone[:, :-1].transpose(0, 1).flatten(1, 2), slots[:, 1:].transpose(0, 1).flatten(1, 2)
         return earlier @ later.transpose(1, 2)
@@ -179,26 +179,26 @@ class TemperatureSettings(Protocol):
 
 
 def compute_temperature(model: TemperatureSettings, step: int) -> float:
-    """A cosine from tau_start to tau_final over tau_steps."""
+    """Return a cosine from tau_start to tau_final over tau_steps."""
     share = min(step / model.tau_steps, 1.0)
     return model.tau_final + (model.tau_start - model.tau_final) * 0.5 * (1 + math.cos(math.pi * share))
 
 
 def compute_total_loss(seen: SteveOutputs, reduction: Literal["sum", "mean"]) -> Tensor:
-    """Squared error of the VAE + cross-entropy of the words, each a sum over a frame or its mean."""
+    """Return the VAE's squared error + the words' cross-entropy, each a sum over a frame or its mean."""
     if reduction == "sum":
         return seen.mse + seen.cross_entropy
     return seen.mse / seen.reconstruction[0, 0].numel() + seen.cross_entropy / seen.words.shape[1]
 
 
 def choose_start_scale(image_size: int) -> float:
-    """A loss scale at which summed losses do not overflow fp16: the last bias sums 2 · error over all pixels of a
-    frame, and layers before it have gradients of that order."""
+    """Return a loss scale at which summed losses do not overflow fp16: the last bias sums 2 · error over all pixels of
+    a frame, and earlier layers have gradients of that order."""
     return 2.0 ** math.floor(math.log2(HALF_LARGEST / (8 * image_size**2)))
 
 
 def settle_scale(config: RunConfig) -> dict[str, float]:
-    """That scale, and a floor well below it, as settings, where the user named none."""
+    """Return that scale and a floor well below it as settings, unless the user set them."""
     named = config.scaler.model_fields_set
     if "init_scale" in named:
         return {}
@@ -211,7 +211,7 @@ LOSSES = ("loss", "mse", "cross_entropy")
 
 
 class SteveMetrics(SlotMetrics):
-    """The loss, its parts summed over a frame, and the masks' scores where there are true masks."""
+    """The loss, its terms summed over a frame, and the masks' scores if there are true masks."""
 
     def update(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
         num = torch.full((), float(len(batch["video"])), dtype=torch.float64, device=outputs["loss"].device)

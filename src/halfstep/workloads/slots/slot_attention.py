@@ -23,7 +23,7 @@ EPSILON = 1e-8
 
 
 class Mlp(nn.Module):
-    """Linear layers with ReLU in between, a LayerNorm first and the input added where asked for."""
+    """Linear layers with ReLU in between, optionally with a LayerNorm first and a residual connection."""
 
     def __init__(
         self, dim: int, hidden: tuple[int, ...], out_dim: int, *, layer_norm: bool = False, residual: bool = False
@@ -45,13 +45,13 @@ class Mlp(nn.Module):
 
 
 def update_recurrently(cell: nn.GRUCell, update: Tensor, state: Tensor) -> Tensor:
-    """`nn.GRUCell` whose products compute in the plan's format and whose gates and state are fp32."""
+    """Apply an `nn.GRUCell` whose products use the plan's format, while gates and state are fp32."""
     from_update = to_fp32(F.linear(update, cell.weight_ih, cell.bias_ih))
     return apply_gates(from_update, to_fp32(F.linear(state, cell.weight_hh, cell.bias_hh)), state)
 
 
 def apply_gates(from_input: Tensor, from_state: Tensor, state: Tensor) -> Tensor:
-    """A GRU's next state, of both products."""
+    """Return a GRU's next state from both products."""
     of_input, of_state = from_input.chunk(3, dim=-1), from_state.chunk(3, dim=-1)
     reset = torch.sigmoid(of_input[0] + of_state[0])
     keep = torch.sigmoid(of_input[1] + of_state[1])
@@ -60,7 +60,7 @@ def apply_gates(from_input: Tensor, from_state: Tensor, state: Tensor) -> Tensor
 
 
 class SlotAttention(nn.Module):
-    """The corrector: slots (B, K, D) look at a frame's features some times."""
+    """The corrector: slots (B, K, D) attend to a frame's features for some iterations."""
 
     def __init__(
         self, feature_dim: int, slot_dim: int, *, num_iterations: int, first_iterations: int, use_mlp: bool = True
@@ -77,12 +77,12 @@ class SlotAttention(nn.Module):
         self.scale = slot_dim**-0.5
 
     def keys_and_values(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Of all frames at once."""
+        """Return keys and values of all frames at once."""
         normed = self.norm_features(features)
         return self.to_k(normed), self.to_v(normed)
 
     def forward(self, slots: Tensor, keys: Tensor, values: Tensor, *, is_first: bool) -> tuple[Tensor, Tensor]:
-        """Corrected slots in fp32, and the share (B, K, P) of each position that goes to each slot."""
+        """Return corrected slots in fp32, and the share (B, K, P) of each position that goes to each slot."""
         shares = keys.new_empty(0)
         for _ in range(self.first_iterations if is_first else self.num_iterations):
             slots, shares = self._iterated(slots, keys, values)
@@ -102,8 +102,8 @@ class SlotAttention(nn.Module):
 class PredictorAttention(nn.Module):
     """Self-attention among the slots of a clip, with upstream's names.
 
-    Upstream divides by the scale d^-0.5 where attention multiplies by it, so that scores are d times the usual ones.
-    Its weights and published numbers have been trained that way, so it is done here, too.
+    Upstream divides by the scale d^-0.5 where attention multiplies by it, so scores are d times the usual ones. Its
+    weights and published numbers depend on that, so it is reproduced here.
     """
 
     def __init__(self, dim: int, heads: int) -> None:
@@ -126,7 +126,7 @@ class PredictorAttention(nn.Module):
 
 
 class PredictorBlock(nn.Module):
-    """Attention and a perceptron, each normalised before and added to its input."""
+    """Attention and a perceptron, each on normalised input and added to it."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class PredictorBlock(nn.Module):
 
 
 class Predictor(nn.Module):
-    """From a frame's slots to where the next frame starts."""
+    """Predict from a frame's slots where the next frame starts."""
 
     def __init__(self, dim: int, *, num_blocks: int, heads: int) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ from halfstep.workloads.slots.slot_attention import Mlp
 HIDDEN_BYTES: dict[Recompute, int] = {
     "none": 640 << 20, "pointwise": 160 << 20, "alternate": 120 << 20, "blocks": 80 << 20,
 }  # fmt: skip
-"""Largest hidden map of a chunk, by what memory may cost: six of them are alive at once."""
+"""Largest hidden map of a chunk, by memory mode: six of them are alive at once."""
 SEED = 2.0**-8
 KNOWN: Checks = {nn.Linear: has_bias, nn.ReLU: accept_any, nn.Sequential: accept_any, Mlp: lambda mlp: not mlp.residual}
 
@@ -57,12 +57,12 @@ class SlotDecoder(Recomputing):
         """Frames at a time; 0: as many as HIDDEN_BYTES allow."""
 
     def forward(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Reconstruction and masks, layer by layer."""
+        """Return reconstruction and masks, computed layer by layer."""
         parts = [self._paint(rows) for rows in slots.split(self._choose_chunk(slots))]
         return torch.cat([recon for recon, _ in parts]), torch.cat([masks for _, masks in parts])
 
     def squared_error(self, slots: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of squared errors of the reconstruction against features (N, P, F), and the masks."""
+        """Return the sum of squared errors of the reconstruction against features (N, P, F), and the masks."""
         if not (torch.is_grad_enabled() and self._can_stream()):
             return self._compute_error_by_layers(slots, target)
         first, *hidden, last = (layer for layer in self.mlp.layers if isinstance(layer, nn.Linear))
@@ -92,7 +92,7 @@ class SlotDecoder(Recomputing):
             return (recons * masks).sum(1), masks.squeeze(-1)
 
     def _compute_error_by_layers(self, slots: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The plain form in chunks that are computed again in backward; where layers are hooked or replaced."""
+        """Compute the plain form in chunks that backward recomputes; for hooked or replaced layers."""
         chunk = self._choose_chunk(slots)
         errors, masks = [], []
         for rows, wanted in zip(slots.split(chunk), target.split(chunk), strict=True):
@@ -118,7 +118,7 @@ def _run_checkpointed_function(function: Any, *inputs: Tensor) -> Tensor:
 
 
 class _FunctionModule(nn.Module):
-    """A function as a module, which recomputing asks for."""
+    """A function as a module, as recomputation requires."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class _FunctionModule(nn.Module):
 
 
 def choose_even_chunk(total: int, limit: int) -> int:
-    """At most `limit`: a divisor of the total where one is not much smaller, so that all chunks have one shape."""
+    """Return at most `limit`: a divisor of the total if one is not much smaller, so that all chunks have one shape."""
     limit = min(total, limit)
     divisor = next(size for size in range(limit, 0, -1) if total % size == 0)
     return divisor if 2 * divisor > limit else -(-total // -(-total // limit))
@@ -146,7 +146,7 @@ def _run_streamed(*inputs: Any) -> Any:
 
 
 class _StreamedError(torch.autograd.Function):
-    """The error's sum and masks (N, K, P); gradients are computed with them."""
+    """The error's sum and masks (N, K, P); forward also computes the gradients."""
 
     @staticmethod
     def forward(
@@ -177,7 +177,7 @@ class _StreamedError(torch.autograd.Function):
 def _run_chunk(
     of_slots: Tensor, target: Tensor, weights: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Error, masks, gradient at `of_slots` (all of the chunk), and gradients at the weights, SEED times too small."""
+    """Return error, masks, gradient at `of_slots`, and gradients at the weights, all gradients scaled by SEED."""
     of_positions, last_weight, last_bias, *hidden = weights
     frames, slots, width = of_slots.shape
     positions = len(of_positions)
@@ -220,12 +220,12 @@ def _run_chunk(
 
 
 def _multiply_and_relu(bias: Tensor, x: Tensor, matrix: Tensor) -> Tensor:
-    """On CUDA the ReLU rides in the product's own kernel, which spares a pass over the map."""
+    """Multiply and apply ReLU; on CUDA in one kernel, which saves a pass over the map."""
     if x.is_cuda:
         return torch._addmm_activation(bias, x, matrix)
     return torch.relu(torch.addmm(bias, x, matrix))
 
 
 def _backpropagate_relu(grad: Tensor, out: Tensor) -> Tensor:
-    """The gradient where the output is positive, 0 elsewhere, whatever the gradient is there."""
+    """Return the gradient where the output is positive, 0 elsewhere, even if the gradient is NaN there."""
     return torch.ops.aten.threshold_backward(grad, out, 0)

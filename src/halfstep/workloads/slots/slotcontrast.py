@@ -28,7 +28,7 @@ BACKBONE = "encoder.module.backbone."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotContrastSize:
-    """Sizes of everything that trains."""
+    """Sizes of all trained modules."""
 
     feature_dim: int
     num_positions: int
@@ -44,7 +44,7 @@ class SlotContrastSize:
 
 
 class LearnedSlots(nn.Module):
-    """The same slots for every clip, learned."""
+    """Learned slots, the same for every clip."""
 
     def __init__(self, num_slots: int, dim: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class RandomSlots(nn.Module):
 
 
 class SlotEncoder(nn.Module):
-    """From the backbone's features to what slots look at."""
+    """Transform the backbone's features into what slots attend to."""
 
     def __init__(self, feature_dim: int, slot_dim: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class SlotEncoder(nn.Module):
 
 
 class SlotContrast(nn.Module):
-    """Features (B, T, P, F) to slots, masks, and how far the reconstruction is off."""
+    """Features (B, T, P, F) to slots, masks, and the reconstruction error."""
 
     def __init__(self, size: SlotContrastSize) -> None:
         super().__init__()
@@ -98,9 +98,9 @@ class SlotContrast(nn.Module):
         )
 
     def forward(self, features: Tensor, draw: Tensor | None = None, is_real: Tensor | None = None) -> dict[str, Tensor]:
-        """`slots` (B, T, K, D), `masks` and `shares` (B, T, K, P), and `error`: squared errors, averaged.
+        """Return `slots` (B, T, K, D), `masks` and `shares` (B, T, K, P), and `error`: the mean squared error.
 
-        Frames that only fill up a clip (`is_real` (B, T) false) do not count.
+        Padding frames (`is_real` (B, T) false) do not count.
         """
         batch, frames = features.shape[:2]
         scanned = self.processor(to_fp32(self.initializer(batch, draw)), self.encoder(features))
@@ -122,20 +122,20 @@ class SlotContrast(nn.Module):
 
 
 def rename_upstream(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Upstream's state dict under our names; the frozen backbone's weights are left out."""
+    """Return upstream's state dict under our names, without the frozen backbone's weights."""
     kept = {name: value for name, value in weights.items() if not name.startswith(BACKBONE)}
     return {name.replace(".module.", ".", 1): value for name, value in kept.items()}
 
 
 Zooms = tuple[Sequence[tuple[int, int]], Sequence[int]]
 WORD_SIDES: dict[int, Zooms] = {4: (((4, 6),), (2, 2)), 14: (((2, 2), (7, 4)), (7, 2))}
-"""By a word's side in pixels, how the VAE goes down and up: STEVE's own, and one of a word for a patch of DINOv2."""
+"""The VAE's down- and upsampling by a word's side in pixels: STEVE's, and one word per patch of DINOv2."""
 NOT_COUNTED = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WordsSize:
-    """Sizes of the VAE and of the decoder of words; without blocks there is no decoder."""
+    """Sizes of the VAE and of the word decoder; without blocks there is no decoder."""
 
     image_size: int
     word_side: int = 14
@@ -149,7 +149,7 @@ class WordsSize:
 
 
 class SlotContrastWords(SlotContrast):
-    """Features and frames to what SlotContrast gives, and both losses of the words."""
+    """Features and frames to SlotContrast's outputs and both losses of the words."""
 
     def __init__(self, size: SlotContrastSize, words: WordsSize) -> None:
         super().__init__(size)
@@ -181,7 +181,7 @@ class SlotContrastWords(SlotContrast):
         hard: bool,
         is_real: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """`mse` and `cross_entropy`: sums over a frame, averaged over real frames. Noise as in `DVae.forward`."""
+        """Return `mse` and `cross_entropy`: sums per frame, averaged over real frames. Noise as in `DVae.forward`."""
         frames = video.flatten(0, 1)
         coded = self.dvae(frames, tau, soft_noise, word_noise, hard=hard)
         with fp32_island():

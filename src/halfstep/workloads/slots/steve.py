@@ -24,9 +24,9 @@ from halfstep.workloads.slots.slot_attention import apply_gates
 from halfstep.workloads.slots.word_decoder import TransformerEncoder, WordDecoder, make_linear, words_loss
 
 WORD_SIDE = 4
-"""Pixels of a word's side."""
+"""Side of a word in pixels."""
 KEPT_SIZE = 64
-"""At this image size the encoder keeps it; all others are halved."""
+"""The image size that the encoder keeps; all others are halved."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,22 +49,22 @@ class SteveSize:
 
 
 class SteveOutputs(NamedTuple):
-    """What a forward pass gives; losses are sums over pixels or words of a frame, averaged over frames."""
+    """Outputs of a forward pass; losses are sums over pixels or words of a frame, averaged over frames."""
 
     mse: Tensor
     cross_entropy: Tensor
     slots: Tensor
     """(B, T, slots, slot_dim), before projection."""
     attention: Tensor
-    """Which slot each position went to: (B, T, slots, rows, columns)."""
+    """The share of each position that goes to each slot: (B, T, slots, rows, columns)."""
     reconstruction: Tensor
-    """By the VAE alone, (B, T, channels, H, W), not clamped."""
+    """The VAE's reconstruction (B, T, channels, H, W), not clamped."""
     words: Tensor
     """(B · T, positions)."""
 
 
 class GridPositions(nn.Module):
-    """A projection of where a pixel is, measured from all four sides, added to it."""
+    """Add a projection of a pixel's distances from all four sides."""
 
     pe: Tensor
 
@@ -108,7 +108,7 @@ class SteveEncoder(nn.Module):
         self.slot_proj = make_linear(size.slot_dim, size.dim, bias=False)
 
     def forward(self, video: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
-        """Slots (B, T, slots, slot_dim) and attention as masks (B, T, slots, rows, columns)."""
+        """Return slots (B, T, slots, slot_dim) and attention as masks (B, T, slots, rows, columns)."""
         maps = self.pos(self.cnn(video.flatten(0, 1)))
         rows = maps.permute(0, 2, 3, 1).flatten(1, 2)
         features = self.mlp(self.layer_norm(rows)).unflatten(0, video.shape[:2])
@@ -145,7 +145,8 @@ class Steve(nn.Module):
         slot_draw: Tensor,
         hard: bool = False,
     ) -> SteveOutputs:
-        """The noise of B · T frames (`DVae.forward`), and a normal draw (B, slots, slot_dim) that slots start from."""
+        """Takes the noise of B · T frames (`DVae.forward`), and a normal draw (B, slots, slot_dim) that slots start
+        from."""
         frames = video.flatten(0, 1)
         coded = self.dvae(frames, tau, soft_noise, word_noise, hard=hard)
         with fp32_island():
@@ -158,7 +159,7 @@ class Steve(nn.Module):
         return SteveOutputs(mse, cross_entropy, slots, attention, reconstruction, coded.words)
 
     def imagine(self, slots: Tensor) -> Tensor:
-        """Images (N, 3, H, W) of slots (N, slots, slot_dim), word after word."""
+        """Return images (N, 3, H, W) of slots (N, slots, slot_dim), decoded word by word."""
         words = self.steve_decoder.decode_greedily(self.steve_encoder.slot_proj(slots))
         return to_fp32(self.dvae.decode_words(words, self.grid)).clamp(0.0, 1.0)
 
@@ -167,7 +168,7 @@ EPSILON = 1e-8
 
 
 class RecurrentCell(nn.GRUCell):
-    """`nn.GRUCell` in single operations, which the compiler fuses with what stands around it."""
+    """`nn.GRUCell` as separate operations, which the compiler fuses with their surroundings."""
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim, dim)
@@ -214,7 +215,7 @@ class SlotAttentionVideo(nn.Module):
         self.predictor = TransformerEncoder(predictor_blocks, slot_dim, predictor_heads, dropout=0.0)
 
     def forward(self, features: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
-        """Slots (B, T, slots, slot_dim) in fp32, and which slot each position went to, (B, T, positions, slots)."""
+        """Return slots (B, T, slots, slot_dim) in fp32, and the attention (B, T, positions, slots)."""
         slots = self.slot_mu + torch.exp(self.slot_log_sigma) * draw
         normed = self.norm_inputs(features)
         keys, values = self.project_k(normed) * self.slot_dim**-0.5, self.project_v(normed)
@@ -227,7 +228,7 @@ class SlotAttentionVideo(nn.Module):
         return torch.stack(all_slots, dim=1), torch.stack(all_shares, dim=1)
 
     def _correct(self, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Slots after all iterations on one frame, and the last one's attention."""
+        """Return slots after all iterations on one frame, and the last iteration's attention."""
         for iteration in range(self.num_iterations):
             logits = keys @ self.project_q(self.norm_slots(slots)).transpose(1, 2)
             with fp32_island():

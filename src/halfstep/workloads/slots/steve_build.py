@@ -35,11 +35,11 @@ FRAGILE = (
     "loss.cross_entropy: log of probabilities near 0",
 )
 THEIR_MASKS = ".self_attn_mask"
-"""Of the public project's weights: a triangle for each block, stored as parameters."""
+"""In the public project's weights: one triangular mask per block, stored as parameters."""
 
 
 def build(config: SteveConfig, store: Mapping[str, Any] | None = None) -> Workload:
-    """The workload for `config.data.dir`."""
+    """Build the workload for `config.data.dir`."""
     clips = open_clips(config.data)
     workload = _make_workload(config, clips.train, clips.val, about=clips)
     if store is None and config.model.weights:
@@ -52,7 +52,7 @@ def _drop_masks(weights: Weights) -> Weights:
 
 
 def build_over(config: SteveConfig, store: Store, samples: Samples) -> Workload:
-    """On samples that are there already."""
+    """Build the workload on given samples."""
     return _make_workload(config, samples, samples)
 
 
@@ -108,7 +108,7 @@ def build_steve(config: SteveConfig) -> Steve:
 
 
 class PrepareClips:
-    """Frames as numbers, and each clip's own draws: keys of both Gumbel draws (dvae.py), slots' start."""
+    """Convert frames to numbers and add each clip's draws: keys of both Gumbel draws (dvae.py), slots' start."""
 
     def __init__(self, config: SteveConfig) -> None:
         self.side, self.slots = config.data.image_size, (config.model.slots, config.model.slot_dim)
@@ -126,7 +126,7 @@ class PrepareClips:
 
 
 def build_with_words(config: WordsConfig, store: Mapping[str, Any] | None = None) -> Workload:
-    """The workload for `config.data.dir`."""
+    """Build the workload for `config.data.dir`."""
     workload = add_words(slots.build(config.changed(model={"weights": None}), store), config)
     if store is None and config.model.weights:
         load_weights_file_(workload.model, config.model.weights, rename_upstream)
@@ -138,7 +138,7 @@ def build_over_with_words(config: WordsConfig, store: Store, samples: Samples) -
 
 
 def add_words(plain: Workload, config: WordsConfig) -> Workload:
-    """SlotContrast's workload with the words' model, draws and losses."""
+    """Add the words' model, draws and losses to SlotContrast's workload."""
     backbone, m = plain.frozen["backbone"].module, config.model
     tau = Scheduled(lambda step: compute_temperature(m, step))
 
@@ -180,7 +180,7 @@ def add_words(plain: Workload, config: WordsConfig) -> Workload:
 
 
 def build_words_model(config: WordsConfig, backbone: nn.Module) -> SlotContrastWords:
-    """What trains."""
+    """Build the modules that train."""
     m, recomputes = config.model, config.train.activation_checkpointing
     words = WordsSize(
         image_size=config.data.image_size,
@@ -206,7 +206,7 @@ KEY_RANGE = 2**31
 
 
 def draw_word_keys(video: Tensor, key: tuple[int, ...]) -> Batch:
-    """Two separate draws for each frame of clips (B, T, …), by the clips' own key: `soft_keys` and `draw_word_keys`."""
+    """Draw two keys for each frame of clips (B, T, …), by the clips' own key: `soft_keys` and `word_keys`."""
 
     def keys(stream: str) -> Tensor:
         drawn = noise.integers(key, len(video), KEY_RANGE, video.device, stream=stream, shape=(video.shape[1], 2))

@@ -47,12 +47,12 @@ DECODED = (".mp4", ".mov", ".avi", ".webm", ".mkv", ".m4v")
 VIDEO_ENDINGS = (".gif", *DECODED)
 DECODERS = ("av", "cv2")
 UNDECODABLE = (*UNREADABLE, IndexError)
-"""IndexError: Pillow's for a gif that is cut short, PyAV's for a file without a video stream."""
+"""IndexError: Pillow's for a truncated gif, PyAV's for a file without a video stream."""
 PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
 class VideoFiles:
-    """Files as videos; they bring no masks."""
+    """Video files; they have no masks."""
 
     labels_background = True
 
@@ -83,7 +83,7 @@ class VideoFiles:
 
 
 def read_video_facts(path: Path) -> tuple[int, tuple[int, int]]:
-    """Frames, and height and width. A container's own count is often missing or wrong, so frames are counted."""
+    """Return the number of frames, height and width. A container's count is often wrong, so frames are counted."""
     if path.suffix.lower() == ".gif":
         try:
             with Image.open(path) as picture:
@@ -99,7 +99,7 @@ def read_video_facts(path: Path) -> tuple[int, tuple[int, int]]:
 
 
 def read_frames(path: Path, first: int, count: int) -> Array:
-    """Frames from `first` on as (count, H, W, 3) uint8."""
+    """Return frames from `first` on as (count, H, W, 3) uint8."""
     return np.stack(list(islice(_iterate_frames(path), first, first + count)))
 
 
@@ -163,7 +163,7 @@ class VideoSplit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundVideos:
-    """Both parts of a data folder, and how they were told apart."""
+    """Both splits of a data folder, and how they were found."""
 
     train: VideoSplit
     val: VideoSplit | None
@@ -179,7 +179,7 @@ def find_videos(
     val_fraction: float = 0.1,
     bad_files: BadFiles,
 ) -> FoundVideos:
-    """The videos of a folder."""
+    """Find the videos of a folder and split them."""
     root = require_folder(root)
     if train_shards:
         train = ShardVideos(root, train_shards, bad_files=bad_files)
@@ -200,7 +200,7 @@ def find_videos(
 
 
 def open_videos(root: Path, *, bad_files: BadFiles) -> Videos:
-    """Every video of one folder: tars, files, or folders of frames."""
+    """Open every video of one folder: tars, files, or folders of frames."""
     tars = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*.tar"))]
     if tars:
         return ShardVideos(root, tars, bad_files=bad_files)
@@ -264,7 +264,7 @@ STEVE_MASK = re.compile(r"(\d+)_mask_(\d+)$")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrameFolder:
-    """The files of one video; each frame has one mask picture, or one for each object by its label, or none."""
+    """The files of one video; each frame has one mask picture, one per object by its label, or none."""
 
     path: Path
     frames: tuple[Path, ...]
@@ -337,14 +337,14 @@ def read_frame_files(paths: Sequence[Path], first: tuple[tuple[int, ...], Path] 
 
 
 def is_mask(path: Path) -> bool:
-    """Whether a picture is a mask of frames beside it, and no frame."""
+    """Whether a picture is the mask of frames next to it."""
     folder = path.parent
     has_frames = folder.name in MASK_FOLDERS and any((folder.parent / name).is_dir() for name in FRAME_FOLDERS)
     return has_frames or STEVE_MASK.match(path.stem) is not None
 
 
 def find_frames(path: Path) -> FrameFolder | None:
-    """What a folder holds as a video; None where there are no frames."""
+    """Return the frames and masks of a folder; None if it has no frames."""
     inner = next((path / name for name in FRAME_FOLDERS if (path / name).is_dir()), None)
     pictures = list_files(inner or path, FRAME_ENDINGS)
     steve = {found[1]: file for file in pictures if (found := STEVE_FRAME.search(file.stem))}

@@ -27,12 +27,12 @@ from halfstep.errors import DataError, format_count, summarise_error
 VIDEO_PART, MASK_PARTS = "video.npy", ("segmentations.npy", "segmentation.npy", "masks.npy")
 WRITE_VIDEO = "write NAME.video.npy with uint8 frames (T, H, W, 3)"
 NO_OBJECT = 0
-"""The label of background, or of pixels that nobody labelled."""
+"""The label of background or unlabelled pixels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Video:
-    """What is known of one video without reading a frame."""
+    """What is known about one video without reading a frame."""
 
     name: str
     num_frames: int
@@ -49,22 +49,22 @@ class Videos(Protocol):
 
     @property
     def labels_background(self) -> bool:
-        """Whether label 0 is a background that somebody labelled, not merely pixels without a label."""
+        """Whether label 0 is an annotated background, not just unlabelled pixels."""
         ...
 
     def frames(self, index: int, first: int, count: int) -> Array:
-        """(count, H, W, 3) uint8."""
+        """Return (count, H, W, 3) uint8."""
         ...
 
     def masks(self, index: int, first: int, count: int) -> Array:
-        """(count, H, W) uint8: 0 is background, every other number an object, the same in all frames."""
+        """Return (count, H, W) uint8: 0 is background, every other number an object, the same in all frames."""
         ...
 
     def files(self) -> Sequence[Path]: ...
 
 
 class ShardVideos:
-    """`.video.npy` (T, H, W, 3) and, where there are masks, `.segmentations.npy` (T, H, W[, 1]) in tar shards."""
+    """`.video.npy` (T, H, W, 3) and optionally `.segmentations.npy` (T, H, W[, 1]) in tar shards."""
 
     def __init__(self, root: Path, patterns: str | Sequence[str], *, bad_files: BadFiles) -> None:
         self._paths = find_shards(root, patterns, bad_files=bad_files)
@@ -114,7 +114,7 @@ class ShardVideos:
 
     @property
     def labels_background(self) -> bool:
-        """Masks with a plane for each object (YTVIS) leave pixels without a label."""
+        """Masks with one plane per object (YTVIS) leave pixels unlabelled."""
         return not any(masks is not None and masks.shape[3:] not in ((), (1,)) for _, masks in self._arrays)
 
     def frames(self, index: int, first: int, count: int) -> Array:
@@ -142,7 +142,7 @@ def _check_masks(masks: StoredArray, frames: tuple[int, ...], where: str) -> Non
 
 
 def renumber_labels(labels: Array, name: str) -> Array:
-    """Labels as bytes; wider numbers are counted again, 0 stays 0."""
+    """Return labels as bytes; wider numbers are renumbered, 0 stays 0."""
     if labels.dtype == np.uint8 or (labels.min() >= NO_OBJECT and labels.max() < 256):
         return labels.astype(np.uint8, copy=False)
     values, numbered = np.unique(np.append(NO_OBJECT, labels), return_inverse=True)
@@ -156,7 +156,7 @@ def renumber_labels(labels: Array, name: str) -> Array:
 
 
 def merge_planes(planes: Array, name: str) -> Array:
-    """One label a pixel (T, H, W) from a plane for each object (T, H, W, objects); 0 where there is none."""
+    """Merge one plane per object (T, H, W, objects) into one label per pixel (T, H, W); 0 where there is none."""
     is_there = planes != 0
     if bool((is_there.sum(-1, dtype=np.int32) > 1).any()):
         raise DataError(
@@ -168,18 +168,18 @@ def merge_planes(planes: Array, name: str) -> Array:
 
 
 def describe_left_out(bad_files: BadFiles) -> str:
-    """Why there may be less than is expected; nothing where all was taken."""
+    """Say what was left out; empty if nothing was."""
     return f"{len(bad_files.skipped)} left out: {bad_files.skipped[0].what}" if bad_files.skipped else ""
 
 
 BRACES = re.compile(r"\{([^{}]*)\}")
 RANGE = re.compile(r"(\d+)\.\.(\d+)")
 MAX_SHARDS = 100_000
-"""More names than any data set has shards: a slip in a pattern."""
+"""More names than any data set has shards: a mistake in a pattern."""
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """`{000000..000002}` and `{a,b}` as names, as a shell expands them; several in a pattern multiply."""
+    """Expand `{000000..000002}` and `{a,b}` as a shell does; several braces multiply."""
     parts = BRACES.split(pattern)
     choices = [_expand_choices(part, pattern) if place % 2 else [part] for place, part in enumerate(parts)]
     if np.prod([len(choice) for choice in choices], dtype=float) > MAX_SHARDS:
@@ -203,7 +203,7 @@ def _expand_choices(inner: str, pattern: str) -> list[str]:
 
 
 def find_shards(root: Path, patterns: str | Sequence[str], *, bad_files: BadFiles) -> list[Path]:
-    """The shards of patterns below `root`, in order; a name with `*` is whatever is there, any other must be there."""
+    """Return the shards of patterns below `root`, in order; names with `*` match what exists, others must exist."""
     found: list[Path] = []
     missing: list[str] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
@@ -227,7 +227,7 @@ def find_shards(root: Path, patterns: str | Sequence[str], *, bad_files: BadFile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByteRange:
-    """Bytes in a file."""
+    """A range of bytes in a file."""
 
     path: Path
     offset: int
@@ -236,14 +236,14 @@ class ByteRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardSample:
-    """One sample: its name in the shard, and where its parts are, by their endings (`video.npy`)."""
+    """One sample: its name in the shard, and the byte ranges of its parts by extension (`video.npy`)."""
 
     name: str
     parts: dict[str, ByteRange]
 
 
 def index_shard(path: Path, *, bad_files: BadFiles) -> list[ShardSample]:
-    """The samples of one shard in the order they stand in it: files of one name up to the first dot are one."""
+    """Return the samples of one shard in order: files that share the name up to the first dot are one sample."""
     samples: dict[str, dict[str, ByteRange]] = {}
     try:
         for name, place in _iterate_members(path):
@@ -297,7 +297,7 @@ def _is_packed(path: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredArray:
-    """A `.npy` file inside another one: its header was read, its rows are read as they are asked for."""
+    """A `.npy` file inside another file: its header was read, its rows are read on demand."""
 
     place: ByteRange
     data_offset: int
@@ -305,7 +305,7 @@ class StoredArray:
     dtype: np.dtype[Any]
 
     def rows(self, first: int, count: int) -> Array:
-        """Rows from `first` on, and no other byte of the file."""
+        """Read rows from `first` on, and no other byte of the file."""
         row_bytes = int(np.prod(self.shape[1:])) * self.dtype.itemsize
         with self.place.path.open("rb") as file:
             file.seek(self.data_offset + first * row_bytes)
@@ -316,7 +316,7 @@ class StoredArray:
 
 
 def read_array_header(place: ByteRange, name: str) -> StoredArray:
-    """The header of an array in a shard; `name` stands in errors."""
+    """Read the header of an array in a shard; `name` appears in errors."""
     try:
         with place.path.open("rb") as file:
             file.seek(place.offset)

@@ -20,7 +20,7 @@ KeysAndValues = tuple[Tensor, Tensor]
 
 
 class CrossAttention(nn.Module):
-    """From each of x to all of a source, or to those of itself that came before."""
+    """Attention from x to a source, or to earlier positions of x."""
 
     def __init__(self, dim: int, heads: int, *, dropout: float, gain: float) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class CrossAttention(nn.Module):
 
 
 class TransformerEncoderBlock(nn.Module):
-    """Attention of all to all, then a two-layer perceptron."""
+    """Self-attention, then a two-layer perceptron."""
 
     def __init__(self, dim: int, heads: int, *, dropout: float, gain: float, is_first: bool) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class TransformerEncoderBlock(nn.Module):
 
 
 class TransformerEncoder(nn.Module):
-    """Blocks of attention among all, and a last normalisation."""
+    """Blocks of self-attention, and a final normalisation."""
 
     def __init__(self, num_blocks: int, dim: int, heads: int, *, dropout: float) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class TransformerEncoder(nn.Module):
 
 
 class DecoderCache:
-    """What one block of a decoder remembers of the positions it has seen, and its view of the source."""
+    """Keys and values of one decoder block: those of the positions seen so far, and those of the source."""
 
     def __init__(self, block: TransformerDecoderBlock, source: Tensor, length: int) -> None:
         self.source = block.encoder_decoder_attn.keys_and_values(source)
@@ -102,7 +102,7 @@ class DecoderCache:
 
 
 class TransformerDecoderBlock(nn.Module):
-    """Attention to what came before, attention to the source, a two-layer perceptron."""
+    """Causal self-attention, attention to the source, a two-layer perceptron."""
 
     def __init__(self, dim: int, heads: int, *, dropout: float, gain: float, is_first: bool) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class TransformerDecoderBlock(nn.Module):
         return self._rest(x, self.encoder_decoder_attn.keys_and_values(source))
 
     def next(self, x: Tensor, memory: DecoderCache) -> Tensor:
-        """One position more, (N, 1, dim)."""
+        """Process one more position, (N, 1, dim)."""
         normed = self.self_attn_layer_norm(x)
         known = memory.add(self.self_attn.keys_and_values(normed))
         x = (normed if self.is_first else x) + self.self_attn.attend(normed, known)
@@ -132,7 +132,7 @@ class TransformerDecoderBlock(nn.Module):
 
 
 class TransformerDecoder(Recomputing):
-    """Blocks of causal attention, and a last normalisation."""
+    """Blocks of causal attention, and a final normalisation."""
 
     def __init__(self, num_blocks: int, dim: int, heads: int, *, dropout: float, checkpointing: bool = False) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class TransformerDecoder(Recomputing):
         ]
 
     def next(self, x: Tensor, memories: list[DecoderCache]) -> Tensor:
-        """The output of one position more, (N, 1, dim)."""
+        """Return the output of one more position, (N, 1, dim)."""
         for block, memory in zip(self.blocks, memories, strict=True):
             assert isinstance(block, TransformerDecoderBlock)
             x = block.next(x, memory)
@@ -177,7 +177,7 @@ def make_perceptron(dim: int, *, dropout: float, gain: float) -> nn.Sequential:
 def make_linear(
     in_features: int, out_features: int, *, bias: bool = True, before_relu: bool = False, gain: float = 1.0
 ) -> nn.Linear:
-    """Started as upstream does: Kaiming before a ReLU, Xavier else, no bias at first."""
+    """Create a linear layer initialised as upstream: Kaiming before a ReLU, else Xavier, zero bias."""
     made = nn.Linear(in_features, out_features, bias=bias)
     if before_relu:
         nn.init.kaiming_uniform_(made.weight, nonlinearity="relu")
@@ -189,7 +189,7 @@ def make_linear(
 
 
 class WordEmbedding(nn.Module):
-    """A vector for each word; upstream's name has two parts."""
+    """A vector per word; upstream's name has two parts."""
 
     def __init__(self, vocabulary: int, dim: int) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class WordEmbedding(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """A learned vector for each position, and dropout of the sum."""
+    """Add a learned vector per position, then apply dropout."""
 
     def __init__(self, num_positions: int, dim: int, *, dropout: float) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class LearnedPositions(nn.Module):
 
 
 class WordDecoder(nn.Module):
-    """Words (N, positions) and slots (N, slots, dim) to one vector for each position, from which `head` predicts."""
+    """Words (N, positions) and slots (N, slots, dim) to one vector per position, from which `head` predicts."""
 
     def __init__(
         self,
@@ -237,13 +237,13 @@ class WordDecoder(nn.Module):
         self.head = make_linear(dim, vocabulary, bias=False)
 
     def forward(self, words: Tensor, slots: Tensor) -> Tensor:
-        """What is known of each word before it is seen: (N, positions, dim); `head` makes logits of it."""
+        """Return a vector (N, positions, dim) per word from earlier words and slots; `head` turns it into logits."""
         before = torch.cat([self.bos.expand(len(words), -1, -1), self.dict(words[:, :-1])], dim=1)
         return self.tf(self.pos(before), slots)
 
     @torch.no_grad()
     def decode_greedily(self, slots: Tensor) -> Tensor:
-        """The likeliest word at each position given those before it: (N, positions). Keys and values are kept."""
+        """Return the likeliest word per position given those before it: (N, positions). Keys and values are cached."""
         memories = self.tf.make_caches(slots, self.num_positions)
         x, words = self.bos.expand(len(slots), -1, -1), []
         for position in range(self.num_positions):
@@ -254,16 +254,16 @@ class WordDecoder(nn.Module):
 
 
 CHUNK_ROWS = 2**14
-"""Of 4096 words in bf16 128 MB: it comes on top of everything that backward needs."""
+"""With 4096 words in bf16, 128 MB, in addition to everything that backward needs."""
 
 
 def words_loss(hidden: Tensor, weight: Tensor, words: Tensor) -> Tensor:
-    """The sum over all positions of -log p(word), where logits are hidden (N, positions, dim) · weightᵀ; fp32."""
+    """Return the sum over all positions of -log p(word), with logits hidden (N, positions, dim) · weightᵀ; fp32."""
     return _sum_by_chunks(hidden.flatten(0, 1), weight, words.flatten(), get_matmul_dtype(hidden))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _sum_by_chunks(rows: Tensor, weight: Tensor, words: Tensor, dtype: torch.dtype) -> Tensor:
-    """Not compiled: it consists of matmuls and one kernel, and a compiler would unroll its chunks."""
+    """Sum the loss uncompiled: it consists of matmuls and one kernel, and a compiler would unroll its chunks."""
     with fp32_island():
         return linear_cross_entropy(rows, weight, words, num_classes=len(weight), dtype=dtype, chunk_rows=CHUNK_ROWS)
