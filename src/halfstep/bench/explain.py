@@ -92,7 +92,9 @@ def group_kernels(step: StepProfile, kind_of: Callable[[str], OpKind]) -> tuple[
     for event in step.events:
         times_us[event.name].append(event.self_us)
     kernels = [
-        KernelTime(name=name, kind=kind_of(name), ms=step.a_step_ms(sum(us)), launches=len(us) / step.num_steps)
+        KernelTime(
+            name=name, kind=kind_of(name), ms=step.convert_to_step_ms(sum(us)), launches=len(us) / step.num_steps
+        )
         for name, us in times_us.items()
     ]
     return tuple(sorted(kernels, key=lambda kernel: kernel.ms, reverse=True))

@@ -79,10 +79,10 @@ def _check_amp(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> Proof
 
 def _check_rate(parts: Assembly, engine: AnyEngine, window: list[Batch], record: RunRecord | None) -> ProofLine:
     """Check every recorded rate of a run, or the rates of a few steps."""
-    trained = record.of_kind("train") if record is not None else []
+    trained = record.select_kind("train") if record is not None else []
     if record is None or not trained or parts.phases:
         return _prove_each_phase(RATE, engine, window, parts, check_rates)
-    if parts.plateau is not None or any(event.get("event") == "rollback" for event in record.of_kind("event")):
+    if parts.plateau is not None or any(event.get("event") == "rollback" for event in record.select_kind("event")):
         return ProofLine(
             name=RATE, holds=None, text="a plateau or a rollback reduced the rate by a factor that is not recorded"
         )
@@ -133,7 +133,7 @@ def _check_memory(record: RunRecord) -> ProofLine:
 
 
 def _check_skipped(record: RunRecord) -> ProofLine:
-    trained, events = record.of_kind("train"), record.of_kind("event")
+    trained, events = record.select_kind("train"), record.select_kind("event")
     if not trained and not events:
         return ProofLine(name="skipped steps", holds=None, text="no step is on record")
     attempted = max(int(one["step"]) for one in (*trained, *events))  # a run ended by faults records no later step
