@@ -69,11 +69,11 @@ def compare(
 
     def say(line: str) -> None:
         print(line, flush=True)
-        if comparison.margin is not None and comparison.whole_seeds():
+        if comparison.margin is not None and comparison.count_whole_seeds():
             keep(arguments, where, comparison, also)
 
     run_comparison(where, comparison, say)
-    for name, verdict in comparison.verdicts().items():
+    for name, verdict in comparison.judge().items():
         print(f"{name}: {verdict} ({verdict.low:+.4g} to {verdict.high:+.4g}, margin {verdict.margin:.4g})")
     return comparison
 
@@ -85,9 +85,9 @@ def said(settings: Settings) -> list[str]:
 def keep(arguments: argparse.Namespace, where: Path, comparison: Comparison, also: tuple[str, ...]) -> None:
     """What the runs so far say, with the last validation of each."""
     rows = [row.name for row in comparison.request.rows]
-    runs = {name: [run_record(where, run) for run in comparison.outcomes(name)] for name in rows}
-    count = comparison.whole_seeds()
-    judged = {comparison.metric: {name: as_json(found, count) for name, found in comparison.verdicts().items()}}
+    runs = {name: [run_record(where, run) for run in comparison.select_outcomes(name)] for name in rows}
+    count = comparison.count_whole_seeds()
+    judged = {comparison.metric: {name: as_json(found, count) for name, found in comparison.judge().items()}}
     if comparison.pilot:
         judged |= {metric: others(where, comparison, runs, metric) for metric in also}
     record = {
@@ -113,7 +113,7 @@ def last_validation(folder: Path) -> dict[str, float]:
 
 
 def others(where: Path, comparison: Comparison, runs: dict[str, list[Any]], metric: str) -> dict[str, Any]:
-    count = comparison.whole_seeds()
+    count = comparison.count_whole_seeds()
     pilot = [last_validation(where / "runs" / f"pilot-{number}")[metric] for number in range(len(comparison.pilot))]
     margin = choose_margin(pilot, in_points=metric != "loss" and all(0 <= value <= 1 for value in pilot))
     values = {name: [run[metric] for run in found[:count]] for name, found in runs.items()}

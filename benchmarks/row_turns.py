@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from halfstep.bench.problem import Problem
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.measure import measure
 from halfstep.hardware.probe import probe
 from speed_turns import OneAtATime

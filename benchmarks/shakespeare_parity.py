@@ -38,7 +38,7 @@ def main() -> None:
         }
         comparison = compare(arguments, "gpt2", settings, Path(scratch), best=True)
     for row in comparison.request.rows:
-        losses = [math.log(run.value) for run in comparison.outcomes(row.name)]
+        losses = [math.log(run.value) for run in comparison.select_outcomes(row.name)]
         reached = "reached" if max(losses) <= GOAL else "missed"
         mean, worst = statistics.mean(losses), max(losses)
         print(f"{row.name}: best validation loss {mean:.4f}, worst {worst:.4f}, goal {GOAL} {reached}")

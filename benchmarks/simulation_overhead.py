@@ -22,7 +22,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.islands import fp32_island
 from halfstep.models.vit import ViT, ViTSize
 from halfstep.precision.decide import decide

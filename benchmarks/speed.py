@@ -35,7 +35,7 @@ from halfstep.bench.peers import require_peers
 from halfstep.bench.problem import FAST, count_step_flops
 from halfstep.bench.record import describe_circumstances, summarise_results
 from halfstep.errors import HalfstepError
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.measure import measure
 from halfstep.hardware.probe import probe
 from halfstep.report.bench_view import show_bench

@@ -12,7 +12,7 @@ from halfstep.bench.measure_row import Schedule
 from halfstep.bench.peers import list_variants, parse_peer_name
 from halfstep.bench.problem import Problem, build_problem, load_bench_config
 from halfstep.config.schema import RunConfig
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 
 PEERS = ("plain:tuned", "plain:graphs", "lightning:documented", "lightning:tuned", "accelerate:documented")
 """`graphs` is plain's tuned loop with the compiler's own CUDA graphs (mode reduce-overhead). Left out to save time:

@@ -25,7 +25,7 @@ from halfstep.bench.measure_row import Row
 from halfstep.bench.problem import Runner
 from halfstep.errors import HardwareError
 from halfstep.hardware.clock import wait_for
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.tune.modes import keep_compiled_code
 from speed_cases import Case, problem_of, row_requests
 

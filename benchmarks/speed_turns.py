@@ -31,7 +31,7 @@ from halfstep.bench.bench import BenchRequest, list_runners, measure_runner
 from halfstep.bench.measure_row import Pause, Row, Schedule, make_unmeasured_row
 from halfstep.bench.problem import BenchMode, Problem
 from halfstep.hardware.clock import wait_for
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from speed_cases import Case, problem_of, row_requests
 from speed_processes import Facts, own_decisions
 

@@ -17,7 +17,7 @@ ORIGINALS = {
     "config_text": ("config/yaml_source", "config/section", "config/schema", "disk"),
     "errors": ("errors",),
     "formats": ("formats",),
-    "gpus": ("hardware/gpus", "hardware/support", "hardware/facts"),
+    "gpus": ("hardware/gpus", "hardware/support", "hardware/device_facts"),
     "precision_names": ("config/precision_names",),
     "terminal": ("cli/main", "cli/options", "report/tables", "disk"),
 }

@@ -13,7 +13,7 @@ from halfstep.bench.measure_row import Row
 from halfstep.bench.peers import list_peers
 from halfstep.bench.problem import AfterStep, Problem, build_problem, load_bench_config
 from halfstep.errors import ConfigError
-from halfstep.hardware.facts import Hardware, Measurement
+from halfstep.hardware.device_facts import Hardware, Measurement
 from halfstep.hardware.probe import probe
 
 FLOPS = 10**6

@@ -7,7 +7,7 @@ import pytest
 from halfstep.bench.problem import load_bench_config, refuse_too_large
 from halfstep.config.schema import RunConfig
 from halfstep.errors import MemoryLimitError
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.run.memory.sizing import StepCost, predict_step_cost
 
 STORE = {"channels": 3, "num_classes": 2, "image_size": 32}

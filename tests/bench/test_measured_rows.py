@@ -22,7 +22,7 @@ from halfstep.bench.bench import BenchRequest, HalfstepRunner, bench, check_loss
 from halfstep.bench.measure_row import Row, Schedule, describe_failure, measure_row
 from halfstep.bench.problem import AfterStep, Problem, build_problem, load_bench_config
 from halfstep.errors import ConfigError, HardwareError
-from halfstep.hardware.facts import Measurement
+from halfstep.hardware.device_facts import Measurement
 from halfstep.hardware.probe import probe
 from halfstep.run.assemble import decide_plan
 

@@ -48,8 +48,8 @@ def test_exercise_1_compares_three_formats_with_paired_seeds_in_the_steps_its_ti
     assert [row[0] for row in story.rows] == ["fp32", "fp16", "bf16"]
     assert ("1 step per run instead of 60" in lines[0], "s in all" in lines[0]) == (True, True)
     assert sum("accuracy" in line and "seed" in line for line in lines) == 15
-    assert any("often expected" in line for line in story.told)
-    assert any("measured here: accuracy within" in line for line in story.told)
+    assert any("often expected" in line for line in story.comments)
+    assert any("measured here: accuracy within" in line for line in story.comments)
 
 
 def written_cifar(folder: Path, *, labels: int = 10) -> None:

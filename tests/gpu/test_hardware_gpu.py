@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from halfstep.formats import FORMATS
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.measure import measure
 from halfstep.hardware.probe import probe, probe_all
 from halfstep.precision.advice import advise

@@ -43,7 +43,7 @@ from halfstep.guide.suggest import (
     make_suggestions,
 )
 from halfstep.guide.trial import Trial, Trials, measure_trial
-from halfstep.hardware.facts import Hardware, Measurement
+from halfstep.hardware.device_facts import Hardware, Measurement
 from halfstep.hardware.gpus import look_up_gpu
 from halfstep.hardware.memory import LiveBytes
 from halfstep.precision.advice import EXAMPLE_SAMPLE_BYTES
@@ -294,7 +294,7 @@ def test_unknown_memory_is_no_reason_for_a_batch_of_one() -> None:
     silent = situation(hardware=dataclasses.replace(AMPERE, memory_free_bytes=None, memory_total_bytes=0))
     paths, facts = choose_batch(silent, "fast", config(), CHEAP)
     assert paths["train.batch_size"] == 64
-    assert "does not say" in dict(facts)["memory"]
+    assert "is unknown" in dict(facts)["memory"]
 
 
 @pytest.mark.parametrize(
@@ -546,20 +546,20 @@ def test_a_model_alone_says_which_task_it_is_for() -> None:
     assert add_task({"model": "radiodiff"})["task"] == "radio maps"
     assert add_task({"model": "vit_b_16", "task": "own"})["task"] == "own"
     assert "task" not in add_task({"goal": "fast"})
-    assert [TASK.chosen(name) for name in ("vae", "unet")] == ["autoencoder", "segmentation"]
+    assert [TASK.choose(name) for name in ("vae", "unet")] == ["autoencoder", "segmentation"]
 
 
 def test_a_choice_is_understood_by_name_number_and_beginning() -> None:
     question = Question(key="goal", text="?", choices={"fast": "", "quality": ""}, aliases={"best": "quality"})
-    assert [question.chosen(word) for word in ("fast", "2", "Q", "best")] == ["fast", "quality", "quality", "quality"]
+    assert [question.choose(word) for word in ("fast", "2", "Q", "best")] == ["fast", "quality", "quality", "quality"]
     for wrong in ("", "3", "fastest", "slow"):
         with pytest.raises(ConfigError, match="is not a choice"):
-            question.chosen(wrong)
+            question.choose(wrong)
 
 
 def test_every_task_is_chosen_by_its_own_name_and_has_a_model() -> None:
-    assert [TASK.chosen(name) for name in TASK.choices] == list(TASK.choices)
-    assert TASK.chosen("Radio Maps") == "radio maps"
+    assert [TASK.choose(name) for name in TASK.choices] == list(TASK.choices)
+    assert TASK.choose("Radio Maps") == "radio maps"
     assert all(entry.models for entry, _ in FAMILIES.values())
 
 

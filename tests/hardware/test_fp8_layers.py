@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fake_driver import FakeDriver
 
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, measure_gains_once
 from halfstep.hardware.probe import probe
 

@@ -8,7 +8,7 @@ import pytest
 from fake_driver import T4, TINY, FakeDriver
 
 from halfstep.hardware.describe import describe_identity, make_format_columns
-from halfstep.hardware.facts import Hardware, Measurement
+from halfstep.hardware.device_facts import Hardware, Measurement
 from halfstep.hardware.gpus import look_up_gpu
 from halfstep.hardware.measure import measure
 from halfstep.hardware.probe import probe

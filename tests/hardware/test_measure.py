@@ -12,8 +12,8 @@ from halfstep.bench.problem import compute_floor_ms
 from halfstep.errors import HardwareError
 from halfstep.formats import FORMATS
 from halfstep.hardware.describe import format_rate, make_format_columns
+from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.driver import Driver
-from halfstep.hardware.facts import Hardware
 from halfstep.hardware.gpus import look_up_gpu
 from halfstep.hardware.measure import TimedConvolution, TimedMatmul, measure
 from halfstep.hardware.probe import probe

@@ -9,7 +9,7 @@ import pytest
 from fake_driver import T4, TINY, FakeDriver
 
 from halfstep.hardware.cache import make_cache_key, measure_once
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.measure import measure
 from halfstep.hardware.probe import probe
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep.backend_flags import read_effective_leaves, read_flags
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan
 from halfstep.precision.simulate import simulate

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import ConfigError, HardwareError, PrecisionError
-from halfstep.hardware.facts import Hardware, Measurement, Support
+from halfstep.hardware.device_facts import Hardware, Measurement, Support
 from halfstep.hardware.gpus import look_up_gpu
 from halfstep.precision.decide import decide
 from halfstep.precision.plan import Plan

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.formats import FP8_E4M3, FP8_E5M2, Format
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.precision.decide import decide
 from halfstep.precision.fp8 import cast_to_fp8
 from halfstep.precision.simulate import round_to

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from halfstep.errors import HardwareError, PrecisionError
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape
 from halfstep.precision.decide import decide
 from halfstep.precision.fp8 import find_edge_layers, find_layer_shapes, judge_whole_steps, measure_layer_gains

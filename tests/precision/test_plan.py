@@ -70,7 +70,8 @@ def test_a_plan_for_hardware_that_is_not_here_prints_but_does_not_run() -> None:
 
 def test_deciding_and_printing_need_no_torch() -> None:
     program = (
-        "import sys; from halfstep.hardware.facts import Hardware; from halfstep.precision.decide import decide\n"
+        "import sys; from halfstep.precision.decide import decide\n"
+        "from halfstep.hardware.device_facts import Hardware\n"
         "hw = Hardware(kind='cuda', device='', name='X', vendor='x', support={'bf16': 'native'})\n"
         "print(decide('bf16', hw)); assert 'torch' not in sys.modules"
     )

@@ -25,12 +25,12 @@ def test_time_left_is_unknown_until_a_row_is_done_and_then_follows_the_mean_of_i
     clock.now = 30.0
     assert str(left) == "halfstep eager fp32 (row 1 of 4)"
     left.begin("halfstep eager tf32")
-    assert left.left() == ", about 1:30 left"
+    assert left.format_time_left() == ", about 1:30 left"
     clock.now = 40.0
     assert str(left) == "halfstep eager tf32 (row 2 of 4, about 1:20 left)"
     clock.now = 80.0
     left.begin("halfstep eager bf16")
-    assert left.left() == ", about 1:20 left"
+    assert left.format_time_left() == ", about 1:20 left"
 
 
 def test_time_left_is_unknown_while_a_kind_of_row_is_to_come_of_which_none_is_done() -> None:
@@ -40,11 +40,11 @@ def test_time_left_is_unknown_while_a_kind_of_row_is_to_come_of_which_none_is_do
     expected = ("", ", time left unknown", ", time left unknown", ", time left unknown")
     for clock.now, said in zip((0.0, 5.0, 105.0, 205.0), expected, strict=True):
         left.begin("any")
-        assert left.left() == said
+        assert left.format_time_left() == said
     left = RowsLeft(["halfstep eager", "halfstep compile", "halfstep compile"], left._console, clock=clock)
     for clock.now in (0.0, 5.0, 186.0):
         left.begin("any")
-    assert left.left() == ", about 3:01 left"
+    assert left.format_time_left() == ", about 3:01 left"
 
 
 def test_a_row_that_takes_longer_than_expected_leaves_the_others() -> None:
@@ -53,7 +53,7 @@ def test_a_row_that_takes_longer_than_expected_leaves_the_others() -> None:
     for clock.now in (0.0, 30.0):
         left.begin("halfstep eager fp32")
     clock.now = 61.0
-    assert left.left() == ", over 0:30 left"
+    assert left.format_time_left() == ", over 0:30 left"
 
 
 def test_the_first_row_once_more_takes_as_long_as_it_did() -> None:
@@ -62,7 +62,7 @@ def test_the_first_row_once_more_takes_as_long_as_it_did() -> None:
     left = RowsLeft(kinds, Console(file=io.StringIO(), force_terminal=True), repeats_first=True, clock=clock)
     for clock.now, expected in ((0.0, ""), (5.0, ", about 0:10 left"), (65.0, ", about 0:05 left")):
         left.begin("halfstep eager fp32")
-        assert left.left() == expected
+        assert left.format_time_left() == expected
 
 
 def test_a_terminal_is_told_by_its_status_and_a_file_by_lines() -> None:

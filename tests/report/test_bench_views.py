@@ -99,7 +99,7 @@ def test_title_reasons_remarks_and_warnings_stand_around_the_table() -> None:
     assert "halfstep graph bf16: start-up takes 9.1 GB" in said
     assert "halfstep eager fp8: simulated: no speed" in said
     assert "warning: the GPU is in use by others" in said
-    assert "held against halfstep eager fp32 within 10%" in said
+    assert "compared with halfstep eager fp32 within 10%" in said
 
 
 def test_a_reduced_network_is_not_shown_under_the_bare_name() -> None:
@@ -118,7 +118,7 @@ def test_the_rows_that_speedups_refer_to_are_named_below_the_table() -> None:
 
 
 def test_only_columns_that_are_shown_are_explained() -> None:
-    assert "of floor: counted arithmetic" in shown(RECORD)
+    assert "of floor: time of the counted arithmetic" in shown(RECORD)
     without = measured("eager", "fp32", 246.6, floor_share=None, loss=None, speedup_tf32=None)
     said = shown({**RECORD, "rows": [without]})
     assert "ms/step: median" in said

@@ -119,7 +119,7 @@ def test_records_that_are_not_those_of_the_checkpoint_are_refused_unless_allowed
     resume(folder, "train.epochs=2", allow_changes=True)
     assert said in capsys.readouterr().err
     resume(folder, "train.epochs=3")  # the records of the second half are known again
-    assert [one["step"] for one in read_run(folder).of_kind("val")][-2:] == [12, 18]
+    assert [one["step"] for one in read_run(folder).select_kind("val")][-2:] == [12, 18]
 
 
 def test_a_record_that_is_nested_too_deeply_is_named_with_its_line(tmp_path: Path) -> None:

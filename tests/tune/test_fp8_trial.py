@@ -9,7 +9,7 @@ from types import MappingProxyType
 import pytest
 
 from halfstep.config.schema import RunConfig
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape
 from halfstep.precision.decide import decide
 from halfstep.run.assemble import build_workload

@@ -231,8 +231,8 @@ def test_time_to_the_same_quality_is_the_first_validation_at_the_baselines_end_l
     runs = [timed("a", 0, [0.5, 0.8]), timed("b", 0, [0.76, 0.9]), timed("a", 1, [0.5, 0.8]),
             timed("b", 1, [0.6, 0.7])]  # fmt: skip
     comparison = Comparison(request=CompareRequest(target="x", overrides=(), rows=rows), margin=0.05, runs=runs)
-    assert measure_time_to_quality(comparison, comparison.outcomes("b")) == [1.0, None]
-    assert measure_time_to_quality(comparison, comparison.outcomes("a")) == [2.0, 2.0]
+    assert measure_time_to_quality(comparison, comparison.select_outcomes("b")) == [1.0, None]
+    assert measure_time_to_quality(comparison, comparison.select_outcomes("a")) == [2.0, 2.0]
 
 
 def test_the_median_time_to_quality_counts_the_seeds_that_never_get_there() -> None:

@@ -26,7 +26,7 @@ from halfstep.bench.problem import (
 )
 from halfstep.data.prefetch import prefetch
 from halfstep.errors import HardwareError, PrecisionError, TrainingStopped
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.models.first_values import skip_first_values
 from halfstep.precision.decide import explain_simulation
 from halfstep.precision.ladder import explain_lack
@@ -259,7 +259,7 @@ class HalfstepRunner:
     def train(self, steps: int, after_step: AfterStep) -> float:
         seed_everything(self.config.train.seed)
         workload = self.workload()
-        self._plan = plan = self._plan or self._planned(workload)
+        self._plan = plan = self._plan or self._make_plan(workload)
         self.remarks = [f"{plan.mode}: {plan.mode_reason}"] if self.variant == "auto" else []
         if plan.memory_reason:
             self.remarks += [f"{MemorySetting(**plan.memory)}: {plan.memory_reason}", *plan.memory_trials]
@@ -269,7 +269,7 @@ class HalfstepRunner:
             metrics = workload.metrics()
             engine = make_engine(parts, parts.mode, lambda text, level: self.remarks.append(text), metrics.update)
             batches = prefetch(itertools.repeat(self.problem.host_batch, steps), self.problem.device)
-            loss = self._trained(engine, batches, after_step)
+            loss = self._train_batches(engine, batches, after_step)
         if engine.mode != plan.mode or self.variant not in ("auto", engine.mode):
             # A row must not show the time of another mode.
             raise HardwareError(f"could not run as {plan.mode}: {'; '.join(self.remarks) or f'ran as {engine.mode}'}")
@@ -281,12 +281,12 @@ class HalfstepRunner:
         with skip_first_values():
             return _begin_all_phases(build_random_workload(self.config), model)
 
-    def _planned(self, workload: Workload) -> Plan:
+    def _make_plan(self, workload: Workload) -> Plan:
         return tune_plan(
             self.config, workload, decide_plan(self.config, workload, self.hardware), lambda text: None, rehearse_run
         )
 
-    def _trained(self, engine: Engine | PhasedEngine, batches: Iterable[Batch], after_step: AfterStep) -> float:
+    def _train_batches(self, engine: Engine | PhasedEngine, batches: Iterable[Batch], after_step: AfterStep) -> float:
         facts: Facts | PhasedFacts | None = None
         for batch in batches:
             facts = engine([batch])

@@ -28,7 +28,7 @@ from halfstep.bench.step_profile import (
     wake_profiler,
 )
 from halfstep.errors import ConfigError, HardwareError
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.report.tables import make_columns_table, make_pairs_table
 from halfstep.run.assemble import decide_plan
 from halfstep.tune.channels_last import wants_channels_last
@@ -92,7 +92,9 @@ def group_kernels(step: StepProfile, kind_of: Callable[[str], OpKind]) -> tuple[
     for event in step.events:
         times_us[event.name].append(event.self_us)
     kernels = [
-        KernelTime(name=name, kind=kind_of(name), ms=step.a_step_ms(sum(us)), launches=len(us) / step.num_steps)
+        KernelTime(
+            name=name, kind=kind_of(name), ms=step.convert_to_step_ms(sum(us)), launches=len(us) / step.num_steps
+        )
         for name, us in times_us.items()
     ]
     return tuple(sorted(kernels, key=lambda kernel: kernel.ms, reverse=True))

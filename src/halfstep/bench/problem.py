@@ -20,7 +20,7 @@ from halfstep.config.load import Loaded
 from halfstep.config.schema import RunConfig, ScalerConfig
 from halfstep.data.seeds import Key
 from halfstep.errors import ConfigError, MemoryLimitError, format_bytes
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.precision.ladder import explain_lack
 from halfstep.report.config_view import format_setting
 from halfstep.run.assemble import build_workload, provide_data

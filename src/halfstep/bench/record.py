@@ -23,7 +23,7 @@ from halfstep.config.foreign import flatten_keys
 from halfstep.config.keys import list_fields
 from halfstep.config.schema import RunConfig
 from halfstep.disk import write_atomically
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.workloads import KINDS
 
 VERSION: Literal[1] = 1

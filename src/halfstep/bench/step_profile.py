@@ -51,14 +51,14 @@ class StepProfile:
     @property
     def busy_ms(self) -> float:
         """Time per step in which at least one stream is busy."""
-        return self.a_step_ms(compute_covered_us(self.events))
+        return self.convert_to_step_ms(compute_covered_us(self.events))
 
     @property
     def span_ms(self) -> float:
         """Time per step from the start of the first event to the end of the last."""
-        return self.a_step_ms(self._span_us)
+        return self.convert_to_step_ms(self._span_us)
 
-    def a_step_ms(self, us: float) -> float:
+    def convert_to_step_ms(self, us: float) -> float:
         """Convert recorded time to time per step; on a CPU scale it down to the unprofiled step time."""
         recorded_ms = us / 1e3 / self.num_steps
         if not self.is_host:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from halfstep.bench.problem import Problem, Runner, StatedRow
     from halfstep.bench.record import Record
     from halfstep.config.load import Loaded
-    from halfstep.hardware.facts import Hardware
+    from halfstep.hardware.device_facts import Hardware
 
 
 WHAT, OUTPUT = "What is measured", "Output"
@@ -129,7 +129,7 @@ class OutputFiles:
     save: Path | None
     force: bool
 
-    def without_outputs(self) -> OutputFiles:
+    def drop_outputs(self) -> OutputFiles:
         """Drop the outputs because nothing was measured: an empty file would block the same command later."""
         for path in filter(None, (self.save, self.picture)):
             typer.secho(f"{path} was not written: nothing was measured", fg="yellow", err=True)
@@ -388,7 +388,7 @@ def _deliver(
     from halfstep.bench.record import save_record
     from halfstep.report.bench_view import draw_bench
 
-    files = files if has_rows else files.without_outputs()
+    files = files if has_rows else files.drop_outputs()
     try:
         if files.save:
             save_record(record, files.save)

@@ -96,7 +96,7 @@ def command(
         folder, comparison = new_comparison(_build_request(context, how), out)
     _run(folder, comparison)
     _show(folder, comparison, as_json=as_json)
-    if any(verdict.word != "same" for verdict in comparison.verdicts().values()):
+    if any(verdict.word != "same" for verdict in comparison.judge().values()):
         raise typer.Exit(1)
 
 

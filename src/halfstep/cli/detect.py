@@ -13,7 +13,7 @@ from halfstep.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from halfstep.hardware.facts import Hardware
+    from halfstep.hardware.device_facts import Hardware
     from halfstep.precision.advice import HardwareAdvice
 
 

@@ -83,7 +83,7 @@ def _show(story: Story) -> None:
     for claim in story.claims:
         seen = Text("  seen  ", style="green") if claim.holds else Text("  NOT seen  ", style="bold red")
         print_text(console, seen + Text(claim.text))
-    for line in story.told:
+    for line in story.comments:
         print_text(console, Text(line, style="dim"))
     if story.picture is not None:
         console.print(Text(f"picture: {story.picture}"), soft_wrap=True)

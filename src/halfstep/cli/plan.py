@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from halfstep.config.schema import RunConfig
-    from halfstep.hardware.facts import Hardware
+    from halfstep.hardware.device_facts import Hardware
     from halfstep.report.memory_view import MemoryRow
     from halfstep.run.memory.planner import Fit, MemoryPlanner
     from halfstep.tune.modes import Mode

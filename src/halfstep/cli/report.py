@@ -87,7 +87,7 @@ def render_comparison_page(folder: Path) -> str:
     from halfstep.use.compare_table import build_columns, build_lines, collect_notes, compute_band
 
     comparison = open_comparison(folder)
-    if comparison.margin is None or not comparison.whole_seeds():
+    if comparison.margin is None or not comparison.count_whole_seeds():
         raise CheckpointError(
             f"{folder} has no seed with a run of every row yet", fix=f"halfstep compare --resume {folder}"
         )
@@ -100,7 +100,9 @@ def render_comparison_page(folder: Path) -> str:
             points = [(float(step), value) for step, value in zip(steps, values, strict=True)]
             series += [Series(name=name, points=points, colour=number, dashed=name != line.title)] if points else []
     chart = Chart(title=comparison.metric, x="step", series=series)
-    about = f"margin {comparison.margin:.4g} in {comparison.metric}, {format_count(comparison.whole_seeds(), 'seed')}"
+    about = (
+        f"margin {comparison.margin:.4g} in {comparison.metric}, {format_count(comparison.count_whole_seeds(), 'seed')}"
+    )
     columns = build_columns(lines, comparison.metric)
     summary = next((run.summary for run in comparison.runs if run.summary), {})
     return render_comparison(

@@ -79,7 +79,7 @@ def explain_bad_records(run: RunRecord) -> Iterator[None]:
 
 def collect_facts(run: RunRecord) -> dict[str, Any]:
     """Collect the current numbers of a run; omit what is not recorded."""
-    train, val, events = run.of_kind("train"), run.of_kind("val"), run.of_kind("event")
+    train, val, events = run.select_kind("train"), run.select_kind("val"), run.select_kind("event")
     latest: dict[str, Any] = train[-1] if train else {}
     facts: dict[str, Any] = {"run": str(run.path), "state": _describe_state(run)}
     facts |= {key: latest[key] for key in (*RECORDED, run.rate, *_list_loss_keys(run)) if latest.get(key) is not None}
@@ -97,7 +97,7 @@ def collect_facts(run: RunRecord) -> dict[str, Any]:
 
 def build_table(run: RunRecord, facts: dict[str, Any]) -> Table:
     """Build the table of the facts, with curves."""
-    train, val = run.of_kind("train"), run.of_kind("val")
+    train, val = run.select_kind("train"), run.select_kind("val")
     metric = run.metric
     lines = {"run": facts["run"], "state": facts["state"], "step": "none on record yet"}
     if train:

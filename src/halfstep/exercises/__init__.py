@@ -21,7 +21,7 @@ class Story:
     titles: Sequence[str]
     rows: Sequence[Sequence[str]]
     claims: Sequence[Claim]
-    told: Sequence[str] = ()
+    comments: Sequence[str] = ()
     """Comments on the result."""
     picture: Path | None = None
     numbers: dict[str, object] = field(default_factory=dict)

@@ -58,7 +58,7 @@ def run(
     lines = build_lines(comparison)
     picture = folder / "exercise1.png"
     draw_comparison(lines, comparison.metric, picture)
-    verdicts = comparison.verdicts()
+    verdicts = comparison.judge()
     return Story(
         title="Exercise 1: benchmark fp32, fp16 and bf16",
         titles=("format", "speed", "speedup", "memory", "accuracy", "verdict"),
@@ -67,7 +67,7 @@ def run(
             Claim(text=f"{name}: the accuracy is the same within {MARGIN * 100:g} points", holds=found.word == "same")
             for name, found in verdicts.items()
         ],
-        told=[*collect_notes(comparison), *_explain_differences(lines, simulates=simulates, device=hardware.name)],
+        comments=[*collect_notes(comparison), *_explain_differences(lines, simulates=simulates, device=hardware.name)],
         picture=picture,
         numbers={"accuracy": {line.name: list(line.values) for line in lines}},
     )

@@ -60,7 +60,7 @@ def run(folder: Path, *, steps: int = STEPS) -> Story:
             Claim(text="without scaling gradients were flushed to zero", holds=flushed > 0.5),
             Claim(text="without scaling nothing was learned", holds=unscaled.learned < 0.1),
         ],
-        told=[
+        comments=[
             f"the scale starts at 2^{math.log2(FIRST_SCALE):.0f}: gradients pass {FORMATS['fp16'].largest:g}, the "
             "largest number of fp16, the step is skipped and the scale is halved, again and again",
             "a skipped step changes nothing: weights, optimizer state and schedule keep their bits",

@@ -41,7 +41,7 @@ def run(folder: Path) -> Story:
         titles=("part", "in half", "what breaks", "error fp32", "error half"),
         rows=[(p.name, p.format, p.seen, f"{p.error_fp32:.1e}", f"{p.error_half:.1e}") for p in parts],
         claims=[Claim(text=f"{p.name}: {p.why}", holds=p.error_half > 1e3 * max(p.error_fp32, 1e-12)) for p in parts],
-        told=[
+        comments=[
             "errors are relative to fp64; halfstep keeps these in fp32 in every precision: regions of the model as "
             "islands, and the weights that the optimizer updates"
         ],

@@ -34,7 +34,7 @@ from halfstep.guide.data import DataLook, describe, look_at, look_at_demo, save_
 from halfstep.guide.suggest import Situation, Suggestion, make_suggestions
 from halfstep.guide.trial import Trials
 from halfstep.hardware.describe import describe_identity
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.precision.advice import advise
 from halfstep.report.tables import make_pairs_table
 from halfstep.workloads import KINDS
@@ -58,7 +58,7 @@ class Question:
     empty_means: str = ""
     """What an empty answer means, if not the default."""
 
-    def chosen(self, answer: str) -> str:
+    def choose(self, answer: str) -> str:
         """Return the choice for an answer: a name, a number or the beginning of a name; free text is returned as is."""
         if not self.choices:
             return answer
@@ -102,7 +102,7 @@ class Prompt:
         show_question(self.console, question)
         while True:
             try:
-                return check(question.chosen(self._line(question) or question.default))
+                return check(question.choose(self._line(question) or question.default))
             except Interrupted:
                 raise
             except HalfstepError as error:
@@ -145,7 +145,7 @@ class Scripted:
     def ask(self, question: Question, check: Callable[[str], Value]) -> Value:
         self._asked.add(question.key)
         given = question.key in self.answers
-        answer = question.chosen(self.answers.get(question.key) or question.default)
+        answer = question.choose(self.answers.get(question.key) or question.default)
         source = "given" if given else "default"
         shown = answer or question.empty_means or "nothing"
         self.console.print(Text.assemble((f"{question.key}: ", "bold"), shown, (f"  ({source})", "dim")))
@@ -185,7 +185,7 @@ def read_answers(path: Path, questions: Sequence[Question]) -> dict[str, str]:
             raise ConfigError(f"{statement.origin}: {statement.path} is {statement.value!r}", fix="write one word")
         answer = (statement.value or "").strip()
         if answer:
-            known[statement.path].chosen(answer)
+            known[statement.path].choose(answer)
         answers[statement.path] = answer
     return answers
 
@@ -209,7 +209,7 @@ def show_refusal(console: Console, error: HalfstepError) -> None:
 
 
 FAMILIES = {kind.task: (kind.guide, kind.usual) for name in KINDS if (kind := KINDS[name]).guide is not None}
-"""What the guide says of a family, and the workload most people want on a GPU."""
+"""The guide's entry for each family, and the workload that most users want on a GPU."""
 TASK = Question(
     key="task",
     text="What do you want to train?",

@@ -14,7 +14,7 @@ from halfstep.config.schema import ADAM_LIKE, RunConfig
 from halfstep.errors import format_bytes, format_count, suggest_command
 from halfstep.guide.data import DataLook
 from halfstep.guide.trial import Trial
-from halfstep.hardware.facts import Hardware, Op
+from halfstep.hardware.device_facts import Hardware, Op
 from halfstep.precision.advice import advise
 from halfstep.precision.decide import decide
 from halfstep.run.memory.sizing import Planners, StepCost, predict_step_cost

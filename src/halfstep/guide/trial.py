@@ -14,7 +14,7 @@ from typing import Any
 
 from halfstep.config.schema import RunConfig
 from halfstep.hardware.clock import wait_for
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.run.assemble import assemble, decide_plan
 from halfstep.run.engine import make_engine
 from halfstep.run.memory.out_of_memory import OutOfMemory

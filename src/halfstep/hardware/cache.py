@@ -11,7 +11,7 @@ from typing import Any
 
 from halfstep.disk import parse_json, write_atomically
 from halfstep.errors import CheckpointError
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 
 VERSION = 3
 """Increased when the measurements or their notes change: older files are then ignored."""

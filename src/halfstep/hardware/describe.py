@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from halfstep.formats import FORMATS
-from halfstep.hardware.facts import Hardware, Measurement, Op
+from halfstep.hardware.device_facts import Hardware, Measurement, Op
 
 GIB = 2**30
 SMALL_MARK = "*"

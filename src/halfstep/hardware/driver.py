@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep.hardware.clock import wait_for
-from halfstep.hardware.facts import Kind
+from halfstep.hardware.device_facts import Kind
 from halfstep.hardware.nvml import ask_nvml
 
 if TYPE_CHECKING:

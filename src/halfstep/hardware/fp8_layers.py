@@ -20,8 +20,8 @@ from torch import nn
 
 from halfstep.errors import PrecisionError, suggest_install
 from halfstep.hardware.cache import make_cache_key, read_json, write_json
+from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.driver import Driver
-from halfstep.hardware.facts import Hardware
 
 RECIPE = "tensorwise"
 """One scale per tensor, recomputed each time: torchao's fastest recipe, stateless, and the one simulation follows."""

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Literal, cast
 
 from halfstep.errors import HardwareError
-from halfstep.hardware.facts import Hardware, Kind
+from halfstep.hardware.device_facts import Hardware, Kind
 from halfstep.hardware.support import Formats, has_matrix_units, list_formats
 
 Checked = Literal["datasheet", "secondary", "derived", "recalled"]

@@ -22,8 +22,8 @@ from halfstep.backend_flags import fp32_mode
 from halfstep.errors import HardwareError, summarise_error
 from halfstep.formats import FP8_E4M3, find_format
 from halfstep.hardware.describe import OP_NAMES, SMALL_MARK, format_rate
+from halfstep.hardware.device_facts import Hardware, Measurement, Op
 from halfstep.hardware.driver import SAMPLES, Driver
-from halfstep.hardware.facts import Hardware, Measurement, Op
 
 DTYPES = {
     "fp32": torch.float32,

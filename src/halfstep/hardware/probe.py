@@ -6,8 +6,8 @@ import dataclasses
 import re
 
 from halfstep.errors import HardwareError, format_count
+from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.driver import Accelerator, CpuDescription, Driver
-from halfstep.hardware.facts import Hardware
 from halfstep.hardware.gpus import find_known
 from halfstep.hardware.support import has_matrix_units, list_cpu_formats, list_formats
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection
 from types import MappingProxyType
 
-from halfstep.hardware.facts import Kind, Support
+from halfstep.hardware.device_facts import Kind, Support
 
 Formats = MappingProxyType[str, Support]
 

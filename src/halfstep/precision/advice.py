@@ -11,7 +11,7 @@ from typing import Any
 
 from halfstep.formats import FP32, find_format
 from halfstep.hardware.describe import OP_NAMES, format_rate, format_speedup
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.precision.decide import decide
 
 NOUN = {"cpu": "CPU", "tpu": "TPU"}

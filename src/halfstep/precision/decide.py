@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfstep.config.precision_names import normalise_precision
 from halfstep.errors import PrecisionError
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.probe import probe
 from halfstep.precision.ladder import Grant, explain_lack, grant
 from halfstep.precision.plan import ROOT, WHOLE_MODEL, Plan, PlanRow

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from halfstep.formats import FP8_E4M3, FP8_E5M2, Format
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, convert_to_float8, measure_gains_once
 from halfstep.islands import fp32_island
 from halfstep.precision.ladder import explain_lack, make_strict_refusal

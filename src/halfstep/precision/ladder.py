@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from halfstep.errors import HardwareError
 from halfstep.hardware.describe import format_speedup
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 
 LADDER = ("fp8", "bf16", "fp16", "tf32", "fp32")
 AUTO_RUNGS = LADDER[1:]  # fp8 changes what a model computes too much to be chosen unasked

@@ -267,7 +267,7 @@ class RowsLeft:
         if not self._console.is_terminal:  # where a status is not shown
             self._console.print(Text(f"measuring {self}"), soft_wrap=True)
 
-    def left(self) -> str:
+    def format_time_left(self) -> str:
         """Return `, about 1:20 left`; empty until a row is done, `unknown` until one of each kind is."""
         if self.done < 1:
             return ""
@@ -288,7 +288,7 @@ class RowsLeft:
         return sum(alike_s) / len(alike_s)
 
     def __str__(self) -> str:
-        return f"{self.row} (row {self.done + 1} of {self.total}{self.left()})"
+        return f"{self.row} (row {self.done + 1} of {self.total}{self.format_time_left()})"
 
     def __rich__(self) -> Text:
         return Text(f"measuring {self}" if self.row else "measuring")

@@ -25,7 +25,7 @@ Record = Mapping[str, Any]
 TRAIN, VALIDATION = "#2f6fde", "#e8710a"
 PHASE_COLOURS = (TRAIN, "#12805c", "#8e44ad", "#b7791f")
 METRIC_COLOURS = ("#12805c", "#8e44ad", "#0b9ac0", "#b7791f")
-"""Four at most: more curves in one quarter of a page cannot be told apart."""
+"""At most four: more curves in one plot are hard to distinguish."""
 NOT_METRICS = {"step", "epoch", "loss", "elapsed_s"}
 TRAINING_TWIN = "train_"
 """Prefix of a metric over the epoch's training samples in a validation record."""
@@ -63,11 +63,11 @@ class Quarter:
     log_base: int = 0
     """0: linear. Otherwise logarithmic where the values span enough."""
     note: str = ""
-    """Stands beside the name of the lower axis."""
+    """Appended to the name of the x axis."""
 
 
 TITLE_LINE = 64
-"""Letters of a legend that fit beside a title."""
+"""Characters of a legend that fit next to a title."""
 
 
 def draw_curves(metrics: Sequence[Record], path: Path) -> None:

@@ -24,7 +24,7 @@ from halfstep.data.loader import Loader
 from halfstep.distributed.world import World
 from halfstep.errors import ConfigError
 from halfstep.evidence.recorder import Recorder
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.gpus import look_up_gpu
 from halfstep.hardware.probe import probe
 from halfstep.models.first_values import skip_first_values

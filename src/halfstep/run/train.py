@@ -25,7 +25,7 @@ from halfstep.distributed.launch import Launch, join_world
 from halfstep.distributed.world import World
 from halfstep.errors import CheckpointError, HalfstepError
 from halfstep.hardware.clock import Stopwatch
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.memory import reset_peak
 from halfstep.hardware.monitor import monitored
 from halfstep.hardware.nvml import EnergyMeter

@@ -18,8 +18,8 @@ from halfstep.config.schema import RunConfig
 from halfstep.disk import find_cache_directory
 from halfstep.errors import ConfigError, format_count
 from halfstep.hardware.clock import Stopwatch
+from halfstep.hardware.device_facts import Hardware
 from halfstep.hardware.driver import Driver
-from halfstep.hardware.facts import Hardware
 from halfstep.hardware.fp8_layers import Fp8Gain, LayerShape, measure_gains_once
 from halfstep.precision.fp8 import fall_back_to_bf16, judge_whole_steps, measure_layer_gains
 from halfstep.precision.ladder import explain_lack

@@ -124,26 +124,23 @@ class Comparison:
         lists = {name: [one.to_json() for one in record[name]] for name in ("pilot", "runs")}
         return json.dumps({**record, **lists, "request": asdict(self.request)}, indent=1) + "\n"
 
-    def outcome(self, row: str, seed: int) -> RunOutcome | None:
-        return next((run for run in self.runs if run.row == row and run.seed == seed), None)
-
-    def outcomes(self, row: str) -> list[RunOutcome]:
+    def select_outcomes(self, row: str) -> list[RunOutcome]:
         """Return the row's outcomes in the order of their seeds, as they are paired."""
         return sorted((run for run in self.runs if run.row == row), key=lambda run: run.seed)
 
-    def paired(self, row: str) -> list[RunOutcome]:
+    def select_paired(self, row: str) -> list[RunOutcome]:
         """Return the row's outcomes for seeds that all rows have; incomplete seeds do not count."""
-        return self.outcomes(row)[: self.whole_seeds()]
+        return self.select_outcomes(row)[: self.count_whole_seeds()]
 
-    def whole_seeds(self) -> int:
+    def count_whole_seeds(self) -> int:
         """Count the seeds with a run of every row."""
         seeds = [{run.seed for run in self.runs if run.row == row.name} for row in self.request.rows]
         return len(set.intersection(*seeds))
 
-    def verdicts(self) -> dict[str, Verdict]:
+    def judge(self) -> dict[str, Verdict]:
         """Compare each row with the baseline, over the seeds that all rows have."""
         assert self.margin is not None
-        values = {row.name: [run.value for run in self.paired(row.name)] for row in self.request.rows}
+        values = {row.name: [run.value for run in self.select_paired(row.name)] for row in self.request.rows}
         baseline = values.pop(self.request.baseline.name)
         return judge_rows(baseline, values, self.margin, looks=self.request.looks)
 
@@ -227,13 +224,13 @@ def _run(folder: Path, comparison: Comparison, say: Say) -> None:
     for row, missing in comparison.simulated.items():
         say(f"warning: {row} is simulated: {missing}; this compares numerics, not speed (--strict refuses)")
     if comparison.margin is None:
-        if not runs.pilot():
+        if not runs.run_pilot():
             return _end(folder, comparison, f"{runs.budget} is spent, and the margin is not fixed")
         _fix_margin(folder, comparison, say)
     for count in comparison.request.looks:
-        if not runs.paired(count):
+        if not runs.run_pairs(count):
             return _end(folder, comparison, f"{runs.budget} is spent (--resume with a larger --budget continues)")
-        if all(verdict.is_settled for verdict in comparison.verdicts().values()):
+        if all(verdict.is_settled for verdict in comparison.judge().values()):
             return _end(folder, comparison, f"every row is decided with {format_count(count, 'seed')}")
     return _end(folder, comparison, f"{format_count(comparison.request.looks[-1], 'seed')} were asked for")
 
@@ -249,21 +246,21 @@ class _Runs:
     def budget(self) -> str:
         return f"the budget of {self.comparison.request.budget_s or 0:g} s"
 
-    def pilot(self) -> bool:
+    def run_pilot(self) -> bool:
         """Run the baseline for the margin only; return False if the budget ran out."""
         baseline = self.comparison.request.baseline
         self.say(f"pilot: {FEWEST_SEEDS} runs of {baseline.name} set the margin (--margin X skips them)")
         jobs = [(baseline, PILOT_SEED + k, self.folder / "runs" / f"{PILOT}-{k}") for k in range(FEWEST_SEEDS)]
-        return self._trained(jobs, self.comparison.pilot)
+        return self._train_missing(jobs, self.comparison.pilot)
 
-    def paired(self, count: int) -> bool:
+    def run_pairs(self, count: int) -> bool:
         """Run every row for this many seeds, seed by seed; return False if the budget ran out."""
         named = choose_folder_names(self.comparison.request.rows)
         jobs = [(row, seed, self.folder / "runs" / f"{name}-{seed}")
                 for seed in range(count) for name, row in named.items()]  # fmt: skip
-        return self._trained(jobs, self.comparison.runs)
+        return self._train_missing(jobs, self.comparison.runs)
 
-    def _trained(self, jobs: Sequence[Job], kept: list[RunOutcome]) -> bool:
+    def _train_missing(self, jobs: Sequence[Job], kept: list[RunOutcome]) -> bool:
         known = {(run.row, run.seed) for run in kept}
         for row, seed, place in jobs:
             if (row.name, seed) in known:
@@ -330,7 +327,9 @@ def _end(folder: Path, comparison: Comparison, why: str) -> None:
 
 def explain_wide_margin(comparison: Comparison) -> str:
     """Return a warning if the margin is so wide that "same" says little; else empty."""
-    values = [run.value for run in comparison.outcomes(comparison.request.baseline.name) if math.isfinite(run.value)]
+    values = [
+        run.value for run in comparison.select_outcomes(comparison.request.baseline.name) if math.isfinite(run.value)
+    ]
     margin, in_points = comparison.margin, comparison.in_points
     if not values or margin is None or not is_wide(margin, values, in_points=in_points):
         return ""
@@ -341,7 +340,9 @@ def explain_wide_margin(comparison: Comparison) -> str:
 def measure_time_to_quality(comparison: Comparison, runs: Sequence[RunOutcome]) -> list[float | None]:
     """Return when each run first reached the baseline's final quality minus the margin, in seconds; None: never."""
     assert comparison.margin is not None
-    finals = [run.value for run in comparison.paired(comparison.request.baseline.name) if math.isfinite(run.value)]
+    finals = [
+        run.value for run in comparison.select_paired(comparison.request.baseline.name) if math.isfinite(run.value)
+    ]
     if not finals:
         return []
     sign = 1 if comparison.mode == "max" else -1

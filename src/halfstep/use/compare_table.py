@@ -31,12 +31,12 @@ from halfstep.use.equivalence import Verdict
 
 
 def build_lines(comparison: Comparison) -> list[TableLine]:
-    found = comparison.verdicts()
+    found = comparison.judge()
     return [_build_line(comparison, row.name, found.get(row.name)) for row in comparison.request.rows]
 
 
 def _build_line(comparison: Comparison, row: str, verdict: Verdict | None) -> TableLine:
-    runs, paired = comparison.outcomes(row), comparison.paired(row)
+    runs, paired = comparison.select_outcomes(row), comparison.select_paired(row)
     # Runs in parallel or in a simulated format say nothing about time or memory.
     alone = [run for run in runs if run.alone and run.summary and not run.summary["simulated"]]
     seconds, per_sample = _compute_median(alone, "elapsed_s"), _compute_median(alone, "trained_s", per="samples")
@@ -70,7 +70,7 @@ def _build_line(comparison: Comparison, row: str, verdict: Verdict | None) -> Ta
 def _describe_ran(comparison: Comparison, row: str) -> str:
     """Describe what ran if it is not what the row asks for natively: `simulated`, `ran bf16`."""
     asked = normalise_precision(comparison.settings.get(row, {}).get("precision.default", "auto"))
-    summaries = [run.summary for run in comparison.outcomes(row) if run.summary]
+    summaries = [run.summary for run in comparison.select_outcomes(row) if run.summary]
     if any(summary.get("simulated") for summary in summaries):
         return "simulated"
     others = {summary["precision"] for summary in summaries if "precision" in summary} - {asked}
@@ -114,11 +114,13 @@ def collect_notes(comparison: Comparison) -> list[str]:
         notes.append(wide)
     looks = ", ".join(map(str, request.looks))
     rule = "Holm's rule" if len(request.rows) > 2 else "two one-sided tests"
-    notes.append(f"{format_count(comparison.whole_seeds(), 'paired seed')} (looks at {looks}), {rule}, 5 % in all")
+    notes.append(
+        f"{format_count(comparison.count_whole_seeds(), 'paired seed')} (looks at {looks}), {rule}, 5 % in all"
+    )
     for row in request.rows[1:]:
         differing = ", ".join(find_differing_keys(comparison, row)) or "no setting"
         notes.append(f"{row.name} differs from {request.baseline.name} in {differing}")
-    for name, verdict in comparison.verdicts().items():
+    for name, verdict in comparison.judge().items():
         if verdict.why:
             more = f"; about {format_count(verdict.seeds_needed, 'seed')} would decide" if verdict.seeds_needed else ""
             notes.append(f"{name}: not shown, {verdict.why}{more}")
@@ -160,12 +162,12 @@ def _list_other_differences(comparison: Comparison) -> list[str]:
 
 
 def convert_comparison(comparison: Comparison) -> dict[str, Any]:
-    verdicts = comparison.verdicts()
+    verdicts = comparison.judge()
     return {
         "metric": comparison.metric,
         "margin": comparison.margin,
         "margin_from": comparison.margin_from,
-        "seeds": comparison.whole_seeds(),
+        "seeds": comparison.count_whole_seeds(),
         "ended": comparison.ended,
         "rows": [
             {

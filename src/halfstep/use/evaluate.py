@@ -76,10 +76,10 @@ def evaluate(
         choose_algorithms(deterministic=config.train.deterministic),
     ):
         model = load_weights(run, workload.model, plan, workload.frozen, workload.values)
-        trial = LoadedModel(run, config, workload, model, plan, report, batch_size)
-        metrics = trial.scores(evaluation, wanted)
-        pictures = evaluation.draw(folder, trial.look)
-        metrics |= trial.raw_scores()
+        loaded = LoadedModel(run, config, workload, model, plan, report, batch_size)
+        metrics = loaded.score(evaluation, wanted)
+        pictures = evaluation.draw(folder, loaded.look)
+        metrics |= loaded.score_raw()
         summary = folder / "evaluation.json"
         found = EvaluationResult(
             **run.facts(plan),
@@ -155,7 +155,7 @@ class LoadedModel:
     batch_size: int | None
     """As given by the user."""
 
-    def scores(self, evaluation: Any, options: Mapping[str, Any]) -> dict[str, float]:
+    def score(self, evaluation: Any, options: Mapping[str, Any]) -> dict[str, float]:
         """Return the scores that the family's options ask for, else those of validation."""
         if options:
             trained = wrap_trained(self.model, self.plan, self.report)
@@ -163,14 +163,14 @@ class LoadedModel:
             if found is not None:
                 return dict(found)
         pieces = int(self.run.checkpoint.state["pieces"]) if self.batch_size is None else 1
-        return self._validated(replace(self.workload, metrics=lambda: evaluation.metrics), pieces)
+        return self._validate(replace(self.workload, metrics=lambda: evaluation.metrics), pieces)
 
-    def raw_scores(self) -> dict[str, float]:
+    def score_raw(self) -> dict[str, float]:
         """Also score the weights without averaging, if the workload wants that; the model keeps those weights."""
         if not (self.workload.scores_raw and self.run.checkpoint.ema):
             return {}
         load_for_use(self.model, replace(self.run.checkpoint, ema={}))
-        return {f"raw_{name}": value for name, value in self._validated(self.workload, pieces=1).items()}
+        return {f"raw_{name}": value for name, value in self._validate(self.workload, pieces=1).items()}
 
     def look(self, index: int) -> tuple[Batch, Any]:
         """Return one validation sample as the model sees it, and the model's output."""
@@ -181,7 +181,7 @@ class LoadedModel:
         with enter_evaluation(self.model), self.plan.forward():
             return batch, self.workload.forward(self.model, batch)
 
-    def _validated(self, workload: Workload, pieces: int) -> dict[str, float]:
+    def _validate(self, workload: Workload, pieces: int) -> dict[str, float]:
         train, plan = self.config.train, self.plan
         size, workers = self.batch_size or train.val_batch_size or train.batch_size, self.config.data.num_workers
         loader = Loader(workload.val_samples, batch_size=size, seed=train.seed, num_workers=workers, shuffle=False)

@@ -38,24 +38,26 @@ class RunRecord:
     ledger: dict[str, Any]
     capsules: list[dict[str, Any]]
 
-    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+    def select_kind(self, kind: str) -> list[dict[str, Any]]:
         return [record for record in self.records if record.get("kind") == kind]
 
     @property
     def metric(self) -> str:
         """The headline metric; the first recorded one if the run has not ended."""
-        found = (name for record in self.of_kind("val") for name in record if name not in NOT_METRICS)
+        found = (name for record in self.select_kind("val") for name in record if name not in NOT_METRICS)
         return str(self.summary.get("metric") or next(found, ""))
 
     @property
     def phases(self) -> list[str]:
         """Names of alternating phases; empty if there is only one."""
-        return list(dict.fromkeys(key[5:] for record in self.of_kind("train") for key in record if key[:5] == "loss/"))
+        return list(
+            dict.fromkeys(key[5:] for record in self.select_kind("train") for key in record if key[:5] == "loss/")
+        )
 
     @property
     def rate(self) -> str:
         """The key of the throughput, in the unit of the workload."""
-        return find_rate_key((self.of_kind("train") or [{}])[-1])
+        return find_rate_key((self.select_kind("train") or [{}])[-1])
 
     @property
     def has_ended(self) -> bool:

@@ -190,7 +190,7 @@ def _render_stack(words: str, parts: Sequence[tuple[str, float, str]], whole: fl
 
 
 def _render_faults(run: RunRecord) -> str:
-    events = run.of_kind("event")
+    events = run.select_kind("event")
     if not events and not run.capsules:
         return "<p>None recorded.</p>"
     rows = [
@@ -374,7 +374,7 @@ def _build_series(runs: Sequence[RunRecord], kind: str, key: str, label: str = "
         in_turn = run.phases if kind == "train" and key in BY_PHASE else []
         first += len(run.phases or [""]) if is_validation and len(runs) == 1 else 0
         for number, phase in enumerate(in_turn or [""]):
-            points = _collect_points(run.of_kind(kind), "step", f"{key}/{phase}" if phase else key)
+            points = _collect_points(run.select_kind(kind), "step", f"{key}/{phase}" if phase else key)
             said = f"{name} {phase or label}".strip()
             yield Series(name=said, points=points, dashed=is_validation, colour=first + number)
 

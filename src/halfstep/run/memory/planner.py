@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from halfstep.config.schema import ADAM_LIKE, RunConfig
 from halfstep.errors import ConfigError, MemoryLimitError, format_bytes
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.kernels.fast_forms import has_triton
 from halfstep.models.recompute import Recompute
 from halfstep.precision.ladder import explain_lack

@@ -13,7 +13,7 @@ import torch
 
 from halfstep.config.schema import RunConfig
 from halfstep.errors import HalfstepError, MemoryLimitError, format_bytes
-from halfstep.hardware.facts import Hardware
+from halfstep.hardware.device_facts import Hardware
 from halfstep.precision.advice import USABLE_MEMORY
 from halfstep.precision.plan import Plan
 from halfstep.run.assemble import Assembly
