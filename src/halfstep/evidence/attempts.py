@@ -150,11 +150,11 @@ class Attempt:
 
     @property
     def first_is_good(self) -> bool:
-        """Whether the step itself is, whatever became of those after it."""
+        """True if the step itself is, whatever became of those after it."""
         return self.is_good or bool(self.losses) and not self.error
 
     def is_like(self, other: Attempt) -> bool:
-        """Whether both went the same way, to the bit."""
+        """True if both went the same way, to the bit."""
         return str(replace(self, name="")) == str(replace(other, name=""))
 
     def __str__(self) -> str:

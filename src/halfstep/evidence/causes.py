@@ -416,7 +416,7 @@ def _find_twin(runs: Runs, origin: Operation) -> Operation | None:
 
 
 def _divides_by_zero(origin: Operation, twin: Operation | None) -> bool:
-    """Whether zeros, or nothing but -inf, made it: in a wider format the output is one that the format could hold."""
+    """True if zeros, or nothing but -inf, made it: in a wider format the output is one that the format could hold."""
     largest = find_format(DTYPE_FORMATS.get(origin.output.dtype, "fp32")).largest
     if twin is not None and twin.output.is_finite and twin.output.high > largest:
         return False

@@ -349,7 +349,7 @@ def find_compute_format(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _uses_tf32(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the switch for fp32 operands allows TF32 at this moment: what the library asks before it multiplies."""
+    """True if the switch for fp32 operands allows TF32 at this moment: what the library asks before it multiplies."""
     if is_custom(func):
         return False
     device = next((tensor.device.type for tensor in iterate_floating(args)), "cpu")

@@ -466,7 +466,7 @@ def _check_norms(expected: Expected, seen: Seen) -> Iterable[Finding]:
 
 
 def _is_in_fp32(expected: Expected, norm: str) -> bool:
-    """Whether the part around it is declared fp32; the norm's own row says fp32 always."""
+    """True if the part around it is declared fp32; the norm's own row says fp32 always."""
     return expected.compute(norm.rpartition(".")[0] or ROOT) == "fp32"
 
 

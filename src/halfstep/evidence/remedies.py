@@ -65,12 +65,12 @@ class Remedy:
 
     @property
     def works(self) -> bool:
-        """Whether the step is good with it."""
+        """True if the step is good with it."""
         return self.outcome is not None and self.outcome.first_is_good
 
     @property
     def lasts(self) -> bool:
-        """Whether the steps after it are good as well."""
+        """True if the steps after it are good as well."""
         return self.outcome is not None and self.outcome.is_good
 
     @property

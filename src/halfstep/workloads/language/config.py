@@ -120,5 +120,5 @@ class LanguageConfig(RunConfig):
 
 
 def context_of(config: LanguageConfig, store: object = None) -> int:
-    """Tokens of one sample."""
+    """Return the number of tokens of one sample."""
     return config.model.context or CONTEXT
