@@ -58,7 +58,7 @@ class LaunchPurpose:
     direction: Direction
     operation: str = ""
     format: str = ""
-    """Of the operands of a matmul, convolution or attention."""
+    """Format of the operands of a matmul, convolution or attention."""
 
 
 @dataclass(frozen=True, slots=True)

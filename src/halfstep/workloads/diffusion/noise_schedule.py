@@ -30,7 +30,7 @@ ScheduleName = Literal["linear", "scaled_linear", "cosine"]
 Target = Literal["eps", "v", "sample"]
 
 LARGEST_BETA = 0.999
-"""Of the cosine schedule, whose last steps would destroy everything (Nichol and Dhariwal 2021)."""
+"""The largest beta of the cosine schedule, whose last one would be 1 (Nichol and Dhariwal 2021)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from halfstep.config.section import FilePath, NamedPath, OffCount
 
 Preset = dict[str, Any]
 CONTEXT = 1024
-"""Of all published sizes."""
+"""Context length of all published sizes."""
 
 
 class TextDataConfig(DataConfig):
