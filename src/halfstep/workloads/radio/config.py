@@ -1,4 +1,4 @@
-"""Settings of both stages of RadioDiff. Defaults are the public configs'."""
+"""Settings of both RadioDiff stages. Defaults are those of the public configs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WINDOWS: tuple[Window, ...] = ((8, 8), (4, 4), (2, 2), (1, 1))
 
 
 class RadioDataConfig(DataConfig):
-    """RadioMapSeer's folder."""
+    """The RadioMapSeer folder."""
 
     image_size: PositiveCount = Field(default=256, description="Side of the square maps the model sees, in pixels")
     simulation: Literal["DPM", "IRT2", "IRT4"] = Field(default="DPM", description="Which of the simulated gains")
@@ -53,7 +53,7 @@ class RadioDataConfig(DataConfig):
 
 
 class RadioDiffDataConfig(RadioDataConfig):
-    """The same, with latents on disk."""
+    """The RadioMapSeer folder, with an optional cache of latents on disk."""
 
     cache: LatentCaching = Field(
         default="off", description="latents: encode every training map once, not in every step"
@@ -73,7 +73,7 @@ class FirstStageConfig(Section):
 
 
 class DiscriminatorConfig(Section):
-    """The second network of stage 1."""
+    """The discriminator of stage 1."""
 
     enabled: bool = Field(default=True, description="Train a PatchGAN discriminator beside the autoencoder")
     start: OffCount = Field(default=50_001, description="Step from which on it trains and counts")
@@ -91,7 +91,7 @@ class RadioVaeModelConfig(BuiltModelConfig):
 
 
 class PyramidConfig(Section):
-    """The Swin transformer that reads buildings and antenna; defaults are Swin-B's."""
+    """The Swin transformer that encodes buildings and antenna; defaults are Swin-B's."""
 
     width: PositiveCount = Field(default=128, description="Channels of its first stage; each stage doubles them")
     depths: Counts = Field(default=(2, 2, 18, 2), description="Blocks of each stage; as many as the U-Net has levels")
@@ -166,7 +166,7 @@ SMALL_FIRST_STAGE: dict[str, Any] = {
 
 
 class RadioVaeConfig(RunConfig):
-    """One run of stage 1."""
+    """The config of a stage 1 run."""
 
     demo: ClassVar[dict[str, Any]] = {
         **SMALL_DATA,
@@ -186,7 +186,7 @@ class RadioVaeConfig(RunConfig):
 
 
 class RadioDiffConfig(RunConfig):
-    """One run of stage 2."""
+    """The config of a stage 2 run."""
 
     demo: ClassVar[dict[str, Any]] = {
         **SMALL_DATA,
