@@ -23,7 +23,6 @@ from typing import IO, Any
 
 import torch
 
-
 GPT2 = "gpt2"
 WARM_UP, WINDOW = 20, 30
 READY, GO, MEMORY = "ready", "go", "memory"
