@@ -157,7 +157,7 @@ class Observer:
                 self._norm_outputs[storage.data_ptr()] = StorageWeakRef(storage), left.module
 
     def place(self) -> tuple[_Location, Direction, str]:
-        """Module, direction, and the autograd Function of somebody's own that runs."""
+        """Return module, direction, and the custom autograd Function that runs."""
         node = _get_node()
         here = self._stack[-1] if self._stack else None
         if node is None or here is not None and here.node == _get_number(node):
@@ -176,7 +176,7 @@ class Observer:
             self._places.append(place)
 
     def _place_of(self, number: int) -> _Location:
-        """Of the first operation that ran once the node was there."""
+        """Return the location of the first operation that ran after the node was created."""
         found = bisect.bisect_left(self._numbers, number)
         return self._places[found] if found < len(self._places) else _Location(OUTSIDE, False)
 
@@ -255,7 +255,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _find_calling_line() -> str:
-    """The nearest line of code that is not torch's or ours: `model.py:31`; none where the plan casts, not the model."""
+    """Return the nearest line of code outside torch and halfstep, such as `model.py:31`; none where the plan casts."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -314,7 +314,7 @@ RECURRENT = {"_cudnn_rnn", "_cudnn_rnn_backward", "mkldnn_rnn_layer", "mkldnn_rn
 
 @functools.cache
 def is_custom(func: Any) -> bool:
-    """An operation of somebody's own library: autocast does not know it unless it was told."""
+    """True for an operation of a custom library: autocast does not know it unless it is registered."""
     return func.namespace not in TORCHS_OWN
 
 
@@ -325,7 +325,7 @@ def is_product(func: Any) -> bool:
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int | None:
-    """None where nobody has said how many."""
+    """Return the FLOPs of an operation; None if there is no formula for it."""
     packet = func._overloadpacket
     formula = flop_registry.get(packet) or WITHOUT_FORMULA.get(packet)
     if formula is None:
@@ -339,7 +339,7 @@ def name_format(dtype: torch.dtype) -> str:
 
 
 def find_compute_format(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """The format its operands were multiplied in; empty where none is a floating number."""
+    """Return the format in which operands were multiplied; empty if none is floating-point."""
     found = [name_format(tensor.dtype) for tensor in iterate_floating((args, dict(kwargs)))]
     if not found:
         return ""
@@ -349,7 +349,7 @@ def find_compute_format(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _uses_tf32(func: Any, args: tuple[Any, ...]) -> bool:
-    """True if the switch for fp32 operands allows TF32 at this moment: what the library asks before it multiplies."""
+    """True if the current switch for fp32 operands allows TF32, which the library checks before it multiplies."""
     if is_custom(func):
         return False
     device = next((tensor.device.type for tensor in iterate_floating(args)), "cpu")

@@ -32,7 +32,8 @@ class Replayed:
 
     @property
     def remedy(self) -> Remedy | None:
-        """The change that lasts; else one that makes the step good; else a proposed one that could not be tried."""
+        """Return the change that lasts; else one that makes the step good; else a proposed one that could not be
+        tried."""
         ranks = ([r for r in self.tried if r.lasts], [r for r in self.tried if r.works],
                  [r for r in self.tried if r.outcome is None])  # fmt: skip
         return next((rank[0] for rank in ranks if rank), None)
@@ -43,11 +44,11 @@ class Replayed:
 
     @property
     def module(self) -> str:
-        """The one at fault; empty where no operation is."""
+        """Return the module at fault; empty if no operation is."""
         return self.diagnosis.origin.module if self.diagnosis.origin is not None else ""
 
     def ranges(self) -> dict[str, list[tuple[str, Range]]]:
-        """By direction, each module's range in the order they ran: what the picture shows."""
+        """Return each module's range in execution order, by direction, as the picture shows them."""
         traced = next((run.trace for run in self.diagnosis.attempts if run.trace is not None), None)
         if traced is None:
             return {}
@@ -60,7 +61,7 @@ class Replayed:
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
-        """The answer in words."""
+        """Return the answer as lines of text."""
         about = self.capsule.about
         place = f" of {about['phase']}" if about.get("phase") else ""
         inexact = [self.capsule.inexact] if self.capsule.inexact else []
