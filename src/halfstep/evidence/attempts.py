@@ -1,4 +1,4 @@
-"""One step, run again in another precision, with other batches or other code. Nothing is committed."""
+"""Run one step again in another precision, with other batches or other code. Nothing is committed."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """What became of the step."""
+    """The outcome of running the step once."""
 
     name: str
     loss: float = math.nan

@@ -1,11 +1,11 @@
-"""A capsule: everything it takes to run one step again, in a folder of its own.
+"""A capsule: everything needed to run one step again, in its own folder.
 
     capsules/STEP/capsule.json         what happened, where, with which versions and settings; checksums of the rest
-                  batches.safetensors  the window's batches as they were loaded, and the generators before forward
-                  state.safetensors    parameters and buffers; absent where they are too large: a checkpoint is named
+                  batches.safetensors  the window's batches as loaded, and the generators before forward
+                  state.safetensors    parameters and buffers; absent if too large: then a checkpoint is named
                   config.yaml          of a run
 
-When the host learns of a step, later ones may have committed: `commits_after` says how many, and replay says so too.
+When the host learns of a bad step, later ones may have committed: `commits_after` counts them, and replay reports it.
 """
 
 from __future__ import annotations

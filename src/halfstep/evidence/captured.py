@@ -1,11 +1,12 @@
-"""Captured steps: whose kernels a replayed CUDA graph runs, and how long.
+"""Captured steps: find which modules the kernels of a replayed CUDA graph belong to, and how long they take.
 
-A replay tells nothing but kernels in an order. So one uncaptured step of the same code is recorded too, in which each
-launch stands inside the operation that made it, and the kernels of both are matched: by name and launch shape, in
-order. A kernel that works for several modules has all of them. What has no counterpart stays unmapped and is shown.
+A replay shows only a sequence of kernels. So one uncaptured step of the same code is recorded too, in which each launch
+is inside the operation that made it, and the kernels of both are matched by name and launch shape, in order. A kernel
+that works for several modules belongs to all of them. A kernel without a counterpart stays unmapped and is shown as
+such.
 
-The graph holds the step's own work behind backward, too: verdict and clipping, which the uncaptured step has as well,
-and the commit, which it leaves out. What a replay runs behind its last matched kernel is that.
+The graph also holds the step's work after backward: verdict and clipping, which the uncaptured step has as well, and
+the commit, which it leaves out. So what a replay runs after its last matched kernel is the commit.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class LaunchPurpose:
 
 @dataclass(frozen=True, slots=True)
 class LocatedKernel:
-    """A kernel and its place; None where it is not known."""
+    """A kernel and what it was launched for; None if unknown."""
 
     kernel: Kernel
     place: LaunchPurpose | None
@@ -162,8 +163,8 @@ def _get_kind(kernel: Kernel) -> object:
 
 
 def _pair_in_order(mine: Sequence[object], theirs: Sequence[object]) -> list[tuple[int, int]]:
-    """Pair kernels of two lists. Keys that occur equally often in both are paired in order, whatever ran at the same
-    time on another stream; the rest by longest common blocks."""
+    """Pair kernels of two lists: in order where a key occurs equally often in both, whatever ran at the same time on
+    another stream; the rest by longest common blocks."""
     counts = Counter(mine)
     equal = {key for key, num in Counter(theirs).items() if counts[key] == num}
     places: dict[object, list[int]] = defaultdict(list)

@@ -1,7 +1,7 @@
-"""Why a step went bad: the step as it was against the same step in fp32, fp64, eager and without our kernels.
+"""Diagnose why a step went bad by comparing it with the same step in fp32, fp64, eager and without our kernels.
 
-The order of the questions is the classifier: what was put in, what the step began with, whether its code can run in the
-format at all, whether weights had left their usual size, and only then what the format did to which operation.
+The order of the questions is the classifier: the inputs, the initial state, whether the code can run in the format at
+all, whether weights had left their usual size, and only then what the format did to which operation.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ GARBAGE = 1e30
 LARGE = 700.0
 """exp of this is nearly the largest number of fp64: infinity of less is a pole, in every format."""
 JUMP = 1e6
-"""An operation of one's own that gives so many times what it is given, or the inverse of that, has read or left what it
+"""A custom operation whose output is this many times its input, or the inverse of that, has read or left memory that it
 should not."""
 MOST_CHANNELS = 256
 """The most channels of a head in torch's attention kernels."""
@@ -67,7 +67,7 @@ MEAN_OF_NONE = "a mean over nothing: all targets are ignored (ignore_index), or 
 
 @dataclass(kw_only=True, slots=True)
 class Diagnosis:
-    """The cause and what shows it."""
+    """The cause and the evidence for it."""
 
     cause: str
     shown: list[str]
@@ -327,8 +327,8 @@ def _diagnose_growth(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosi
 
 @torch.no_grad()
 def _draw_first_weights(subject: Subject, capsule: Capsule) -> dict[str, Tensor]:
-    """Return weights as at the start of training, where they have left that size: matrices are random, with the
-    recorded root mean square; vectors (biases, scales of norms) and buffers are scaled to it."""
+    """Return weights as at the start of training: random matrices with their recorded root mean square, and for vectors
+    (biases, scales of norms) and buffers that have grown to more than twice it, that number."""
     generator, weights = torch.Generator().manual_seed(0), dict(subject.model.named_parameters())
     found = {}
     for name, size in capsule.about["start"].items():

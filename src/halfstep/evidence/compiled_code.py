@@ -1,8 +1,8 @@
-"""Which modules a kernel of compiled code works for: inductor names above every call the nodes that it was made from.
+"""Find which modules a kernel of compiled code belongs to: inductor names the source nodes above every call.
 
-Its generated code is read as text, call by call. Nodes of forward are named as dynamo named them, those of backward as
-AOTAutograd did; both are found again in graphs that were traced on the side (`NodeRecorder`), where each knows the
-module whose forward made it.
+The generated code is read as text, call by call. Forward nodes have dynamo's names, backward nodes AOTAutograd's; both
+are looked up in graphs that were traced on the side (`NodeRecorder`), where each node knows the module whose forward
+created it.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _SOURCE_NODES = re.compile(r"# .*Source Nodes: \[(.*)\], Original ATen")
 _CALL = re.compile(r"(?:(triton_\w+)\.run|extern_kernels\.(\w+)|(?:torch\.ops\.\w+|\baten)\.(\w+)(?:\.\w+)?)\(")
 _BUFFER = re.compile(r"\bbuf\d+\b")
 SAME = {"bias_addmm": "addmm"}
-"""What inductor calls otherwise than the profiler."""
+"""Names that differ between inductor and the profiler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A place in generated code that launches kernels."""
+    """A call in generated code that launches kernels."""
 
     callee: str
     nodes: tuple[str, ...]
@@ -104,13 +104,13 @@ def _find_modules(site: Site, nodes: Nodes) -> Modules:
 
 @dataclass(slots=True)
 class NodeRecorder:
-    """Traces a region as inductor's front end does, and keeps the modules of the nodes that inductor would get."""
+    """Trace a region as inductor's front end does, and record the modules of the nodes that inductor would get."""
 
     names: set[str]
     graphs: list[dict[str, str]] = field(default_factory=list)
 
     def traced(self, region: Callable[..., Any]) -> Callable[..., Any]:
-        """Run the region with its graphs unchanged."""
+        """Return the region compiled by a backend that records its nodes and runs its graphs unchanged."""
         return torch.compile(copy_region(region, "named"), backend=self._backend, dynamic=False)
 
     def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -146,7 +146,7 @@ Graph = tuple[Direction, fx.GraphModule]
 
 @dataclass(slots=True)
 class GraphRecorder:
-    """A backend of torch.compile that keeps the graphs it is given and runs them as they are."""
+    """A torch.compile backend that records the graphs it is given and runs them unchanged."""
 
     graphs: list[Graph] = field(default_factory=list)
 
@@ -170,7 +170,7 @@ class GraphRecorder:
         return keep
 
     def compiled(self, region: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the region as the compiler's front end sees it."""
+        """Return the region compiled by a backend that records its graphs."""
         return torch.compile(copy_region(region, "seen"), backend=self.backend(), dynamic=False)
 
 
@@ -240,7 +240,8 @@ class _Reader:
             self.seen.cast_bytes[found] += result.nbytes
 
     def _kept(self, graph: fx.GraphModule) -> None:
-        """Return what backward reads of forward; weights and inputs (primals) and incoming gradients do not count."""
+        """Count the bytes of forward that backward reads; weights and inputs (primals) and incoming gradients do not
+        count."""
         for node in graph.graph.find_nodes(op="placeholder"):
             value = _get_value(node)
             if isinstance(value, Tensor) and value.is_floating_point() and node.name in self._forward_modules:

@@ -1,8 +1,8 @@
-"""Dry run: what a format would do to a model, judged from a step in fp32 before a GPU is rented.
+"""Dry run: predict what a format would do to a model from a step in fp32, before a GPU is rented.
 
-Magnitudes come from fp32 steps on real batches, as histograms of exponents. Which of them the format would hold comes
-from one step in it, simulated: dtypes do not depend on values. fp8 scales each operand of a linear layer to its own
-largest value, so there nothing overflows and the small end is what is lost.
+Magnitudes come from fp32 steps on real batches, as histograms of exponents. One simulated step in the format shows
+which tensors it would hold: dtypes do not depend on values. fp8 scales each operand of a linear layer to its own
+largest value, so nothing overflows there and only small values are lost.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PRODUCTS = ("mm", "addmm", "bmm")
 
 @dataclass(slots=True)
 class Magnitudes:
-    """Of many tensors: the largest number and how many there are of each exponent."""
+    """The largest magnitude in many tensors, and a histogram of exponents."""
 
     high: float = 0.0
     exponents: Counter[int] = field(default_factory=Counter)
@@ -87,7 +87,7 @@ class Judgement:
 
 
 class Histograms(RangeTrace):
-    """A trace that keeps the magnitudes of what each operation gives and of what it multiplies."""
+    """A trace that records the magnitudes of each operation's outputs and operands."""
 
     def __init__(self, *traced: Any) -> None:
         super().__init__(*traced)
@@ -171,7 +171,7 @@ def judge_updates(before: Mapping[str, Tensor], after: Mapping[str, Tensor], sav
 
 
 def _find_held(run: Attempt, target: Target) -> dict[tuple[Any, ...], bool]:
-    """Return which operations give numbers in the format, by module, name and occurrence."""
+    """Return whether each operation gives numbers in the format, by module, name, direction and occurrence."""
     assert run.trace is not None
     return {key: op.output.dtype == DTYPES[target] for key, op in _enumerate_operations(run.trace)}
 

@@ -1,7 +1,7 @@
-"""What torch's profiler recorded, as plain events: kernels on the device, and what was running when each was launched.
+"""Events of torch's profiler: kernels on the device, and what was running when each was launched.
 
-Events are those of a chrome trace, which torch writes in one form on every version we support: `cat`, `name`, `tid`,
-`args`, and `ts` and `dur` in microseconds. Nothing here needs a GPU.
+Events are those of a chrome trace, which all supported torch versions write in one form: `cat`, `name`, `tid`, `args`,
+and `ts` and `dur` in microseconds. Nothing here needs a GPU.
 """
 
 from __future__ import annotations

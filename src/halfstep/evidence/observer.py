@@ -1,13 +1,13 @@
-"""The observer: every operation of a step, forward and backward, by the module it belongs to.
+"""Observe every operation of a step, forward and backward, by the module it belongs to.
 
-It sees operations below autocast and autograd, as they are handed to the kernels, so it sees what ran and not what was
-asked for. It changes no operand and no result.
+The observer sees operations below autocast and autograd, as they reach the kernels, so it sees what ran and not what
+was requested. It changes no operand and no result.
 
-- Modules announce themselves by hooks on all modules at once, which leave the model as it is.
-- An operation of backward belongs to the module whose forward made its autograd node. Nodes are numbered as they are
-  made, so the number that stood when a forward operation ran leads back to its module.
-- Recomputed forward passes run inside a node of backward; the module that announced itself there has them.
-- Torch functions tell a `.float()` in somebody's code from a cast that autocast makes.
+- Global module hooks track the running module; the model itself is unchanged.
+- A backward operation belongs to the module whose forward created its autograd node. Nodes are numbered as they are
+  created, so the number that was current when a forward operation ran leads back to its module.
+- Recomputed forward passes run inside a backward node; they belong to the module that the hooks report there.
+- Torch functions distinguish a `.float()` in the user's code from a cast by autocast.
 
 Compiled code is not seen this way: under a dispatch mode torch.compile steps aside (compiled_code.py reads its graphs).
 """
@@ -50,7 +50,7 @@ BY_PLAN = str(PACKAGE / "precision")
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One kind of matmul, convolution, attention or custom operation at one place."""
+    """One kind of matmul, convolution, attention or custom operation in one module and direction."""
 
     module: str
     direction: Direction
@@ -72,7 +72,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class Upcast:
-    """Half to fp32 in somebody's own words, and the line that says so."""
+    """Casts from half to fp32 written in the user's code, with their line."""
 
     module: str
     line: str
@@ -80,7 +80,7 @@ class Upcast:
 
 @dataclass(slots=True)
 class Seen:
-    """What one or several steps did."""
+    """What was observed in one or several steps."""
 
     flops: Counter[Product] = field(default_factory=Counter)
     calls: Counter[Product] = field(default_factory=Counter)
@@ -108,7 +108,7 @@ class _Entered:
 
 
 class Observer:
-    """Watches what runs inside `watching()`, for as many steps as that is entered."""
+    """Observe what runs inside `watching()`, which may be entered for several steps."""
 
     def __init__(self, model: nn.Module, frozen: Mapping[str, nn.Module] | None = None) -> None:
         self.names = {module: name or ROOT for name, module in model.named_modules()}

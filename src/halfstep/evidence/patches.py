@@ -1,5 +1,5 @@
-"""Changes of code, tried without touching it: function modes act on calls from certain lines, above autograd, so that
-backward is the changed code's too."""
+"""Try changes of code without editing it: function modes act on calls from certain lines, above autograd, so that
+backward also follows the changed code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CASTS = ("to", "type", "type_as", "half", "bfloat16", "float")
 
 
 class AtLines(TorchFunctionMode):
-    """Changes the arguments of torch's functions that are called from these lines."""
+    """Change the arguments of torch functions that are called from these lines."""
 
     def __init__(self, lines: Collection[str], patch: Patch) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def use_autograd_derivative(function: type[Function]) -> Iterator[None]:
     """Use autograd's derivative of a custom Function's forward instead of its backward."""
 
     class Ignored:
-        """A ctx that keeps nothing."""
+        """A ctx that saves nothing."""
 
         def __getattr__(self, name: str) -> Any:
             return lambda *args, **kwargs: None
@@ -92,7 +92,7 @@ def _replace_attribute(owner: type, name: str, value: Any) -> Iterator[None]:
 
 
 class IslandAt(TorchFunctionMode):
-    """Calls of torch's functions from one line, on an fp32 island, or a wider one."""
+    """Run torch functions called from one line in fp32, or in a wider format."""
 
     def __init__(self, line: str, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -118,8 +118,8 @@ class IslandAt(TorchFunctionMode):
 
 
 class WithoutCasts(TorchFunctionMode):
-    """Leaves out casts to these narrower formats that the code itself has, and keeps the lines they stand on. Casts to
-    half of halfstep's own code are not the user's to leave out; with `ours`, they are left out all the same."""
+    """Skip casts to these narrower formats in the user's code, and record their lines. Casts to half in halfstep's code
+    are skipped only with `ours`."""
 
     def __init__(self, dtypes: Collection[torch.dtype], only: str = "", *, ours: bool = False) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def _find_denominator(name: str) -> int:
 
 
 def _patch_denominator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-    """Replace zeros in real and complex tensors, and a Python float that is 0."""
+    """Move a denominator away from 0: real and complex tensors, and a Python float that is 0."""
     position = _find_denominator(name)
     value = args[position] if name in _DIVISIONS and len(args) > position else None
     if isinstance(value, Tensor) and has_fractions(value):
@@ -202,7 +202,7 @@ def _patch_denominator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _patch_count(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-    """Replace integers that are 0, in a tensor or in Python."""
+    """Raise an integer denominator of 0 to 1, in a tensor or in Python."""
     position = _find_denominator(name)
     value = args[position] if name in _DIVISIONS and len(args) > position else None
     is_integer = isinstance(value, int) or isinstance(value, Tensor) and not has_fractions(value)
@@ -247,7 +247,8 @@ def _patch_eps(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argu
 
 
 def _patch_exponent(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | Tensor | None:
-    """Patch the arguments of a power; `2 ** x` calls __rpow__, whose first argument is x."""
+    """Limit the argument of an exponential, or the exponent of a power; `2 ** x` calls __rpow__, whose first argument
+    is x."""
     position = 1 if name == "pow" else 0
     return _patch_argument((*EXPONENTIALS, "pow", "rpow"), lambda x: x.clamp(max=10.0), position)(name, args, kwargs)
 

@@ -1,4 +1,4 @@
-"""The ledger: what a step really computed in, a row for each module, held against the plan."""
+"""The ledger: the formats that a step really computed in, one row per module, compared with the plan."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOST_ALIKE = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerRow:
-    """One module. Formats are by their share of its own FLOPs."""
+    """One module, with its formats by their share of its own FLOPs."""
 
     module: str
     planned: str
@@ -143,7 +143,7 @@ def make_ledger(
     notes: Sequence[str] = (),
     step: int | None = None,
 ) -> Ledger:
-    """Put what was seen beside what the plan declares."""
+    """Compare what was observed with what the plan declares."""
     seen = observer.seen if isinstance(observer, Observer) else observer
     expected, found = Expected(plan), collect_findings(plan, seen, model, frozen or {})
     rows = _make_rows(expected, seen, weights, found)
@@ -316,7 +316,7 @@ Level = Literal["differs", "costs"]
 
 
 class Expected:
-    """The plan's rows by module, and what holds where there is none."""
+    """The plan's rows by module, and the format of modules without a row."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -340,7 +340,7 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One difference. `differs` is against the plan, `costs` is memory and time that the plan says nothing about."""
+    """One difference: `differs` contradicts the plan, `costs` is memory or time that the plan does not determine."""
 
     module: str
     what: str

@@ -1,4 +1,4 @@
-"""Promises of a step, each shown by an observation: a bad step changes nothing, clipping clips, rates are scheduled."""
+"""Prove a step's guarantees by observation: a bad step changes nothing, clipping clips, rates follow the schedule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROUNDING = 1e-3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProofLine:
-    """One line of a page of evidence; `holds` is None where it cannot be measured."""
+    """One line of a page of evidence; `holds` is None if it cannot be measured."""
 
     name: str
     holds: bool | None

@@ -1,11 +1,11 @@
-"""What each operation of a step gives, forward and backward: ranges, and where the first number stops being finite.
+"""Record the output range of each operation of a step, forward and backward, and where numbers stop being finite.
 
-A dispatch mode sees every kernel below autograd and autocast. Its module is found in the Python frames above it, in
-backward by the sequence number that autograd gives each node when forward makes it: no hook, nothing changed.
+A dispatch mode sees every kernel below autograd and autocast. Its module is found in the Python frames above it; in
+backward by the sequence number that autograd gives each node in forward. No hooks are needed, and nothing is changed.
 
-A tensor that is not finite leads back to its origin, the operation that first left the finite range. Infinities that
-are written on purpose (a mask of -inf) are not the origin: then it is the operation that makes NaN of them. An origin
-whose input was not finite, and was made by no operation of the step, has got it from outside.
+A non-finite tensor leads back to its origin, the operation that first left the finite range. Infinities written on
+purpose (a mask of -inf) are not the origin; the operation that turns them into NaN is. An origin with a non-finite
+input that no operation of the step made got it from outside.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ more than a line inside it."""
 UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_")
 CONSTANTS = ("full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "scalar_tensor", "where",
              "copy_", "lift_fresh")  # fmt: skip
-"""Operations that put numbers where the code says so."""
+"""Operations that write constants given by the code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Of the magnitudes in a tensor."""
+    """Statistics of the magnitudes in a tensor."""
 
     low: float
     """The smallest that is not zero."""
@@ -87,7 +87,7 @@ class Operation:
 
 
 class RangeTrace(TorchDispatchMode):
-    """Records the operations that run inside, and follows what is not finite back to its origin."""
+    """Record the operations that run inside, and follow non-finite numbers back to their origin."""
 
     def __init__(self, model: nn.Module, beside: Mapping[str, nn.Module] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -198,7 +198,7 @@ class RangeTrace(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if node is None:
             return LOSS, ""
-        number = node._sequence_nr() + 1  # asked for behind the node's making
+        number = node._sequence_nr() + 1  # requested after the node was created
         module, line = self._places.get(number) or self._place()
         if _find_function() is not None:  # its backward is Python code, with a line of its own
             frames = traceback.walk_stack(sys._getframe(2))

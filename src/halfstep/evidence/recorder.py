@@ -35,7 +35,7 @@ Notice = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapsuleContext:
-    """What runs and hs.Step know of their training besides its steps. Runs hand in all of it, hs.Step the first two."""
+    """What runs and hs.Step know about their training besides its steps; hs.Step sets only the first two fields."""
 
     about: Mapping[str, Any]
     """The plan, and of a run all that replay needs to build the model again."""
@@ -55,7 +55,7 @@ class CapsuleContext:
 
 
 class Recorder:
-    """Writes capsules: one for each cause in a row, `most` in all."""
+    """Write capsules: one for each cause in a row, at most `most`."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""The smallest change that helps: each is proposed for a cause, tried on the very step, and named with its line.
+"""Find the smallest change that helps: propose changes for a cause, try each on the recorded step, and report its line.
 
 Changes of code (an eps, a clamp, an island, a cast left out) are tried by the modes of patches.py. One that makes the
-step good is tried further: the weights are updated as in the training, and ten more steps follow on the same window.
-Where the training then fails again, the changes are tried together with clipping and with a smaller learning rate.
+step good is tried further: the weights are updated as in training, and ten more steps follow on the same window. If
+training then fails again, changes are combined with clipping and with a smaller learning rate.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LOWEST = 1e-8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
-    """A change, and what became of the step with it."""
+    """A change, and the outcome of the step with it."""
 
     change: str
     """The change, described for the user."""
@@ -394,7 +394,8 @@ def _try_filling(subject: Subject, tensors: Mapping[str, Tensor], filling: float
 
 
 def _try_other_start(subject: Subject, module: str) -> Iterator[Remedy]:
-    """Try other values for zeros near the operation, such as a layer that starts at zero under weight normalisation."""
+    """Try 1 in place of zeros near the operation, such as those of a layer that starts at zero under weight
+    normalisation."""
     tried = (_try_filling(subject, {name: value == 0}, 1.0) for name, value in subject.near(module).items()
              if not value.all())  # fmt: skip
     yield from itertools.islice((remedy for remedy in tried if remedy.works), 1)

@@ -1,4 +1,4 @@
-"""Replay: a capsule's step run again, its cause named, the smallest change proposed and tried."""
+"""Replay a capsule's step: find its cause, then propose and try the smallest change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halfstep.evidence.remedies import Remedy, find_remedies, repair_temporarily
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replayed:
-    """What replay found."""
+    """The result of a replay."""
 
     capsule: Capsule
     diagnosis: Diagnosis
@@ -24,7 +24,7 @@ class Replayed:
     changed: list[str]
     """Classes of the model whose code is not what it was."""
     behind: Replayed | None = None
-    """Another fault, which shows where this one is mended."""
+    """Another fault, which appears once this one is fixed."""
 
     @property
     def cause(self) -> str:

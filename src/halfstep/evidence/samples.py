@@ -1,4 +1,4 @@
-"""The samples of a window: which hold numbers that are not finite, which give a loss far above the others."""
+"""Find samples of a window with non-finite numbers, or with a loss far above the others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ODD = 1e4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadSample:
-    """A number of the input that is not finite, or not of the kind of the others."""
+    """A number of the input that is not finite, or unlike those of other samples."""
 
     batch: int
     row: int
@@ -98,7 +98,7 @@ def name_sample(window: Sequence[Any], place: tuple[int, int], names: Mapping[in
 
 def find_culprits(subject: Subject) -> set[tuple[int, int]]:
     """Return samples without which the step is good: one, found by bisection, or a few, each of which is bad in its
-    half; None if it takes more than half of them."""
+    half; empty if it takes more than half of them."""
     window = [(number, row) for number, batch in enumerate(subject.window) for row in range(count_samples(batch))]
     found = _find_one(subject, window) or set(_find_few(subject, window))
     return found if 2 * len(found) <= len(window) and _is_good_without(subject, found) else set()
@@ -112,7 +112,7 @@ def _find_one(subject: Subject, suspects: list[tuple[int, int]]) -> set[tuple[in
 
 
 def _find_few(subject: Subject, suspects: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Return the samples that fail alone."""
+    """Yield the samples that fail when run alone, found by bisection."""
     if len(suspects) == 1:
         yield suspects[0]
         return

@@ -1,8 +1,7 @@
-"""What moved the weights of a recorded training: its optimizers with their settings, and clipping.
+"""The update of a recorded training: its optimizers with their settings, and clipping.
 
 The recorder writes the settings into the capsule, without the optimizers' state (moments are as large as the weights).
-Replay builds the optimizers again, with fresh state, to see whether the step with a change, and those after it, stay
-finite.
+Replay rebuilds the optimizers with fresh state, to test whether the changed step and the steps after it stay finite.
 """
 
 from __future__ import annotations

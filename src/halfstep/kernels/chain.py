@@ -67,7 +67,7 @@ def _compute_input_gradient(dy: Tensor, z: Tensor, w: Tensor, stride: int, paddi
 def _compute_weight_gradient_aside(
     side: SideStream, dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int
 ) -> Tensor | None:
-    side.keep(dy)  # which may be a copy of our own
+    side.keep(dy)  # which may be our copy
     with side.aside():
         return _call_library_backward(dy, z, w, stride, padding, (False, True))[1]
 

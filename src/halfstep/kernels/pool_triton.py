@@ -107,6 +107,7 @@ def _pixel_gradients(y, dskip, dpooled, scale, offset, skip_stride, channels, ti
     gb += tl.where(is_above & ~is_left_above, gpool, 0.0)
     gc += tl.where(~is_above & is_left_below, gpool, 0.0)
     gd += tl.where(~is_above & ~is_left_below, gpool, 0.0)
+    # ReLU's gradient, for the skip's and the pooled part alike.
     ga, gb = tl.where(za > 0, ga, 0.0), tl.where(zb > 0, gb, 0.0)
     gc, gd = tl.where(zc > 0, gc, 0.0), tl.where(zd > 0, gd, 0.0)
     return a, b, c, d, ga, gb, gc, gd

@@ -116,7 +116,7 @@ def run_cudnn_attention(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
     """Return cuDNN's output, [batch, tokens, dim], and the log-sum-exp of each row, [batch, heads, tokens]."""
     q, k, v = split_heads(qkv, num_heads)
     out, log_sum, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, compute_log_sumexp=True)
-    # The output lies in memory as the queries do, token by token, so this is not a copy. log_sum may end in a 1.
+    # The output has the memory layout of the queries, token by token, so this is not a copy. log_sum may end in a 1.
     return out.transpose(1, 2).flatten(2), log_sum.reshape(q.shape[:3])
 
 

@@ -94,6 +94,7 @@ def _add_norm_backward(
         d_weight += tl.sum(gradient * normal, 0)
         d_bias += tl.sum(gradient, 0)
         gained = gradient * gain[None, :]
+        # LayerNorm's gradient: remove the components along x̂ and along the constant vector.
         along_normal = tl.sum(gained * normal, 1) / dim
         along_one = tl.sum(gained, 1) / dim
         result = direct + (gained - normal * along_normal[:, None] - along_one[:, None]) * narrow[:, None]

@@ -74,7 +74,7 @@ class PoolConv(torch.autograd.Function):
     """Normalise a raw map y, pool it and convolve it at the next level; return that raw map and the promise.
 
     `norm` normalises y, and `UpConcatConv` needs it too. There is no `keep`: a pooled map takes a quarter of the memory
-    of its input, and recomputing it takes as long as computing it.
+    of its input, and recomputing it would cost a full pass over that input.
     """
 
     @staticmethod

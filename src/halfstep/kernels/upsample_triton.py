@@ -133,6 +133,7 @@ def weight_parts_kernel(dout, z, partials, num_rows, columns, rows_each, stride,
         at = z + row.to(tl.int64)[:, None] * columns + column[None, :]
         values = tl.load(at, mask=is_row[:, None] & is_column[None, :], other=0.0)
         total = tl.dot(gradient, values, total, input_precision="ieee")
+        # The bias' gradient as a product with 16 columns of ones (the smallest tile), divided by 16 below.
         total_bias = tl.dot(gradient, tl.full((BK, 16), 1.0, gradient.dtype), total_bias, input_precision="ieee")
     part = partials + tl.program_id(2).to(tl.int64) * (columns + 1) * (4 * CHANNELS)
     at = part + column[None, :] * (4 * CHANNELS) + tap[:, None]

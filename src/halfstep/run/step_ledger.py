@@ -1,7 +1,7 @@
-"""The ledger of a run: the first step in each mode it reaches is observed, then every so many steps.
+"""The ledger of a run: observe the first step in each mode it reaches, then at regular intervals.
 
-Eager and compiled code are observed on the side. Of a captured step the profiler records a replay, which is a step of
-the run, and one uncaptured step of the same code on the side, by which its kernels are told apart.
+Eager and compiled code are observed on the side. For a captured step the profiler records a replay, which is a step of
+the run, and one uncaptured step of the same code on the side, which shows the modules of its kernels.
 """
 
 from __future__ import annotations

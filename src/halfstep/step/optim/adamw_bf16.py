@@ -21,7 +21,7 @@ from halfstep.errors import ConfigError
 from halfstep.step.flat import is_dense, view_flat, view_like
 from halfstep.step.optim.half_weights import Rounding, is_kept_in_half, join, make_key, round_stochastically, split
 
-LOW = "low"  # the 16 bits beside a weight, among its optimizer's state
+LOW = "low"  # key of a weight's low 16 bits in the optimizer's state
 VALUES_AT_ONCE = 2**26  # fp32 copies of so many weights and gradients are there at a time: half a gigabyte
 
 

@@ -22,14 +22,15 @@ Formats = MappingProxyType[str, Support]
 
 
 def _make_formats(*, native: str, emulated: str = "") -> Formats:
-    """`_formats(native="fp32 fp16", emulated="bf16")`: what is not named is missing."""
+    """Return the support of each format, as in `_make_formats(native="fp32 fp16", emulated="bf16")`; others are
+    missing."""
     table: dict[str, Support] = dict.fromkeys(native.split(), "native")
     table.update(dict.fromkeys(emulated.split(), "emulated"))
     return MappingProxyType(table)
 
 
 def list_nvidia_formats(capability: tuple[int, int]) -> Formats:
-    """By compute capability, from the arithmetic throughput table of the CUDA programming guide."""
+    """Return formats by compute capability, from the arithmetic throughput table of the CUDA programming guide."""
     if capability >= (8, 9):  # Ada, Hopper, Blackwell
         return _make_formats(native="fp64 fp32 tf32 bf16 fp16 fp8_e4m3 fp8_e5m2")
     if capability >= (8, 0):  # Ampere
@@ -41,7 +42,7 @@ def list_nvidia_formats(capability: tuple[int, int]) -> Formats:
 
 
 def list_amd_formats(gfx: str) -> Formats:
-    """By LLVM target name (`gfx90a:sramecc+` and the like), from AMD's ISA guides."""
+    """Return formats by LLVM target name (`gfx90a:sramecc+` and the like), from AMD's ISA guides."""
     target = gfx.split(":")[0]
     if target.startswith(("gfx950", "gfx12")):  # MI350, RDNA4: OCP fp8
         return _make_formats(native="fp64 fp32 bf16 fp16 fp8_e4m3 fp8_e5m2")
@@ -52,12 +53,14 @@ def list_amd_formats(gfx: str) -> Formats:
 
 
 def list_intel_formats(*, has_fp64: bool) -> Formats:
-    """Xe-HPG, Xe2 and Xe-HPC: matrix engines (XMX) for both half formats; Xe-HPG alone lacks fp64 in hardware."""
+    """Return formats of Xe-HPG, Xe2 and Xe-HPC: matrix engines (XMX) for both half formats; only Xe-HPG lacks fp64 in
+    hardware."""
     return _make_formats(native="fp64 fp32 bf16 fp16" if has_fp64 else "fp32 bf16 fp16")
 
 
 def list_apple_formats(name: str) -> Formats:
-    """Metal has no fp64; M1 and M2 GPUs compute bf16 as fp32 (seen in huggingface/transformers#40458)."""
+    """Return formats of Metal, which has no fp64; M1 and M2 GPUs compute bf16 as fp32 (seen in
+    huggingface/transformers#40458)."""
     if any(chip in name.lower().split() for chip in ("m1", "m2")):
         return _make_formats(native="fp32 fp16", emulated="bf16")
     return _make_formats(native="fp32 bf16 fp16")
@@ -67,7 +70,7 @@ TPU: Formats = MappingProxyType({"fp32": "native", "bf16": "native"})
 
 
 def list_formats(kind: Kind, capability: tuple[int, int] | None, chip: str, *, has_fp64: bool) -> Formats:
-    """Of an accelerator; `chip` is AMD's LLVM target or the name of Apple's chip."""
+    """Return the formats of an accelerator; `chip` is AMD's LLVM target or the name of Apple's chip."""
     if capability is not None:
         return list_nvidia_formats(capability)
     if kind == "xpu":
@@ -92,7 +95,7 @@ class KnownGPU:
 
 
 def read_known() -> Iterator[KnownGPU]:
-    """Every model of the file, in its order."""
+    """Return every model of the file, in its order."""
     family: list[str] = []
     for line in resources.files(__package__).joinpath("known_gpus.txt").read_text().splitlines():
         cells = [cell.strip() for cell in line.split("|")]
@@ -118,9 +121,10 @@ FORM_FACTOR = re.compile(r"sxm\d?|pcie|nvl|dgxs|hbm\d?e?|3e|oam|\d+gb?")
 """Words that may follow the model without making it another one."""
 
 
-@functools.cache  # every name is held against every row
+@functools.cache  # every name is compared with every row
 def split_words(name: str) -> frozenset[str]:
-    """`NVIDIA A100-SXM4-80GB` -> a100, sxm4, 80gb; `rtx4090`, `M2Max` and `v100 32 GB` are split and joined alike."""
+    """Split `NVIDIA A100-SXM4-80GB` into a100, sxm4, 80gb; `rtx4090`, `M2Max` and `v100 32 GB` are split and joined
+    alike."""
     text = re.sub(r"(\d+)\s*gi?b\b", r" \1gb ", name.lower())
     text = re.sub(r"\b(\d+)g\b", r" \1gb ", text)  # `80g`, but no A10G
     text = re.sub(r"\b(rtx|gtx|rx|arc|tpu|titan|quadro|max)(?=[a-z]?\d)", r"\1 ", text)
@@ -130,7 +134,7 @@ def split_words(name: str) -> frozenset[str]:
 
 
 def find_known(name: str) -> KnownGPU | None:
-    """The device a driver (`Tesla T4`) or a person (`4090`) means by this name; None when no single one fits."""
+    """Return the device a driver (`Tesla T4`) or a person (`4090`) means by this name; None if no single one fits."""
     rows = _find_rows(split_words(name))
     return rows[0] if len(rows) == 1 else None
 
@@ -169,7 +173,7 @@ def look_up_gpu(name: str) -> KnownGPU:
 
 
 def find_nearest_names(name: str, *, count: int = 5) -> list[str]:
-    """The known names most like this one: those that share a word with it first, then by spelling."""
+    """Return the known names most like this one: those that share a word with it first, then by spelling."""
 
     def likeness(gpu: KnownGPU) -> tuple[int, float]:
         spelling = difflib.SequenceMatcher(None, name.lower(), gpu.name.lower()).ratio()
