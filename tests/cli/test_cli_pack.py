@@ -75,9 +75,9 @@ def test_verify_finds_a_broken_file(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda folder: (folder / "cat" / "0.jpg").unlink(), "0 pictures new, 1 gone"),
-        (lambda folder: shutil.copy(folder / "cat" / "0.jpg", folder / "cat" / "new.jpg"), "1 picture new, 0 gone"),
-        (lambda folder: os.utime(folder / "cat" / "0.jpg", (1, 1)), "a picture was written again"),
+        (lambda folder: (folder / "cat" / "0.jpg").unlink(), "0 images new, 1 gone"),
+        (lambda folder: shutil.copy(folder / "cat" / "0.jpg", folder / "cat" / "new.jpg"), "1 image new, 0 gone"),
+        (lambda folder: os.utime(folder / "cat" / "0.jpg", (1, 1)), "an image changed"),
     ],
 )
 def test_verify_says_that_a_pack_of_a_changed_folder_is_stale(

@@ -24,7 +24,7 @@ from halfstep.evidence.causes import diagnose
 from halfstep.run.capsules import replay_run, subject_of
 from tiny_runs import unet_run
 
-KEPT = pytest.warns(UserWarning, match="is kept; find the cause")
+KEPT = pytest.warns(UserWarning, match="was saved; find the cause")
 
 
 def step_of(model: nn.Module, folder: Path, **more: Any) -> hs.Step:
@@ -205,7 +205,7 @@ def test_a_capsule_is_replayed_where_it_belongs(tmp_path: Path) -> None:
     model = nn.Linear(8, 2)
     with KEPT, step_of(model, tmp_path / "own") as step:
         step(lambda b: model(b["x"]).sum() * float("nan"), [planted.batch_of()])
-    with pytest.raises(CheckpointError, match="a loop of your own") as refused:
+    with pytest.raises(CheckpointError, match="comes from a custom loop") as refused:
         replay_run(tmp_path / "own" / "00000000")
     assert "hs.replay" in refused.value.fix
 

@@ -253,7 +253,7 @@ def test_tf32_cannot_be_switched_for_a_part() -> None:
     plan = decide("bf16", HOPPER, tiny_diffusion(), modules={"head": "tf32"})
     assert by_module(plan)["head"] == ("fp32", "fp32")
     assert "one switch" in plan.warnings[0]
-    with pytest.raises(PrecisionError, match="cannot hold while the default is tf32"):
+    with pytest.raises(PrecisionError, match="cannot be applied while the default is tf32"):
         decide("tf32", HOPPER, tiny_diffusion(), modules={"head": "fp32"})
 
 

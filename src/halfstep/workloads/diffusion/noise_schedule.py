@@ -124,7 +124,7 @@ def eps_without_signal() -> ConfigError:
     """The last step of a zero-terminal-SNR schedule is the noise itself."""
     return ConfigError(
         "model.target=eps with noise.zero_terminal_snr=true",
-        why="the last step holds noise alone: to find it teaches nothing, and its SNR of 0 is divided by",
+        why="the last timestep is pure noise: predicting it teaches nothing, and its SNR of 0 would divide by zero",
         fix="model.target=v",
     )
 
