@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import yaml
 
-from halfstep_check.as_json import as_dict
 from halfstep_check.check import check
+from halfstep_check.export import export_json
 from recording import store
 
 NEAR = 6
@@ -27,7 +27,7 @@ SAID = {"fp32", "tf32", "fp16", "bf16"}
 
 
 def check_paths(*paths: Path, project: Path | None = None) -> dict[str, Any]:
-    return as_dict(check(paths, project=project))
+    return export_json(check(paths, project=project))
 
 
 def distance(line: int, label: dict[str, Any]) -> int:

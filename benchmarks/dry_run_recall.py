@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.evidence.attempts import LossFn, Subject, attempt
-from halfstep.evidence.dry_run import MUCH, judged, lost_updates
-from halfstep.evidence.ranges import Operation, Trace
+from halfstep.evidence.dry_run import MUCH, judge_modules, judge_updates
+from halfstep.evidence.ranges import Operation, RangeTrace
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
 from halfstep.run.assemble import Assembly
@@ -71,7 +71,7 @@ def scaled(loss: LossFn) -> LossFn:
 
 def said(subject: Subject, window: list[dict[str, torch.Tensor]]) -> Verdicts:
     known = layers(subject.model)
-    rows = judged(subject, "fp16", [window])
+    rows = judge_modules(subject, "fp16", [window])
     return {(row.module, row.kind): row.is_bad for row in rows if row.module in known}
 
 
@@ -92,7 +92,7 @@ def shown(subject: Subject, parts: Assembly) -> Verdicts:
     return found
 
 
-class Casting(Trace):
+class Casting(RangeTrace):
     """A trace that knows which casts are of weights, and which lose what they are given."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -113,7 +113,7 @@ class Casting(Trace):
                 self.losing.add(first)
 
 
-def _verdicts(name: str, alone: Casting, in_fp32: Trace) -> Iterator[tuple[str, bool]]:
+def _verdicts(name: str, alone: Casting, in_fp32: RangeTrace) -> Iterator[tuple[str, bool]]:
     weights = [op for op in _of(alone, name, False) if op.index in alone.of_weights]
     is_lost = any(op.index in alone.losing for op in weights)
     yield "weights", is_lost
@@ -133,7 +133,7 @@ def _is_bad(made: list[Operation], exact: list[Operation]) -> bool:
     return any(not op.output.is_finite for op in made) or (zeros - before) / max(numel - before, 1) > MUCH
 
 
-def _of(trace: Trace, name: str, is_backward: bool) -> list[Operation]:
+def _of(trace: RangeTrace, name: str, is_backward: bool) -> list[Operation]:
     return [op for op in trace.operations if op.module == name and op.is_backward == is_backward]
 
 
@@ -153,7 +153,7 @@ def updates(parts: Assembly, window: list[dict[str, torch.Tensor]]) -> tuple[Ver
         torch.optim.AdamW(own.values(), lr=1e-3, weight_decay=0.0).step()
         found.append((before, {n: p.detach() for n, p in own.items()}))
     (before, after), (half_before, half_after) = found
-    predicted = {(row.module, "updates"): row.is_bad for row in lost_updates(before, after)}
+    predicted = {(row.module, "updates"): row.is_bad for row in judge_updates(before, after)}
     counts: dict[str, Counter[str]] = {}
     for name in trained:
         own_counts = counts.setdefault(name.rpartition(".")[0] or "(root)", Counter())

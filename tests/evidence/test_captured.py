@@ -15,15 +15,15 @@ from halfstep.evidence.captured import (
     COMMITTING,
     COMPUTING,
     GUARDING,
-    Place,
-    Placed,
-    captured_ledger,
-    matched,
-    owners_of_nodes,
-    placed,
+    LaunchPurpose,
+    LocatedKernel,
+    find_node_owners,
+    locate_kernels,
+    make_captured_ledger,
+    match_replay,
 )
-from halfstep.evidence.compiled_code import CompiledCode, NodeRecorder, names_in
-from halfstep.evidence.kernel_events import Kernel, replays_of, sequence_of
+from halfstep.evidence.compiled_code import CompiledCode, NodeRecorder, list_module_names
+from halfstep.evidence.kernel_events import Kernel, get_sequence_number, split_replays
 from halfstep.evidence.precision_ledger import Ledger, LedgerRow
 from halfstep.kernels.chain import cast_together
 from tiny_training import plan
@@ -35,11 +35,13 @@ def kernel(name: str, *, start: float, shape: tuple[int, ...] = (1,), time: floa
     return Kernel(name, shape, start, time, -1)
 
 
-def of(name: str, *modules: str, shape: tuple[int, ...] = (1,), format: str = "") -> Placed:
-    return Placed(kernel(name, start=0.0, shape=shape), Place(modules, "forward", "mm" if format else "", format))
+def of(name: str, *modules: str, shape: tuple[int, ...] = (1,), format: str = "") -> LocatedKernel:
+    return LocatedKernel(
+        kernel(name, start=0.0, shape=shape), LaunchPurpose(modules, "forward", "mm" if format else "", format)
+    )
 
 
-def modules(found: list[Placed]) -> list[tuple[str, ...]]:
+def modules(found: list[LocatedKernel]) -> list[tuple[str, ...]]:
     return [one.place.modules if one.place else () for one in found]
 
 
@@ -53,40 +55,40 @@ def test_kernels_of_one_name_are_told_apart_by_shape_and_order() -> None:
         kernel("gemm", start=0, shape=(4,)), kernel("relu", start=1), kernel("gemm", start=2, shape=(8,)),
         kernel("relu", start=3),
     ]  # fmt: skip
-    assert modules(matched(replay, reference)) == [("b",), ("a",), ("a",), ("b",)]
+    assert modules(match_replay(replay, reference)) == [("b",), ("a",), ("a",), ("b",)]
 
 
 def test_what_only_the_replay_runs_is_not_mapped_in_between_and_is_the_commit_at_the_end() -> None:
     reference = [of("conv", "a"), of("conv", "b"), of("norm", GUARDING)]
-    found = matched(replayed("conv", "memset", "conv", "norm", "adamw", "memcpy"), reference)
+    found = match_replay(replayed("conv", "memset", "conv", "norm", "adamw", "memcpy"), reference)
     assert modules(found) == [("a",), (), ("b",), (GUARDING,), (COMMITTING,), (COMMITTING,)]
 
 
 def test_a_kernel_that_one_of_them_lacks_does_not_shift_the_others() -> None:
     reference = [of("copy", "a"), of("conv", "a"), of("copy", "b"), of("gemm", "b"), of("copy", "c"), of("pool", "c")]
-    found = matched(replayed("conv", "copy", "gemm", "copy", "pool"), reference)
+    found = match_replay(replayed("conv", "copy", "gemm", "copy", "pool"), reference)
     assert modules(found) == [("a",), ("b",), ("b",), ("c",), ("c",)]
 
 
 def test_another_launch_shape_still_matches_by_name() -> None:
-    found = matched([kernel("dgrad", start=0, shape=(2,))], [of("dgrad", "a", "b", shape=(16,))])
+    found = match_replay([kernel("dgrad", start=0, shape=(2,))], [of("dgrad", "a", "b", shape=(16,))])
     assert modules(found) == [("a", "b")]
 
 
 def test_memory_that_a_graph_sets_and_copies_by_kernels_is_that_of_the_step() -> None:
     names = {"Memset (Device)": "a", "conv": "a", "Memcpy DtoD (Device -> Device)": "b", "pool": "b"}
     reference = [of(name, module) for name, module in names.items()]
-    found = matched(replayed("memset32", "conv", "memcpy32_post", "pool"), reference)
+    found = match_replay(replayed("memset32", "conv", "memcpy32_post", "pool"), reference)
     assert modules(found) == [("a",), ("a",), ("b",), ("b",)]
 
 
 def test_a_recorded_step_of_a_unet_is_matched_whole() -> None:
     """A replay on an H200, and the uncaptured step that was recorded beside it; modules are autograd's numbers here."""
     recorded = json.loads(gzip.decompress((Path(__file__).parent / "recorded_unet.json.gz").read_bytes()))
-    numbers = {sequence_of(event) for event in recorded["uncaptured"]} - {None}
-    reference = placed(recorded["uncaptured"], {n: (str(n),) for n in numbers if n is not None}, NO_CODE)
-    (replay,) = replays_of(recorded["replay"])
-    found = matched(replay, reference)
+    numbers = {get_sequence_number(event) for event in recorded["uncaptured"]} - {None}
+    reference = locate_kernels(recorded["uncaptured"], {n: (str(n),) for n in numbers if n is not None}, NO_CODE)
+    (replay,) = split_replays(recorded["replay"])
+    found = match_replay(replay, reference)
     assert len(found) == 275
     compiled = {one.kernel.name for one in found if one.place is None}
     assert all(name.startswith("triton_") for name in compiled)  # of the loss, whose code is not at hand here
@@ -102,7 +104,7 @@ def test_only_kernels_of_graph_launches_are_of_the_replay() -> None:
         _host("cudaLaunchKernel", 1, 1, cat="cuda_runtime", correlation=3),
         _device("augment", 3, correlation=3), _device("conv", 10, correlation=7), _device("adamw", 12, correlation=7),
     ]  # fmt: skip
-    assert [[k.name for k in replay] for replay in replays_of(events)] == [["conv", "adamw"]]
+    assert [[k.name for k in replay] for replay in split_replays(events)] == [["conv", "adamw"]]
 
 
 def test_a_kernel_belongs_to_the_operation_around_its_launch_or_to_the_one_that_reads_it() -> None:
@@ -114,11 +116,11 @@ def test_a_kernel_belongs_to_the_operation_around_its_launch_or_to_the_one_that_
         _host("autograd::engine::evaluate_function: ConvolutionBackward0", 30, 9, tid=2, **{"Sequence number": 4}),
         *_launch("dgrad", 33, 4, tid=2),
     ]  # fmt: skip
-    places = {one.kernel.name: one.place for one in placed(events, {4: ("encoder.0",)}, NO_CODE)}
-    assert places["conv"] == Place(("encoder.0",), "forward", "convolution", "bf16")
-    assert places["statistics"] == Place(("encoder.0",), "forward")
-    assert places["dgrad"] == Place(("encoder.0",), "backward")
-    assert places["norm"] == Place((GUARDING,), "step")
+    places = {one.kernel.name: one.place for one in locate_kernels(events, {4: ("encoder.0",)}, NO_CODE)}
+    assert places["conv"] == LaunchPurpose(("encoder.0",), "forward", "convolution", "bf16")
+    assert places["statistics"] == LaunchPurpose(("encoder.0",), "forward")
+    assert places["dgrad"] == LaunchPurpose(("encoder.0",), "backward")
+    assert places["norm"] == LaunchPurpose((GUARDING,), "step")
 
 
 def test_autograd_nodes_lead_to_modules_through_casts_and_one_without_weights_to_what_is_around_it() -> None:
@@ -129,7 +131,7 @@ def test_autograd_nodes_lead_to_modules_through_casts_and_one_without_weights_to
     y = nn.functional.conv2d(torch.randn(2, 3, 8, 8).bfloat16(), half[0])
     z = norm(y.float()).relu()
     out = nn.functional.conv2d(z.bfloat16(), half[1])
-    owners = owners_of_nodes(out.float().square().mean(), model)
+    owners = find_node_owners(out.float().square().mean(), model)
     assert owners[y.grad_fn._sequence_nr()] == ("stem",)  # type: ignore[union-attr]
     assert owners[z.grad_fn._sequence_nr()] == ("body",)
     assert owners[out.grad_fn._sequence_nr()] == ("body.conv",)  # type: ignore[union-attr]
@@ -172,7 +174,7 @@ def call(args):
 def test_nodes_traced_on_the_side_know_their_modules_forward_and_backward() -> None:
     torch.compiler.reset()
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    recorder = NodeRecorder(names_in(model, {}))
+    recorder = NodeRecorder(list_module_names(model, {}))
 
     def region(x: torch.Tensor) -> torch.Tensor:
         return model(x).square().mean()  # type: ignore[no-any-return]
@@ -188,11 +190,11 @@ def test_the_ledger_shows_time_formats_what_is_unmapped_and_what_differs(format:
     row = LedgerRow(module="0", planned="bf16", forward="bf16")
     code = Ledger(mode="compiled", rows=(row,), findings=(), summary="")
     found = [
-        Placed(kernel("gemm", start=0, time=6.0), Place(("0",), "forward", "mm", format)),
-        Placed(kernel("fused", start=1, time=3.0), Place(("0", "1"), "forward")),
-        Placed(kernel("memset", start=2, time=1.0), None),
+        LocatedKernel(kernel("gemm", start=0, time=6.0), LaunchPurpose(("0",), "forward", "mm", format)),
+        LocatedKernel(kernel("fused", start=1, time=3.0), LaunchPurpose(("0", "1"), "forward")),
+        LocatedKernel(kernel("memset", start=2, time=1.0), None),
     ]
-    seen = captured_ledger(plan("bf16", "cpu"), found, code, nn.Sequential(nn.Linear(2, 2), nn.ReLU()), set())
+    seen = make_captured_ledger(plan("bf16", "cpu"), found, code, nn.Sequential(nn.Linear(2, 2), nn.ReLU()), set())
     assert seen.unmapped_share == pytest.approx(0.1)
     assert {row.module: row.time_share for row in seen.rows} == pytest.approx({"0": 0.75, "1": 0.15})
     assert seen.rows[0].forward == format

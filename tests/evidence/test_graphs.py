@@ -7,8 +7,8 @@ import torch
 from planted import Net, loss_of, step_of, window
 from torch import nn
 
-from halfstep.evidence.compiled_code import GraphRecorder, module_name, seen_in
-from halfstep.evidence.precision_ledger import Ledger, Weights, ledger_of, observe, undone
+from halfstep.evidence.compiled_code import GraphRecorder, parse_module_path, read_graphs
+from halfstep.evidence.precision_ledger import Ledger, Weights, make_ledger, observe, undo_after
 
 
 def compiled_ledger(model: nn.Module) -> Ledger:
@@ -21,10 +21,10 @@ def compiled_ledger(model: nn.Module) -> Ledger:
     def forward(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return compiled(batch)
 
-    with undone(step), torch.autocast("cpu", dtype=torch.bfloat16):
+    with undo_after(step), torch.autocast("cpu", dtype=torch.bfloat16):
         forward(window()[0]).float().backward()
         weights = Weights.of(model, step.optimizers)
-    return ledger_of(step.plan, seen_in(recorder.graphs, model, {}, twin.seen), model, weights, mode="compiled")
+    return make_ledger(step.plan, read_graphs(recorder.graphs, model, {}, twin.seen), model, weights, mode="compiled")
 
 
 def test_graphs_tell_modules_formats_and_flops_forward_and_backward() -> None:
@@ -49,8 +49,8 @@ def test_what_differs_in_compiled_code_is_named_and_an_island_is_not() -> None:
 
 def test_names_of_the_compiler_lead_to_modules() -> None:
     names = {"", "blocks", "blocks.0", "blocks.0.inner", "head"}
-    assert module_name("L['model'].blocks[0].inner", names) == "blocks.0.inner"
-    assert module_name("G['m'].blocks.0.inner", names) == "blocks.0.inner"
-    assert module_name("L['model']._modules['head']", names) == "head"
-    assert module_name("L['model']", names) == ""
-    assert module_name("L['loss'].inner.deep", names) is None
+    assert parse_module_path("L['model'].blocks[0].inner", names) == "blocks.0.inner"
+    assert parse_module_path("G['m'].blocks.0.inner", names) == "blocks.0.inner"
+    assert parse_module_path("L['model']._modules['head']", names) == "head"
+    assert parse_module_path("L['model']", names) == ""
+    assert parse_module_path("L['loss'].inner.deep", names) is None

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep as hs
 from halfstep.errors import ConfigError
-from halfstep.evidence.observer import Observer, flops_of
+from halfstep.evidence.observer import Observer, count_flops
 from halfstep.evidence.precision_ledger import Ledger, LedgerRow
 from tiny_training import graph_is_held
 
@@ -250,4 +250,4 @@ def test_findings_of_one_reason_are_told_together() -> None:
 def test_flops_of_a_product_with_a_wider_result_are_counted() -> None:
     half, total = torch.ones(4, 4, dtype=torch.bfloat16), torch.zeros(4, 4)
     given = (total, half, half, torch.float32)
-    assert flops_of(torch.ops.aten.addmm.dtype_out, given, {"out": total}, total) == 2 * 4**3
+    assert count_flops(torch.ops.aten.addmm.dtype_out, given, {"out": total}, total) == 2 * 4**3

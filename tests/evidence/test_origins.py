@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import halfstep as hs
 from halfstep.evidence import causes
-from halfstep.evidence.ranges import FOREIGN, Operation, Trace
+from halfstep.evidence.ranges import FOREIGN, Operation, RangeTrace
 
 
 def half_bad() -> Tensor:
@@ -40,7 +40,7 @@ def behind_it() -> Tensor:
 
 @pytest.mark.parametrize(("made", "name"), [(mended_in_place, "exp"), (beside_it, "exp"), (behind_it, "div")])
 def test_the_origin_is_that_of_the_numbers_that_were_read(made: Any, name: str) -> None:
-    with Trace(nn.Identity()) as trace:
+    with RangeTrace(nn.Identity()) as trace:
         out = made()
         origin = trace.origin_of(out)
     assert origin is not None
@@ -52,7 +52,7 @@ def backward_of_attention(values: float) -> Operation:
     x = torch.randn(3, 1, 2, 32, 64)
     x[2] *= values
     q, k, v = (part.half().requires_grad_() for part in x)
-    with Trace(nn.Identity()) as trace:
+    with RangeTrace(nn.Identity()) as trace:
         out = F.scaled_dot_product_attention(q, k, v)
         (gradient, *_) = torch.autograd.grad(out, (q, k, v), torch.full_like(out, 2000.0) * torch.randn(64).half())
         origin = trace.origin_of(gradient)
@@ -64,11 +64,11 @@ def backward_of_attention(values: float) -> Operation:
 def test_fp16_attention_that_overflows_inside_is_no_fault_of_the_kernel() -> None:
     op = backward_of_attention(values=64.0)
     runs: Any = SimpleNamespace(eager=SimpleNamespace(origin=op), fp32=SimpleNamespace(is_good=True))
-    found = causes._of_attention(runs)
+    found = causes._diagnose_attention(runs)
     assert found is not None
     assert found.cause == causes.OVERFLOW
     runs.eager.origin = replace(op, inputs=[replace(r, high=6.0) for r in op.inputs])
-    found = causes._of_attention(runs)
+    found = causes._diagnose_attention(runs)
     assert found is not None
     assert found.cause == causes.KERNEL
 
@@ -77,7 +77,7 @@ def test_an_operation_of_ones_own_that_is_called_attention_is_not_taken_for_torc
     op = backward_of_attention(values=64.0)
     own = replace(op, is_torch=False, inputs=op.inputs[:1])
     runs: Any = SimpleNamespace(eager=SimpleNamespace(origin=own), fp32=SimpleNamespace(is_good=True))
-    assert causes._of_attention(runs) is None
+    assert causes._diagnose_attention(runs) is None
 
 
 def test_no_line_of_halfstep_s_own_machinery_is_named_as_the_user_s() -> None:
@@ -86,7 +86,7 @@ def test_no_line_of_halfstep_s_own_machinery_is_named_as_the_user_s() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     step = hs.Step(model, optimizer, precision="fp16", simulate=True, clip_norm=1.0, ema_decay=0.9)
     x, target = torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
-    with Trace(model) as trace:
+    with RangeTrace(model) as trace:
         step(lambda batch: F.cross_entropy(model(batch[0]), batch[1]), [(x, target)])
     lines = {op.line.rsplit(":", 1)[0] for op in trace.operations}
     assert len(trace.operations) > 50

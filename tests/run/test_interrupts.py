@@ -197,7 +197,7 @@ def test_nohup_keeps_its_word() -> None:
     ("number", "error"),
     [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Interrupted), (signal.SIGHUP, Interrupted)],
 )
-@pytest.mark.parametrize("during", ["tuned", "record_data"])
+@pytest.mark.parametrize("during", ["tune_plan", "record_data"])
 def test_a_signal_before_training_begins_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, error: type[BaseException], during: str
 ) -> None:

@@ -31,7 +31,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, at_call
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "at_call"), [(Step, "commit", 8), (engine, "in_layout_of", 8), (loop, "validate", 2)]
+    ("owner", "name", "at_call"), [(Step, "commit", 8), (engine, "match_layout", 8), (loop, "validate", 2)]
 )
 def test_it_is_a_clear_error_wherever_it_happens_and_keeps_the_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at_call: int

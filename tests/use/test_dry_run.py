@@ -15,7 +15,7 @@ from halfstep.cli.main import main
 from halfstep.errors import ConfigError, PrecisionError
 from halfstep.evidence.attempts import Subject, attempt
 from halfstep.evidence.capsule import state_of
-from halfstep.evidence.dry_run import Judged, Magnitudes, judged, lost_updates
+from halfstep.evidence.dry_run import Judgement, Magnitudes, judge_modules, judge_updates
 from halfstep.formats import FP16
 from halfstep.hardware.probe import probe
 from halfstep.precision.decide import decide
@@ -64,7 +64,7 @@ def subject_of(model: nn.Module, window: list[Any]) -> Subject:
     )
 
 
-def bad(rows: list[Judged], kind: str) -> set[str]:
+def bad(rows: list[Judgement], kind: str) -> set[str]:
     return {row.module for row in rows if row.is_bad and row.kind == kind}
 
 
@@ -75,7 +75,7 @@ def test_what_fp16_would_overflow_or_flush_is_what_simulation_does() -> None:
     model = net(**PLANTED)
     window = [torch.randn(8, 16)]
     subject = subject_of(model, window)
-    rows = judged(subject, "fp16", [window])
+    rows = judge_modules(subject, "fp16", [window])
     assert bad(rows, "activations") == {"loud.linear", "quiet.linear", "high.linear"}
     overflows = {row.module for row in rows if row.verdict == "overflows" and row.kind == "activations"}
     assert overflows == {"loud.linear", "high.linear"}
@@ -105,7 +105,7 @@ def test_headroom_is_in_bits_and_scaling_saves_small_gradients() -> None:
     model = nn.Linear(16, 16)
     subject = subject_of(model, [torch.randn(8, 16)])
     subject.loss = lambda batch: model(batch).float().square().mean() * 1e-6
-    rows = judged(subject, "fp16", [subject.window])
+    rows = judge_modules(subject, "fp16", [subject.window])
     (gradients,) = (row for row in rows if row.kind == "gradients" and row.is_bad)
     assert gradients.verdict == "flushes to zero"
     assert gradients.remedy.startswith("loss scaling saves it")
@@ -114,7 +114,7 @@ def test_headroom_is_in_bits_and_scaling_saves_small_gradients() -> None:
 def test_updates_that_bf16_weights_would_not_feel_are_counted() -> None:
     before = {"a.weight": torch.ones(8), "b.weight": torch.ones(8)}
     after = {"a.weight": torch.ones(8) + 1e-4, "b.weight": torch.ones(8) + 0.1}
-    rows = {row.module: row for row in lost_updates(before, after)}
+    rows = {row.module: row for row in judge_updates(before, after)}
     assert (rows["a"].verdict, rows["a"].lost) == ("loses updates", 1.0)
     assert (rows["b"].verdict, rows["b"].lost) == ("fits", 0.0)
     assert not rows["a"].is_saved
@@ -135,7 +135,7 @@ def test_the_model_is_left_as_it_was() -> None:
     model = net(calm=1.0)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     window = [torch.randn(8, 16)]
-    judged(subject_of(model, window), "fp8", [window])
+    judge_modules(subject_of(model, window), "fp8", [window])
     assert attempt(subject_of(model, window), "fp32").is_good
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(type(module).__name__ in ("Sequential", "Scaled", "Linear") for module in model.modules())
@@ -172,14 +172,14 @@ def test_a_step_that_is_bad_in_fp32_judges_no_format() -> None:
     model = net(plain=1.0)
     subject = subject_of(model, [torch.full((4, 16), float("nan"))])
     with pytest.raises(PrecisionError, match="bad without fp16 already: fp32: loss nan"):
-        judged(subject, "fp16", [subject.window])
+        judge_modules(subject, "fp16", [subject.window])
 
 
 def test_an_operation_that_refuses_the_format_is_a_row_of_its_own() -> None:
     model = net(plain=1.0)
     subject = subject_of(model, [torch.randn(4, 16)])
     subject.loss = lambda batch: F.binary_cross_entropy(model(batch).sigmoid(), torch.zeros_like(batch))
-    row = judged(subject, "fp16", [subject.window])[-1]
+    row = judge_modules(subject, "fp16", [subject.window])[-1]
     assert (row.verdict, row.is_bad, row.is_saved) == ("refuses the format", True, False)
     assert "binary_cross_entropy" in row.remedy
     assert "fp32_island" in row.remedy

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from halfstep.cli.main import main
-from halfstep.evidence.proofs import clipping, nan_is_dropped, rates_are_scheduled
+from halfstep.evidence.proofs import check_clipping, check_nan_is_dropped, check_rates
 from halfstep.report.page.read_run import read_run
 from halfstep.run.train import train
 from halfstep.step.clip import Clip
@@ -98,9 +98,9 @@ def test_skipped_steps_and_a_module_outside_the_plan_do_not_hold(
 def test_a_step_that_commits_a_nan_is_found() -> None:
     step = make_step()
     step(loss_of(step.model), [batch(0)])
-    assert nan_is_dropped(step, loss_of(step.model), [batch(1)])[0]
+    assert check_nan_is_dropped(step, loss_of(step.model), [batch(1)])[0]
     step.commit_on_device = _never_bad(step)  # type: ignore[method-assign]
-    holds, text = nan_is_dropped(step, loss_of(step.model), [batch(1)])
+    holds, text = check_nan_is_dropped(step, loss_of(step.model), [batch(1)])
     assert not holds
     assert "changed" in text
 
@@ -118,15 +118,15 @@ def _never_bad(step: Any) -> Any:
 @pytest.mark.parametrize("kind", ["l2", "inf", "value"])
 def test_clipping_is_measured_and_its_absence_found(kind: Any) -> None:
     step = make_step(clip=Clip(limit=0.5, kind=kind))
-    assert clipping(step, loss_of(step.model), [batch(0)])[0]
+    assert check_clipping(step, loss_of(step.model), [batch(0)])[0]
     step._judge = _without_clipping(step)  # type: ignore[method-assign]
-    assert not clipping(step, loss_of(step.model), [batch(0)])[0]
+    assert not check_clipping(step, loss_of(step.model), [batch(0)])[0]
 
 
 def test_clipping_is_not_measurable_on_a_step_that_is_bad_by_itself() -> None:
     step = make_step(clip=Clip(limit=0.5, kind="l2"))
     own_loss = loss_of(step.model)
-    holds, text = clipping(step, lambda own: own_loss(own) * float("inf"), [batch(0)])
+    holds, text = check_clipping(step, lambda own: own_loss(own) * float("inf"), [batch(0)])
     assert holds is None
     assert "dropped whole" in text
 
@@ -147,11 +147,11 @@ def _without_clipping(step: Any) -> Any:
 
 def test_rates_of_a_few_steps_follow_the_schedule() -> None:
     step = make_step()
-    holds, text = rates_are_scheduled(step, loss_of(step.model), [batch(0)])
+    holds, text = check_rates(step, loss_of(step.model), [batch(0)])
     assert holds, text
     assert step.rates is not None
     step.rates.table = step.rates.table * 2
-    assert not rates_are_scheduled(step, loss_of(step.model), [batch(0)])[0]
+    assert not check_rates(step, loss_of(step.model), [batch(0)])[0]
 
 
 def test_a_run_that_faults_ended_counts_the_steps_it_tried(tmp_path: Path) -> None:

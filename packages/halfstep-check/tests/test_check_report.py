@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from halfstep_check.as_json import as_dict
-from halfstep_check.check import check
+from halfstep_check.check import check, read_lightning_version
+from halfstep_check.export import export_json, export_sarif
 from halfstep_check.rules import RULES, rule_named
-from halfstep_check.sarif import sarif
 from halfstep_check.shared.errors import ConfigError
-from halfstep_check.versions import lightning_version
 
 BUG = """\
 import torch
@@ -214,7 +212,7 @@ def test_the_global_batch_is_not_computed_from_accumulations_that_disagree(tmp_p
 def test_sarif_points_at_line_and_column_and_describes_its_rules(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(BUG.format(comment=""))
-    log = json.loads(json.dumps(sarif(check([path]).findings, "1.0")))
+    log = json.loads(json.dumps(export_sarif(check([path]).findings, "1.0")))
     run = log["runs"][0]
     assert log["version"] == "2.1.0"
     assert run["results"][0]["ruleId"] == run["tool"]["driver"]["rules"][0]["id"] == "clip-before-unscale"
@@ -225,14 +223,14 @@ def test_sarif_points_at_line_and_column_and_describes_its_rules(tmp_path: Path)
 def test_sarif_names_files_by_uri(tmp_path: Path) -> None:
     path = tmp_path / "my train.py"
     path.write_text(BUG.format(comment=""))
-    location = sarif(check([path]).findings, "1.0")["runs"][0]["results"][0]["locations"][0]
+    location = export_sarif(check([path]).findings, "1.0")["runs"][0]["results"][0]["locations"][0]
     assert location["physicalLocation"]["artifactLocation"]["uri"] == path.as_uri()
 
 
 def test_json_holds_sources_effective_values_and_findings(tmp_path: Path) -> None:
     path = tmp_path / "lit.yaml"
     path.write_text("trainer:\n  precision: bf16-true\n")
-    content = json.loads(json.dumps(as_dict(check([path]))))
+    content = json.loads(json.dumps(export_json(check([path]))))
     assert content["exit_code"] == 0
     assert content["effective"]["weights"]["value"] == "bf16"
     assert content["findings"][0]["line"] == 2
@@ -274,7 +272,7 @@ def test_an_unsaved_scaler_fails_a_check_only_where_the_file_resumes(
     script = tmp_path / "train.py"
     script.write_text(SAVES_WITHOUT_THE_SCALER + resume)
     report = check([script])
-    found = [f for f in as_dict(report)["findings"] if f["rule"] == "scaler-not-saved"]
+    found = [f for f in export_json(report)["findings"] if f["rule"] == "scaler-not-saved"]
     assert [f["severity"] for f in found] == [severity]
     assert report.exit_code == code
 
@@ -296,7 +294,7 @@ def test_an_unknown_rule_names_the_nearest() -> None:
     ],
 )
 def test_the_pinned_lightning_version_is_found(text: str, version: str) -> None:
-    assert lightning_version(text) == version
+    assert read_lightning_version(text) == version
 
 
 def test_a_file_of_another_kind_says_which_kinds_are_read(tmp_path: Path) -> None:

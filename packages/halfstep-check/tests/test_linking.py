@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from halfstep_check.as_json import as_dict
 from halfstep_check.check import check
+from halfstep_check.export import export_json
 
 HELPER = """
 import torch
@@ -44,7 +44,7 @@ def rules_found(folder: Path, unscale: str, helper: str = HELPER) -> list[tuple[
     (folder / "training").mkdir()
     (folder / "training" / "amp.py").write_text(helper)
     (folder / "train.py").write_text(SCRIPT.format(unscale=unscale))
-    return [(f["rule"], f["line"]) for f in as_dict(check([folder / "train.py"]))["findings"]]
+    return [(f["rule"], f["line"]) for f in export_json(check([folder / "train.py"]))["findings"]]
 
 
 def test_a_clip_on_gradients_that_a_helper_of_another_file_scaled_is_found(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_the_helpers_own_unscale_is_seen(tmp_path: Path) -> None:
 def test_what_is_wrong_in_the_helper_is_not_reported_for_the_script(tmp_path: Path) -> None:
     wrong = HELPER + "\n    def bad(self):\n        self.gs.clip_grad_norm_(1.0)\n"
     assert rules_found(tmp_path, "helper.unscale(opt)", wrong) == []
-    assert [f["rule"] for f in as_dict(check([tmp_path / "training" / "amp.py"]))["findings"]] == ["scaler-misused"]
+    assert [f["rule"] for f in export_json(check([tmp_path / "training" / "amp.py"]))["findings"]] == ["scaler-misused"]
 
 
 def test_a_helper_that_is_not_python_is_left_alone(tmp_path: Path) -> None:

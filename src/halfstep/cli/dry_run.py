@@ -11,7 +11,7 @@ import typer
 from halfstep.cli.options import BatchSize, DataDir, Device, Json, Trust, WordsOrRun, option
 
 if TYPE_CHECKING:
-    from halfstep.evidence.dry_run import Judged
+    from halfstep.evidence.dry_run import Judgement
 
 
 def command(
@@ -53,13 +53,13 @@ def command(
         raise typer.Exit(1)
 
 
-def _compute_badness(row: Judged) -> float:
+def _compute_badness(row: Judgement) -> float:
     """Return 0 for values far inside the format's range, up to 1 for values outside it."""
     edge = max(0.0, 1.0 - row.headroom_bits / 8) if row.headroom_bits and row.headroom_bits > 0 else 0.0
     return 1.0 if row.is_bad else max(min(row.lost * 10, 0.9), min(edge, 0.9))
 
 
-def _convert_row(row: Judged) -> dict[str, object]:
+def _convert_row(row: Judgement) -> dict[str, object]:
     import math
 
     headroom = row.headroom_bits if math.isfinite(row.headroom_bits) else None
@@ -69,7 +69,7 @@ def _convert_row(row: Judged) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _show(rows: list[Judged], target: str, *, every: bool) -> None:
+def _show(rows: list[Judgement], target: str, *, every: bool) -> None:
     from halfstep.report.tables import make_rows_table, open_result_console
 
     console = open_result_console()

@@ -11,7 +11,7 @@ import typer
 from halfstep.cli.options import DataDir, Device, Json, Precision, Simulate, Trust, WordsOrRun
 
 if TYPE_CHECKING:
-    from halfstep.evidence.proofs import Line
+    from halfstep.evidence.proofs import ProofLine
 
 CONFIGURATION = "configuration aligned"
 
@@ -53,17 +53,17 @@ def command(
         raise typer.Exit(1)
 
 
-def configuration(word: str) -> Line:
+def configuration(word: str) -> ProofLine:
     """What `halfstep check` finds in the config file; a workload by name has none."""
     from halfstep.cli.check import INSTALL, IS_INSTALLED, load_own
-    from halfstep.evidence.proofs import Line
+    from halfstep.evidence.proofs import ProofLine
 
     run = Path(word) / "config.yaml"
     file = run if run.is_file() else Path(word)
     if not file.is_file():
-        return Line(name=CONFIGURATION, holds=None, text="no config file: the workload's own defaults")
+        return ProofLine(name=CONFIGURATION, holds=None, text="no config file: the workload's own defaults")
     if not IS_INSTALLED:
-        return Line(name=CONFIGURATION, holds=None, text=f"not checked: install halfstep-check: {INSTALL}")
+        return ProofLine(name=CONFIGURATION, holds=None, text=f"not checked: install halfstep-check: {INSTALL}")
     from halfstep_check.check import check
     from halfstep_check.rules import severity_of
 
@@ -71,5 +71,5 @@ def configuration(word: str) -> Line:
     wrong = [str(error) for error in report.unreadable]
     wrong += [f"{one.place}: {one.message}" for one in report.findings if severity_of(one) != "info"]
     if wrong:
-        return Line(name=CONFIGURATION, holds=False, text="; ".join(wrong))
-    return Line(name=CONFIGURATION, holds=True, text=f"halfstep check finds nothing in {file}")
+        return ProofLine(name=CONFIGURATION, holds=False, text="; ".join(wrong))
+    return ProofLine(name=CONFIGURATION, holds=True, text=f"halfstep check finds nothing in {file}")

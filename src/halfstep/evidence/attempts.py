@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from halfstep.errors import CheckpointError, HalfstepError, suggest_nearest
 from halfstep.evidence.capsule import Capsule, state_of
-from halfstep.evidence.ranges import Operation, Trace, has_fractions
+from halfstep.evidence.ranges import Operation, RangeTrace, has_fractions
 from halfstep.evidence.recorder import not_finite
 from halfstep.evidence.updates import Update
 from halfstep.precision.apply import apply, apply_frozen_
@@ -141,7 +141,7 @@ class Attempt:
     losses: tuple[float, ...] = ()
     """Of the steps before this one, which were good, where training went on."""
     error: str = ""
-    trace: Trace | None = None
+    trace: RangeTrace | None = None
     origin: Operation | None = None
 
     @property
@@ -173,7 +173,7 @@ def attempt(
     loss: LossFn | None = None,
     window: Sequence[Any] | None = None,
     dtype: torch.dtype | None = None,
-    traced: bool | type[Trace] = False,
+    traced: bool | type[RangeTrace] = False,
     around: AbstractContextManager[Any] | None = None,
     num_more: int = 0,
     draw: Callable[[Sequence[Any]], Sequence[Any]] = lambda window: window,
@@ -184,14 +184,14 @@ def attempt(
     what `draw` makes of it; the answer is that of the last one, or of the first that is not good."""
     plan, window = plan or subject.plan, subject.window if window is None else window
     generators = read_rng_state(subject.device)
-    trace = (Trace if traced is True else traced)(subject.model, subject.beside()) if traced else None
+    trace = (RangeTrace if traced is True else traced)(subject.model, subject.beside()) if traced else None
     try:
         subject.put_back()
         subject.take_plan(plan)
-        with _in_dtype(subject, dtype):
-            batches = [_cast(batch, dtype) for batch in window]
+        with _cast_temporarily(subject, dtype):
+            batches = [_cast_batch(batch, dtype) for batch in window]
             with around or nullcontext():
-                return _steps(subject, name, plan, loss or subject.loss, lambda: draw(batches), trace, num_more)
+                return _run_steps(subject, name, plan, loss or subject.loss, lambda: draw(batches), trace, num_more)
     except HalfstepError:
         raise
     except Exception as error:  # the model's own, or torch's: an operation that refuses a format says so here
@@ -204,24 +204,24 @@ def attempt(
         restore_rng(generators, subject.device)
 
 
-def _steps(
+def _run_steps(
     subject: Subject,
     name: str,
     plan: Plan,
     loss: LossFn,
     draw: Callable[[], Sequence[Any]],
-    trace: Trace | None,
+    trace: RangeTrace | None,
     num_more: int,
 ) -> Attempt:
     losses: tuple[float, ...] = ()
     update = subject.update
     optimizers = update.build(subject.model) if update is not None and num_more else []
     while True:
-        value = _backward(subject, plan, loss, draw(), trace)
-        found = replace(_found(subject, name, plan, value, trace), losses=losses)
+        value = _run_backward(subject, plan, loss, draw(), trace)
+        found = replace(_describe_attempt(subject, name, plan, value, trace), losses=losses)
         if update is None or not found.is_good or len(losses) == num_more:
             return found
-        update.step(optimizers, _scale(subject, plan))
+        update.step(optimizers, _get_scale(subject, plan))
         losses = (*losses, found.loss)
         ruined = not_finite(dict(subject.model.named_parameters()))
         if ruined := [key for key in ruined if key not in not_finite(subject.state)]:
@@ -231,14 +231,16 @@ def _steps(
         subject = replace(subject, scale=1.0)
 
 
-def _backward(subject: Subject, plan: Plan, loss: LossFn, window: Sequence[Any], trace: Trace | None) -> Tensor:
+def _run_backward(
+    subject: Subject, plan: Plan, loss: LossFn, window: Sequence[Any], trace: RangeTrace | None
+) -> Tensor:
     """Forward and backward over the window, as the step weighs its batches."""
     subject.model.train()
     with freeze_others(subject.model, subject.trained or subject.model.parameters()):
-        return _over_window(subject, plan, loss, window, trace)
+        return _run_window(subject, plan, loss, window, trace)
 
 
-def _over_window(subject: Subject, plan: Plan, loss: LossFn, window: Sequence[Any], trace: Trace | None) -> Tensor:
+def _run_window(subject: Subject, plan: Plan, loss: LossFn, window: Sequence[Any], trace: RangeTrace | None) -> Tensor:
     total = torch.zeros((), device=subject.device)
     weights, unit = 0.0, None
     for batch in window:
@@ -252,14 +254,14 @@ def _over_window(subject: Subject, plan: Plan, loss: LossFn, window: Sequence[An
             value = value.reshape(()) if weight == unit else value.reshape(()) * (weight / unit)
             value = value if value.dtype == torch.float64 else value.float()
         with plan.backend(), trace or nullcontext():
-            (value * _scale(subject, plan)).backward()
+            (value * _get_scale(subject, plan)).backward()
         if trace is not None and not value.isfinite() and trace.origin_of(value) is not None:
             trace.of_loss = trace.of_loss or trace.origin_of(value)
         total, weights = total + value.detach(), weights + weight / unit
     return total / weights if weights else torch.full_like(total, math.nan)
 
 
-def _found(subject: Subject, name: str, plan: Plan, value: Tensor, trace: Trace | None) -> Attempt:
+def _describe_attempt(subject: Subject, name: str, plan: Plan, value: Tensor, trace: RangeTrace | None) -> Attempt:
     trained = list(subject.trained) or [p for p in subject.model.parameters() if p.requires_grad]
     gradients = [p.grad.detach() for p in trained if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
@@ -274,19 +276,19 @@ def _found(subject: Subject, name: str, plan: Plan, value: Tensor, trace: Trace 
     return Attempt(
         name=name,
         loss=float(value),
-        grad_norm=float(norm) / _scale(subject, plan),
+        grad_norm=float(norm) / _get_scale(subject, plan),
         not_finite=tuple(ruined),
         trace=trace,
         origin=origin,
     )
 
 
-def _scale(subject: Subject, plan: Plan) -> float:
+def _get_scale(subject: Subject, plan: Plan) -> float:
     return subject.scale if plan.needs_loss_scaling else 1.0
 
 
 @contextlib.contextmanager
-def _in_dtype(subject: Subject, dtype: torch.dtype | None) -> Iterator[None]:
+def _cast_temporarily(subject: Subject, dtype: torch.dtype | None) -> Iterator[None]:
     """The whole model, and what its code makes again, in fp64."""
     if dtype is None:
         yield
@@ -301,7 +303,7 @@ def _in_dtype(subject: Subject, dtype: torch.dtype | None) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _cast(batch: Any, dtype: torch.dtype | None) -> Any:
+def _cast_batch(batch: Any, dtype: torch.dtype | None) -> Any:
     def to(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value

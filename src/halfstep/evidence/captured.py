@@ -20,9 +20,16 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from halfstep.evidence.compiled_code import CompiledCode
-from halfstep.evidence.kernel_events import Event, Kernel, Launched, launched, sequence_of, types_of
+from halfstep.evidence.kernel_events import (
+    Event,
+    Kernel,
+    LaunchedKernel,
+    get_sequence_number,
+    list_input_types,
+    list_launches,
+)
 from halfstep.evidence.observer import OUTSIDE, Product, Seen
-from halfstep.evidence.precision_ledger import Expected, KernelRow, Ledger, LedgerRow, findings, percent
+from halfstep.evidence.precision_ledger import Expected, KernelRow, Ledger, LedgerRow, collect_findings, format_percent
 from halfstep.precision.plan import ROOT, Plan
 
 Modules = tuple[str, ...]
@@ -44,7 +51,7 @@ PRODUCTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LaunchPurpose:
     """What a kernel was launched for."""
 
     modules: Modules
@@ -55,58 +62,58 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class LocatedKernel:
     """A kernel and its place; None where it is not known."""
 
     kernel: Kernel
-    place: Place | None
+    place: LaunchPurpose | None
 
 
-def placed(events: Sequence[Event], owners: Mapping[int, Modules], code: CompiledCode) -> list[Placed]:
+def locate_kernels(events: Sequence[Event], owners: Mapping[int, Modules], code: CompiledCode) -> list[LocatedKernel]:
     """The kernels of an uncaptured step; `owners` are the modules of its autograd nodes."""
-    found = launched(events)
-    sites = _sites(found, code)
-    return [Placed(one.kernel, _locate(one, owners, sites.get(number))) for number, one in enumerate(found)]
+    found = list_launches(events)
+    sites = _find_sites(found, code)
+    return [LocatedKernel(one.kernel, _locate(one, owners, sites.get(number))) for number, one in enumerate(found)]
 
 
-def _locate(one: Launched, owners: Mapping[int, Modules], site: Modules | None) -> Place | None:
-    if not any(event["name"] == COMPUTING for event in one.within) and not _backward(one):
-        return Place((GUARDING,), "step")
-    direction: Direction = "backward" if _backward(one) else "forward"
+def _locate(one: LaunchedKernel, owners: Mapping[int, Modules], site: Modules | None) -> LaunchPurpose | None:
+    if not any(event["name"] == COMPUTING for event in one.within) and not _is_backward(one):
+        return LaunchPurpose((GUARDING,), "step")
+    direction: Direction = "backward" if _is_backward(one) else "forward"
     modules = _find_owners(one, owners) if site is None else site
     product = next((event for event in reversed(one.within) if event["name"] in PRODUCTS), None)
     operation = str(product["name"]).removeprefix("aten::") if product is not None else ""
-    return Place(modules, direction, operation, _format(product)) if modules else None
+    return LaunchPurpose(modules, direction, operation, _get_format(product)) if modules else None
 
 
-def _backward(one: Launched) -> bool:
+def _is_backward(one: LaunchedKernel) -> bool:
     return any(str(event["name"]).startswith(BACKWARD) for event in one.within)
 
 
-def _find_owners(one: Launched, owners: Mapping[int, Modules]) -> Modules:
+def _find_owners(one: LaunchedKernel, owners: Mapping[int, Modules]) -> Modules:
     """Of the innermost operation that autograd knows. A kernel between two of them belongs to the next, which reads it;
     in backward nothing runs outside of a node."""
     for event in reversed(one.within):
-        if (number := sequence_of(event)) in owners:
+        if (number := get_sequence_number(event)) in owners:
             return owners[number]  # type: ignore[index]
-    number = sequence_of(one.before) if one.before is not None else None
-    return owners.get(number, ()) if number is not None and not _backward(one) else ()
+    number = get_sequence_number(one.before) if one.before is not None else None
+    return owners.get(number, ()) if number is not None and not _is_backward(one) else ()
 
 
-def _format(product: Event | None) -> str:
+def _get_format(product: Event | None) -> str:
     if product is None:
         return ""
-    known = [TYPES[kind] for kind in types_of(product) if kind in TYPES]
+    known = [TYPES[kind] for kind in list_input_types(product) if kind in TYPES]
     return max(known[:2], key=list(TYPES.values()).index, default="")  # the wider of the two operands
 
 
-def _sites(found: Sequence[Launched], code: CompiledCode) -> dict[int, Modules]:
+def _find_sites(found: Sequence[LaunchedKernel], code: CompiledCode) -> dict[int, Modules]:
     """By place in the list: the modules of those launched inside compiled code."""
     runs: dict[int, list[tuple[int, str, object]]] = defaultdict(list)
     for number, one in enumerate(found):
         inside = [k for k, event in enumerate(one.within) if str(event["name"]).startswith(COMPILED)]
         if inside:
-            call = _call(one, one.within[inside[-1] + 1 :])
+            call = _identify_call(one, one.within[inside[-1] + 1 :])
             runs[id(one.within[inside[-1]])].append((number, *call))
     modules: dict[int, Modules] = {}
     for run in runs.values():
@@ -116,7 +123,7 @@ def _sites(found: Sequence[Launched], code: CompiledCode) -> dict[int, Modules]:
     return modules
 
 
-def _call(one: Launched, below: Sequence[Event]) -> tuple[str, object]:
+def _identify_call(one: LaunchedKernel, below: Sequence[Event]) -> tuple[str, object]:
     """What the generated code called, and which call it was: a library's call may launch several kernels."""
     if one.kernel.name.startswith("triton_"):
         return one.kernel.name, one.kernel.correlation
@@ -129,28 +136,28 @@ def _call(one: Launched, below: Sequence[Event]) -> tuple[str, object]:
 # --- the replay ---
 
 
-def matched(replay: Sequence[Kernel], reference: Sequence[Placed]) -> list[Placed]:
+def match_replay(replay: Sequence[Kernel], reference: Sequence[LocatedKernel]) -> list[LocatedKernel]:
     """Each kernel of a replay with the place of its counterpart."""
-    places: dict[int, Place | None] = {}
+    places: dict[int, LaunchPurpose | None] = {}
     mine, theirs = list(range(len(replay))), list(range(len(reference)))
-    for key in (lambda kernel: (kernel.name, kernel.shape), lambda kernel: kernel.name, _kind):
-        pairs = _pairs([key(replay[k]) for k in mine], [key(reference[k].kernel) for k in theirs])
+    for key in (lambda kernel: (kernel.name, kernel.shape), lambda kernel: kernel.name, _get_kind):
+        pairs = _pair_in_order([key(replay[k]) for k in mine], [key(reference[k].kernel) for k in theirs])
         places |= {mine[a]: reference[theirs[b]].place for a, b in pairs}
         used = {theirs[b] for _, b in pairs}
         mine, theirs = [k for k in mine if k not in places], [k for k in theirs if k not in used]
     last = max((replay[number].start_us for number in places), default=float("inf"))
-    committing = Place((COMMITTING,), "step")
+    committing = LaunchPurpose((COMMITTING,), "step")
     behind = {number: committing for number in mine if replay[number].start_us > last}
-    return [Placed(kernel, places.get(number) or behind.get(number)) for number, kernel in enumerate(replay)]
+    return [LocatedKernel(kernel, places.get(number) or behind.get(number)) for number, kernel in enumerate(replay)]
 
 
-def _kind(kernel: Kernel) -> object:
+def _get_kind(kernel: Kernel) -> object:
     """Inside a graph the driver sets and copies memory by kernels that it calls otherwise: `memset32`."""
     name = kernel.name.lower()
     return next((kind for kind in ("memset", "memcpy") if name.startswith(kind)), name)
 
 
-def _pairs(mine: Sequence[object], theirs: Sequence[object]) -> list[tuple[int, int]]:
+def _pair_in_order(mine: Sequence[object], theirs: Sequence[object]) -> list[tuple[int, int]]:
     """Those that both have equally often belong together in order, whatever ran beside them on another stream. Of the
     rest those that stand in the same order."""
     counts = Counter(mine)
@@ -170,9 +177,9 @@ def _pairs(mine: Sequence[object], theirs: Sequence[object]) -> list[tuple[int, 
 # --- the ledger of a captured step ---
 
 
-def captured_ledger(
+def make_captured_ledger(
     plan: Plan,
-    kernels: Sequence[Placed],
+    kernels: Sequence[LocatedKernel],
     code: Ledger,
     model: nn.Module,
     islands: set[str],
@@ -181,17 +188,17 @@ def captured_ledger(
 ) -> Ledger:
     """`code` is the ledger of what was captured; `islands` are modules that have one."""
     expected = Expected(plan)
-    seen = _seen(expected, kernels, islands)
-    found = findings(plan, seen, model, frozen or {})
+    seen = _collect_products(expected, kernels, islands)
+    found = collect_findings(plan, seen, model, frozen or {})
     rows = _make_rows(code, kernels)
     listed = _list_kernels(kernels)
     return Ledger(
         mode=mode, rows=tuple(rows), findings=tuple(found), kernels=tuple(listed), step=code.step,
-        summary=_summary(kernels, sum(finding.level == "differs" for finding in found)),
+        summary=_summarise(kernels, sum(finding.level == "differs" for finding in found)),
     )  # fmt: skip
 
 
-def _seen(expected: Expected, kernels: Sequence[Placed], islands: set[str]) -> Seen:
+def _collect_products(expected: Expected, kernels: Sequence[LocatedKernel], islands: set[str]) -> Seen:
     """Matmuls, convolutions and attention by module. One whose function holds several layers counts as the planned
     one of them: a convolution and the normalisation before it have different formats."""
     seen = Seen()
@@ -204,8 +211,8 @@ def _seen(expected: Expected, kernels: Sequence[Placed], islands: set[str]) -> S
     return seen
 
 
-def _make_rows(code: Ledger, kernels: Sequence[Placed]) -> list[LedgerRow]:
-    total = _total(kernels)
+def _make_rows(code: Ledger, kernels: Sequence[LocatedKernel]) -> list[LedgerRow]:
+    total = _sum_durations(kernels)
     times: dict[str, float] = defaultdict(float)
     formats: dict[tuple[str, str], set[str]] = defaultdict(set)
     for kernel, place in ((one.kernel, one.place) for one in kernels):
@@ -217,22 +224,22 @@ def _make_rows(code: Ledger, kernels: Sequence[Placed]) -> list[LedgerRow]:
         dataclasses.replace(
             row,
             time_share=times.pop(row.module, 0.0),
-            forward=_observed(row.forward, formats[row.module, "forward"]),
-            backward=_observed(row.backward, formats[row.module, "backward"]),
+            forward=_merge_formats(row.forward, formats[row.module, "forward"]),
+            backward=_merge_formats(row.backward, formats[row.module, "backward"]),
         )
         for row in code.rows
     ]
     return rows + [LedgerRow(module=name, planned="-", time_share=time) for name, time in times.items()]
 
 
-def _observed(of_code: str, found: set[str]) -> str:
+def _merge_formats(of_code: str, found: set[str]) -> str:
     """A kernel's format, for modules that multiply: one that is only fused with such a module has none."""
     return ", ".join(sorted(found)) if found and of_code != "-" else of_code
 
 
-def _list_kernels(kernels: Sequence[Placed]) -> list[KernelRow]:
-    total = _total(kernels)
-    times: dict[tuple[str, Place | None], list[float]] = defaultdict(list)
+def _list_kernels(kernels: Sequence[LocatedKernel]) -> list[KernelRow]:
+    total = _sum_durations(kernels)
+    times: dict[tuple[str, LaunchPurpose | None], list[float]] = defaultdict(list)
     for one in kernels:
         times[one.kernel.name, one.place].append(one.kernel.duration_us)
     rows = [
@@ -245,24 +252,24 @@ def _list_kernels(kernels: Sequence[Placed]) -> list[KernelRow]:
     return sorted(rows, key=lambda row: -row.time_share)
 
 
-def _summary(kernels: Sequence[Placed], num_differences: int) -> str:
-    total = _total(kernels)
+def _summarise(kernels: Sequence[LocatedKernel], num_differences: int) -> str:
+    total = _sum_durations(kernels)
     unmapped = sum(one.kernel.duration_us for one in kernels if one.place is None) / total
     by_format: dict[str, float] = defaultdict(float)
     for one in kernels:
         if one.place is not None and one.place.format:
             by_format[one.place.format] += one.kernel.duration_us
     of_products, longest_first = sum(by_format.values()), sorted(by_format.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{percent(time / of_products)} {name}" for name, time in longest_first)
+    shown = ", ".join(f"{format_percent(time / of_products)} {name}" for name, time in longest_first)
     verdict = f"{num_differences} differ from the plan" if num_differences else "all as planned"
     return (
-        f"{len(kernels)} kernels, {percent(1 - unmapped)} of their time mapped to modules, "
-        f"{percent(unmapped)} not mapped; library matmuls, convolutions and attention by time: {shown or 'none'}; "
-        f"{verdict}"
+        f"{len(kernels)} kernels, {format_percent(1 - unmapped)} of their time mapped to modules, "
+        f"{format_percent(unmapped)} not mapped; library matmuls, convolutions and attention by time: "
+        f"{shown or 'none'}; {verdict}"
     )
 
 
-def _total(kernels: Sequence[Placed]) -> float:
+def _sum_durations(kernels: Sequence[LocatedKernel]) -> float:
     return max(sum(one.kernel.duration_us for one in kernels), 1e-9)
 
 
@@ -279,18 +286,20 @@ CASTS_AND_VIEWS = (
 )  # fmt: skip
 
 
-def owners_of_nodes(loss: Tensor, model: nn.Module) -> dict[int, Modules]:
+def find_node_owners(loss: Tensor, model: nn.Module) -> dict[int, Modules]:
     """By number: the modules of every node of this loss."""
     if loss.grad_fn is None:
         return {}
     names = {id(p): name or ROOT for name, m in model.named_modules() for p in m.parameters(recurse=False)}
-    nodes = {_number(node): node for node in _reachable(loss.grad_fn) if not _is_leaf(node)}
+    nodes = {_get_number(node): node for node in _iterate_nodes(loss.grad_fn) if not _is_leaf(node)}
     own = {number: _find_weight_owners(node, names) for number, node in nodes.items()}
-    inputs = {number: [_number(n) for n, _ in node.next_functions if n is not None] for number, node in nodes.items()}
-    return _with_neighbours(own, inputs)
+    inputs = {
+        number: [_get_number(n) for n, _ in node.next_functions if n is not None] for number, node in nodes.items()
+    }
+    return _fill_from_neighbours(own, inputs)
 
 
-def _reachable(root: Any) -> Iterator[Any]:
+def _iterate_nodes(root: Any) -> Iterator[Any]:
     seen, waiting = {root}, [root]
     while waiting:
         node = waiting.pop()
@@ -302,17 +311,17 @@ def _reachable(root: Any) -> Iterator[Any]:
 
 
 def _find_weight_owners(node: Any, names: Mapping[int, str]) -> Modules:
-    weights = (_weight(inner, number) for inner, number in node.next_functions if inner is not None)
+    weights = (_find_weight(inner, number) for inner, number in node.next_functions if inner is not None)
     return tuple(dict.fromkeys(names.get(id(weight), OUTSIDE) for weight in weights if weight is not None))
 
 
-def _weight(node: Any, number: int) -> Any:
+def _find_weight(node: Any, number: int) -> Any:
     """The weight that this output of a node is a cast or a view of; None for anything that was computed."""
     if _is_leaf(node):
         return node.variable
     inner = [(n, k) for n, k in node.next_functions if n is not None]
     if len(inner) == 1 and node.name().rstrip("0123456789").removesuffix("Backward") in CASTS_AND_VIEWS:
-        return _weight(*inner[0])
+        return _find_weight(*inner[0])
     is_of_many = number < len(inner) and all(_is_leaf(n) for n, _ in inner)  # casts of many weights at once
     return inner[number][0].variable if is_of_many and _gives_as_many(node, len(inner)) else None
 
@@ -323,22 +332,24 @@ def _gives_as_many(node: Any, num: int) -> bool:
     return metadata is not None and len(metadata) == num
 
 
-def _with_neighbours(own: Mapping[int, Modules], inputs: Mapping[int, list[int]]) -> dict[int, Modules]:
+def _fill_from_neighbours(own: Mapping[int, Modules], inputs: Mapping[int, list[int]]) -> dict[int, Modules]:
     """Nodes without weights get what those before and behind them have in common."""
     readers: dict[int, list[int]] = {number: [] for number in own}
     for number, given in inputs.items():
         for one in given:
             if one in readers:
                 readers[one].append(number)
-    above = _nearest(own, inputs, sorted(own))
-    below = _nearest(own, readers, sorted(own, reverse=True))
+    above = _find_nearest(own, inputs, sorted(own))
+    below = _find_nearest(own, readers, sorted(own, reverse=True))
     return {
-        number: modules or ((common(above[number] + below[number]),) if below[number] else (OUTSIDE,))
+        number: modules or ((find_common_path(above[number] + below[number]),) if below[number] else (OUTSIDE,))
         for number, modules in own.items()
     }
 
 
-def _nearest(own: Mapping[int, Modules], towards: Mapping[int, list[int]], order: Iterable[int]) -> dict[int, Modules]:
+def _find_nearest(
+    own: Mapping[int, Modules], towards: Mapping[int, list[int]], order: Iterable[int]
+) -> dict[int, Modules]:
     """For each node the modules of the first ones that have some, in one direction; numbers grow with the data."""
     found: dict[int, Modules] = {}
     for number in order:
@@ -347,7 +358,7 @@ def _nearest(own: Mapping[int, Modules], towards: Mapping[int, list[int]], order
     return found
 
 
-def common(names: Iterable[str]) -> str:
+def find_common_path(names: Iterable[str]) -> str:
     """The longest path that all begin with: `h.0` of `h.0.attn.c_attn` and `h.0.ln_1`."""
     paths = [name.split(".") for name in names if name != OUTSIDE]
     shared: list[str] = []
@@ -362,5 +373,5 @@ def _is_leaf(node: Any) -> bool:
     return hasattr(node, "variable")
 
 
-def _number(node: Any) -> int:
+def _get_number(node: Any) -> int:
     return int(node._sequence_nr())

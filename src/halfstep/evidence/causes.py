@@ -17,9 +17,17 @@ from torch import Tensor
 from halfstep.evidence.attempts import Attempt, Subject, attempt
 from halfstep.evidence.capsule import Capsule
 from halfstep.evidence.patches import HALF, WithoutCasts
-from halfstep.evidence.ranges import Operation, has_fractions, twin_of
+from halfstep.evidence.ranges import Operation, find_twin, has_fractions
 from halfstep.evidence.recorder import not_finite
-from halfstep.evidence.samples import BadPlace, bad_places, culprits, odd_places, outliers, sample_name, without
+from halfstep.evidence.samples import (
+    BadSample,
+    drop_samples,
+    find_bad_samples,
+    find_culprits,
+    find_odd_samples,
+    find_outliers,
+    name_sample,
+)
 from halfstep.formats import find_format
 from halfstep.precision.plan import Plan
 
@@ -66,7 +74,7 @@ class Diagnosis:
     """Sentences, each an observation."""
     origin: Operation | None = None
     attempts: list[Attempt] = field(default_factory=list)
-    places: list[BadPlace] = field(default_factory=list)
+    places: list[BadSample] = field(default_factory=list)
     rows: set[tuple[int, int]] = field(default_factory=set)
     """Samples to drop."""
     samples: list[str] = field(default_factory=list)
@@ -111,7 +119,7 @@ def run_all(subject: Subject) -> Runs:
         again=again,
         eager=replace(eager, name="as it was") if eager.is_like(as_was) else eager,
         fp32=attempt(subject, "fp32", in_fp32, traced=True),
-        fp64=_in_fp64(subject, in_fp32),
+        fp64=_run_in_fp64(subject, in_fp32),
         others={
             name: attempt(subject, name, loss=variant)
             for name, variant in subject.variants.items()
@@ -120,7 +128,7 @@ def run_all(subject: Subject) -> Runs:
     )
 
 
-def _in_fp64(subject: Subject, plan: Plan) -> Attempt:
+def _run_in_fp64(subject: Subject, plan: Plan) -> Attempt:
     """Without the code's own casts to less, as far as it can run without them."""
     narrower = (torch.float32, *HALF)
     for around in (WithoutCasts(narrower, ours=True), WithoutCasts(narrower), None):
@@ -135,23 +143,23 @@ def diagnose(subject: Subject, capsule: Capsule) -> Diagnosis:
     runs = run_all(subject)
     names = dict(zip(capsule.about["sample_ids"], capsule.about["sample_names"], strict=False))
     found = (
-        _of_update(subject, capsule, runs)
-        or _of_good_step(subject, capsule, runs, names)
-        or _of_chance(runs)
-        or _of_code_path(runs)
-        or _of_input(subject, runs, names)
-        or _of_state(subject, capsule)
-        or _of_refusal(subject, runs)
-        or _of_growth(subject, capsule, runs)
-        or _of_own_kernel(runs)
-        or _of_attention(runs)
-        or _of_buffers(subject, runs)
-        or _of_numbers(runs)
+        _diagnose_update(subject, capsule, runs)
+        or _diagnose_good_step(subject, capsule, runs, names)
+        or _diagnose_chance(runs)
+        or _diagnose_code_path(runs)
+        or _diagnose_input(subject, runs, names)
+        or _diagnose_state(subject, capsule)
+        or _diagnose_refusal(subject, runs)
+        or _diagnose_growth(subject, capsule, runs)
+        or _diagnose_custom_kernel(runs)
+        or _diagnose_attention(runs)
+        or _diagnose_buffers(subject, runs)
+        or _diagnose_numbers(runs)
     )
     found.attempts, found.fp32_is_good = runs.all(), runs.fp32.is_good
-    found.start = _weights_of_the_start(subject, capsule) if _losses(capsule) else {}
+    found.start = _draw_first_weights(subject, capsule) if _list_losses(capsule) else {}
     if found.cause == OVERFLOW and not runs.fp32.is_good:
-        found.shown += _trail(capsule)
+        found.shown += _describe_trail(capsule)
     if found.cause in (OVERFLOW, UNDERFLOW, CODE) and not runs.fp32.is_good:
         _add_culprits(subject, found, names)
     return found
@@ -160,17 +168,17 @@ def diagnose(subject: Subject, capsule: Capsule) -> Diagnosis:
 def _add_culprits(subject: Subject, found: Diagnosis, names: Mapping[int, str]) -> None:
     """Where no format would have helped, a sample may be behind it: an empty mask, an id past the vocabulary. Numbers
     that no other sample has make it bad input; several samples are to blame only for such."""
-    rows = culprits(subject)
-    places = odd_places(subject.window, rows, names, with_integers=found.cause == CODE)
+    rows = find_culprits(subject)
+    places = find_odd_samples(subject.window, rows, names, with_integers=found.cause == CODE)
     if not rows or len(rows) > max(len(places), 1):
         return
-    found.rows, found.samples = rows, [sample_name(subject.window, row, names) for row in sorted(rows)]
+    found.rows, found.samples = rows, [name_sample(subject.window, row, names) for row in sorted(rows)]
     found.shown.append(f"without sample {', '.join(found.samples)} the step is good")
     if places:
         found.cause, found.places, found.shown = BAD_INPUT, places, [*map(str, places), *found.shown]
 
 
-def _of_update(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosis | None:
+def _diagnose_update(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosis | None:
     """The optimizer makes weights that are not finite: of this step, which is good, or of an earlier one, whose weights
     are filled with 0 to see it again."""
     start = capsule.about["start"]
@@ -193,23 +201,23 @@ def _of_update(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosis | No
     return Diagnosis(cause=UPDATE, shown=shown, tensors=written)
 
 
-def _of_good_step(subject: Subject, capsule: Capsule, runs: Runs, names: Mapping[int, str]) -> Diagnosis | None:
+def _diagnose_good_step(subject: Subject, capsule: Capsule, runs: Runs, names: Mapping[int, str]) -> Diagnosis | None:
     if not runs.as_was.is_good:
         return None
     if capsule.about["kind"] != "spike":
         why = capsule.inexact or "same weights, batches and generators, and a finite step"
         return Diagnosis(cause=NOT_REPRODUCED, shown=[f"run again, the step is good: {why}"])
-    if (kernel := _of_own_kernel(runs)) is not None:
+    if (kernel := _diagnose_custom_kernel(runs)) is not None:
         return kernel
-    found = outliers(subject, names)
+    found = find_outliers(subject, names)
     if found:
         shown = [f"sample {name} alone has the loss {loss:.4g}" for _, name, loss in found]
         rows, samples = {place for place, *_ in found}, [name for _, name, _ in found]
         return Diagnosis(cause=SPIKE, shown=["from data", *shown], rows=rows, samples=samples)
-    return Diagnosis(cause=SPIKE, shown=["from the rate: no sample's loss stands out", *_trail(capsule)])
+    return Diagnosis(cause=SPIKE, shown=["from the rate: no sample's loss stands out", *_describe_trail(capsule)])
 
 
-def _of_chance(runs: Runs) -> Diagnosis | None:
+def _diagnose_chance(runs: Runs) -> Diagnosis | None:
     """What the capsule does not hold decides: a counter or a generator of the code's own, memory that others write."""
     if not runs.again.is_good:
         return None
@@ -217,7 +225,7 @@ def _of_chance(runs: Runs) -> Diagnosis | None:
     return Diagnosis(cause=NOT_REPRODUCED, shown=shown, origin=runs.as_was.origin)
 
 
-def _of_code_path(runs: Runs) -> Diagnosis | None:
+def _diagnose_code_path(runs: Runs) -> Diagnosis | None:
     """Compiled or on our kernels it fails, at equal dtype eager does not."""
     if runs.as_was.is_good or not runs.eager.is_good:
         return None
@@ -226,38 +234,38 @@ def _of_code_path(runs: Runs) -> Diagnosis | None:
     return Diagnosis(cause=KERNEL, shown=[f"eager is good at equal dtypes: {whose} is at fault"])
 
 
-def _of_input(subject: Subject, runs: Runs, names: Mapping[int, str]) -> Diagnosis | None:
-    places = bad_places(subject.window, names)
+def _diagnose_input(subject: Subject, runs: Runs, names: Mapping[int, str]) -> Diagnosis | None:
+    places = find_bad_samples(subject.window, names)
     rows = {(place.batch, place.row) for place in places}
     if not rows:
         return None
-    left = without(subject.window, rows)
+    left = drop_samples(subject.window, rows)
     # Marks that the loss leaves out (NaN targets) are not faults: without them the step has to be good, or, where
     # another fault is behind them, to fail elsewhere.
     rest = attempt(subject, "without those samples", window=left, traced=True) if left else None
-    if rest is not None and not rest.is_good and _place(rest) == _place(runs.eager):
+    if rest is not None and not rest.is_good and _describe_place(rest) == _describe_place(runs.eager):
         return None
     shown, samples = [str(place) for place in places], [place.sample for place in places]
     return Diagnosis(cause=BAD_INPUT, shown=shown, places=places, rows=rows, samples=samples)
 
 
-def _place(run: Attempt) -> tuple[str, str]:
+def _describe_place(run: Attempt) -> tuple[str, str]:
     return (run.origin.place, run.origin.line) if run.origin is not None else ("", "")
 
 
-def _of_state(subject: Subject, capsule: Capsule) -> Diagnosis | None:
+def _diagnose_state(subject: Subject, capsule: Capsule) -> Diagnosis | None:
     whole, start = subject.whole_state(), capsule.about["start"]
     averages = [name for name in capsule.about["not_finite"] if name.startswith("average of ")]
     bad = {name: ~whole[name].isfinite() for name in not_finite(whole)}
-    shown = [f"{name} {_since(start.get(name))}" for name in (*averages, *bad)]
+    shown = [f"{name} {_describe_start(start.get(name))}" for name in (*averages, *bad)]
     garbage = {name: v.abs() > GARBAGE for name, v in whole.items() if name not in bad and _is_garbage(v)}
-    shown += [f"{name} holds {_largest(whole[name]):.3g}: never written?" for name in garbage]
+    shown += [f"{name} holds {_find_largest(whole[name]):.3g}: never written?" for name in garbage]
     if not shown:
         return None
     return Diagnosis(cause=BAD_STATE, shown=shown, averages=averages, tensors={**bad, **garbage})
 
 
-def _of_buffers(subject: Subject, runs: Runs) -> Diagnosis | None:
+def _diagnose_buffers(subject: Subject, runs: Runs) -> Diagnosis | None:
     """A buffer beside the operation holds finite numbers with which it is not defined: a variance below zero, a count
     that nobody has raised. With 1 in their place the step is good."""
     if runs.eager.origin is None or runs.fp32.is_good:
@@ -272,7 +280,7 @@ def _of_buffers(subject: Subject, runs: Runs) -> Diagnosis | None:
     return None
 
 
-def _of_refusal(subject: Subject, runs: Runs) -> Diagnosis | None:
+def _diagnose_refusal(subject: Subject, runs: Runs) -> Diagnosis | None:
     error, origin = runs.eager.error or runs.as_was.error, runs.eager.origin
     if not error:
         return None
@@ -285,7 +293,7 @@ def _of_refusal(subject: Subject, runs: Runs) -> Diagnosis | None:
     return Diagnosis(cause=REFUSED, shown=[error, "in fp32 it runs"], origin=origin)
 
 
-def _of_growth(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosis | None:
+def _diagnose_growth(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosis | None:
     start = {name: size for name, size in capsule.about["start"].items() if isinstance(size, float) and size > 0}
     # A codebook that forward moves by averages grows by no learning rate.
     unmoved = {*dict(subject.model.named_buffers())}
@@ -299,20 +307,23 @@ def _of_growth(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosis | No
     now = math.sqrt(sum(float(subject.state[name].abs().double().square().sum()) for name in matrices))
     if now < GROWTH * before:
         return None
-    with subject.with_state(_weights_of_the_start(subject, capsule)):
+    with subject.with_state(_draw_first_weights(subject, capsule)):
         if not attempt(subject, "weights of the start").is_good:  # then they are not what is at fault
             return None
     most = max(
         matrices, key=lambda name: float(subject.state[name].abs().double().square().mean().sqrt()) / start[name]
     )
-    shown = [f"the weights have grown {now / before:.3g} times since training began, {most} most", *_trail(capsule)]
-    losses = _losses(capsule)
+    shown = [
+        f"the weights have grown {now / before:.3g} times since training began, {most} most",
+        *_describe_trail(capsule),
+    ]
+    losses = _list_losses(capsule)
     is_unbounded = len(losses) > 1 and losses[-1] < min(2 * losses[0], 0.0)
     return Diagnosis(cause=DIVERGED, shown=shown, origin=runs.eager.origin, loss_is_unbounded=is_unbounded)
 
 
 @torch.no_grad()
-def _weights_of_the_start(subject: Subject, capsule: Capsule) -> dict[str, Tensor]:
+def _draw_first_weights(subject: Subject, capsule: Capsule) -> dict[str, Tensor]:
     """Random weight matrices of the size that the capsule has noted for the start of training, and vectors (biases,
     scales of norms) and buffers of that size where they have left it."""
     generator, weights = torch.Generator().manual_seed(0), dict(subject.model.named_parameters())
@@ -329,7 +340,7 @@ def _weights_of_the_start(subject: Subject, capsule: Capsule) -> dict[str, Tenso
     return found
 
 
-def _of_own_kernel(runs: Runs) -> Diagnosis | None:
+def _diagnose_custom_kernel(runs: Runs) -> Diagnosis | None:
     """An operation that is not torch's gives what is not finite, or far more than it was given."""
     trace, origin = runs.eager.trace, runs.eager.origin
     if trace is None or origin is not None and runs.fp32.is_good:
@@ -343,7 +354,7 @@ def _of_own_kernel(runs: Runs) -> Diagnosis | None:
     return None
 
 
-def _of_attention(runs: Runs) -> Diagnosis | None:
+def _diagnose_attention(runs: Runs) -> Diagnosis | None:
     """NaN of finite numbers. Between its products the gradient of a score is rounded to the format, and may be infinite
     there in fp16; where it cannot be, nothing in attention is: cuDNN's kernel has given NaN all the same."""
     op = runs.eager.origin
@@ -364,7 +375,7 @@ def _is_attention(op: Operation) -> bool:
     return op.is_torch and "attention" in op.name
 
 
-def _of_numbers(runs: Runs) -> Diagnosis:
+def _diagnose_numbers(runs: Runs) -> Diagnosis:
     """An operation left the finite range with good inputs, a good state and weights of their usual size."""
     bad = runs.eager
     origin = bad.origin
@@ -376,7 +387,7 @@ def _of_numbers(runs: Runs) -> Diagnosis:
     if origin.outside is not None:
         shown = [f"{origin.place} is given a tensor of shape {origin.outside} that was not finite before the step"]
         return Diagnosis(cause=BAD_STATE, shown=shown, origin=origin)
-    twin = _twin(runs, origin)
+    twin = _find_twin(runs, origin)
     cause = UNDERFLOW if _divides_by_zero(origin, twin) else OVERFLOW
     shown = [f"{origin.place} gives {origin.output}", *(f"of {r}" for r in origin.inputs[:3])]
     if _is_undefined(origin):
@@ -386,11 +397,11 @@ def _of_numbers(runs: Runs) -> Diagnosis:
     if twin is not None and twin.output.is_finite:
         shown.append(f"in {DTYPE_FORMATS[twin.output.dtype]} it gives {twin.output}")
     if not runs.fp32.is_good:
-        shown.append(_in_wider_formats(runs))
+        shown.append(_describe_wider_formats(runs))
     return Diagnosis(cause=cause, shown=shown, origin=origin)
 
 
-def _in_wider_formats(runs: Runs) -> str:
+def _describe_wider_formats(runs: Runs) -> str:
     at = runs.fp32.origin
     if at is not None and at.output.dtype in ("float16", "bfloat16"):
         return f"in an fp32 step it computes in {at.output.dtype} as well: the code itself casts"
@@ -398,10 +409,10 @@ def _in_wider_formats(runs: Runs) -> str:
     return f"fp32 is not enough{fp64}"
 
 
-def _twin(runs: Runs, origin: Operation) -> Operation | None:
+def _find_twin(runs: Runs, origin: Operation) -> Operation | None:
     """The same operation in fp32, or in fp64 where fp32 fails, too."""
     own, wider = runs.eager.trace, (runs.fp32 if runs.fp32.is_good else runs.fp64).trace
-    return twin_of(origin, wider, own) if own is not None and wider is not None else None
+    return find_twin(origin, wider, own) if own is not None and wider is not None else None
 
 
 def _divides_by_zero(origin: Operation, twin: Operation | None) -> bool:
@@ -428,19 +439,19 @@ def _multiplies_infinity(origin: Operation) -> bool:
     return origin.is_backward and origin.output.num_nan > 0 and any(r.num_zero for r in origin.inputs)
 
 
-def _trail(capsule: Capsule) -> list[str]:
+def _describe_trail(capsule: Capsule) -> list[str]:
     """Losses before the fault, where they went far."""
-    losses, rate = _losses(capsule), float(capsule.about["lr"])  # "nan" where the step did not get so far
+    losses, rate = _list_losses(capsule), float(capsule.about["lr"])  # "nan" where the step did not get so far
     if len(losses) < 2 or abs(losses[-1]) < 2 * abs(losses[0]):
         return []
     return [f"the loss went from {losses[0]:.4g} to {losses[-1]:.4g} in the steps before, at lr {rate:.4g}"]
 
 
-def _losses(capsule: Capsule) -> list[float]:
+def _list_losses(capsule: Capsule) -> list[float]:
     return [row["loss"] for row in capsule.about["trail"] if isinstance(row["loss"], float)]
 
 
-def _since(start: Any) -> str:
+def _describe_start(start: Any) -> str:
     """By its size when training began: a number, a word for what is not finite, or nothing that is known."""
     if isinstance(start, float):
         return "is not finite, and was when training began: the optimizer wrote it, or code outside of the steps"
@@ -449,10 +460,10 @@ def _since(start: Any) -> str:
 
 def _is_garbage(value: Tensor) -> bool:
     """Not the largest number there is, which masks hold on purpose."""
-    largest = _largest(value) if has_fractions(value) else 0.0
+    largest = _find_largest(value) if has_fractions(value) else 0.0
     return GARBAGE < largest < 0.999 * torch.finfo(torch.bfloat16).max
 
 
-def _largest(value: Tensor) -> float:
+def _find_largest(value: Tensor) -> float:
     finite = value[value.isfinite()]
     return float(finite.abs().max()) if len(finite) else 0.0

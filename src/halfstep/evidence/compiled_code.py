@@ -24,11 +24,11 @@ from halfstep.evidence.observer import (
     Direction,
     Product,
     Seen,
-    computed_in,
-    flops_of,
-    format_of,
+    count_flops,
+    find_compute_format,
     is_custom,
     is_product,
+    name_format,
 )
 from halfstep.precision.plan import ROOT
 
@@ -51,7 +51,7 @@ class Site:
     nodes: tuple[str, ...]
 
 
-def sites_of(source: str) -> list[Site]:
+def find_sites(source: str) -> list[Site]:
     """The calls of a generated module, in order. One without nodes above it, such as `aten.index_put_`, is of those
     that its first buffer was made from."""
     found: list[Site] = []
@@ -73,29 +73,29 @@ class CompiledCode:
     """The calls of all compiled graphs, with their modules."""
 
     def __init__(self, sources: Sequence[str], graphs: Sequence[Nodes]) -> None:
-        self.codes = [_with_modules(sites_of(source), graphs) for source in sources]
+        self.codes = [_add_modules(find_sites(source), graphs) for source in sources]
 
     def modules(self, calls: Sequence[str]) -> list[Modules]:
         """Of the calls that one compiled graph was seen to make; empty for those that its code does not know."""
-        code = max(self.codes, key=lambda code: _likeness(calls, [callee for callee, _ in code]), default=[])
+        code = max(self.codes, key=lambda code: _measure_likeness(calls, [callee for callee, _ in code]), default=[])
         left: dict[str, list[Modules]] = {}
         for callee, modules in code:
             left.setdefault(callee, []).append(modules)
         return [left[call].pop(0) if left.get(call) else () for call in calls]
 
 
-def _likeness(calls: Sequence[str], callees: Sequence[str]) -> float:
+def _measure_likeness(calls: Sequence[str], callees: Sequence[str]) -> float:
     shared = sum((Counter(calls) & Counter(callees)).values())
     return shared / max(len(calls), len(callees), 1)
 
 
-def _with_modules(sites: Sequence[Site], graphs: Sequence[Nodes]) -> list[tuple[str, Modules]]:
+def _add_modules(sites: Sequence[Site], graphs: Sequence[Nodes]) -> list[tuple[str, Modules]]:
     named = {name for site in sites for name in site.nodes}
     nodes = max(graphs, key=lambda graph: len(named & graph.keys()), default={})
-    return [(site.callee, _modules(site, nodes)) for site in sites]
+    return [(site.callee, _find_modules(site, nodes)) for site in sites]
 
 
-def _modules(site: Site, nodes: Nodes) -> Modules:
+def _find_modules(site: Site, nodes: Nodes) -> Modules:
     known = [nodes[name] for name in site.nodes if name in nodes]
     is_fused = site.callee.startswith("triton_")
     return tuple(dict.fromkeys(known if is_fused else known[-1:]))  # of a library's call the last node is its own
@@ -110,7 +110,7 @@ class NodeRecorder:
 
     def traced(self, region: Callable[..., Any]) -> Callable[..., Any]:
         """It runs its graphs as they are."""
-        return torch.compile(copied(region, "named"), backend=self._backend, dynamic=False)
+        return torch.compile(copy_region(region, "named"), backend=self._backend, dynamic=False)
 
     def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         from torch._inductor.compile_fx import compile_fx
@@ -123,11 +123,11 @@ class NodeRecorder:
         from torch._functorch._aot_autograd.utils import make_boxed_func
 
         nodes = (node for node in graph.graph.nodes if node.op == "call_function")
-        self.graphs.append({_node_name(node): module_of(node, self.names) for node in nodes})
+        self.graphs.append({_get_node_name(node): find_module(node, self.names) for node in nodes})
         return make_boxed_func(graph.forward)
 
 
-def _node_name(node: fx.Node) -> str:
+def _get_node_name(node: fx.Node) -> str:
     """As inductor's comments have it."""
     origins = node.meta.get("from_node")
     return str(origins[0].name) if origins else node.name
@@ -170,25 +170,25 @@ class GraphRecorder:
 
     def compiled(self, region: Callable[..., Any]) -> Callable[..., Any]:
         """The region as the front end sees it."""
-        return torch.compile(copied(region, "seen"), backend=self.backend(), dynamic=False)
+        return torch.compile(copy_region(region, "seen"), backend=self.backend(), dynamic=False)
 
 
-def copied(region: Callable[..., Any], word: str) -> Callable[..., Any]:
+def copy_region(region: Callable[..., Any], word: str) -> Callable[..., Any]:
     """A function of its own, whose code object the compiler has not met: the run's compiled code stays."""
     assert isinstance(region, types.FunctionType)
     code = region.__code__.replace(co_name=f"{region.__code__.co_name}_{word}")
     return types.FunctionType(code, region.__globals__, region.__name__, region.__defaults__, region.__closure__)
 
 
-def seen_in(graphs: list[Graph], model: nn.Module, frozen: Mapping[str, nn.Module], twin: Seen) -> Seen:
+def read_graphs(graphs: list[Graph], model: nn.Module, frozen: Mapping[str, nn.Module], twin: Seen) -> Seen:
     """The same record as of an eager step."""
-    reader = _Reader(names_in(model, frozen), twin)
+    reader = _Reader(list_module_names(model, frozen), twin)
     for direction, graph in graphs:
         reader.read(direction, graph)
     return reader.seen
 
 
-def names_in(model: nn.Module, frozen: Mapping[str, nn.Module]) -> set[str]:
+def list_module_names(model: nn.Module, frozen: Mapping[str, nn.Module]) -> set[str]:
     """All module paths, those of frozen parts behind the part's name."""
     names = {name for name, _ in model.named_modules()}
     return names | {f"{part}.{name}".rstrip(".") for part, m in frozen.items() for name, _ in m.named_modules()}
@@ -209,7 +209,7 @@ class _Reader:
         for node in graph.graph.nodes:
             if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
                 continue
-            module = module_of(node, self.names)
+            module = find_module(node, self.names)
             if direction == "forward":
                 self._forward_modules[node.name] = module
             if is_product(node.target):
@@ -218,8 +218,8 @@ class _Reader:
                 self._cast(node, module, direction)
 
     def _product(self, node: fx.Node, module: str, direction: Direction) -> None:
-        func, (args, kwargs) = node.target, tree_map(_value, (node.args, dict(node.kwargs)))
-        name = computed_in(func, args, kwargs)
+        func, (args, kwargs) = node.target, tree_map(_get_value, (node.args, dict(node.kwargs)))
+        name = find_compute_format(func, args, kwargs)
         if not name:
             return
         operation = f"{func.namespace}::{func._opname}" if is_custom(func) else func._opname  # type: ignore[union-attr]
@@ -227,35 +227,35 @@ class _Reader:
         is_island = module in self.islands and name == "fp32"
         found = Product(module, direction, operation, name, is_island, is_custom(func), function)
         self.seen.calls[found] += 1
-        if flops := flops_of(func, args, kwargs, _value(node)):
+        if flops := count_flops(func, args, kwargs, _get_value(node)):
             self.seen.flops[found] += flops
 
     def _cast(self, node: fx.Node, module: str, direction: Direction) -> None:
-        source, result = _value(node.args[0]), _value(node)
+        source, result = _get_value(node.args[0]), _get_value(node)
         floats = [t for t in (source, result) if isinstance(t, Tensor) and t.is_floating_point()]
         if len(floats) == 2 and floats[0].dtype != floats[1].dtype:
-            found = Cast(module, direction, format_of(source.dtype), format_of(result.dtype))
+            found = Cast(module, direction, name_format(source.dtype), name_format(result.dtype))
             self.seen.casts[found] += 1
             self.seen.cast_bytes[found] += result.nbytes
 
     def _kept(self, graph: fx.GraphModule) -> None:
         """What backward reads of forward; weights and inputs (primals) and the gradients it is given are not kept."""
         for node in graph.graph.find_nodes(op="placeholder"):
-            value = _value(node)
+            value = _get_value(node)
             if isinstance(value, Tensor) and value.is_floating_point() and node.name in self._forward_modules:
-                self.seen.kept[self._forward_modules[node.name], format_of(value.dtype)] += value.nbytes
+                self.seen.kept[self._forward_modules[node.name], name_format(value.dtype)] += value.nbytes
 
 
-def module_of(node: fx.Node, names: set[str]) -> str:
+def find_module(node: fx.Node, names: set[str]) -> str:
     """The innermost module whose forward made the node, or the node that it is the gradient of."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     for path, *_ in reversed(list(stack.values())):
-        if (name := module_name(str(path), names)) is not None:
+        if (name := parse_module_path(str(path), names)) is not None:
             return name or ROOT
     return OUTSIDE
 
 
-def module_name(path: str, names: set[str]) -> str | None:
+def parse_module_path(path: str, names: set[str]) -> str | None:
     """`L['model'].blocks[0].inner` is `blocks.0.inner`: the longest end that the model knows; "" is the model."""
     parts = [part for part in re.findall(r"\w+", path) if part not in ("_modules", "L", "G")]
     ends = (".".join(parts[k:]) for k in range(len(parts)))
@@ -263,9 +263,9 @@ def module_name(path: str, names: set[str]) -> str | None:
     return "" if found is None and len(parts) == 1 else found
 
 
-def _value(node: Any) -> Any:
+def _get_value(node: Any) -> Any:
     return node.meta.get("val") if isinstance(node, fx.Node) else node
 
 
-def num_of(graphs: list[Graph]) -> Counter[str]:
+def count_graphs(graphs: list[Graph]) -> Counter[str]:
     return Counter(direction for direction, _ in graphs)

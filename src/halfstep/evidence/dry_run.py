@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import PrecisionError
 from halfstep.evidence.attempts import Attempt, Subject, attempt
-from halfstep.evidence.ranges import ROOT, Operation, Trace
+from halfstep.evidence.ranges import ROOT, Operation, RangeTrace
 from halfstep.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, Format
 from halfstep.precision.simulate import round_to
 
@@ -66,7 +66,7 @@ LOST = "optimizer.name=adamw with precision.rounding=split would save it"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Judged:
+class Judgement:
     """What the format would do to one kind of numbers of one module."""
 
     module: str
@@ -86,7 +86,7 @@ class Judged:
         return self.verdict != "fits"
 
 
-class Histograms(Trace):
+class Histograms(RangeTrace):
     """A trace that keeps the magnitudes of what each operation gives and of what it multiplies."""
 
     def __init__(self, *traced: Any) -> None:
@@ -106,13 +106,13 @@ class Histograms(Trace):
                     self.operands.setdefault((seen.module, seen.is_backward), Magnitudes()).add(tensor)
 
 
-def judged(subject: Subject, target: Target, windows: Iterable[list[Any]]) -> list[Judged]:
+def judge_modules(subject: Subject, target: Target, windows: Iterable[list[Any]]) -> list[Judgement]:
     """Weights, activations and gradients of each module."""
     in_fp32 = subject.plan_for("fp32", {})
     in_target = None
     if target != "fp8":
         in_target = attempt(subject, target, subject.plan_for(target.removesuffix("-true"), {}), traced=True)
-    held = _held(in_target, target) if in_target is not None else {}
+    held = _find_held(in_target, target) if in_target is not None else {}
     cast = {module for (module, name, *_), is_held in held.items() if is_held and name in (*PRODUCTS, "convolution")}
     """Modules whose weights autocast brings into the format, which no fp32 step shows."""
     found: dict[tuple[str, str], Magnitudes] = {}
@@ -126,28 +126,28 @@ def judged(subject: Subject, target: Target, windows: Iterable[list[Any]]) -> li
                 why="a step that fails in fp32 shows nothing about another format",
                 fix="train it with --precision fp32: the run saves the step, and `halfstep replay` finds the cause",
             )
-        for (module, is_backward), magnitudes in _of_target(trace, target, held, subject.model):
+        for (module, is_backward), magnitudes in _select_magnitudes(trace, target, held, subject.model):
             kind = "gradients" if is_backward else "activations"
             found.setdefault((module, kind), Magnitudes()).join(magnitudes)
     for name, parameter in subject.model.named_parameters():
         module = name.rpartition(".")[0] or "(root)"
         if target == "bf16-true" or module in cast and parameter.ndim > 1:
             found.setdefault((module, "weights"), Magnitudes()).add(parameter)
-    scale = _best_scale(found) if target == "fp16" else 1.0
+    scale = _find_best_scale(found) if target == "fp16" else 1.0
     rows = [_judge(module, kind, magnitudes, target, scale) for (module, kind), magnitudes in found.items()]
-    return [*rows, _refused(in_target)] if in_target is not None and in_target.error else rows
+    return [*rows, _describe_refusal(in_target)] if in_target is not None and in_target.error else rows
 
 
-def _refused(run: Attempt) -> Judged:
+def _describe_refusal(run: Attempt) -> Judgement:
     """What raises in the format ends the step there: nothing behind it was judged."""
     where = run.origin.module if run.origin is not None else ROOT
     remedy = f"{run.error}: hs.fp32_island() around it; what runs behind it is not judged"
-    return Judged(
+    return Judgement(
         module=where, kind="operations", verdict="refuses the format", headroom_bits=math.inf, lost=0.0, remedy=remedy
     )
 
 
-def lost_updates(before: Mapping[str, Tensor], after: Mapping[str, Tensor], saved_by: str = "") -> list[Judged]:
+def judge_updates(before: Mapping[str, Tensor], after: Mapping[str, Tensor], saved_by: str = "") -> list[Judgement]:
     """Updates of a step that bf16 weights would not feel: w + Δ == w. `saved_by` names what a run does about it."""
     found: dict[str, list[int]] = {}
     for name, old in before.items():
@@ -159,7 +159,7 @@ def lost_updates(before: Mapping[str, Tensor], after: Mapping[str, Tensor], save
         counts[0] += int(is_lost.sum())
         counts[1] += int(is_made.sum())
     return [
-        Judged(
+        Judgement(
             module=module, kind="updates", verdict="loses updates" if lost > MUCH * made else "fits",
             headroom_bits=math.inf, lost=lost / made if made else 0.0,
             remedy=(f"{saved_by} saves it" if saved_by else LOST) if lost > MUCH * made else "",
@@ -169,13 +169,13 @@ def lost_updates(before: Mapping[str, Tensor], after: Mapping[str, Tensor], save
     ]  # fmt: skip
 
 
-def _held(run: Attempt, target: Target) -> dict[tuple[Any, ...], bool]:
+def _find_held(run: Attempt, target: Target) -> dict[tuple[Any, ...], bool]:
     """Which operations give numbers in the format, by their n-th of a name in a module."""
     assert run.trace is not None
-    return {key: op.output.dtype == DTYPES[target] for key, op in _counted(run.trace)}
+    return {key: op.output.dtype == DTYPES[target] for key, op in _enumerate_operations(run.trace)}
 
 
-def _counted(trace: Trace) -> Iterable[tuple[tuple[Any, ...], Operation]]:
+def _enumerate_operations(trace: RangeTrace) -> Iterable[tuple[tuple[Any, ...], Operation]]:
     seen: Counter[tuple[str, str, bool]] = Counter()
     for op in trace.operations:
         kind = (op.module, op.name, op.is_backward)
@@ -183,36 +183,36 @@ def _counted(trace: Trace) -> Iterable[tuple[tuple[Any, ...], Operation]]:
         seen[kind] += 1
 
 
-def _of_target(
+def _select_magnitudes(
     trace: Histograms, target: Target, held: Mapping[tuple[Any, ...], bool], model: nn.Module
 ) -> Iterable[tuple[tuple[str, bool], Magnitudes]]:
     if target == "fp8":
         linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         yield from ((key, m) for key, m in trace.operands.items() if key[0] in linear)
         return
-    for key, op in _counted(trace):
+    for key, op in _enumerate_operations(trace):
         if held.get(key) and op.index in trace.outputs:
             yield (op.module, op.is_backward), trace.outputs[op.index]
 
 
-def _best_scale(found: Mapping[tuple[str, str], Magnitudes]) -> float:
+def _find_best_scale(found: Mapping[tuple[str, str], Magnitudes]) -> float:
     """The largest loss scale, a power of two, at which no gradient overflows: what the scaler's search ends at."""
     high = max((m.high for (_, kind), m in found.items() if kind == "gradients"), default=0.0)
     return 2.0 ** min(math.floor(math.log2(FP16.largest / high)), 24) if high else 1.0
 
 
-def _judge(module: str, kind: str, found: Magnitudes, target: Target, scale: float) -> Judged:
+def _judge(module: str, kind: str, found: Magnitudes, target: Target, scale: float) -> Judgement:
     if target == "fp8":
         fmt = FP8_E5M2 if kind == "gradients" else FP8_E4M3
         lost = found.flushed(fmt, fmt.largest / found.high if found.high else 1.0)
         verdict = "flushes to zero" if lost > MUCH else "fits"
-        return Judged(module=module, kind=kind, verdict=verdict, headroom_bits=0.0, lost=lost)
+        return Judgement(module=module, kind=kind, verdict=verdict, headroom_bits=0.0, lost=lost)
     fmt = FP16 if target == "fp16" else BF16
     lost, headroom, remedy, is_saved = found.flushed(fmt), found.headroom(fmt), "", False
     verdict = "overflows" if headroom < 0 else "flushes to zero" if lost > MUCH else "fits"
     if verdict != "fits" and target == "fp16":
         is_saved = kind == "gradients" and verdict != "overflows" and found.flushed(fmt, scale) <= MUCH
         remedy = f"loss scaling saves it (2^{math.log2(scale):.0f})" if is_saved else "loss scaling does not save it"
-    return Judged(
+    return Judgement(
         module=module, kind=kind, verdict=verdict, headroom_bits=headroom, lost=lost, remedy=remedy, is_saved=is_saved
     )  # fmt: skip

@@ -32,13 +32,13 @@ class Kernel:
     """The number of the call that launched it."""
 
 
-def kernels_of(events: Iterable[Event]) -> list[Kernel]:
+def list_kernels(events: Iterable[Event]) -> list[Kernel]:
     """All that ran on the device, in the order in which it began."""
-    found = [_kernel(event) for event in events if event.get("ph") == "X" and event.get("cat") in ON_DEVICE]
+    found = [_parse_kernel(event) for event in events if event.get("ph") == "X" and event.get("cat") in ON_DEVICE]
     return sorted(found, key=lambda kernel: kernel.start_us)
 
 
-def _kernel(event: Event) -> Kernel:
+def _parse_kernel(event: Event) -> Kernel:
     args = event.get("args", {})
     shape = (*args.get("grid", ()), *args.get("block", ())) or (args.get("bytes", 0),)
     return Kernel(
@@ -50,18 +50,18 @@ def _kernel(event: Event) -> Kernel:
     )
 
 
-def replays_of(events: Sequence[Event]) -> list[list[Kernel]]:
+def split_replays(events: Sequence[Event]) -> list[list[Kernel]]:
     """The kernels of each graph that was launched, in the order of the launches."""
     launches = [e for e in events if e.get("cat") in LAUNCHES and str(e["name"]).startswith(GRAPH_LAUNCH)]
     by_launch: dict[int, list[Kernel]] = defaultdict(list)
-    for kernel in kernels_of(events):
+    for kernel in list_kernels(events):
         by_launch[kernel.correlation].append(kernel)
     numbers = [int(e["args"]["correlation"]) for e in sorted(launches, key=lambda e: float(e["ts"]))]
     return [by_launch[number] for number in numbers if by_launch[number]]
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class LaunchedKernel:
     """A kernel and what the launching thread was doing, outermost first."""
 
     kernel: Kernel
@@ -70,15 +70,15 @@ class Launched:
     """The next thing that thread did with a number of its own in autograd."""
 
 
-def launched(events: Sequence[Event]) -> list[Launched]:
+def list_launches(events: Sequence[Event]) -> list[LaunchedKernel]:
     """Kernels in the order of their launches, each with the host's events around its launch."""
-    stacks = _stacks_of_launches(events)
-    with_launch = [(stacks[k.correlation], k) for k in kernels_of(events) if k.correlation in stacks]
+    stacks = _stack_launches(events)
+    with_launch = [(stacks[k.correlation], k) for k in list_kernels(events) if k.correlation in stacks]
     with_launch.sort(key=lambda pair: pair[0][0])
-    return [Launched(kernel, within, before) for (_, within, before), kernel in with_launch]
+    return [LaunchedKernel(kernel, within, before) for (_, within, before), kernel in with_launch]
 
 
-def _stacks_of_launches(events: Sequence[Event]) -> dict[int, tuple[float, tuple[Event, ...], Event | None]]:
+def _stack_launches(events: Sequence[Event]) -> dict[int, tuple[float, tuple[Event, ...], Event | None]]:
     """By correlation: when it was launched, within what, and before what."""
     by_thread: dict[Any, list[Event]] = defaultdict(list)
     for event in events:
@@ -87,10 +87,10 @@ def _stacks_of_launches(events: Sequence[Event]) -> dict[int, tuple[float, tuple
     found: dict[int, tuple[float, tuple[Event, ...], Event | None]] = {}
     for own in by_thread.values():
         own.sort(key=lambda event: (float(event["ts"]), -float(event.get("dur", 0.0))))
-        following = _following(own)
+        following = _find_following(own)
         stack: list[Event] = []
         for number, event in enumerate(own):
-            while stack and _end(stack[-1]) <= float(event["ts"]):
+            while stack and _get_end(stack[-1]) <= float(event["ts"]):
                 stack.pop()
             if event["cat"] in ON_HOST:
                 stack.append(event)
@@ -99,26 +99,26 @@ def _stacks_of_launches(events: Sequence[Event]) -> dict[int, tuple[float, tuple
     return found
 
 
-def _following(own: Sequence[Event]) -> list[Event | None]:
+def _find_following(own: Sequence[Event]) -> list[Event | None]:
     """For each event of a thread the next one that autograd has numbered."""
     after: list[Event | None] = [None] * len(own)
     numbered: Event | None = None
     for number in range(len(own) - 1, -1, -1):
         after[number] = numbered
-        if sequence_of(own[number]) is not None:
+        if get_sequence_number(own[number]) is not None:
             numbered = own[number]
     return after
 
 
-def sequence_of(event: Event) -> int | None:
+def get_sequence_number(event: Event) -> int | None:
     """The number of the autograd node that the event made, or that it runs backward."""
     number = event.get("args", {}).get("Sequence number")
     return None if number is None else int(number)
 
 
-def types_of(event: Event) -> list[str]:
+def list_input_types(event: Event) -> list[str]:
     return [str(kind) for kind in event.get("args", {}).get("Input type", ())]
 
 
-def _end(event: Event) -> float:
+def _get_end(event: Event) -> float:
     return float(event["ts"]) + float(event.get("dur", 0.0))

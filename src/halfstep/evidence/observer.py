@@ -95,7 +95,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Location:
     module: str
     is_island: bool
 
@@ -122,7 +122,7 @@ class Observer:
         self._stack: list[_Entered] = []
         self._thread = 0
         self._numbers: list[int] = []
-        self._places: list[_Place] = []
+        self._places: list[_Location] = []
         self._kept: set[int] = set()
         self._norm_outputs: dict[int, tuple[StorageWeakRef, str]] = {}
 
@@ -147,27 +147,27 @@ class Observer:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         enclosing = self._stack[-1].module if self._stack else OUTSIDE
-        self._stack.append(_Entered(self.names.get(module, enclosing), _number_of(_node())))
+        self._stack.append(_Entered(self.names.get(module, enclosing), _get_number(_get_node())))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         left = self._stack.pop() if self._stack else None
         if left is not None and isinstance(module, UPCAST_BY_AUTOCAST):
-            for tensor in floating(output):
+            for tensor in iterate_floating(output):
                 storage = tensor.untyped_storage()
                 self._norm_outputs[storage.data_ptr()] = StorageWeakRef(storage), left.module
 
-    def place(self) -> tuple[_Place, Direction, str]:
+    def place(self) -> tuple[_Location, Direction, str]:
         """Module, direction, and the autograd Function of somebody's own that runs."""
-        node = _node()
+        node = _get_node()
         here = self._stack[-1] if self._stack else None
-        if node is None or here is not None and here.node == _number_of(node):
-            place = _Place(here.module if here is not None else OUTSIDE, is_on_island())
+        if node is None or here is not None and here.node == _get_number(node):
+            place = _Location(here.module if here is not None else OUTSIDE, is_on_island())
             self._remember(place)
             return place, "forward", ""
         function = type(node).__name__.removesuffix("Backward") if isinstance(node, BackwardCFunction) else ""
         return self._place_of(node._sequence_nr()), "backward", function
 
-    def _remember(self, place: _Place) -> None:
+    def _remember(self, place: _Location) -> None:
         if threading.get_ident() != self._thread:
             return  # recomputed in a thread of backward, which numbers by itself
         number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
@@ -175,29 +175,29 @@ class Observer:
             self._numbers.append(number)
             self._places.append(place)
 
-    def _place_of(self, number: int) -> _Place:
+    def _place_of(self, number: int) -> _Location:
         """Of the first operation that ran once the node was there."""
         found = bisect.bisect_left(self._numbers, number)
-        return self._places[found] if found < len(self._places) else _Place(OUTSIDE, False)
+        return self._places[found] if found < len(self._places) else _Location(OUTSIDE, False)
 
     # --- what ---
 
     def product(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        name = computed_in(func, args, kwargs)
+        name = find_compute_format(func, args, kwargs)
         if not name:
             return
         place, direction, function = self.place()
         operation = f"{func.namespace}::{func._opname}" if is_custom(func) else func._opname
         found = Product(place.module, direction, operation, name, place.is_island, is_custom(func), function)
         self.seen.calls[found] += 1
-        if flops := flops_of(func, args, kwargs, result):
+        if flops := count_flops(func, args, kwargs, result):
             self.seen.flops[found] += flops
 
     def cast(self, source: Tensor, result: Tensor) -> None:
         if source.dtype == result.dtype or not (source.is_floating_point() and result.is_floating_point()):
             return
         place, direction, _ = self.place()
-        found = Cast(place.module, direction, format_of(source.dtype), format_of(result.dtype))
+        found = Cast(place.module, direction, name_format(source.dtype), name_format(result.dtype))
         self.seen.casts[found] += 1
         self.seen.cast_bytes[found] += result.nbytes
         is_up = source.dtype.itemsize == 2 and result.dtype == torch.float32
@@ -210,7 +210,7 @@ class Observer:
         if tensor.is_floating_point() and address not in self.weights and address not in self._kept:
             self._kept.add(address)
             place, _, _ = self.place()
-            self.seen.kept[place.module, format_of(tensor.dtype)] += storage.nbytes()
+            self.seen.kept[place.module, name_format(tensor.dtype)] += storage.nbytes()
             reference, norm = self._norm_outputs.get(address, (None, ""))
             if reference is not None and not reference.expired() and tensor.dtype == torch.float32:
                 self.seen.norms_kept[norm] += storage.nbytes()
@@ -247,14 +247,14 @@ class _Functions(TorchFunctionMode):
     ) -> Any:
         if func not in EXPLICIT_CASTS:
             return func(*args, **(kwargs or {}))
-        self.observer.casts_by_hand = _line_of_caller()
+        self.observer.casts_by_hand = _find_calling_line()
         try:
             return func(*args, **(kwargs or {}))
         finally:
             self.observer.casts_by_hand = ""
 
 
-def _line_of_caller() -> str:
+def _find_calling_line() -> str:
     """The nearest line of code that is not torch's or ours: `model.py:31`; none where the plan casts, not the model."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
@@ -267,11 +267,11 @@ def _line_of_caller() -> str:
     return ""
 
 
-def _node() -> Any:
+def _get_node() -> Any:
     return torch._C._current_autograd_node()
 
 
-def _number_of(node: Any) -> int | None:
+def _get_number(node: Any) -> int | None:
     return None if node is None else int(node._sequence_nr())
 
 
@@ -294,7 +294,7 @@ TORCHS_OWN = {"aten", "prim", "prims", "profiler", "inductor", "rngprims", "debu
 CONVOLUTIONS = {"convolution", "convolution_backward", "_convolution", "cudnn_convolution", "convolution_overrideable"}
 
 
-def _flops_of_vectors(left: Tensor, right: Tensor, *, out_val: Any) -> int:
+def _count_vector_flops(left: Tensor, right: Tensor, *, out_val: Any) -> int:
     return 2 * left.numel()
 
 
@@ -304,8 +304,8 @@ WITHOUT_FORMULA: dict[Any, Callable[..., int]] = {
         aten._scaled_dot_product_flash_attention_backward
     ],
     aten._scaled_dot_product_fused_attention_overrideable: flop_registry[aten._scaled_dot_product_flash_attention],
-    aten.mv: _flops_of_vectors,
-    aten.dot: _flops_of_vectors,
+    aten.mv: _count_vector_flops,
+    aten.dot: _count_vector_flops,
 }
 """Products that torch has no entry for."""
 RECURRENT = {"_cudnn_rnn", "_cudnn_rnn_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_scaled_mm_v2"}
@@ -324,7 +324,7 @@ def is_product(func: Any) -> bool:
     return packet in flop_registry or packet in WITHOUT_FORMULA or packet.__name__ in RECURRENT or is_custom(func)
 
 
-def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int | None:
+def count_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int | None:
     """None where nobody has said how many."""
     packet = func._overloadpacket
     formula = flop_registry.get(packet) or WITHOUT_FORMULA.get(packet)
@@ -334,13 +334,13 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result
     return int(formula(*shaped, **kwargs, out_val=result))
 
 
-def format_of(dtype: torch.dtype) -> str:
+def name_format(dtype: torch.dtype) -> str:
     return FORMATS.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def computed_in(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+def find_compute_format(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """The format its operands were multiplied in; empty where none is a floating number."""
-    found = [format_of(tensor.dtype) for tensor in floating((args, dict(kwargs)))]
+    found = [name_format(tensor.dtype) for tensor in iterate_floating((args, dict(kwargs)))]
     if not found:
         return ""
     lowest = next((name for name in ("fp8", "fp16", "bf16") if name in found), found[0]) if not is_custom(func) else ""
@@ -352,11 +352,11 @@ def _uses_tf32(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether the switch for fp32 operands allows TF32 at this moment: what the library asks before it multiplies."""
     if is_custom(func):
         return False
-    device = next((tensor.device.type for tensor in floating(args)), "cpu")
+    device = next((tensor.device.type for tensor in iterate_floating(args)), "cpu")
     backend = "cuda" if device == "cuda" else "mkldnn"
     kind = "conv" if func._overloadpacket.__name__ in CONVOLUTIONS else "matmul"
     return read_effective_leaves()[backend, kind] == "tf32"
 
 
-def floating(value: Any) -> Iterator[Tensor]:
+def iterate_floating(value: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point())

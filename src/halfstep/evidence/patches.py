@@ -37,7 +37,7 @@ class AtLines(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        changed = self.patch(_name(func), args, kwargs) if _own_line(sys._getframe(1)) in self.lines else None
+        changed = self.patch(_get_name(func), args, kwargs) if _find_own_line(sys._getframe(1)) in self.lines else None
         if changed is None:
             return func(*args, **kwargs)
         self.num_changed += 1
@@ -45,7 +45,7 @@ class AtLines(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def in_backward(function: type[Function] | None, mode: TorchFunctionMode) -> Iterator[None]:
+def enter_in_backward(function: type[Function] | None, mode: TorchFunctionMode) -> Iterator[None]:
     """A mode around the step, and in the backward of a custom Function, where torch switches such modes off."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
@@ -56,12 +56,12 @@ def in_backward(function: type[Function] | None, mode: TorchFunctionMode) -> Ite
                 with mode:
                     return backward(*args)
 
-            stack.enter_context(_attribute(function, "backward", staticmethod(patched)))
+            stack.enter_context(_replace_attribute(function, "backward", staticmethod(patched)))
         yield
 
 
 @contextlib.contextmanager
-def derived(function: type[Function]) -> Iterator[None]:
+def use_autograd_derivative(function: type[Function]) -> Iterator[None]:
     """Autograd's own derivative of a custom Function's forward, in place of its backward."""
 
     class Ignored:
@@ -74,12 +74,12 @@ def derived(function: type[Function]) -> Iterator[None]:
         has_context = function.setup_context is Function.setup_context
         return function.forward(Ignored(), *args) if has_context else function.forward(*args)
 
-    with _attribute(function, "apply", staticmethod(apply)):
+    with _replace_attribute(function, "apply", staticmethod(apply)):
         yield
 
 
 @contextlib.contextmanager
-def _attribute(owner: type, name: str, value: Any) -> Iterator[None]:
+def _replace_attribute(owner: type, name: str, value: Any) -> Iterator[None]:
     """Another one for a while; what was inherited is inherited afterwards."""
     own = vars(owner).get(name)
     setattr(owner, name, value)
@@ -103,7 +103,7 @@ class IslandAt(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _own_line(sys._getframe(1)) != self.line:
+        if _find_own_line(sys._getframe(1)) != self.line:
             return func(*args, **kwargs)
         with fp32_island():
             return func(*self._wide(args), **self._wide(kwargs))
@@ -131,7 +131,7 @@ class WithoutCasts(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if _name(func) not in CASTS or not isinstance(result, Tensor) or result.dtype not in self.dtypes:
+        if _get_name(func) not in CASTS or not isinstance(result, Tensor) or result.dtype not in self.dtypes:
             return result
         caller, given = sys._getframe(1), args[0]
         line = f"{caller.f_code.co_filename}:{caller.f_lineno}"
@@ -142,18 +142,18 @@ class WithoutCasts(TorchFunctionMode):
         return given.to(result.device)
 
 
-def _own_line(frame: FrameType | None) -> str:
+def _find_own_line(frame: FrameType | None) -> str:
     """The innermost line that is the user's or the model's."""
     while frame is not None and frame.f_code.co_filename.startswith(FOREIGN):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 
-def _name(func: Any) -> str:
+def _get_name(func: Any) -> str:
     return str(getattr(func, "__name__", "")).strip("_").removeprefix("linalg_")
 
 
-def all_of(patches: Collection[Patch]) -> Patch:
+def combine_patches(patches: Collection[Patch]) -> Patch:
     """Several patches at once; each acts on its own functions."""
 
     def patch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | Tensor | None:
@@ -162,7 +162,7 @@ def all_of(patches: Collection[Patch]) -> Patch:
     return patch
 
 
-def _on(names: tuple[str, ...], change: Callable[[Tensor], Tensor], position: int = 0) -> Patch:
+def _patch_argument(names: tuple[str, ...], change: Callable[[Tensor], Tensor], position: int = 0) -> Patch:
     def patch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         fits = name in names and len(args) > position and isinstance(args[position], Tensor)
         if not fits or not args[position].is_floating_point():
@@ -172,7 +172,7 @@ def _on(names: tuple[str, ...], change: Callable[[Tensor], Tensor], position: in
     return patch
 
 
-def finite_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+def make_arguments_finite(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """0 for what is not finite in any of them."""
     floating = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and has_fractions(x)]
     if all(bool(x.isfinite().all()) for x in floating):
@@ -182,28 +182,28 @@ def finite_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return filled
 
 
-def _with(names: tuple[str, ...], **more: Any) -> Patch:
+def _patch_keywords(names: tuple[str, ...], **more: Any) -> Patch:
     return lambda name, args, kwargs: (args, kwargs | more) if name in names else None
 
 
-def _denominator(name: str) -> int:
+def _find_denominator(name: str) -> int:
     """Which argument is divided by. `1 / x` calls __rdiv__, whose first argument is x."""
     return 0 if name in ("rdiv", "reciprocal") else 1
 
 
-def _in_denominator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+def _patch_denominator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """Real and complex tensors, and a float of Python that is 0."""
-    position = _denominator(name)
+    position = _find_denominator(name)
     value = args[position] if name in _DIVISIONS and len(args) > position else None
     if isinstance(value, Tensor) and has_fractions(value):
-        return (*args[:position], _away_from_zero(value), *args[position + 1 :]), kwargs
+        return (*args[:position], _move_away_from_zero(value), *args[position + 1 :]), kwargs
     is_zero = isinstance(value, float) and value == 0
     return ((*args[:position], 1e-4, *args[position + 1 :]), kwargs) if is_zero else None
 
 
-def _in_count(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+def _patch_count(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """Integers that are 0, in a tensor or of Python."""
-    position = _denominator(name)
+    position = _find_denominator(name)
     value = args[position] if name in _DIVISIONS and len(args) > position else None
     is_integer = isinstance(value, int) or isinstance(value, Tensor) and not has_fractions(value)
     if not is_integer or not bool(torch.as_tensor(value == 0).any()):
@@ -215,88 +215,102 @@ def _in_count(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argum
 _DIVISIONS = ("truediv", "div", "divide", "true_divide", "rdiv", "reciprocal")
 
 
-def _away_from_zero(x: Tensor, eps: float = 1e-4) -> Tensor:
+def _move_away_from_zero(x: Tensor, eps: float = 1e-4) -> Tensor:
     if x.is_complex():
         return torch.where(x.abs() >= eps, x, eps)
     return torch.where(x >= 0, x.clamp(min=eps), x.clamp(max=-eps))
 
 
-def _no_infinity(x: Tensor) -> Tensor:
+def _clamp_infinity(x: Tensor) -> Tensor:
     return x.clamp(min=torch.finfo(x.dtype).min / 2)
 
 
-def _with_diagonal(x: Tensor) -> Tensor:
+def _add_diagonal(x: Tensor) -> Tensor:
     """Distinct, so that no two eigenvalues stay equal."""
     small = torch.linspace(1e-3, 2e-3, x.shape[-1], dtype=x.dtype, device=x.device)
     return x + small * torch.eye(*x.shape[-2:], dtype=x.dtype, device=x.device)
 
 
-def _size_of_determinant(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _patch_determinant(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     return torch.linalg.slogdet(args[0])[1] if name == "logdet" else None
 
 
-def _mean_of_some(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _patch_mean(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     is_empty = name == "mean" and len(args) == 1 and not kwargs and not args[0].numel()
     return args[0].sum() if is_empty else None
 
 
-def _with_eps(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+def _patch_eps(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     eps = kwargs.get("eps")
     is_small = name.endswith("_norm") and isinstance(eps, float | int) and eps < 1e-8
     return (args, kwargs | {"eps": 1e-5}) if is_small else None
 
 
-def _in_exponent(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | Tensor | None:
+def _patch_exponent(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | Tensor | None:
     """Of a power; `2 ** x` calls __rpow__, whose first argument is x."""
     position = 1 if name == "pow" else 0
-    return _on((*EXPONENTIALS, "pow", "rpow"), lambda x: x.clamp(max=10.0), position)(name, args, kwargs)
+    return _patch_argument((*EXPONENTIALS, "pow", "rpow"), lambda x: x.clamp(max=10.0), position)(name, args, kwargs)
 
 
 EXPONENTIALS = ("exp", "expm1", "exp2")
 EQUIVALENT: tuple[tuple[str, Patch], ...] = (
     (
         "the maximum subtracted from the argument of exp (what softmax does)",
-        _on(EXPONENTIALS, lambda x: x - x.amax(-1, keepdim=True)),
+        _patch_argument(EXPONENTIALS, lambda x: x - x.amax(-1, keepdim=True)),
     ),
 )
 """Changes that help only where they leave the result as it is."""
 PATCHES: tuple[tuple[str, Patch], ...] = (
-    ("a count of at least 1 in the denominator (clamp(min=1))", _in_count),
-    ("a denominator of at least 1e-4 (an eps, or a clamp)", _in_denominator),
+    ("a count of at least 1 in the denominator (clamp(min=1))", _patch_count),
+    ("a denominator of at least 1e-4 (an eps, or a clamp)", _patch_denominator),
     (
         "clamp(min=1e-4) under the root or logarithm",
-        _on(
+        _patch_argument(
             ("log", "log2", "log10", "sqrt", "rsqrt", "pow", "lgamma", "digamma"),
             lambda x: x.clamp(min=1e-4),
         ),
     ),
-    ("clamp(min=-0.9999) on the argument of log1p", _on(("log1p",), lambda x: x.clamp(min=-0.9999))),
-    ("eps=1e-4 in logit", _on(("logit",), lambda x: x.clamp(1e-4, 1 - 1e-4))),
-    ("an eps of 1e-4 before the norm", _on(("norm", "vector_norm"), lambda x: x + 1e-4)),
-    ("eps=1e-5 in the normalisation", _with_eps),
-    ("clamp(max=10) on the argument of exp", _in_exponent),
-    ("clamp(-10, 10) on the argument of cosh or sinh", _on(("cosh", "sinh"), lambda x: x.clamp(-10.0, 10.0))),
-    ("factors of at most 1 (clamp(-1, 1)) in the product", _on(("cumprod", "prod"), lambda x: x.clamp(-1.0, 1.0))),
+    ("clamp(min=-0.9999) on the argument of log1p", _patch_argument(("log1p",), lambda x: x.clamp(min=-0.9999))),
+    ("eps=1e-4 in logit", _patch_argument(("logit",), lambda x: x.clamp(1e-4, 1 - 1e-4))),
+    ("an eps of 1e-4 before the norm", _patch_argument(("norm", "vector_norm"), lambda x: x + 1e-4)),
+    ("eps=1e-5 in the normalisation", _patch_eps),
+    ("clamp(max=10) on the argument of exp", _patch_exponent),
+    (
+        "clamp(-10, 10) on the argument of cosh or sinh",
+        _patch_argument(("cosh", "sinh"), lambda x: x.clamp(-10.0, 10.0)),
+    ),
+    (
+        "factors of at most 1 (clamp(-1, 1)) in the product",
+        _patch_argument(("cumprod", "prod"), lambda x: x.clamp(-1.0, 1.0)),
+    ),
     (
         "different small numbers added to the diagonal (torch.diag(torch.linspace(1e-3, 2e-3, n)))",
-        _on(
+        _patch_argument(
             ("logdet", "slogdet", "det", "cholesky", "inv", "inverse", "solve", "eigh", "svd", "pinv"),
-            _with_diagonal,
+            _add_diagonal,
         ),
     ),
-    ("torch.linalg.slogdet(...)[1] in place of logdet", _size_of_determinant),
-    ("a large finite number in place of -inf", _on(("softmax", "log_softmax", "logsumexp"), _no_infinity)),
+    ("torch.linalg.slogdet(...)[1] in place of logdet", _patch_determinant),
+    (
+        "a large finite number in place of -inf",
+        _patch_argument(("softmax", "log_softmax", "logsumexp"), _clamp_infinity),
+    ),
     (
         "clamp(-0.9999, 0.9999) on what is between -1 and 1",
-        _on(("acos", "arccos", "asin", "arcsin", "atanh", "arctanh", "erfinv"), lambda x: x.clamp(-0.9999, 0.9999)),
+        _patch_argument(
+            ("acos", "arccos", "asin", "arcsin", "atanh", "arctanh", "erfinv"), lambda x: x.clamp(-0.9999, 0.9999)
+        ),
     ),
-    ("clamp(min=1.0001) on the argument of acosh", _on(("acosh", "arccosh"), lambda x: x.clamp(min=1.0001))),
-    ("correction=0, since one number has no unbiased deviation,", _with(("std", "var"), correction=0)),
+    (
+        "clamp(min=1.0001) on the argument of acosh",
+        _patch_argument(("acosh", "arccosh"), lambda x: x.clamp(min=1.0001)),
+    ),
+    ("correction=0, since one number has no unbiased deviation,", _patch_keywords(("std", "var"), correction=0)),
     (
         'reduction="sum" and a division by the targets that count, at least 1,',
-        _with(("cross_entropy", "nll_loss"), reduction="sum"),
+        _patch_keywords(("cross_entropy", "nll_loss"), reduction="sum"),
     ),
-    ("sum() in place of mean() where nothing is selected", _mean_of_some),
-    ("zero_infinity=True, for targets longer than their input,", _with(("ctc_loss",), zero_infinity=True)),
+    ("sum() in place of mean() where nothing is selected", _patch_mean),
+    ("zero_infinity=True, for targets longer than their input,", _patch_keywords(("ctc_loss",), zero_infinity=True)),
 )
 """In order of size; each acts on its own functions alone."""

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from halfstep.errors import format_count
-from halfstep.evidence.observer import HALF, OUTSIDE, Observer, Product, Seen, format_of
+from halfstep.evidence.observer import HALF, OUTSIDE, Observer, Product, Seen, name_format
 from halfstep.precision.apply import STORAGE_DTYPES
 from halfstep.precision.plan import ROOT, WHOLE_MODEL, Plan, align_columns
 from halfstep.step.batches import Window
@@ -100,7 +100,7 @@ class Ledger:
         }
 
     def __str__(self) -> str:
-        return rendered(self)
+        return render_ledger(self)
 
 
 @dataclass(slots=True)
@@ -118,22 +118,22 @@ class Weights:
         found = cls()
         for name, module in model.named_modules():
             own = list(nn.Module.parameters(module, recurse=False))
-            found.weights[name or ROOT] = _formats(own)
-            found.gradients[name or ROOT] = _formats(p.grad for p in own if p.grad is not None)
-            found.states[name or ROOT] = _formats(_moments(states.get(id(p), {}) for p in own))
+            found.weights[name or ROOT] = _join_formats(own)
+            found.gradients[name or ROOT] = _join_formats(p.grad for p in own if p.grad is not None)
+            found.states[name or ROOT] = _join_formats(_collect_moments(states.get(id(p), {}) for p in own))
         return found
 
 
-def _moments(states: Iterable[Mapping[str, Any]]) -> Iterable[Tensor]:
+def _collect_moments(states: Iterable[Mapping[str, Any]]) -> Iterable[Tensor]:
     for state in states:
         yield from (v for name, v in state.items() if name != "step" and isinstance(v, Tensor) and v.numel() > 0)
 
 
-def _formats(tensors: Iterable[Tensor]) -> str:
-    return ", ".join(sorted({format_of(tensor.dtype) for tensor in tensors})) or "-"
+def _join_formats(tensors: Iterable[Tensor]) -> str:
+    return ", ".join(sorted({name_format(tensor.dtype) for tensor in tensors})) or "-"
 
 
-def ledger_of(
+def make_ledger(
     plan: Plan,
     observer: Observer | Seen,
     model: nn.Module,
@@ -145,15 +145,15 @@ def ledger_of(
 ) -> Ledger:
     """Put what was seen beside what the plan declares."""
     seen = observer.seen if isinstance(observer, Observer) else observer
-    expected, found = Expected(plan), findings(plan, seen, model, frozen or {})
-    rows = _rows(expected, seen, weights, found)
-    summary = summed_up(expected, seen, found)
+    expected, found = Expected(plan), collect_findings(plan, seen, model, frozen or {})
+    rows = _make_rows(expected, seen, weights, found)
+    summary = summarise(expected, seen, found)
     return Ledger(
         mode=mode, rows=tuple(rows), findings=tuple(found), summary=summary, notes=tuple(notes), step=step
     )  # fmt: skip
 
 
-def _rows(expected: Expected, seen: Seen, weights: Weights, found: Sequence[Finding]) -> list[LedgerRow]:
+def _make_rows(expected: Expected, seen: Seen, weights: Weights, found: Sequence[Finding]) -> list[LedgerRow]:
     all_flops = max(sum(seen.flops.values()), 1)
     named = [product.module for product in seen.calls] + [cast.module for cast in seen.casts]
     named += [module for module, _ in seen.kept] + [name for name, own in weights.weights.items() if own != "-"]
@@ -167,47 +167,47 @@ def _rows(expected: Expected, seen: Seen, weights: Weights, found: Sequence[Find
             LedgerRow(
                 module=module,
                 planned="-" if module == OUTSIDE else expected.compute(module),
-                forward=_computed(seen, module, "forward"),
-                backward=_computed(seen, module, "backward"),
+                forward=_describe_formats(seen, module, "forward"),
+                backward=_describe_formats(seen, module, "backward"),
                 flops_share=sum(n for p, n in seen.flops.items() if p.module == module) / all_flops,
                 casts=sum(seen.casts[cast] for cast in casts),
                 cast_bytes=sum(seen.cast_bytes[cast] for cast in casts),
-                kept=_by_share(kept),
+                kept=_format_shares(kept),
                 kept_bytes=sum(kept.values()),
                 weights=weights.weights.get(module, "-"),
                 gradients=weights.gradients.get(module, "-"),
                 optimizer_state=weights.states.get(module, "-"),
-                verdict=_verdict(module, expected, seen, told.get(module)),
+                verdict=_judge_module(module, expected, seen, told.get(module)),
             )
         )
     return rows
 
 
-def _verdict(module: str, expected: Expected, seen: Seen, finding: Finding | None) -> str:
+def _judge_module(module: str, expected: Expected, seen: Seen, finding: Finding | None) -> str:
     if finding is not None:
         return f"{finding.level}: {finding.what}"
     if module == OUTSIDE:
         return "not in the plan"
-    kinds = {_kind(expected, product) for product in seen.calls if product.module == module}
+    kinds = {_classify_product(expected, product) for product in seen.calls if product.module == module}
     return ", ".join(sorted(kinds)) or "as planned"
 
 
-def _computed(seen: Seen, module: str, direction: str) -> str:
+def _describe_formats(seen: Seen, module: str, direction: str) -> str:
     own = [p for p in seen.calls if p.module == module and p.direction == direction]
     flops: Counter[str] = Counter()
     for product in own:
         flops[product.format] += max(seen.flops[product], 1)
-    return _by_share(flops)
+    return _format_shares(flops)
 
 
-def _by_share(counts: Counter[str]) -> str:
+def _format_shares(counts: Counter[str]) -> str:
     total = sum(counts.values())
     if len(counts) < 2:
         return next(iter(counts), "-")
     return ", ".join(f"{name} {count / total:.0%}" for name, count in counts.most_common())
 
 
-def summed_up(expected: Expected, seen: Seen, found: Sequence[Finding]) -> str:
+def summarise(expected: Expected, seen: Seen, found: Sequence[Finding]) -> str:
     """One sentence: shares by format, and who is behind those that are not the plan's."""
     total = sum(seen.flops.values())
     if not total:
@@ -217,9 +217,9 @@ def summed_up(expected: Expected, seen: Seen, found: Sequence[Finding]) -> str:
         formats[product.format] += flops
     parts: list[str] = []
     for name, flops in formats.most_common():
-        apart = _apart(expected, seen, name, total) if name != formats.most_common(1)[0][0] else ""
+        apart = _describe_exceptions(expected, seen, name, total) if name != formats.most_common(1)[0][0] else ""
         of = "of FLOPs in " if not parts else ""
-        parts.append(f"{percent(flops / total)} {of}{name}{apart}")
+        parts.append(f"{format_percent(flops / total)} {of}{name}{apart}")
     unknown = sorted({p.operation for p in seen.calls if not seen.flops[p]})
     parts += [f"of unknown cost: {', '.join(unknown)}"] if unknown else []
     num = sum(finding.level == "differs" for finding in found)
@@ -227,18 +227,18 @@ def summed_up(expected: Expected, seen: Seen, found: Sequence[Finding]) -> str:
     return f"{'; '.join(parts)}; {verdict}"
 
 
-def _apart(expected: Expected, seen: Seen, name: str, total: int) -> str:
+def _describe_exceptions(expected: Expected, seen: Seen, name: str, total: int) -> str:
     """`: 3 % decoder.head (island), 1 % encoder.fft (custom op)`."""
     by_module: Counter[tuple[str, str]] = Counter()
     for product, flops in seen.flops.items():
         if product.format == name:
-            by_module[product.module, _kind(expected, product)] += flops
+            by_module[product.module, _classify_product(expected, product)] += flops
     named = [(key, flops / total) for key, flops in by_module.most_common() if flops / total >= WORTH_NAMING]
-    shown = ", ".join(f"{percent(share)} {module} ({kind})" for (module, kind), share in named[:4])
+    shown = ", ".join(f"{format_percent(share)} {module} ({kind})" for (module, kind), share in named[:4])
     return f": {shown}" if shown else ""
 
 
-def _kind(expected: Expected, product: Product) -> str:
+def _classify_product(expected: Expected, product: Product) -> str:
     if product.module == OUTSIDE:
         return "loss and code around the model"
     if product.format == expected.compute(product.module):
@@ -252,11 +252,11 @@ def _kind(expected: Expected, product: Product) -> str:
     return f"{product.function} unaware of autocast" if product.function else "differs"
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
 
 
-def rendered(ledger: Ledger) -> str:
+def render_ledger(ledger: Ledger) -> str:
     """The summary, the rows with most FLOPs and those that differ, then what differs and how to mend it."""
     by_weight = sorted(
         ledger.rows,
@@ -269,34 +269,34 @@ def rendered(ledger: Ledger) -> str:
         "module", "planned", "forward", "backward", "FLOPs", "casts", "kept", "weights", "grads", "state",
     )  # fmt: skip
     body: list[tuple[str, ...]] = [
-        (r.module, r.planned, r.forward, r.backward, percent(r.flops_share), str(r.casts or "-"), r.kept, r.weights,
-         r.gradients, r.optimizer_state)
+        (r.module, r.planned, r.forward, r.backward, format_percent(r.flops_share), str(r.casts or "-"), r.kept,
+         r.weights, r.gradients, r.optimizer_state)
         for r in rows
     ]  # fmt: skip
     if ledger.kernels:
         titles = (*titles, "time")
-        body = [(*cells, percent(row.time_share)) for cells, row in zip(body, rows, strict=True)]
+        body = [(*cells, format_percent(row.time_share)) for cells, row in zip(body, rows, strict=True)]
     hidden = len(ledger.rows) - len(rows)
     more = (
         [f"and {format_count(hidden, 'more module')} as planned or without matmuls (--json has all)"] if hidden else []
     )
     lines = [f"{ledger.mode}: {ledger.summary}", *ledger.notes, "", *align_columns([titles, *body]), *more]
-    return "\n".join([*lines, *_listed(ledger.kernels), *_told(ledger.findings)])
+    return "\n".join([*lines, *_render_kernels(ledger.kernels), *_render_findings(ledger.findings)])
 
 
-def _listed(kernels: Sequence[KernelRow]) -> list[str]:
+def _render_kernels(kernels: Sequence[KernelRow]) -> list[str]:
     """Those that take most of the time, and of those that are not mapped the longest."""
     known, unmapped = ([k for k in kernels if bool(k.modules) is is_known] for is_known in (True, False))
     shown = [*known[:MOST_KERNELS], *unmapped[:MOST_ALIKE]]
     body = [
         (k.name[:60], ", ".join(k.modules[:4]) + (f" and {len(k.modules) - 4} more" if len(k.modules) > 4 else "")
-         or "not mapped", k.direction, k.format or "-", str(k.calls), percent(k.time_share))
+         or "not mapped", k.direction, k.format or "-", str(k.calls), format_percent(k.time_share))
         for k in shown
     ]  # fmt: skip
     return ["", *align_columns([("kernel", "modules", "direction", "format", "calls", "time"), *body])] if shown else []
 
 
-def _told(found: Sequence[Finding]) -> list[str]:
+def _render_findings(found: Sequence[Finding]) -> list[str]:
     """Findings of one reason together, as those of forty norms."""
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in found:
@@ -348,17 +348,17 @@ class Finding:
     level: Level = "differs"
 
 
-def findings(plan: Plan, seen: Seen, model: nn.Module, frozen: Mapping[str, nn.Module]) -> list[Finding]:
+def collect_findings(plan: Plan, seen: Seen, model: nn.Module, frozen: Mapping[str, nn.Module]) -> list[Finding]:
     """The worst first: computing, then weights and statistics, then what only costs."""
     expected = Expected(plan)
     modules = {name or ROOT: module for name, module in model.named_modules()}
     for part, module in frozen.items():
         modules |= {f"{part}.{name}".rstrip("."): inner for name, inner in module.named_modules()}
-    found = [*_of_products(expected, seen), *_of_weights(expected, modules), *_of_statistics(modules)]
-    return [*found, *_of_upcasts(expected, seen), *_of_norms(expected, seen)]
+    found = [*_check_products(expected, seen), *_check_weights(expected, modules), *_check_statistics(modules)]
+    return [*found, *_check_upcasts(expected, seen), *_check_norms(expected, seen)]
 
 
-def _of_products(expected: Expected, seen: Seen) -> Iterable[Finding]:
+def _check_products(expected: Expected, seen: Seen) -> Iterable[Finding]:
     """One finding per module, reason and format."""
     shown = set()
     for product in sorted(seen.calls, key=lambda p: p.direction == "backward"):
@@ -413,11 +413,11 @@ def _explain_product(product: Product, planned: str, plan: Plan) -> tuple[str, s
     )
 
 
-def _of_weights(expected: Expected, modules: Mapping[str, nn.Module]) -> Iterable[Finding]:
+def _check_weights(expected: Expected, modules: Mapping[str, nn.Module]) -> Iterable[Finding]:
     for name, module in modules.items():
         planned = expected.storage(name)
         for own, weight in module.named_parameters(recurse=False):
-            stored = format_of(weight.dtype)
+            stored = name_format(weight.dtype)
             if planned and weight.is_floating_point() and stored != planned:
                 yield Finding(
                     module=name,
@@ -428,21 +428,21 @@ def _of_weights(expected: Expected, modules: Mapping[str, nn.Module]) -> Iterabl
                 )
 
 
-def _of_statistics(modules: Mapping[str, nn.Module]) -> Iterable[Finding]:
+def _check_statistics(modules: Mapping[str, nn.Module]) -> Iterable[Finding]:
     for name, module in modules.items():
         if not isinstance(module, _NormBase):
             continue
-        half = [own for own, buffer in module.named_buffers(recurse=False) if format_of(buffer.dtype) in HALF]
+        half = [own for own, buffer in module.named_buffers(recurse=False) if name_format(buffer.dtype) in HALF]
         if half:
             yield Finding(
                 module=name,
-                what=f"{' and '.join(half)} in {format_of(module.get_buffer(half[0]).dtype)}",
+                what=f"{' and '.join(half)} in {name_format(module.get_buffer(half[0]).dtype)}",
                 why="a running statistic in half stops moving: its updates are below half a unit in the last place",
                 fix=f"model.get_submodule({name!r}).float()",
             )
 
 
-def _of_upcasts(expected: Expected, seen: Seen) -> Iterable[Finding]:
+def _check_upcasts(expected: Expected, seen: Seen) -> Iterable[Finding]:
     for upcast, size in seen.upcasts.items():
         if upcast.module != OUTSIDE and expected.compute(upcast.module) in HALF:
             yield Finding(
@@ -454,7 +454,7 @@ def _of_upcasts(expected: Expected, seen: Seen) -> Iterable[Finding]:
             )
 
 
-def _of_norms(expected: Expected, seen: Seen) -> Iterable[Finding]:
+def _check_norms(expected: Expected, seen: Seen) -> Iterable[Finding]:
     """Under autocast a normalisation returns fp32: harmless before a matmul, which casts it, twice the memory else."""
     for module, size in seen.norms_kept.items():
         if expected.plan.compute in (*HALF, "fp8") and not _is_in_fp32(expected, module):
@@ -476,7 +476,7 @@ def _is_in_fp32(expected: Expected, norm: str) -> bool:
 
 
 @contextmanager
-def undone(step: Step) -> Iterator[None]:
+def undo_after(step: Step) -> Iterator[None]:
     """What a compute() inside changed is put back."""
     generators = read_generators()
     try:
@@ -487,7 +487,7 @@ def undone(step: Step) -> Iterator[None]:
 
 
 @contextmanager
-def seen_by(step: Step, watching: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+def watch_step(step: Step, watching: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
     """Forward and backward of this step run inside `watching()`."""
     before, step.observed = step.observed, watching
     try:
@@ -501,6 +501,6 @@ def observe(
 ) -> tuple[Observer, Weights]:
     """What one step of this window does, eagerly, and the formats of what it leaves."""
     observer = Observer(step.model, frozen)
-    with undone(step), seen_by(step, observer.watching):
+    with undo_after(step), watch_step(step, observer.watching):
         step.compute(loss_fn, window)
         return observer, Weights.of(step.model, step.optimizers)

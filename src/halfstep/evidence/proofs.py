@@ -20,7 +20,7 @@ ROUNDING = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class ProofLine:
     """One line of a page of evidence; `holds` is None where it cannot be measured."""
 
     name: str
@@ -32,12 +32,12 @@ class Line:
         return "not measurable" if self.holds is None else "holds" if self.holds else "DOES NOT HOLD"
 
 
-def nan_is_dropped(step: Step, loss_fn: LossFn, window: Window) -> tuple[bool, str]:
+def check_nan_is_dropped(step: Step, loss_fn: LossFn, window: Window) -> tuple[bool, str]:
     """A NaN is put into one step, forward and backward; everything must keep its bits."""
-    before = _state(step)
-    facts = step.compute(_times(loss_fn, float("nan")), window)
+    before = _copy_state(step)
+    facts = step.compute(_scale_loss(loss_fn, float("nan")), window)
     step.commit(facts)
-    changed = _changed(before, _state(step))
+    changed = _list_changes(before, _copy_state(step))
     reading = facts.read()
     if changed:
         return False, f"a step with a NaN changed {', '.join(changed[:3])}" + (" ..." if len(changed) > 3 else "")
@@ -46,22 +46,22 @@ def nan_is_dropped(step: Step, loss_fn: LossFn, window: Window) -> tuple[bool, s
     return True, f"a NaN put into one step was dropped, {len(before)} tensors kept their bits"
 
 
-def clipping(step: Step, loss_fn: LossFn, window: Window) -> tuple[bool | None, str]:
+def check_clipping(step: Step, loss_fn: LossFn, window: Window) -> tuple[bool | None, str]:
     """Gradients far above the limit must come out at it. Nothing is committed."""
     limit, kind = step.clip.limit, step.clip.kind
-    norm = _norms(step, loss_fn, window)[0]
+    norm = _measure_norms(step, loss_fn, window)[0]
     if not math.isfinite(norm):
         return None, f"the step itself is bad: its {kind} norm is {norm:g}, and it is dropped whole"
     wanted = 10 * limit / norm if norm > 0 else 1.0
     raised = max(wanted, 1.0)
-    before, after = _norms(step, _times(loss_fn, raised), window)
+    before, after = _measure_norms(step, _scale_loss(loss_fn, raised), window)
     text = f"{kind} norm {norm:.3g} here"
     if raised > 1:
         text += f"; with the loss times {raised:.3g}: {before:.3g}"
     return after <= limit * (1 + ROUNDING), f"{text}, {after:.3g} after clipping at {limit:g}"
 
 
-def _norms(step: Step, loss_fn: LossFn, window: Window) -> tuple[float, float]:
+def _measure_norms(step: Step, loss_fn: LossFn, window: Window) -> tuple[float, float]:
     """Before and after clipping."""
     try:
         facts = step.compute(loss_fn, window)
@@ -76,13 +76,13 @@ def _norms(step: Step, loss_fn: LossFn, window: Window) -> tuple[float, float]:
         step.abandon()
 
 
-def rates_are_scheduled(step: Step, loss_fn: LossFn, window: Window, *, num_steps: int = 3) -> tuple[bool | None, str]:
+def check_rates(step: Step, loss_fn: LossFn, window: Window, *, num_steps: int = 3) -> tuple[bool | None, str]:
     """A few steps, and the rate that each says it ran with against its schedule."""
     if step.rates is None:
         return None, "no schedule: the learning rate is the optimizer's own"
     found = []
     for _ in range(num_steps):
-        wanted = scheduled_rate(step, int(step.committed))
+        wanted = compute_scheduled_rate(step, int(step.committed))
         facts = step.compute(loss_fn, window)
         step.commit(facts)
         found.append((facts.read().lr, wanted))
@@ -92,7 +92,7 @@ def rates_are_scheduled(step: Step, loss_fn: LossFn, window: Window, *, num_step
     return True, f"{num_steps} steps ran with {', '.join(f'{ran:.3g}' for ran, _ in found)}, as scheduled"
 
 
-def scheduled_rate(step: Step, committed: int) -> float:
+def compute_scheduled_rate(step: Step, committed: int) -> float:
     """Of the first group, after so many committed steps, without what the host cuts."""
     assert step.rates is not None
     return float(step.rates.base[0]) * step.rates.functions[0](committed) * float(step.rates.factor[0])
@@ -103,7 +103,7 @@ def is_same_rate(ran: float, wanted: float) -> bool:
     return abs(ran - wanted) <= 1e-6 * max(abs(wanted), 1e-12)
 
 
-def _times(loss_fn: LossFn, factor: float) -> LossFn:
+def _scale_loss(loss_fn: LossFn, factor: float) -> LossFn:
     def scaled(batch: Batch) -> Any:
         found = loss_fn(batch)
         return (found[0] * factor, *found[1:]) if isinstance(found, tuple) else found * factor
@@ -111,7 +111,7 @@ def _times(loss_fn: LossFn, factor: float) -> LossFn:
     return scaled
 
 
-def _state(step: Step) -> dict[str, Tensor]:
+def _copy_state(step: Step) -> dict[str, Tensor]:
     """Every tensor a bad step must leave alone, copied, by name."""
     own = {name: value for name, value in step.state_dict().items() if name not in NOT_STATE}
     found: dict[str, Tensor] = {}
@@ -124,12 +124,12 @@ def _state(step: Step) -> dict[str, Tensor]:
     return found
 
 
-def _changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
+def _list_changes(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
     if before.keys() != after.keys():
         return sorted(before.keys() ^ after.keys())
-    return [name for name in before if not torch.equal(_bits(before[name]), _bits(after[name]))]
+    return [name for name in before if not torch.equal(_view_bits(before[name]), _view_bits(after[name]))]
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def _view_bits(tensor: Tensor) -> Tensor:
     """NaN differs from itself, and 0 equals -0: bits tell."""
     return tensor.contiguous().view(-1).view(torch.uint8)

@@ -86,7 +86,7 @@ class Operation:
         return f"{self.name}{' (backward)' if self.is_backward else ''} in {self.module}".lstrip()
 
 
-class Trace(TorchDispatchMode):
+class RangeTrace(TorchDispatchMode):
     """Records the operations that run inside, and follows what is not finite back to its origin."""
 
     def __init__(self, model: nn.Module, beside: Mapping[str, nn.Module] | None = None) -> None:
@@ -111,20 +111,20 @@ class Trace(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = _floating((args, kwargs))
-        before = [range_of(value) for value in given] if func._schema.is_mutable else None
+        given = _list_floating((args, kwargs))
+        before = [measure_range(value) for value in given] if func._schema.is_mutable else None
         name = self._running = func.overloadpacket.__name__
         outputs = func(*args, **kwargs)
         self._running = ""
         if name not in UNWRITTEN:
-            self._look(func, name, given, before, _floating(outputs))
+            self._look(func, name, given, before, _list_floating(outputs))
         else:
-            self._forget(_floating(outputs))
+            self._forget(_list_floating(outputs))
         return outputs
 
     def origin_of(self, tensor: Tensor) -> Operation | None:
         """The operation that first left the finite range on the way to this tensor."""
-        return self._origins.get(_key(tensor))
+        return self._origins.get(_get_key(tensor))
 
     def _look(self, func: Any, name: str, given: list[Tensor], before: list[Range] | None, found: list[Tensor]) -> None:
         is_backward = torch._C._current_graph_task_id() != -1
@@ -133,12 +133,12 @@ class Trace(TorchDispatchMode):
             # The first has made the node. What follows without one of its own, as a counter's +1, has its number.
             self._places.setdefault(torch._C._autograd._get_sequence_nr(), place)
         for output in found:
-            range_ = range_of(output)
+            range_ = measure_range(output)
             if func.is_view:  # a look at what is there already
                 continue
             module, line = self._backward_place() if is_backward else place
             seen = Operation(len(self.operations), name, module, line, is_backward, range_, is_torch=_is_torch(func))
-            seen.function = _function() if is_backward else None
+            seen.function = _find_function() if is_backward else None
             last = self.operations[-1] if self.operations else seen
             if name == "scalar_tensor" and range_.num_nan and last.line == line:
                 seen.name = (
@@ -146,19 +146,19 @@ class Trace(TorchDispatchMode):
                 )  # which writes NaN itself where it is not defined: logdet of a negative determinant
             self.operations.append(seen)
             if not range_.is_finite or not seen.is_torch:
-                seen.inputs = before if before is not None else [range_of(value) for value in given]
+                seen.inputs = before if before is not None else [measure_range(value) for value in given]
             if not range_.is_finite:
-                self._origins[_key(output)] = self._origin(seen, given)
+                self._origins[_get_key(output)] = self._origin(seen, given)
             elif output.numel() * output.element_size() >= output.untyped_storage().nbytes():
                 self._forget([output])  # a part of it may be finite where the rest is not
 
     def _forget(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            self._origins.pop(_key(tensor), None)
+            self._origins.pop(_get_key(tensor), None)
 
     def _origin(self, seen: Operation, given: list[Tensor]) -> Operation:
         """Its own, or that of the input it has it from."""
-        keys = [_key(value) for value, r in zip(given, seen.inputs, strict=True) if not r.is_finite]
+        keys = [_get_key(value) for value, r in zip(given, seen.inputs, strict=True) if not r.is_finite]
         known = [self._origins[key] for key in keys if key in self._origins]
         is_born_here = seen.output.num_nan and not any(r.num_nan for r in seen.inputs)
         if known and not (is_born_here and all(origin.is_meant for origin in known)):
@@ -174,7 +174,7 @@ class Trace(TorchDispatchMode):
         """The operation that refused, by the frames of its error; one that torch checks before it runs has no name."""
         frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
         module, line = self._innermost(reversed(frames))
-        nothing = range_of(torch.empty(0))
+        nothing = measure_range(torch.empty(0))
         return Operation(len(self.operations), self._running, module, line, False, nothing, has_raised=True)
 
     def _place(self) -> tuple[str, str]:
@@ -199,20 +199,20 @@ class Trace(TorchDispatchMode):
             return LOSS, ""
         number = node._sequence_nr() + 1  # asked for behind the node's making
         module, line = self._places.get(number) or self._place()
-        if _function() is not None:  # its backward is Python code, with a line of its own
+        if _find_function() is not None:  # its backward is Python code, with a line of its own
             frames = traceback.walk_stack(sys._getframe(2))
             inside = itertools.takewhile(lambda at: at[0].f_code.co_filename != autograd_function.__file__, frames)
             line = self._innermost(inside)[1] or line
         return module, line
 
 
-def _function() -> type | None:
+def _find_function() -> type | None:
     """The autograd.Function whose backward runs."""
     node = torch._C._current_autograd_node()
     return node._forward_cls if isinstance(node, autograd_function.BackwardCFunction) else None
 
 
-def range_of(tensor: Tensor) -> Range:
+def measure_range(tensor: Tensor) -> Range:
     """One look at the numbers of a tensor; waits for the device."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if not tensor.numel():
@@ -230,15 +230,15 @@ def range_of(tensor: Tensor) -> Range:
     return Range(low, high, num_zero, num_nan, num_inf, tensor.numel(), dtype)
 
 
-def twin_of(operation: Operation, other: Trace, own: Trace) -> Operation | None:
+def find_twin(operation: Operation, other: RangeTrace, own: RangeTrace) -> Operation | None:
     """The same operation in another trace: the n-th of its name in its module, forward or backward."""
-    same = [op for op in own.operations if _kind(op) == _kind(operation)]
-    theirs = [op for op in other.operations if _kind(op) == _kind(operation)]
+    same = [op for op in own.operations if _get_kind(op) == _get_kind(operation)]
+    theirs = [op for op in other.operations if _get_kind(op) == _get_kind(operation)]
     place = next(k for k, op in enumerate(same) if op is operation)
     return theirs[place] if place < len(theirs) else None
 
 
-def by_module(trace: Trace, *, is_backward: bool) -> Mapping[str, Range]:
+def group_by_module(trace: RangeTrace, *, is_backward: bool) -> Mapping[str, Range]:
     """The widest range that each module's operations gave, in the order they ran."""
     found: dict[str, Range] = {}
     for op in trace.operations:
@@ -252,11 +252,11 @@ def by_module(trace: Trace, *, is_backward: bool) -> Mapping[str, Range]:
     return found
 
 
-def _kind(operation: Operation) -> tuple[str, str, bool]:
+def _get_kind(operation: Operation) -> tuple[str, str, bool]:
     return operation.module, operation.name, operation.is_backward
 
 
-def _floating(tree: Any) -> list[Tensor]:
+def _list_floating(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and has_fractions(leaf)]
 
 
@@ -265,7 +265,7 @@ def has_fractions(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _key(tensor: Tensor) -> int:
+def _get_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr())
 
 

@@ -29,13 +29,13 @@ from halfstep.evidence.patches import (
     IslandAt,
     Patch,
     WithoutCasts,
-    all_of,
-    derived,
-    finite_arguments,
-    in_backward,
+    combine_patches,
+    enter_in_backward,
+    make_arguments_finite,
+    use_autograd_derivative,
 )
 from halfstep.evidence.ranges import LOSS, ROOT, Operation
-from halfstep.evidence.samples import drawn, rows_of, without
+from halfstep.evidence.samples import draw_samples, drop_samples, take_rows
 from halfstep.evidence.updates import Update
 from halfstep.step.batches import count_samples
 
@@ -86,14 +86,14 @@ class Remedy:
         return "tried: the step is good with it" + (f", and so are {num} more on its batches" if num else "")
 
 
-def remedies(subject: Subject, found: Diagnosis, *, rate: float, is_run: bool) -> list[Remedy]:
+def find_remedies(subject: Subject, found: Diagnosis, *, rate: float, is_run: bool) -> list[Remedy]:
     """What was tried, in order of size, up to the first that lasts."""
     tried: list[Remedy] = []
     if found.cause == causes.REFUSED:
         # It raised before any gradient: one that overflows at the loss scale of that moment is routine.
         subject = replace(subject, scale=1.0)
-    for words, update in _calmer(subject.update):
-        for remedy in _proposed(replace(subject, update=update), found, rate, is_run=is_run):
+    for words, update in _calm_update(subject.update):
+        for remedy in _propose(replace(subject, update=update), found, rate, is_run=is_run):
             if not words or remedy.lasts:
                 tried.append(replace(remedy, change=remedy.change + words))
             if remedy.lasts:
@@ -103,7 +103,7 @@ def remedies(subject: Subject, found: Diagnosis, *, rate: float, is_run: bool) -
     return tried
 
 
-def _calmer(update: Update | None) -> Iterator[tuple[str, Update | None]]:
+def _calm_update(update: Update | None) -> Iterator[tuple[str, Update | None]]:
     """The update as it was, then smaller ones: a change may leave gradients finite and large."""
     yield "", update
     if update is None:
@@ -113,46 +113,46 @@ def _calmer(update: Update | None) -> Iterator[tuple[str, Update | None]]:
     yield ", and a tenth of the learning rate", update.changed("lr", lambda lr: lr / 10)
 
 
-def _proposed(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) -> Iterator[Remedy]:
+def _propose(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) -> Iterator[Remedy]:
     if found.rows and found.cause in (causes.BAD_INPUT, causes.SPIKE, causes.CODE):
-        yield _without_samples(subject, found)
+        yield _try_without_samples(subject, found)
     elif found.cause == causes.BAD_STATE:
-        yield from _with_state(subject, found)
+        yield from _try_state(subject, found)
     elif found.cause == causes.UPDATE:
-        yield from _other_update(subject, found, rate, is_run=is_run)
+        yield from _try_other_update(subject, found, rate, is_run=is_run)
     elif found.loss_is_unbounded:
         yield Remedy(change="a loss that has a lower bound: this one falls as the weights grow; its sign may be wrong")
     elif found.cause == causes.DIVERGED and found.start and subject.update is not None:
-        yield from _slower(subject, found, rate, is_run=is_run)
-        yield from _recoded(subject, found, rate, is_run=is_run)
+        yield from _try_slower(subject, found, rate, is_run=is_run)
+        yield from _try_code_changes(subject, found, rate, is_run=is_run)
     elif found.cause in (causes.DIVERGED, causes.SPIKE):
         yield Remedy(change=f"a tenth of the learning rate, from before the weights grew: {rate / 10:.3g}",
                      line=f"optimizer.lr: {rate / 10:.3g}" if is_run else "")  # fmt: skip
     elif found.cause == causes.KERNEL:
-        yield from _other_code(subject, found)
+        yield from _try_other_code(subject, found)
         if found.fp32_is_good:
-            yield from _wider(subject, found, is_run=is_run)
+            yield from _try_wider(subject, found, is_run=is_run)
     elif found.cause in (causes.OVERFLOW, causes.UNDERFLOW, causes.REFUSED) and found.fp32_is_good:
-        yield from _wider(subject, found, is_run=is_run)
+        yield from _try_wider(subject, found, is_run=is_run)
     elif found.cause in (causes.OVERFLOW, causes.UNDERFLOW, causes.REFUSED, causes.CODE):
-        yield from _recoded(subject, found, rate, is_run=is_run)
+        yield from _try_code_changes(subject, found, rate, is_run=is_run)
 
 
 # --- the update ---
 
 
-def _slower(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) -> Iterator[Remedy]:
+def _try_slower(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) -> Iterator[Remedy]:
     """Clipping, then lower rates, from weights of their first size: the recorded ones have grown already. Each has to
     train at a larger rate as well: what just trains on these batches, again and again, may fail on others."""
     assert subject.update is not None
     if not subject.update.clip.limit:
         line, clipped = "train.clip_norm: 1" if is_run else "hs.Step(..., clip_norm=1)", subject.update.clipped(1.0)
-        outcome = _trained(subject, found, clipped)
-        outcome = outcome if not outcome.is_good else _trained(subject, found, clipped.at_rate(3 * rate))
+        outcome = _train(subject, found, clipped)
+        outcome = outcome if not outcome.is_good else _train(subject, found, clipped.at_rate(3 * rate))
         yield Remedy(change="gradients clipped to a norm of 1", line=line, outcome=outcome, margin=3)
     failed, num_good, lower = None, 0, rate / 3
     while lower >= LOWEST * rate > 0:
-        outcome = _trained(subject, found, subject.update.at_rate(lower))
+        outcome = _train(subject, found, subject.update.at_rate(lower))
         num_good = num_good + 1 if outcome.is_good else 0
         if num_good == 2:
             line = f"optimizer.lr: {lower:.3g}" if is_run else f"lr={lower:.3g}"
@@ -168,10 +168,10 @@ def _slower(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) ->
     yield from [failed] if failed is not None else []
 
 
-def _trained(subject: Subject, found: Diagnosis, update: Update) -> Attempt:
+def _train(subject: Subject, found: Diagnosis, update: Update) -> Attempt:
     """Many steps with another update, on samples drawn anew for each: a window that is repeated is learned by heart. A
     loss that has not fallen is as bad as one that is not finite: the rate is then too large still."""
-    draw, num_more = partial(drawn, generator=torch.Generator().manual_seed(0)), NUM_AT_RATE + 2 * update.memory
+    draw, num_more = partial(draw_samples, generator=torch.Generator().manual_seed(0)), NUM_AT_RATE + 2 * update.memory
     subject = replace(subject, update=update)
     with subject.with_state(found.start):
         outcome = attempt(subject, "other update", num_more=num_more, draw=draw)
@@ -183,33 +183,33 @@ def _trained(subject: Subject, found: Diagnosis, update: Update) -> Attempt:
     return outcome if last < outcome.losses[0] else replace(outcome, error=f"the loss went up to {last:.3g}")
 
 
-def _other_update(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) -> Iterator[Remedy]:
+def _try_other_update(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) -> Iterator[Remedy]:
     assert subject.update is not None
-    with _filled(subject, found):
+    with _fill_state(subject, found):
         if any(eps < 1e-30 for eps in subject.update.settings("eps") if isinstance(eps, float | int)):
             update = subject.update.changed("eps", lambda eps: max(eps, 1e-8))
             outcome = attempt(replace(subject, update=update), "eps", num_more=NUM_MORE)
             change = f"eps=1e-8 in {subject.update.names}: with 0, a weight without gradient is updated by 0/0"
             yield Remedy(change=change, line="optimizer.eps: 1e-8" if is_run else "eps=1e-8", outcome=outcome)
-        yield from _slower(subject, found, rate, is_run=is_run)
+        yield from _try_slower(subject, found, rate, is_run=is_run)
 
 
 # --- precision ---
 
 
-def _wider(subject: Subject, found: Diagnosis, *, is_run: bool, without_casts: bool = False) -> Iterator[Remedy]:
+def _try_wider(subject: Subject, found: Diagnosis, *, is_run: bool, without_casts: bool = False) -> Iterator[Remedy]:
     """fp32 for the module, for those around it; an island for a line of the loss; another precision for all."""
     module = found.origin.module if found.origin is not None else ""
-    for name in _and_around(module):
-        yield _precision(subject, "", {name: "fp32"}, is_run=is_run, without_casts=without_casts)
+    for name in _list_enclosing(module):
+        yield _try_precision(subject, "", {name: "fp32"}, is_run=is_run, without_casts=without_casts)
     if found.origin is not None and found.origin.line:
-        yield _island(subject, found.origin.line, torch.float32, without_casts=without_casts)
+        yield _try_island(subject, found.origin.line, torch.float32, without_casts=without_casts)
     for precision in ("bf16", "fp32"):
         if precision != subject.plan.granted:
-            yield _precision(subject, precision, {}, is_run=is_run, without_casts=without_casts)
+            yield _try_precision(subject, precision, {}, is_run=is_run, without_casts=without_casts)
 
 
-def _island(subject: Subject, line: str, dtype: torch.dtype, *, without_casts: bool = False) -> Remedy:
+def _try_island(subject: Subject, line: str, dtype: torch.dtype, *, without_casts: bool = False) -> Remedy:
     at = IslandAt(line, dtype)
 
     @contextlib.contextmanager
@@ -224,13 +224,13 @@ def _island(subject: Subject, line: str, dtype: torch.dtype, *, without_casts: b
     return Remedy(change=f"an fp32 island (hs.fp32_island()) around {line}{taken}", outcome=outcome)
 
 
-def _and_around(module: str) -> Iterator[str]:
+def _list_enclosing(module: str) -> Iterator[str]:
     while module and module not in (ROOT, LOSS):
         yield module
         module = module.rpartition(".")[0]
 
 
-def _precision(
+def _try_precision(
     subject: Subject, precision: str, modules: dict[str, str], *, is_run: bool, without_casts: bool
 ) -> Remedy:
     name = next(iter(modules), "")
@@ -248,45 +248,45 @@ def _precision(
 # --- code, at the lines in question ---
 
 
-def _recoded(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) -> Iterator[Remedy]:
-    yield from _without_casts(subject, found, is_run=is_run)
+def _try_code_changes(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) -> Iterator[Remedy]:
+    yield from _try_without_casts(subject, found, is_run=is_run)
     if found.origin is not None and found.origin.line:
-        yield from _same_numbers(subject, found)
-        yield from _at_lines(subject, found.origin)
+        yield from _try_equivalent(subject, found)
+        yield from _try_patches(subject, found.origin)
     if found.cause == causes.OVERFLOW:
         if found.start and subject.update is not None:
-            yield from _slower(subject, found, rate, is_run=is_run)
-        yield from _smaller_start(subject, found.origin.module if found.origin is not None else "")
+            yield from _try_slower(subject, found, rate, is_run=is_run)
+        yield from _try_smaller_start(subject, found.origin.module if found.origin is not None else "")
     if found.origin is not None and found.origin.line:
         if found.cause == causes.OVERFLOW and found.origin.output.dtype == "float32":
-            yield _island(subject, found.origin.line, torch.float64)
-        yield from _other_start(subject, found.origin.module)
+            yield _try_island(subject, found.origin.line, torch.float64)
+        yield from _try_other_start(subject, found.origin.module)
     if found.rows:
-        yield _without_samples(subject, found)
-    yield from _two_of_each(subject)
+        yield _try_without_samples(subject, found)
+    yield from _try_two_of_each(subject)
 
 
-def _at_lines(subject: Subject, origin: Operation) -> Iterator[Remedy]:
+def _try_patches(subject: Subject, origin: Operation) -> Iterator[Remedy]:
     """Each patch alone; where none is enough, all that change something there; autograd's derivative for a custom
     backward."""
     changing, is_enough = [], False
     for words, patch in PATCHES:
-        for remedy in _patched(subject, origin, words, patch):
+        for remedy in _try_patch(subject, origin, words, patch):
             changing.append((words, patch))
             is_enough |= remedy.works
             yield remedy
     if len(changing) > 1 and not is_enough:
         words = ", and ".join(words for words, _ in changing)
-        yield from _patched(subject, origin, words, all_of([patch for _, patch in changing]))
+        yield from _try_patch(subject, origin, words, combine_patches([patch for _, patch in changing]))
     if origin.function is not None:
         name = origin.function.__name__
-        outcome = attempt(subject, "derived", around=derived(origin.function), num_more=NUM_MORE)
+        outcome = attempt(subject, "derived", around=use_autograd_derivative(origin.function), num_more=NUM_MORE)
         if outcome.grad_norm > 0:  # else forward is not made of what autograd can derive
             change = f"autograd's derivative of {name}.forward in place of {name}.backward (fix that, or leave it out)"
             yield Remedy(change=change, outcome=outcome)
 
 
-def _without_casts(subject: Subject, found: Diagnosis, *, is_run: bool) -> Iterator[Remedy]:
+def _try_without_casts(subject: Subject, found: Diagnosis, *, is_run: bool) -> Iterator[Remedy]:
     """Casts to half that the code has itself stay in an fp32 step, too."""
     in_fp32, every = subject.plan_for("fp32", {}), WithoutCasts(HALF)
     if not attempt(subject, "fp32", in_fp32, around=every).is_good or not every.lines:
@@ -295,29 +295,31 @@ def _without_casts(subject: Subject, found: Diagnosis, *, is_run: bool) -> Itera
     lines = next(([line] for line in alone), list(every.lines))
     change = f"no cast to half at {' and '.join(lines)}"
     yield Remedy(change=change, outcome=attempt(subject, change, around=WithoutCasts(HALF)))
-    for wider in _wider(subject, found, is_run=is_run, without_casts=True):
+    for wider in _try_wider(subject, found, is_run=is_run, without_casts=True):
         yield replace(wider, change=f"{change}, and {wider.change}")
 
 
-def _same_numbers(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
+def _try_equivalent(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
     """Other code for the same result: fp64's is the witness."""
     exact = next(run.loss for run in found.attempts if run.name == "fp64")
     for words, patch in EQUIVALENT:
-        tried = _patched(subject, found.origin, words, patch) if found.origin is not None else ()
+        tried = _try_patch(subject, found.origin, words, patch) if found.origin is not None else ()
         yield from (r for r in tried if r.outcome is not None and math.isclose(r.outcome.loss, exact, rel_tol=1e-3))
 
 
-def _patched(subject: Subject, origin: Operation, words: str, patch: Patch) -> Iterator[Remedy]:
+def _try_patch(subject: Subject, origin: Operation, words: str, patch: Patch) -> Iterator[Remedy]:
     """At this line, and at the next one that fails with it: a bad number is often used twice."""
     lines = [origin.line]
     while True:
         there = AtLines(lines, patch)
-        outcome = attempt(subject, words, around=in_backward(origin.function, there), num_more=NUM_MORE)
+        outcome = attempt(subject, words, around=enter_in_backward(origin.function, there), num_more=NUM_MORE)
         if not there.num_changed:
             return
         if outcome.first_is_good or len(lines) == MOST_LINES:
             break
-        next_ = attempt(subject, words, around=in_backward(origin.function, AtLines(lines, patch)), traced=True).origin
+        next_ = attempt(
+            subject, words, around=enter_in_backward(origin.function, AtLines(lines, patch)), traced=True
+        ).origin
         if next_ is None or next_.line in (*lines, ""):
             break
         lines.append(next_.line)
@@ -327,78 +329,78 @@ def _patched(subject: Subject, origin: Operation, words: str, patch: Patch) -> I
 # --- data, state, code path ---
 
 
-def _without_samples(subject: Subject, found: Diagnosis) -> Remedy:
-    left = without(subject.window, found.rows)
+def _try_without_samples(subject: Subject, found: Diagnosis) -> Remedy:
+    left = drop_samples(subject.window, found.rows)
     outcome = attempt(subject, "without those samples", window=left, num_more=NUM_MORE) if left else None
     return Remedy(change=f"drop or fix: sample {', '.join(found.samples)}", outcome=outcome)
 
 
-def _two_of_each(subject: Subject) -> Iterator[Remedy]:
+def _try_two_of_each(subject: Subject) -> Iterator[Remedy]:
     """Statistics over a batch of one sample are not defined."""
     sizes = [count_samples(batch) for batch in subject.window]
     if 1 not in sizes:
         return
-    twice = [rows_of(b, [0, 0]) if size == 1 else b for b, size in zip(subject.window, sizes, strict=True)]
+    twice = [take_rows(b, [0, 0]) if size == 1 else b for b, size in zip(subject.window, sizes, strict=True)]
     outcome = attempt(subject, "two of each", window=twice, num_more=NUM_MORE)
     change = "batches of at least 2 samples (drop_last=True in the loader), here the one sample twice"
     yield Remedy(change=change, outcome=outcome)
 
 
 @contextlib.contextmanager
-def mended(subject: Subject, found: Diagnosis) -> Iterator[None]:
+def repair_temporarily(subject: Subject, found: Diagnosis) -> Iterator[None]:
     """The step without the samples and with the state of this fault: what another one behind it is looked for in."""
     window = subject.window
-    subject.window = without(window, found.rows)
+    subject.window = drop_samples(window, found.rows)
     try:
-        with _filled(subject, found):
+        with _fill_state(subject, found):
             yield
     finally:
         subject.window = window
 
 
-def _filled(subject: Subject, found: Diagnosis) -> contextlib.AbstractContextManager[None]:
-    whole, filling = subject.whole_state(), _fillings(found)[0]
+def _fill_state(subject: Subject, found: Diagnosis) -> contextlib.AbstractContextManager[None]:
+    whole, filling = subject.whole_state(), _choose_fillings(found)[0]
     return subject.with_state({name: whole[name].masked_fill(bad, filling) for name, bad in found.tensors.items()})
 
 
-def _fillings(found: Diagnosis) -> tuple[float, ...]:
+def _choose_fillings(found: Diagnosis) -> tuple[float, ...]:
     """0, then 1, which variances and scales begin with; where an operation is not defined with what is there, 1."""
     return (1.0,) if found.origin is not None else (0.0, 1.0)
 
 
-def _with_state(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
+def _try_state(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
     if found.tensors:
-        yield from (_initialised(subject, found.tensors, filling) for filling in _fillings(found))
+        yield from (_try_filling(subject, found.tensors, filling) for filling in _choose_fillings(found))
     elif found.averages:
         yield Remedy(change=f"start the average again: {', '.join(found.averages)}", line="ema.enabled: false")
     if found.origin is not None and found.origin.outside is not None:
         words = f"finite numbers in the tensor of shape {found.origin.outside} that is used"
-        tried = list(_patched(subject, found.origin, words, finite_arguments))
+        tried = list(_try_patch(subject, found.origin, words, make_arguments_finite))
         yield from tried or [Remedy(change=f"{words} at {found.origin.line}")]
 
 
-def _initialised(subject: Subject, tensors: Mapping[str, Tensor], filling: float) -> Remedy:
+def _try_filling(subject: Subject, tensors: Mapping[str, Tensor], filling: float) -> Remedy:
     whole = subject.whole_state()
     with subject.with_state({name: whole[name].masked_fill(is_bad, filling) for name, is_bad in tensors.items()}):
         outcome = attempt(subject, f"filled with {filling:g}", num_more=NUM_MORE)
     return Remedy(change=f"initialise {', '.join(tensors)}, here with {filling:g}", outcome=outcome)
 
 
-def _other_start(subject: Subject, module: str) -> Iterator[Remedy]:
+def _try_other_start(subject: Subject, module: str) -> Iterator[Remedy]:
     """Zeros beside the operation, such as a layer that starts at zero under a norm of its weights."""
-    tried = (_initialised(subject, {name: value == 0}, 1.0) for name, value in subject.near(module).items()
+    tried = (_try_filling(subject, {name: value == 0}, 1.0) for name, value in subject.near(module).items()
              if not value.all())  # fmt: skip
     yield from itertools.islice((remedy for remedy in tried if remedy.works), 1)
 
 
-def _smaller_start(subject: Subject, module: str) -> Iterator[Remedy]:
+def _try_smaller_start(subject: Subject, module: str) -> Iterator[Remedy]:
     """Matrices that make numbers larger, applied many times over (a recurrent or a deep network): those near the
     operation, then the largest, then all."""
     trained = subject.trained_names()
     matrices = {
         name: v for name, v in subject.state.items() if name in trained and v.ndim > 1 and v.is_floating_point()
     }
-    norms = {name: _spectral_norm(v.float().flatten(1)) for name, v in matrices.items()}
+    norms = {name: _estimate_spectral_norm(v.float().flatten(1)) for name, v in matrices.items()}
     large = {name: norm for name, norm in norms.items() if 1 < norm < math.inf}
     near = {name: norm for name, norm in large.items() if name in subject.near(module)}
     largest = max(large, key=large.__getitem__, default="")
@@ -411,7 +413,7 @@ def _smaller_start(subject: Subject, module: str) -> Iterator[Remedy]:
         yield Remedy(change=change, outcome=outcome)
 
 
-def _spectral_norm(matrix: Tensor, num_steps: int = 20) -> float:
+def _estimate_spectral_norm(matrix: Tensor, num_steps: int = 20) -> float:
     """By power iteration: a decomposition of every matrix of a large model would take minutes."""
     vector = torch.randn(matrix.shape[1], generator=torch.Generator().manual_seed(0)).to(matrix.device)
     for _ in range(num_steps):
@@ -419,7 +421,7 @@ def _spectral_norm(matrix: Tensor, num_steps: int = 20) -> float:
     return float((matrix @ vector).norm())
 
 
-def _other_code(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
+def _try_other_code(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
     """What halfstep compiled it can leave eager; what the user's code compiles, torch can."""
     ours = {"kernels off": "train.fast: compile", "eager": "train.fast: off"}
     is_ours = "kernels off" in subject.variants

@@ -8,8 +8,8 @@ from typing import Any
 from halfstep.evidence.attempts import Attempt, Subject
 from halfstep.evidence.capsule import Capsule, changed_code, plain
 from halfstep.evidence.causes import Diagnosis, diagnose
-from halfstep.evidence.ranges import Operation, Range, by_module
-from halfstep.evidence.remedies import Remedy, mended, remedies
+from halfstep.evidence.ranges import Operation, Range, group_by_module
+from halfstep.evidence.remedies import Remedy, find_remedies, repair_temporarily
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,8 @@ class Replayed:
         if traced is None:
             return {}
         return {
-            word: list(by_module(traced, is_backward=word == "backward").items()) for word in ("forward", "backward")
+            word: list(group_by_module(traced, is_backward=word == "backward").items())
+            for word in ("forward", "backward")
         }
 
     def __str__(self) -> str:
@@ -94,10 +95,10 @@ class Replayed:
             "changed_code": self.changed,
             "cause": self.cause,
             "shown": self.diagnosis.shown,
-            "operation": None if origin is None else _operation(origin),
+            "operation": None if origin is None else _operation_to_json(origin),
             "samples": self.diagnosis.samples,
             "places": [str(place) for place in self.diagnosis.places],
-            "attempts": [_attempt(run) for run in self.diagnosis.attempts],
+            "attempts": [_attempt_to_json(run) for run in self.diagnosis.attempts],
             "tried": [
                 {
                     "change": r.change,
@@ -118,10 +119,10 @@ def replay(subject: Subject, capsule: Capsule) -> Replayed:
     """Run the step again in every variant, and say why it went bad."""
     found = diagnose(subject, capsule)
     rate = capsule.about.get("base_lr") or capsule.about["lr"]
-    tried = remedies(subject, found, rate=rate if isinstance(rate, float) else 0.0, is_run=capsule.is_of_a_run)
+    tried = find_remedies(subject, found, rate=rate if isinstance(rate, float) else 0.0, is_run=capsule.is_of_a_run)
     behind = None
     if (found.rows or found.tensors) and tried and all(r.outcome is not None and not r.works for r in tried):
-        with mended(subject, found):
+        with repair_temporarily(subject, found):
             behind = replay(subject, capsule)
     return Replayed(
         capsule=capsule,
@@ -133,7 +134,7 @@ def replay(subject: Subject, capsule: Capsule) -> Replayed:
     )
 
 
-def _operation(origin: Operation) -> dict[str, Any]:
+def _operation_to_json(origin: Operation) -> dict[str, Any]:
     return {
         "name": origin.name,
         "module": origin.module,
@@ -144,7 +145,7 @@ def _operation(origin: Operation) -> dict[str, Any]:
     }
 
 
-def _attempt(run: Attempt) -> dict[str, Any]:
+def _attempt_to_json(run: Attempt) -> dict[str, Any]:
     return {
         "name": run.name, "loss": run.loss, "grad_norm": run.grad_norm, "error": run.error, "good": run.is_good,
     }  # fmt: skip

@@ -23,7 +23,7 @@ ODD = 1e4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BadPlace:
+class BadSample:
     """A number of the input that is not finite, or not of the kind of the others."""
 
     batch: int
@@ -42,25 +42,25 @@ class BadPlace:
         return f"sample {self.sample}: {self.key}{index} is {self.value:.6g}{others}"
 
 
-def bad_places(window: Sequence[Any], names: Mapping[int, str]) -> list[BadPlace]:
+def find_bad_samples(window: Sequence[Any], names: Mapping[int, str]) -> list[BadSample]:
     """The first number of each sample that is not finite."""
-    found: dict[tuple[int, int], BadPlace] = {}
-    for number, key, value in _rows(window):
+    found: dict[tuple[int, int], BadSample] = {}
+    for number, key, value in _iterate_rows(window):
         for place in (~value.isfinite()).nonzero().tolist() if has_fractions(value) else ():
             row = (number, place[0])
-            bad = BadPlace(batch=number, row=place[0], key=key, index=tuple(place[1:]),
-                           value=value[tuple(place)].item(), sample=sample_name(window, row, names))  # fmt: skip
+            bad = BadSample(batch=number, row=place[0], key=key, index=tuple(place[1:]),
+                           value=value[tuple(place)].item(), sample=name_sample(window, row, names))  # fmt: skip
             found.setdefault(row, bad)
     return list(found.values())
 
 
-def odd_places(
+def find_odd_samples(
     window: Sequence[Any], rows: set[tuple[int, int]], names: Mapping[int, str], *, with_integers: bool
-) -> list[BadPlace]:
+) -> list[BadSample]:
     """Numbers of these samples that are not finite, or far larger than any of the others', or integers outside of
     theirs: a marker for what is missing, a label past the classes."""
-    found: dict[tuple[int, int], BadPlace] = {}
-    for number, key, value in _rows(window):
+    found: dict[tuple[int, int], BadSample] = {}
+    for number, key, value in _iterate_rows(window):
         own = sorted(row for batch, row in rows if batch == number)
         rest = [row for row in range(len(value)) if row not in own]
         value = value.abs() if value.is_complex() else value  # complex numbers have no order
@@ -72,13 +72,13 @@ def odd_places(
         is_odd = (value < low - margin) | (value > high + margin) | ~value.isfinite()
         for place in is_odd[own].nonzero().tolist():
             row, index = (number, own[place[0]]), tuple(place[1:])
-            odd = BadPlace(batch=number, row=row[1], key=key, index=index, value=float(value[(row[1], *index)]),
-                           sample=sample_name(window, row, names), others=f"{low:g} to {high:g}")  # fmt: skip
+            odd = BadSample(batch=number, row=row[1], key=key, index=index, value=float(value[(row[1], *index)]),
+                           sample=name_sample(window, row, names), others=f"{low:g} to {high:g}")  # fmt: skip
             found.setdefault(row, odd)
     return list(found.values())
 
 
-def _rows(window: Sequence[Any]) -> Iterator[tuple[int, str, Tensor]]:
+def _iterate_rows(window: Sequence[Any]) -> Iterator[tuple[int, str, Tensor]]:
     """Batch, name and numbers of what has a row for each sample."""
     for number, batch in enumerate(window):
         for path, value in tree_flatten_with_path(batch)[0]:
@@ -86,7 +86,7 @@ def _rows(window: Sequence[Any]) -> Iterator[tuple[int, str, Tensor]]:
                 yield number, keystr(path), value
 
 
-def sample_name(window: Sequence[Any], place: tuple[int, int], names: Mapping[int, str]) -> str:
+def name_sample(window: Sequence[Any], place: tuple[int, int], names: Mapping[int, str]) -> str:
     """`17 (img_0017.png)`: the loader's index and the file, or else its place in the window."""
     batch, row = window[place[0]], place[1]
     ids = batch.get("index") if isinstance(batch, Mapping) else None
@@ -96,22 +96,22 @@ def sample_name(window: Sequence[Any], place: tuple[int, int], names: Mapping[in
     return f"{number} ({names[number]})" if names.get(number) else str(number)
 
 
-def culprits(subject: Subject) -> set[tuple[int, int]]:
+def find_culprits(subject: Subject) -> set[tuple[int, int]]:
     """Samples without which the step is good: one, found by halves, or a few, each of which is bad in its half. None
     where it takes more than half of them."""
     window = [(number, row) for number, batch in enumerate(subject.window) for row in range(count_samples(batch))]
-    found = _one_of(subject, window) or set(_few_of(subject, window))
+    found = _find_one(subject, window) or set(_find_few(subject, window))
     return found if 2 * len(found) <= len(window) and _is_good_without(subject, found) else set()
 
 
-def _one_of(subject: Subject, suspects: list[tuple[int, int]]) -> set[tuple[int, int]]:
+def _find_one(subject: Subject, suspects: list[tuple[int, int]]) -> set[tuple[int, int]]:
     while len(suspects) > 1:
         halves = (suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :])
         suspects = next((half for half in halves if _is_good_without(subject, set(half))), [])
     return set(suspects)
 
 
-def _few_of(subject: Subject, suspects: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def _find_few(subject: Subject, suspects: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """By what fails when it is alone."""
     if len(suspects) == 1:
         yield suspects[0]
@@ -119,34 +119,34 @@ def _few_of(subject: Subject, suspects: list[tuple[int, int]]) -> Iterator[tuple
     for half in (suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]):
         everything = {(k, row) for k, batch in enumerate(subject.window) for row in range(count_samples(batch))}
         if not _is_good_without(subject, everything - set(half)):
-            yield from _few_of(subject, half)
+            yield from _find_few(subject, half)
 
 
 def _is_good_without(subject: Subject, rows: set[tuple[int, int]]) -> bool:
-    left = without(subject.window, rows)
+    left = drop_samples(subject.window, rows)
     return bool(left) and attempt(subject, "without samples", window=left).is_good
 
 
-def without(window: Sequence[Any], rows: set[tuple[int, int]]) -> list[Any]:
+def drop_samples(window: Sequence[Any], rows: set[tuple[int, int]]) -> list[Any]:
     """The window without these samples; batches that are left empty go whole."""
     left = []
     for number, batch in enumerate(window):
         length = count_samples(batch)
         kept = [row for row in range(length) if (number, row) not in rows]
         if kept:
-            left.append(rows_of(batch, kept))
+            left.append(take_rows(batch, kept))
     return left
 
 
-def drawn(window: Sequence[Any], generator: torch.Generator) -> list[Any]:
+def draw_samples(window: Sequence[Any], generator: torch.Generator) -> list[Any]:
     """As many samples of each batch, drawn with replacement: what another window of the same data may be."""
     sizes = [count_samples(batch) for batch in window]
     return [
-        rows_of(b, torch.randint(n, (n,), generator=generator).tolist()) for b, n in zip(window, sizes, strict=True)
+        take_rows(b, torch.randint(n, (n,), generator=generator).tolist()) for b, n in zip(window, sizes, strict=True)
     ]
 
 
-def rows_of(batch: Any, rows: Sequence[int]) -> Any:
+def take_rows(batch: Any, rows: Sequence[int]) -> Any:
     """These samples of a batch: of every tensor that has a row for each sample."""
     length = count_samples(batch)
 
@@ -157,21 +157,21 @@ def rows_of(batch: Any, rows: Sequence[int]) -> Any:
     return tree_map(taken, batch)
 
 
-def outliers(subject: Subject, names: Mapping[int, str]) -> list[tuple[tuple[int, int], str, float]]:
+def find_outliers(subject: Subject, names: Mapping[int, str]) -> list[tuple[tuple[int, int], str, float]]:
     """Samples whose loss alone is far above the median: their place, name and loss."""
-    losses = _losses(subject)
+    losses = _measure_losses(subject)
     if len(losses) < 3:
         return []
     usual = statistics.median(losses.values())
     return [
-        (place, sample_name(subject.window, place, names), loss)
+        (place, name_sample(subject.window, place, names), loss)
         for place, loss in losses.items()
         if loss > OUTLIER * max(usual, 1e-12)
     ]
 
 
 @torch.no_grad()
-def _losses(subject: Subject, most: int = 512) -> dict[tuple[int, int], float]:
+def _measure_losses(subject: Subject, most: int = 512) -> dict[tuple[int, int], float]:
     """Of each sample alone, in evaluation mode: BatchNorm cannot train on one."""
     subject.model.eval()
     found: dict[tuple[int, int], float] = {}
@@ -180,7 +180,7 @@ def _losses(subject: Subject, most: int = 512) -> dict[tuple[int, int], float]:
             for row in range(count_samples(batch)):
                 if len(found) < most:
                     with subject.plan.forward():
-                        value = subject.loss(rows_of(batch, [row]))
+                        value = subject.loss(take_rows(batch, [row]))
                     found[number, row] = float(value[0] if isinstance(value, tuple) else value)
     except HalfstepError:
         raise

@@ -33,26 +33,26 @@ def record_update(step: Step, model: nn.Module) -> dict[str, Any]:
         "clip": {"limit": step.clip.limit, "kind": step.clip.kind},
         "optimizers": [
             {
-                "name": _name(optimizer),
-                "groups": [_settings(g, optimizer, names) for g in optimizer.param_groups],
+                "name": _name_optimizer(optimizer),
+                "groups": [_collect_settings(g, optimizer, names) for g in optimizer.param_groups],
             }
             for optimizer in step.optimizers
         ],
     }
 
 
-def _name(optimizer: Optimizer) -> str:
+def _name_optimizer(optimizer: Optimizer) -> str:
     """Of the class; with its module where it is none of those that replay builds."""
     kind = type(optimizer)
     return kind.__name__ if KNOWN.get(kind.__name__) is kind else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _settings(group: Mapping[str, Any], optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    kept = {key: _plain(group[key]) for key in optimizer.defaults if key in group and key not in FORMS}
+def _collect_settings(group: Mapping[str, Any], optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    kept = {key: _to_plain(group[key]) for key in optimizer.defaults if key in group and key not in FORMS}
     return {**kept, "params": [names[id(p)] for p in group["params"] if id(p) in names]}
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     return value if isinstance(value, (bool, int, float, str, tuple, list, type(None))) else str(value)

@@ -19,7 +19,7 @@ from halfstep.errors import CheckpointError, ConfigError, HardwareError
 from halfstep.evidence import capsule as capsules
 from halfstep.evidence.attempts import LossFn, Subject, refuse_another_model
 from halfstep.evidence.observer import Observer
-from halfstep.evidence.precision_ledger import Ledger, Weights, ledger_of, seen_by
+from halfstep.evidence.precision_ledger import Ledger, Weights, make_ledger, watch_step
 from halfstep.evidence.recorder import CapsuleContext, Recorder
 from halfstep.evidence.replay import Replayed
 from halfstep.evidence.replay import replay as replayed
@@ -141,7 +141,7 @@ class SeenSteps:
         is_compiled = any(hasattr(module, "_orig_mod") for module in model.modules())
         weights = Weights.of(model, self._step.optimizers)
         notes = [NOT_COMPILED] if is_compiled else []
-        return ledger_of(self._step.plan, self._observer, model, weights, notes=notes, step=self._step.attempted)
+        return make_ledger(self._step.plan, self._observer, model, weights, notes=notes, step=self._step.attempted)
 
     def __str__(self) -> str:
         return str(self.ledger)
@@ -159,5 +159,5 @@ def ledger(step: object) -> Iterator[SeenSteps]:
     if not isinstance(guarded, Step):
         raise ConfigError(f"hs.ledger takes an hs.Step, not {type(step).__name__}", fix="with hs.ledger(step) as seen:")
     observer = Observer(guarded.model)
-    with seen_by(guarded, observer.watching):
+    with watch_step(guarded, observer.watching):
         yield SeenSteps(guarded, observer)

@@ -21,10 +21,25 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from halfstep.disk import write_atomically
 from halfstep.errors import summarise_error
-from halfstep.evidence.captured import COMPUTING, Modules, Placed, captured_ledger, matched, owners_of_nodes, placed
-from halfstep.evidence.compiled_code import CompiledCode, GraphRecorder, NodeRecorder, names_in, num_of, seen_in
-from halfstep.evidence.kernel_events import Event, Kernel, replays_of
-from halfstep.evidence.precision_ledger import Ledger, Weights, ledger_of, observe, seen_by, undone
+from halfstep.evidence.captured import (
+    COMPUTING,
+    LocatedKernel,
+    Modules,
+    find_node_owners,
+    locate_kernels,
+    make_captured_ledger,
+    match_replay,
+)
+from halfstep.evidence.compiled_code import (
+    CompiledCode,
+    GraphRecorder,
+    NodeRecorder,
+    count_graphs,
+    list_module_names,
+    read_graphs,
+)
+from halfstep.evidence.kernel_events import Event, Kernel, split_replays
+from halfstep.evidence.precision_ledger import Ledger, Weights, make_ledger, observe, undo_after, watch_step
 from halfstep.kernels.fast_forms import allow_chains
 from halfstep.run.assemble import Assembly
 from halfstep.run.engine import Engine, PhasedEngine, prepare_window
@@ -59,9 +74,9 @@ def observe_ledgers(
         ledgers, islands = run_in_fresh_thread(work, parts.device) if parts.device.type == "cuda" else work()
         found += ledgers
         if phase in replayed:
-            kernels = matched(replayed[phase], observe_uncaptured(own, prepared))
+            kernels = match_replay(replayed[phase], observe_uncaptured(own, prepared))
             found.append(
-                captured_ledger(
+                make_captured_ledger(
                     parts.plan, kernels, ledgers[-1], own.guarded.model, islands, get_modules(parts.workload.frozen),
                     mode=_name_mode("captured", phase),
                 )
@@ -74,7 +89,7 @@ def _find_replays(parts: Assembly, engine: AnyEngine, events: Sequence[Event]) -
     iteration = parts.step.attempted - 1
     due = {own.phase.name for own in parts.phases if own.phase.is_due(iteration)} or {""}
     captured = [name for name, own in list_engines(engine) if name in due and own.mode == "graph"]
-    return dict(zip(captured, replays_of(events), strict=False))
+    return dict(zip(captured, split_replays(events), strict=False))
 
 
 def _name_mode(mode: str, phase: str) -> str:
@@ -87,17 +102,17 @@ def _observe_one(parts: Assembly, engine: Engine, prepared: list[Batch], phase: 
     observer, weights = observe(step, drop_outputs(engine.parts.eager), prepared, frozen)
     weights.states = Weights.of(step.model, step.optimizers).states  # as they are after the commit
     to_ledger = partial(
-        ledger_of, parts.plan, model=step.model, weights=weights, frozen=frozen, step=parts.step.attempted
+        make_ledger, parts.plan, model=step.model, weights=weights, frozen=frozen, step=parts.step.attempted
     )
     islands = {product.module for product in observer.seen.calls if product.is_island}
     eager = to_ledger(observer, mode=_name_mode("eager", phase))
     if engine.mode == "eager" or parts.workload.blocks:
         return [eager], islands  # tracing the whole network would take the minutes that its blocks save
     recorder = GraphRecorder()
-    with undone(step), allow_chains(on=False), silence_compiler():
+    with undo_after(step), allow_chains(on=False), silence_compiler():
         step.compute(drop_outputs(recorder.compiled(engine.parts.eager)), prepared)
-    seen = seen_in(recorder.graphs, step.model, frozen, observer.seen)
-    notes = _describe_limits(engine, num_of(recorder.graphs)["forward"])
+    seen = read_graphs(recorder.graphs, step.model, frozen, observer.seen)
+    notes = _describe_limits(engine, count_graphs(recorder.graphs)["forward"])
     return [eager, to_ledger(seen, mode=_name_mode("compiled", phase), notes=notes)], islands
 
 
@@ -218,14 +233,16 @@ class Recording:
             return events
 
 
-def observe_uncaptured(engine: Engine, prepared: list[Batch]) -> list[Placed]:
+def observe_uncaptured(engine: Engine, prepared: list[Batch]) -> list[LocatedKernel]:
     """The kernels of one step of the code that was captured, each with its modules. It is undone.
 
     In the run's own threads: cuDNN keeps its choice of algorithms for each thread, and these are the captured ones."""
     step, owners, recording = engine.guarded, dict[int, Modules](), Recording(engine.guarded.device)
-    with undone(step), seen_by(step, lambda: record_function(COMPUTING)), recording:
+    with undo_after(step), watch_step(step, lambda: record_function(COMPUTING)), recording:
         step.compute(_note_owners(engine, owners), prepared)
-    return placed(recording.events(), owners, CompiledCode(_read_generated_code(), _trace_nodes(engine, prepared)))
+    return locate_kernels(
+        recording.events(), owners, CompiledCode(_read_generated_code(), _trace_nodes(engine, prepared))
+    )
 
 
 def _note_owners(engine: Engine, owners: dict[int, Modules]) -> LossFn:
@@ -233,7 +250,7 @@ def _note_owners(engine: Engine, owners: dict[int, Modules]) -> LossFn:
 
     def loss(batch: Any) -> tuple[Tensor, Tensor | float]:
         value, weight = loss_fn(batch)
-        owners.update(owners_of_nodes(value, engine.guarded.model))
+        owners.update(find_node_owners(value, engine.guarded.model))
         return value, weight
 
     return loss
@@ -241,7 +258,7 @@ def _note_owners(engine: Engine, owners: dict[int, Modules]) -> LossFn:
 
 def _trace_nodes(engine: Engine, prepared: list[Batch]) -> list[dict[str, str]]:
     step = engine.guarded
-    recorder = NodeRecorder(names_in(step.model, get_modules(engine.parts.workload.frozen)))
+    recorder = NodeRecorder(list_module_names(step.model, get_modules(engine.parts.workload.frozen)))
     region = recorder.traced(engine.parts.eager)
 
     def loss(batch: Any) -> tuple[Tensor, Tensor | float]:
@@ -249,7 +266,7 @@ def _trace_nodes(engine: Engine, prepared: list[Batch]) -> list[dict[str, str]]:
             value, weight, _ = region(batch)
         return value, weight
 
-    with undone(step), silence_compiler():
+    with undo_after(step), silence_compiler():
         step.compute(loss, prepared)
     return recorder.graphs
 

@@ -19,7 +19,7 @@ from halfstep.data.loader import Loader
 from halfstep.errors import CheckpointError, ConfigError
 from halfstep.evidence.attempts import Subject
 from halfstep.evidence.capsule import copied_state, state_of
-from halfstep.evidence.dry_run import TARGETS, Judged, judged, lost_updates
+from halfstep.evidence.dry_run import TARGETS, Judgement, judge_modules, judge_updates
 from halfstep.evidence.kernel_events import Event
 from halfstep.evidence.precision_ledger import Ledger
 from halfstep.hardware.probe import probe
@@ -140,7 +140,7 @@ def dry_run(
     flags: Mapping[str, object],
     overrides: Sequence[str],
     trust: bool = False,
-) -> list[Judged]:
+) -> list[Judgement]:
     """Predict what the format would do, module by module; nothing of a run is changed."""
     chosen = next((own for own in TARGETS if own == target), None)
     if chosen is None:
@@ -148,9 +148,9 @@ def dry_run(
     own_precision = {} if is_run(word) else {"precision": "fp32"}
     with assemble_step(word, flags={**flags, **own_precision}, overrides=overrides, trust=trust) as (parts, engine, _):
         windows = read_windows(parts, num_batches)
-        found: list[Judged] = []
+        found: list[Judgement] = []
         for phase, own in list_engines(engine):
-            rows = judged(build_subject(own, windows[0]), chosen, windows)
+            rows = judge_modules(build_subject(own, windows[0]), chosen, windows)
             found += [_add_phase(row, phase) for row in rows]
         if chosen == "bf16-true":
             found += _judge_updates(parts, engine)
@@ -187,7 +187,7 @@ def _decide_plan(config: RunConfig, parts: Assembly, precision: str) -> Plan:
     return decide(request, probe(parts.plan.device), parts.model, fragile=parts.workload.fragile, frozen=frozen)
 
 
-def _judge_updates(parts: Assembly, engine: AnyEngine) -> list[Judged]:
+def _judge_updates(parts: Assembly, engine: AnyEngine) -> list[Judgement]:
     """Judge the updates of one step after a few warm-up steps of the optimizer."""
     batches = itertools.islice(parts.train_loader.epoch(0), WARM_UP + 1)
     before = after = _copy_parameters(parts)
@@ -197,12 +197,12 @@ def _judge_updates(parts: Assembly, engine: AnyEngine) -> list[Judged]:
         after = _copy_parameters(parts)
     rounding = parts.config.precision.rounding
     is_kept = parts.config.optimizer.name == "adamw" and rounding != "nearest"
-    return lost_updates(before, after, f"precision.rounding={rounding}" if is_kept else "")
+    return judge_updates(before, after, f"precision.rounding={rounding}" if is_kept else "")
 
 
 def _copy_parameters(parts: Assembly) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in parts.model.named_parameters() if value.requires_grad}
 
 
-def _add_phase(row: Judged, phase: str) -> Judged:
+def _add_phase(row: Judgement, phase: str) -> Judgement:
     return dataclasses.replace(row, kind=f"{row.kind} ({phase})") if phase else row

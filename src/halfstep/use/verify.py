@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.errors import format_bytes, format_count
-from halfstep.evidence.proofs import Line, clipping, is_same_rate, nan_is_dropped, rates_are_scheduled, scheduled_rate
+from halfstep.evidence.proofs import (
+    ProofLine,
+    check_clipping,
+    check_nan_is_dropped,
+    check_rates,
+    compute_scheduled_rate,
+    is_same_rate,
+)
 from halfstep.report.page.read_run import RunRecord, read_run
 from halfstep.run.assemble import Assembly
 from halfstep.run.engine import prepare_window
@@ -28,13 +35,13 @@ NAN, CLIP, RATE, AMP = (
 Proof = Callable[[Step, LossFn, list[Batch]], tuple[bool | None, str]]
 
 
-def verify(word: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False) -> list[Line]:
+def verify(word: str, *, flags: Mapping[str, object], overrides: Sequence[str], trust: bool = False) -> list[ProofLine]:
     """Return all lines except that of the configuration, which `check` provides. Nothing of a run is changed."""
     record = read_run(Path(word)) if is_run(word) else None
     with assemble_step(word, flags=flags, overrides=overrides, trust=trust) as (parts, engine, window):
         amp = _check_amp(parts, engine, window)  # first, because the proofs below run steps
         lines = [
-            _prove_each_phase(NAN, engine, window, parts, nan_is_dropped),
+            _prove_each_phase(NAN, engine, window, parts, check_nan_is_dropped),
             _check_clipping(parts, engine, window),
             _check_rate(parts, engine, window, record),
             amp,
@@ -44,7 +51,7 @@ def verify(word: str, *, flags: Mapping[str, object], overrides: Sequence[str], 
     return [*lines, _check_gpu(record), _check_memory(record), _check_skipped(record), _check_capsules(record)]
 
 
-def _prove_each_phase(name: str, engine: AnyEngine, window: list[Batch], parts: Assembly, proof: Proof) -> Line:
+def _prove_each_phase(name: str, engine: AnyEngine, window: list[Batch], parts: Assembly, proof: Proof) -> ProofLine:
     """Run a proof for every phase; one failure decides."""
     found = []
     for phase, own in list_engines(engine):
@@ -52,31 +59,31 @@ def _prove_each_phase(name: str, engine: AnyEngine, window: list[Batch], parts: 
         holds, text = proof(own.guarded, drop_outputs(own.parts.eager), prepared)
         found.append((holds, f"{phase}: {text}" if phase else text))
     worst = next((one for one in found if one[0] is False), None) or next((o for o in found if o[0] is None), None)
-    return Line(name=name, holds=(worst or found[0])[0], text="; ".join(text for _, text in found))
+    return ProofLine(name=name, holds=(worst or found[0])[0], text="; ".join(text for _, text in found))
 
 
-def _check_clipping(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> Line:
+def _check_clipping(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> ProofLine:
     if not parts.config.train.clip_norm:
-        return Line(name=CLIP, holds=None, text="train.clip_norm is 0: clipping is off, as configured")
-    return _prove_each_phase(CLIP, engine, window, parts, clipping)
+        return ProofLine(name=CLIP, holds=None, text="train.clip_norm is 0: clipping is off, as configured")
+    return _prove_each_phase(CLIP, engine, window, parts, check_clipping)
 
 
-def _check_amp(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> Line:
+def _check_amp(parts: Assembly, engine: AnyEngine, window: list[Batch]) -> ProofLine:
     ledgers = observe_ledgers(parts, engine, window)
     differing = [finding for ledger in ledgers for finding in ledger.differences]
     text = "; ".join(f"{ledger.mode}: {ledger.summary}" for ledger in ledgers)
     if differing:
         text += f" ({differing[0].module}: {differing[0].what})"
-    return Line(name=AMP, holds=not differing, text=text)
+    return ProofLine(name=AMP, holds=not differing, text=text)
 
 
-def _check_rate(parts: Assembly, engine: AnyEngine, window: list[Batch], record: RunRecord | None) -> Line:
+def _check_rate(parts: Assembly, engine: AnyEngine, window: list[Batch], record: RunRecord | None) -> ProofLine:
     """Check every recorded rate of a run, or the rates of a few steps."""
     trained = record.select_kind("train") if record is not None else []
     if record is None or not trained or parts.phases:
-        return _prove_each_phase(RATE, engine, window, parts, rates_are_scheduled)
+        return _prove_each_phase(RATE, engine, window, parts, check_rates)
     if parts.plateau is not None or any(event.get("event") == "rollback" for event in record.select_kind("event")):
-        return Line(
+        return ProofLine(
             name=RATE, holds=None, text="a plateau or a rollback reduced the rate by a factor that is not recorded"
         )
     step = parts.step
@@ -84,58 +91,62 @@ def _check_rate(parts: Assembly, engine: AnyEngine, window: list[Batch], record:
     wrong = [one for one in trained if not _is_scheduled(step, one)]
     if wrong:
         text = f"step {wrong[0]['step']} ran with {wrong[0]['lr']:.4g}, the schedule says "
-        text += f"{scheduled_rate(step, max(int(wrong[0]['committed']) - 1, 0)):.4g}"
-        return Line(name=RATE, holds=False, text=text)
-    return Line(name=RATE, holds=True, text=f"{format_count(len(trained), 'rate')} on record, each as scheduled")
+        text += f"{compute_scheduled_rate(step, max(int(wrong[0]['committed']) - 1, 0)):.4g}"
+        return ProofLine(name=RATE, holds=False, text=text)
+    return ProofLine(name=RATE, holds=True, text=f"{format_count(len(trained), 'rate')} on record, each as scheduled")
 
 
 def _is_scheduled(step: Step, record: Mapping[str, Any]) -> bool:
     """True if the rate fits the schedule: a committed step ran with the rate of the count before it, a dropped one with
     that of its count."""
     committed = int(record["committed"])
-    return any(is_same_rate(float(record["lr"]), scheduled_rate(step, max(c, 0))) for c in (committed - 1, committed))
+    return any(
+        is_same_rate(float(record["lr"]), compute_scheduled_rate(step, max(c, 0))) for c in (committed - 1, committed)
+    )
 
 
-def _list_unrecorded() -> list[Line]:
+def _list_unrecorded() -> list[ProofLine]:
     text = "nothing has run yet: give a run's folder"
-    return [Line(name=name, holds=None, text=text) for name in ("GPU use", "memory", "skipped steps", "capsules")]
+    return [ProofLine(name=name, holds=None, text=text) for name in ("GPU use", "memory", "skipped steps", "capsules")]
 
 
-def _check_gpu(record: RunRecord) -> Line:
+def _check_gpu(record: RunRecord) -> ProofLine:
     steady = [one for one in record.monitor if one.get("steady")]
     busy = [one["utilization"] for one in steady if one.get("utilization") is not None]
     elapsed_s = float(record.summary.get("elapsed_s", 0.0))
     if not busy:
-        return Line(name="GPU use", holds=None, text="no NVML record: not on an NVIDIA GPU, or too short")
+        return ProofLine(name="GPU use", holds=None, text="no NVML record: not on an NVIDIA GPU, or too short")
     if elapsed_s < SHORTEST_S:
-        return Line(name="GPU use", holds=None, text=f"the run took {elapsed_s:.1f} s, less than {SHORTEST_S:g} s")
+        return ProofLine(name="GPU use", holds=None, text=f"the run took {elapsed_s:.1f} s, less than {SHORTEST_S:g} s")
     waiting = Waiting(**{field.name: float(record.summary[field.name]) for field in dataclasses.fields(Waiting)})
     line = format_gpu_use(sum(busy) / len(busy), waiting, elapsed_s, str(record.summary["steps_run"]))
-    return Line(name="GPU use", holds="under" not in line, text=line)
+    return ProofLine(name="GPU use", holds="under" not in line, text=line)
 
 
-def _check_memory(record: RunRecord) -> Line:
+def _check_memory(record: RunRecord) -> ProofLine:
     peak = record.summary.get("peak_memory_bytes")
     if not peak:
-        return Line(name="memory", holds=None, text="no peak on record: the run has not ended, or cannot measure it")
-    return Line(name="memory", holds=True, text=f"{format_bytes(int(peak))} at most")
+        return ProofLine(
+            name="memory", holds=None, text="no peak on record: the run has not ended, or cannot measure it"
+        )
+    return ProofLine(name="memory", holds=True, text=f"{format_bytes(int(peak))} at most")
 
 
-def _check_skipped(record: RunRecord) -> Line:
+def _check_skipped(record: RunRecord) -> ProofLine:
     trained, events = record.select_kind("train"), record.select_kind("event")
     if not trained and not events:
-        return Line(name="skipped steps", holds=None, text="no step is on record")
+        return ProofLine(name="skipped steps", holds=None, text="no step is on record")
     attempted = max(int(one["step"]) for one in (*trained, *events))  # a run ended by faults records no later step
     faults = [event for event in events if event.get("event") == "skipped"]
     overflows = sum(event.get("event") == "overflow" for event in events)  # overflows at a low scale have capsules
     text = f"{len(faults)} of {attempted} steps skipped"
     text += f", {format_count(overflows, 'fp16 overflow')}" if overflows else ""
     text += f"; the last at step {faults[-1]['bad_step']}: {faults[-1]['reason']}" if faults else ""
-    return Line(name="skipped steps", holds=not faults, text=text)
+    return ProofLine(name="skipped steps", holds=not faults, text=text)
 
 
-def _check_capsules(record: RunRecord) -> Line:
+def _check_capsules(record: RunRecord) -> ProofLine:
     if not record.capsules:
-        return Line(name="capsules", holds=True, text="none: no fault was recorded")
+        return ProofLine(name="capsules", holds=True, text="none: no fault was recorded")
     names = ", ".join(str(one["name"]) for one in record.capsules)
-    return Line(name="capsules", holds=False, text=f"{names}: see `halfstep replay {record.path}/capsules/STEP`")
+    return ProofLine(name="capsules", holds=False, text=f"{names}: see `halfstep replay {record.path}/capsules/STEP`")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from halfstep_check import files, links, references
+from halfstep_check import files, links
 from halfstep_check.declarations import Reference, Source
 from halfstep_check.dialects import command_line, environment
-from halfstep_check.findings import Finding, Severity
+from halfstep_check.findings import Finding, Ignores, Severity
 from halfstep_check.hardware_gap import Device, hardware_gaps
-from halfstep_check.ignore import Ignores
 from halfstep_check.reading import FileReading, Progress, read_file, read_found, resolved_links
 from halfstep_check.resolve import Effective, conflicts, effective
 from halfstep_check.rules import severity_of
@@ -20,7 +20,17 @@ from halfstep_check.runs import runs_of
 from halfstep_check.shared.config_text import is_import_path
 from halfstep_check.shared.errors import ConfigError, HalfstepError
 from halfstep_check.traps import traps
-from halfstep_check.versions import lightning_version
+
+MAX_FOLLOWED = 20
+"""Files opened because another one names them; a launcher file and its DeepSpeed JSON are two."""
+_GAP = r"[ \t]{0,4}"
+# Every repeat is bounded: these files come from anywhere, and open repeats side by side take quadratic time.
+_PIN = re.compile(
+    rf"""(?:pytorch[-_])?lightning["']?(?:\[[\w,-]{{0,40}}\])?{_GAP}(?:[=:]{_GAP})?["']?{_GAP}"""
+    rf"""(?:[=~^><!]=?{_GAP}){{0,3}}v?(\d+(?:\.\d+){{0,3}})""",
+    re.IGNORECASE,
+)
+_LOCKED = re.compile(r'name\s*=\s*"(?:pytorch-)?lightning"\s*\nversion\s*=\s*"(\d+(?:\.\d+)*)"')
 
 LoadOwn = Callable[[Path], object]
 """Reads a config file of halfstep's own as training would, or raises."""
@@ -132,7 +142,7 @@ def readable(path: Path, reading: Reading) -> str | None:
 def pinned_lightning(texts: Mapping[Path, str], found: Sequence[Path]) -> str:
     named = [text for path, text in texts.items() if path.name in files.PIN_FILES]
     pins = [*named, *(text for path in found if path.name in files.PIN_FILES and (text := files.text_or_none(path)))]
-    return next(filter(None, map(lightning_version, pins)), "")
+    return next(filter(None, map(read_lightning_version, pins)), "")
 
 
 def read_named(path: Path, text: str, version: str, reading: Reading) -> None:
@@ -166,13 +176,13 @@ def refusal(path: Path, read: FileReading, load_own: LoadOwn | None) -> list[Hal
 def follow(reading: Reading, known: set[Path], version: str) -> None:
     """Open the files that named sources name, and those that these name; each once, and never very many."""
     waiting = [reference for source in reading.named for reference in source.references]
-    for _ in range(references.MAX_FOLLOWED):
+    for _ in range(MAX_FOLLOWED):
         if not waiting:
             return
         reference = waiting.pop(0)
-        path = references.file_of(reference)
+        path = find_referenced_file(reference)
         if path is None:
-            reading.lint.append(references.missing(reference))
+            reading.lint.append(report_missing_file(reference))
         elif path.resolve() not in known:
             known.add(path.resolve())
             waiting += follow_one(path, reference, version, reading)
@@ -211,3 +221,34 @@ def without_ignored(findings: Iterable[Finding], ignores: Mapping[str, Ignores])
     unique = sorted(dict.fromkeys(findings), key=lambda f: (f.place, f.rule, f.message))
     kept = [f for f in unique if f.place.path not in ignores or not ignores[f.place.path].silence(f)]
     return kept, len(unique) - len(kept)
+
+
+def find_referenced_file(reference: Reference) -> Path | None:
+    """The file meant: next to the one that names it, or from the working directory, as the frameworks look."""
+    beside = Path(reference.place.path).parent / reference.name
+    return next((path for path in dict.fromkeys((beside, Path(reference.name))) if is_plain_file(path)), None)
+
+
+def is_plain_file(path: Path) -> bool:
+    """Pipes and devices would wait forever, folders are not configs."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name too long for the file system, or with a NUL in it
+        return False
+
+
+def report_missing_file(reference: Reference) -> Finding:
+    folder = Path(reference.place.path).parent
+    looked = "in the working directory" if str(folder) == "." else f"in {folder} or the working directory"
+    return Finding(
+        rule="missing-file",
+        message=f"{reference.spelled}: no such file {looked}, so what it says was not checked",
+        place=reference.place,
+        fix="correct the path, or name the file on the command line of check",
+    )
+
+
+def read_lightning_version(text: str) -> str:
+    """The Lightning version that a requirements, pyproject or lock file pins; empty when it pins none."""
+    found = _LOCKED.search(text) or _PIN.search(text)
+    return found.group(1) if found else ""

@@ -341,9 +341,8 @@ def print_machine_readable(report: Report, as_sarif: bool) -> None:
     import json
 
     from halfstep_check import __version__
-    from halfstep_check.as_json import as_dict
-    from halfstep_check.sarif import sarif
+    from halfstep_check.export import export_json, export_sarif
 
-    content = sarif(report.findings, __version__) if as_sarif else as_dict(report)
+    content = export_sarif(report.findings, __version__) if as_sarif else export_json(report)
     typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
     print_unreadable(report)

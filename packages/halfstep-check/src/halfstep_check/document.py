@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 import yaml
 
-from halfstep_check.findings import Edit, Place
+from halfstep_check.findings import Edit, Place, lines_of
 from halfstep_check.shared.config_text import MAX_DEPTH, MAX_NODES, compose, parse_json, parse_scalar
 from halfstep_check.shared.errors import ConfigError
-from halfstep_check.textlines import lines_of
 
 MAX_CHARACTERS = 200_000
 """Training configs are a few kB; beyond this it is a data file, and reading it would only cost time."""

@@ -1,7 +1,8 @@
-"""What a check has to say: a finding, its place, and the edit that would fix it."""
+"""A finding, its place, the edit that would fix it, and the comments that silence it."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -49,3 +50,38 @@ class Finding:
     edits: tuple[Edit, ...] = ()
     severity: Severity | None = None
     """Set where this case weighs less than its rule does."""
+
+
+LINE_END = re.compile(r"\r\n|\r|\n")
+"""Line ends as parsers count them: `str.splitlines` also breaks at form feeds and other marks."""
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines of a text without their ends; never empty."""
+    return LINE_END.split(text)
+
+
+def line_starts(text: str) -> list[int]:
+    """Offset of the first character of every line."""
+    return [0, *(match.end() for match in LINE_END.finditer(text))]
+
+
+COMMENT = re.compile(r"#\s*halfstep:\s*ignore(?:\[([\w\s,-]*)\])?")
+
+
+class Ignores:
+    """`# halfstep: ignore[RULE]` comments of one file; one alone on its line silences the line below."""
+
+    def __init__(self, text: str) -> None:
+        self.rules: dict[int, set[str]] = {}
+        if "halfstep:" not in text:
+            return
+        for number, line in enumerate(lines_of(text), start=1):
+            if comment := COMMENT.search(line):
+                names = {name.strip() for name in (comment.group(1) or "*").split(",")}
+                stands_alone = line.lstrip().startswith("#")
+                self.rules.setdefault(number + 1 if stands_alone else number, set()).update(names)
+
+    def silence(self, finding: Finding) -> bool:
+        names = self.rules.get(finding.place.line, set())
+        return finding.rule in names or "*" in names

@@ -10,9 +10,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from halfstep_check.findings import Edit, Finding
+from halfstep_check.findings import Edit, Finding, line_starts
 from halfstep_check.shared.errors import ConfigError
-from halfstep_check.textlines import line_starts
 
 BACKUP_SUFFIX = ".before-halfstep"
 

@@ -15,8 +15,7 @@ from halfstep_check import files, links
 from halfstep_check.declarations import Source
 from halfstep_check.dialects import command_line, own, source_of
 from halfstep_check.document import read_document
-from halfstep_check.findings import Finding
-from halfstep_check.ignore import Ignores
+from halfstep_check.findings import Finding, Ignores
 from halfstep_check.shared.errors import ConfigError, HalfstepError
 
 POOL_FROM = 100

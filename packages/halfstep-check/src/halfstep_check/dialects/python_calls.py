@@ -12,9 +12,8 @@ import re
 from halfstep_check.declarations import Declaration, Draft, Source, as_number
 from halfstep_check.dialects import lightning, own, transformers
 from halfstep_check.document import Node, Scalar
-from halfstep_check.findings import Finding
+from halfstep_check.findings import Finding, lines_of
 from halfstep_check.spellings import ACCELERATE_WORDS, dtype_of
-from halfstep_check.textlines import lines_of
 
 RELEVANT = re.compile(
     r"Trainer\(|Fabric\(|TrainingArguments|Config\(|Accelerator\(|MixedPrecision|use_amp|clip_grad_|native_amp"

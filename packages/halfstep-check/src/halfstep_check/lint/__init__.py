@@ -9,27 +9,17 @@ from dataclasses import replace
 from halfstep_check.findings import Finding
 from halfstep_check.lint import (
     accumulation,
-    agreement,
     api,
     checkpoints,
     clearing,
-    contracts,
     coverage,
-    division,
     frameworks,
-    graphs,
     hiding,
-    hints,
     iteration,
-    lifetimes,
     numerics,
-    reached,
     regimes,
     scaler_order,
-    scaler_use,
-    skips,
     switches,
-    sync,
     weights,
 )
 from halfstep_check.lint.amp import Amp
@@ -37,13 +27,34 @@ from halfstep_check.lint.linking import with_imports
 from halfstep_check.lint.script import Script
 from halfstep_check.shared.errors import ConfigError
 
-OF_LINES = (numerics, contracts, switches, api, hints, sync)
-"""Families that judge lines of this file as they stand."""
-OF_FLOW = (
-    *(scaler_order, iteration, reached, regimes, skips, accumulation, weights),
-    *(scaler_use, frameworks, graphs, clearing, coverage, checkpoints, lifetimes, hiding, agreement, division),
+LINE_RULES = (
+    numerics.find_lost_values,
+    api.find_refused_arguments,
+    switches.find_stuck_switches,
+    api.find_old_names,
+    numerics.find_host_waits,
+    accumulation.find_unreduced_gradients,
 )
-"""Families that follow objects, also into helpers imported from files beside it."""
+"""Rules about single lines of this file."""
+FLOW_RULES = (
+    scaler_order.find_wrong_order,
+    iteration.find_wrong_iterations,
+    iteration.find_unreached_calls,
+    regimes.find_unscaled_fp16,
+    scaler_order.find_ignored_skips,
+    accumulation.find_undivided_windows,
+    weights.find_half_weights,
+    api.find_misused_scalers,
+    frameworks.find_bypassed_frameworks,
+    clearing.find_repeated_backward,
+    clearing.find_uncleared_gradients,
+    coverage.find_uncovered_models,
+    checkpoints.find_unsaved_scalers,
+    checkpoints.find_remade_scalers,
+    hiding.find_hidden_nans,
+    regimes.find_disagreements,
+)
+"""Rules that follow objects through calls, also into helpers imported from neighbouring files."""
 RELEVANT = re.compile(
     r"\bautocast\b|GradScaler|\.backward\(|is_bf16_supported|cuda\.amp|type\s*=\s*bool\b|Trainer\(|LightningModule"
 )
@@ -58,8 +69,8 @@ def lint_tree(tree: ast.Module, text: str, path: str) -> list[Finding]:
         alone = Amp(Script(tree=tree, text=text, path=path))
         whole, linked_text = with_imports(tree, text, path)
         linked = alone if whole is tree else Amp(Script(tree=whole, text=linked_text, path=path))
-        found = [f for family in OF_LINES for f in family.find(alone)]
-        found += [f for family in OF_FLOW for f in family.find(linked)]
+        found = [f for find in LINE_RULES for f in find(alone)]
+        found += [f for find in FLOW_RULES for f in find(linked)]
     except RecursionError as error:
         raise ConfigError(f"{path}: nested too deeply to be read", fix="check the scripts it was made from") from error
     end = text.count("\n") + 1

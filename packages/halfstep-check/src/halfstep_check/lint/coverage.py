@@ -10,8 +10,16 @@ from halfstep_check.findings import Finding
 from halfstep_check.lint.amp import Amp, is_scaled_backward
 from halfstep_check.lint.flow import Event, Trace
 from halfstep_check.lint.regions import region_of
-from halfstep_check.lint.script import AUTOCASTS
-from halfstep_check.lint.syntax import Function, dotted_name, is_constant, keyword, last, methods_of, parameters_of
+from halfstep_check.lint.script import (
+    AUTOCASTS,
+    Function,
+    dotted_name,
+    is_constant,
+    keyword,
+    last,
+    methods_of,
+    parameters_of,
+)
 from halfstep_check.lint.weights import half_models
 
 OWN_METHODS = ("encode", "decode", "compute_loss", "get_loss", "training_loss")
@@ -19,11 +27,10 @@ LIBRARIES = ("torchvision.", "timm.", "transformers.", "segmentation_models_pyto
 OTHER_HALF = re.compile(r"\.half\(|float16|MixedPrecision|accelerat|deepspeed|apex", re.IGNORECASE)
 """Another way to half precision."""
 DATA_PARALLEL = re.compile(r"\bDataParallel\(")
-EVALUATION = re.compile(r"eval|valid|test|infer|predict|sample|generat", re.IGNORECASE)
 LOST_BLOCK = re.compile(r"^\s*#\s*with [\w.]*autocast", re.MULTILINE)
 
 
-def find(amp: Amp) -> Iterator[Finding]:
+def find_uncovered_models(amp: Amp) -> Iterator[Finding]:
     in_bf16 = {last(model.name) for model in half_models(amp) if model.dtype == "bf16"}
     in_bf16 -= {last(model.name) for model in half_models(amp) if model.dtype != "bf16"}
     yield from bf16_asked(amp)
@@ -32,7 +39,6 @@ def find(amp: Amp) -> Iterator[Finding]:
         yield from other_dtype(amp, trace, in_bf16)
         yield from uncovered(amp, trace)
         yield from without_autocast(amp, trace)
-        yield from only_in_evaluation(amp, trace)
         yield from around_the_wrapper(amp, trace)
 
 
@@ -141,25 +147,6 @@ def runs_part_of_model(amp: Amp, event: Event) -> bool:
     return not event.grad_off and (
         bool(parts & amp.script.model_names) and not moved or bool(models_run_by(amp, event))
     )
-
-
-def only_in_evaluation(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """A live scaler in training, and the only autocast of the file is around the evaluation's model."""
-    inside = [e for t in amp.traces for e in t.events if e.region is not None and e.region.may_be_on]
-    evaluates = all(e.grad_off or EVALUATION.search(e.function) for e in inside)
-    if not evaluates or not any(is_model(amp, e) for e in inside) or OTHER_HALF.search(amp.script.text):
-        return
-    for backward in filter(is_scaled_backward, trace.events):
-        made = any(last(m.key) == last(backward.scaled_by) and m.enabled is not False for m in amp.scalers)
-        before = [e for e in trace.events[: backward.index] if e.loops == backward.loops and not e.excludes(backward)]
-        forwards = [e for e in before if is_forward(amp, e)]
-        if made and forwards:
-            message = f"{last(forwards[-1].called)} runs under autocast in evaluation only: training computes in fp32"
-            fix = "call the model and the loss inside autocast here too"
-            yield amp.script.finding(
-                "model-outside-autocast", forwards[-1].node, message, fix=fix, related=backward.node
-            )
-            return
 
 
 def switched_off(amp: Amp) -> ast.Call | None:

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from halfstep_check.lint.regions import Region, format_of, region_of
-from halfstep_check.lint.script import Script
-from halfstep_check.lint.syntax import Function, dotted_name, keyword, paired
+from halfstep_check.lint.script import Function, Script, dotted_name, keyword, paired
 
 UNKNOWN = ""
 NEUTRAL = "scalar"

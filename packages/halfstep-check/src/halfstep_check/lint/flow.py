@@ -14,8 +14,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from halfstep_check.lint.regions import Region, is_no_grad, region_of
-from halfstep_check.lint.script import Script
-from halfstep_check.lint.syntax import Function, dotted_name, ends_window, is_constant, last, methods_of, passed_by
+from halfstep_check.lint.script import (
+    Function,
+    Script,
+    dotted_name,
+    ends_window,
+    is_constant,
+    last,
+    methods_of,
+    passed_by,
+)
 
 MAX_EVENTS = 5_000
 """More calls than any real function has; what follows is not looked at, so that time stays bounded."""

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 from collections.abc import Iterator
 
-from halfstep_check.findings import Finding, Severity
-from halfstep_check.lint.amp import Amp, is_clip, is_plain_backward, same_object
+from halfstep_check.findings import Finding
+from halfstep_check.lint.amp import Amp, same_object
 from halfstep_check.lint.flow import Trace
-from halfstep_check.lint.syntax import Function, dotted_name, keyword, last, methods_of
+from halfstep_check.lint.script import Function, dotted_name, keyword, last, methods_of
 
 RULE = "framework-bypassed"
 
 
-def find(amp: Amp) -> Iterator[Finding]:
+def find_bypassed_frameworks(amp: Amp) -> Iterator[Finding]:
     yield from backward_in_compute_loss(amp)
-    yield from plain_backward_in_lightning(amp)
     yield from apex_without_scaling(amp)
     yield from wrapped_before_apex(amp)
     for trace in amp.traces:
-        yield from scaled_for_a_framework(amp, trace)
         yield from stepped_by_own_scaler(amp, trace)
-        yield from beside_accelerate(amp, trace)
-        yield from not_prepared(amp, trace)
-        yield from beside_deepspeed(amp, trace)
-        yield from beside_apex(amp, trace)
 
 
 def backwards_in(amp: Amp, function: ast.AST) -> list[ast.Call]:
@@ -54,50 +47,6 @@ def backward_in_compute_loss(amp: Amp) -> Iterator[Finding]:
 
 def takes_inputs(function: Function) -> bool:
     return [a.arg for a in function.args.args][:2] == ["self", "model"]
-
-
-def plain_backward_in_lightning(amp: Amp) -> Iterator[Finding]:
-    """loss.backward() in training_step(): a second one with automatic optimization, an unscaled one without."""
-    for node in amp.script.classes:
-        bases = {
-            last(amp.script.name_of(base))
-            for base in (*node.bases, *(b for p in amp.script.parents(node) for b in p.bases))
-        }
-        step = amp.script.methods(node).get("training_step")
-        if "LightningModule" not in bases or step is None:
-            continue
-        manual = "automatic_optimization = False" in ast.unparse(node)
-        own = "scaler" in ast.unparse(step).lower()
-        calls = [
-            c for c in backwards_in(amp, step) if dotted_name(c.func) not in ("self.backward", "self.fabric.backward")
-        ]
-        for call in calls[:1] if not own else ():
-            message = "Lightning runs backward() on what training_step() returns: here it runs twice"
-            if manual:
-                message = (
-                    "loss.backward() goes round Lightning's precision plugin: with 16-mixed nothing scales the loss"
-                )
-            found = amp.script.finding(
-                RULE, call, message, fix="self.manual_backward(loss)" if manual else "return the loss"
-            )
-            yield dataclasses.replace(found, severity=Severity.WARNING if manual else None)
-
-
-def scaled_for_a_framework(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """accelerator.backward(scaler.scale(loss)): the framework scales by itself."""
-    owners = {*amp.accelerators, *engines(amp)}
-    for event in trace.calls("backward"):
-        value = event.node.args[0] if isinstance(event.node, ast.Call) and event.node.args else None
-        scaled = trace.scaled.get(event.arguments[0]) if event.arguments else None
-        by_call = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "scale"
-        if amp.script.canonical(event.receiver) in owners and (by_call or scaled):
-            message = (
-                f"{last(event.receiver)}.backward() scales by itself: a GradScaler of your own scales a second time"
-            )
-            yield amp.script.finding(
-                RULE, event.node, message, fix=f"{last(event.receiver)}.backward(loss), and no GradScaler"
-            )
-            return
 
 
 def stepped_by_own_scaler(amp: Amp, trace: Trace) -> Iterator[Finding]:
@@ -142,53 +91,6 @@ def wrapped_before_apex(amp: Amp) -> Iterator[Finding]:
             return
 
 
-def beside_accelerate(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """loss.backward() before the step of a prepared optimizer: its step() divides by a scale that nobody applied."""
-    halves = {name for name, precision in amp.accelerators.items() if precision == "fp16"}
-    if not halves or any(amp.script.canonical(e.receiver) in amp.accelerators for e in trace.calls("backward")):
-        return
-    prepared = {
-        last(name)
-        for name, values in amp.script.assigned.items()
-        for v in values
-        if isinstance(v, ast.Call) and dotted_name(v.func).removesuffix(".prepare") in halves
-    }
-    for backward in (e for e in trace.events if is_plain_backward(e) and e.loops):
-        steps = [e for e in trace.calls("step") if e.loops == backward.loops and last(e.optimizer) in prepared]
-        if any(e.index > backward.index and not e.excludes(backward) and not e.arguments for e in steps):
-            owner = last(min(halves))
-            message = (
-                f"a plain backward() before the step of an optimizer that {owner} prepared: fp16 gets no loss scaling"
-            )
-            yield amp.script.finding(RULE, backward.node, message, fix=f"{owner}.backward(loss)")
-            return
-
-
-def not_prepared(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """prepare(model, loader) without the optimizer: its step() unscales nothing and knows no window."""
-    calls = [c for c in amp.script.calls if getattr(c.func, "attr", "") in ("prepare", "prepare_optimizer")]
-    owned = {c: dotted_name(c.func).rpartition(".")[0] for c in calls}
-    given = {last(dotted_name(a)) for c in calls for a in (*c.args, *(k.value for k in c.keywords))}
-    stores = [n for n in amp.script.nodes if isinstance(n, ast.Assign) and n.value in calls]
-    # `model, optimizer = accelerator.prepare(net, opt)`
-    given |= {last(dotted_name(t)) for n in stores for target in n.targets for t in ast.walk(target)} - {""}
-    for call, owner in owned.items() if "" not in given else ():
-        made = [v for v in amp.script.values(owner) if isinstance(v, ast.Call)]
-        gathers = any(keyword(v, "gradient_accumulation_steps") is not None for v in made)
-        runs = [e for e in trace.calls("backward") if amp.script.canonical(e.receiver) == owner in amp.accelerators]
-        for step in (e for e in trace.calls("step") if e.optimizer and not e.arguments and runs):
-            whole = (
-                amp.script.share_scope(call, step.node) and runs[0].index < step.index and runs[0].loops == step.loops
-            )
-            if whole and last(step.optimizer) not in given and (gathers or amp.accelerators[owner] == "fp16"):
-                message = (
-                    f"{last(owner)} never got {last(step.optimizer)}: it steps at every micro-batch, fp16 unscaled"
-                )
-                fix = f"hand {last(step.optimizer)} to prepare(), too"
-                yield amp.script.finding(RULE, call, message, fix=fix, related=step.node)
-                return
-
-
 def engines(amp: Amp) -> set[str]:
     """`engine` of `engine, optimizer, … = deepspeed.initialize(…)`."""
     found = set()
@@ -198,30 +100,6 @@ def engines(amp: Amp) -> set[str]:
             first = target.elts[0] if isinstance(target, ast.Tuple) and target.elts else target
             found.add(dotted_name(first))
     return found - {""}
-
-
-def beside_deepspeed(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """The engine unscales, clips, accumulates and skips in its own step()."""
-    names = engines(amp)
-    own = [e for e in trace.events if e.receiver and amp.script.canonical(e.receiver) in names]
-    if not any(amp.script.canonical(e.called) in names for e in trace.events if e.called) and not own:
-        return
-    stepped = any(e.method == "step" for e in own)
-    for step in (e for e in trace.calls("step") if e.optimizer and not e.arguments and not stepped):
-        makers = [v for v in amp.script.values(step.receiver) if isinstance(v, ast.Call)]
-        if any(amp.script.name_of(v.func) == "deepspeed.initialize" for v in makers) and any(
-            e.method == "backward" for e in own
-        ):
-            message = "the engine's step() unscales, clips and counts the window: optimizer.step() leaves all that out"
-            yield amp.script.finding(RULE, step.node, message, fix=f"{last(min(names))}.step()")
-    steps = [e for e in own if e.method == "step"]
-    for backward in (e for e in trace.events if is_plain_backward(e)):
-        if not any(s.loops == backward.loops and s.conditions <= backward.conditions for s in steps):
-            continue
-        message = "loss.backward() goes round the DeepSpeed engine: before 0.18 nothing scales or reduces its gradients"
-        found = amp.script.finding(RULE, backward.node, message, fix=f"{last(min(names))}.backward(loss)")
-        yield dataclasses.replace(found, severity=Severity.WARNING)
-        return
 
 
 def apex_without_scaling(amp: Amp) -> Iterator[Finding]:
@@ -234,26 +112,3 @@ def apex_without_scaling(amp: Amp) -> Iterator[Finding]:
             yield amp.script.finding(
                 "fp16-without-scaler", keyword(call, "loss_scale") or call, message, fix='loss_scale="dynamic"'
             )
-
-
-def beside_apex(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """apex's initialize() makes the step expect gradients from amp.scale_loss, and O2 has master copies to clip."""
-    made = [c for c in amp.script.calls if amp.script.name_of(c.func) == "apex.amp.initialize"]
-    level = keyword(made[0], "opt_level") if made else None
-    if not made or isinstance(level, ast.Constant) and level.value == "O0":
-        return
-    scaled = any(last(dotted_name(c.func)) == "scale_loss" for c in amp.script.calls)
-    for backward in (e for e in trace.events if is_plain_backward(e) and e.loops and not scaled):
-        if any(e.optimizer and e.loops == backward.loops for e in trace.calls("step")):
-            message = "loss.backward() outside amp.scale_loss(): nothing scales fp16's gradients"
-            fix = "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()"
-            yield amp.script.finding(RULE, backward.node, message, fix=fix, related=made[0])
-            return
-    for clip in filter(is_clip, trace.events):
-        works_on = ast.unparse(clip.node)
-        if any(e.excludes(clip) for e in trace.events if e.name == "apex.amp.scale_loss"):
-            continue  # the branch without apex
-        if isinstance(level, ast.Constant) and level.value == "O2" and ".parameters()" in works_on:
-            message = "with O2 the optimizer steps on master copies: clipping the model's own gradients changes nothing"
-            yield amp.script.finding(RULE, clip.node, message, fix="clip amp.master_params(optimizer)", related=made[0])
-            return

@@ -11,21 +11,19 @@ from halfstep_check.lint.accumulation import Window, inner_windows, windows
 from halfstep_check.lint.amp import Amp, is_clip, is_plain_backward
 from halfstep_check.lint.dtypes import is_model_call
 from halfstep_check.lint.flow import Event, Trace
-from halfstep_check.lint.script import Script
-from halfstep_check.lint.syntax import dotted_name, keyword, last
+from halfstep_check.lint.script import Script, dotted_name, keyword, last
 
 OUTPUT_NAMES = ("out", "output", "outputs", "logits", "pred", "preds", "prediction", "predictions", "noise_pred")
 CHECKS = ("isnan", "isinf", "isfinite")
 
 
-def find(amp: Amp) -> Iterator[Finding]:
+def find_hidden_nans(amp: Amp) -> Iterator[Finding]:
     if not amp.goes_backward:
         return
     yield from hidden_nans(amp)
     for trace in amp.traces:
         yield from clipped_twice(amp, trace)
         yield from clipped_within(amp, trace)
-        yield from rescaled_after_clip(amp, trace)
 
 
 def hidden_nans(amp: Amp) -> Iterator[Finding]:
@@ -207,19 +205,3 @@ def counts_window(amp: Amp, accelerator: str) -> bool:
 def clipped(event: Event) -> str:
     """What a clip works on, as it is written."""
     return ast.unparse(event.node.args[0]) if isinstance(event.node, ast.Call) and event.node.args else ""
-
-
-def rescaled_after_clip(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """`p.grad.mul_(max_norm / grad_norm)` after clip_grad_norm_: that norm is from before the clip."""
-    clips = [event for event in trace.events if is_clip(event) and "inf" not in ast.unparse(event.node)]
-    norms: set[str] = set()
-    for event in trace.events[clips[0].index + 1 :] if clips else ():
-        value = None if isinstance(event.node, ast.Call) else event.node.value
-        if value is clips[0].node or norms & event.uses:
-            norms |= set(event.targets)
-        names = {dotted_name(n) for n in ast.walk(event.node) if isinstance(n, ast.Name | ast.Attribute)}
-        scales = event.method in ("mul_", "div_") or isinstance(event.node, ast.AugAssign)
-        if scales and ".grad" in ast.unparse(event.node) and names & norms and event.function == clips[0].function:
-            message = "gradients are scaled by the norm again after clip_grad_norm_: the step shrinks with 1/norm²"
-            yield amp.script.finding("clip-twice", event.node, message, fix="drop this scaling", related=clips[0].node)
-            return

@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from halfstep_check.findings import Finding, Severity
-from halfstep_check.lint.amp import Amp, is_clip, is_plain_backward, is_scaled_backward, runs_without_amp, same_object
-from halfstep_check.lint.flow import Event, Trace
-from halfstep_check.lint.syntax import dotted_name, last
+from halfstep_check.findings import Finding
+from halfstep_check.lint.amp import (
+    Amp,
+    is_clip,
+    is_constant_true,
+    is_scaled_backward,
+    is_scaler_step,
+    plain,
+    same_object,
+)
+from halfstep_check.lint.flow import Condition, Event, Trace
+from halfstep_check.lint.script import dotted_name, keyword, last, names_in
 
-HARMLESS = {
-    *("unscale_", "update", "step", "zero_grad", "get_scale", "get_last_lr", "item", "detach", "cpu", "append"),
-    *("print", "set_postfix", "set_description", "log", "info", "debug", "warning", "add_scalar", "format", "time"),
-    *(
-        "isfinite",
-        "isnan",
-        "isinf",
-        "any",
-        "all",
-        "len",
-        "float",
-        "int",
-        "range",
-        "parameters",
-        "synchronize",
-        "empty_cache",
-    ),
-    *("clip_grad_norm_", "clip_grad_value_", "norm", "write", "numel", "size", "str", "round", "max", "min", "set_lr"),
-}
-"""Calls that compute no gradient."""
 MAY_TRAIN = re.compile(r"back|grad|closure|train|step|optim|scal|fit", re.IGNORECASE)
 """In the name of a function that may run backward itself."""
 
@@ -40,19 +28,14 @@ PENALTY = re.compile(r"grad(ient)?_?penalty|\b(wgan_)?gp\b|\br1_?(reg|penalty|lo
 """In the name of a function that differentiates a gradient."""
 
 
-def find(amp: Amp) -> Iterator[Finding]:
+def find_wrong_iterations(amp: Amp) -> Iterator[Finding]:
     yield from replaced_step(amp)
     for trace in amp.traces:
         yield from update_alone(amp, trace)
-        yield from scaled_value_read(amp, trace)
         yield from unscaled_penalty(amp, trace)
         for step in (e for e in trace.calls("step") if e.optimizer and not takes_closure(e)):
-            yield from cleared_before_step(amp, trace, step)
             yield from clipped_after_step(amp, trace, step)
             yield from clipped_before_backward(amp, trace, step)
-            if step.arguments and step.receiver and not amp.is_disabled(step.receiver):
-                yield from never_scaled(amp, trace, step)
-                yield from scaler_out_of_order(amp, trace, step)
 
 
 def replaced_step(amp: Amp) -> Iterator[Finding]:
@@ -64,16 +47,6 @@ def replaced_step(amp: Amp) -> Iterator[Finding]:
         if name == "step" and amp.script.is_optimizer(owner):
             message = f"{owner}.step is replaced for good: no later step changes a weight"
             yield amp.script.finding("step-never-due", node, message, fix="leave the step out this once: continue")
-
-
-def scaled_value_read(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """`loss = scaler.scale(loss)` and then `loss.item()`: what is logged is 65536 times the loss."""
-    for event in trace.calls("item"):
-        if event.scaled_by and not amp.is_disabled(event.scaled_by) and event.receiver:
-            message = f"{last(event.receiver)} is scaled here: what is read is the loss times the scale"
-            found = amp.script.finding("scaler-misused", event.node, message, fix="keep the unscaled loss for the log")
-            yield dataclasses.replace(found, severity=Severity.WARNING)
-            return
 
 
 def unscaled_penalty(amp: Amp, trace: Trace) -> Iterator[Finding]:
@@ -112,30 +85,6 @@ def beside(trace: Trace, event: Event) -> list[Event]:
     return [e for e in trace.events if e.loops[:depth] == event.loops and not e.excludes(event) and e is not event]
 
 
-def cleared_before_step(amp: Amp, trace: Trace, step: Event) -> Iterator[Finding]:
-    """zero_grad(), step() with no backward() between: the optimizer sees no gradients."""
-    around = beside(trace, step)
-    before = [e for e in around if e.index < step.index]
-    backward = [e for e in around if e.method == "backward"]
-    late = bool(backward) and backward[0].index > step.index and backward[0].conditions <= step.conditions
-    for event in reversed(before) if step.loops and backward else ():
-        clears = event.method == "zero_grad" and event.loops == step.loops
-        mine = last(event.receiver) == last(step.optimizer) or last(event.receiver) in amp.script.model_names
-        if clears and mine and event.conditions <= step.conditions:
-            message = f"no backward() between zero_grad() and {last(step.optimizer)}.step(): it steps on nothing"
-            fix = "clear the gradients before backward(), or after the step"
-            yield amp.script.finding("step-without-backward", event.node, message, fix=fix, related=step.node)
-            return
-        if not clears and not is_harmless(event) and (not late or MAY_TRAIN.search(event.method)):
-            return
-
-
-def is_harmless(event: Event) -> bool:
-    if not isinstance(event.node, ast.Call):
-        return not any(target.endswith(".grad") for target in event.targets)
-    return event.method in HARMLESS and "closure" not in event.arguments
-
-
 def clipped_after_step(amp: Amp, trace: Trace, step: Event) -> Iterator[Finding]:
     """A clip that follows the step, with no other step or backward after it in the iteration."""
     later = [e for e in beside(trace, step) if e.index > step.index and e.loops == step.loops]
@@ -168,37 +117,6 @@ def clipped_before_backward(amp: Amp, trace: Trace, step: Event) -> Iterator[Fin
             return
 
 
-def never_scaled(amp: Amp, trace: Trace, step: Event) -> Iterator[Finding]:
-    """scaler.step() after a plain loss.backward(): it divides gradients that nobody multiplied."""
-    if not is_scaler_object(amp, trace, step.receiver):
-        return
-    before = [e for e in beside(trace, step) if e.method == "backward" and e.index < step.index]
-    # Of a GAN's two losses, the one since this optimizer's gradients were cleared, or since another one stepped.
-    starts = [e.index for e in beside(trace, step) if begins(e, step) and e.index < step.index]
-    before = [e for e in before if not starts or e.index > starts[-1]]
-    others = {e.scaled_by for e in before}
-    made = {last(made.key) for made in amp.scalers}
-    if before and all(last(name) in made and not same_object(name, step.receiver) for name in others):
-        name = last(step.receiver)
-        message = f"the loss is scaled by {last(before[-1].scaled_by)}, and {name}.step() divides by its own scale"
-        yield amp.script.finding(
-            "scaler-misused", step.node, message, fix="one scaler for both", related=before[-1].node
-        )
-        return
-    if not before or any(is_scaled_backward(e) or not is_plain_backward(e) for e in before):
-        return
-    backward = before[-1]
-    scales_itself = re.search(r"scale", ast.unparse(backward.node))
-    values = [e for e in trace.events if backward.receiver and backward.receiver in e.targets]
-    may_scale = scales_itself or any("scale" in ast.unparse(e.node) for e in values)
-    certain = backward.conditions <= step.conditions and not runs_without_amp(backward)
-    if certain and not may_scale:
-        name = last(step.receiver)
-        message = f"{name}.step() divides gradients by its scale, and nothing multiplied the loss: too small by 65536"
-        fix = f"{name}.scale(loss).backward()"
-        yield amp.script.finding("fp16-without-scaler", backward.node, message, fix=fix, related=step.node)
-
-
 def begins(event: Event, step: Event) -> bool:
     """Whether nothing that was computed before an event reaches a step, which runs wherever the event does."""
     cleared = event.method == "zero_grad" and last(event.receiver) == last(step.optimizer)
@@ -226,28 +144,165 @@ def update_alone(amp: Amp, trace: Trace) -> Iterator[Finding]:
             return
 
 
-def scaler_out_of_order(amp: Amp, trace: Trace, step: Event) -> Iterator[Finding]:
-    """update() before the first step, unscale_() after the step: GradScaler raises for both."""
-    own = [e for e in beside(trace, step) if e.receiver == step.receiver]
-    first = next((e for e in own if e.method in ("step", "unscale_", "update")), None)
-    if first is not None and first.method == "update" and first.index < step.index and first.loops == step.loops:
-        earlier = any(e.optimizer and e.arguments and e.index < first.index for e in trace.calls("step"))
-        if first.conditions <= step.conditions and not earlier and is_scaler_object(amp, trace, step.receiver):
-            message = "update() before step(): no inf check was recorded yet, and GradScaler raises"
-            fix = f"{last(step.receiver)}.step({last(step.optimizer)}), then update()"
-            yield amp.script.finding("scaler-misused", first.node, message, fix=fix, related=step.node)
-    windows = {text for text, holds in step.conditions if holds and text in trace.windows}
-    ungated = [e for e in own if not any(text in windows for text, _ in e.conditions) and e.loops == step.loops]
-    for event in (e for e in own if e.index > step.index and e.loops == step.loops):
-        if event.method == "update":
-            if windows and {e.method for e in ungated} & {"update", "step", "unscale_"} == {"update"}:
-                message = f"update() at every micro-batch, step() only where `{min(windows)}`: without one it raises"
-                fix = "update() right after step(), under the same condition"
-                yield amp.script.finding("scaler-misused", event.node, message, fix=fix, related=step.node)
-            return
-        same = event.method == "unscale_" and event.arguments[:1] == step.arguments[:1]
-        if same and step.conditions <= event.conditions:
-            message = "unscale_() after step(): GradScaler raises, step() has unscaled these gradients already"
-            fix = "unscale_(optimizer), clip, step(optimizer), update(), in this order"
-            yield amp.script.finding("scaler-misused", event.node, message, fix=fix, related=step.node)
+BAD_GRADIENT = re.compile(
+    r"(nan|inf\b|inf_|finite|overflow|bad|invalid).*(grad|norm)|(grad|norm).*(nan|inf\b|finite|overflow)", re.IGNORECASE
+)
+AMP_WORDS = re.compile(r"amp|fp16|half|mixed|scaler|precision|enabled", re.IGNORECASE)
+
+
+def find_unreached_calls(amp: Amp) -> Iterator[Finding]:
+    for trace in amp.traces:
+        scaled = [e for e in trace.events if is_scaled_backward(e) and not amp.is_disabled(e.scaled_by)]
+        if scaled:
+            yield from update_skipped(amp, trace, scaled)
+            yield from overflow_raises(amp, trace, scaled)
+        yield from never_due(amp, trace)
+        yield from nothing_to_step(amp, trace)
+
+
+def update_skipped(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:
+    """unscale_ (or a gradient that is not finite) on a path that leaves out update(): the next unscale_ raises."""
+    seen: set[str] = set()
+    unscales = [e for e in trace.calls("unscale_") if e.receiver and e.loops]
+    for event, scaler in [*((e, e.receiver) for e in unscales), *((e, e.scaled_by) for e in scaled)]:
+        missing = missing_before_update(trace, event, scaler)
+        if missing is None or scaler in seen or amp.is_disabled(scaler):
+            continue
+        name, when = last(scaler), " and ".join(sorted(ends(*c) for c in missing))
+        fix = f"{name}.update() on every path that unscales; {name}.step() skips bad steps by itself"
+        if event.method == "unscale_":
+            seen.add(scaler)
+            message = f"unscale_() runs, {name}.update() only where {when}: otherwise the next unscale_() raises"
+            yield amp.script.finding("update-skipped", event.node, message, fix=fix)
+        elif any(BAD_GRADIENT.search(text) for text, _ in missing):
+            seen.add(scaler)
+            texts = {plain(text) for text, _ in missing if BAD_GRADIENT.search(text)}
+            tests = [n for n in amp.script.nodes if isinstance(n, ast.If) and ast.unparse(n.test) in texts]
+            message = f"gradients that are not finite leave {name}.update() out: the scale that caused them stays"
+            yield amp.script.finding("update-skipped", tests[0] if tests else event.node, message, fix=fix)
+
+
+def ends(text: str, holds: bool) -> str:
+    return f"`{text}`" if holds else f"not `{text}`"
+
+
+def missing_before_update(trace: Trace, event: Event, scaler: str) -> frozenset[Condition] | None:
+    """What must hold for the nearest update beyond what holds here; None where every path has one."""
+    updates = [u for u in trace.calls("update") if same_object(u.receiver, scaler) and u.index > event.index]
+    updates = [u for u in updates if not u.excludes(event) and event.loops[: len(u.loops)] == u.loops]
+    if not updates or any(u.loops != event.loops for u in updates):
+        return None
+    more = [
+        without_parts(c for c in asked_again(trace, event, u) if not follows(c, event) and c[0] not in trace.fatal)
+        for u in updates
+    ]
+    both = any(one.excludes(other) for one, other in itertools.combinations(updates, 2))
+    return None if both or frozenset() in more else min(more, key=len)
+
+
+def without_parts(conditions: Iterable[Condition]) -> frozenset[Condition]:
+    """`a and b` says a and b too; the whole is enough."""
+    known = set(conditions)
+    whole = [ast.parse(text, mode="eval").body for text, holds in known if holds and " and " in text]
+    parts = {ast.unparse(v) for n in whole if isinstance(n, ast.BoolOp) and isinstance(n.op, ast.And) for v in n.values}
+    return frozenset((text, holds) for text, holds in known if not (holds and text in parts))
+
+
+def asked_again(trace: Trace, event: Event, later: Event) -> set[Condition]:
+    """Conditions of a later event that are new, or asked anew after one of their names was given another value."""
+    changed = {plain(target) for e in trace.events[event.index : later.index] for target in e.targets}
+    anew = [names_in(guard.test) & changed for guard in later.guards if guard not in event.guards]
+    again = {c for c in later.conditions if any(re.search(rf"\b{name}\b", c[0]) for names in anew for name in names)}
+    return {*(later.conditions - event.conditions), *again}
+
+
+def follows(condition: Condition, event: Event) -> bool:
+    """Whether a condition says nothing new: it asks for AMP, or `a or b` where a is known."""
+    text, holds = condition
+    known = any(held and f"{fact} or " in f"{text} or " for fact, held in event.conditions)
+    return bool(AMP_WORDS.search(text)) or text.startswith("except ") or holds and known
+
+
+def overflow_raises(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:
+    """A gradient that is not finite ends the run, where the scaler would skip the step and lower its scale."""
+    for step in (e for e in trace.calls("step") if any(is_scaler_step(e, b.scaled_by) for b in scaled)):
+        backward = max((b for b in scaled if b.index < step.index), key=lambda b: b.index, default=None)
+        if backward is None or backward.function != step.function:
+            continue
+        home = amp.script.owners.get(id(step.node), amp.script.tree)
+        between = range(backward.node.lineno, step.node.lineno)
+        places = [n for n in amp.script.below(home) if isinstance(n, ast.If | ast.Call) and n.lineno in between]
+        clips = {id(e.node) for e in trace.events if is_clip(e)}
+        for node in places:
+            strict = id(node) in clips and is_constant_true(keyword(node, "error_if_nonfinite"))  # type: ignore[arg-type]
+            if strict or isinstance(node, ast.If) and raises_on_bad_gradient(amp, node):
+                message = "an overflow ends the run here: the scaler would skip the step and lower its scale"
+                fix = f"let {last(backward.scaled_by)}.step() decide, and stop only after many skips in a row"
+                yield amp.script.finding("overflow-raises", node, message, fix=fix, related=step.node)
+                return
+
+
+def raises_on_bad_gradient(amp: Amp, node: ast.If) -> bool:
+    if not isinstance(node.body[-1], ast.Raise) or "loss" in ast.unparse(node.test).lower():
+        return False
+    values = [v for name in names_in(node.test) for v in amp.script.values(name)]
+    return any(BAD_GRADIENT.search(ast.unparse(part)) for part in (node.test, *values))
+
+
+def never_due(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """The step waits for a counter that only the step moves."""
+    targets = (n.target for n in amp.script.nodes if isinstance(n, ast.For | ast.comprehension))
+    counted = {name for target in targets for name in names_in(target)}
+    for step in trace.calls("step"):
+        gates = [text for text, holds in step.conditions if holds and text in trace.windows]
+        for gate in gates if step.optimizer and step.loops else ():
+            for counter in counters(gate) - counted:
+                moves = [e for e in trace.events if counter in map(plain, e.targets) and e.loops[:1] == step.loops[:1]]
+                everywhere = [n for n in amp.script.nodes if is_move(n, counter)]
+                if moves and len(everywhere) <= len(moves) and all(waits(amp, e, gate) for e in moves):
+                    message = (
+                        f"{counter} moves only with a step, and the step waits for `{gate}`: it is never due again"
+                    )
+                    fix = "count batches for the window, and steps separately"
+                    yield amp.script.finding("step-never-due", moves[0].node, message, fix=fix, related=step.node)
+                    return
+
+
+def counters(gate: str) -> set[str]:
+    """`self.step` of `(self.step + 1) % n == 0`."""
+    mods = (n for n in ast.walk(ast.parse(gate, mode="eval")) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod))
+    left = [mod.left for mod in mods if not (isinstance(mod.right, ast.Constant) and mod.right.value == 1)]
+    parts = [n.left if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Add) else n for n in left]
+    return {name for part in parts if (name := dotted_name(part))}
+
+
+def is_move(node: ast.AST, counter: str) -> bool:
+    return isinstance(node, ast.AugAssign) and dotted_name(node.target) == counter
+
+
+def waits(amp: Amp, move: Event, gate: str) -> bool:
+    """Whether a counter moves where the gate is open, `if gate:` or `+= int(gate)`."""
+    value = move.node.value if isinstance(move.node, ast.AugAssign) else None
+    inner = value.args[0] if isinstance(value, ast.Call) and dotted_name(value.func) == "int" and value.args else None
+    given = amp.script.values(dotted_name(inner)) if inner is not None else []
+    by_gate = any(ast.unparse(part) == gate for part in (*([inner] if inner is not None else []), *given))
+    return isinstance(move.node, ast.AugAssign) and (by_gate or (gate, True) in move.conditions)
+
+
+def nothing_to_step(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """One branch runs backward and steps, the other only steps."""
+    for step in trace.calls("step"):
+        inside = [e for e in trace.events if e.loops == step.loops != () and e.index < step.index]
+        mine = [e for e in inside if not e.excludes(step)]
+        others = [e for e in inside if e.method == "backward" and e.excludes(step)]
+        later = [e for e in trace.calls("backward") if e.loops == step.loops and e.excludes(step)]
+        helped = any("back" in e.method or e.method in ("step", "closure") for e in mine)
+        has_loss = any("loss" in target and e.conditions >= step.conditions for e in mine for target in e.targets)
+        plain_step = step.optimizer and not step.arguments and step.conditions
+        if plain_step and has_loss and not helped and (others or later):
+            message = f"{last(step.receiver)}.step() on a path without backward(): it trains nothing"
+            fix = "loss.backward() before it, as in the other branch"
+            yield amp.script.finding(
+                "step-without-backward", step.node, message, fix=fix, related=(others or later)[0].node
+            )
             return

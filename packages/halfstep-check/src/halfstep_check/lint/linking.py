@@ -11,7 +11,7 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-from halfstep_check.lint.syntax import Function
+from halfstep_check.lint.script import Function
 
 SCALES = re.compile(r"GradScaler|autocast|\.backward\(|unscale_")
 MAX_CHARACTERS = 200_000

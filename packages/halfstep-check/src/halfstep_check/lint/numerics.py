@@ -17,15 +17,14 @@ from halfstep_check.lint.dtypes import (
     is_model_call,
     tensor_argument,
 )
-from halfstep_check.lint.flow import Event
-from halfstep_check.lint.script import Script
-from halfstep_check.lint.syntax import Function, argument, dotted_name, keyword, last, methods_of, parameters_of
+from halfstep_check.lint.flow import Event, Trace
+from halfstep_check.lint.script import Function, Script, argument, dotted_name, keyword, last, methods_of, parameters_of
 from halfstep_check.shared.formats import BF16, FP16, Format, round_value
 
 FORMATS = {"fp16": FP16, "bf16": BF16}
 
 
-def find(amp: Amp) -> Iterator[Finding]:
+def find_lost_values(amp: Amp) -> Iterator[Finding]:
     if not amp.uses_autocast and not any(n in amp.script.text for n in (".half()", "float16")):
         return
     found: list[Finding] = []
@@ -272,3 +271,21 @@ def in_a_loss_module(amp: Amp, event: Event) -> bool:
 
 def is_bce_loss(value: ast.expr, script: Script) -> bool:
     return isinstance(value, ast.Call) and script.name_of(value.func).endswith("nn.BCELoss")
+
+
+def find_host_waits(amp: Amp) -> Iterator[Finding]:
+    if amp.uses_autocast:
+        for trace in amp.traces:
+            yield from waits_every_step(amp, trace)
+
+
+def waits_every_step(amp: Amp, trace: Trace) -> Iterator[Finding]:
+    """`.item()` on a loss in the loop that trains, at every step."""
+    trained = {event.loops for event in trace.calls("backward") if event.loops}
+    for event in trace.calls("item"):
+        if event.loops in trained and not event.conditions and "loss" in last(event.receiver).lower():
+            message = "loss.item() makes the CPU wait for the GPU at every step"
+            yield amp.script.finding(
+                "item-every-step", event.node, message, fix="keep the tensor, read it every N steps"
+            )
+            return

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-from halfstep_check.lint.script import AUTOCASTS, Script
-from halfstep_check.lint.syntax import Function, argument, dotted_name, is_constant, last
+from halfstep_check.lint.script import AUTOCASTS, Function, Script, argument, dotted_name, is_constant, last
 from halfstep_check.spellings import dtype_of
 
 DEFAULT_DTYPE = {"cuda": "fp16", "cpu": "bf16", "mps": "fp16"}

@@ -21,10 +21,10 @@ from halfstep_check.lint.amp import (
     same_object,
 )
 from halfstep_check.lint.flow import Event, Trace
-from halfstep_check.lint.syntax import dotted_name, keyword, last, names_in
+from halfstep_check.lint.script import dotted_name, keyword, last, names_in
 
 
-def find(amp: Amp) -> Iterator[Finding]:
+def find_wrong_order(amp: Amp) -> Iterator[Finding]:
     for trace in amp.traces:
         scaled = [e for e in trace.events if is_scaled_backward(e) and not amp.is_disabled(e.scaled_by)]
         helped = helper_backwards(amp, trace)
@@ -33,7 +33,6 @@ def find(amp: Amp) -> Iterator[Finding]:
             yield from bypassed_scaler(amp, trace, scaled)
             yield from updated_between_steps(amp, trace)
         yield from clip_beside_accelerate(amp, trace)
-        yield from clip_in_a_step(amp, trace)
     yield from step_without_update(amp)
     yield from clip_inside_apex(amp)
 
@@ -71,21 +70,6 @@ def is_fp16_fabric(amp: Amp, name: str) -> bool:
     made = [v for v in amp.script.values(name) if isinstance(v, ast.Call) and last(dotted_name(v.func)) == "Fabric"]
     words = [amp.script.default(keyword(call, "precision")) for call in made]
     return any(isinstance(word, ast.Constant) and word.value in ("16-mixed", 16, "16") for word in words)
-
-
-def clip_in_a_step(amp: Amp, trace: Trace) -> Iterator[Finding]:
-    """`def step(optimizer, scaler): clip; scaler.step(optimizer)` in a file where nothing unscales."""
-    if "unscale" in amp.script.code or any("backward" in e.method for e in trace.events):
-        return
-    for clip in (e for e in trace.events if is_clip(e) and not runs_without_amp(e)):
-        later = [e for e in trace.events[clip.index :] if not e.excludes(clip)]
-        steps = [e for e in later if e.optimizer and e.arguments and "scaler" in last(e.receiver).lower()]
-        if steps and not amp.is_disabled(steps[0].receiver):
-            scaler = last(steps[0].receiver)
-            message = f"gradients are clipped while still multiplied by {scaler}'s scale"
-            fix = f"call {scaler}.unscale_(optimizer) before clipping"
-            yield amp.script.finding("clip-before-unscale", clip.node, message, fix=fix, related=steps[0].node)
-            return
 
 
 def clip_before_unscale(amp: Amp, trace: Trace, scaled: list[Event]) -> Iterator[Finding]:
@@ -271,8 +255,6 @@ def step_without_update(amp: Amp) -> Iterator[Finding]:
         updated = any(name.endswith(f"{last(scaler)}.update") for name in called)
         updated = updated or any(same_object(e.receiver, scaler) for t in amp.traces for e in t.calls("update"))
         hidden = any(same_object(scaler, name) for name in amp.escaped) or inherits(amp, scaler)
-        if steps and updated and not hidden and not amp.is_disabled(scaler):
-            yield from stepped_more_often(amp, scaler)
         if steps and not updated and not hidden and not amp.is_disabled(scaler):
             message = f"{last(scaler)}.step() without {last(scaler)}.update(): the scale never changes, skips never end"
             yield amp.script.finding(
@@ -280,23 +262,78 @@ def step_without_update(amp: Amp) -> Iterator[Finding]:
             )
 
 
-def stepped_more_often(amp: Amp, scaler: str) -> Iterator[Finding]:
-    """update() after the loop over batches, or at every n-th one: the second step() in a row raises."""
-    for trace in amp.traces:
-        updates = [e for e in trace.calls("update") if e.receiver == scaler]
-        for step in (e for e in trace.events if is_scaler_step(e, scaler) and e.loops and updates):
-            per_step = [e for e in updates if e.loops[: len(step.loops)] == step.loops]
-            gates = [{t for t, _ in e.conditions - step.conditions if t in trace.windows} for e in per_step]
-            once = len([e for e in trace.events if is_scaler_step(e, scaler)]) == 1
-            if once and all(gates) and not any(e.excludes(step) for e in updates):
-                message = f"{last(scaler)}.step() runs more often than {last(scaler)}.update(): the second one raises"
-                fix = f"{last(scaler)}.update() right after it"
-                yield amp.script.finding("step-without-update", step.node, message, fix=fix, related=updates[0].node)
-                return
-
-
 def inherits(amp: Amp, scaler: str) -> bool:
     """`self.scaler` of a class with a base may be updated in the base."""
     known = {"object", "ABC", "nn.Module", "Module", "torch.nn.Module", *amp.script.class_by_name}
     bases = {amp.script.name_of(base) for node in amp.script.classes for base in node.bases}
     return scaler.startswith("self.") and bool(bases - known)
+
+
+SKIP_WORDS = re.compile(r"skip|found_inf|is(finite|inf|nan)\W.*(norm|grad)")
+"""In a condition around the step: an overflow is seen before the scaler has to skip. A finite loss shows nothing."""
+EMA_METHODS = ("update", "step", "update_parameters", "update_ema")
+
+
+def find_ignored_skips(amp: Amp) -> Iterator[Finding]:
+    for trace in amp.traces:
+        scalers = {e.scaled_by for e in trace.events if is_scaled_backward(e) and not amp.is_disabled(e.scaled_by)}
+        if not scalers or knows_of_skips(trace) or only_bf16(amp):
+            continue
+        steps = [e for e in trace.events for scaler in scalers if is_scaler_step(e, scaler)]
+        for step in steps[:1]:
+            yield from blind_followers(amp, trace, step, scalers)
+
+
+def only_bf16(amp: Amp) -> bool:
+    """Another rule speaks of a scaler with bf16; nothing is skipped there."""
+    return bool(amp.regions) and all(region.dtype == "bf16" for region in amp.regions)
+
+
+def knows_of_skips(trace: Trace) -> bool:
+    """The scale is looked at, or something named after a skip decides."""
+    texts = {text for event in trace.events for text, _ in event.conditions}
+    return any(trace.calls("get_scale")) or any(SKIP_WORDS.search(text) for text in texts)
+
+
+def blind_followers(amp: Amp, trace: Trace, step: Event, scalers: set[str]) -> Iterator[Finding]:
+    seen: set[str] = set()
+    for event in trace.events:
+        if event.loops != step.loops or event.excludes(step) or event.receiver in scalers:
+            continue
+        if not follows(event, step):
+            continue
+        rule = (
+            "scheduler-ignores-skip" if is_scheduler_step(event, amp) else "ema-ignores-skip" if is_ema(event) else ""
+        )
+        if rule and rule not in seen:
+            seen.add(rule)
+            moves = "the schedule advances" if rule.startswith("sched") else "the average moves"
+            message = f"{moves} even when {last(step.receiver)}.step() skipped the update"
+            fix = "step it only if scaler.get_scale() did not fall in update()"
+            yield amp.script.finding(rule, event.node, message, fix=fix, related=step.node)
+
+
+def follows(event: Event, step: Event) -> bool:
+    """Whether it runs whenever the scaler steps; `if scheduler is not None` asks about itself and does not count."""
+    own = last(event.receiver)
+    about_itself = {c for c in event.conditions if own in c[0] or "sched" in c[0].lower() or "%" in c[0]}
+    return event.conditions - about_itself <= step.conditions
+
+
+def is_scheduler_step(event: Event, amp: Amp) -> bool:
+    """By its name, or by what made it: `torch.optim.lr_scheduler.…`, `get_cosine_schedule_with_warmup(…)`."""
+    name = last(event.receiver).lower()
+    # A schedule that is told its step counts by itself.
+    counts = isinstance(event.node, ast.Call) and bool(event.node.args or event.node.keywords)
+    if event.method != "step" or counts or "noise" in name or amp.script.is_optimizer(name) or "scaler" in name:
+        return False
+    made = amp.script.values(event.receiver)
+    makers = [amp.script.name_of(value.func) for value in made if isinstance(value, ast.Call)]
+    by_maker = any("lr_scheduler" in maker or "schedule" in last(maker).lower() for maker in makers)
+    return by_maker or any(word in name for word in ("sched", "schdr", "schd", "lr_sch"))
+
+
+def is_ema(event: Event) -> bool:
+    name = last(event.receiver).lower()
+    named = name == "ema" or name.startswith("ema_") or name.endswith("_ema") or "model_ema" in name
+    return named and event.method in EMA_METHODS or event.method in ("update_ema", "ema_update")

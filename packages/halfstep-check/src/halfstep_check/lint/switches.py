@@ -9,28 +9,23 @@ from collections.abc import Iterator
 
 from halfstep_check.findings import Finding, Severity
 from halfstep_check.lint.amp import Amp
-from halfstep_check.lint.script import AUTOCASTS, SCALERS, Script
-from halfstep_check.lint.syntax import dotted_name, is_constant, keyword, last
+from halfstep_check.lint.script import AUTOCASTS, SCALERS, Script, dotted_name, is_constant, keyword, last
 from halfstep_check.spellings import dtype_of
 
 AMP_FLAG = re.compile(r"(^|[-_.])(use|enable)?(amp|fp16|bf16|half|mixed|autocast|precision)($|[-_])", re.IGNORECASE)
-NEGATED = re.compile(r"^(no|disable|without)_?(amp|fp16|bf16|half|mixed|autocast|scaler)", re.IGNORECASE)
 BF16 = re.compile(r"bfloat16|bf16", re.IGNORECASE)
 FP16 = re.compile(r"(?<!b)float16|(?<!b)fp16|\.half\b", re.IGNORECASE)
 
 
-def find(amp: Amp) -> Iterator[Finding]:
+def find_stuck_switches(amp: Amp) -> Iterator[Finding]:
     yield from bool_flags(amp.script)
     for test in amp_tests(amp.script):
         yield from fixed(amp.script, test)
-    yield from negated_flags(amp.script)
     yield from low_capability(amp.script)
     yield from always_on(amp.script)
     yield from chosen_word(amp.script)
     yield from accelerate_bool(amp)
-    yield from compared_with_nan(amp.script)
     if amp.goes_backward:
-        yield from never_read(amp.script)
         yield from only_announced(amp.script)
         yield from never_clips(amp.script)
 
@@ -47,42 +42,6 @@ def bool_flags(script: Script) -> Iterator[Finding]:
             message = f"type=bool makes every value true: `{flag} False` turns it on"
             fix = "action=argparse.BooleanOptionalAction"
             yield script.finding("amp-switch-stuck", call, message, fix=fix)
-
-
-def compared_with_nan(script: Script) -> Iterator[Finding]:
-    """`loss == float("nan")`: a NaN equals nothing, itself included."""
-    for node in (n for n in script.nodes if isinstance(n, ast.Compare) and isinstance(n.ops[0], ast.Eq | ast.NotEq)):
-        texts = (ast.unparse(part).lower() for part in (node.left, *node.comparators))
-        if any(re.fullmatch(r"""float\(["']nan["']\)|(np|numpy|math|torch)\.nan""", text) for text in texts):
-            answer = "never" if isinstance(node.ops[0], ast.Eq) else "always"
-            message = f"`{ast.unparse(node)}` {answer} holds: a NaN equals nothing"
-            yield script.finding("amp-switch-stuck", node, message, fix="torch.isnan(…), or torch.isfinite(…)")
-
-
-PARSED = re.compile(r"\.parse_\w*args\(")
-LOGS = re.compile(r"print|log|info|dump|wandb|vars|str|repr|format|pformat|items|save|write|setup_seed", re.IGNORECASE)
-"""In the name of a call that is handed all settings, and acts on none."""
-
-
-def never_read(script: Script) -> Iterator[Finding]:
-    """`--amp` is parsed, and nothing in the file that trains asks for it, nor hands all settings to another file."""
-    flags = [c for c in script.calls if getattr(c.func, "attr", "") == "add_argument"]
-    named = [(call, name) for call in flags for name in boolean_flags(call) if AMP_FLAG.search(name)]
-    sources = {name: map(ast.unparse, script.origins(name)) for name in script.assigned} if named else {}
-    holders = {name for name, texts in sources.items() if any(map(PARSED.search, texts))}
-    known = script.local_names | set(script.class_by_name)
-    others = [c for c in script.calls if last(dotted_name(c.func)) not in known]
-    takers = [c for c in others if not LOGS.search(ast.unparse(c.func))]
-    given = {dotted_name(v) for c in takers for v in (*c.args, *(k.value for k in c.keywords))}
-    read = {n.attr for n in script.nodes if isinstance(n, ast.Attribute)}
-    inside = {id(n) for call in flags for n in script.below(call)}
-    words = {n.value for n in script.nodes if isinstance(n, ast.Constant) and id(n) not in inside}
-    for call, name in named if holders and not holders & given else ():
-        kept = keyword(call, "dest")
-        name = str(kept.value) if isinstance(kept, ast.Constant) else name
-        if name not in read and name not in words:
-            message = f"--{name} is parsed and never read: it switches nothing"
-            yield script.finding("amp-switch-stuck", call, message, fix="autocast(…, enabled=args.…), or drop the flag")
 
 
 ASKS_AMP = re.compile(r"(use|enable|with)?_?(amp|mixed_precision|fp16|bf16|autocast)(_enabled)?", re.IGNORECASE)
@@ -131,19 +90,6 @@ def never_clips(script: Script) -> Iterator[Finding]:
             message = f"`{ast.unparse(node.test)}` only unscales: no gradient is ever clipped"
             fix = "torch.nn.utils.clip_grad_norm_(…) after unscale_()"
             yield script.finding("amp-switch-stuck", node, message, fix=fix)
-
-
-def negated_flags(script: Script) -> Iterator[Finding]:
-    """`enabled=args.no_amp`: on where it is asked to be off."""
-    for call in script.calls:
-        enabled = keyword(call, "enabled")
-        name = last(dotted_name(enabled))
-        if script.name_of(call.func) not in AUTOCASTS | SCALERS or not NEGATED.search(name):
-            continue
-        flags = [c for c in script.calls if getattr(c.func, "attr", "") == "add_argument" and name in boolean_flags(c)]
-        if enabled is not None and not any("store_false" in ast.unparse(flag) for flag in flags):
-            message = f"enabled={ast.unparse(enabled)} switches it on where it is asked to be off"
-            yield script.finding("amp-switch-stuck", call, message, fix=f"enabled=not {ast.unparse(enabled)}")
 
 
 def always_on(script: Script) -> Iterator[Finding]:
@@ -240,36 +186,12 @@ def fixed(script: Script, test: ast.expr) -> Iterator[Finding]:
     elif isinstance(test, ast.Attribute) and script.name_of(test) == "torch.cuda.is_available":
         message = "is_available is a function and is not called here: always true"
         yield script.finding("amp-switch-stuck", test, message, fix="torch.cuda.is_available()")
-    elif isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq | ast.NotEq):
-        yield from device_compared(script, test)
 
 
 def is_word_list(test: ast.BoolOp) -> bool:
     """`x == "fp16" or "bf16"`."""
     words = [v for v in test.values[1:] if isinstance(v, ast.Constant) and isinstance(v.value, str) and v.value]
     return isinstance(test.op, ast.Or) and isinstance(test.values[0], ast.Compare) and bool(words)
-
-
-def device_compared(script: Script, test: ast.Compare) -> Iterator[Finding]:
-    """A torch.device never equals a string, and its type has no index."""
-    word = test.comparators[0]
-    text = word.value if isinstance(word, ast.Constant) and isinstance(word.value, str) else ""
-    answer = "never" if isinstance(test.ops[0], ast.Eq) else "always"
-    if text.startswith(("cuda", "cpu")) and is_torch_device(script, test.left):
-        message = f"a torch.device is not a string: `{ast.unparse(test)}` {answer} holds"
-        yield script.finding("amp-switch-stuck", test, message, fix=f"{ast.unparse(test.left)}.type == 'cuda'")
-    elif text.startswith("cuda:") and isinstance(test.left, ast.Attribute) and test.left.attr == "type":
-        message = f"a device's type has no index: `{ast.unparse(test)}` {answer} holds"
-        yield script.finding("amp-switch-stuck", test, message, fix=f"{ast.unparse(test.left)} == 'cuda'")
-
-
-def is_torch_device(script: Script, node: ast.expr) -> bool:
-    name, owner = dotted_name(node), script.owners.get(id(node))
-    if owner is not None and name in {p.arg for p in (*owner.args.args, *owner.args.kwonlyargs)}:
-        return False
-    values = script.values(name)
-    made = [isinstance(v, ast.Call) and script.name_of(v.func) == "torch.device" for v in values]
-    return bool(made) and all(made)
 
 
 def low_capability(script: Script) -> Iterator[Finding]:

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halfstep_check.findings import Finding, Severity
-from halfstep_check.lint.amp import Amp, is_scaled_backward
+from halfstep_check.lint.amp import Amp
 from halfstep_check.lint.dtypes import explicit_cast
 from halfstep_check.lint.regions import arms, format_of
-from halfstep_check.lint.script import WRAPPER, Script
-from halfstep_check.lint.syntax import argument, dotted_name, is_constant, keyword, last, paired
+from halfstep_check.lint.script import WRAPPER, Script, argument, dotted_name, is_constant, keyword, last, paired
 from halfstep_check.spellings import dtype_of
 
 PLAIN_OPTIMIZERS = {
@@ -59,7 +58,7 @@ class HalfModel:
     loaded: bool = False
 
 
-def find(amp: Amp) -> Iterator[Finding]:
+def find_half_weights(amp: Amp) -> Iterator[Finding]:
     script = amp.script
     optimized = [pair for call in script.calls if is_plain_optimizer(amp, call) for pair in optimized_by(script, call)]
     optimized += [pair for call in script.calls for pair in optimized_elsewhere(script, call)]
@@ -81,7 +80,6 @@ def find(amp: Amp) -> Iterator[Finding]:
             # A Trainer in bf16 is common, and loses updates all the same.
             mild = model.dtype == "bf16" and {name for name, _ in known} <= {name for name, _ in handed}
             yield dataclasses.replace(found, severity=Severity.WARNING if mild else None)
-    yield from refused_by_scaler(amp, {name for name, _ in seen})
     if optimized and (default := half_default(script)) is not None:
         yield lost_updates(script, default)
 
@@ -109,21 +107,6 @@ def picks_trained(script: Script, made: ast.AST, model: HalfModel) -> bool:
     named = [v for n in ast.walk(made) if isinstance(n, ast.Name) for v in script.values(n.id)]
     each = ".data" in ast.unparse(model.call)  # those that are trained were cast one by one
     return any("requires_grad" in ast.unparse(node) for node in (made, *(named if not each else [])))
-
-
-def refused_by_scaler(amp: Amp, reported: set[str]) -> Iterator[Finding]:
-    """An fp16 model whose loss a GradScaler scales: unscale_(), and so step(), raises on fp16 gradients."""
-    halves = [m for m in half_models(amp) if m.dtype == "fp16" and m.name not in reported]
-    for model in (m for m in halves if not trained_in_part(amp.script, {m.name})):
-        for trace in amp.traces:
-            scaled = [e for e in trace.events if is_scaled_backward(e) and not amp.is_disabled(e.scaled_by)]
-            run = [e for e in trace.events if e.loops and not e.grad_off and last(e.called) == last(model.name)]
-            pairs = ((e, b) for e in run for b in scaled if e.index < b.index and not e.excludes(b))
-            if any(e.loops == b.loops for e, b in pairs) and amp.steps:
-                message = f"{last(model.name)} is stored in fp16: GradScaler raises on fp16 gradients"
-                fix = "keep fp32 weights and use autocast"
-                yield amp.script.finding("half-weights-optimizer", model.call, message, fix=fix)
-                return
 
 
 def is_same(script: Script, name: str, made: ast.AST, own: str, where: ast.AST) -> bool:

@@ -382,20 +382,23 @@ SCALER_RULES = (
         name="framework-bypassed",
         severity=Severity.ERROR,
         title="backward or step goes round the framework that scales the loss",
-        why="Trainer, Lightning, Accelerate, DeepSpeed and apex scale in their own backward and unscale in their own "
-        "step. A plain call beside them leaves the loss unscaled, or runs backward twice.",
+        why="Trainer, Accelerate, DeepSpeed and apex scale in their own backward and unscale in their own step. A "
+        "plain call next to them leaves the loss unscaled, or runs backward twice.",
         fix="Call the framework's own backward and step.",
         bad="""
-            engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
-            for batch in loader:
-                engine.backward(engine(batch))
-                optimizer.step()
+            from transformers import Trainer
+            class Tuner(Trainer):
+                def compute_loss(self, model, inputs, return_outputs=False):
+                    out = model(**inputs)
+                    out.loss.backward()
+                    return (out.loss, out) if return_outputs else out.loss
         """,
         good="""
-            engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
-            for batch in loader:
-                engine.backward(engine(batch))
-                engine.step()
+            from transformers import Trainer
+            class Tuner(Trainer):
+                def compute_loss(self, model, inputs, return_outputs=False):
+                    out = model(**inputs)
+                    return (out.loss, out) if return_outputs else out.loss
         """,
     ),
     Rule(
