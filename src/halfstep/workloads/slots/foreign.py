@@ -436,7 +436,7 @@ def _translate_words(read: ForeignReader) -> dict[str, Any]:
     values = {ours: read(f"model.{theirs}") for ours, theirs in SIZES.items()}
     if not read("model.use_steve_decoder", False):
         return values | {"model.words_blocks": 0}
-    read.must_be("model.steve_decoder.vocab_size", vocabulary, why=f"the VAE has {vocabulary} words")
+    read.must_be("model.steve_decoder.vocab_size", vocabulary, why=f"the VAE has {vocabulary} tokens")
     read.must_be("model.steve_decoder.slot_size", read("model.initializer.dim"), why="slots have their own size")
     read.must_be("model.steve_decoder.image_size", side, why=f"frames have {side} pixels")
     return values
