@@ -100,7 +100,7 @@ def test_tiles_are_halved_where_memory_runs_out(unet: Path, large: Path, tmp_pat
     shown = next(part for part in bar.parts() if part.startswith("tile "))
     assert shown.removeprefix("tile ").split("/")[0] == shown.split("/")[1]  # the last of several
     assert isinstance(answer, Answer)
-    assert "going on with tiles of 128 pixels" in told.text
+    assert "continuing with tiles of 128 pixels" in told.text
     whole = mask_of(predicted(unet, large, out=tmp_path / "whole").answers[0])
     assert (mask_of(answer) != whole).mean() < 1e-3
 

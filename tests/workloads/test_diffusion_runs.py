@@ -410,6 +410,6 @@ def test_bad_settings_are_refused_before_the_first_step(data: Path, vae: str, te
     lonely = tmp_path / "lonely"
     lonely.mkdir()
     Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8)).save(lonely / "1.png")
-    refused("1 picture", lonely, DataError)
+    refused("1 image", lonely, DataError)
     broken = str(vae_folder(tmp_path / "hot", scale=1e6))
     refused("overflows", data, model__vae=broken, precision__modules={"vae": "fp16"})

@@ -236,7 +236,7 @@ def test_a_last_batch_that_batchnorm_cannot_learn_from_is_refused_before_trainin
     small = ["data.image_size=32", "model.width=4"]
     with pytest.raises(ConfigError, match=r"batch_size=23 leaves a single sample in the last batch of 24"):
         built(folder, *small, "train.batch_size=23")
-    with pytest.raises(ConfigError, match="batch_size=1 leaves one sample alone"):
+    with pytest.raises(ConfigError, match="batch_size=1 leaves a single sample"):
         built(folder, *small, "train.batch_size=1")
     built(folder, *small, "train.batch_size=22")
     built(folder, "model.width=4", "data.image_size=64", "train.batch_size=23")  # 2x2 values a channel
