@@ -1,1 +1,1 @@
-"""Fast forms: the same functions as torch's layers, restructured for the chip. They hold no parameters."""
+"""Faster implementations of torch's layers, restructured for the GPU. They hold no parameters."""

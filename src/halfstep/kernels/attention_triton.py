@@ -1,19 +1,19 @@
-"""Attention's gradients over few tokens in Triton, from rows of heads side by side to packed queries, keys and values.
+"""Gradients of attention over few tokens in Triton, read and written in the packed layout of the matmuls around it.
 
 qkv is [batch, tokens, 3 · dim], out [batch, tokens, dim] with dim = heads · HEAD. With S the scaled scores of a head:
 
     P = softmax(S), out = P·V, delta = Σ d_out·out over channels, dS = P·(d_out·Vᵀ - delta)
     dV = Pᵀ·d_out, dQ = dS·K·scale, dK = dSᵀ·Q·scale
 
-Tiles: k, v, dk and dv are [KEYS, HEAD] and stay in registers for the whole program; q, out and d_out come as [QUERIES,
-HEAD], one tile after the other; scores, P, dP and dS are [KEYS, QUERIES], so that dV and dK are products without a
-transposed operand. Queries are the inner loop because gradients of keys and values are sums over all of them: they
-leave the registers once, at the end, while a query's gradient is complete after its tile and is stored at once.
+Tiles: k, v, dk and dv are [KEYS, HEAD] and stay in registers for the whole program. q, out and d_out are loaded as
+[QUERIES, HEAD], one tile after the other. Scores, P, dP and dS are [KEYS, QUERIES], so that dV and dK are products
+without a transposed operand. Queries are the inner loop because gradients of keys and values are sums over all queries:
+they are stored once, at the end, while a query's gradient is complete after its tile and is stored at once.
 
-P is made again from the logarithm of each row's sum. One program holds the gradients of all keys of a head, which are
-few, so that no atomic additions are needed: a run gives the same bits every time. Gradients are written where the
-matmul behind reads them, with parts of their sums over tokens, the gradient of the projection's bias: Σ dK is 0, as
-each row of dS sums to 0 (the same number added to all scores of a row changes no softmax).
+P is recomputed from the log-sum-exp of each row. One program holds the gradients of all (few) keys of a head, so no
+atomic additions are needed, and results are bit-identical in every run. Gradients are written where the next matmul
+reads them, together with partial sums over tokens for the gradient of the projection's bias. Σ dK is 0, because each
+row of dS sums to 0 (adding a constant to a row of scores does not change its softmax).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def _rows(first, row_stride, num_tokens, ROWS: tl.constexpr, HEAD: tl.constexpr):
-    """Where channels of some tokens are, and which tokens exist, [ROWS, 1]."""
+    """Return addresses of the channels of some tokens, and a mask of tokens that exist, [ROWS, 1]."""
     tokens = (first + tl.arange(0, ROWS))[:, None]
     return tokens * row_stride + tl.arange(0, HEAD)[None, :], tokens < num_tokens
 
 
 @triton.jit
 def _weights(scores, dp, factor, log_sum, delta, is_key, dtype: tl.constexpr):
-    """P = exp2(scores·factor - log_sum) and dS = P·(dP - delta), where keys exist."""
+    """Return P = exp2(scores·factor - log_sum) and dS = P·(dP - delta), masked to keys that exist."""
     p = tl.where(is_key, tl.exp2(scores * factor - log_sum), 0.0)
     return p.to(dtype), (p * (dp - delta)).to(dtype)
 
@@ -49,7 +49,10 @@ def _attention_gradients(
     qkv, out, log_sum, d_out, d_qkv, partials, num_tokens, dim, scale,
     HEAD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TWICE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A head by one program, which holds gradients of KEYS keys, or TWICE as many: reads five values, writes three."""
+    """Compute one head's gradients in one program, which holds KEYS keys, or twice as many if TWICE.
+
+    Reads five values per element and writes three.
+    """
     num_heads = dim // HEAD
     batch, head = (tl.program_id(0) // num_heads).to(tl.int64), tl.program_id(0) % num_heads
     qkv += batch * num_tokens * 3 * dim + head * HEAD
@@ -118,9 +121,9 @@ def _store_sums(place, dim, of_queries, of_values, HEAD: tl.constexpr):
 
 
 def attention_backward(d_out: Tensor, qkv: Tensor, out: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of qkv, and parts of its sum over tokens, [batch, 3 · dim].
+    """Return the gradient of qkv, and partial sums of it over tokens, [batch, 3 · dim].
 
-    out and d_out are [batch, tokens, dim], log_sum is the natural logarithm of each row's sum, [batch, heads, tokens].
+    out and d_out are [batch, tokens, dim]; log_sum is the natural log-sum-exp of each row, [batch, heads, tokens].
     """
     (batch, num_heads, num_tokens), dim = log_sum.shape, out.shape[2]
     d_qkv, partials = torch.empty_like(qkv), log_sum.new_empty(batch, 3 * dim)

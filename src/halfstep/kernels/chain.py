@@ -1,7 +1,7 @@
-"""Convolutions between normalised maps: what autograd sees are the raw outputs of convolutions.
+"""Convolutions between normalised maps: autograd sees only the raw outputs of convolutions.
 
-BatchNorm and ReLU of a raw map belong to its consumer, so their forward and backward are whole kernels of
-`kernels.normalise`, with no map in between that autograd would have to know.
+BatchNorm and ReLU of a raw map belong to the layer that reads it, so their forward and backward are whole kernels of
+`kernels.normalise`, with no intermediate map that autograd would have to track.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from halfstep.kernels.normalise import GradientSums, Norm, compute_norm, compute
 
 
 def convolve(z: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
-    """The convolution of z with w in z's dtype, channels_last."""
+    """Convolve z with w in z's dtype, channels_last."""
     w = cast_weight(z, w)
     y: Tensor = torch.ops.aten.convolution(z, w, None, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1)
     return y.contiguous(memory_format=torch.channels_last)
 
 
 def cast_weight(z: Tensor, w: Tensor) -> Tensor:
-    """w in z's dtype and channels_last, as tensor-core convolutions read it."""
+    """Return w in z's dtype and channels_last, as tensor-core convolutions read it."""
     return w.to(z.dtype, memory_format=torch.channels_last)
 
 
@@ -40,9 +40,9 @@ def convolve_backward(
     padding: int,
     wants: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of z, channels_last, and of w, in z's dtype, which autograd casts to w's; None where not wanted.
+    """Return the gradients of z, channels_last, and of w, in z's dtype (autograd casts it to w's); None if not needed.
 
-    That of w comes aside, behind that of z: who needs it waits for the end of `side`.
+    The gradient of w is computed on the side stream, after that of z: it is ready at the end of `side`.
     """
     w, dy = cast_weight(z, w), dy.contiguous(memory_format=torch.channels_last)
     dz = _compute_input_gradient(dy, z, w, stride, padding) if wants[0] else None
@@ -52,7 +52,7 @@ def convolve_backward(
 def convolve_backward_with_sums(
     side: SideStream, dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int, wants_w: bool, y: Tensor, norm: Norm
 ) -> tuple[Tensor, Tensor | None, GradientSums]:
-    """`convolve_backward` of z = relu(y·scale + offset), and the sums that y's own gradient needs."""
+    """Run `convolve_backward` for z = relu(y·scale + offset), and return the sums that the gradient of y needs."""
     dz, dw = convolve_backward(side, dy, z, w, stride, padding, (True, wants_w))
     assert dz is not None
     return dz, dw, sum_gradients(dz, y, norm)
@@ -81,10 +81,10 @@ def _call_library_backward(
 
 
 class NormReluConv(torch.autograd.Function):
-    """A raw map y, BatchNorm's weight and bias, the convolution's weight to the next raw map.
+    """Normalise a raw map y, apply ReLU and convolve to the next raw map.
 
-    `norm` holds that weight and bias too, and its running statistics are updated. `keep`: whether the normalised map
-    stays in memory for backward, or is computed there again.
+    `norm` also holds BatchNorm's weight and bias, and its running statistics are updated. If `keep`, the normalised map
+    is saved for backward; otherwise backward recomputes it.
     """
 
     @staticmethod
@@ -120,14 +120,15 @@ class NormReluConv(torch.autograd.Function):
 
 
 def cast_together(weights: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    """These weights in `dtype`, laid out as they are; their gradients come all at once, behind the last of them."""
+    """Return these weights in `dtype` with the same layout; their gradients are cast together, after the last of
+    them."""
     if all(weight.dtype == dtype for weight in weights):
         return weights
     return CastTogether.apply(dtype, *weights)  # type: ignore[no-untyped-call]
 
 
 class CastTogether(torch.autograd.Function):
-    """Weights in one dtype to the same in another."""
+    """Cast weights to another dtype."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -151,9 +152,9 @@ def _cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 class SideStream:
-    """A block whose `aside()` parts run on a second stream, behind all that was asked for before them.
+    """A context whose `aside()` blocks run on a second stream, after all work queued before them.
 
-    The end of the block waits for them, as the device waits and not the host. On the CPU all runs in order.
+    At its end the device, not the host, waits for them. On the CPU everything runs in order.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -175,7 +176,8 @@ class SideStream:
             yield
 
     def keep(self, tensor: Tensor) -> None:
-        """Until the block ends: a part put aside reads it, and whoever made it may let go of it before."""
+        """Keep a tensor alive until the context ends: work on the side stream still reads it when its creator may free
+        it."""
         self._kept.append(tensor)
 
     def __exit__(

@@ -1,17 +1,17 @@
 """A linear layer and its cross-entropy in chunks of rows, so that logits are never kept.
 
 The logits of 16 × 1024 tokens over 50,304 words are 1.6 GB in bf16 and twice that in fp32, more than all activations of
-GPT-2 124M. Here a chunk's logits are made, read and overwritten by their own gradient p - y, from which both matmuls of
-backward run at once. What is kept are the two gradients, for a loss that is a sum over rows; backward multiplies them
-by what comes from above. That costs no operation more than the plain way: three matmuls.
+GPT-2 124M. Here a chunk's logits are computed, read and overwritten by their own gradient p - y, from which both
+matmuls of backward run at once. Only the two gradients are kept, for a loss that is a sum over rows; backward
+multiplies them by the incoming gradient. This costs three matmuls, the same as the plain way.
 
-Logits and p - y are in the format that matmuls compute in, as autocast has them; their maximum, sum and logarithm are
-fp32, and so are the loss and the weight's gradient over all chunks. p - y lies in -1 … 1 whatever the loss is divided
-by, so that fp16 loses none of it; the factor is applied in fp32, later.
+Logits and p - y are in the matmul's format, as under autocast. Their maximum, sum and logarithm are fp32, and so are
+the loss and the weight's gradient over all chunks. p - y is in -1 … 1 whatever the loss is divided by, so fp16 loses
+none of it; the factor is applied later, in fp32.
 
-Columns from `num_classes` on pad the weight to a size that matmuls like: they have no probability and no gradient.
-Rows whose target is negative count for nothing. On CUDA a Triton kernel goes over the logits (cross_entropy_triton.py);
-its twin, `replace_logits_by_gradients_`, runs everywhere else.
+Columns from `num_classes` on pad the weight to a size for which matmuls are fast: they have no probability and no
+gradient. Rows with a negative target are ignored. On CUDA a Triton kernel processes the logits
+(cross_entropy_triton.py); its twin, `replace_logits_by_gradients_`, runs everywhere else.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ ROWS_MULTIPLE = 128
 def linear_cross_entropy(
     rows: Tensor, weight: Tensor, targets: Tensor, *, num_classes: int, dtype: torch.dtype, chunk_rows: int = 0
 ) -> Tensor:
-    """The sum over rows of the cross-entropy of rows · weightᵀ, in fp32; matmuls compute in `dtype`.
+    """Return the sum over rows of the cross-entropy of rows · weightᵀ, in fp32; matmuls compute in `dtype`.
 
-    To be called with autocast off: a chunk's matmuls have the formats they are given.
+    Call it with autocast off: a chunk's matmuls run in the formats they are given.
     """
     wants_gradients = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
     chunk_rows = chunk_rows or choose_chunk_rows(len(rows), len(weight), dtype)
@@ -43,7 +43,8 @@ def linear_cross_entropy(
 
 
 def choose_chunk_rows(num_rows: int, num_columns: int, dtype: torch.dtype) -> int:
-    """Even chunks of at most CHUNK_BYTES, in whole tiles of a matmul: a short last one costs a whole pass too."""
+    """Return the rows of even chunks of at most CHUNK_BYTES, in whole matmul tiles: a short last chunk costs a full
+    pass."""
     most = max(ROWS_MULTIPLE, CHUNK_BYTES // (num_columns * dtype.itemsize) // ROWS_MULTIPLE * ROWS_MULTIPLE)
     num_chunks = max(1, math.ceil(num_rows / most))
     return max(1, math.ceil(num_rows / num_chunks / ROWS_MULTIPLE)) * ROWS_MULTIPLE
@@ -95,7 +96,7 @@ def _choose_kernel(logits: Tensor) -> Any:
 
 
 def replace_logits_by_gradients_(logits: Tensor, targets: Tensor, num_classes: int, wants_gradients: bool) -> Tensor:
-    """The sum of a chunk's losses; its logits become p - y, the gradient, where that is wanted."""
+    """Return the sum of a chunk's losses, and replace its logits by their gradient p - y if that is needed."""
     exact = logits[:, :num_classes].float()
     is_counted = targets >= 0
     at = targets.clamp(min=0).unsqueeze(1)
@@ -111,7 +112,7 @@ def replace_logits_by_gradients_(logits: Tensor, targets: Tensor, num_classes: i
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left · right, whose sums stay fp32: across chunks they would be rounded again and again."""
+    """Add left · right to `total` in fp32: rounding after every chunk would add up."""
     if is_pretending():
         return  # on a GPU it takes no memory
     if left.is_cuda and left.dtype != torch.float32:

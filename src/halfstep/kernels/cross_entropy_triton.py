@@ -1,12 +1,12 @@
-"""Cross-entropy over rows of logits in Triton, which leaves their gradient in their place.
+"""Cross-entropy over rows of logits in Triton, which replaces the logits by their gradient.
 
-One program goes over a row twice: for its maximum and sum, and for p - y. The second time it comes from the cache where
-a row is short, and from memory where many rows are in flight: three passes over the logits in all, where the twin makes
-about ten. Everything between load and store is fp32.
+One program reads a row twice: for its maximum and sum, and for p - y. The second read hits the cache if rows are short,
+and memory if many rows are in flight: three passes over the logits in all, where the twin makes about ten. All
+arithmetic between load and store is fp32.
 
-A tile is [BLOCK] logits of one row. Maximum and sum are kept for each lane of the tile, [BLOCK] of them, and joined
-once at the end: a reduction across threads in each tile would cost more than the exponentials. Gradients are written
-where the logits were, so the target's logit is read for the loss before the second pass begins.
+A tile is [BLOCK] logits of one row. Maximum and sum are kept for each of the tile's BLOCK lanes and combined once at
+the end: a reduction across threads in each tile would cost more than the exponentials. Gradients overwrite the logits,
+so the target's logit is read for the loss before the second pass begins.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _rows_to_gradients(
 
 
 def replace_logits_by_gradients_(logits: Tensor, targets: Tensor, num_classes: int, wants_gradients: bool) -> Tensor:
-    """`cross_entropy.replace_logits_by_gradients_`, by one kernel and a sum."""
+    """Run `cross_entropy.replace_logits_by_gradients_` with one kernel and a sum."""
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     _rows_to_gradients[(len(logits),)](
         logits, targets, losses, num_classes, logits.shape[1], logits.stride(0),

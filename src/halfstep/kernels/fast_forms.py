@@ -1,8 +1,8 @@
-"""The one place that decides where a fast form runs instead of torch's own layer.
+"""Decide, in one place, where a fast form runs instead of torch's own layer.
 
 A fast form gives the layer's result up to the order of sums. It is written in plain torch operations that the compiler
 fuses with their neighbours, so it pays inside `torch.compile` on a GPU and costs time everywhere else: eager code and
-the CPU run torch's layers, to the bit. `force` overrules that, for tests and for measuring a form alone.
+the CPU run torch's layers, bit-exactly. `force` overrides that, for tests and for measuring a form alone.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _has_triton = importlib.util.find_spec("triton") is not None  # here, as torch 2
 
 
 def is_wanted(form: Form, x: Tensor) -> bool:
-    """Whether the layer that got `x` should compute in this form."""
+    """True if the layer with input `x` should compute in this form."""
     return is_forced_on(form, otherwise=torch.compiler.is_compiling() and x.is_cuda)
 
 
 def is_forced_on(form: Form, *, otherwise: bool) -> bool:
-    """What `force` says of this form, or `otherwise` where it says nothing."""
+    """Return what `force` sets for this form, or `otherwise` if it sets nothing."""
     return _forced.get(form, otherwise)
 
 
 def can_chain(x: Tensor, *, is_training: bool) -> bool:
-    """Whether a model that got `x` should, and can, run as a chain of our own kernels between convolutions.
+    """True if a model with input `x` should, and can, run as a chain of our kernels between convolutions.
 
     A chain runs eagerly, so it is called through `torch.compiler.disable`. It computes in fp32 at most, and pays where
-    maps are half as wide: under autocast. An image of one channel is channels_last too, however it was made.
+    maps are half as wide: under autocast. A one-channel image counts as channels_last whatever its strides.
     """
     is_rows = x.is_contiguous(memory_format=torch.channels_last)
     is_possible = is_training and torch.is_grad_enabled() and is_rows and x.dtype != torch.float64
@@ -48,16 +48,18 @@ def can_chain(x: Tensor, *, is_training: bool) -> bool:
 
 
 def allow_chains(*, on: bool) -> contextlib.AbstractContextManager[None]:
-    """Whether models may run as chains within: where steps are captured. One by one, their launches can cost the host
-    more time than the kernels save the device (benchmarks/NOTES.md)."""
+    """Let models run as chains inside, for captured steps. In uncaptured steps their launches can cost the host more
+    time than the kernels save on the device (benchmarks/NOTES.md)."""
     return contextlib.nullcontext() if on else force(False, "chain")
 
 
 @functools.cache
 def has_room_for_tiles(device: torch.device) -> bool:
-    """Whether a GPU lets a block have the shared memory that our kernels' tiles take: up to 147 KiB where it offers 163
-    (A100), up to 201 where it offers 227 (H100, H200, B200). T4, A10, L4 and GeForce offer 64 to 100; the CPU, where
-    kernels are interpreted, has no such limit."""
+    """True if the GPU gives a block the shared memory that our kernels' tiles need.
+
+    Tiles take up to 147 KiB where 163 are available (A100), up to 201 where 227 are (H100, H200, B200). T4, A10, L4 and
+    GeForce have 64 to 100. The CPU, where kernels are interpreted, has no such limit.
+    """
     if device.type != "cuda":
         return True
     offered = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)  # not in ROCm's
@@ -65,19 +67,19 @@ def has_room_for_tiles(device: torch.device) -> bool:
 
 
 def has_half_autocast(x: Tensor) -> bool:
-    """Whether layers on the device of `x` compute in a half format now."""
+    """True if layers on the device of `x` currently compute in a half format under autocast."""
     device = x.device.type
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) in (torch.bfloat16, torch.float16)
 
 
 def has_triton() -> bool:
-    """Whether the kernels' language is installed, as it is with every build of torch for CUDA on Linux."""
+    """True if Triton is installed, as it is with every CUDA build of torch on Linux."""
     return _has_triton
 
 
 @contextlib.contextmanager
 def force(on: bool, *forms: Form) -> Iterator[None]:
-    """Switch these forms, or all, on or off whatever the device; to be entered outside of compiled code."""
+    """Switch these forms, or all, on or off on any device; enter it outside of compiled code."""
     before = dict(_forced)
     _forced.update(dict.fromkeys(forms or FORMS, on))
     try:
@@ -88,14 +90,16 @@ def force(on: bool, *forms: Form) -> Iterator[None]:
 
 
 def is_pretending() -> bool:
-    """Whether tensors have no content and only stand for a GPU's: kernels of our own are then not launched."""
+    """True if tensors have no content and only stand for a GPU's: our kernels are then not launched."""
     return _pretended
 
 
 @contextlib.contextmanager
 def pretend_launches() -> Iterator[list[str]]:
-    """Count memory within, of tensors without content: whoever launches kernels takes their memory, and nothing runs.
-    The names of kernels that would have been launched come back."""
+    """Trace memory with tensors without content: launchers allocate their outputs, and nothing runs.
+
+    Yields the list of kernel names that would have been launched.
+    """
     global _pretended
     before, _pretended = _pretended, True
     try:

@@ -1,9 +1,9 @@
-"""GroupNorm and SiLU of a channels_last map in one go, for networks whose steps are captured uncompiled.
+"""GroupNorm and SiLU of a channels_last map in one kernel, for networks whose steps are captured uncompiled.
 
-torch's own GroupNorm on a GPU copies such a map to the other layout first, and computes in fp32 maps under autocast.
-Here a map is read twice and written once, forward, and in its own format; with `scale` and `shift` (images, channels)
-between the two, as some networks have it, and with what was to be added to the map (images, channels). Twin:
-`F.silu(F.group_norm(x + added) * (1 + scale) + shift)`.
+On a GPU torch's GroupNorm copies such a map to the other layout first, and computes fp32 maps under autocast. Here
+forward reads a map twice and writes it once, in its own format. Optional `scale` and `shift` (images, channels) apply
+between the two, and `added` (images, channels) is added to the map first. Twin: `F.silu(F.group_norm(x + added) * (1 +
+scale) + shift)`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from halfstep.kernels.fast_forms import has_half_autocast, has_triton, is_forced
 
 
 def can_fuse_group_norm(x: Tensor, norm: nn.Module) -> bool:
-    """Whether this map may be normalised here: asked for (`force`), where its layer is plain."""
+    """True if this map can be normalised here: the form is requested (`force`) and the layer is plain."""
     is_asked = is_forced_on("group_norm", otherwise=False) and not torch.compiler.is_compiling() and has_triton()
     is_map = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and x.dtype != torch.float64
     return is_asked and is_plain_norm(norm) and is_map and (not x.is_cuda or has_half_autocast(x))
@@ -28,7 +28,7 @@ def is_plain_norm(norm: nn.Module) -> bool:
 
 
 def apply_group_norm_silu(norm: nn.GroupNorm, x: Tensor, *between: Tensor | None) -> Tensor:
-    """SiLU of the normalised map, in autocast's format. `between` is `added`, `scale` and `shift`, or nothing."""
+    """Return SiLU of the normalised map in autocast's format. `between` is `added`, `scale` and `shift`, or empty."""
     return _GroupNormSilu.apply(*_collect_arguments(norm, x, *between))  # type: ignore[no-untyped-call]
 
 
@@ -85,7 +85,7 @@ class _NormalisedConvolution(torch.autograd.Function):
 
 
 def _normalise(x: Tensor, weight: Tensor, bias: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
-    """What is made of x, and the table that its gradient needs."""
+    """Return the normalised map, and the table that its gradient needs."""
     from halfstep.kernels import group_norm_triton
 
     added, scale, shift, groups, eps = more
@@ -105,7 +105,7 @@ def _collect_saved(ctx: Any, weight: Tensor, bias: Tensor, *more: Any) -> tuple[
 
 
 def _compute_gradients(ctx: Any, kept: tuple[Any, ...], table: Tensor, dy: Tensor) -> tuple[Any, ...]:
-    """Of x, weight, bias, added, scale and shift; none of the two numbers."""
+    """Return the gradients of x, weight, bias, added, scale and shift, and None for the two numbers."""
     from halfstep.kernels import group_norm_triton
 
     x, weight, bias, scale = kept
@@ -122,8 +122,10 @@ def _compute_gradients(ctx: Any, kept: tuple[Any, ...], table: Tensor, dy: Tenso
 
 
 def add_branch(x: Tensor, branch: Tensor, bias: Tensor) -> Tensor:
-    """x + branch + the branch's bias (channels), all maps channels_last: read once, and the bias' gradient summed by a
-    kernel that reads rows as they lie."""
+    """Return x + branch + the branch's bias (channels), all maps channels_last.
+
+    Each map is read once, and one kernel sums the bias' gradient over rows in memory order.
+    """
     return _AddBranch.apply(x, branch, bias)  # type: ignore[no-untyped-call]
 
 

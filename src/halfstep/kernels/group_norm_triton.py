@@ -1,12 +1,12 @@
-"""The Triton kernels of GroupNorm and SiLU on channels_last maps, seen as rows of channels for each image.
+"""The Triton kernels of GroupNorm and SiLU on channels_last maps, viewed as rows of channels for each image.
 
-x is [images, num_rows, num_channels]. A tile is [ROWS, COLUMNS] of one image. Sums over an image's rows are left in
-parts, one for ROWS rows, and added in a fixed order by a program for each group, so that results repeat to the bit. A
-part holds its own mean and the squares around it: nothing cancels where a map's mean is large.
+x is [images, num_rows, num_channels]. A tile is [ROWS, COLUMNS] of one image. Sums over an image's rows are first
+partial sums over ROWS rows, which one program per group adds in a fixed order, so that results are bit-identical in
+every run. A partial sum holds its own mean and the squares around it: nothing cancels if a map's mean is large.
 
-What normalising a channel comes to is z = A·(x - mean) + B; `table` [images, 5, num_channels] holds A, B, mean,
-1 / deviation and the mean of x̂ over the image. `added` [images, num_channels] is what was to be added to x before: it
-moves means and nothing else, so x + added is never written.
+Normalising a channel is z = A·(x - mean) + B; `table` [images, 5, num_channels] holds A, B, mean, 1 / deviation and the
+mean of x̂ over the image. `added` [images, num_channels] is added to x first: it only shifts means, so x + added is
+never written.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def _place(num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _of_channels(table, field, column, num_channels):
-    """One field's values of these channels, of this program's image."""
+    """Load one field of the table for these channels of this program's image."""
     base = (tl.program_id(2) * FIELDS + field) * num_channels
     return tl.load(table + base + column, column < num_channels, 0.0)[None, :]
 
 
 @triton.jit
 def _group_parts(x, parts, num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Mean of each channel over these rows, and Σ (x - mean)²."""
+    """Write the mean of each channel over these rows, and Σ (x - mean)²."""
     column, inside, at = _place(num_rows, num_channels, ROWS, COLUMNS)
     value = tl.load(x + at, inside, 0.0).to(tl.float32)
     count = tl.minimum(ROWS, num_rows - tl.program_id(0) * ROWS).to(tl.float32)
@@ -56,7 +56,7 @@ def _group_table(
     parts, weight, bias, added, scale, shift, table, num_parts, num_rows, num_channels, channels_each, eps,
     IS_ADDED: tl.constexpr, IS_SCALED: tl.constexpr, PART_ROWS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The table of one group of one image, from its parts; z = x̂·w·(1 + scale) + b·(1 + scale) + shift."""
+    """Compute the table of one group of one image from partial sums; z = x̂·w·(1 + scale) + b·(1 + scale) + shift."""
     image, lane = tl.program_id(1).to(tl.int64), tl.arange(0, WIDTH)
     column, is_channel = tl.program_id(0) * channels_each + lane, lane < channels_each
     base = parts + image * num_parts * 2 * num_channels
@@ -96,7 +96,7 @@ def _group_table(
 
 @triton.jit
 def _group_silu(x, table, y, num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """y = silu(A·(x - mean) + B)."""
+    """Write y = silu(A·(x - mean) + B)."""
     column, inside, at = _place(num_rows, num_channels, ROWS, COLUMNS)
     a = _of_channels(table, 0, column, num_channels)
     b = _of_channels(table, 1, column, num_channels)
@@ -106,7 +106,7 @@ def _group_silu(x, table, y, num_rows, num_channels, ROWS: tl.constexpr, COLUMNS
 
 @triton.jit
 def _before_silu(x, dy, table, at, inside, column, num_channels):
-    """dz, and x̂."""
+    """Return dz and x̂, recomputed from x."""
     deviation = tl.load(x + at, inside, 0.0).to(tl.float32) - _of_channels(table, 2, column, num_channels)
     a = _of_channels(table, 0, column, num_channels)
     z = deviation * a + _of_channels(table, 1, column, num_channels)
@@ -117,7 +117,7 @@ def _before_silu(x, dy, table, at, inside, column, num_channels):
 
 @triton.jit
 def _group_gradient_parts(x, dy, table, parts, num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Σ dz and Σ dz·x̂ of each channel over these rows."""
+    """Write Σ dz and Σ dz·x̂ of each channel over these rows."""
     column, inside, at = _place(num_rows, num_channels, ROWS, COLUMNS)
     dz, unit, _ = _before_silu(x, dy, table, at, inside, column, num_channels)
     dz = tl.where(inside, dz, 0.0)
@@ -130,8 +130,11 @@ def _group_gradient_parts(x, dy, table, parts, num_rows, num_channels, ROWS: tl.
 def _group_gradient_table(
     parts, table, sums, num_parts, num_rows, num_channels, channels_each, PARTS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """sums [images, 5, num_channels]: Σ dz and Σ dz·x̂ of each channel; of its group what is taken from dx, the mean of
-    w·dz and of w·dz·x̂, times 1 / deviation; and Σ dx of each channel."""
+    """Compute sums [images, 5, num_channels] from partial sums.
+
+    Σ dz and Σ dz·x̂ of each channel; the group's means of w·dz and of w·dz·x̂ times 1 / deviation, which are subtracted
+    from dx; and Σ dx of each channel.
+    """
     image, lane = tl.program_id(1).to(tl.int64), tl.arange(0, WIDTH)
     column, is_channel = tl.program_id(0) * channels_each + lane, lane < channels_each
     base = parts + image * num_parts * 2 * num_channels
@@ -157,7 +160,7 @@ def _group_gradient_table(
 
 @triton.jit
 def _group_gradient(x, dy, table, sums, dx, num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """dx = A·dz less the group's means."""
+    """Write dx = A·dz minus the group's means."""
     column, inside, at = _place(num_rows, num_channels, ROWS, COLUMNS)
     dz, unit, a = _before_silu(x, dy, table, at, inside, column, num_channels)
     found = dz * a - _of_channels(sums, 2, column, num_channels) - unit * _of_channels(sums, 3, column, num_channels)
@@ -185,7 +188,7 @@ def normalise_silu(
     groups: int,
     eps: float,
 ) -> Tensor:
-    """Writes y, and returns the table that its gradient needs."""
+    """Write y, and return the table that its gradient needs."""
     (images, rows, channels), grid = _get_sizes(x), _make_grid(x)
     parts = torch.empty(images, grid[0], 2, channels, device=x.device, dtype=torch.float32)
     table = torch.empty(images, FIELDS.value, channels, device=x.device, dtype=torch.float32)
@@ -202,13 +205,13 @@ def normalise_silu(
 
 
 def recompute_silu(x: Tensor, table: Tensor, y: Tensor) -> None:
-    """Writes y once more."""
+    """Write y again for backward."""
     (_, rows, channels), grid = _get_sizes(x), _make_grid(x)
     _group_silu[grid](x, table, y, rows, channels, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
 
 
 def compute_gradient(x: Tensor, dy: Tensor, table: Tensor, dx: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Writes dx, and returns Σ dz, Σ dz·x̂ and Σ dx, each [images, channels]."""
+    """Write dx, and return Σ dz, Σ dz·x̂ and Σ dx, each [images, channels]."""
     (images, rows, channels), grid = _get_sizes(x), _make_grid(x)
     parts = torch.empty(images, grid[0], 2, channels, device=x.device, dtype=torch.float32)
     sums = torch.empty(images, FIELDS.value, channels, device=x.device, dtype=torch.float32)
@@ -225,7 +228,7 @@ def compute_gradient(x: Tensor, dy: Tensor, table: Tensor, dx: Tensor, groups: i
 
 @triton.jit
 def _add_branch(x, branch, bias, y, num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """y = x + branch + bias."""
+    """Write y = x + branch + bias."""
     column, inside, at = _place(num_rows, num_channels, ROWS, COLUMNS)
     found = tl.load(x + at, inside, 0.0).to(tl.float32) + tl.load(branch + at, inside, 0.0).to(tl.float32)
     found += tl.load(bias + column, column < num_channels, 0.0).to(tl.float32)[None, :]
@@ -234,7 +237,7 @@ def _add_branch(x, branch, bias, y, num_rows, num_channels, ROWS: tl.constexpr, 
 
 @triton.jit
 def _row_sums(dy, parts, num_rows, num_channels, turns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Σ dy of each channel over `turns` times ROWS rows, which are those of all images in one."""
+    """Write Σ dy of each channel over `turns` times ROWS rows; the rows of all images count as one map."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for turn in range(turns):
@@ -245,13 +248,13 @@ def _row_sums(dy, parts, num_rows, num_channels, turns, ROWS: tl.constexpr, COLU
 
 
 def add_branch(x: Tensor, branch: Tensor, bias: Tensor, y: Tensor) -> None:
-    """Writes y = x + branch + bias."""
+    """Write y = x + branch + bias."""
     (_, rows, channels), grid = _get_sizes(x), _make_grid(x)
     _add_branch[grid](x, branch, bias, y, rows, channels, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
 
 
 def sum_channels(dy: Tensor) -> Tensor:
-    """Σ over images and rows, in fp32."""
+    """Return the sum over images and rows, in fp32."""
     images, rows, channels = _get_sizes(dy)
     turns = max(1, triton.cdiv(images * rows, ROWS * MOST_PARTS))
     num_parts = triton.cdiv(images * rows, ROWS * turns)

@@ -1,10 +1,9 @@
-"""Triton kernels of a U-Net's end: normalise, ReLU and the 1×1 convolution to a few logits in one pass over the map.
+"""Triton kernels of a U-Net's head: normalise, ReLU and the 1×1 convolution to a few logits in one pass over the map.
 
 The normalised map is never written. A tile is [rows, all channels]: a logit is a sum over all channels of a pixel, so
-that no other program has a part of it. Classes are few, so they are unrolled: each has a row of weights [1, channels]
-and a column of gradients [rows, 1] in registers, and a product over them is a sum of outer products; a matmul's tile
-would be mostly empty. Scale, offset and weights are loaded once per program, which is why a program walks over many
-tiles.
+one program computes all of it. Classes are few, so they are unrolled: each has a row of weights [1, channels] and a
+column of gradients [rows, 1] in registers, and a product over them is a sum of outer products; a matmul's tile would be
+mostly empty. Scale, offset and weights are loaded once per program, which is why a program processes many tiles.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from halfstep.kernels.normalise import GradientSums, Norm, allocate_like, combin
 
 
 class HeadBlocks(NamedTuple):
-    """Values of a tile or of each of its parts, and programs at most."""
+    """Sizes of a tile and of its parts, and the largest number of programs."""
 
     values: int
     warps: int
@@ -37,7 +36,8 @@ SUM_LOADS = 8  # how many loads of the logits' gradient the parts of a tile have
 
 @triton.jit
 def _place(tile, pixels, ROWS: tl.constexpr):
-    """A tile's image, and its first pixel there: no tile crosses images, so that no pixel's place needs a division."""
+    """Return a tile's image and its first pixel there: no tile crosses images, so that no pixel index needs a
+    division."""
     in_image = tl.cdiv(pixels, ROWS)
     return (tile // in_image).to(tl.int64), tile % in_image * ROWS
 
@@ -49,7 +49,7 @@ def _map_offsets(image, start, pixels, channels, columns, ROWS: tl.constexpr):
 
 @triton.jit
 def _weights(weight, channels, columns, is_channel, CLASSES):
-    """Of each class, in fp32."""
+    """Load the weights of each class, in fp32."""
     weights = ()
     for k in tl.static_range(CLASSES):
         w = tl.load(weight + k * channels + columns, mask=is_channel, other=0.0).to(tl.float32)
@@ -59,7 +59,7 @@ def _weights(weight, channels, columns, is_channel, CLASSES):
 
 @triton.jit
 def _logit_gradients(dlogits, image, start, is_row, n_stride, k_stride, w_stride, CLASSES, ROWS):
-    """Of each class, in fp32."""
+    """Load the gradient of each class's logits, in fp32."""
     at = dlogits + image * n_stride + start.to(tl.int64) * w_stride + tl.arange(0, ROWS) * w_stride
     gradients = ()
     for k in tl.static_range(CLASSES):
@@ -70,7 +70,7 @@ def _logit_gradients(dlogits, image, start, is_row, n_stride, k_stride, w_stride
 
 @triton.jit
 def _products(gradients, weights, CLASSES: tl.constexpr):
-    """The gradient of the normalised map: a few outer products."""
+    """Return the gradient of the normalised map: a sum of outer products over classes."""
     total = gradients[0] * weights[0]
     for k in tl.static_range(1, CLASSES):
         total += gradients[k] * weights[k]
@@ -79,7 +79,7 @@ def _products(gradients, weights, CLASSES: tl.constexpr):
 
 @triton.jit
 def _zeros(CLASSES, ROWS, COLS):
-    """A tile for each class."""
+    """Return a zero tile for each class."""
     zeros = ()
     for _ in tl.static_range(CLASSES):
         zeros = zeros + (tl.zeros((ROWS, COLS), tl.float32),)  # noqa: RUF005
@@ -88,7 +88,7 @@ def _zeros(CLASSES, ROWS, COLS):
 
 @triton.jit
 def _plus_products(sums, gradients, values, CLASSES):
-    """Of each class, its sum and the product of its gradient with values."""
+    """Add each class's gradient, and its product with values, to their sums."""
     new = ()
     for k in tl.static_range(CLASSES):
         new = new + (sums[k] + gradients[k] * values,)  # noqa: RUF005
@@ -98,7 +98,7 @@ def _plus_products(sums, gradients, values, CLASSES):
 @triton.jit
 def _parts_of_tile(y, dlogits, tile, pixels, channels, columns, is_channel, n_stride, k_stride, w_stride,
                    CLASSES, PARTS, ROWS):  # fmt: skip
-    """Values and logits' gradients of each part, all read before the first is used: so enough is on its way."""
+    """Load values and logit gradients of all parts before using the first, to keep enough loads in flight."""
     image, first = _place(tile, pixels, PARTS * ROWS)
     values, gradients = (), ()
     for part in tl.static_range(PARTS):
@@ -114,7 +114,7 @@ def _parts_of_tile(y, dlogits, tile, pixels, channels, columns, is_channel, n_st
 @triton.jit
 def logits_kernel(y, scale, offset, weight, bias, out, num_tiles, pixels, channels,
                   CLASSES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
-    """Reads y, writes logits."""
+    """Read y and write logits."""
     columns = tl.arange(0, COLS)
     is_channel = columns < channels
     a = tl.load(scale + columns, mask=is_channel, other=0.0)[None, :]
@@ -137,9 +137,9 @@ def logits_kernel(y, scale, offset, weight, bias, out, num_tiles, pixels, channe
 def head_sums_kernel(y, dlogits, mean, scale, offset, weight, partials, bias_partials, num_tiles, pixels, channels,
                      n_stride, k_stride, w_stride,
                      CLASSES: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
-    """Reads y and the logits' gradient; writes each program's sums of g, of g * (y - mean) and of dlogits * z.
+    """Read y and the logits' gradient; write each program's sums of g, of g * (y - mean) and of dlogits * z.
 
-    All of them come from two sums for each class, of dlogit and of dlogit * (y - mean) where ReLU let y through.
+    All of them follow from two sums per class, of dlogit and of dlogit * (y - mean), over values that pass ReLU.
     """
     columns = tl.arange(0, COLS)
     is_channel = columns < channels
@@ -177,7 +177,7 @@ def head_sums_kernel(y, dlogits, mean, scale, offset, weight, partials, bias_par
 def head_gradient_kernel(y, dlogits, mean, inverse, scale, offset, weight, sum_g, sum_gx, out, num_tiles, num_values,
                          pixels, channels, n_stride, k_stride, w_stride,
                          CLASSES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
-    """Reads y and the logits' gradient, writes the gradient of y."""
+    """Read y and the logits' gradient, and write the gradient of y."""
     columns = tl.arange(0, COLS)
     is_channel = columns < channels
     a, b = tl.load(scale + columns, mask=is_channel, other=0.0), tl.load(offset + columns, mask=is_channel, other=0.0)
@@ -201,7 +201,7 @@ def head_gradient_kernel(y, dlogits, mean, inverse, scale, offset, weight, sum_g
 
 @dataclass(frozen=True, slots=True)
 class HeadTiles:
-    """How rows are cut: programs, each of which walks over tiles of an image's rows with all channels."""
+    """The tiling: programs, each of which processes tiles of an image's rows with all channels."""
 
     num_tiles: int
     pixels: int
@@ -211,7 +211,7 @@ class HeadTiles:
 
 
 def cut_head_tiles(y: Tensor, blocks: HeadBlocks, parts: int = 1) -> HeadTiles:
-    """The cut for this map."""
+    """Return the tiling for this map."""
     n, channels, height, width = y.shape
     columns = int(triton.next_power_of_2(channels))
     rows = max(blocks.values // columns, 1)
@@ -220,14 +220,14 @@ def cut_head_tiles(y: Tensor, blocks: HeadBlocks, parts: int = 1) -> HeadTiles:
 
 
 def get_strides(dlogits: Tensor) -> tuple[int, int, int]:
-    """Between images, classes and pixels."""
+    """Return the strides between images, classes and pixels."""
     n_stride, k_stride, h_stride, w_stride = dlogits.stride()
     assert dlogits.shape[2] == 1 or h_stride == dlogits.shape[3] * w_stride, "lines of pixels must follow each other"
     return n_stride, k_stride, w_stride
 
 
 def compute_logits(y: Tensor, norm: Norm, weight: Tensor, bias: Tensor) -> Tensor:
-    """relu(y normalised) times the kernel [classes, channels], plus the bias."""
+    """Return relu(y normalised) times the kernel [classes, channels], plus the bias."""
     n, channels, height, width = y.shape
     classes, tiles = len(weight), cut_head_tiles(y, LOGITS)
     out = torch.empty((n, classes, height, width), dtype=y.dtype, device=y.device, memory_format=torch.channels_last)
@@ -242,7 +242,7 @@ def compute_logits(y: Tensor, norm: Norm, weight: Tensor, bias: Tensor) -> Tenso
 
 
 def sum_head_gradients(y: Tensor, dlogits: Tensor, norm: Norm, weight: Tensor) -> tuple[GradientSums, Tensor, Tensor]:
-    """The sums that BatchNorm's gradient needs, and the gradients of kernel and bias."""
+    """Return the sums that BatchNorm's gradient needs, and the gradients of kernel and bias."""
     channels, classes = y.shape[1], len(weight)
     parts = max(SUM_LOADS // classes, 1)
     tiles = cut_head_tiles(y, SUMS, parts)
@@ -266,7 +266,7 @@ def sum_head_gradients(y: Tensor, dlogits: Tensor, norm: Norm, weight: Tensor) -
 
 
 def compute_head_gradient(y: Tensor, dlogits: Tensor, norm: Norm, weight: Tensor, sums: GradientSums) -> Tensor:
-    """The gradient of y."""
+    """Return the gradient of y."""
     channels, tiles, out = y.shape[1], cut_head_tiles(y, GRADIENT), allocate_like(y)
     head_gradient_kernel[(tiles.programs,)](
         *(y, dlogits, norm.mean, norm.inverse, norm.scale, norm.offset, weight, sums.g, sums.gx, out),

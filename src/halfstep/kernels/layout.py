@@ -1,4 +1,4 @@
-"""In which order a 4-dimensional tensor lies in memory, and an image in the frame that a first convolution reads."""
+"""The memory layout of maps, and the padded image that a first convolution reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def get_row_stride(x: Tensor) -> int:
-    """Values between neighbouring pixels of a channels_last map, or of a slice of such a map's channels."""
+    """Return the number of values between adjacent pixels of a channels_last map, or of a slice of its channels."""
     n, c, height, width = x.shape
     stride = x.stride(3) if width > 1 else x.stride(2) if height > 1 else x.stride(0) if n > 1 else c
     dense = (height * width * stride, 1, width * stride, stride)
@@ -22,7 +22,7 @@ PIXEL = 4  # channels of a padded pixel: 8 bytes of a half format, the least tha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """Where the windows of a square kernel lie on a padded image."""
+    """The windows of a square kernel on a padded image."""
 
     height: int
     width: int
@@ -32,17 +32,17 @@ class Windows:
 
     @property
     def rows(self) -> int:
-        """Of the convolution's result."""
+        """Return the height of the convolution's output."""
         return (self.height + 2 * self.padding - self.kernel) // self.stride + 1
 
     @property
     def columns(self) -> int:
-        """Of the convolution's result."""
+        """Return the width of the convolution's output."""
         return (self.width + 2 * self.padding - self.kernel) // self.stride + 1
 
     @property
     def row_taps(self) -> int:
-        """Values read for one row of the kernel: a power of two that matrix units take."""
+        """Return the values read for one kernel row: a power of two that matrix units support."""
         return max(16, 1 << (PIXEL * self.kernel - 1).bit_length())
 
     @property
@@ -51,7 +51,7 @@ class Windows:
 
     @property
     def padded_width(self) -> int:
-        """With all that the last window reads; even, so that windows at stride 2 begin at multiples of 16 bytes."""
+        """Return the width including what the last window reads; even, so that stride-2 windows are 16-byte aligned."""
         read = (self.columns - 1) * self.stride + self.row_taps // PIXEL
         needed = max(self.width + 2 * self.padding, read)
         return needed + needed % 2
@@ -59,7 +59,7 @@ class Windows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedImage:
-    """An image in a frame of zeros, [N, padded_height, padded_width, PIXEL], with as many channels as it had."""
+    """An image padded with zeros, [N, padded_height, padded_width, PIXEL], and its original number of channels."""
 
     values: Tensor
     channels: int
@@ -71,7 +71,7 @@ class PaddedImage:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """What is to be measured on a GPU: the sizes of a kernel's tiles and of its grid."""
+    """Tile and grid sizes of a kernel, measured on a GPU."""
 
     values: int  # of a tile: 8 per thread are a 16-byte access of a half format
     most_channels: int
@@ -81,7 +81,7 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How rows × channels are cut: `grid` programs, each of which walks over tiles of `rows` × `channels`."""
+    """The tiling of rows × channels: `grid` programs, each of which processes tiles of `rows` × `channels`."""
 
     grid: tuple[int, int]
     rows: int
@@ -90,12 +90,12 @@ class Tiles:
 
     @property
     def options(self) -> dict[str, int]:
-        """What every kernel is launched with."""
+        """Return the launch options common to all kernels."""
         return {"BR": self.rows, "BC": self.channels, "num_warps": self.num_warps}
 
 
 def cut_tiles(num_rows: int, num_channels: int, tiling: Tiling) -> Tiles:
-    """The cut for a map of this size."""
+    """Return the tiling for a map of this size."""
     import triton  # optional: what reads layouts alone has to work without it
 
     channels = min(triton.next_power_of_2(num_channels), tiling.most_channels)

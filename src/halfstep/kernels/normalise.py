@@ -1,17 +1,17 @@
-"""BatchNorm in training and the ReLU behind it, in kernels of our own: a map is read as often as it must be.
+"""BatchNorm in training and the ReLU after it, in kernels that read a map as few times as possible.
 
     z = relu(y·scale + offset), scale = weight·inverse, offset = bias - mean·scale, inverse = 1/√(variance + eps)
     dy = scale·(g - Σg/n - (y - mean)·inverse²·Σg(y - mean)/n), g = dz where z > 0
 
-Statistics need one pass over y and z one more; of the gradient the sums need a pass over dz and y, dy a second. The
+Statistics need one pass over y, and z one more. In backward the sums need one pass over dz and y, and dy a second. The
 variance comes from two plain sums, which read memory faster than Welford's update:
 
     s1 = Σ (y - shift), s2 = Σ (y - shift)²; mean = shift + s1/n; variance = s2/n - (s1/n)²
 
-With shift 0 the difference cancels where |mean| ≫ deviation. So the shift is one value of the channel, which is as near
-to the mean as a value is: the relative error of the variance is about 2⁻²³ (1 + r²) times the summation's own, with
-r = |shift - mean| / deviation, seldom above 3 however large the mean is. A NaN or infinity anywhere in a channel makes
-its variance NaN, as with Welford. Maps are channels_last; vectors of channels and all sums are fp32.
+With shift 0 the difference cancels if |mean| ≫ deviation. So the shift is one value of the channel, which is near the
+mean. The relative error of the variance is then about 2⁻²³ (1 + r²) times that of the summation, with r = |shift -
+mean| / deviation, rarely above 3 however large the mean is. A NaN or infinity anywhere in a channel makes its variance
+NaN, as with Welford. Maps are channels_last; vectors of channels and all sums are fp32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 
 class Norm(NamedTuple):
-    """How a raw map y is normalised, each [channels]: y·scale + offset."""
+    """The normalisation y·scale + offset of a raw map y; each field is [channels]."""
 
     mean: Tensor
     inverse: Tensor
@@ -40,7 +40,7 @@ class GradientSums(NamedTuple):
 
 
 def compute_norm(y: Tensor, norm: nn.BatchNorm2d) -> Norm:
-    """By the statistics of this batch; the running ones are updated."""
+    """Return the normalisation by this batch's statistics, and update the running ones."""
     from halfstep.kernels import normalise_triton as kernels
 
     if y.numel() == y.shape[1]:
@@ -51,7 +51,7 @@ def compute_norm(y: Tensor, norm: nn.BatchNorm2d) -> Norm:
 
 
 def normalise(y: Tensor, norm: Norm, *, out: Tensor | None = None) -> Tensor:
-    """relu(y·scale + offset); `out` may be a slice of the channels of a wider map."""
+    """Return relu(y·scale + offset); `out` may be a slice of the channels of a wider map."""
     from halfstep.kernels import normalise_triton as kernels
 
     result = allocate_like(y) if out is None else out
@@ -60,14 +60,15 @@ def normalise(y: Tensor, norm: Norm, *, out: Tensor | None = None) -> Tensor:
 
 
 def sum_gradients(dz: Tensor, y: Tensor, norm: Norm) -> GradientSums:
-    """The sums for z = relu(y·scale + offset), whose gradient is dz; dz may be a slice of a wider map's channels."""
+    """Return the sums for z = relu(y·scale + offset) with gradient dz, which may be a slice of a wider map's
+    channels."""
     from halfstep.kernels import normalise_triton as kernels
 
     return finish_sums(kernels.sum_gradient_parts(dz, y, norm.mean, norm.scale, norm.offset), norm)
 
 
 def finish_sums(partials: Tensor, norm: Norm) -> GradientSums:
-    """From parts of Σ g and Σ g·(y - mean), [parts, 2, channels], as a kernel that had g at hand left them."""
+    """Return the sums from partial Σ g and Σ g·(y - mean), [parts, 2, channels], of another kernel that had g."""
     from halfstep.kernels import normalise_triton as kernels
 
     sums = torch.empty(3, partials.shape[2], dtype=torch.float32, device=partials.device)
@@ -76,7 +77,7 @@ def finish_sums(partials: Tensor, norm: Norm) -> GradientSums:
 
 
 def combine_partials(partials: Tensor) -> Tensor:
-    """[parts, kinds, channels] summed over parts, always in the same order."""
+    """Sum [parts, kinds, channels] over parts, always in the same order."""
     from halfstep.kernels import normalise_triton as kernels
 
     totals = torch.empty(partials.shape[1:], dtype=torch.float32, device=partials.device)
@@ -85,7 +86,7 @@ def combine_partials(partials: Tensor) -> Tensor:
 
 
 def compute_raw_gradient(g: Tensor, y: Tensor, norm: Norm, sums: GradientSums, *, masked: bool) -> Tensor:
-    """dy; `masked` zeroes g where y·scale + offset <= 0 first, as ReLU does. g may be a slice of a wider map."""
+    """Return dy; `masked` first zeroes g where y·scale + offset <= 0, as ReLU does. g may be a slice of a wider map."""
     from halfstep.kernels import normalise_triton as kernels
 
     dy = allocate_like(y)
@@ -94,5 +95,5 @@ def compute_raw_gradient(g: Tensor, y: Tensor, norm: Norm, sums: GradientSums, *
 
 
 def allocate_like(y: Tensor) -> Tensor:
-    """Memory for a map of y's shape and dtype, channels_last and dense even where y is a slice."""
+    """Allocate a map of y's shape and dtype, channels_last, and dense even if y is a slice."""
     return torch.empty(y.shape, dtype=y.dtype, device=y.device, memory_format=torch.channels_last)

@@ -1,12 +1,12 @@
-"""The Triton kernels of BatchNorm and ReLU on channels_last maps, seen as rows of channels, [num_rows, num_channels].
+"""The Triton kernels of BatchNorm and ReLU on channels_last maps, viewed as rows of channels, [num_rows, num_channels].
 
-A tile is [ROWS, COLUMNS]: neighbouring threads hold neighbouring channels, which are adjacent in memory. Kernels that
-sum keep two such tiles of sums and add their rows up once, at the end; each program leaves [2, COLUMNS] in `partials`,
-and a `_finish` kernel adds those in a fixed order, so that results repeat to the bit.
+A tile is [ROWS, COLUMNS]: adjacent threads hold adjacent channels, which are adjacent in memory. Kernels that sum keep
+two such tiles of sums and add up their rows once, at the end. Each program writes [2, COLUMNS] to `partials`, and a
+`_finish` kernel adds those in a fixed order, so that results are bit-identical in every run.
 
 A program takes some channels of many rows: vectors of channels are loaded once, and sums stay in registers until the
-end. Row strides are free, so that a map may be a slice of a wider one's channels. Offsets of a whole map can exceed
-32 bits, those within a tile cannot.
+end. Row strides are free, so that a map may be a slice of a wider one's channels. Offsets of a whole map can exceed 32
+bits; those within a tile cannot.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def _partial_sums(
     num_rows, num_channels, y_stride, dz_stride,
     IS_GRADIENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """This program's part of Σ d and Σ d², d = y - centre; or of Σ g and Σ g·d, g = dz where ReLU let z through.
+    """Write this program's part of Σ d and Σ d², d = y - centre; or of Σ g and Σ g·d, g = dz where ReLU let z through.
 
-    Reads each map once, from its end: what has been written last is still in the cache, and the next kernel finds there
-    what was read last, the beginning.
+    Reads each map once, from its end: what was written last is still in the cache, and what this kernel reads last, the
+    beginning, is cached for the next one.
     """
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_channel = columns < num_channels
@@ -72,7 +72,7 @@ def _partial_sums(
 
 @triton.jit
 def _total(partials, kind, num_kinds, columns, num_parts, num_channels, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Σ over parts of one kind of sum, always in the same order."""
+    """Return the sum over parts of one kind of sum, always in the same order."""
     total = tl.zeros([COLUMNS], tl.float32)
     for start in range(0, num_parts, PARTS):
         part = (start + tl.arange(0, PARTS))[:, None]
@@ -84,7 +84,7 @@ def _total(partials, kind, num_kinds, columns, num_parts, num_channels, PARTS: t
 
 @triton.jit
 def _finish_plain(partials, totals, num_parts, num_channels, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
-    """totals[kind] = Σ over parts; one program for some channels of one kind."""
+    """Write totals[kind] = Σ over parts; one program for some channels of one kind."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     kind, num_kinds = tl.program_id(1), tl.num_programs(1)
     total = _total(partials, kind, num_kinds, columns, num_parts, num_channels, PARTS, COLUMNS)
@@ -93,7 +93,7 @@ def _finish_plain(partials, totals, num_parts, num_channels, PARTS: tl.constexpr
 
 @triton.jit
 def _finish_gradient(partials, inverse, sums, num_parts, num_channels, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
-    """sums = Σ g, Σ g·(y - mean), and the latter times inverse, the gradient of the weight."""
+    """Write Σ g, Σ g·(y - mean), and the latter times inverse, which is the gradient of the weight."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_channel = columns < num_channels
     g = _total(partials, 0, 2, columns, num_parts, num_channels, PARTS, COLUMNS)
@@ -109,8 +109,10 @@ def _finish_statistics(
     num_parts, num_rows, num_channels, eps, momentum,
     PARTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """norm = mean, inverse, scale, offset, from parts of Σ d and Σ d², d = y - shift; running statistics move on, and
-    one batch more is counted."""
+    """Write mean, inverse, scale and offset from partial Σ d and Σ d², d = y - shift.
+
+    Also updates the running statistics and their count of batches.
+    """
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     is_channel = columns < num_channels
     count = tl.cast(num_rows, tl.float32)
@@ -143,7 +145,7 @@ def _normalised(
     num_rows, num_channels, y_stride, out_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """out = relu(y·scale + offset): reads a value, writes a value."""
+    """Write out = relu(y·scale + offset): reads a value, writes a value."""
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_channel = columns < num_channels
     a, b = tl.load(scale + columns, is_channel, 0.0), tl.load(offset + columns, is_channel, 0.0)
@@ -164,7 +166,7 @@ def _gradient_of_raw(
     num_rows, num_channels, g_stride, y_stride,
     IS_MASKED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """dy = scale·(g - Σg/n - (y - mean)·inverse²·Σgx/n): reads two values, writes one; dy is dense."""
+    """Write dy = scale·(g - Σg/n - (y - mean)·inverse²·Σgx/n), dense: reads two values, writes one."""
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_channel = columns < num_channels
     middle, narrow = tl.load(mean + columns, is_channel, 0.0), tl.load(inverse + columns, is_channel, 0.0)
@@ -187,12 +189,12 @@ def _gradient_of_raw(
 
 
 def sum_statistics(y: Tensor) -> Tensor:
-    """Parts of Σ d and Σ d² over rows, [parts, 2, channels]; d = y - its first row."""
+    """Return partial Σ d and Σ d² over rows, [parts, 2, channels]; d = y - its first row."""
     return _launch_sums(y, y, y, y, y, is_gradient=False)
 
 
 def sum_gradient_parts(dz: Tensor, y: Tensor, mean: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """Parts of Σ g and Σ g·(y - mean) over rows, [parts, 2, channels]; g = dz where y·scale + offset > 0."""
+    """Return partial Σ g and Σ g·(y - mean) over rows, [parts, 2, channels]; g = dz where y·scale + offset > 0."""
     return _launch_sums(y, dz, mean, scale, offset, is_gradient=True)
 
 
@@ -211,12 +213,12 @@ def _launch_sums(y: Tensor, dz: Tensor, centre: Tensor, scale: Tensor, offset: T
 
 
 def choose_channel_block(num_channels: int, most: int = SUM_COLUMNS) -> int:
-    """How wide a tile is."""
+    """Return the width of a tile."""
     return int(min(most, triton.next_power_of_2(num_channels)))
 
 
 def finish_plain(partials: Tensor, totals: Tensor) -> None:
-    """totals [kinds, channels] = the sum of partials [parts, kinds, channels]."""
+    """Write totals [kinds, channels]: the sum of partials [parts, kinds, channels]."""
     num_parts, num_kinds, num_channels = partials.shape
     blocks = _choose_finish_blocks(num_parts, num_channels)
     grid = (triton.cdiv(num_channels, blocks["COLUMNS"]), num_kinds)
@@ -224,7 +226,7 @@ def finish_plain(partials: Tensor, totals: Tensor) -> None:
 
 
 def finish_gradient(partials: Tensor, inverse: Tensor, sums: Tensor) -> None:
-    """sums [3, channels] = Σ g, Σ gx, inverse·Σ gx."""
+    """Write sums [3, channels]: Σ g, Σ gx, inverse·Σ gx."""
     num_parts, _, num_channels = partials.shape
     blocks = _choose_finish_blocks(num_parts, num_channels)
     grid = (triton.cdiv(num_channels, blocks["COLUMNS"]),)
@@ -232,7 +234,7 @@ def finish_gradient(partials: Tensor, inverse: Tensor, sums: Tensor) -> None:
 
 
 def finish_statistics(partials: Tensor, y: Tensor, norm: torch.nn.BatchNorm2d, result: Tensor) -> None:
-    """result [4, channels] = mean, inverse, scale, offset; what `norm` keeps of batches moves on."""
+    """Write result [4, channels]: mean, inverse, scale, offset; and update the running statistics of `norm`."""
     num_parts, _, num_channels = partials.shape
     blocks = _choose_finish_blocks(num_parts, num_channels)
     grid = (triton.cdiv(num_channels, blocks["COLUMNS"]),)
@@ -249,7 +251,7 @@ def _choose_finish_blocks(num_parts: int, num_channels: int) -> dict[str, int]:
 
 
 def normalise(y: Tensor, scale: Tensor, offset: Tensor, out: Tensor) -> None:
-    """out = relu(y·scale + offset)."""
+    """Write out = relu(y·scale + offset)."""
     num_channels, num_rows = y.shape[1], y.numel() // y.shape[1]
     grid, blocks = _choose_map_blocks(num_rows, num_channels)
     _normalised[grid](y, scale, offset, out, num_rows, num_channels, get_row_stride(y), get_row_stride(out), **blocks)
@@ -258,7 +260,7 @@ def normalise(y: Tensor, scale: Tensor, offset: Tensor, out: Tensor) -> None:
 def compute_raw_gradient(
     g: Tensor, y: Tensor, norm: tuple[Tensor, ...], sums: tuple[Tensor, Tensor], dy: Tensor, *, is_masked: bool
 ) -> None:
-    """dy of a dense map; norm is mean, inverse, scale and offset, sums are Σ g and Σ gx."""
+    """Write dy of a dense map; norm holds mean, inverse, scale and offset, sums hold Σ g and Σ gx."""
     num_channels, num_rows = y.shape[1], y.numel() // y.shape[1]
     grid, blocks = _choose_map_blocks(num_rows, num_channels)
     strides = get_row_stride(g), get_row_stride(y)

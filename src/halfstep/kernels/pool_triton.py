@@ -1,10 +1,10 @@
-"""Triton kernels of a U-Net's way down: normalise, ReLU and 2×2 max-pooling in one pass, and their gradients in two.
+"""Triton kernels of a U-Net's encoder: normalise, ReLU and 2×2 max-pooling in one pass, and their gradients in two.
 
-A tile is [windows, channels], once for each of the four pixels: a, b above, c, d below, with their gradients ga to gd.
-So a window's maximum, and whose gradient it is, is decided within a thread. The four pixels of a window are rows
-`first`, `first + 1`, `first + width` and one more of the channels_last map. Where a side is odd its last row or column
-lies in no window: such pixels stand in incomplete windows, which have a gradient of their own pixels and none of a
-pooled one. Sides are known to the compiler, or divisions by them would take as long as the rest.
+A tile is [windows, channels], once for each of the four pixels: a, b above, c, d below, with gradients ga to gd. So one
+thread finds a window's maximum and the pixel that gets its gradient. The four pixels of a window are rows `first`,
+`first + 1`, `first + width` and `first + width + 1` of the channels_last map. If a side is odd, its last row or column
+is in incomplete windows: these pixels get the skip's gradient and none from pooling. Sides are compile-time constants:
+otherwise divisions by them would take as long as the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ tried there on a U-Net's four levels."""
 
 @triton.jit
 def _windows(tile, num_windows, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """First pixel's row and pooled row of each window of a tile, and which of its pixels there are."""
+    """Return the first pixel's row and the pooled row of each window in a tile, and masks of the pixels that exist."""
     window = tile * ROWS + tl.arange(0, ROWS)
     across: tl.constexpr = (WIDTH + 1) // 2
     down: tl.constexpr = (HEIGHT + 1) // 2
@@ -43,7 +43,7 @@ def _windows(tile, num_windows, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS:
 
 @triton.jit
 def _load_pixels(pointer, stride, first, width, here, right, below, columns, is_channel):
-    """A window's four pixels in fp32; 0 where there is none."""
+    """Load a window's four pixels in fp32; 0 for missing ones."""
     at = (pointer + first.to(tl.int64) * stride)[:, None] + columns[None, :]
     is_channel = is_channel[None, :]
     a = tl.load(at, mask=here[:, None] & is_channel, other=0.0)
@@ -61,9 +61,9 @@ def _store_pixel(pointer, stride, row, mask, columns, is_channel, value):
 
 @triton.jit
 def _rounded(y, scale, offset, pointer):
-    """y * scale + offset, rounded as a stored map would be: ties for the maximum are then torch's.
+    """Return y * scale + offset, rounded as a stored map would be, so that ties for the maximum break as in torch.
 
-    ReLU may come later: it keeps the order of what it lets through, and the rest has no gradient.
+    ReLU may follow later: it keeps the order of what it lets through, and the rest has no gradient.
     """
     return (y * scale[None, :] + offset[None, :]).to(pointer.dtype.element_ty).to(tl.float32)
 
@@ -71,7 +71,7 @@ def _rounded(y, scale, offset, pointer):
 @triton.jit
 def pooled_kernel(y, scale, offset, out, num_windows, channels,
                   HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
-    """Reads y once, writes a quarter of it."""
+    """Read y once and write a quarter of it."""
     columns = tl.program_id(1) * COLS + tl.arange(0, COLS)
     is_channel = columns < channels
     weight, bias = tl.load(scale + columns, mask=is_channel), tl.load(offset + columns, mask=is_channel)
@@ -90,7 +90,8 @@ def pooled_kernel(y, scale, offset, out, num_windows, channels,
 @triton.jit
 def _pixel_gradients(y, dskip, dpooled, scale, offset, skip_stride, channels, tile, num_windows, columns,
                      is_channel, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """Of each pixel y and the gradient of y * scale + offset: the skip's, and the pooled one at the first maximum."""
+    """Return each pixel's y and the gradient of y * scale + offset: the skip's, plus the pooled one at the first
+    maximum."""
     first, pooled, here, right, below = _windows(tile, num_windows, HEIGHT, WIDTH, ROWS)
     a, b, c, d = _load_pixels(y, channels, first, WIDTH, here, right, below, columns, is_channel)
     ga, gb, gc, gd = _load_pixels(dskip, skip_stride, first, WIDTH, here, right, below, columns, is_channel)
@@ -115,7 +116,7 @@ def _pixel_gradients(y, dskip, dpooled, scale, offset, skip_stride, channels, ti
 def pool_gradient_sums_kernel(y, dskip, dpooled, mean, scale, offset, partials, skip_stride, num_windows, channels,
                               HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
                               ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
-    """Reads y, the skip's gradient and a quarter of it; writes each program's sums of g and g * (y - mean)."""
+    """Read y, the skip's gradient and the pooled one; write each program's sums of g and g * (y - mean)."""
     columns = tl.program_id(1) * COLS + tl.arange(0, COLS)
     is_channel = columns < channels
     weight, bias = tl.load(scale + columns, mask=is_channel), tl.load(offset + columns, mask=is_channel)
@@ -136,7 +137,7 @@ def pool_gradient_sums_kernel(y, dskip, dpooled, mean, scale, offset, partials, 
 def pool_gradient_kernel(y, dskip, dpooled, mean, inverse, scale, offset, sum_g, sum_gx, out, skip_stride, num_windows,
                          channels, num_values, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
                          ROWS: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
-    """Reads y, the skip's gradient and a quarter of it; writes the gradient of y."""
+    """Read y, the skip's gradient and the pooled one; write the gradient of y."""
     columns = tl.program_id(1) * COLS + tl.arange(0, COLS)
     is_channel = columns < channels
     weight, bias = tl.load(scale + columns, mask=is_channel), tl.load(offset + columns, mask=is_channel)
@@ -159,7 +160,7 @@ def pool_gradient_kernel(y, dskip, dpooled, mean, inverse, scale, offset, sum_g,
 
 
 class PoolWindows(NamedTuple):
-    """How windows × channels are cut."""
+    """The tiling of windows × channels."""
 
     num: int
     grid: tuple[int, int]
@@ -167,7 +168,7 @@ class PoolWindows(NamedTuple):
 
 
 def cut_windows(y: Tensor, tiling: Tiling) -> PoolWindows:
-    """The cut for the windows of this map."""
+    """Return the tiling for the windows of this map."""
     n, channels, height, width = y.shape
     count = n * triton.cdiv(height, 2) * triton.cdiv(width, 2)
     tiles = cut_tiles(count, channels, tiling)
@@ -176,7 +177,7 @@ def cut_windows(y: Tensor, tiling: Tiling) -> PoolWindows:
 
 
 def pool_map(y: Tensor, norm: Norm) -> Tensor:
-    """2×2 max-pooling of relu(y normalised)."""
+    """Return the 2×2 max-pooling of relu(y normalised)."""
     n, channels, height, width = y.shape
     tiles = cut_windows(y, POOLED)
     out = torch.empty(
@@ -187,7 +188,7 @@ def pool_map(y: Tensor, norm: Norm) -> Tensor:
 
 
 def sum_pool_gradients(y: Tensor, dskip: Tensor, dpooled: Tensor, norm: Norm) -> GradientSums:
-    """The sums that BatchNorm's gradient needs; `dskip` may be a slice of a wider map's channels."""
+    """Return the sums that BatchNorm's gradient needs; `dskip` may be a slice of a wider map's channels."""
     channels, tiles = y.shape[1], cut_windows(y, SUMS)
     partials = y.new_empty((tiles.grid[0], 2, channels), dtype=torch.float32)
     pool_gradient_sums_kernel[tiles.grid](
@@ -199,7 +200,7 @@ def sum_pool_gradients(y: Tensor, dskip: Tensor, dpooled: Tensor, norm: Norm) ->
 
 
 def compute_pool_gradient(y: Tensor, dskip: Tensor, dpooled: Tensor, norm: Norm, sums: GradientSums) -> Tensor:
-    """The gradient of y."""
+    """Return the gradient of y."""
     channels, tiles, out = y.shape[1], cut_windows(y, GRADIENT), allocate_like(y)
     pool_gradient_kernel[tiles.grid](
         *(y, dskip, dpooled, norm.mean, norm.inverse, norm.scale, norm.offset, sums.g, sums.gx, out),

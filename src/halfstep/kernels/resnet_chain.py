@@ -1,11 +1,11 @@
-"""A ResNet between raw outputs of convolutions, in kernels of our own. Every convolution is centred: odd and padded.
+"""A ResNet between raw outputs of convolutions, in our kernels. Every convolution is centred: odd-sized and padded.
 
-BatchNorm, ReLU and the sum with a shortcut belong to whoever reads the raw maps: `NormReluConv` within a block, `Join`
-at its end, `StemPool` before the first. The latter two also hold the convolutions that read their result, because
-autograd would sum those gradients in a pass of its own, and here the kernel that reads them first does it.
+BatchNorm, ReLU and the sum with a shortcut belong to the module that reads the raw maps: `NormReluConv` within a block,
+`Join` at its end, `StemPool` before the first block. The latter two also hold the convolutions that read their result:
+autograd would sum the gradients of these in an extra pass, while here the first kernel that reads them does it.
 
-Passes over a block's output in backward: 4 reads and a write for g, which is also the gradient of an identity, and 2
-reads and a write for the gradient of the raw map; with a projection one more read each, and a write.
+Backward reads a block's output 4 times and writes once for g, which is also the gradient of an identity shortcut, and
+reads twice and writes once for the gradient of the raw map. A projection adds one read to each, and a write.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ResNetBlock:
 
 
 def run_resnet_chain(image: Tensor, stem: Layer, blocks: Sequence[ResNetBlock], *, is_pooled: bool) -> Tensor:
-    """The last block's output; gradients reach every parameter, and running statistics move on."""
+    """Return the last block's output; gradients reach every parameter, and running statistics are updated."""
     y = _convolve_first(image, stem[0])
     convolutions = [convolution for block in blocks for convolution in block.convolutions]
     cast = cast_together([convolution.weight for convolution in convolutions], y.dtype)
@@ -109,9 +109,9 @@ def _join(
 
 
 class Join(torch.autograd.Function):
-    """z = relu(y normalised + shortcut), and the raw maps of the convolutions that read z, at `strides`.
+    """Compute z = relu(y normalised + shortcut), and the raw maps of the convolutions that read z, at `strides`.
 
-    The shortcut is the former z, a raw map with a norm of its own, or nothing, behind a stem that does not pool.
+    The shortcut is the previous z, a raw map with its own norm, or nothing after a stem that does not pool.
     """
 
     @staticmethod
@@ -167,7 +167,8 @@ class Join(torch.autograd.Function):
 
 
 class StemPool(torch.autograd.Function):
-    """z = 3×3 max-pooling at stride 2 of relu(y normalised), and the raw maps of the convolutions that read z."""
+    """Compute z, the 3×3 max-pooling at stride 2 of relu(y normalised), and the raw maps of the convolutions that read
+    z."""
 
     @staticmethod
     def forward(
@@ -209,7 +210,7 @@ class StemPool(torch.autograd.Function):
 
 
 def convolve_readers(z: Tensor, weights: Sequence[Tensor], strides: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """z convolved with each of these, centred; and the weights as they were used."""
+    """Convolve z with each of these weights, centred; return the maps and the weights as used."""
     cast = [cast_weight(z, w) for w in weights]
     return [convolve(z, w, stride, w.shape[2] // 2) for w, stride in zip(cast, strides, strict=True)], cast
 
@@ -223,7 +224,7 @@ def compute_reader_gradients(
     wants_z: bool,
     wants_weights: Sequence[bool],
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Each convolution's gradients of z, unsummed, and of its weight, aside."""
+    """Return each convolution's gradients of z, unsummed, and of its weight, computed on the side stream."""
     dzs: list[Tensor] = []
     dws: list[Tensor | None] = []
     for dy, w, stride, wants_w in zip(gradients, weights, strides, wants_weights, strict=True):
@@ -238,5 +239,6 @@ def compute_reader_gradients(
 
 
 def compute_pixel_gradient(dy: Tensor, w: Tensor) -> Tensor:
-    """The gradient of a 1×1 convolution's input at the pixels it reads: at stride 2 all others would be zeros."""
+    """Return the gradient of a 1×1 convolution's input at the pixels it reads: at stride 2 all others would be
+    zeros."""
     return (dy.permute(0, 2, 3, 1) @ w.flatten(1)).permute(0, 3, 1, 2)

@@ -1,10 +1,10 @@
 """Triton kernels where paths of a ResNet meet: the end of a block, where its shortcut is added, and the stem's pooling.
 
-A map is rows (pixels) of channels, dense. A tile is [BR, BC], rows × channels. A program owns BC channels and walks
-over tiles of rows, so that what belongs to a channel is loaded once, and sums over rows stay in registers, as tiles,
-until the end. Arithmetic is fp32 whatever the maps are.
+A map is dense rows (pixels) of channels. A tile is [BR, BC], rows × channels. A program owns BC channels and walks over
+tiles of rows, so that per-channel values are loaded once, and sums over rows stay in registers, as tiles, until the
+end. Arithmetic is fp32 whatever the maps' dtype.
 
-Comparisons are written so that a NaN wins: a map that is not finite must not look finite behind a ReLU or a maximum.
+Comparisons are written so that a NaN wins: a non-finite map must not look finite after a ReLU or a maximum.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ POOLS = Tiling(values=1024, most_channels=64, num_warps=4, num_programs=132 * 32
 
 
 def join_maps(y: Tensor, norm: Norm, shortcut: Tensor | None, shortcut_norm: Norm | None) -> Tensor:
-    """relu(y normalised + shortcut), the shortcut normalised too where it has a Norm; reads each once, writes one."""
+    """Return relu(y normalised + shortcut), with the shortcut normalised too if it has a Norm; reads each once, writes
+    one."""
     num_rows, num_channels = y.numel() // y.shape[1], y.shape[1]
     z, tiles, other = allocate_like(y), cut_tiles(num_rows, num_channels, MAPS), shortcut_norm or norm
     _join[tiles.grid](
@@ -46,7 +47,7 @@ def _join(
     y, scale, offset, shortcut, shortcut_scale, shortcut_offset, z, num_rows, num_channels,
     HAS_SHORTCUT: tl.constexpr, IS_NORMALISED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Reads y and the shortcut, writes z."""
+    """Read y and the shortcut, and write z."""
     columns = tl.program_id(0) * BC + tl.arange(0, BC)
     is_channel = columns < num_channels
     a = tl.load(scale + columns, mask=is_channel)[None, :]
@@ -70,9 +71,9 @@ def _join(
 def compute_join_gradient(
     dzs: Sequence[Tensor], z: Tensor, raws: Sequence[tuple[Tensor, Norm]]
 ) -> tuple[Tensor, list[GradientSums]]:
-    """g = Σ dzs where z > 0, and its sums for each of the raw maps that z was made of; one or two of either.
+    """Return g = Σ dzs where z > 0, and its sums for each raw map that z was made of; one or two of either.
 
-    A second of `dzs` that is smaller than z stands at its even rows and columns: a convolution at stride 2 read them.
+    If the second of `dzs` is smaller than z, it belongs to even rows and columns: a stride-2 convolution read them.
     """
     num_rows, num_channels = z.numel() // z.shape[1], z.shape[1]
     g, tiles = allocate_like(z), cut_tiles(num_rows, num_channels, SUMS)
@@ -95,9 +96,9 @@ def _join_gradient(
     first, second, z, y, mean, other, other_mean, g, partials, num_rows, num_channels, height, width,
     HAS_SECOND: tl.constexpr, IS_SPARSE: tl.constexpr, NUM_RAWS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Reads first, second, z, y and the other raw map, writes g; a program's sums are [2, channels] per raw map.
+    """Read first, second, z, y and the other raw map; write g and, per raw map, a program's sums [2, channels].
 
-    From the maps' end, which was written last and may still be in the cache; the next kernel begins where this ends.
+    Starts at the maps' end, which was written last and may still be cached; the next kernel begins where this one ends.
     """
     columns = tl.program_id(0) * BC + tl.arange(0, BC)
     is_channel = columns < num_channels
@@ -167,7 +168,7 @@ def _pair_gradients(
     g, y, mean, inverse, scale, sum_g, sum_gx, dy, other, other_mean, other_inverse, other_scale, sum_other, dother,
     num_rows, num_channels, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Reads g and both raw maps, writes the gradients of both."""
+    """Read g and both raw maps, and write the gradients of both."""
     columns = tl.program_id(0) * BC + tl.arange(0, BC)
     is_channel = columns < num_channels
     one_nth = 1.0 / num_rows
@@ -190,7 +191,7 @@ def _pair_gradients(
 
 @triton.jit
 def _line(mean, inverse, scale, sum_g, sum_gx, one_nth, columns, is_channel):
-    """a, mean, slope and level of a raw map's gradient a·g + slope·(y - mean) + level, as rows of a tile."""
+    """Return a, mean, slope and level of a raw map's gradient a·g + slope·(y - mean) + level, as rows of a tile."""
     a = tl.load(scale + columns, mask=is_channel)
     inv = tl.load(inverse + columns, mask=is_channel)
     slope = -a * inv * inv * tl.load(sum_gx + columns, mask=is_channel) * one_nth
@@ -200,7 +201,7 @@ def _line(mean, inverse, scale, sum_g, sum_gx, one_nth, columns, is_channel):
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """Of each 3×3 window, at stride 2 with padding 1, of relu(y normalised): its maximum and where that came from."""
+    """The maximum of each 3×3 window (stride 2, padding 1) of relu(y normalised), and which pixel it came from."""
 
     z: Tensor
     raw: Tensor
@@ -210,7 +211,8 @@ class Pooled:
 
 
 def pool_stem(y: Tensor, norm: Norm) -> Pooled:
-    """Reads y once (a window's pixels come from the cache), writes a quarter of it twice and a quarter in bytes."""
+    """Pool the stem's map: reads y once (a window's pixels come from the cache), writes a quarter of it twice and a
+    quarter in bytes."""
     n, num_channels, height, width = y.shape
     shape = (n, num_channels, (height + 1) // 2, (width + 1) // 2)
     z = torch.empty(shape, dtype=y.dtype, device=y.device, memory_format=torch.channels_last)
@@ -227,10 +229,10 @@ def pool_stem(y: Tensor, norm: Norm) -> Pooled:
 def _pool(
     y, scale, offset, z, raw, places, num_windows, num_channels, height, width, BR: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
-    """Reads y, writes z, raw and places of a quarter as many pixels.
+    """Read y; write z, raw and places of a quarter as many pixels.
 
-    Rows of a tile are windows; `best`, `best_raw` and `place` hold what the pixels so far gave. These come in reading
-    order, and only a larger value replaces one: of equal ones the first stays, as in torch.
+    Rows of a tile are windows; `best`, `best_raw` and `place` hold the maximum so far. Pixels are visited in reading
+    order, and only a larger value replaces the maximum: of equal ones the first wins, as in torch.
     """
     columns = tl.program_id(0) * BC + tl.arange(0, BC)
     is_channel = columns < num_channels
@@ -263,7 +265,8 @@ def _pool(
 
 
 def compute_stem_pool_gradient(g: Tensor, places: Tensor, y: Tensor, norm: Norm, sums: GradientSums) -> Tensor:
-    """The gradient of y from that of the pooled map: each pixel looks at the windows it lies in, so no writers meet."""
+    """Return the gradient of y from the pooled map's. Each pixel reads the windows it is in, so writes never
+    collide."""
     num_windows, num_channels = g.numel() // g.shape[1], g.shape[1]
     dy, tiles = allocate_like(y), cut_tiles(num_windows, num_channels, POOLS)
     _pool_gradient[tiles.grid](
@@ -279,10 +282,10 @@ def _pool_gradient(
     g, places, y, mean, inverse, scale, sum_g, sum_gx, dy, num_windows, num_channels, height, width, one_nth,
     BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Reads g and places of a quarter of the pixels (each four times, from the cache) and y, writes dy.
+    """Read g and places of a quarter of the pixels (each four times, from the cache) and y; write dy.
 
-    Window (i, j) reads rows 2i - 1 to 2i + 1 and columns 2j - 1 to 2j + 1. So the 2×2 pixels from (2i, 2j) on lie in
-    it and in its neighbours to the right and below, and in no others.
+    Window (i, j) reads rows 2i - 1 to 2i + 1 and columns 2j - 1 to 2j + 1. So the 2×2 pixels from (2i, 2j) on are in it
+    and in its neighbours to the right and below, and in no others.
     """
     columns = tl.program_id(0) * BC + tl.arange(0, BC)
     is_channel = columns < num_channels

@@ -1,8 +1,8 @@
-"""A model's first convolution, of an image with few channels that needs no gradient, in kernels of our own.
+"""A model's first convolution, of an image with few channels that needs no gradient, in our kernels.
 
-Libraries fill three channels up to eight and then multiply mostly zeros, or do without matrix units. Here the copy that
-casts the image gives it a frame of zeros and a fourth channel, after which the convolution and its weight's gradient
-are matmuls that gather their operand from the cache. The map is written once and its gradient read once.
+Libraries pad three channels to eight and then multiply mostly zeros, or do not use matrix units. Here the copy that
+casts the image also pads it with zeros and a fourth channel, after which the convolution and its weight's gradient are
+matmuls that gather their operand from the cache. The map is written once and its gradient read once.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def can_run_stem(image: Tensor, weight: Tensor, stride: int, padding: int) -> bo
 
 
 class StemConv(torch.autograd.Function):
-    """An image without a gradient, a weight, stride and padding to the raw map, channels_last, in `dtype`.
+    """Convolve an image without a gradient to the raw map, channels_last, in `dtype`.
 
-    `dtype` is the image's own unless given: an image that is still to be cast is cast by the copy that pads it.
+    `dtype` defaults to the image's own: the copy that pads an image also casts it.
     """
 
     @staticmethod
@@ -62,7 +62,7 @@ class StemConv(torch.autograd.Function):
 
 
 def pad_image(image: Tensor, kernel: int, stride: int, padding: int, dtype: torch.dtype) -> PaddedImage:
-    """The image as `convolve_image` reads it, in the dtype of the map to come; it may lie in memory in any order."""
+    """Return the image as `convolve_image` reads it, in the dtype of the map; its strides may be any."""
     from halfstep.kernels import stem_triton as kernels
 
     n, channels, height, width = image.shape
@@ -75,7 +75,7 @@ def pad_image(image: Tensor, kernel: int, stride: int, padding: int, dtype: torc
 
 
 def convolve_image(image: PaddedImage, weight: Tensor) -> Tensor:
-    """The raw map, channels_last, in the padded image's dtype."""
+    """Return the raw map, channels_last, in the padded image's dtype."""
     from halfstep.kernels import stem_triton as kernels
 
     n, out, windows = image.values.shape[0], weight.shape[0], image.windows
@@ -90,7 +90,7 @@ def convolve_image(image: PaddedImage, weight: Tensor) -> Tensor:
 
 
 def compute_stem_gradient(image: PaddedImage, weight: Tensor, dy: Tensor) -> Tensor:
-    """The gradient of `weight`, in fp32 and laid out like it, from that of the raw map."""
+    """Return the gradient of `weight`, in fp32 and with its layout, from that of the raw map."""
     from halfstep.kernels import stem_triton as kernels
 
     gradient = torch.empty_like(weight, dtype=torch.float32)
@@ -101,7 +101,8 @@ def compute_stem_gradient(image: PaddedImage, weight: Tensor, dy: Tensor) -> Ten
 def compute_stem_gradient_through_norm(
     image: PaddedImage, weight: Tensor, g: Tensor, y: Tensor, norm: Norm, sums: GradientSums, *, masked: bool
 ) -> Tensor:
-    """Do the same where the raw map y goes through a BatchNorm: dy (see `compute_raw_gradient`) is never written."""
+    """Return the gradient of `weight` through a BatchNorm of the raw map y; dy (see `compute_raw_gradient`) is never
+    written."""
     from halfstep.kernels import stem_triton as kernels
 
     gradient = torch.empty_like(weight, dtype=torch.float32)

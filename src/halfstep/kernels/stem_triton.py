@@ -1,14 +1,14 @@
 """The Triton kernels of a convolution of an image with few channels: matmuls on taps gathered from a padded copy.
 
-The copy has a frame of zeros and four channels per pixel, in the map's format. So no tap needs a mask, a pixel is 8
-bytes, and the taps of one kernel row lie in one piece: 7 of 3 channels are 28 values, read as 32. What is read too much
-meets a weight of zero, or ends in a part of the weight's gradient that nobody keeps.
+The copy is padded with zeros and has four channels per pixel, in the map's format. So no tap needs a mask, a pixel is 8
+bytes, and the taps of one kernel row are contiguous: 7 taps of 3 channels are 28 values, read as 32. Values beyond them
+are multiplied by a weight of zero, or end in a part of the weight's gradient that is discarded.
 
 Tiles of the forward product: taps [PIXELS, ROW_TAPS], one kernel row at a time, times weights [ROW_TAPS, OUT_CHANNELS],
-summed in [PIXELS, OUT_CHANNELS]. Row after row, because the taps of one row are one piece of memory and neighbouring
-pixels share most of it in the cache. Of the weight's gradient: dy [PIXELS, OUT_CHANNELS] transposed times the taps of
-all rows, [PIXELS, ALL_TAPS]; the result [OUT_CHANNELS, ALL_TAPS] is small and stays in registers, while pixels, of
-which there are many, pass by.
+summed in [PIXELS, OUT_CHANNELS]. It goes row by row because the taps of one row are contiguous and adjacent pixels
+share most of them in the cache. Tiles of the weight's gradient: dy [PIXELS, OUT_CHANNELS] transposed times the taps of
+all rows, [PIXELS, ALL_TAPS]. The result [OUT_CHANNELS, ALL_TAPS] is small and stays in registers, while the many pixels
+stream past.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from halfstep.kernels.normalise import GradientSums, Norm
 
 
 class StemBlocks(NamedTuple):
-    """Pixels of a tile; one stage reads through the first cache, more read ahead, past it where windows are aligned."""
+    """Pixels per tile, and pipeline stages: one reads through the L1 cache, more prefetch past it if windows are
+    aligned."""
 
     pixels: int
     warps: int
@@ -54,7 +55,7 @@ def _pad(
     CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PADDING: tl.constexpr,
     PADDED_HEIGHT: tl.constexpr, PADDED_WIDTH: tl.constexpr, PIXEL: tl.constexpr, PIXELS: tl.constexpr,
 ):  # fmt: skip
-    """Reads each value of the image once, writes `PIXEL` values per padded pixel."""
+    """Read each value of the image once, and write `PIXEL` values per padded pixel."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     channel = tl.arange(0, PIXEL)[None, :]
     row, column = pixel // PADDED_WIDTH % PADDED_HEIGHT - PADDING, pixel % PADDED_WIDTH - PADDING
@@ -68,7 +69,7 @@ def _pad(
 
 @triton.jit
 def _tap(index, ROW_TAPS: tl.constexpr, PIXEL: tl.constexpr):
-    """Row, column and channel of the weight at a place in all rows of taps."""
+    """Return row, column and channel of the weight for an index into all rows of taps."""
     return index // ROW_TAPS, index % ROW_TAPS // PIXEL, index % PIXEL
 
 
@@ -78,7 +79,7 @@ def _arrange(
     CHANNELS: tl.constexpr, OUT: tl.constexpr, KERNEL: tl.constexpr, ROW_TAPS: tl.constexpr, PIXEL: tl.constexpr,
     VALUES: tl.constexpr,
 ):  # fmt: skip
-    """The weight as a matrix [kernel rows · taps of a row, out channels], zero where no tap is."""
+    """Write the weight as a matrix [kernel rows · taps of a row, out channels], zero where there is no tap."""
     index = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     out = index % OUT
     row, column, channel = _tap(index // OUT, ROW_TAPS, PIXEL)
@@ -93,7 +94,7 @@ def _first_taps(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr,
     PADDED_HEIGHT: tl.constexpr, PADDED_WIDTH: tl.constexpr, PIXEL: tl.constexpr,
 ):  # fmt: skip
-    """Where the taps of the first kernel row begin, for each pixel of the map."""
+    """Return the offset of the first kernel row's taps for each pixel of the map."""
     row, column = pixel // COLUMNS % ROWS * STRIDE, pixel % COLUMNS * STRIDE
     first = padded + (pixel // (COLUMNS * ROWS)).to(tl.int64) * (PADDED_HEIGHT * PADDED_WIDTH * PIXEL)
     return first + row * (PADDED_WIDTH * PIXEL) + column * PIXEL
@@ -107,7 +108,7 @@ def _convolve(
     OUT: tl.constexpr, KERNEL: tl.constexpr, ROW_TAPS: tl.constexpr,
     PIXELS: tl.constexpr, OUT_CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """y = taps @ arranged, one kernel row after the other: gathers from the cache, writes each value once."""
+    """Write y = taps @ arranged, one kernel row after the other: gathers from the cache, writes each value once."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     out = tl.program_id(1) * OUT_CHANNELS + tl.arange(0, OUT_CHANNELS)[None, :]
     place = tl.minimum(pixel, num_pixels - 1)
@@ -131,9 +132,9 @@ def _weight_gradient(
     IS_NORMALISED: tl.constexpr, IS_MASKED: tl.constexpr,
     PIXELS: tl.constexpr, OUT_CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """This program's part of dyᵀ @ taps, over `num_tiles` tiles side by side: reads dy, or g and y, once.
+    """Write this program's part of dyᵀ @ taps, over `num_tiles` adjacent tiles: reads dy, or g and y, once.
 
-    Where the map goes through a BatchNorm, its dy = scale·(g - Σg/n - (y - mean)·inverse²·Σgx/n) is computed here, and
+    If the map goes through a BatchNorm, its dy = scale·(g - Σg/n - (y - mean)·inverse²·Σgx/n) is computed here and
     rounded to the map's format as if it had been written.
     """
     out = tl.program_id(1) * OUT_CHANNELS + tl.arange(0, OUT_CHANNELS)
@@ -171,7 +172,7 @@ def _finish(
     CHANNELS: tl.constexpr, OUT: tl.constexpr, KERNEL: tl.constexpr, ROW_TAPS: tl.constexpr, ALL_TAPS: tl.constexpr,
     PIXEL: tl.constexpr, VALUES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The weight's gradient, where the weight has it: Σ over parts, always in the same order."""
+    """Write the weight's gradient in the weight's layout: Σ over parts, always in the same order."""
     index = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     out = index // ALL_TAPS
     row, column, channel = _tap(index % ALL_TAPS, ROW_TAPS, PIXEL)
@@ -185,7 +186,7 @@ def _finish(
 
 
 class ThroughNorm(NamedTuple):
-    """The BatchNorm, and where `masked` the ReLU, that a gradient still has to go back through."""
+    """The BatchNorm, and if `masked` the ReLU, that a gradient still has to pass through."""
 
     y: Tensor
     norm: Norm
@@ -206,7 +207,7 @@ def pad(image: Tensor, padded: PaddedImage) -> None:
 
 
 def arrange_weights(image: PaddedImage, weight: Tensor) -> Tensor:
-    """The weight as the matrix that taps are multiplied with, in the image's dtype."""
+    """Return the weight as the matrix that taps are multiplied with, in the image's dtype."""
     windows, out = image.windows, weight.shape[0]
     result = torch.empty(windows.kernel * windows.row_taps, out, dtype=image.values.dtype, device=weight.device)
     _arrange[(triton.cdiv(result.numel(), ARRANGE_VALUES),)](
@@ -218,7 +219,7 @@ def arrange_weights(image: PaddedImage, weight: Tensor) -> Tensor:
 
 
 def convolve(image: PaddedImage, weights: Tensor, y: Tensor) -> None:
-    """y = the convolution with arranged weights."""
+    """Write y, the convolution with arranged weights."""
     num_pixels, out = y.numel() // y.shape[1], y.shape[1]
     channels = _choose_channel_block(out)
     _convolve[(triton.cdiv(num_pixels, FORWARD.pixels), triton.cdiv(out, channels))](
@@ -228,7 +229,8 @@ def convolve(image: PaddedImage, weights: Tensor, y: Tensor) -> None:
 
 
 def sum_gradient_parts(image: PaddedImage, g: Tensor, through: ThroughNorm | None = None) -> Tensor:
-    """Parts of the weight's gradient, [parts, out channels, taps], from dy or from what BatchNorm makes dy of."""
+    """Return partial gradients of the weight, [parts, out channels, taps], from dy or from the inputs of BatchNorm's
+    dy."""
     num_pixels, out, windows = g.numel() // g.shape[1], g.shape[1], image.windows
     channels, all_taps = _choose_channel_block(out), triton.next_power_of_2(windows.kernel * windows.row_taps)
     of_few = GRADIENT_OF_FEW if through is None else GRADIENT_THROUGH_NORM
@@ -246,7 +248,7 @@ def sum_gradient_parts(image: PaddedImage, g: Tensor, through: ThroughNorm | Non
 
 
 def finish(image: PaddedImage, partials: Tensor, gradient: Tensor) -> None:
-    """gradient = the sum of its parts, without what belongs to no tap."""
+    """Write the gradient: the sum of its parts, without the values that belong to no tap."""
     num_parts, out, all_taps = partials.shape
     windows = image.windows
     _finish[(triton.cdiv(out * all_taps, FINISH_VALUES),)](

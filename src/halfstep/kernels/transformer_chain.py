@@ -1,15 +1,15 @@
-"""A transformer's blocks as matmuls, attention, and kernels of our own between them.
+"""A transformer's blocks as matmuls, attention, and our kernels between them.
 
-Tokens travel in two parts: x, in fp32, and the last branch's raw output, in a half format and without its bias. Who
-normalises next adds them up. So one kernel does a sum and its LayerNorm; backward, one kernel gives the gradient of x,
-that of the branch in its format, and the parts of three sums over rows: weight and bias of the LayerNorm, bias of the
-branch. In the same way GELU adds the bias of the linear layer before it.
+Tokens travel as two tensors: x, in fp32, and the last branch's raw output, in a half format and without its bias. The
+next LayerNorm adds them. So one kernel computes a sum and its LayerNorm; in backward, one kernel computes the gradient
+of x, that of the branch in its format, and partial sums over rows for three gradients: LayerNorm's weight and bias, and
+the branch's bias. In the same way GELU adds the bias of the linear layer before it.
 
-Weights are fp32, gradients of weights too, as the matmul accumulates them. With `keep` false the outputs of LayerNorm
-and GELU are not kept for backward: kernels there, which read all that is needed, write them once more.
+Weights are fp32, and so are their gradients, as the matmul accumulates them. If `keep` is false, outputs of LayerNorm
+and GELU are not saved for backward: kernels there, which read all inputs anyway, write them again.
 
-Attention is cuDNN's or another of torch's. Over few tokens its backward is a kernel of our own, between the packed rows
-that the matmuls around it write and read; over more it is torch's, and three gradients are packed.
+Attention is cuDNN's or another of torch's. Over few tokens its backward is our kernel, which works on the packed rows
+that the adjacent matmuls write and read; over more tokens it is torch's, and three gradients are packed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ MOST_TOKENS = 256  # whose gradients a program of our attention kernel holds at 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransformerBlock:
-    """The layers of a pre-norm block: attention, whose three projections are one, then two linear layers with GELU."""
+    """The layers of a pre-norm block: attention with one joint projection of q, k and v, then two linear layers with
+    GELU."""
 
     num_heads: int
     norm_1: nn.LayerNorm
@@ -47,7 +48,7 @@ class TransformerBlock:
 
 
 class Rounded(NamedTuple):
-    """What a block's matmuls read of its parameters, in the format they compute in."""
+    """A block's parameters cast to the format of its matmuls."""
 
     in_weight: Tensor
     in_bias: Tensor
@@ -65,7 +66,7 @@ class Stream(NamedTuple):
 
 
 def run_blocks(blocks: Sequence[TransformerBlock], tokens: Tensor, dtype: torch.dtype, *, keep: bool) -> Stream:
-    """fp32 tokens through all blocks, whose matmuls and attention compute in `dtype`."""
+    """Run fp32 tokens through all blocks, whose matmuls and attention compute in `dtype`."""
     stream = Stream(tokens.contiguous(), None, None)
     for block, rounded in zip(blocks, round_weights(blocks, dtype), strict=True):
         stream = run_attention(block, rounded, stream, keep=keep)
@@ -74,7 +75,7 @@ def run_blocks(blocks: Sequence[TransformerBlock], tokens: Tensor, dtype: torch.
 
 
 def round_weights(blocks: Sequence[TransformerBlock], dtype: torch.dtype) -> Iterator[Rounded]:
-    """All copies are made at once: a kernel for each would take longer to start than to run."""
+    """Cast all weights at once: a kernel for each would take longer to launch than to run."""
     weights = [Rounded(b.in_weight, b.in_bias, b.out.weight, b.first.weight, b.second.weight) for b in blocks]
     flat = [weight.detach() for of_block in weights for weight in of_block]
     copies = [torch.empty_like(weight, dtype=dtype) for weight in flat]
@@ -83,7 +84,7 @@ def round_weights(blocks: Sequence[TransformerBlock], dtype: torch.dtype) -> Ite
 
 
 def run_attention(block: TransformerBlock, rounded: Rounded, stream: Stream, *, keep: bool) -> Stream:
-    """Attention as the stream's new branch."""
+    """Return the stream with attention as its new branch."""
     norm, form = block.norm_1, BlockSettings(eps=block.norm_1.eps, num_heads=block.num_heads, keep=keep)
     given = *stream, norm.weight, norm.bias, block.in_weight, block.in_bias, rounded.in_weight, rounded.in_bias, form
     if not block.is_causal and is_short(stream.x, rounded.in_weight.dtype, block.num_heads):
@@ -96,8 +97,7 @@ def run_attention(block: TransformerBlock, rounded: Rounded, stream: Stream, *, 
 
 
 def is_short(x: Tensor, dtype: torch.dtype, num_heads: int) -> bool:
-    """Whether our attention kernel takes these tokens, as they are what it was written and measured for; and cuDNN, of
-    whose output it makes the gradients."""
+    """True if the sequence fits our short-attention backward kernel and cuDNN can run the forward."""
     is_half = dtype in (torch.bfloat16, torch.float16)
     is_ours = is_half and x.shape[1] <= MOST_TOKENS and x.shape[2] in (32 * num_heads, 64 * num_heads)
     if not (x.is_cuda and is_ours and has_room_for_tiles(x.device)):
@@ -107,13 +107,13 @@ def is_short(x: Tensor, dtype: torch.dtype, num_heads: int) -> bool:
 
 
 def split_heads(qkv: Tensor, num_heads: int) -> Tensor:
-    """Queries, keys and values, [3, batch, heads, tokens, channels], of packed ones, [batch, tokens, 3 · dim]."""
+    """Split packed [batch, tokens, 3 · dim] into queries, keys and values, [3, batch, heads, tokens, channels]."""
     split: Tensor = qkv.unflatten(2, (3, num_heads, -1))
     return split.permute(2, 0, 3, 1, 4)
 
 
 def run_cudnn_attention(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    """cuDNN's: the output, [batch, tokens, dim], and the logarithm of each row's sum, [batch, heads, tokens]."""
+    """Return cuDNN's output, [batch, tokens, dim], and the log-sum-exp of each row, [batch, heads, tokens]."""
     q, k, v = split_heads(qkv, num_heads)
     out, log_sum, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, compute_log_sumexp=True)
     # The output lies in memory as the queries do, token by token, so this is not a copy. log_sum may end in a 1.
@@ -121,7 +121,7 @@ def run_cudnn_attention(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
 
 
 def run_perceptron(block: TransformerBlock, rounded: Rounded, stream: Stream, *, keep: bool) -> Stream:
-    """The two linear layers as the stream's new branch."""
+    """Return the stream with the two linear layers as its new branch."""
     norm = block.norm_2
     form = BlockSettings(eps=norm.eps, num_heads=block.num_heads, keep=keep, by_tanh=block.by_tanh)
     parameters = norm.weight, norm.bias, block.first.weight, block.first.bias, block.second.weight
@@ -131,7 +131,7 @@ def run_perceptron(block: TransformerBlock, rounded: Rounded, stream: Stream, *,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockSettings:
-    """What a half of a block needs to know besides tensors."""
+    """Settings of half a block besides its tensors."""
 
     eps: float
     num_heads: int
@@ -140,7 +140,7 @@ class BlockSettings:
 
 
 class ShortAttention(torch.autograd.Function):
-    """A stream to its x with the branch added, and to attention's output, before its projection."""
+    """Map a stream to x with the branch added, and to attention's output before its projection."""
 
     @staticmethod
     def forward(
@@ -166,7 +166,7 @@ class ShortAttention(torch.autograd.Function):
 
 
 class AttentionInput(torch.autograd.Function):
-    """A stream to its x with the branch added, and to queries, keys and values, [batch, heads, tokens, channels]."""
+    """Map a stream to x with the branch added, and to queries, keys and values, [batch, heads, tokens, channels]."""
 
     @staticmethod
     def forward(
@@ -193,7 +193,8 @@ def compute_projection_gradients(
     ctx: Any, d_qkv: Tensor, d_bias: Tensor, dx: Tensor,
     normed: Normed, norm_weight: Tensor, norm_bias: Tensor, half_weight: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """From the gradients of packed queries, keys and values, and of their bias, to those of what they were made of."""
+    """Return the gradients of the projection's inputs from those of packed queries, keys and values, and of their
+    bias."""
     d_qkv = d_qkv.flatten(0, 1)
     d_out = d_qkv @ half_weight
     dx, d_branch, out, sums = add_norm_backward(ctx, d_out, dx, normed, norm_weight, norm_bias)
@@ -205,7 +206,7 @@ def compute_projection_gradients(
 
 
 class Perceptron(torch.autograd.Function):
-    """A stream to its x with the branch added, and to the second linear layer's output, without bias."""
+    """Map a stream to x with the branch added, and to the second linear layer's output without bias."""
 
     @staticmethod
     def forward(
@@ -245,7 +246,7 @@ class Perceptron(torch.autograd.Function):
 
 
 class LinearProduct(torch.autograd.Function):
-    """A linear layer without bias: rows, its weight, and the rounded weight it computes with."""
+    """Apply a linear layer without bias to rows, with its weight rounded to the compute format."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, half_weight: Tensor) -> Tensor:
@@ -269,7 +270,7 @@ class Normed(NamedTuple):
 
 
 def add_norm(stream: Stream, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Normed:
-    """The stream's parts added up, and normalised into `dtype`."""
+    """Return the sum of the stream's tensors, normalised into `dtype`."""
     from halfstep.kernels import transformer_triton as kernels
 
     out = torch.empty_like(stream.x, dtype=dtype)
@@ -280,8 +281,8 @@ def add_norm(stream: Stream, weight: Tensor, bias: Tensor, eps: float, dtype: to
 def add_norm_backward(
     ctx: Any, d_out: Tensor, dx: Tensor, normed: Normed, weight: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor, Sequence[Tensor]]:
-    """Gradients of x and of the branch, LayerNorm's output, kept or made again, and the gradients of weight, bias and
-    branch_bias."""
+    """Return the gradients of x and of the branch, LayerNorm's output (saved or recomputed), and the gradients of
+    weight, bias and branch_bias."""
     from halfstep.kernels import transformer_triton as kernels
 
     remade = None if ctx.keep else torch.empty_like(normed.x, dtype=d_out.dtype)
@@ -294,19 +295,19 @@ def add_norm_backward(
 
 
 def save(ctx: Any, form: BlockSettings, normed: Normed, branch: Tensor | None, *others: Tensor | None) -> None:
-    """For backward: the sum, with its LayerNorm if that is to be kept, and the others."""
+    """Save the sum for backward, with its LayerNorm if that is kept, and the other tensors."""
     ctx.has_branch, ctx.keep = branch is not None, form.keep
     ctx.save_for_backward(normed.x, normed.out if form.keep else None, normed.mean, normed.inverse, *others)
 
 
 def restore_saved(ctx: Any) -> tuple[Normed, Sequence[Any]]:
-    """What `save` took; without `keep` the LayerNorm is missing."""
+    """Return what `save` stored; without `keep` the LayerNorm is missing."""
     x, out, mean, inverse, *others = ctx.saved_tensors
     return Normed(x, out, mean, inverse), others
 
 
 def compute_weight_gradient(d_out: Tensor, rows: Tensor) -> Tensor:
-    """d_outᵀ·rows in fp32. On CUDA the matmul writes it so itself: nothing is rounded, and there is no cast to run."""
+    """Return d_outᵀ·rows in fp32. On CUDA the matmul writes fp32 itself: nothing is rounded, and no cast runs."""
     rows = rows.reshape(-1, rows.shape[-1])
     if d_out.is_cuda and d_out.dtype != torch.float32:
         return torch.mm(d_out.t(), rows, out_dtype=torch.float32)
@@ -314,5 +315,5 @@ def compute_weight_gradient(d_out: Tensor, rows: Tensor) -> Tensor:
 
 
 def sum_partials(partials: Tensor) -> Tensor:
-    """Sums over rows from the parts that programs left."""
+    """Return sums over rows from the programs' partial sums."""
     return combine_partials(partials[:, None]).flatten()

@@ -1,11 +1,11 @@
-"""The Triton kernels between a transformer's matmuls, on rows of channels, [num_rows, dim]; sums are taken in fp32.
+"""The Triton kernels between a transformer's matmuls, on rows of channels, [num_rows, dim], with sums in fp32.
 
 LayerNorm's tiles are [ROWS, DIM], whole rows, since a row is normalised by its own mean: they are read once and stay in
-registers between the two sums and the result. GELU's and the packed ones are [ROWS, COLUMNS], parts of rows, since
-nothing there couples the channels. Where sums over rows are needed a program takes every n-th tile of rows, so that its
-sums stay in registers until the end, where they become one row of `partials`, which a further kernel finishes. Offsets
-of a whole map can exceed 32 bits, those within a tile cannot. Sizes of tiles and numbers of programs were measured on
-an H200 with ViT-L's shapes.
+registers between the two sums and the result. The tiles of GELU and packing are [ROWS, COLUMNS], parts of rows, since
+channels are independent there. If sums over rows are needed, a program takes every n-th tile of rows and keeps its sums
+in registers until the end, when it writes one row of `partials`, which another kernel finishes. Offsets of a whole map
+can exceed 32 bits; those within a tile cannot. Tile sizes and numbers of programs were measured on an H200 with ViT-L's
+shapes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _add_norm(
     num_rows, dim, eps,
     HAS_BRANCH: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """x_out = x + branch + branch_bias, out = LayerNorm(x_out).
+    """Write x_out = x + branch + branch_bias and out = LayerNorm(x_out).
 
     Reads 4 + 2 bytes per value and writes 4 + 2; without a branch 4 and 2.
     """
@@ -66,9 +66,9 @@ def _add_norm_backward(
     num_rows, dim, partials_stride,
     HAS_BRANCH: tl.constexpr, REMAKES_OUT: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx, also rounded for the branch, and parts of the gradients of weight, bias and branch_bias.
+    """Write dx, also rounded for the branch, and partial gradients of weight, bias and branch_bias.
 
-    Reads 2 + 4 + 4 bytes per value and writes 4 + 2; 2 more where `out` is made again.
+    Reads 2 + 4 + 4 bytes per value and writes 4 + 2; 2 more if `out` is recomputed.
     """
     columns = tl.arange(0, DIM)
     is_column = columns < dim
@@ -112,7 +112,7 @@ def _gelu(
     raw, bias, out, num_rows, dim,
     BY_TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """out = GELU(raw + bias): reads a value, writes a value."""
+    """Write out = GELU(raw + bias): reads a value, writes a value."""
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = columns < dim
     added = tl.load(bias + columns, is_column, 0.0)
@@ -132,7 +132,8 @@ def _gelu_backward(
     REMAKES_OUT: tl.constexpr, BY_TANH: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """d_raw and parts of its sum over rows, the gradient of bias: reads two values and writes one; or two, with out."""
+    """Write d_raw and its partial sums over rows, the gradient of bias: reads two values, writes one (two with
+    `out`)."""
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = columns < dim
     added = tl.load(bias + columns, is_column, 0.0)
@@ -158,7 +159,7 @@ def _packed_third(
     num_rows, num_tokens, dim,
     HEAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One of queries, keys and values: [batch, head, token, HEAD] by its strides to rows of 3 * dim channels."""
+    """Copy queries, keys or values, [batch, head, token, HEAD] by their strides, to rows of 3 * dim channels."""
     columns = first_column + tl.arange(0, COLUMNS)
     is_column = columns < dim
     within = columns // HEAD * part_head + columns % HEAD
@@ -180,7 +181,7 @@ def _packed(
     num_rows, num_tokens, dim, partials_stride,
     HEAD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of queries, keys and values side by side, and parts of their sums: reads a value, writes a value."""
+    """Pack gradients of queries, keys and values into rows, with partial sums: reads a value, writes a value."""
     sums = partials + tl.program_id(0) * partials_stride
     third, first = tl.program_id(2), tl.program_id(1) * COLUMNS
     # Three copies, not a choice of pointers: of a chosen pointer the compiler does not know the alignment.
@@ -199,7 +200,7 @@ def _packed(
 def add_norm(
     x: Tensor, branch: Tensor | None, branch_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float, out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x + branch + branch_bias, and the mean and inverse deviation of its rows; its LayerNorm goes to `out`."""
+    """Return x + branch + branch_bias, and the mean and inverse deviation of its rows; write its LayerNorm to `out`."""
     dim, num_rows = x.shape[-1], x.numel() // x.shape[-1]
     x_out = x if branch is None else torch.empty_like(x)
     mean, inverse = x.new_empty(2, num_rows)
@@ -215,7 +216,7 @@ def add_norm_backward(
     d_out: Tensor, dx_out: Tensor, x_out: Tensor, statistics: tuple[Tensor, Tensor], weight: Tensor, bias: Tensor,
     dx: Tensor, d_branch: Tensor | None, out: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """dx and d_branch, and `out` once more where it is given; the result: parts of weight, bias and branch_bias."""
+    """Write dx and d_branch, and `out` again if given; return partial gradients of weight, bias and branch_bias."""
     dim, num_rows = x_out.shape[-1], x_out.numel() // x_out.shape[-1]
     blocks = _choose_norm_blocks(dim, NORM_BACKWARD_VALUES)
     partials = _allocate_partials(min(NORM_BACKWARD_PARTS, triton.cdiv(num_rows, blocks["ROWS"])), 3 * dim, dx)
@@ -228,7 +229,7 @@ def add_norm_backward(
 
 
 def gelu(raw: Tensor, bias: Tensor, out: Tensor, *, by_tanh: bool = False) -> None:
-    """out = GELU(raw + bias), exact or as GPT-2 has it."""
+    """Write out = GELU(raw + bias), exact or with GPT-2's tanh approximation."""
     dim, num_rows = raw.shape[-1], raw.numel() // raw.shape[-1]
     blocks = _choose_map_blocks(dim, MAP_ROWS, MAP_COLUMNS, MAP_STAGES)
     _gelu[_choose_map_grid(num_rows, dim, blocks, GELU_PARTS)](
@@ -239,7 +240,7 @@ def gelu(raw: Tensor, bias: Tensor, out: Tensor, *, by_tanh: bool = False) -> No
 def gelu_backward(
     d_out: Tensor, raw: Tensor, bias: Tensor, d_raw: Tensor, out: Tensor | None, *, by_tanh: bool = False
 ) -> Tensor:
-    """d_raw, and `out` once more where it is given; the result: parts of bias. d_raw may be d_out."""
+    """Write d_raw, and `out` again if given; return partial gradients of bias. d_raw may be d_out."""
     dim, num_rows = raw.shape[-1], raw.numel() // raw.shape[-1]
     blocks = _choose_map_blocks(dim, MAP_ROWS, MAP_COLUMNS, MAP_STAGES)
     grid = _choose_map_grid(num_rows, dim, blocks, GELU_BACKWARD_PARTS)
@@ -252,7 +253,7 @@ def gelu_backward(
 
 
 def pack(thirds: Sequence[Tensor], out: Tensor) -> Tensor:
-    """out [batch, tokens, 3 * dim] from three [batch, heads, tokens, channels of a head]; the result: parts of sums."""
+    """Write out [batch, tokens, 3 * dim] from three [batch, heads, tokens, channels of a head]; return partial sums."""
     _, num_heads, num_tokens, head = thirds[0].shape
     thirds = [third if third.stride(3) == 1 else third.contiguous() for third in thirds]
     strided = [part for third in thirds for part in (third, *third.stride()[:3])]
@@ -285,7 +286,7 @@ def _choose_map_grid(num_rows: int, dim: int, blocks: dict[str, int], most_parts
 
 @triton.jit
 def normal_distribution(x):
-    """Φ(x): the share of a normal distribution below x."""
+    """Return Φ(x), the standard normal distribution function."""
     y = tl.abs(x)
     p = 6.0194663e-05 - 1.7557884e-06 * y
     p = p * y - 9.2105829e-04
@@ -300,17 +301,17 @@ def normal_distribution(x):
 
 @triton.jit
 def share_by_tanh(x):
-    """GELU by tanh has (1 + tanh u) / 2 = 1 / (1 + exp(-2u)) in the place of Φ(x), u = √(2/π)·(x + 0.044715 x³)."""
+    """Return the tanh approximation of Φ(x): (1 + tanh u) / 2 = 1 / (1 + exp(-2u)), u = √(2/π)·(x + 0.044715 x³)."""
     return 1.0 / (1.0 + tl.exp2(-2.3022081985 * (x + 0.044715 * x * x * x)))
 
 
 @triton.jit
 def density_by_tanh(x, share):
-    """The derivative of that share."""
+    """Return the derivative of `share_by_tanh`."""
     return share * (1.0 - share) * (1.5957691216 + 0.2140644489 * x * x)
 
 
 @triton.jit
 def normal_density(x):
-    """φ(x) = exp(-x²/2) / √(2π): the derivative of Φ."""
+    """Return φ(x) = exp(-x²/2) / √(2π), the derivative of Φ."""
     return 0.3989422804 * tl.exp2(-0.7213475204 * x * x)

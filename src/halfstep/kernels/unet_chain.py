@@ -1,9 +1,9 @@
-"""A U-Net between its convolutions: what autograd sees are their raw outputs, as in `kernels.chain`.
+"""A U-Net between its convolutions: autograd sees only their raw outputs, as in `kernels.chain`.
 
-The normalised skip connection has two consumers, pooling and concatenation. It is never a tensor of its own: pooling
-normalises y as it reads it, the concatenation once more, straight into its half. So that the gradient of both meet in
-one kernel, `PoolConv` hands out a *promise* beside its result: a tensor without memory in the shape of the
-concatenation, which `UpConcatConv` takes and whose gradient, that of the whole concatenation, comes back through it.
+The normalised skip connection has two consumers, pooling and concatenation. It is never stored as a tensor: pooling
+normalises y as it reads it, and the concatenation does so again, straight into its half. So that both gradients meet in
+one kernel, `PoolConv` also returns a *promise*: a tensor without memory in the shape of the concatenation.
+`UpConcatConv` takes it as an input, and the gradient of the whole concatenation flows back through it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ MOST_CLASSES, MOST_HEAD_CHANNELS = 8, 256
 
 
 class StemNormReluConv(torch.autograd.Function):
-    """An image without gradient, the first convolution's weight, BatchNorm's weight and bias, the second convolution's
-    weight to its raw map. The first raw map's gradient is used where it is computed, and never written.
+    """Convolve an image without a gradient, normalise, apply ReLU, and convolve to the second raw map.
 
-    `keep`: whether the first raw map and the normalised one stay in memory.
+    The first raw map's gradient is used where it is computed and never written. `keep`: save the first raw map and the
+    normalised one for backward.
     """
 
     @staticmethod
@@ -71,10 +71,10 @@ class StemNormReluConv(torch.autograd.Function):
 
 
 class PoolConv(torch.autograd.Function):
-    """A raw map y, BatchNorm's weight and bias, the next level's convolution to its raw map, and the promise.
+    """Normalise a raw map y, pool it and convolve it at the next level; return that raw map and the promise.
 
-    `norm` is how y is normalised: `UpConcatConv` needs it too. There is no `keep`: a pooled map takes a quarter of the
-    memory of what it is made from, and as long to be made again.
+    `norm` normalises y, and `UpConcatConv` needs it too. There is no `keep`: a pooled map takes a quarter of the memory
+    of its input, and recomputing it takes as long as computing it.
     """
 
     @staticmethod
@@ -107,10 +107,10 @@ class PoolConv(torch.autograd.Function):
 
 
 class UpConcatConv(torch.autograd.Function):
-    """Skip and a deeper raw map, concatenated and convolved to a raw map.
+    """Upsample a deeper raw map, concatenate it with the skip connection, and convolve to a raw map.
 
-    `promise` and `skip`, a raw map without gradient, are of `PoolConv`; `deep` has BatchNorm's weight and bias, then
-    weight and bias of the transposed convolution. `keep`: whether the concatenation and what is doubled stay in memory.
+    `promise` and `skip`, a raw map without gradient, come from `PoolConv`; `deep` is followed by BatchNorm's weight and
+    bias, then weight and bias of the transposed convolution. `keep`: save the concatenation and the upsampled input.
     """
 
     @staticmethod
@@ -157,12 +157,12 @@ class UpConcatConv(torch.autograd.Function):
 
 
 def arrange_taps(deep: Tensor, w_up: Tensor) -> Tensor:
-    """A transposed 2×2 convolution's weights as [channels in, 4 · channels out]: how channels_last has them."""
+    """Return a transposed 2×2 convolution's weights as [channels in, 4 · channels out], their channels_last order."""
     return w_up.to(deep.dtype, memory_format=torch.channels_last).permute(0, 2, 3, 1).reshape(len(w_up), -1)
 
 
 def concatenate(skip: Tensor, skip_norm: Norm, z: Tensor, taps: Tensor, b_up: Tensor) -> Tensor:
-    """relu(skip normalised), and z doubled in size and put in its middle."""
+    """Return relu(skip normalised) concatenated with z, upsampled to twice its size and centred."""
     from halfstep.kernels.upsample_triton import double_into
 
     n, channels, height, width = skip.shape
@@ -174,9 +174,9 @@ def concatenate(skip: Tensor, skip_norm: Norm, z: Tensor, taps: Tensor, b_up: Te
 
 
 class Head(torch.autograd.Function):
-    """A raw map y, BatchNorm's weight and bias, weight and bias of a 1×1 convolution to logits.
+    """Normalise a raw map y, apply ReLU and a 1×1 convolution to logits.
 
-    There is no `keep`: the normalised map is nowhere in memory.
+    There is no `keep`: the normalised map is never stored.
     """
 
     @staticmethod

@@ -1,14 +1,14 @@
-"""Triton kernels of a U-Net's way up: the transposed 2×2 convolution at stride 2 as one matmul, in place.
+"""Triton kernels of a U-Net's decoder: the transposed 2×2 convolution at stride 2 as one matmul, in place.
 
-With C channels out, the weights are [channels in, 4C]: column `tap * C + c` gives channel c of pixel `tap` of the 2×2
-that a pixel becomes. These lie in a slice of the channels of a wider map, at `first + (tap // 2) * row of pixels +
-tap % 2`, where the kernels write them or gather their gradient: no copy of either is made. Sides are known to the
-compiler, or their divisions would take as long as the products.
+With C output channels, the weights are [channels in, 4C]: column `tap * C + c` gives channel c of pixel `tap` in the
+2×2 pixels that one pixel becomes. These pixels are in a slice of the channels of a wider map, at `first + (tap // 2) *
+row of pixels + tap % 2`, where the kernels write them or gather their gradient: neither is copied. Sides are
+compile-time constants: otherwise divisions by them would take as long as the products.
 
 Tiles of each product are [BM, BK] × [BK, BN], summed in [BM, BN] in fp32. Forward: BM pixels of z, BN of the 4C
-columns, BK of the channels in. Gradient of z: BM pixels, BN channels in, BK of the 4C. Gradient of the taps: BM of the
-4C, BN channels in, BK pixels; the pixels are divided among programs, since the result alone has too few tiles to fill a
-GPU, and the parts are summed later.
+columns, BK input channels. Gradient of z: BM pixels, BN input channels, BK of the 4C. Gradient of the taps: BM of the
+4C, BN input channels, BK pixels; the pixels are divided among programs, since the result alone has too few tiles to
+fill a GPU, and the partial results are summed later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from halfstep.kernels.normalise import allocate_like
 
 
 class UpsampleBlocks(NamedTuple):
-    """A tile of a product, and how many terms are added at once."""
+    """The tile sizes of a product, and how many terms are added at once."""
 
     rows: int
     columns: int
@@ -46,7 +46,7 @@ EXACT = UpsampleBlocks(32, 32, 32, warps=4, stages=3)
 @triton.jit
 def _first_pixels(row, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr,
                   TOP: tl.constexpr, LEFT: tl.constexpr):  # fmt: skip
-    """The row, in the wider map, of the first of the 2×2 pixels."""
+    """Return the row, in the wider map, of the first of the 2×2 pixels."""
     line = row // WIDTH
     image = line // HEIGHT
     return ((image * OUT_HEIGHT + TOP + 2 * (line % HEIGHT)) * OUT_WIDTH + LEFT + 2 * (row % WIDTH)).to(tl.int64)
@@ -63,7 +63,7 @@ def doubled_kernel(z, taps, bias, out, num_rows, depth, stride, CHANNELS: tl.con
                    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr,
                    TOP: tl.constexpr, LEFT: tl.constexpr,
                    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """Reads z, writes four times as many pixels. Programs of the same rows follow each other: the cache has z."""
+    """Read z and write four times as many pixels. Programs of the same rows are adjacent, so z is in the cache."""
     across = tl.cdiv(4 * CHANNELS, BN)
     row = tl.program_id(0) // across * BM + tl.arange(0, BM)
     column = tl.program_id(0) % across * BN + tl.arange(0, BN)
@@ -87,7 +87,7 @@ def halved_kernel(dout, taps, dz, num_rows, columns, stride, CHANNELS: tl.conste
                   HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr,
                   TOP: tl.constexpr, LEFT: tl.constexpr,
                   BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """Reads the gradient of four pixels, writes that of z."""
+    """Read the gradient of four pixels, and write that of z."""
     across = tl.cdiv(columns, BN)
     row = tl.program_id(0) // across * BM + tl.arange(0, BM)
     column = tl.program_id(0) % across * BN + tl.arange(0, BN)
@@ -112,7 +112,10 @@ def weight_parts_kernel(dout, z, partials, num_rows, columns, rows_each, stride,
                         HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr,
                         TOP: tl.constexpr, LEFT: tl.constexpr,
                         BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """A program's part of the gradient of taps and, as a last row, of each tap's bias: reads z and its pixels'."""
+    """Write a program's part of the gradient of taps and, as a last row, of each tap's bias.
+
+    Reads z and the gradient of its pixels.
+    """
     tap = tl.program_id(0) * BM + tl.arange(0, BM)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     is_tap, is_column = tap < 4 * CHANNELS, column < columns
@@ -139,7 +142,8 @@ def weight_parts_kernel(dout, z, partials, num_rows, columns, rows_each, stride,
 
 
 def double_into(half: Tensor, z: Tensor, taps: Tensor, bias: Tensor) -> None:
-    """Fills `half`, a slice of a map's channels: z, transposedly convolved, in its middle; zeros where it is larger."""
+    """Write the transposed convolution of z to the centre of `half`, a slice of a map's channels, with zeros around
+    it."""
     if half.shape[2:] != (2 * z.shape[2], 2 * z.shape[3]):
         half.zero_()
     num_rows, depth, width = z.numel() // z.shape[1], z.shape[1], taps.shape[1]
@@ -150,7 +154,7 @@ def double_into(half: Tensor, z: Tensor, taps: Tensor, bias: Tensor) -> None:
 
 
 def compute_doubling_gradient(dout: Tensor, z: Tensor, taps: Tensor) -> Tensor:
-    """The gradient of z."""
+    """Return the gradient of z."""
     num_rows, columns, dz = z.numel() // z.shape[1], z.shape[1], allocate_like(z)
     blocks = choose_blocks(z, HALVED, columns, taps.shape[1])
     halved_kernel[(triton.cdiv(num_rows, blocks.rows) * triton.cdiv(columns, blocks.columns),)](
@@ -160,7 +164,7 @@ def compute_doubling_gradient(dout: Tensor, z: Tensor, taps: Tensor) -> Tensor:
 
 
 def compute_tap_gradients(dout: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of taps, [channels in, 4C], and of the bias."""
+    """Return the gradients of taps, [channels in, 4C], and of the bias."""
     num_rows, columns, channels = z.numel() // z.shape[1], z.shape[1], dout.shape[1]
     blocks = choose_blocks(z, WEIGHTS, columns, num_rows)
     tiles = triton.cdiv(4 * channels, blocks.rows), triton.cdiv(columns, blocks.columns)
@@ -184,7 +188,7 @@ def compute_tap_gradients(dout: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def get_sizes(half: Tensor, z: Tensor) -> dict[str, int]:
-    """Channels, height and width of z and of the map that gets it doubled, and where in the latter it begins."""
+    """Return channels, height and width of z and of the map it is upsampled into, and its top left corner there."""
     (height, width), (out_height, out_width) = z.shape[2:], half.shape[2:]
     # In the middle; half a pixel up and left of it where the difference is odd.
     top, left = (out_height - 2 * height) // 2, (out_width - 2 * width) // 2
@@ -195,13 +199,13 @@ def get_sizes(half: Tensor, z: Tensor) -> dict[str, int]:
 
 
 def choose_blocks(z: Tensor, most: UpsampleBlocks, columns: int, depth: int) -> UpsampleBlocks:
-    """Of a product with so many columns and terms: powers of two, as every product needs them at least 16."""
+    """Return tile sizes for a product with this many columns and terms: powers of two, at least 16."""
     most = EXACT if z.dtype == torch.float32 else most
     columns, depth = (max(16, int(triton.next_power_of_2(size))) for size in (columns, depth))
     return most._replace(columns=min(columns, most.columns), depth=min(depth, most.depth))
 
 
 def make_launch_options(blocks: UpsampleBlocks) -> dict[str, int]:
-    """What a kernel's call says of them."""
+    """Return tile sizes and launch options as keyword arguments of a kernel."""
     rows, columns, depth, warps, stages = blocks
     return {"BM": rows, "BN": columns, "BK": depth, "num_warps": warps, "num_stages": stages}

@@ -1,7 +1,7 @@
 """The one composition root: build -> decide -> apply -> compile -> optimizer -> step, in this order only.
 
-The optimizer comes after `apply` because storage casts replace parameters; compilation wraps the loss, not the model,
-so that state_dict names stay as they are and the whole loss lies inside the compiled region.
+The optimizer comes after `apply` because storage casts replace parameters. Compilation wraps the loss, not the model,
+so that state_dict names stay unchanged and the whole loss is inside the compiled region.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Assembly:
 
     @property
     def full_batch(self) -> int:
-        """Samples of a full batch on this rank."""
+        """Return the number of samples of a full batch on this rank."""
         whole = min(self.config.train.batch_size, len(self.workload.train_samples))
         return whole if self.world is None else self.world.count_rows(whole)
 

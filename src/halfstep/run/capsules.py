@@ -1,4 +1,4 @@
-"""Capsules of runs: how a run keeps the step of a fault, and how that step is put together again."""
+"""Capsules of runs: store the step of a fault, and rebuild that step later."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ FOLDER = "capsules"
 
 
 def record_faults(parts: Assembly, folder: RunFolder, notice: Notice) -> None:
-    """Keep the step of each fault in RUN/capsules, at most `guard.capsules` of them. Of several ranks the one at fault
-    keeps its own window, the one exception to "rank 0 writes"."""
+    """Keep the step of each fault in RUN/capsules, at most `guard.capsules` of them. With several ranks the one at
+    fault writes its own window, the one exception to "rank 0 writes"."""
     config = parts.config
     if not config.guard.capsules:
         return
@@ -93,7 +93,7 @@ def _share(parts: Assembly, reading: Reading) -> dict[str, Any]:
 
 
 def load_window(parts: Assembly, reading: Reading) -> list[dict[str, Tensor]] | None:
-    """Load the batches of a step by its epoch and window: this rank's, or those of all where none is at fault."""
+    """Load the batches of a step by its epoch and window: this rank's, or all ranks' if no single one is at fault."""
     if reading.epoch is None or reading.window is None:
         return None
     train, accumulate = parts.config.train, parts.step.accumulate
@@ -183,7 +183,7 @@ def _subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[str, T
 
 
 def plan_here(capsule: Capsule, config: RunConfig, workload: Workload, device: str | None) -> Plan:
-    """The run's own plan where its device is here, else its numerics on the device that is."""
+    """Return the run's plan if its device is available, else a plan with its numerics for the device that is."""
     stored = Plan.from_json(json.dumps(capsule.about["plan"]))
     with contextlib.suppress(HardwareError):
         if probe(device or stored.device).device == stored.device:
@@ -194,7 +194,7 @@ def plan_here(capsule: Capsule, config: RunConfig, workload: Workload, device: s
 
 
 def _variants(plan: Plan, region: Region) -> dict[str, LossFn]:
-    """What ran compiled runs so again, with and without our kernels."""
+    """Return further ways to run the region of a compiled run: as it ran, and without our kernels."""
     if plan.mode not in ("compile", "graph"):
         return {}
 

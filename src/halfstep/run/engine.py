@@ -2,11 +2,11 @@
 
     eager     kernel by kernel
     compile   model and loss through torch.compile
-    graph     the whole step, compiled and captured as one CUDA graph, once windows of one shape have come in a row
+    graph     the whole step, compiled and captured as one CUDA graph, after several windows of one shape in a row
 
 What cannot be compiled or captured continues in the next best mode, with one line that gives the reason. Batches that
-are not full, such as an epoch's last, run eager: compiling for them would cost more than it gains. So do batches of a
-third shape (tune/compiling.py), and they are not captured.
+are not full, such as an epoch's last, run eager: compiling for them would cost more than it gains. Batches of a third
+shape (tune/compiling.py) also run eager and are not captured.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ class Engine:
             self.notice(f"steps run {self.mode} on all ranks from here on, as on rank {ranks} must", "info")
 
     def fall_back_to(self, mode: Mode) -> None:
-        """Resume in the slower mode that the run had to fall back to: until the faster one failed again, steps would
-        round differently."""
+        """Resume in the slower mode that the run had fallen back to: steps in the faster one would round differently
+        until it fails again."""
         if FROM_FASTEST.index(mode) > FROM_FASTEST.index(self.mode):
             self.mode = mode
             again = "another train.fast with --allow-changes tries again"
@@ -392,7 +392,7 @@ class PhasedEngine:
 
     @property
     def mode(self) -> Mode:
-        """The slowest mode of all phases, except those that are never compiled."""
+        """Return the slowest mode of all phases, except those that are never compiled."""
         modes = [self.engines[own.phase.name].mode for own in self.parts.phases if own.phase.compiles]
         return max(modes, key=FROM_FASTEST.index, default=self.asked)
 

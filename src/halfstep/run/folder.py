@@ -68,7 +68,7 @@ class RunFolder:
 
     @property
     def model(self) -> Path:
-        """The exported model, for families that have an export format."""
+        """Return the folder of the exported model, for families that have an export format."""
         return self.path / "model"
 
     @property

@@ -45,7 +45,7 @@ class Interrupts:
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal's number, as in shells; SIGTERM's if another rank received the signal."""
+        """Return 128 + the signal's number, as in shells; SIGTERM's if another rank received the signal."""
         return 128 + (self.received or signal.SIGTERM)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

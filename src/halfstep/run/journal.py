@@ -88,7 +88,7 @@ class Journal:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of the whole run, including those before it was resumed."""
+        """Return the seconds of the whole run, including those before it was resumed."""
         return self._before_s + self._clock.elapsed_s
 
     # --- one step ---
@@ -156,7 +156,7 @@ class Journal:
 
     @property
     def _first(self) -> Reading | None:
-        """The newest step of the first phase, which represents the run."""
+        """Return the newest step of the first phase, which represents the run."""
         return next(iter(self.seen.values())).newest
 
     def _by_phase(self) -> dict[str, float]:

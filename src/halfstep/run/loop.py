@@ -118,7 +118,7 @@ class Loop:
 
     @property
     def _must_leave(self) -> bool:
-        """Whether the run was asked to stop; all ranks see it at the same step."""
+        """True if the run was asked to stop; all ranks see it at the same step."""
         return bool(self.interrupts) if self.parts.world is None else self._is_asked
 
     def hear_others(self) -> None:

@@ -79,7 +79,8 @@ def optimizing(
     parts: tuple[str, ...] = (),
     groups: tuple[Group, ...] = (),
 ) -> tuple[Optimizer, list[Schedule]]:
-    """Over the parameters in `parts` (modules or parameters by name), or over all; one schedule, or one per group."""
+    """Build the optimizer and schedules over the parameters in `parts` (modules or parameters by name; empty: all),
+    with one schedule, or one per group."""
     o = config.optimizer
     if o.moment_bits == 8:
         setting = dataclasses.replace(setting, optimizer_bits=_eight_for(o.name))
@@ -102,7 +103,8 @@ def optimizing(
 def _by_group(
     model: nn.Module, groups: tuple[Group, ...], parts: tuple[str, ...]
 ) -> list[tuple[Group | None, tuple[str, ...]]]:
-    """Names of the parameters in no group, then of each group: the first that fits has them."""
+    """Return the names of the parameters in no group, then of each group; a parameter belongs to the first that
+    matches."""
     trained = [n for n, p in model.named_parameters() if p.requires_grad and (not parts or is_within(n, parts))]
     if not groups:
         return [(None, parts)]  # none: all
@@ -116,14 +118,14 @@ def _by_group(
 
 
 def refuse_unknown(part: str, model: nn.Module, who: str) -> None:
-    """A part that holds no parameter of the model."""
+    """Refuse a part that holds no parameter of the model."""
     if not any(is_within(name, (part,)) for name, _ in model.named_parameters()):
         known = [name for name, _ in model.named_modules() if name]
         raise ConfigError(f"{who} {part!r}, which is not a module of the model", fix=suggest_nearest(part, known))
 
 
 def _with_group(config: RunConfig, group: Group | None) -> RunConfig:
-    """The run's config with what a group says otherwise; its learning rate stands in the group itself."""
+    """Return the run's config with a group's overrides, except the learning rate, which the group itself holds."""
     if group is None:
         return config
     decay = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
@@ -131,7 +133,7 @@ def _with_group(config: RunConfig, group: Group | None) -> RunConfig:
 
 
 def with_own(config: RunConfig, who: str, optimizer: Mapping[str, Any], schedule: Mapping[str, Any]) -> RunConfig:
-    """The run's config with what a phase or a group of a workload says otherwise."""
+    """Return the run's config with the overrides of a workload's phase or group."""
     if schedule.get("name", config.schedule.name) == "plateau" != config.schedule.name:
         raise ConfigError(
             f"{who} asks for the schedule plateau",
@@ -179,5 +181,5 @@ def steps_per_epoch(config: RunConfig, num_batches: int) -> int:
 
 
 def taken(section: Any, options: type) -> dict[str, Any]:
-    """The values of a config section that an options class of the step room knows by the same name."""
+    """Return the values of a config section whose names an options class in `step` shares."""
     return {name: value for name, value in section.model_dump().items() if name in options.__dataclass_fields__}  # type: ignore[attr-defined]

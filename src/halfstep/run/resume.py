@@ -40,7 +40,7 @@ class Changes:
 
     @property
     def are_binding(self) -> bool:
-        """Whether any change affects what a step computes."""
+        """True if any change affects what a step computes."""
         return self.touch("")
 
     def touch(self, *prefixes: str) -> bool:
@@ -128,9 +128,12 @@ def refuse_other_records(file: Path, journal: dict[str, Any], *, allow: bool) ->
 def refuse_changes(
     stored: RunConfig, asked: RunConfig, *, allow: bool, kept: Sequence[str] = (), edited: Path | None = None
 ) -> Changes:
-    """The differences; those that would change what a step computes are refused unless allowed, those of a setting that
-    is `kept`, or in a section that is, always: it is not read again. `edited`: the file that they come from,
-    not the command line."""
+    """Return the differences between two configs; refuse those that must not change.
+
+    Changes that affect what a step computes are refused unless allowed. Changes of settings or sections in `kept` are
+    always refused, since these are not read again. `edited` is the file that the changes come from; None: the command
+    line.
+    """
     before, now = flatten_settings(stored), flatten_settings(asked)
     changed = [key for key in now if now[key] != before.get(key) and key not in NOT_STORED]
     notes = [f"{key}: {before.get(key)} -> {now[key]}" for key in changed]

@@ -64,8 +64,8 @@ def list_engines(engine: AnyEngine) -> Iterator[tuple[str, Engine]]:
 def observe_ledgers(
     parts: Assembly, engine: AnyEngine, window: list[Batch], replay: Sequence[Event] = ()
 ) -> list[Ledger]:
-    """What the code of each phase does with this window, as it is, where steps run compiled as the compiler has it, and
-    where one was replayed as it was captured. Nothing of the run is changed."""
+    """Return the ledgers of each phase for this window: of the eager code, of the compiled code if steps run compiled,
+    and of the captured step if one was replayed. The run's state is unchanged."""
     found, replayed = [], _find_replays(parts, engine, replay)
     for phase, own in list_engines(engine):
         prepared = split_window(prepare_window(parts, window), own.pieces)
@@ -234,9 +234,10 @@ class Recording:
 
 
 def observe_uncaptured(engine: Engine, prepared: list[Batch]) -> list[LocatedKernel]:
-    """The kernels of one step of the code that was captured, each with its modules. It is undone.
+    """Return the kernels of one uncaptured step of the captured code, each with its modules. The step is undone.
 
-    In the run's own threads: cuDNN keeps its choice of algorithms for each thread, and these are the captured ones."""
+    Runs in the run's own threads: cuDNN keeps its choice of algorithms per thread, and these hold the captured ones.
+    """
     step, owners, recording = engine.guarded, dict[int, Modules](), Recording(engine.guarded.device)
     with undo_after(step), watch_step(step, lambda: record_function(COMPUTING)), recording:
         step.compute(_note_owners(engine, owners), prepared)

@@ -87,7 +87,7 @@ def runs_other_code(optimizer: Optimizer) -> bool:
 
 
 def get_stored_values(gradient: Tensor) -> Tensor:
-    """Return the values of a gradient that are scaled and judged; of a sparse one those it stores."""
+    """Return the values of a gradient that are scaled and judged; for a sparse gradient, its stored values."""
     return gradient._values() if gradient.is_sparse else gradient
 
 
@@ -160,7 +160,7 @@ class Committer:
 
     @property
     def hint(self) -> str:
-        """A warning about the cost or risk of this optimizer, or an empty string."""
+        """Return a warning about the cost or risk of this optimizer, or an empty string."""
         if runs_other_code(self.optimizer):
             return (
                 f"{self.name}.step() runs a hook or was replaced on the instance: each step waits for the device, so "
@@ -177,7 +177,7 @@ class Committer:
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes that the method needs while a step commits."""
+        """Return the bytes that the method needs while a step commits."""
         if self.method != "select":
             return 0
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -185,7 +185,7 @@ class Committer:
         return sum(t.numel() * t.element_size() for t in (*parameters, *state))
 
     def choose(self) -> CommitWay:
-        """How the next commit is made."""
+        """Return how the next commit is made."""
         method, gradients = self.method, [p.grad for p in self._with_grad()]
         # Parameters with sparse gradients are not copied: a copy of a whole table would cost more than a wait.
         is_sparse = any(gradient is not None and gradient.is_sparse for gradient in gradients)
@@ -197,8 +197,8 @@ class Committer:
         return CommitUndo(self.optimizer, list(self._with_grad()), by_host=way.by_host)
 
     def commit(self, way: CommitWay, bad: Tensor, factor: Tensor | None) -> None:
-        """Step the optimizer with gradients times `factor`. Where `bad` is set the kernel, or the host, leaves
-        everything as it was; what `select` writes is put back by `commit_all`."""
+        """Step the optimizer with gradients times `factor`. If `bad` is set, the kernel or the host leaves everything
+        unchanged; `commit_all` undoes what `select` writes."""
         if way.method == "found_inf" and not way.by_host:
             return self._commit_in_kernel(bad, factor)
         if factor is not None:

@@ -1,6 +1,6 @@
-"""The average of all weights moved in one launch: 12 bytes per weight, where separate operators move 40.
+"""Move the average of all weights in one launch: 12 bytes per weight, where separate operators move 40.
 
-Tensors are found through a table, one column for each: addresses of weight and average, and the number of values.
+Tensors are found through a table with one column each: addresses of weight and average, and the number of values.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _average(
     WEIGHT_TYPE: tl.constexpr, ALIGNED: tl.constexpr, AVERAGE: tl.constexpr, LENGTH: tl.constexpr,
     BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Reads weight and average, writes the average. Nothing in a bad step."""
+    """Move the averages of one program's values; does nothing in a bad step."""
     column = tl.load(chunks + 2 * tl.program_id(0))
     start = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * (BLOCK * TILES)
     length = tl.load(table + LENGTH * columns + column)
@@ -58,7 +58,8 @@ def _average(
 
 
 def move(table: Tensor, chunks: Tensor, decay: Tensor, bad: Tensor, *, dtype: torch.dtype, aligned: bool) -> None:
-    """Move all averages of `table` to their weights, but for the share `decay`; `chunks` names each program's part."""
+    """Move all averages in `table` towards their weights: average = decay · average + (1 - decay) · weight. `chunks`
+    assigns slices of tensors to programs."""
     _average[(len(chunks),)](
         table, chunks, decay, bad, table.shape[1],
         WEIGHT_TYPE=TYPES[dtype], ALIGNED=aligned, AVERAGE=AVERAGE, LENGTH=LENGTH,

@@ -42,7 +42,7 @@ class Reading:
 
     @property
     def reason(self) -> str:
-        """Why the step was dropped; empty for a committed one."""
+        """Return why the step was dropped; empty for a committed one."""
         if not self.is_bad:
             return ""
         where = f" (rank {', '.join(map(str, self.faulty_ranks))})" if self.faulty_ranks else ""
@@ -66,8 +66,8 @@ FIELDS = ("loss", "grad_norm", "scale", "lr", "bad", "spike", "empty", "ruined",
 
 
 class Facts:
-    """One step's findings as device tensors, and what identifies the step: its samples, its place in the data, and the
-    generators as they were before its forward pass (`rng`). With its facts a step can be repeated."""
+    """One step's findings as device tensors, and what identifies the step: its samples, its position in the data, and
+    the generator states before its forward pass (`rng`). With its facts a step can be repeated."""
 
     __slots__ = (
         "_event", "_host", "attempted", "bad", "empty", "epoch", "factor", "grad_norm", "held", "holds", "ids", "loss",

@@ -26,8 +26,8 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def is_writable_in_place(tensor: Tensor) -> bool:
-    """Return whether elements have memory of their own that may be written: not those of an expanded or sparse tensor,
-    nor of one made in inference mode, which is written nowhere else."""
+    """True if elements have separate memory that may be written: false for expanded or sparse tensors and for those
+    made in inference mode."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_inference():
         return False
     return all(stride > 0 for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)

@@ -47,7 +47,7 @@ class ForwardWrites:
     moved: list[tuple[Tensor, Tensor]]
 
     def __init__(self, model: nn.Module, also: Also = (), *, commits: bool = False) -> None:
-        """`commits`: whether `on_commit` writes after the optimizers, most likely into the modules of `also`."""
+        """Guard the model and the modules of `also`; `commits` is true if `on_commit` writes after the optimizers."""
         modules, tensors = _split_also(also)
         self.commits = commits
         self.loose = nn.Module()
@@ -194,7 +194,7 @@ class ForwardWrites:
 
     @property
     def why_not_captured(self) -> str:
-        """What a CUDA graph could not repeat of the last window; empty if nothing."""
+        """Return what a CUDA graph could not repeat of the last window; empty if nothing."""
         if self.exchanges:
             return "the model replaces or registers a tensor in its forward pass instead of writing into it"
         return f"forward wrote {self._name_unsaved()} for the first time" if self.unsaved else ""
@@ -453,7 +453,7 @@ class TensorSlot(NamedTuple):
 
     @property
     def name(self) -> Name:
-        """Stays the same when the tensor is replaced."""
+        """Return the slot's name, which stays the same when the tensor is replaced."""
         return self.module, self.key
 
 

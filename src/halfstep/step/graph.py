@@ -151,7 +151,7 @@ def _make_passes(step: Step) -> list[SinglePass]:
 
 
 def _read_first_line(error: Exception) -> str:
-    """Return an error's first line; with the second where the first only announces it: `backend='inductor' raised:`."""
+    """Return an error's first line, and the second if the first only announces it: `backend='inductor' raised:`."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     if "legacy stream" in lines[0]:
         return f"{lines[0]} (a tensor of an earlier step still holds its autograd graph: keep it detached)"
@@ -198,7 +198,7 @@ _users_settings: dict[str, str] = {}
 def use_growing_segments() -> Iterator[None]:
     """Allocate in expandable segments inside, and restore the allocator's settings afterwards.
 
-    A user who has set this, by PYTORCH_ALLOC_CONF or in the program, is not overruled.
+    A setting by the user, in PYTORCH_ALLOC_CONF or in the program, takes precedence.
     """
     settings = _read_settings()
     if settings is None or settings.get(SETTING):

@@ -59,14 +59,15 @@ class Scaler:
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
 
     def _choose_first(self, accumulate: int) -> float:
-        """Usual loops divide the loss by `accumulate` before they scale it, a window here divides at its end. So that
-        fp16 meets the same numbers, and as many first steps overflow, the scale begins that much lower."""
+        """Return the initial scale, lowered by `accumulate`: usual loops divide the loss by `accumulate` before
+        scaling, while a window here divides at its end. So fp16 sees the same numbers, and as many first steps
+        overflow."""
         power_of_two = 1 << (accumulate - 1).bit_length()
         return max(self.options.init_scale / power_of_two, self.options.min_scale)
 
     @property
     def low(self) -> float:
-        """The scale above which overflows are routine. A search that begins at 2**32 takes longer."""
+        """Return the scale above which overflows are routine. A search that begins at 2**32 takes longer."""
         return max(min(self.first, USUAL_FIRST) / FAR_BELOW, self.options.min_scale)
 
     def scale(self, loss: Tensor) -> Tensor:

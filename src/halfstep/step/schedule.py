@@ -72,7 +72,7 @@ def stepwise(step: float, o: ScheduleOptions, length: int) -> float:
 
 
 def onecycle(step: float, o: ScheduleOptions, length: int) -> float:
-    """Smith & Topin's policy with cosine annealing, as torch's OneCycleLR has it."""
+    """Return Smith & Topin's one-cycle policy with cosine annealing, as in torch's OneCycleLR."""
     low, final = 1 / o.start_divisor, 1 / (o.start_divisor * o.end_divisor)
     peak = o.peak_share * length - 1
     if peak > 0 and step <= peak:
@@ -97,7 +97,7 @@ SCHEDULES: dict[str, Callable[[float, ScheduleOptions, int], float]] = {
 
 
 def build_schedule(options: ScheduleOptions) -> Schedule:
-    """The named schedule, after a linear warmup whose first step already moves (1/w, 2/w, ... 1)."""
+    """Return the named schedule after a linear warmup, whose first step already moves (1/w, 2/w, ... 1)."""
     if options.name not in SCHEDULES:
         raise ConfigError(f"unknown schedule {options.name!r}", fix=suggest_nearest(options.name, SCHEDULES))
     shape, warmup = SCHEDULES[options.name], options.warmup_steps

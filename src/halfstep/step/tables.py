@@ -114,7 +114,7 @@ class Counts(Protocol):
 
 class Values(Tabulated):
     def __init__(self, values: Mapping[str, Value], device: torch.device) -> None:
-        """Places them; step 0 must have a value."""
+        """Place the values on the device; step 0 must have a value."""
         self.names = list(values)
         super().__init__(list(values.values()), device)
         self.now = [torch.zeros((), device=device) for _ in values]
@@ -177,9 +177,12 @@ class Rates(Tabulated):
         chunk: int | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """One schedule for all groups, or one for each; `base` is what they multiply, else the groups' own rates.
-        Foreign ones are asked for at most `chunk` steps ahead: they may be slow, or end with the training. CUDA's fused
-        kernels read fp32; elsewhere fp64 gives the very rates of a scheduler that is stepped by hand."""
+        """Follow one schedule for all groups, or one per group; `base` replaces the groups' own rates as the
+        multiplicand.
+
+        Users' schedules are called at most `chunk` steps ahead: they may be slow, or end with the training. CUDA's
+        fused kernels read fp32; elsewhere fp64 gives exactly the rates of a scheduler that is stepped by hand.
+        """
         self.optimizers = list(optimizers)
         self.groups = self._list_groups()
         if len(schedules) not in (1, len(self.groups)):

@@ -1,4 +1,4 @@
-"""Memory layout: choose a model's, and convert images to the layout of its weights, so that no kernel transposes
+"""Choose a model's memory layout, and convert images to the layout of its weights, so that no kernel transposes
 them."""
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from halfstep.workloads import KINDS
 
 
 def wants_channels_last(config: RunConfig, plan: Plan, *modules: nn.Module) -> bool:
-    """Asked for or found by trials; else, where the model is known to take it, yes on a CPU, and on CUDA where matrix
-    units, which read images so, compute. Never where nothing convolves images.
+    """True if the model should be channels_last: as requested or found by trials. Otherwise, if the model is known to
+    support it, on a CPU, and on CUDA where matrix units, which read channels_last, compute. Never without 2D
+    convolutions.
 
-    benchmarks/NOTES.md has U-Net's times: on an Arm CPU 0.137 s in it, 0.243 contiguous; in strict fp32 on an H200 no
-    difference (362 and 365 ms) without cuDNN's trials, and with trials only contiguous was timed.
+    benchmarks/NOTES.md has U-Net's times: on an Arm CPU 0.137 s channels_last, 0.243 contiguous; in strict fp32 on an
+    H200 no difference (362 and 365 ms) without cuDNN's trials, and with trials only contiguous was timed.
     """
     if not convolves_images(*modules):
         return False
@@ -46,8 +47,11 @@ def convolves_images(*modules: nn.Module) -> bool:
 
 
 def to_channels_last_(model: nn.Module) -> nn.Module:
-    """Its kernels in that layout; those of video, in three dimensions, have no such one. Factors of channels
-    (1, C, 1, 1) lie the same in both, and DDP would warn of strides that their gradients do not share."""
+    """Convert convolution kernels to channels_last, in place; 3D kernels of video have no such layout.
+
+    Per-channel factors (1, C, 1, 1) are skipped: both layouts are the same for them, and DDP would warn that their
+    gradients have other strides.
+    """
     factors = {
         id(parameter)
         for module in model.modules()
@@ -70,8 +74,8 @@ def match_layout(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def _make_dense(value: Tensor) -> Tensor:
-    """A slice of something larger lies otherwise than the copy of it that a captured step keeps, and compiled code
-    knows its inputs by how they lie."""
+    """Return the value with dense strides: compiled code specialises on strides, and a slice of a larger tensor has
+    others than the copy that a captured step keeps."""
     if value.is_contiguous() or torch.empty_like(value, device="meta").stride() == value.stride():
         return value
     return value.contiguous()

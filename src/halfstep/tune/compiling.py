@@ -1,8 +1,8 @@
 """Choose which batch shapes get compiled code: the first two.
 
-Each further one would compile for as long as the first did, and a workload that resizes its images brings them without
-end. The shapes are stored with the run, for compiled and eager kernels round differently: a resumed run that met its
-shapes in another order would compile others.
+Each further shape would take as long to compile as the first, and a workload that resizes its images produces new
+shapes without end. The shapes are stored with the run, because compiled and eager kernels round differently: a resumed
+run that met its shapes in another order would compile others.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Run work in a fresh thread, including backward passes.
 
-torch keeps cuDNN's choice of algorithms for each thread, by the shapes alone: a convolution that ran before in this
-thread keeps its algorithm, whatever `cudnn.benchmark` says by then (ATen/native/cudnn/Conv_v8.cpp; tests/gpu has the
-proof). So each candidate of a trial gets a thread without a past, and the run's own thread is left without one.
+torch keeps cuDNN's choice of algorithms per thread, keyed by the shapes alone: a convolution that ran before in this
+thread keeps its algorithm, whatever `cudnn.benchmark` is by then (ATen/native/cudnn/Conv_v8.cpp; tests/gpu has the
+proof). So each candidate of a trial gets a thread without history, and the run's own thread is left without one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ LOOK_S = 0.1  # polling interval of the waiting thread: on some systems a signal
 
 
 def run_in_fresh_thread(work: Callable[[], T], device: torch.device) -> T:
-    """Return or raise what `work` does. An interrupt of the caller is passed to it, and raised once it has ended."""
+    """Run `work` in a fresh thread, and return or raise its result. The caller's interrupt is passed to the thread, and
+    raised once it has ended."""
     prepare_for_thread()
     errand = _Errand(work, device)
     errand.start()
@@ -130,8 +131,10 @@ def make_graph_storage() -> None:
 
 
 def _hold_graph_storage(local: threading.local) -> None:
-    """torch 2.11 lets go of them when the thread ends, but has not taken hold of them: we do that in its place.
+    """Add the references that torch 2.11 drops when the thread ends, without having taken them.
 
-    Else they are freed while in use, and the next garbage collection crashes, or a layer has lost its weight."""
+    Otherwise the storage is freed while in use, and the next garbage collection crashes, or a layer has lost its
+    weight.
+    """
     for name in PLACES:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(getattr(local, name)))

@@ -3,12 +3,12 @@
 Levers, each tried alone and then the best of each kind together:
 
     activation budget   inductor recomputes what is cheapest until this share of the activations is left (compiled only)
-    recompute           pointwise: keep what is bound by arithmetic only; blocks: keep the blocks' inputs only;
-                        alternate: the one and the other in turn
+    recompute           pointwise: keep only outputs of matmuls and convolutions; blocks: keep only the blocks' inputs;
+                        alternate: both in turn
     optimizer bits      8: AdamW's two moments in a quarter of their bytes
 
-The least memory wins among the settings that take at most `train.memory_time` times the normal step's time. Here is
-the decision; what measures is passed in, so that no trial knows of it.
+The least memory wins among the settings that take at most `train.memory_time` times the normal step's time. This module
+decides; the measuring function is passed in.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ def _try_lever(
     time_limit: float,
     may_go_on: Callable[[], bool],
 ) -> Iterator[LeverTrial]:
-    """Positions of one lever in order; each saves more and takes longer, so the first too slow one is the last. So is
-    the second that saves nothing: the lever has no hold on this model."""
+    """Try one lever's settings in order, each of which saves more and takes longer. Stop after the first that is too
+    slow, or after two in a row that save nothing: the lever does not affect this model."""
     idle = 0
     for setting in lever:
         if not may_go_on():
@@ -280,8 +280,8 @@ def list_levers(ways: Sequence[Recompute], optimizer_name: str, moment_bits: int
 def sort_by_peak(
     levers: Sequence[Sequence[MemorySetting]], peak: Callable[[MemorySetting], int | None]
 ) -> list[Sequence[MemorySetting]]:
-    """The lever whose gentlest position saves most comes first: time for trials may run out. Levers of which nothing is
-    predicted keep their place behind the others."""
+    """Sort levers by what their mildest setting is predicted to save, since time for trials may run out. Levers without
+    a prediction keep their order after the others."""
     predicted = [peak(lever[0]) for lever in levers]
     order = sorted(range(len(levers)), key=lambda k: (predicted[k] is None, predicted[k] or 0))
     return [levers[k] for k in order]

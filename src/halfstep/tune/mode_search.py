@@ -1,11 +1,11 @@
 """`train.fast: auto`: time candidates in order, each against the best so far, until the time for trials is over.
 
-    eager in both memory layouts      the first one tells how long the run will be
+    eager in both memory layouts      the first one shows how long the run will take
     graph, compile                    in the better layout; a captured step is the likeliest to win, so it comes first
     cudnn.benchmark                   on top of the fastest so far
     kernel tuning                     on top of that: the code is compiled again
 
-What is left untried is named in the reason, and whether the clock or the length of the run forbade it.
+The recorded reason lists what was not tried, and whether the time for trials or the length of the run prevented it.
 """
 
 from __future__ import annotations

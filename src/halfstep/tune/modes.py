@@ -50,11 +50,10 @@ def compile_region(
     """Return the region compiled by torch.compile, lazily: the compiler is loaded with the first batch.
 
     Shapes are static: batches of another size run the eager region, so that an epoch's last batch compiles nothing.
-    `tunes_kernels` lets inductor search each kernel's block sizes: faster steps (benchmarks/NOTES.md), minutes more to
-    start
-    with an empty cache. `activation_budget` is the share of activations that backward may keep, which the compiler
-    chooses over all of the region. Where `blocks` are named they run, or are compiled, in their own form; of blocks
-    that the model repeats (`is_repeated`) one is compiled for all.
+    `tunes_kernels` lets inductor search each kernel's block sizes: faster steps (benchmarks/NOTES.md), but minutes more
+    to start with an empty cache. `activation_budget` is the share of activations that backward may keep; the compiler
+    chooses them over the whole region. `blocks` run, or are compiled, in their own form; if the model repeats a block
+    (`is_repeated`), one is compiled for all.
     """
 
     @functools.cache
@@ -128,8 +127,8 @@ DEEP = 8
 
 
 def repeats_blocks(model: nn.Module, granted: str) -> bool:
-    """Whether it is a deep network of ours (GPT-2, ViT, ResNet-101) whose blocks do not run as a chain, as they do in
-    half formats under autocast."""
+    """True for our deep networks (GPT-2, ViT, ResNet-101), unless their blocks run as a chain, as they do in half
+    formats under autocast."""
     is_deep = any(len(part) >= DEEP for part in model.modules() if isinstance(part, BlockSequence))
     return is_deep and granted in ("fp32", "tf32", "bf16-true")
 
@@ -210,8 +209,10 @@ Source = tuple[nn.Parameter, torch.dtype, bool]
 
 
 def _pack_copy(kept: Tensor) -> Tensor | Source:
-    """What autograd keeps of a tensor: of a parameter's copy the parameter; detached, or an output that no backward
-    passes would hold its node, which holds it."""
+    """Return what autograd saves of a tensor: instead of a cast copy of a parameter, the parameter itself.
+
+    Others are detached: an output saved by its own node would otherwise form a reference cycle that no backward breaks.
+    """
     cast, is_turned = kept.grad_fn, False
     if cast is not None and cast.name() == "TBackward0":
         cast, is_turned = cast.next_functions[0][0], True

@@ -1,8 +1,9 @@
 """Activation checkpointing for arbitrary models: find repeated blocks in the module tree and swap their class.
 
-A block is a module with parts whose kind occurs more than once in the model, or that a ModuleList holds; the kind of a
-Sequential is what it consists of. A stage that holds a list of blocks is none, nor is what is never called: their parts
-may be. Whether recomputing gives the same numbers, recompute_check.py tries on copies of the model.
+A block is a module with submodules whose kind occurs more than once in the model, or that a ModuleList holds; the kind
+of a Sequential is the list of its layers. A stage that contains a list of blocks is not a block, nor is a module that
+is never called; their submodules may be. recompute_check.py tests on copies of the model whether recomputing gives the
+same numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 class Recomputed(SwappedModule):
-    """A block that keeps its inputs for backward, and of its activations what `how` says."""
+    """A block that keeps its inputs for backward, and those of its activations that `how` selects."""
 
     how: ClassVar[Recompute]
 
@@ -105,8 +106,8 @@ def _get_kind(module: nn.Module) -> tuple[type[nn.Module], ...]:
 
 
 def _may_be_block(module: nn.Module) -> bool:
-    """Return whether it is several layers or a custom one, with its class's forward: a patched one would hide ours.
-    Hooks of its parts would run twice; torch's own, such as weight_norm's, may."""
+    """Return whether it has several layers or is a custom one, with its class's forward: a patched forward would hide
+    ours. Hooks of its submodules would run twice; only torch's own, such as weight_norm's, may."""
     parts = list(module.modules())[1:]
     is_layer = type(module).__module__.startswith("torch.nn.modules") or not module._parameters
     if not parts and is_layer or type(module).forward is nn.Module.forward or "forward" in vars(module):

@@ -1,10 +1,11 @@
 """Check on copies of a model whether its blocks may be recomputed.
 
-Two eager steps of two samples are made as the run would make them, with and without. Afterwards gradients and all
-that modules hold (weights, buffers, numbers, lists) must be the same, tensors by a weighted sum in fp64, generators
-must stand in the same place, and less must have been kept for backward. So it comes out if a forward pass writes a
-buffer, counts, draws numbers that torch does not put back, or overwrites its input. Where two plain steps differ, on
-a device that sums in any order, NOISE times that is allowed. What fails together is tried kind by kind.
+Two eager steps of two samples run as the run would make them, with and without recomputation. Afterwards gradients and
+everything that modules hold (weights, buffers, numbers, lists) must be the same, with tensors compared by a weighted
+sum in fp64; generators must be in the same state, and less must have been kept for backward. So the check finds a
+forward pass that writes a buffer, counts, draws numbers that torch does not restore, or overwrites its input. On a
+device that sums in any order, where two plain steps differ, NOISE times that difference is allowed. What fails together
+is tried kind by kind.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ after half a second than before (benchmarks/NOTES.md)."""
 
 
 def time_lasting_step(a_round: Callable[[int], float], time: TrialTime, lasting_s: float) -> float:
-    """Seconds of a step, once it has gone on for so long: the median of rounds, each given its steps and giving seconds
-    of one; of fewer and shorter rounds where time is short."""
+    """Return the seconds of a step under sustained load: the median over rounds. `a_round` runs a number of steps and
+    returns the seconds of one. If time is short, rounds are fewer and shorter."""
     once_s = max(a_round(1), 1e-9)
     if time.run_s is None:
         time.expect(once_s)
@@ -53,7 +53,7 @@ def time_lasting_step(a_round: Callable[[int], float], time: TrialTime, lasting_
 
 
 class Steps(Protocol):
-    """The engine of a run, which makes its steps."""
+    """The interface of an engine that runs the steps of a trial."""
 
     @property
     def mode(self) -> Mode: ...
@@ -210,7 +210,7 @@ class TrialTime:
 
     @property
     def spent_s(self) -> float:
-        """Time spent on everything but the candidates' starts."""
+        """Return the time spent on everything but the candidates' starts."""
         return self._total.elapsed_s - self.starts_s
 
     @property
@@ -219,13 +219,13 @@ class TrialTime:
 
     @property
     def for_one_s(self) -> float:
-        """Time for which one candidate may be timed, starting now."""
+        """Return the time for which one candidate may be timed, starting now."""
         return max(0.0, min(self.limit_s / CANDIDATES, self.limit_s - self.spent_s))
 
     def has_room_for(self, start_s: float) -> bool:
         """Return whether a start that usually takes this long fits into the run's share, with the starts before it.
 
-        What starts nothing has room: a slow start before it is no reason to leave it out.
+        A candidate without a start always fits: a slow start before it is no reason to leave it out.
         """
         return start_s == 0 or self.run_s is None or self.starts_s + start_s <= SHARE * self.run_s
 

@@ -1,13 +1,13 @@
 """AdamW whose two moments take a byte per value (Dettmers et al. 2021, 8-bit Optimizers via Block-wise Quantization).
 
 A moment is a code (codes.py) times one scale for each block of 256. A step decodes, updates in fp32 and encodes again,
-so weights see exact arithmetic on rounded moments: on CUDA one kernel per parameter (adamw8bit_triton.py), else its
-twin, `update`. Parameters below MIN_VALUES keep fp32 moments, since norms and biases are few and sensitive, and are
-updated together by torch's fused AdamW. Weights in bf16 are read and stored as half_weights.py says.
+so weights see exact arithmetic on rounded moments: on CUDA in one kernel per parameter (adamw8bit_triton.py), elsewhere
+in its twin, `update`. Parameters below MIN_VALUES keep fp32 moments, since norms and biases are few and sensitive, and
+are updated together by torch's fused AdamW. half_weights.py describes how bf16 weights are read and stored.
 
-torchao has the same optimizer, and ours gives its numbers. It was not used because its state is a tensor subclass that
-safetensors cannot store, its step counter lives on the host, so a captured step would never count, and it knows no
-found_inf. Here a bad step is dropped in the very kernel, as in torch's fused optimizers.
+torchao has the same optimizer, and ours gives the same numbers. torchao's was not used because its state is a tensor
+subclass that safetensors cannot store, its step counter is on the host, so a captured step would never count, and it
+does not support found_inf. Here the kernel itself drops a bad step, as in torch's fused optimizers.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class AdamW8bit(JudgedAdamW):
                 self.write(piece.parameter, piece.weights, theta, piece.state)
 
     def _has_kernel(self, parameter: Tensor) -> bool:
-        """It counts no lost updates, so rounding to nearest, which is there on request only, is torch's."""
+        """True if the Triton kernel can run; it counts no lost updates, so `nearest` rounding uses the torch twin."""
         return parameter.is_cuda and not (is_kept_in_half(parameter) and self.rounding == "nearest")
 
     def _run_kernel(self, piece: StatePiece, corrections: Sequence[Tensor], setting: Setting) -> None:
@@ -135,7 +135,7 @@ def _lay_out_like(parameter: Tensor, grad: Tensor) -> Tensor:
 
 
 class StatePiece(NamedTuple):
-    """A parameter and its gradient as vectors in one order: that of the parameter's memory, where it has no gaps."""
+    """A parameter and its gradient as vectors in the same order: the parameter's memory order if it has no gaps."""
 
     parameter: Tensor
     weights: Tensor
@@ -169,7 +169,7 @@ def _to_device(value: Tensor | float, device: torch.device) -> Tensor:
 
 
 def _compute_corrections(steps: list[Tensor], beta: float) -> tuple[Tensor, ...]:
-    """1 - beta**step: how much of a moment that began at zero is there."""
+    """Return the bias corrections 1 - beta**step of both moments, which start at zero."""
     found = torch._foreach_pow(beta, steps)
     torch._foreach_neg_(found)
     torch._foreach_add_(found, 1.0)

@@ -1,11 +1,11 @@
-"""AdamW on one-byte moments in one pass: what `adamw8bit.update` computes, bit for bit.
+"""AdamW on one-byte moments in one pass, bit-identical to `adamw8bit.update`.
 
-The twin rounds after every operation, and so does the kernel: division and square root are the rounded ones, and
+The twin rounds after every operation, so the kernel does too: division and square root are correctly rounded, and
 nothing is contracted into fused multiply-adds (`enable_fp_fusion`).
 
-A tile is [ROWS, COLUMNS]: a row is one block of 256 values that share a scale, so that the new scale, the largest
-magnitude of a row, is found within a program. Moments are decoded, moved and used for the weight before they are
-encoded again: the weight sees them before they are rounded.
+A tile is [ROWS, COLUMNS]: a row is one block of 256 values that share a scale, so one program finds the new scale, the
+largest magnitude of a row. Moments are decoded, updated and applied to the weight before they are encoded again: the
+weight sees them unrounded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROWS, WARPS = 8, 4
 
 @triton.jit
 def _decoded(codes, scale, table, inside):
-    """A moment's blocks: a byte and a shared scale."""
+    """Decode blocks of a moment from one-byte codes and one scale per block."""
     return tl.load(table + tl.load(codes, inside, 0).to(tl.int32)) * scale[:, None]
 
 
@@ -46,7 +46,7 @@ def _ranks(magnitudes, LEVELS: tl.constexpr):
 
 @triton.jit
 def _encoded(moment, SMALLEST: tl.constexpr, LEVELS: tl.constexpr, IS_SIGNED: tl.constexpr):
-    """Codes, and the scale of each block."""
+    """Encode blocks of a moment; return codes and one scale per block."""
     largest = tl.maximum(tl.max(tl.abs(moment), 1), SMALLEST)
     values = moment * tl.div_rn(1.0, largest)[:, None]
     if IS_SIGNED:
@@ -66,8 +66,11 @@ def _update(
     IS_SCALED: tl.constexpr, LEVELS: tl.constexpr, UNSIGNED_LEVELS: tl.constexpr, SMALLEST: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
-    """Reads weight, gradient and two codes (10 bytes where both are fp32, 8 where they are bf16 and split), writes
-    weight and codes (6), and the gradient where it is scaled. Nothing where the step is bad."""
+    """Update one tile of weights; does nothing if the step is bad.
+
+    Reads weight, gradient and two codes (10 bytes per value in fp32, 8 with split bf16), writes weight and codes (6
+    bytes), and the gradient if it is scaled.
+    """
     if tl.load(found_inf) == 0:
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         is_row = row < num_blocks
@@ -105,7 +108,7 @@ def update(
     setting: Setting,
     key: Tensor | None = None,
 ) -> None:
-    """One vector, by one kernel; `key` for weights that are rounded at random."""
+    """Update one vector in one launch; `key` seeds the stochastic rounding of weights."""
     num_blocks = weights.numel() // BLOCK
     moments = [state[f"{name}_{part}"] for name in MOMENTS for part in ("codes", "scale", "table")]
     _update[(triton.cdiv(num_blocks, ROWS),)](

@@ -1,11 +1,11 @@
 """AdamW on weights that are stored in bf16 (half_weights.py), with moments in fp32.
 
-A step puts the fp32 weights together, some at a time, lets torch's fused AdamW update them, and stores them again.
-Given the same gradients the update is that of fp32 weights bit for bit; the kernel itself drops a bad step, and what it
-did not change is stored as it was. In a CUDA graph one kernel of our own does it all in one pass (adamw_triton.py).
+A step reassembles some fp32 weights at a time, lets torch's fused AdamW update them, and stores them again. Given the
+same gradients, the update is bit-identical to that of fp32 weights. The kernel itself drops a bad step, and what it did
+not change is stored unchanged. In a CUDA graph one of our kernels does all of this in one pass (adamw_triton.py).
 
-Bytes of a parameter: 2 and 2 for the weight, 8 for the moments; fp32 weights with autocast take 4, 2 for their half
-copy, and 8. Gradients are bf16, or fp32 where several micro-batches add up.
+Bytes per parameter: 2 + 2 for the weight and 8 for the moments. fp32 weights with autocast take 4, 2 for their half
+copy, and 8. Gradients are bf16, or fp32 if several micro-batches are summed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ VALUES_AT_ONCE = 2**26  # fp32 copies of so many weights and gradients are there
 
 
 class JudgedAdamW(Optimizer):
-    """`torch.optim.AdamW` by its arguments, and how weights in bf16 are rounded. A subclass says how an update is made,
-    and what its moments are."""
+    """AdamW with torch's arguments, a rounding mode for bf16 weights, and `found_inf`.
+
+    A subclass defines the update and the form of its moments.
+    """
 
     takes_fp32_gradients = True
     was_stored_without_low = False  # a run that kept none goes on without: what was lost cannot be made up
@@ -54,8 +56,10 @@ class JudgedAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update; nothing changes where the attribute `found_inf`, a device tensor, is not 0. Gradients are divided
-        by `grad_scale`, where there is one, and written back: torch's fused optimizers do so."""
+        """Make one update, unless the device tensor in the attribute `found_inf` is not 0.
+
+        Gradients are divided by `grad_scale`, if set, and written back, as torch's fused optimizers do.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -75,7 +79,7 @@ class JudgedAdamW(Optimizer):
         return {LOW: torch.zeros_like(parameter, dtype=torch.int16)}
 
     def read(self, parameter: Tensor, weights: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """fp32 values of `weights`, which are a parameter's, in its own shape or flat; a copy, but for fp32 ones."""
+        """Return the fp32 values of a parameter's `weights`, in its shape or flat: a copy, unless they are fp32."""
         return join(weights, state[LOW].view_as(weights)) if LOW in state else weights.float()
 
     def write(self, parameter: Tensor, weights: Tensor, values: Tensor, state: Mapping[str, Tensor]) -> None:
@@ -108,7 +112,8 @@ class JudgedAdamW(Optimizer):
         return sum(count[0] for count in facts) / moved if moved else None
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """torch casts all state to the parameter's dtype, which codes, scales, low halves and moments must not be."""
+        """Load state without torch's cast to the parameter's dtype, which would ruin codes, scales, low halves and
+        moments."""
         super().load_state_dict(state_dict)
         parameters = [p for group in self.param_groups for p in group["params"]]
         for index, stored in state_dict["state"].items():
@@ -123,7 +128,7 @@ class JudgedAdamW(Optimizer):
                 self.rounding, self.was_stored_without_low = "nearest", True
 
     def begin_low(self) -> None:
-        """Split from here on, after a state without low halves: a weight in bf16 is exact with ones of zero."""
+        """Start splitting after a state without low halves: low halves of zero represent a bf16 weight exactly."""
         self.rounding, self.was_stored_without_low = "split", False
         for parameter, state in self.state.items():
             state.update(self.low_of(parameter))
@@ -188,7 +193,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Setting(NamedTuple):
-    """What all parameters of a group share in a step; tensors have one value, on the device."""
+    """The hyperparameters of a group in one step; tensors have one value, on the device."""
 
     lr: Tensor
     found_inf: Tensor

@@ -1,18 +1,17 @@
-"""AdamW, and Adam without decay, over a group's parameters in one launch, with the bits of torch's fused CUDA kernel.
+"""AdamW, and Adam without decay, over a group's parameters in one launch, bit-identical to torch's fused CUDA kernel.
 
 torch's kernel writes every scaled gradient back; this one does not, and so moves 28 bytes per parameter instead of 32.
-Each expression is rounded where torch's is: multiply-adds are fused where its source or its compiler fuses them (as the
-machine code of torch 2.11 for sm_90 does) and nowhere else (`enable_fp_fusion`), division and square root are the
-rounded ones. Powers of the betas are left to torch: Triton's library has another algorithm for them.
+Each expression is rounded where torch's is: multiply-adds are fused where torch's source or compiler fuses them (as in
+the machine code of torch 2.11 for sm_90) and nowhere else (`enable_fp_fusion`), and division and square root are
+correctly rounded. torch computes the powers of the betas: Triton's library has a different algorithm for them.
 
-A tile is [BLOCK] values of one parameter; a program takes TILES neighbouring ones, since looking up addresses and the
+A tile is [BLOCK] values of one parameter. A program processes TILES adjacent ones, since looking up addresses and the
 rate costs as much as some of the values. Weight, gradient and both moments are loaded before anything is stored, and
 each is stored once.
 
-Parameters are found through a table, one column for each: addresses of weight, gradient, both moments and counter, the
-number of values, which is 0 where there is nothing to do, and the address of a bf16 weight's low half
-(half_weights.py).
-Everything begins at multiples of 16 bytes. Moments are fp32; weights and gradients are fp32 or bf16, all of a group.
+Parameters are found through a table with one column each: addresses of weight, gradient, both moments and counter, the
+number of values (0 if there is nothing to do), and the address of a bf16 weight's low half (half_weights.py). Every
+address is a multiple of 16 bytes. Moments are fp32; weights and gradients are fp32 or bf16, the same for a whole group.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def _address(table, field, column, columns, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["bad"])
 def _count(table, counts, bad, columns, COUNTER: tl.constexpr, LENGTH: tl.constexpr, COUNTED: tl.constexpr):
-    """Counts a good step of each parameter, in its own counter and in one vector for all."""
+    """Count a good step of each parameter, in its own counter and in one vector for all."""
     if tl.load(bad) == 0:
         column = tl.program_id(0) * COUNTED + tl.arange(0, COUNTED)
         is_updated = tl.load(table + LENGTH * columns + column, column < columns, 0) > 0
@@ -75,9 +74,9 @@ def _update(
     GRADIENT: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, LENGTH: tl.constexpr, LOW: tl.constexpr,
     BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Reads weight, gradient and moments (16 bytes per value; 14 split), writes weight and moments (12).
+    """Update the values of one program's tiles; does nothing in a bad step.
 
-    Does nothing in a bad step.
+    Reads weight, gradient and moments (16 bytes per value; 14 if split), writes weight and moments (12).
     """
     column = tl.load(chunks + 2 * tl.program_id(0))
     start = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * (BLOCK * TILES)
@@ -126,8 +125,11 @@ def update(
     weight_type: torch.dtype = torch.float32, gradient_type: torch.dtype = torch.float32,
     block: int = BLOCK, tiles: int = TILES, warps: int = WARPS,
 ) -> None:  # fmt: skip
-    """One step of all parameters in `table`, with gradients times `factor`. `chunks` names each program's share, and
-    `powers` are those of both betas by the parameters' counts; `keys` are for weights that are rounded at random."""
+    """Make one step of all parameters in `table`, with gradients times `factor`.
+
+    `chunks` assigns slices of parameters to programs, `powers` are both betas to the power of each parameter's step
+    count, and `keys` seed the stochastic rounding of weights.
+    """
     _update[(len(chunks),)](
         table, chunks, powers, table if keys is None else keys, rate, factor, bad, *betas, eps, weight_decay,
         table.shape[1],

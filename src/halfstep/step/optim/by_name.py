@@ -72,9 +72,10 @@ def _choose_fast_form(name: str, device_type: str) -> dict[str, bool]:
 def make_parameter_groups(
     model: nn.Module, weight_decay: float, *, decay_all: bool = False, parts: tuple[str, ...] = ()
 ) -> ParamGroups:
-    """Weights decay, norms and biases (everything with at most one dimension) do not, unless asked for.
+    """Group parameters by weight decay: norms and biases (at most one dimension) do not decay unless requested.
 
-    `parts` are the modules or parameters that are trained, by name; none: all."""
+    `parts` are the trained modules or parameters by name; empty: all.
+    """
     trained = [p for name, p in model.named_parameters() if p.requires_grad and (not parts or is_within(name, parts))]
     if not trained:
         where = f"{', '.join(parts)} of the model" if parts else "the model"

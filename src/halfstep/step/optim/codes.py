@@ -1,7 +1,8 @@
 """One-byte codes for optimizer moments: a table of 256 values between -1 and 1, denser towards zero, and block scales.
 
-The table is the dynamic tree of Dettmers 2015: seven decades, each with twice as many equal parts as the one below it.
-The nearest code is computed, not searched for: reading a table eight times per value would take longer than the memory.
+The table is the dynamic tree of Dettmers 2015: seven decades, each with twice as many equal intervals as the one below
+it. The nearest code is computed, not searched for: eight table reads per value would take longer than the memory
+traffic.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ NUM_DECADES = 7
 
 @functools.cache
 def make_signed_table() -> tuple[float, ...]:
-    """An exponent of ten in unary, the bits that are left as fraction, and a sign."""
+    """Return the signed table: a sign bit, an exponent of ten in unary, and a fraction in the remaining bits."""
     return tuple(sorted([0.0, 1.0, *(sign * value for value in _build_tree(0) for sign in (1, -1))]))
 
 
 @functools.cache
 def make_unsigned_table() -> tuple[float, ...]:
-    """The same without a sign, its bit spent on the fraction."""
+    """Return the unsigned table: as the signed one, with the sign's bit added to the fraction."""
     return tuple(sorted([0.0, 1.0, *_build_tree(1)]))
 
 
 def _build_tree(extra_bits: int) -> list[float]:
-    """Midpoints of 2**(level + extra) equal parts of 0.1 to 1, for seven decades."""
+    """Return the midpoints of 2**(level + extra) equal intervals of 0.1 to 1, for seven decades."""
     values: list[float] = []
     for level in range(NUM_DECADES):
         edges = torch.linspace(0.1, 1, 2 ** (level + extra_bits) + 1)
@@ -39,7 +40,8 @@ def _build_tree(extra_bits: int) -> list[float]:
 
 
 class Level(NamedTuple):
-    """From `threshold` on the rank of the nearest value is the whole part of slope * x + offset, at most `last`."""
+    """A range of magnitudes from `threshold` on, where the nearest value has rank floor(slope * x + offset), at most
+    `last`."""
 
     threshold: float
     slope: float
@@ -48,7 +50,7 @@ class Level(NamedTuple):
 
 
 def make_levels(extra_bits: int) -> tuple[Level, ...]:
-    """The decades of the table's upper half, and its last value, 1; rank 0 is zero."""
+    """Return the decades of the table's upper half, and its last value, 1; rank 0 is zero."""
     found: list[Level] = []
     rank = 1
     for level in range(NUM_DECADES):
@@ -76,7 +78,7 @@ def rank_magnitudes(magnitudes: Tensor, decades: tuple[Level, ...]) -> Tensor:
 
 
 def encode_signed(values: Tensor) -> Tensor:
-    """The index of zero is 127, and there is no -1."""
+    """Return signed codes; the index of zero is 127, and -1 has no code."""
     found = rank_magnitudes(values.abs(), SIGNED)
     return torch.where(values < 0, (127 - found).clamp(min=0), 127 + found).to(torch.uint8)
 

@@ -1,18 +1,17 @@
-"""Weights stored in bf16 that learn as fp32 ones do: how a new fp32 value is put into them.
+"""Store fp32 weights in bf16 without losing small updates.
 
-    split        the 16 bits that bf16 drops are kept beside it, so nothing is lost
-    stochastic   up or down at random, by how near each is: right on average, without further memory
-    nearest      as a cast rounds: an update below half of the spacing is lost, every time it comes
+    split        keep the 16 bits that bf16 drops in a second tensor: nothing is lost
+    stochastic   round up or down at random, in proportion to the distance: unbiased, without further memory
+    nearest      round as a cast does: an update below half of the spacing is lost, every time
 
-Split: the bits of an fp32 value are a whole number u. Its bf16 is u + 0x8000 over 65,536, rounded down, and what is
-left, u less 65,536 times that, lies in -32,768 … 32,767 and fits into 16 bits. Rounding half up in the bit pattern,
-rather than half to even, is what makes the rest fit; it moves exact ties only (one value in 65,536), away from zero
-where a cast would go to the even neighbour. Putting the two together again is one addition, exact for every pair of
-them, so a weight that a bad step did not touch comes back bit for bit, whatever it is; and so does every finite fp32
-value whose bf16 is finite.
+Split: read the bits of an fp32 value as an integer u. Its bf16 is h = floor((u + 0x8000) / 65,536), and the remainder u
+- 65,536 h is in -32,768 … 32,767, which fits into 16 bits. The remainder fits because the bit pattern is rounded half
+up, not half to even. This differs from a cast for exact ties only (one value in 65,536), which round away from zero.
+Joining the two is one addition, exact for every pair, so a weight that a bad step did not touch comes back
+bit-identical. So does every finite fp32 value whose bf16 is finite.
 
 Stochastic: 16 random bits are added before the last 16 are cut off. They are a hash of seed, parameter, step and
-position, so a resumed run draws what the first one would have drawn, on any device.
+position, so a resumed run draws the same bits on any device.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ def join(high: Tensor, low: Tensor) -> Tensor:
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 values as bf16 and the 16 bits beside it."""
+    """Split fp32 values into bf16 and the remaining 16 bits."""
     bits = values.view(torch.int32)
     high = bits + HALF >> 16
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
 
 
 def round_stochastically(values: Tensor, key: Tensor) -> Tensor:
-    """fp32 values (a vector) as bf16, up or down by the hash of `key` and each one's position."""
+    """Round a vector of fp32 values to bf16, up or down by the hash of `key` and each value's position."""
     positions = torch.arange(values.numel(), device=values.device)
     noise = hash_numbers(positions + key) & 0xFFFF
     rounded = values.view(torch.int32) + noise.int() >> 16
@@ -59,7 +58,7 @@ def make_key(seed: int, number: int, step: Tensor) -> Tensor:
 
 
 def hash_numbers(numbers: Whole) -> Whole:
-    """32 bits of a number, or of each number of a tensor of int64."""
+    """Return a 32-bit hash of a number, or of each number in an int64 tensor."""
     bits = numbers & MASK
     bits = (bits ^ bits >> 16) * FIRST & MASK
     bits = (bits ^ bits >> 15) * SECOND & MASK

@@ -1,7 +1,7 @@
-"""Weights in bf16 inside a Triton kernel: what half_weights.py does, bit for bit.
+"""bf16 weights inside a Triton kernel, bit-identical to half_weights.py.
 
-Works on tiles of any shape, value by value: `weights` and `low` are tiles of addresses, `positions` the values' places
-in their parameter, from which the random bits of stochastic rounding are hashed.
+Works on tiles of any shape, element-wise: `weights` and `low` are tiles of addresses, `positions` the indices of the
+values in their parameter, from which the random bits of stochastic rounding are hashed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SECOND: tl.constexpr = tl.constexpr(half_weights.SECOND)
 
 @triton.jit
 def hashed(bits):
-    """32 bits of whole numbers in uint32, whose products wrap around."""
+    """Return a 32-bit hash of uint32 numbers, whose products wrap around."""
     bits = (bits ^ (bits >> 16)) * tl.full([], FIRST, tl.uint32)
     bits = (bits ^ (bits >> 15)) * tl.full([], SECOND, tl.uint32)
     return bits ^ (bits >> 16)
@@ -29,7 +29,7 @@ def hashed(bits):
 
 @triton.jit
 def load_weight(weights, low, inside, HOW: tl.constexpr):
-    """fp32 values; `low` is read where weights are split."""
+    """Load fp32 values; `low` is read if weights are split."""
     if HOW == IS_SPLIT:
         high = tl.load(weights, inside).to(tl.int16, bitcast=True).to(tl.int32)
         return ((high << 16) + tl.load(low, inside).to(tl.int32)).to(tl.float32, bitcast=True)

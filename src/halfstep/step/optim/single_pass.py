@@ -1,13 +1,13 @@
-"""AdamW, also on bf16 weights, and Adam without decay, in a CUDA graph by a kernel of our own (adamw_triton.py).
+"""AdamW, also on bf16 weights, and Adam without decay, by our kernel inside a CUDA graph (adamw_triton.py).
 
-It gives torch's bits and does not write gradients back.
+The kernel is bit-identical to torch's and does not write gradients back.
 
-Only inside a graph: torch's kernel leaves gradients scaled and clipped for whoever reads them after a step, and a
-replayed step has none to read. Both give the same weights to the bit, so a run may mix them.
+It runs only inside a graph: torch's kernel leaves gradients scaled and clipped for code that reads them after a step,
+and a replayed step has none to read. Both kernels give the same bits, so a run may mix them.
 
-A graph replays fixed addresses, and only during the capture is it known where gradients lie. So the table of addresses
-is made before the capture, empty, from memory that is not the graph's (its own pool gives a block to several tensors in
-turn); the capture notes the addresses, and `fill` writes them when it is over, before anything is replayed.
+A graph replays fixed addresses, and the gradients' addresses are known only during the capture. So the table of
+addresses is allocated empty before the capture, outside the graph's memory pool (which gives one block to several
+tensors in turn). The capture records the addresses, and `fill` writes them afterwards, before the first replay.
 """
 
 from __future__ import annotations
@@ -55,12 +55,13 @@ def _takes_one(optimizer: Optimizer, parameter: Tensor, device: torch.device) ->
 
 
 def _is_known(optimizer: Optimizer, parameter: Tensor) -> bool:
-    """torch's own optimizers keep the moments of bf16 weights in bf16, which the kernel does not."""
+    """True for optimizers that the kernel reproduces; torch's keep moments of bf16 weights in bf16, which it does
+    not."""
     return parameter.dtype == torch.float32 or isinstance(optimizer, AdamWBf16) and is_kept_in_half(parameter)
 
 
 def _fits(state: dict[str, Tensor] | None, parameter: Tensor, device: torch.device) -> bool:
-    """A parameter that never had a gradient has no state, and nothing is done to it."""
+    """True if the kernel can update this parameter. One that never had a gradient has no state and is skipped."""
     if not state:
         return True
     moments = (state["exp_avg"], state["exp_avg_sq"])
@@ -98,7 +99,7 @@ class GroupPass:
         self.names = torch.tensor([self._name_of(p) for p in parameters], device=device)
 
     def _name_of(self, parameter: Tensor) -> int:
-        """What sets this parameter's random numbers apart, as in `half_weights.make_key`."""
+        """Return the number that makes this parameter's random bits distinct, as in `half_weights.make_key`."""
         if not isinstance(self.optimizer, AdamWBf16):
             return 0
         return hash_numbers(self.optimizer.seed * NUMBERS + self.optimizer.numbers[parameter])
@@ -153,7 +154,7 @@ class GroupPass:
 
 
 class SinglePass:
-    """An optimizer's part of one captured step; to be kept as long as the graph is."""
+    """An optimizer's part of one captured step; keep it as long as the graph."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.groups = [GroupPass(optimizer, group, device) for group in optimizer.param_groups if group["params"]]

@@ -1,4 +1,4 @@
-"""Diffusion: models that make pictures, and the VAE whose latents they may work on. On diffusers' networks."""
+"""Diffusion models for images, and the VAE whose latents they can work on; both use diffusers' networks."""
 
 from dataclasses import replace
 

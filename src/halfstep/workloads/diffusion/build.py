@@ -40,7 +40,8 @@ FRAGILE = (
 
 
 def build(config: DiffusionConfig, store: Mapping[str, Any] | None = None) -> Workload:
-    """The workload for `config.data.dir`; `store` of an earlier run fixes classes and the U-Net's form."""
+    """Build the workload for `config.data.dir`; the `store` of an earlier run fixes its classes and the U-Net's
+    config."""
     found_in_weights = adopt_settings(config) if store is None else AdoptedSettings(config=config)
     config = found_in_weights.config
     check_steps(config.sample.steps, make_schedule(config))
@@ -67,7 +68,7 @@ def build(config: DiffusionConfig, store: Mapping[str, Any] | None = None) -> Wo
 
 
 def describe_conditions(config: DiffusionConfig, parts: DiffusionParts) -> tuple[tuple[str, str], ...]:
-    """What the U-Net is told of a picture, for the header."""
+    """Return the header line that describes the U-Net's conditions."""
     if not parts.conditions.is_told:
         return ()
     return (("is told", f"{parts.conditions.about}; {config.model.drop_condition:.0%} of the samples: nothing"),)
@@ -107,7 +108,7 @@ def make_workload(
 
 
 class DiffusionPrepare:
-    """From a loaded batch to images or moments in fp32, and all that is drawn for them."""
+    """Convert a loaded batch to images or latent moments in fp32, and draw timesteps, noise and dropped conditions."""
 
     def __init__(self, config: DiffusionConfig, parts: DiffusionParts) -> None:
         self.flip, self.drop = config.data.flip, config.model.drop_condition
@@ -127,7 +128,7 @@ class DiffusionPrepare:
 
 
 class DiffusionForward:
-    """What the U-Net says of noised images, and what it should have said."""
+    """Run the U-Net on noised images, and return its prediction with the target."""
 
     def __init__(self, config: DiffusionConfig, parts: DiffusionParts) -> None:
         self.target, self.parts, self.conditions = config.model.target, parts, parts.conditions
@@ -157,7 +158,7 @@ def make_random_store(config: DiffusionConfig | VaeConfig) -> dict[str, Any]:
 
 
 def make_random_batch(config: DiffusionConfig | VaeConfig, store: Store) -> Batch:
-    """Bytes as a loader delivers them; with text, tokens."""
+    """Return random bytes as a loader delivers them, and tokens if the model is conditioned on text."""
     generator, size, side = make_generator(config.train.seed), config.train.batch_size, config.data.image_size
     image = torch.randint(256, (size, side, side, 3), dtype=torch.uint8, generator=generator)
     label = torch.randint(NUM_CLASSES, (size,), generator=generator)

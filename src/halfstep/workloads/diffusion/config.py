@@ -28,7 +28,7 @@ Conditioning = Literal["none", "class", "text"]
 
 
 class PictureDataConfig(DataConfig):
-    """A folder of pictures."""
+    """A folder of images."""
 
     image_size: PositiveCount = Field(default=64, description="Side of the square images the model sees, in pixels")
     train_folder: str = Field(default="", description="Training folder below data.dir; empty: train or training")
@@ -40,7 +40,7 @@ class PictureDataConfig(DataConfig):
 
 
 class DiffusionDataConfig(PictureDataConfig):
-    """Pictures, with classes or captions where the model is told them."""
+    """A folder of images, with classes or captions if the model is conditioned on them."""
 
     label_column: str = Field(
         default="", description="Column of metadata.jsonl or .csv with the classes; empty: label or another common name"
@@ -58,7 +58,7 @@ class DiffusionDataConfig(PictureDataConfig):
 
 
 class UNetSize(BuiltModelConfig):
-    """What U-Net and VAE share: blocks of diffusers' networks."""
+    """Settings that U-Net and VAE share: the blocks of diffusers' networks."""
 
     channels: tuple[PositiveCount, ...] = Field(
         default=(128, 128, 256, 256, 512, 512),
@@ -107,7 +107,7 @@ class VaeModelConfig(UNetSize):
 
 
 class NoiseConfig(Section):
-    """The forward process."""
+    """Settings of the forward process."""
 
     schedule: Literal["linear", "scaled_linear", "cosine"] = Field(
         default="linear", description="Shape of the beta schedule"
@@ -139,7 +139,7 @@ class NoiseConfig(Section):
 
 
 class DiffusionModelConfig(UNetSize):
-    """The U-Net, what it is told and what it learns."""
+    """The U-Net, its conditions and its prediction target."""
 
     attention: tuple[int, ...] | None = Field(
         default=None, description="Levels with attention, from 0; default: the last but one, with text all but the last"
@@ -199,7 +199,7 @@ PICTURES: dict[str, Any] = {
 
 
 class VaeConfig(RunConfig):
-    """One AutoencoderKL."""
+    """The config of an AutoencoderKL run."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "fast": {"precision.default": "bf16", "train.batch_size": 16},
@@ -231,7 +231,7 @@ class VaeConfig(RunConfig):
 
 
 class DiffusionConfig(RunConfig):
-    """One diffusion model."""
+    """The config of a diffusion run."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "fast": {"precision.default": "bf16", "train.batch_size": 64},
@@ -293,7 +293,7 @@ class DiffusionConfig(RunConfig):
         return self
 
     def why_untrainable(self) -> str:
-        """What is wrong with target and schedule together; mostly nothing."""
+        """Explain why a target cannot be trained with this schedule; return an empty string if it can."""
         if not (self.noise.zero_terminal_snr and self.model.target == "eps"):
             return ""
         return (

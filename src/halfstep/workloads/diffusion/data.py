@@ -1,7 +1,7 @@
-"""The data of a model that makes pictures: square pictures, with class numbers or captions where the model gets them.
+"""Data of image generators: square images, with class numbers or captions for conditional models.
 
-DIR/**/*.png                               divided by a seed
-DIR/train/**/*  DIR/val/**/*               divided already
+DIR/**/*.png                               split by a seed
+DIR/train/**/*  DIR/val/**/*               already split
 DIR/metadata.jsonl, DIR/train/...          captions: {"file_name": ..., "text": ...}
 DIR/<class>/*, DIR/train/<class>/*         classes (image_folder)
 """
@@ -34,7 +34,7 @@ from halfstep.workloads.diffusion.config import Conditioning, DiffusionDataConfi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PictureData:
-    """Files of both splits, and what is known of them."""
+    """The image files of both splits, with their classes, captions and notes for the user."""
 
     root: Path
     train: Listing
@@ -51,7 +51,7 @@ class PictureData:
 
 
 def open_pictures(config: PictureDataConfig, conditioning: Conditioning = "none") -> PictureData:
-    """What lies in the data folder; every file is looked at first."""
+    """Find the images of the data folder and check every file."""
     if config.dir is None:
         raise DataError("no data folder", fix="--data-dir DIR")
     bad_files = BadFiles(config.on_bad_file)
@@ -87,12 +87,13 @@ def _find(config: PictureDataConfig, conditioning: Conditioning) -> CaptionedFol
 
 
 def make_square_samples(listing: Listing, size: int) -> EvaluationFiles:
-    """The largest centred square of each picture: `image` (size, size, 3) bytes, and `label`."""
+    """Return samples of each image's largest centred square: `image` (size, size, 3) in bytes, and `label`."""
     return EvaluationFiles(listing, size=size, share=1.0)
 
 
 def scale_images(batch: Batch, *, key: tuple[int, ...], flip: float) -> Tensor:
-    """Images (N, 3, H, W) in -1..1 from bytes (N, H, W, 3), or floats that are so already; mirrored by the key."""
+    """Convert bytes (N, H, W, 3) to images (N, 3, H, W) in -1..1, flipped at random by the key; floats are scaled
+    already."""
     image = batch["image"]
     image = image.permute(0, 3, 1, 2).float() / 127.5 - 1 if image.dtype == torch.uint8 else image
     if not flip:
@@ -102,7 +103,7 @@ def scale_images(batch: Batch, *, key: tuple[int, ...], flip: float) -> Tensor:
 
 
 def to_bytes(image: Tensor) -> Tensor:
-    """uint8 (N, H, W, 3) on the CPU, of images in -1..1."""
+    """Convert images in -1..1 to uint8 (N, H, W, 3) on the CPU."""
     pixels = ((image.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     return pixels.permute(0, 2, 3, 1).contiguous().cpu()
 
@@ -116,7 +117,7 @@ FEWEST = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaptionedFolder:
-    """Pictures and what is said of them."""
+    """Images and their captions."""
 
     images: ImageFolder
     captions: Mapping[Path, str] = field(default_factory=dict)
@@ -124,7 +125,7 @@ class CaptionedFolder:
 
 
 def find_pictures(root: Path, layout: FolderLayout) -> CaptionedFolder:
-    """Every picture of a data folder, whatever folders they lie in."""
+    """Return every image below a data folder."""
     require_folder(root)
     train_folders, val_folders = find_split_folders(root, layout)
     train, val = (
@@ -134,7 +135,7 @@ def find_pictures(root: Path, layout: FolderLayout) -> CaptionedFolder:
 
 
 def find_captioned(root: Path, layout: FolderLayout, column: str) -> CaptionedFolder:
-    """The pictures that a table has captions for."""
+    """Return the images that have a caption in a metadata table."""
     require_folder(root)
     train_folders, val_folders = find_split_folders(root, layout)
     train, val = (
@@ -150,9 +151,10 @@ def find_captioned(root: Path, layout: FolderLayout, column: str) -> CaptionedFo
 
 
 def find_classes(root: Path, layout: FolderLayout, class_file: Path | None) -> CaptionedFolder:
-    """The pictures of class folders, or of a table of labels; a file may say which class has which number.
+    """Return the images of class folders or of a label table; an optional file assigns a number to each class.
 
-    `text` holds captions here: it holds classes only where it is named."""
+    The column `text` is treated as captions, unless the config names it as the class column.
+    """
     images = find_images(root, replace(layout, label_columns=CLASS_COLUMNS))
     if class_file is not None:
         images = _renumber(images, read_class_names(class_file), class_file)
@@ -161,7 +163,7 @@ def find_classes(root: Path, layout: FolderLayout, class_file: Path | None) -> C
 
 
 def read_class_names(path: Path) -> tuple[str, ...]:
-    """One class per line, the first of them number 0."""
+    """Read one class name per line; the first has number 0."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:

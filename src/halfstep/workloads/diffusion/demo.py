@@ -1,7 +1,7 @@
-"""Small pictures of shapes, with classes and captions: the same for a seed on every machine.
+"""Demo images of shapes, with classes and captions: the same for a seed on every machine.
 
-A disc, a square or a cross, in one of four colours, on a dark ground that brightens to one side: simple enough to be
-learned in a minute on a CPU, with edges, places and sizes that a model has to get right.
+Each shows a disc, a square or a cross, in one of four colours, on a dark background with a brightness gradient: simple
+enough to learn in a minute on a CPU, with edges, positions and sizes that a model has to get right.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def write_demo(folder: Path, *, seed: int = 0, num_images: int = NUM_IMAGES, sid
 
 
 def draw(random: np.random.Generator, side: int, shape: str, colour: str) -> Array:
-    """One picture (side, side, 3), uint8."""
+    """Draw one image (side, side, 3), uint8."""
     y, x = (np.mgrid[:side, :side] + 0.5) / side
     angle, size = random.uniform(0, 2 * np.pi), random.uniform(0.18, 0.3)
     ground = 0.12 + 0.12 * (x * np.cos(angle) + y * np.sin(angle))

@@ -1,4 +1,4 @@
-"""diffusers' residual block by kernels of our own: what its captured steps run instead of the block's own forward."""
+"""Forward passes of diffusers' residual block and attention with our kernels, which captured steps use instead."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from halfstep.workloads.diffusion.diffusers_nets import Net
 
 
 def find_blocks(net: Net) -> Mapping[type[nn.Module], Callable[..., Any] | None]:
-    """Its residual blocks and attention; with text its transformers, which are compiled."""
+    """Map the repeated block classes of a network to their replacement forwards.
+
+    These are residual blocks and attention. With text they are residual blocks and transformers; None: compiled as they
+    are.
+    """
     from diffusers.models.attention_processor import Attention
     from diffusers.models.resnet import ResnetBlock2D
     from diffusers.models.transformers.transformer_2d import Transformer2DModel
@@ -39,7 +43,7 @@ def find_blocks(net: Net) -> Mapping[type[nn.Module], Callable[..., Any] | None]
 
 
 def is_plain(block: Any, x: Tensor, temb: Tensor | None) -> bool:
-    """Whether it is the block that all published networks have, and its maps are ours to normalise."""
+    """True if this residual block has the form of all published networks and our fused GroupNorm supports its input."""
     resizes = block.upsample is not None or block.downsample is not None
     # The blocks of a VAE's decoder name another ("group"), and are told no time.
     told = temb is None or block.time_embedding_norm in ("default", "scale_shift")
@@ -81,7 +85,8 @@ MOST_SCORES = 2**25
 
 
 def make_attention_forward(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """By matmuls and a softmax in fp32 where one head has all channels, and scores are few."""
+    """Return an attention forward that uses torch's math backend for wide heads, where flash attention has no
+    kernel."""
 
     def forward(layer: Any, hidden_states: Tensor, *rest: Any, **more: Any) -> Tensor:
         tokens = hidden_states[0, 0].numel() if hidden_states.ndim == 4 else hidden_states.shape[1]

@@ -1,6 +1,6 @@
-"""diffusers' networks: built by size, opened from folders, and refused in words where an image cannot pass them.
+"""diffusers' networks: build them by size, open them from folders, and refuse image sizes that they cannot process.
 
-Nothing is ever downloaded: a folder is a folder of this machine.
+Nothing is ever downloaded: a folder is a local folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ Net = Any
 
 
 def make_vae_config(*, channels: Sequence[int], layers: int, latent_channels: int, image_size: int) -> dict[str, Any]:
-    """AutoencoderKL of this size; Stable Diffusion's is (128, 256, 512, 512) with two layers and four channels."""
+    """Return the config of an AutoencoderKL; Stable Diffusion's is (128, 256, 512, 512), two layers and four
+    channels."""
     return {
         "_class_name": VAE,
         "in_channels": 3,
@@ -59,7 +60,7 @@ def make_unet_config(
     num_classes: int = 0,
     text_dim: int = 0,
 ) -> dict[str, Any]:
-    """UNet2DModel, or with text UNet2DConditionModel, as diffusers' examples build them."""
+    """Return the config of a UNet2DModel, or of a UNet2DConditionModel with text, as diffusers' examples build them."""
     levels = len(channels)
     if attention is None:
         attention = range(levels - 1) if text_dim else [max(0, levels - 2)]
@@ -88,7 +89,7 @@ def make_unet_config(
 
 
 def build_net(config: Mapping[str, Any]) -> Net:
-    """A new network of diffusers' from its config, with its `_class_name`."""
+    """Build a network from its diffusers config, whose `_class_name` names the class."""
     kind = import_diffusers_class(str(config["_class_name"]))
     try:
         return kind.from_config({name: value for name, value in config.items() if name != "_class_name"})
@@ -101,14 +102,14 @@ def build_net(config: Mapping[str, Any]) -> Net:
 
 
 def dump_config(net: Net) -> dict[str, Any]:
-    """What `build_net` needs to build it again; as JSON keeps it."""
+    """Return the JSON config from which `build_net` can rebuild the network."""
     private = {"_name_or_path", "_diffusers_version", "_use_default_values"}
     found = {name: value for name, value in dict(net.config).items() if name not in private}
     return json.loads(json.dumps({"_class_name": type(net).__name__, **found}))
 
 
 def find_net_folder(folder: str, part: str, setting: str) -> Path:
-    """Where a network lies: in the folder itself, or in the one that a pipeline keeps it in."""
+    """Return the folder of a network: the given one, or its subfolder in a pipeline."""
     root = Path(folder).expanduser()
     names = (part, *OTHER_NAMES.get(part, ()))
     for place in (root, *(top / name for top in (root, root / "model") for name in names)):
@@ -131,7 +132,7 @@ def _explain_missing(root: Path, part: str) -> str:
 
 
 def open_net(folder: Path, expected: Sequence[str]) -> Net:
-    """The network that a folder of diffusers' holds."""
+    """Load the network in a diffusers folder."""
     try:
         config = dict(parse_json((folder / "config.json").read_text()))
         name = str(config.get("_class_name"))
@@ -173,7 +174,10 @@ def open_net(folder: Path, expected: Sequence[str]) -> Net:
 
 
 def refuse_missing_weights(folder: Path, found: Mapping[str, Any]) -> None:
-    """`found` is what `from_pretrained` tells of its loading: it fills what a file lacks with chance and goes on."""
+    """Raise if weights are missing: `from_pretrained` would initialise them at random and continue.
+
+    `found` is the loading info that `from_pretrained` returns.
+    """
     if missing := sorted(map(str, found["missing_keys"])):
         raise ModelError(
             f"the weights in {folder} lack {format_count(len(missing), 'tensor')}, such as {missing[0]}",
@@ -183,13 +187,13 @@ def refuse_missing_weights(folder: Path, found: Mapping[str, Any]) -> None:
 
 
 def is_on_meta() -> bool:
-    """Whether networks are built on meta, to count what they cost: nobody reads their weights."""
+    """True while networks are built on the meta device to estimate their cost: their weights need not be read."""
     return torch.get_default_device().type == "meta"
 
 
 def choose_weight_files(folder: Path) -> dict[str, Any]:
-    """What `from_pretrained` must be told where a folder has no plain safetensors: whole weights come before halves
-    (`*.fp16.*`), safetensors before pickled tensors."""
+    """Return the arguments of `from_pretrained` for a folder without plain safetensors: full-precision weights come
+    before half-precision ones (`*.fp16.*`), safetensors before pickled tensors."""
     names = [path.name.split(".") for path in folder.iterdir() if WEIGHT_FILE.fullmatch(path.name)]
     kinds = (("".join(middle).split("-")[0], ending == "bin") for _, *middle, ending in names)
     variant, is_pickled = min(kinds, default=("", False))
@@ -217,13 +221,13 @@ def count_halvings(net_config: Mapping[str, Any]) -> int:
 
 
 def get_latent_shape(vae: Net, side: int) -> tuple[int, int, int]:
-    """Of the latent of a square image."""
+    """Return the shape of a square image's latent."""
     latent = side >> count_halvings(vae.config)
     return int(vae.config.latent_channels), latent, latent
 
 
 class DiffusersCodec(Codec):
-    """Latents and images of AutoencoderKL, without its scale and shift."""
+    """Encode and decode with an AutoencoderKL, without its latent scale and shift."""
 
     def encode(self, vae: Net, images: Tensor) -> tuple[Tensor, Tensor]:
         return split_moments(vae.encode(images).latent_dist.parameters)
@@ -237,12 +241,12 @@ CODEC = DiffusersCodec()
 
 
 def scale_latents(vae: Net, latents: Tensor) -> Tensor:
-    """Latents as the U-Net knows them: shifted and scaled."""
+    """Shift and scale latents to the range the U-Net was trained on."""
     return (latents - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
 
 
 def decode_scaled(vae: Net, latents: Tensor) -> Tensor:
-    """Images in -1..1 (N, 3, H, W), fp32, of latents as the U-Net knows them: scaled."""
+    """Decode scaled latents to images (N, 3, H, W) in -1..1, fp32."""
     shift = vae.config.shift_factor or 0.0
     return CODEC.decode(vae, latents.float() / vae.config.scaling_factor + shift).float()
 
@@ -260,7 +264,7 @@ def _count_norm_groups(channels: Sequence[int]) -> int:
 
 
 def import_diffusers_class(name: str) -> Any:
-    """A class of diffusers', which is imported when one is asked for."""
+    """Import a class of diffusers on first use."""
     try:
         import diffusers
 
@@ -276,5 +280,5 @@ def import_diffusers_class(name: str) -> Any:
 
 
 def freeze_(net: Net) -> Net:
-    """A part that is used and not trained."""
+    """Freeze a module in place and set it to eval mode."""
     return net.requires_grad_(False).eval()

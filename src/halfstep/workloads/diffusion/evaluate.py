@@ -1,6 +1,6 @@
-"""Evaluation: errors by timestep, samples to look at, FID and KID with features of the user's; reconstructions.
+"""Evaluation: errors by timestep, sample grids, reconstructions, and FID and KID with your feature network.
 
-torchmetrics computes FID and KID; the network whose features they compare is a TorchScript file that the user names,
+torchmetrics computes FID and KID. The network whose features they compare is a TorchScript file given by the user,
 since the usual one (Inception) would have to be downloaded.
 """
 
@@ -40,11 +40,12 @@ SHOWN = 8
 
 
 class DiffusionEvaluation(PlainEvaluation):
-    """Validation's errors by timestep, a grid of samples, and where features are named FID and KID."""
+    """Evaluate validation errors by timestep, draw a grid of samples, and compute FID and KID if features are given."""
 
     @staticmethod
     def config_for(config: RunConfig, folder: Path) -> RunConfig:
-        """Latents of other pictures are kept as long as this process lasts, without mirror images, which only train."""
+        """Return a config that evaluates another folder: its latents are cached in a temporary file until this process
+        ends, without flipped copies, which only training uses."""
         assert isinstance(config, DiffusionConfig)
         found = use_all_pictures(config, folder)
         if config.data.cache == "off":
@@ -73,7 +74,7 @@ class DiffusionEvaluation(PlainEvaluation):
         phase: ShowProgress,
         batch_size: int | None,
     ) -> dict[str, float] | None:
-        """Samples first; validation follows."""
+        """Draw samples, then run validation."""
         assert isinstance(self.workload.forward, DiffusionForward)
         maker = ImageSampler(config, self.workload.forward.parts, self.workload.store)
         seed = int(options["seed"])
@@ -87,7 +88,7 @@ class DiffusionEvaluation(PlainEvaluation):
         return None
 
     def classes(self) -> tuple[dict[str, Cell], ...]:
-        """The error of each bucket of timesteps."""
+        """Return the mean squared error of each bucket of timesteps."""
         found = self.metrics.compute()
         rows = {name.removeprefix("mse/"): value for name, value in found.items() if name.startswith("mse/")}
         return tuple({"timesteps": name, "mse": value} for name, value in rows.items())
@@ -126,7 +127,7 @@ class DiffusionEvaluation(PlainEvaluation):
 
 
 class WithDistances(DenoisingMetrics):
-    """Validation's metrics, and what was computed beside them."""
+    """Validation metrics together with distances that were computed separately."""
 
     def __init__(self, num_steps: int, beside: Mapping[str, float]) -> None:
         super().__init__(num_steps)
@@ -137,7 +138,7 @@ class WithDistances(DenoisingMetrics):
 
 
 def load_real_pictures(workload: Workload, maker: ImageSampler, device: torch.device) -> Tensor:
-    """Bytes (N, H, W, 3) of the held-out pictures; of cached latents as the VAE decodes them."""
+    """Return the held-out images as bytes (N, H, W, 3); cached latents are decoded by the VAE."""
     samples = workload.val_samples
     found = [samples.sample(k, key=(0, 0, k)) for k in range(len(samples))]
     if "image" in found[0]:
@@ -149,7 +150,7 @@ def load_real_pictures(workload: Workload, maker: ImageSampler, device: torch.de
 def measure_distances(
     real: Tensor, made: Tensor, features: nn.Module, device: torch.device, size: int
 ) -> dict[str, float]:
-    """`fid`, and `kid` where there are enough pictures for its subsets, by torchmetrics in float64 and float32."""
+    """Return `fid`, and `kid` if there are enough images for its subsets, by torchmetrics in float64 and float32."""
     from torchmetrics.image.fid import FrechetInceptionDistance
     from torchmetrics.image.kid import KernelInceptionDistance
 
@@ -174,7 +175,7 @@ def measure_distances(
 
 
 def open_features(path: Path, device: torch.device) -> nn.Module:
-    """A TorchScript module: images (N, 3, H, W) of bytes to features (N, D)."""
+    """Load a TorchScript module that maps images (N, 3, H, W) in bytes to features (N, D)."""
     try:
         module: nn.Module = torch.jit.load(str(path), map_location=device).eval()
     except (RuntimeError, ValueError, OSError) as error:
@@ -187,7 +188,7 @@ def open_features(path: Path, device: torch.device) -> nn.Module:
 
 
 class VaeEvaluation(PlainEvaluation):
-    """Validation's scores, and pictures above their reconstructions."""
+    """Compute validation scores, and draw images above their reconstructions."""
 
     config_for = staticmethod(use_all_pictures)
 

@@ -1,9 +1,9 @@
-"""What a trained model is for others: folders of diffusers', which its pipelines open.
+"""Export trained models as diffusers folders, which its pipelines open.
 
-pixels, told nothing     DDPMPipeline
-latents, told nothing    LDMPipeline (the VAE as its vqvae)
-latents, text            StableDiffusionPipeline
-others                   ToldPipeline, of a file beside the weights (told_pipeline.py): trust_remote_code=True opens it
+pixels, unconditional     DDPMPipeline
+latents, unconditional    LDMPipeline (the VAE as its vqvae)
+latents, text             StableDiffusionPipeline
+others                    ToldPipeline (told_pipeline.py, copied next to the weights): needs trust_remote_code=True
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MEASURED_IMAGES = 512
 
 
 def export(model: nn.Module, config: DiffusionConfig, store: Mapping[str, Any], folder: Path) -> None:
-    """The U-Net with all it needs to draw samples."""
+    """Export the U-Net with everything it needs to draw samples."""
     parts = open_parts(config, tuple(store["classes"]))
     shared = make_scheduler_config(make_schedule(config), config.model.target)
     with silence_transformers():
@@ -74,7 +74,7 @@ def _save_pipeline(folder: Path, unet: Net, parts: DiffusionParts, shared: dict[
 
 
 def _save_own_pipeline(folder: Path, nets: dict[str, Any], conditions: Conditions) -> None:
-    """A pipeline that diffusers does not have, with its code."""
+    """Save a custom pipeline, which diffusers does not have, with its code."""
     from halfstep.workloads.diffusion import told_pipeline
 
     if isinstance(conditions, TextConditions):
@@ -91,7 +91,7 @@ def _save_own_pipeline(folder: Path, nets: dict[str, Any], conditions: Condition
 
 
 def export_vae(model: nn.Module, config: VaeConfig, store: Mapping[str, Any], folder: Path) -> None:
-    """The VAE alone, with the scale of its latents measured on the training pictures."""
+    """Export the VAE alone, with its latents' scale as measured on the training images."""
     assert isinstance(model, VaeNet)
     vae = _copy_plain(model.vae, store["vae"]).to(next(model.parameters()).device)
     vae.register_to_config(scaling_factor=measure_scale(vae, config))
@@ -99,14 +99,14 @@ def export_vae(model: nn.Module, config: VaeConfig, store: Mapping[str, Any], fo
 
 
 def measure_scale(vae: Net, config: VaeConfig) -> float:
-    """Of the training pictures' latents, encoded in fp32."""
+    """Measure the latent scale on training images, encoded in fp32."""
     samples = make_square_samples(open_pictures(config.data).train, config.data.image_size)
     images = pick_images(samples, MEASURED_IMAGES)
     return CODEC.measure_scale(vae, images.split(ENCODED_AT_ONCE), source="this run")
 
 
 def _copy_plain(net: Net, config: Mapping[str, Any]) -> Net:
-    """A copy in fp32 on the CPU, free of what a run changed in its modules."""
+    """Return a copy in fp32 on the CPU, without the changes that a run made to its modules."""
     plain = build_net(config)
     weights = {name: copy.deepcopy(tensor.detach()).float().cpu() for name, tensor in net.state_dict().items()}
     plain.load_state_dict(weights)

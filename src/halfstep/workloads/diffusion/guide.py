@@ -33,7 +33,7 @@ class Guide:
         return f"picture {index}", Image.fromarray(sample["image"].numpy())
 
     def for_side(self, config: DiffusionConfig | VaeConfig, side: int) -> dict[str, Any]:
-        """A side that the network can halve, and no more levels than it has pixels for."""
+        """Return settings for this image side: rounded to what the network can halve, with no more levels than fit."""
         levels = len(config.model.channels)
         while levels > 1 and side >> (levels - 1) < SMALLEST_LEVEL:
             levels -= 1

@@ -1,4 +1,4 @@
-"""The frozen VAE of latent diffusion: its format, its latents on disk, and the samples made of them."""
+"""The frozen VAE of latent diffusion: its format, its latents on disk, and samples of latents."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ TRIED_IMAGES = 8
 
 
 def pick_images(samples: Samples, num: int = TRIED_IMAGES) -> Tensor:
-    """A few pictures of the whole set, in -1..1."""
+    """Return a few images spread over the whole set, in -1..1."""
     places = [k * len(samples) // min(num, len(samples)) for k in range(min(num, len(samples)))]
     bytes_ = torch.stack([samples.sample(place, key=(0, 0, place))["image"] for place in places])
     return scale_images({"image": bytes_}, key=(), flip=0.0)
 
 
 def make_encoding(config: DiffusionConfig, data: PictureData, vae: Any, format_name: str) -> Encoding:
-    """All pictures, training ones first."""
+    """Describe the encoding of all images, training images first."""
     splits = (data.train, data.val)
     return Encoding(
         config=config,
@@ -61,7 +61,7 @@ Tokens = list[Tensor] | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenedSamples:
-    """Both splits, and what was found on the way."""
+    """The samples of both splits, with facts for header and store."""
 
     train: Samples
     val: Samples
@@ -74,7 +74,7 @@ class OpenedSamples:
 def open_samples(
     config: DiffusionConfig, data: PictureData, parts: DiffusionParts, store: Store | None
 ) -> OpenedSamples:
-    """As the config asks for them; the VAE's format is decided once, when a run is new."""
+    """Open the samples that the config asks for; the VAE's format is chosen once, when a run starts."""
     tokens = _tokenize(data, parts.conditions)
     train, val = (make_square_samples(listing, config.data.image_size) for listing in (data.train, data.val))
     plain: list[Samples] = [train, val]
@@ -99,7 +99,8 @@ def open_samples(
 
 
 def choose_format(config: DiffusionConfig, data: PictureData, parts: DiffusionParts) -> FormatChoice:
-    """The VAE's format: as asked, else that of a run in fp32 or TF32, else the better half one."""
+    """Choose the VAE's format: the requested one, else that of an fp32 or TF32 run, else the more accurate half
+    format."""
     asked, default = config.precision.modules.get("vae"), config.precision.default
     if asked is None and default in ("fp32", "tf32"):
         return FormatChoice(name=default, why="as the run")
@@ -141,7 +142,7 @@ def _tokenize(data: PictureData, conditions: Conditions) -> Tokens:
 
 
 def describe_cut_captions(data: PictureData, conditions: Conditions) -> tuple[str, ...]:
-    """A note where captions are too long."""
+    """Return a note if captions are too long for the text encoder."""
     if not isinstance(conditions, TextConditions):
         return ()
     cut = sum(map(conditions.num_cut, data.captions))
@@ -149,7 +150,7 @@ def describe_cut_captions(data: PictureData, conditions: Conditions) -> tuple[st
 
 
 def pack(config: DiffusionConfig) -> dict[str, object]:
-    """Encode every picture, unless that was done; what was made, for people and programs."""
+    """Encode every image unless the cache exists, and return what was written as text and as JSON."""
     refuse_uncached(config)
     config = adopt_settings(config).config
     data = open_pictures(config.data, config.model.conditioning)

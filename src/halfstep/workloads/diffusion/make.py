@@ -1,7 +1,7 @@
-"""Sampling: images of a seed, in batches of any size, with diffusers' DDIM or DPM-Solver++.
+"""Sampling: images from a seed, in batches of any size, with diffusers' DDIM or DPM-Solver++.
 
-Both samplers are deterministic, and the start is keyed noise: a sample is the same in a batch of any size. States are
-fp32; only the network runs in the plan's format.
+Both samplers are deterministic, and the initial noise is keyed by sample: a sample is the same in a batch of any size.
+States are fp32; only the network runs in the plan's format.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ class ImageSampler:
         guidance: float | None = None,
         kept: int = 0,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return bytes (N, H, W, 3) and `kept` intermediate states. Defaults come from the config; without conditions
-        (`told`) classes are drawn in turn, and captions are empty."""
+        """Return bytes (N, H, W, 3) and `kept` intermediate states.
+
+        Defaults come from the config. Without conditions (`told`) samples cycle through the classes, and captions are
+        empty.
+        """
         wish, device = self.config.sample, next(model.parameters()).device
         steps, guidance = steps or wish.steps, wish.guidance if guidance is None else guidance
         check_steps(steps, self.schedule)
@@ -71,7 +74,7 @@ class ImageSampler:
         }
 
     def decode_means(self, means: Tensor) -> Tensor:
-        """Return the bytes of pictures, decoded from the means of their latents."""
+        """Decode the means of cached latents to image bytes."""
         vae = self.parts.vae
         assert vae is not None
         return self._decode_to_bytes(scale_latents(vae, means.float()))
@@ -115,7 +118,7 @@ def make_scheduler_config(schedule: NoiseSchedule, target: Target) -> dict[str, 
 
 
 def make_scheduler(name: Sampler, schedule: NoiseSchedule, target: Target, *, clips: bool) -> Any:
-    """diffusers' scheduler; `clips` where samples are pixels, whose range is known."""
+    """Return diffusers' scheduler; `clips` limits predictions to -1..1, which is right for pixels only."""
     if name not in get_args(Sampler):
         raise ConfigError(f"unknown sampler {name!r}", fix=" or ".join(get_args(Sampler)))
     shared = make_scheduler_config(schedule, target)

@@ -1,4 +1,4 @@
-"""The networks of a diffusion model: a U-Net, new or of a folder, the frozen ones beside it, and what it is told."""
+"""The networks of a diffusion model: a new or loaded U-Net, the frozen VAE and text encoder, and its conditions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SHOWN_CLASSES = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiffusionParts:
-    """What a diffusion model is made of beside its U-Net."""
+    """The parts of a diffusion model other than its U-Net."""
 
     conditions: Conditions
     vae: Net | None
@@ -63,7 +63,7 @@ def list_frozen_parts(config: DiffusionConfig, parts: DiffusionParts, *, with_va
 
 
 def open_parts(config: DiffusionConfig, classes: tuple[str, ...]) -> DiffusionParts:
-    """VAE and text encoder from their folders, and the shape of what is diffused."""
+    """Load VAE and text encoder from their folders, and return them with the shape of a diffused sample."""
     side, wish = config.data.image_size, config.model
     conditions: Conditions = Conditions()
     if wish.conditioning == "class":
@@ -79,7 +79,7 @@ def open_parts(config: DiffusionConfig, classes: tuple[str, ...]) -> DiffusionPa
 
 
 def build_unet(config: DiffusionConfig, parts: DiffusionParts, store: Mapping[str, Any] | None = None) -> Net:
-    """The U-Net: of a stored run in its form, of a folder with its weights, or new."""
+    """Build the U-Net with a stored run's config, or from a folder with its weights, or new."""
     if store:
         model = build_net(store["unet"])
     elif config.model.weights:
@@ -113,7 +113,7 @@ def make_new_unet_config(
 
 
 def _check_fits(model: Net, config: DiffusionConfig, parts: DiffusionParts) -> None:
-    """A U-Net from a folder that was made for other samples or conditions."""
+    """Raise if a loaded U-Net was made for other samples or conditions."""
     source, found = config.model.weights, model.config
     channels, conditions = parts.shape[0], parts.conditions
     if int(found.in_channels) != channels:
@@ -159,7 +159,8 @@ def _check_fits(model: Net, config: DiffusionConfig, parts: DiffusionParts) -> N
 
 
 class Conditions:
-    """Of an unconditional model, and what the others share: from a prepared batch to keywords of the U-Net."""
+    """Conditions of an unconditional model, and the interface of the others: they convert a prepared batch to keyword
+    arguments of the U-Net."""
 
     num_classes = 0
     """With one more for "nothing said"."""
@@ -168,14 +169,14 @@ class Conditions:
     """What the U-Net is told of a picture."""
 
     def drop(self, batch: Batch, *, key: tuple[int, ...], share: float) -> Batch:
-        """Part of the samples are told nothing, for classifier-free guidance."""
+        """Replace the conditions of a random fraction of samples by the empty one, for classifier-free guidance."""
         return {}
 
     def make_keywords(self, batch: Batch) -> dict[str, Tensor]:
         return {}
 
     def make_empty(self, num: int, device: torch.device) -> Batch:
-        """What is told to a model that is told nothing."""
+        """Return the conditions of unconditional samples."""
         return {}
 
     @property
@@ -184,7 +185,7 @@ class Conditions:
 
 
 class ClassConditions(Conditions):
-    """A class number; the last number says nothing."""
+    """Condition on a class number; the last number means unconditional."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names, self.num_classes = tuple(names), len(names) + 1
@@ -202,7 +203,7 @@ class ClassConditions(Conditions):
 
 
 class TextConditions(Conditions):
-    """Tokens, through a frozen CLIP text model."""
+    """Condition on tokens, encoded by a frozen CLIP text model."""
 
     def __init__(self, encoder: Any, tokenizer: Any) -> None:
         self.encoder, self.tokenizer, self.text_dim = encoder, tokenizer, int(encoder.config.hidden_size)
@@ -211,12 +212,12 @@ class TextConditions(Conditions):
         self.about = f"its caption, by the text encoder in up to {self.length} tokens"
 
     def num_cut(self, captions: Sequence[str]) -> int:
-        """How many are longer than the encoder can read."""
+        """Return how many captions exceed the encoder's maximum length."""
         found = self.tokenizer(list(captions), verbose=False)["input_ids"] if captions else []
         return sum(len(tokens) > self.length for tokens in found)
 
     def tokens(self, captions: Sequence[str]) -> Tensor:
-        """(N, L) numbers; what is longer than the encoder can read is cut."""
+        """Return token ids (N, L); captions longer than the encoder's maximum are truncated."""
         if not captions:
             return torch.zeros(0, self.length, dtype=torch.int64)
         found = self.tokenizer(
@@ -238,7 +239,7 @@ class TextConditions(Conditions):
 
 
 def open_text(folder: str) -> TextConditions:
-    """CLIP's text model and its tokenizer: of a pipeline, or beside each other in one folder."""
+    """Load CLIP's text model and tokenizer, from a pipeline or from one folder."""
     place = find_net_folder(folder, "text_encoder", "model.text_encoder")
     words = place.parent / "tokenizer" if (place.parent / "tokenizer").is_dir() else place
     try:
@@ -273,7 +274,7 @@ def open_text(folder: str) -> TextConditions:
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Without a bar for each file it reads or writes, and without advice on packages that it could use."""
+    """Disable transformers' progress bars and advice while its files are read or written."""
     import transformers
 
     logging: Any = transformers.utils.logging

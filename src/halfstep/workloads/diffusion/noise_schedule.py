@@ -1,12 +1,12 @@
-"""The forward process of diffusion models: x_t = signal · x0 + sigma · noise, in fp32 whatever x0 comes in.
+"""The forward process of diffusion models: x_t = signal · x0 + sigma · noise, in fp32 whatever the dtype of x0.
 
-A bf16 schedule has alpha_bar = 1 for the first ten of DDPM's thousand steps: no noise is added there, while the model
-is told to find some. So tables, noising and targets are fp32 always, and only what the network reads is cast. Tables
-have the bits of diffusers' schedulers, which sample from what was trained here.
+In bf16, alpha_bar would round to 1 for the first ten of DDPM's thousand timesteps: no noise would be added, while the
+model is asked to predict it. So tables, noising and targets are always fp32, and only the network's input is cast.
+Tables are bit-identical to those of diffusers' schedulers, which sample from the models trained here.
 
-Coefficients and loss weights are looked up outside the compiled region and ride in the batch: the region then holds no
-table. In validation sample i belongs to bucket i mod NUM_BUCKETS of the timesteps, so that every bucket is seen and two
-runs compare noise by noise.
+Coefficients and loss weights are looked up outside the compiled region and travel in the batch: the region then holds
+no table. In validation, sample i gets a timestep of bucket i mod NUM_BUCKETS, so that every bucket is evaluated and two
+runs are compared on the same noise.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LARGEST_BETA = 0.999
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseSchedule:
-    """How much of the image is left after each of `num_steps` steps."""
+    """The share of the image's variance that remains after each of `num_steps` timesteps."""
 
     name: ScheduleName = "linear"
     num_steps: int = 1000
@@ -46,7 +46,7 @@ class NoiseSchedule:
 
     @cached_property
     def alpha_bar(self) -> Tensor:
-        """(num_steps,): the share of the image's variance that is left."""
+        """Return (num_steps,): the share of the image's variance that remains."""
         betas = self._betas()
         if self.zero_terminal_snr:
             betas = _rescale(betas)
@@ -54,11 +54,11 @@ class NoiseSchedule:
 
     @cached_property
     def snr(self) -> Tensor:
-        """(num_steps,): alpha_bar / (1 - alpha_bar)."""
+        """Return the signal-to-noise ratio (num_steps,): alpha_bar / (1 - alpha_bar)."""
         return self.alpha_bar / (1 - self.alpha_bar)
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
-        """Signal and sigma of every step, (num_steps,) each."""
+        """Return signal and sigma of every timestep, (num_steps,) each."""
         return self.alpha_bar.sqrt(), (1 - self.alpha_bar).sqrt()
 
     def _betas(self) -> Tensor:
@@ -77,7 +77,7 @@ def _cosine(share: float) -> float:
 
 
 def _rescale(betas: Tensor) -> Tensor:
-    """The schedule stretched so that its last step is pure noise and its first is as before."""
+    """Rescale the schedule so that its last timestep is pure noise and its first is unchanged (Lin et al. 2023)."""
     root = torch.cumprod(1 - betas, dim=0).sqrt()
     first, last = root[0].clone(), root[-1].clone()
     alpha_bar = ((root - last) * (first / (first - last))) ** 2
@@ -85,13 +85,13 @@ def _rescale(betas: Tensor) -> Tensor:
 
 
 def add_noise(x0: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-    """x_t in fp32; `signal` and `sigma` are one number per sample."""
+    """Return x_t in fp32; `signal` and `sigma` hold one number per sample."""
     with fp32_island():
         return _broadcast(signal, x0) * x0.float() + _broadcast(sigma, x0) * noise.float()
 
 
 def make_target(kind: Target, x0: Tensor, noise: Tensor, signal: Tensor, sigma: Tensor) -> Tensor:
-    """What the network is to find in x_t, in fp32: the noise, the velocity (Salimans and Ho 2022) or the image."""
+    """Return the target of the network in fp32: the noise, the velocity (Salimans and Ho 2022) or the image."""
     if kind == "eps":
         return noise.float()
     if kind == "sample":
@@ -101,8 +101,8 @@ def make_target(kind: Target, x0: Tensor, noise: Tensor, signal: Tensor, sigma: 
 
 
 def make_loss_weights(schedule: NoiseSchedule, target: Target, gamma: float | None) -> Tensor:
-    """(num_steps,) weights of the squared error: all one, or min-SNR's (Hang et al. 2023), which sees every target as a
-    bounded weight on the image's error."""
+    """Return (num_steps,) weights of the squared error: all 1, or min-SNR (Hang et al. 2023), which bounds the weight
+    that any target puts on the error of x0."""
     if gamma is None:
         return torch.ones(schedule.num_steps, device="cpu")
     if not gamma > 0:
@@ -121,7 +121,7 @@ def make_loss_weights(schedule: NoiseSchedule, target: Target, gamma: float | No
 
 
 def eps_without_signal() -> ConfigError:
-    """The last step of a zero-terminal-SNR schedule is the noise itself."""
+    """Return the error for target `eps` with a zero-terminal-SNR schedule, whose last x_t is the noise itself."""
     return ConfigError(
         "model.target=eps with noise.zero_terminal_snr=true",
         why="the last timestep is pure noise: predicting it teaches nothing, and its SNR of 0 would divide by zero",
@@ -151,7 +151,7 @@ def make_schedule(config: DiffusionConfig) -> NoiseSchedule:
 
 
 class NoiseDraws:
-    """Draws for samples of one shape."""
+    """Draw timesteps and noise for samples of one shape."""
 
     def __init__(self, config: DiffusionConfig, shape: Sequence[int]) -> None:
         schedule = make_schedule(config)
@@ -163,7 +163,8 @@ class NoiseDraws:
         self._placed: dict[torch.device, dict[str, Tensor]] = {}
 
     def draw(self, num: int, *, key: tuple[int, ...], device: torch.device, index: Tensor | None) -> Batch:
-        """`timestep`, `noise` and what the model's input and loss need; `index` says which validation samples."""
+        """Return `timestep`, `noise`, and the coefficients of the model's input and loss; `index` identifies validation
+        samples."""
         timestep = self._draw_timesteps(num, key=key, device=device, index=index)
         tables = self._on(device)
         eps = noise.normal(key, num, self.shape, device, stream="eps")
@@ -177,7 +178,7 @@ class NoiseDraws:
         return drawn
 
     def _on(self, device: torch.device) -> dict[str, Tensor]:
-        """The tables there, copied once: a copy from the host would wait for the device at every step."""
+        """Return the tables on a device, copied once: a copy per step would make the host wait for the device."""
         if device not in self._placed:
             self._placed[device] = {name: table.to(device) for name, table in self._tables.items()}
         return self._placed[device]
@@ -191,11 +192,11 @@ class NoiseDraws:
 
 
 def list_bucket_starts(num_steps: int) -> list[int]:
-    """First timestep of each bucket, and the end: t is in bucket t · NUM_BUCKETS // num_steps."""
+    """Return the first timestep of each bucket, and the end: t is in bucket t · NUM_BUCKETS // num_steps."""
     return [-(-bucket * num_steps // NUM_BUCKETS) for bucket in range(NUM_BUCKETS + 1)]
 
 
 def list_bucket_names(num_steps: int) -> list[str]:
-    """First and last timestep of each bucket."""
+    """Return "FIRST-LAST" timesteps of each bucket."""
     starts = list_bucket_starts(num_steps)
     return [f"{start}-{end - 1}" for start, end in zip(starts[:-1], starts[1:], strict=True)]

@@ -1,4 +1,4 @@
-"""`halfstep predict` with a diffusion model: samples of a seed, as files; with a VAE: reconstructions of pictures."""
+"""`halfstep predict` with a diffusion model writes samples of a seed; with a VAE, reconstructions of images."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from halfstep.workloads.diffusion.networks import (
 
 
 class SamplePredictor:
-    """Images of a seed: the same noise for any batch size."""
+    """Draw images from a seed: the same noise for any batch size."""
 
     endings: tuple[str, ...] = ()
 
@@ -47,7 +47,7 @@ class SamplePredictor:
         self.maker = ImageSampler(config, self.parts, store)
 
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
-        """One file per sample, then a grid of all and a picture of the way there."""
+        """Yield one file per sample, then a grid of all and an image of the sampling path."""
         asked, out = wishes.options, wishes.out
         assert out is not None
         num, size = int(asked["num"]), self.config.train.batch_size
@@ -78,7 +78,7 @@ class SamplePredictor:
 
 
 def make_conditions(conditions: Conditions, asked: Mapping[str, Any], num: int, device: torch.device) -> Batch:
-    """What `--prompt` or `--class` says; nothing where neither is given."""
+    """Return the conditions given by `--prompt` or `--class`; empty without either."""
     prompt, name = asked["prompt"], asked["class"]
     if prompt is not None and not isinstance(conditions, TextConditions):
         raise ConfigError(f"--prompt {prompt!r}: the model was not trained with text", fix="leave it out")
@@ -101,7 +101,7 @@ def _find_class(conditions: ClassConditions, name: str) -> int:
 
 
 class PicturePredictor(FilePredictor):
-    """Each picture beside what the VAE makes of it."""
+    """Write each image next to its reconstruction by the VAE."""
 
     endings = PICTURES
 

@@ -16,21 +16,21 @@ Outputs = Mapping[str, Tensor]
 
 
 def measure_squared_errors(outputs: Outputs) -> Tensor:
-    """(N,): mean squared error of each prediction, in fp32."""
+    """Return the mean squared error of each prediction (N,), in fp32."""
     with fp32_island():
         difference = to_fp32(outputs["prediction"]) - outputs["target"]
         return difference.square().flatten(1).mean(1)
 
 
 def denoising_loss(outputs: Outputs, batch: Mapping[str, Tensor]) -> tuple[Tensor, float]:
-    """Weighed by timestep, averaged over samples."""
+    """Return the squared error, weighted by timestep and averaged over samples."""
     errors = measure_squared_errors(outputs)
     with fp32_island():
         return (errors * batch["loss_weight"]).mean(), len(errors)
 
 
 class DenoisingMetrics(Sums):
-    """Squared errors, unweighed, of all timesteps and of each bucket of them: sums on the device, divided once."""
+    """Unweighted squared errors of all timesteps and of each bucket: sums on the device, divided once at the end."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
@@ -44,7 +44,7 @@ class DenoisingMetrics(Sums):
         self.sums["sums"].scatter_add_(1, bucket.expand(2, -1), torch.stack([errors, torch.ones_like(errors)]))
 
     def compute(self) -> dict[str, float]:
-        """`mse`, and `mse/FIRST-LAST` of each bucket of timesteps that was seen; waits for the device."""
+        """Return `mse`, and `mse/FIRST-LAST` of each bucket of timesteps that occurred; waits for the device."""
         errors, counts = self.sums["sums"].tolist()
         if not sum(counts):
             return {}
@@ -57,12 +57,12 @@ class DenoisingMetrics(Sums):
 
 
 class ReconstructionMetrics(Sums):
-    """How near reconstructions are, and how far latents are from a standard normal distribution."""
+    """Errors of reconstructions, and the distance of latents from a standard normal distribution."""
 
     NAMES = ("images", "pixels", "absolute", "squared", "kl", "latents", "latent", "latent_squared")
 
     def update(self, outputs: Outputs, batch: Mapping[str, Tensor]) -> None:
-        """Count one batch; no host wait. Differences are of what can be shown: values cut to -1..1."""
+        """Count one batch without a host wait. Values are clipped to -1..1 first, as when an image is shown."""
         image = batch["image"]
         difference = to_fp32(outputs["image"]).clamp(-1, 1).double() - image.double()
         latent, ones = outputs["latent"].double(), torch.ones((), dtype=torch.float64, device=image.device)
@@ -81,7 +81,8 @@ class ReconstructionMetrics(Sums):
         self.add(sums=sums)
 
     def compute(self) -> dict[str, float]:
-        """`psnr` in dB, `l1` and `mse` of values in -1..1, `kl` of a latent, `latent_std`; waits for the device."""
+        """Return `psnr` in dB, `l1` and `mse` of values in -1..1, `kl` per latent, `latent_std`; waits for the
+        device."""
         if not self.sums:
             return {}
         found = dict(zip(self.NAMES, self.sums["sums"].tolist(), strict=True))

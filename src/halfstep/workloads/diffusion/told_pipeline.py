@@ -1,7 +1,6 @@
-"""A pipeline of diffusers' for models that are told a class, for models of pixels that are told a caption, and for VAEs
-with a shift.
+"""A custom diffusers pipeline for class-conditional models, text-conditional pixel models, and VAEs with a shift.
 
-diffusers has none for these, so this file is written beside the weights, as pipeline.py. It needs diffusers alone:
+diffusers has none for these, so this file is written next to the weights as pipeline.py. It needs only diffusers:
 
     pipeline = DiffusionPipeline.from_pretrained(FOLDER, trust_remote_code=True)
     pipeline(["disc", "cross"]).images
@@ -15,7 +14,7 @@ from diffusers.utils.torch_utils import randn_tensor
 
 
 class ToldPipeline(DiffusionPipeline):
-    """Samples of what is said, by classifier-free guidance."""
+    """Sample from classes or captions with classifier-free guidance."""
 
     _optional_components = ["vae", "text_encoder", "tokenizer"]
 
@@ -41,7 +40,8 @@ class ToldPipeline(DiffusionPipeline):
         generator: torch.Generator | None = None,
         output_type: str = "pil",
     ) -> Any:
-        """One image for each class's name, or caption, in `told`; for each of its entries where nothing is told."""
+        """Return one image for each class name or caption in `told`; unconditional models ignore the entries'
+        values."""
         net, device = self.unet.config, self._execution_device
         side = net.sample_size
         state = randn_tensor((len(told), net.in_channels, side, side), generator=generator, device=device)

@@ -1,4 +1,5 @@
-"""AutoencoderKL on a folder of pictures: reconstruction, KL, and where asked a perceptual loss and a discriminator."""
+"""Train an AutoencoderKL on a folder of images: reconstruction, KL, and optionally a perceptual loss and a
+discriminator."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ FRAGILE = (
 
 
 def build(config: VaeConfig, store: Mapping[str, Any] | None = None) -> Workload:
-    """The workload for `config.data.dir`; `store` of an earlier run fixes the VAE's form."""
+    """Build the workload for `config.data.dir`; the `store` of an earlier run fixes the VAE's config."""
     data = open_pictures(config.data)
     model = build_model(config, store)
     pictures = [make_square_samples(listing, config.data.image_size) for listing in (data.train, data.val)]
@@ -73,7 +74,7 @@ def make_workload(
 
 
 def build_model(config: VaeConfig, store: Mapping[str, Any] | None = None) -> VaeNet:
-    """The VAE: of a stored run in its form, of a folder with its weights, or new; and its discriminator."""
+    """Build the VAE with a stored run's config, or from a folder with its weights, or new; and its discriminator."""
     wish, side = config.model, config.data.image_size
     if store:
         vae = build_net(store["vae"])
@@ -96,7 +97,7 @@ def build_model(config: VaeConfig, store: Mapping[str, Any] | None = None) -> Va
 
 
 class PictureVaeTrainer(VaeTrainer):
-    """The mean distance of pixels, and where asked for that of VGG16's features (LPIPS without its last layer)."""
+    """Train with the mean pixel error, and optionally that of VGG16's features (LPIPS without its last layer)."""
 
     def __init__(self, config: VaeConfig, vae: Net) -> None:
         wish = config.model
@@ -121,7 +122,7 @@ class PictureVaeTrainer(VaeTrainer):
         return {"vgg": FrozenPart(module=self.vgg, source=str(self.wish.vgg_weights))} if self.vgg is not None else {}
 
     def make_images(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
-        """Images in -1..1, mirrored by chance in training."""
+        """Return images in -1..1, flipped at random in training."""
         return {"image": scale_images(batch, key=key, flip=self.flip if training else 0.0)}
 
     def score(self, outputs: Outputs, batch: Batch) -> Tensor:

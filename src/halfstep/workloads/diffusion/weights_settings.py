@@ -1,7 +1,8 @@
-"""What a folder of diffusers' says of how its U-Net was trained: schedule, target and size of its samples.
+"""Adopt the settings with which a diffusers folder's U-Net was trained: schedule, target and sample size.
 
-A U-Net knows its noise by timestep: trained on with another schedule or target it would have to begin anew, and nothing
-would say so. What the user did not set is taken from the folder; what they set otherwise holds, and is named.
+A U-Net recognises the noise level by the timestep: with another schedule or target, fine-tuning would silently start
+over. Settings the user did not set come from the folder. Settings that the user did set win, and differences are
+reported.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ THEIR_NUMBERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdoptedSettings:
-    """The config with the folder's settings, those by path, and what differs from it."""
+    """The config with the folder's settings, those settings by path, and notes about differences."""
 
     config: DiffusionConfig
     settled: Mapping[str, Any] = field(default_factory=dict)
@@ -41,7 +42,7 @@ class AdoptedSettings:
 
 
 def adopt_settings(config: DiffusionConfig) -> AdoptedSettings:
-    """Settings of `model.weights` where the user named none."""
+    """Take the settings of `model.weights` that the user did not set."""
     if not config.model.weights:
         return AdoptedSettings(config=config)
     unet = find_net_folder(config.model.weights, "unet", "model.weights")
@@ -75,7 +76,8 @@ def _apply(config: DiffusionConfig, settled: Mapping[str, Any]) -> DiffusionConf
 
 
 def _refuse_latents_as_pixels(config: DiffusionConfig, unet: Path) -> None:
-    """A latent of three channels would pass for a picture; whoever names the U-Net's own folder means pictures."""
+    """Raise if a latent U-Net would train on pixels: three-channel latents have the shape of an image. A user who names
+    the U-Net's own folder means pixels."""
     weights, pipeline = Path(str(config.model.weights)).expanduser(), unet.parent
     has_vae = any((pipeline / name / "config.json").is_file() for name in ("vae", *OTHER_NAMES["vae"]))
     if has_vae and not config.model.vae and unet != weights:
@@ -87,7 +89,7 @@ def _refuse_latents_as_pixels(config: DiffusionConfig, unet: Path) -> None:
 
 
 def _read_schedule(weights: str, unet: Path) -> tuple[dict[str, Any], list[str]]:
-    """By our paths, and what to note; nothing where a U-Net lies alone."""
+    """Return the folder's schedule by our config paths, with notes; empty if a U-Net has no scheduler next to it."""
     path = unet.parent / "scheduler" / "scheduler_config.json"
     if not path.is_file():
         return {}, []
@@ -106,7 +108,7 @@ def _read_schedule(weights: str, unet: Path) -> tuple[dict[str, Any], list[str]]
 
 
 def _translate_noise(found: Mapping[str, Any], path: Path) -> tuple[NoiseConfig, str]:
-    """The process in our settings, and what is wrong with it; mostly nothing."""
+    """Return the noise settings in our terms, and why they cannot be used (empty if they can)."""
     schedule, target = found.get("beta_schedule", ""), found.get("prediction_type", "epsilon")
     if found.get("trained_betas") is not None:
         schedule = "trained_betas"
@@ -126,7 +128,7 @@ def _translate_noise(found: Mapping[str, Any], path: Path) -> tuple[NoiseConfig,
 
 
 def _read_size(config: DiffusionConfig, unet: Path) -> dict[str, Any]:
-    """The side of its pictures."""
+    """Return the image size that the U-Net was trained on, as a setting; empty if unknown."""
     side = _read_json(unet / "config.json").get("sample_size")
     if type(side) is not int or side < 1:
         return {}

@@ -1,4 +1,4 @@
-"""Radio maps: path gain of a transmitter in a city, by RadioDiff's two stages."""
+"""Radio maps: predict a transmitter's path gain in a city with RadioDiff's two stages."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,7 @@
-"""Stage 2: decoupled diffusion of latents, given buildings, antenna and cars.
+"""Stage 2: decoupled diffusion of latents, conditioned on buildings, antenna and cars.
 
-The first stage is a frozen part: forward encodes the true map without gradients, so that the encoder runs inside the
-compiled step. In validation every map is sampled as well, from noise that belongs to it, and scored against the truth.
+The first stage is a frozen module: forward encodes the true map without gradients, so that the encoder runs inside the
+compiled step. Validation also samples every map, from noise keyed by the map, and scores it against the truth.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ REPEATED = (SwinBlock, PatchMerging, TimedBlock, Relation, LinearAttention, Resi
 
 
 def build(config: RadioDiffConfig, store: Mapping[str, Any] | None = None) -> Workload:
-    """The workload for `config.data.dir`; `store` of an earlier run fixes sizes and scale."""
+    """Build the workload for `config.data.dir`; the `store` of an earlier run fixes sizes and latent scale."""
     weights = check_start_weights(config) if store is None else ""
     data = find_data(config)
     stage = open_first_stage(config)
@@ -102,7 +102,7 @@ def _choose_scale(config: RadioDiffConfig, vae: RadioVAE, measured: float | None
 def _choose_format(
     config: RadioDiffConfig, vae: RadioVAE, data: RadioData
 ) -> tuple[dict[str, Any], tuple[tuple[str, str], ...]]:
-    """The first stage's, where one was asked for; else it computes as the plan does."""
+    """Choose the first stage's format if the config asks for one; otherwise it follows the precision plan."""
     modules, device = config.precision.modules, pick_training_device(config)
     if "vae" not in modules:
         return {}, ()
@@ -153,18 +153,18 @@ def build_unet(config: RadioDiffConfig, store: Mapping[str, Any]) -> RadioUNet:
 
 
 def select_unet_weights(weights: Weights) -> Weights:
-    """Of ours, or of a public checkpoint, which holds the first stage as well."""
+    """Return the U-Net's weights under our names, from our files or from a public checkpoint with both stages."""
     inner = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
     return rename_weights(rename_unet_weight, inner or weights)
 
 
 def select_pyramid_weights(weights: Weights) -> Weights:
-    """torchvision's; the norm and head behind its last stage have no place here."""
+    """Return torchvision's weights without the norm and head after its last stage, which a pyramid does not have."""
     return {name: value for name, value in weights.items() if not name.startswith(("norm.", "head."))}
 
 
 class Denoising:
-    """One step's arithmetic, for a first stage and a scale: encode, noise, denoise, sample, decode."""
+    """Encode, noise, denoise, sample and decode with one first stage and latent scale."""
 
     def __init__(
         self, config: RadioDiffConfig, store: Mapping[str, Any], vae: RadioVAE, *, steps: int | None = None
@@ -176,7 +176,7 @@ class Denoising:
         self.steps = steps or config.model.sampling_steps
 
     def prepare(self, batch: Batch, *, key: tuple[int, ...], training: bool) -> Batch:
-        """Bytes to maps, and every draw of the step."""
+        """Convert bytes to maps, and make all random draws of the step."""
         condition = to_signed(batch["condition"].float() / 255)
         num, device = len(condition), condition.device
         draws = {
@@ -190,7 +190,7 @@ class Denoising:
         return batch | {"truth": truth, "image": to_signed(truth), "condition": condition, **draws}
 
     def draws(self, key: tuple[int, ...], num: int, device: torch.device) -> Batch:
-        """Start and steps (B, steps, ...) of a sample, each sample's own."""
+        """Return the initial noise (B, ...) and each step's noise (B, steps, ...), keyed by sample."""
         return {
             "start": noise.normal(key, num, self.latent, device, stream="start"),
             "draws": noise.normal(key, num, (self.steps, *self.latent), device, stream="draws"),
@@ -225,7 +225,7 @@ class Denoising:
         return losses.mean(), len(losses)
 
     def sample(self, unet: RadioUNet, features: list[Tensor], batch: Batch) -> Tensor:
-        """Maps in 0..1, from the batch's own noise; the condition is read once for all steps."""
+        """Return sampled maps in 0..1 from the batch's noise; the condition is encoded once for all steps."""
         times = list_times(self.steps, split_last=self.config.extra_call, smallest=self.config.smallest_time)
         draws = list(batch["draws"].unbind(1))
         latents = sample_latents(lambda x, time: unet.denoise(x, time, features), batch["start"], draws, times)
@@ -293,7 +293,7 @@ def make_random_batch(config: RadioConfig, store: Store) -> Batch:
 
 
 def build_over(config: RadioConfig, store: Store, samples: Samples) -> Workload:
-    """A first stage of random weights costs what a trained one does."""
+    """Build the workload on given samples; a first stage with random weights costs the same as a trained one."""
     data = RadioData(train=samples, val=samples, about=(), notes=())  # type: ignore[arg-type]
     if isinstance(config, RadioVaeConfig):
         return build_vae.make_workload(config, build_vae.build_model(config), data)

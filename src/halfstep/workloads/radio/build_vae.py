@@ -1,8 +1,8 @@
-"""Stage 1: the autoencoder of gain maps, and from a step on a discriminator against it.
+"""Stage 1: the autoencoder of gain maps, with a discriminator from a given step on.
 
-The loss is a sum over pixels, |error| + error², plus KL. The public loss adds LPIPS, whose VGG was trained on
-photographs and has to be downloaded; it is left out. Its log-variance is not in the public optimizer and stays
-0, so it is left out as well.
+The loss is |error| + error², summed over pixels, plus KL. The public loss adds LPIPS, whose VGG was trained on
+photographs and has to be downloaded, so it is left out. The public loss's learned log-variance is not passed to its
+optimizer and stays 0, so it is left out too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FRAGILE = (
 
 
 def build_vae(config: RadioVaeConfig, store: Mapping[str, Any] | None = None) -> Workload:
-    """The workload for `config.data.dir`."""
+    """Build the workload for `config.data.dir`."""
     weights = check_start_weights(config) if store is None else ""
     data = find_data(config)
     model = build_model(config)
@@ -82,7 +82,7 @@ def refuse_uneven(side: int, divisor: int) -> None:
 
 
 def has_critic(config: RadioVaeConfig) -> bool:
-    """One that would start after the last step is not built: then the loss is plain, and compiles."""
+    """True if the discriminator starts before the last step; without one the loss is plain and can be compiled."""
     wish, last = config.model.discriminator, config.train.max_steps
     return wish.enabled and (last == 0 or wish.start < last)
 
@@ -123,7 +123,7 @@ def _describe_critic(config: RadioVaeConfig) -> tuple[tuple[str, str], ...]:
 
 
 class MapVaeTrainer(VaeTrainer):
-    """A sum over pixels, |error| + error²."""
+    """Train with |error| + error², summed over pixels."""
 
     def __init__(self, config: RadioVaeConfig) -> None:
         side, wish = config.data.image_size, config.model.discriminator
@@ -142,7 +142,7 @@ class MapVaeTrainer(VaeTrainer):
         return {"truth": truth, "image": to_signed(truth)}
 
     def forward(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Errors of each sample are counted as metrics in training, finished maps in validation."""
+        """Add what metrics count: each sample's errors, and in validation the finished map."""
         found = super().forward(model, batch)
         found |= _measure_errors(found["image"], batch["image"], found["kl"])
         return found if model.training else found | {"map": to_unsigned(found["image"])}
@@ -158,13 +158,13 @@ def _measure_errors(reconstruction: Tensor, image: Tensor, kl: Tensor) -> dict[s
 
 @in_fp32
 def sum_errors(reconstruction: Tensor, image: Tensor) -> Tensor:
-    """(N,): |error| + error², summed over the pixels of each map."""
+    """Return |error| + error², summed over the pixels of each map: (N,)."""
     error = (image - reconstruction).flatten(1)
     return (error.abs() + error.square()).sum(1)
 
 
 def export(model: nn.Module, config: RadioVaeConfig, store: Mapping[str, Any], folder: Path) -> None:
-    """The autoencoder with its sizes and the scale of its latents: what stage 2 starts from."""
+    """Export the autoencoder with its sizes and latent scale, as stage 2 needs it."""
     vae = cast(VaeNet, model).vae
     scale = measure_scale(
         vae,

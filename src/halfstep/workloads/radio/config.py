@@ -1,4 +1,4 @@
-"""Settings of both stages of RadioDiff. Defaults are the public configs'."""
+"""Settings of both RadioDiff stages. Defaults are those of the public configs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WINDOWS: tuple[Window, ...] = ((8, 8), (4, 4), (2, 2), (1, 1))
 
 
 class RadioDataConfig(DataConfig):
-    """RadioMapSeer's folder."""
+    """The RadioMapSeer folder."""
 
     image_size: PositiveCount = Field(default=256, description="Side of the square maps the model sees, in pixels")
     simulation: Literal["DPM", "IRT2", "IRT4"] = Field(default="DPM", description="Simulation whose gains are used")
@@ -60,7 +60,7 @@ class RadioDataConfig(DataConfig):
 
 
 class RadioDiffDataConfig(RadioDataConfig):
-    """The same, with latents on disk."""
+    """The RadioMapSeer folder, with an optional cache of latents on disk."""
 
     cache: LatentCaching = Field(
         default="off", description="latents: encode every training map once and cache the latents"
@@ -83,7 +83,7 @@ class FirstStageConfig(Section):
 
 
 class DiscriminatorConfig(Section):
-    """The second network of stage 1."""
+    """The discriminator of stage 1."""
 
     enabled: bool = Field(default=True, description="Train a PatchGAN discriminator together with the autoencoder")
     start: OffCount = Field(
@@ -107,7 +107,7 @@ class RadioVaeModelConfig(BuiltModelConfig):
 
 
 class PyramidConfig(Section):
-    """The Swin transformer that reads buildings and antenna; defaults are Swin-B's."""
+    """The Swin transformer that encodes buildings and antenna; defaults are Swin-B's."""
 
     width: PositiveCount = Field(
         default=128, description="Channels of the Swin encoder's first stage; each stage doubles them"
@@ -192,7 +192,7 @@ SMALL_FIRST_STAGE: dict[str, Any] = {
 
 
 class RadioVaeConfig(RunConfig):
-    """One run of stage 1."""
+    """The config of a stage 1 run."""
 
     demo: ClassVar[dict[str, Any]] = {
         **SMALL_DATA,
@@ -212,7 +212,7 @@ class RadioVaeConfig(RunConfig):
 
 
 class RadioDiffConfig(RunConfig):
-    """One run of stage 2."""
+    """The config of a stage 2 run."""
 
     demo: ClassVar[dict[str, Any]] = {
         **SMALL_DATA,

@@ -1,4 +1,4 @@
-"""RadioMapSeer as both stages see it: who trains and validates, and bytes as floats in -1..1."""
+"""RadioMapSeer as both stages see it: the training and validation maps, converted from bytes to floats in -1..1."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from halfstep.workloads.radio.maps import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RadioData:
-    """What was found."""
+    """The samples of both splits, with facts and notes for the user."""
 
     train: Any
     """RadioMaps, or samples made of them."""
@@ -34,7 +34,7 @@ class RadioData:
     notes: tuple[str, ...]
 
     def val_names(self) -> tuple[str, ...]:
-        """Made-up samples have none."""
+        """Return the names of validation maps; generated samples have none."""
         return tuple(map(self.val.name_of, range(len(self.val)))) if isinstance(self.val, RadioMaps) else ()
 
 
@@ -44,7 +44,7 @@ def get_data_config(config: RunConfig) -> RadioDataConfig:
 
 
 def find_data(config: RunConfig) -> RadioData:
-    """Training and validation maps; a tree that lacks either is refused."""
+    """Return training and validation maps; raise if the folder lacks either."""
     wish = get_data_config(config)
     bad_files = BadFiles(wish.on_bad_file)
     tree = open_tree(wish)
@@ -78,7 +78,7 @@ def open_tree(wish: RadioDataConfig) -> RadioTree:
 
 
 def choose_split(wish: RadioDataConfig, tree: RadioTree) -> Split:
-    """Of the maps that are there."""
+    """Return the split, restricted to the maps that exist."""
     here = tree.numbers()
     if wish.val_maps:
         if strange := sorted({*wish.val_maps, *wish.test_maps} - set(here)):
@@ -120,7 +120,7 @@ ROLE_NAMES: dict[Role, str] = {"train": "training", "val": "validation", "test":
 
 
 def _describe_leaks(split: Split) -> list[str]:
-    """Scores on maps that were trained on say little: who asked for such a split reads it."""
+    """Return a note for each split that contains training maps: scores there mean little."""
     return [
         f"{format_count(len(numbers), f'{ROLE_NAMES[role]} map')} of this split trained too: {list_some(numbers)}; "
         f"scores there are too good (data.split=radiounet has none)"
@@ -129,16 +129,16 @@ def _describe_leaks(split: Split) -> list[str]:
 
 
 def scale_gain(pixels: Tensor, threshold: float) -> Tensor:
-    """Bytes to gains in 0..1."""
+    """Convert bytes to gains in 0..1."""
     gain = pixels.float() / 255
     return ((gain - threshold) / (1 - threshold)).clamp(min=0) if threshold else gain
 
 
 def to_signed(values: Tensor) -> Tensor:
-    """0..1 to -1..1, as both networks have their maps."""
+    """Map 0..1 to -1..1, the range of both networks."""
     return values * 2 - 1
 
 
 def to_unsigned(values: Tensor) -> Tensor:
-    """Back again, without what lies outside."""
+    """Map -1..1 to 0..1 and clip values outside."""
     return ((values.float() + 1) / 2).clamp(0, 1)

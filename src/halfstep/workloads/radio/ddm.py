@@ -1,8 +1,11 @@
-"""Decoupled diffusion with a constant drift (Huang et al. 2024), as RadioDiff trains it. All of it is fp32.
+"""Decoupled diffusion with a constant drift (Huang et al. 2024), as RadioDiff trains it, all in fp32.
 
-A latent x0 fades along C = -x0 while noise grows: x_t = x0 + C t + sqrt(t) eps for t in (0, 1]. The network predicts C
-and eps. Backwards by s: with x0 = x_t - C t - sqrt(t) eps and C := -x0,
-x_{t-s} = x_t - C s - s / sqrt(t) eps + sqrt(s (t - s) / t) draw; the last step has s = t and no draw.
+The drift C = -x0 attenuates a latent x0 while noise grows: x_t = x0 + C t + sqrt(t) eps for t in (0, 1]. The network
+predicts C and eps. A reverse step of size s uses x0 = x_t - C t - sqrt(t) eps and sets C := -x0:
+
+    x_{t-s} = x_t - C s - s / sqrt(t) eps + sqrt(s (t - s) / t) draw
+
+The last step has s = t and no draw.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ Predict = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def scale_times(uniform: Tensor, smallest: float = SMALLEST_TIME) -> Tensor:
-    """Training times in (smallest, 1], for uniform draws in 0..1."""
+    """Map uniform draws in 0..1 to training times in (smallest, 1]."""
     return uniform * (1.0 - smallest) + smallest
 
 
@@ -34,7 +37,7 @@ def add_noise(x0: Tensor, time: Tensor, noise: Tensor) -> Tensor:
 
 @in_fp32
 def recover_x0(x_t: Tensor, time: Tensor, drift: Tensor, noise: Tensor) -> Tensor:
-    """The x0 that a prediction of C and noise stands for."""
+    """Return the x0 implied by a prediction of C and noise."""
     t = _as_column(time)
     return x_t - drift * t - t.sqrt() * noise
 
@@ -43,7 +46,7 @@ def recover_x0(x_t: Tensor, time: Tensor, drift: Tensor, noise: Tensor) -> Tenso
 def ddm_loss(
     drift: Tensor, noise: Tensor, x0: Tensor, true_noise: Tensor, time: Tensor, *, weighted: bool, with_l1: bool
 ) -> Tensor:
-    """Loss (B): errors of C and of the noise, squared, or squared and absolute by halves.
+    """Return the loss (B,): the squared errors of C and of the noise, or the mean of squared and absolute errors.
 
     The weights 2 exp(1 - t) in 2..5.4 and exp(sqrt(t)) in 1..2.7 favour C at early times and noise at late ones.
     """
@@ -56,10 +59,10 @@ def ddm_loss(
 
 
 def list_times(steps: int, *, split_last: bool = True, smallest: float = SMALLEST_TIME) -> tuple[float, ...]:
-    """The time of each network call, from 1 down.
+    """Return the time of each network call, from 1 down.
 
-    By the public sampler's default the last of the equal steps is split, and its end of `smallest` is a call of its
-    own: N steps are N + 1 calls. Without the split N steps are N calls.
+    By default the last of the equal steps is split at `smallest`, as in the public sampler: N steps take N + 1 calls.
+    Without the split, N steps take N calls.
     """
     times = tuple(1 - step / steps for step in range(steps))
     return (*times, smallest) if split_last else times
@@ -67,7 +70,7 @@ def list_times(steps: int, *, split_last: bool = True, smallest: float = SMALLES
 
 @torch.no_grad()
 def sample_latents(predict: Predict, start: Tensor, draws: Sequence[Tensor], times: Sequence[float]) -> Tensor:
-    """The latent that `start` becomes; one draw a call but the last, whose draw would not count."""
+    """Return the latents sampled from the noise `start`; every call but the last uses one of `draws`."""
     x = start.float()
     for place, now in enumerate(times):
         after = times[place + 1] if place + 1 < len(times) else 0.0

@@ -1,9 +1,9 @@
-"""A small RadioMapSeer in its own layout: cities of blocks and streets, and path gains with ray-marched shadows.
+"""A small RadioMapSeer in the original layout: cities of blocks and streets, and path gains with ray-marched shadows.
 
-A gain falls with the logarithm of the distance to the antenna and with every pixel of building on the straight way to
-it; inside buildings it is 0, as in the original. So it has what a model must learn: distance, and who is in whose
-shadow. Cars are small boxes in the streets that take a little more away. Map numbers are chosen so that RadioUNet's
-split gives most maps to training and some to validation and test.
+The gain falls with the logarithm of the distance to the antenna and with every building pixel on the straight line to
+it; inside buildings it is 0, as in the original. So a model has to learn distance and shadows. Cars are small boxes in
+the streets that attenuate a little more. Map numbers are chosen so that RadioUNet's split gives most maps to training
+and some to validation and test.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _write_map(root: Path, number: int, rng: np.random.Generator, side: int, num
 
 
 def draw_city(rng: np.random.Generator, side: int) -> tuple[Array, Array]:
-    """Buildings and cars (side, side) of 0 and 1: a grid of streets, blocks of one to three houses."""
+    """Draw buildings and cars (side, side) of 0 and 1: a grid of streets, blocks of one to three houses."""
     city = np.zeros((side, side), dtype=np.uint8)
     cars = np.zeros_like(city)
     rows, columns = (_draw_streets(rng, side) for _ in range(2))
@@ -86,7 +86,7 @@ def draw_city(rng: np.random.Generator, side: int) -> tuple[Array, Array]:
 
 
 def _draw_streets(rng: np.random.Generator, side: int) -> list[tuple[int, int]]:
-    """Spans between streets."""
+    """Return the spans of blocks between randomly placed streets."""
     spans, start = [], int(rng.integers(1, 4))
     while start < side - 4:
         end = min(side - 1, start + int(rng.integers(side // 8, side // 4)))
@@ -96,7 +96,7 @@ def _draw_streets(rng: np.random.Generator, side: int) -> list[tuple[int, int]]:
 
 
 def remove_blocks(city: Array, count: int, rng: np.random.Generator) -> Array:
-    """The city as a map that misses some buildings."""
+    """Return the city with some buildings removed, as in an incomplete map."""
     thinned = city.copy()
     for y, x in rng.permutation(np.argwhere(city == 1))[:count]:
         size = city.shape[0] // 10
@@ -105,7 +105,7 @@ def remove_blocks(city: Array, count: int, rng: np.random.Generator) -> Array:
 
 
 def compute_path_gain(city: Array, antenna: tuple[int, int], wall_loss: float, *, extra: Array | None = None) -> Array:
-    """Bytes (H, W): bright at the antenna, darker with distance and behind walls, 0 in buildings."""
+    """Return bytes (H, W): bright at the antenna, darker with distance and behind walls, 0 in buildings."""
     side = city.shape[0]
     grid = np.mgrid[:side, :side]
     offset = grid - np.array(antenna)[:, None, None]

@@ -1,4 +1,4 @@
-"""Evaluation of radio maps: scores of any number of steps and any part of the split, and the best and worst maps."""
+"""Evaluation of radio maps: scores for any number of steps and any split, and sheets of the best and worst maps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PARTS = ("val", "test", "train")
 
 
 class RadioDetails(RadioMetrics):
-    """The metrics of validation, and the NMSE of every single map."""
+    """Validation metrics, and the NMSE of every single map."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,13 +47,13 @@ class RadioDetails(RadioMetrics):
             self._scored.append(torch.stack([batch["index"].double(), found["nmse"]]))
 
     def ranked(self) -> list[tuple[int, float]]:
-        """Sample and NMSE, the worst first; waits for the device."""
+        """Return sample numbers and NMSE, the worst first; waits for the device."""
         scored = torch.cat(self._scored, dim=1).T.tolist() if self._scored else []
         return sorted(((int(index), score) for index, score in scored), key=lambda found: (-found[1], found[0]))
 
 
 class RadioEvaluation(PlainEvaluation):
-    """Of either stage."""
+    """Evaluate either stage."""
 
     metrics: RadioDetails
 
@@ -62,7 +62,7 @@ class RadioEvaluation(PlainEvaluation):
         self.metrics = RadioDetails()
 
     def draw(self, folder: Path, look: LookAt) -> list[Path]:
-        """The worst, middling and best maps of validation."""
+        """Draw the worst, median and best validation maps."""
         rows = [self._row(*shown, look) for shown in pick_worst_to_best(self.metrics.ranked(), SHOWN_EACH)]
         if not rows:
             return []
@@ -82,14 +82,14 @@ class RadioEvaluation(PlainEvaluation):
 
 
 class SamplingEvaluation(RadioEvaluation):
-    """Of stage 2."""
+    """Evaluate stage 2."""
 
     num_scored = 0
 
     @staticmethod
     def to_validate(config: RunConfig) -> RunConfig:
-        """Latents on disk are of training maps: hours of encoding for nothing where the file is gone, and another
-        folder's would be written over the run's."""
+        """Disable the latent cache: it holds only training maps, so rebuilding it would waste hours, and evaluating
+        another folder would overwrite the run's cache."""
         return config.changed(data={"cache": "off"})
 
     def scored(
@@ -100,7 +100,7 @@ class SamplingEvaluation(RadioEvaluation):
         phase: ShowProgress,
         batch_size: int | None,
     ) -> dict[str, float] | None:
-        """Samples of other steps, or of other maps, than validation's."""
+        """Score samples with a different number of steps or of different maps than validation."""
         if options["part"] not in PARTS:
             raise ConfigError(f"--part {options['part']} is not part of the split", fix=f"one of {', '.join(PARTS)}")
         steps = int(options["steps"] or config.model.sampling_steps)
@@ -129,7 +129,7 @@ class SamplingEvaluation(RadioEvaluation):
 def sample_maps(
     denoising: Denoising, trained: Trained, maps: RadioMaps, start: int, size: int, seed: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Maps that the model draws for a batch, and the batch."""
+    """Return the maps that the model samples for a batch, and the batch."""
     indices = range(start, min(start + size, len(maps)))
     loaded = default_collate([maps.sample(index, key=(seed, 0, index)) for index in indices])
     placed = {name: value.to(trained.device) for name, value in loaded.items()}

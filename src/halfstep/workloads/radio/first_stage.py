@@ -1,4 +1,4 @@
-"""The autoencoder as a file: what stage 1 leaves for stage 2, where stage 2 finds it, and its latents on disk."""
+"""The first stage as a file: what stage 1 exports, how stage 2 finds it, and its latents on disk."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def dump_sizes(config: FirstStageConfig) -> dict[str, Any]:
 
 
 def get_reduction(sizes: Mapping[str, Any]) -> int:
-    """Pixels of a map for each place of its latent, along a side."""
+    """Return the pixels of a map per position of its latent, along one side."""
     return int(2 ** (len(sizes["multipliers"]) - 1))
 
 
@@ -59,7 +59,7 @@ def get_latent_shape(sizes: Mapping[str, Any], image_size: int) -> tuple[int, in
 
 
 def check_start_weights(config: RadioVaeConfig | RadioDiffConfig) -> str:
-    """`model.weights`, refused before anything is built where it leads nowhere, as `ckpt_path` of public files does."""
+    """Raise early if `model.weights` does not exist, as with `ckpt_path` in public configs."""
     path = config.model.weights or ""
     if path and not Path(path).is_file():
         raise ModelError(
@@ -71,12 +71,12 @@ def check_start_weights(config: RadioVaeConfig | RadioDiffConfig) -> str:
 
 
 def load_vae_(vae: RadioVAE, path: str) -> None:
-    """Weights of ours, or of a public checkpoint."""
+    """Load weights from our files or from a public checkpoint."""
     load_weights_file_(vae, path, partial(rename_weights, rename_vae_weight))
 
 
 def open_first_stage(config: RadioDiffConfig) -> FirstStage:
-    """The autoencoder that `model.vae` names: a run of stage 1, what it exported, or a file with weights."""
+    """Load the autoencoder of `model.vae`: a stage 1 run, its export, or a weights file."""
     if config.model.vae is None:
         raise ConfigError(
             "radiodiff needs its first stage",
@@ -125,12 +125,12 @@ def write_first_stage(vae: RadioVAE, sizes: Mapping[str, Any], scale_factor: flo
 
 
 def measure_scale(vae: RadioVAE, maps: RadioMaps, *, count: int, threshold: float, source: str) -> float:
-    """Of the latents of some training maps."""
+    """Return 1 / the standard deviation of some training maps' latents."""
     return CODEC.measure_scale(vae, read_some_maps(maps, count, threshold), source=source)
 
 
 def read_some_maps(maps: RadioMaps, count: int, threshold: float) -> Iterator[Tensor]:
-    """(1, 1, H, W) in -1..1, of the whole set."""
+    """Yield maps (1, 1, H, W) in -1..1, spread over the whole set."""
     for place in range(0, len(maps), max(1, len(maps) // count)):
         yield to_signed(scale_gain(maps.sample(place, key=(0, 0, place))["gain"][None], threshold))
 
@@ -141,8 +141,8 @@ LATENTS_CHECKSUM = "latents_sha256"
 def add_latents(
     config: RadioDiffConfig, data: RadioData, vae: RadioVAE, store: Mapping[str, Any]
 ) -> tuple[RadioData, dict[str, Any]]:
-    """The data with training latents from disk, and the store with their checksum; both as they are where none were
-    asked for."""
+    """Return the data with training latents from disk, and the store with their checksum; both unchanged without a
+    cache."""
     if config.data.cache == "off":
         return data, dict(store)
     cache, is_new = make_encoding(config, data.train, vae).open_or_encode()
@@ -153,7 +153,8 @@ def add_latents(
 
 
 def make_encoding(config: RadioDiffConfig, maps: RadioMaps, vae: RadioVAE) -> Encoding:
-    """Training maps alone, in fp32: validation encodes as ever, as it needs the first stage to decode samples."""
+    """Describe the encoding of training maps in fp32; validation always encodes, since it needs the first stage to
+    decode."""
     threshold = config.data.threshold
     return Encoding(
         config=config,
@@ -169,7 +170,7 @@ def make_encoding(config: RadioDiffConfig, maps: RadioMaps, vae: RadioVAE) -> En
 
 
 def pack(config: RadioDiffConfig) -> dict[str, object]:
-    """Encode every training map, unless that was done; what was made, for people and programs."""
+    """Encode every training map unless the cache exists, and return what was written as text and as JSON."""
     refuse_uncached(config)
     cache, is_new = make_encoding(config, find_data(config).train, open_first_stage(config).vae).open_or_encode()
     return describe_pack(cache, f"latents of {format_count(len(cache.moments), 'map')}", is_new=is_new)

@@ -1,8 +1,8 @@
-"""Configs of RadioDiff and its forks (`radio_train.yaml`, `first_radio.yaml`) in our settings. No torch here.
+"""Translate configs of RadioDiff and its forks (`radio_train.yaml`, `first_radio.yaml`). No torch here.
 
-Each of their keys means something here or is named with the reason why it does not. Some do not mean there what they
-say: `min_lr` is the floor of a factor, `image_size` is never read, `gradient_accumulate_every` of stage 1 is whose turn
-it is.
+Each of their keys is either translated or reported with the reason why not. Some keys do not mean what their names
+suggest: `min_lr` is the floor of a factor, `image_size` is never read, and stage 1's `gradient_accumulate_every`
+alternates between autoencoder and discriminator.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ BUILT: Mapping[str, Any] = {
 
 
 def claim(document: Mapping[str, Any], name: str) -> Foreign | None:
-    """Stage 2 by its U-Net beside a first stage, stage 1 by LDM's sizes at the top of `model`."""
+    """Recognise stage 2 by a U-Net next to a first stage, and stage 1 by LDM's sizes at the top of `model`."""
     read = ForeignReader(document)
     model = read.section("model")
     if "unet" in model and "ddconfig" in read.section("model.first_stage"):
@@ -166,7 +166,7 @@ def read_stage1(read: ForeignReader) -> Foreign:
 
 
 def read_shared_values(read: ForeignReader, first_stage: str) -> tuple[dict[str, Any], list[str]]:
-    """What both stages have: data, trainer, precision, the autoencoder's sizes; and what to tell of it."""
+    """Translate what both stages share (data, trainer, precision, autoencoder sizes), with notes for the user."""
     precision, notes = _read_precision(read)
     notes.append(
         "RadioDiff's split has the same maps in training, validation and test: RadioUNet's split is used (data.split)"

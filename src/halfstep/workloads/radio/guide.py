@@ -26,7 +26,7 @@ SMALL_UNET: dict[str, Any] = {
 
 
 class Guide:
-    """Of the first stage, with which everybody begins."""
+    """Guide users through the first stage, where everyone starts."""
 
     small_on_cpu: ClassVar[dict[str, Any]] = {**SMALL_SIZE, **SMALL_FIRST_STAGE, "model.discriminator.enabled": False}
 
@@ -38,7 +38,7 @@ class Guide:
         )
 
     def picture(self, sample: dict[str, Tensor], index: int, classes: tuple[str, ...]) -> tuple[str, Image.Image]:
-        """The city and the gain of its antenna, side by side."""
+        """Draw the city and its antenna's gain side by side."""
         city = Image.fromarray(draw_condition(sample["condition"].numpy()))
         gain = Image.fromarray(draw_gain(sample["gain"][0].numpy() / 255))
         both = Image.new("RGB", (city.width + gain.width, city.height))
@@ -47,7 +47,7 @@ class Guide:
         return f"map {index}", both
 
     def for_side(self, config: RadioVaeConfig | RadioDiffConfig, side: int) -> dict[str, Any]:
-        """A side that all levels can halve."""
+        """Return settings for this side, rounded to what all levels can halve."""
         levels = len(config.model.first_stage.multipliers)
         if isinstance(config, RadioDiffConfig):
             levels += len(config.model.multipliers) - 1
@@ -56,6 +56,6 @@ class Guide:
 
 
 class SecondGuide(Guide):
-    """Of the second stage, which needs a trained first one to start; to be planned it needs none."""
+    """Guide users through the second stage; training needs a trained first stage, planning does not."""
 
     small_on_cpu: ClassVar[dict[str, Any]] = {**SMALL_SIZE, **SMALL_FIRST_STAGE, **SMALL_UNET}

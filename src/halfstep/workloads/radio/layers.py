@@ -1,6 +1,8 @@
-"""Layers of RadioDiff's U-Net. What the public code makes depend on the input's type is the same for all here: epsilons
-are 1e-5 always (there 1e-3 for anything but fp32, so autocast changes the function), statistics are fp32, and the
-Fourier filter runs on an island, sized by its map.
+"""Layers of RadioDiff's U-Net.
+
+The public code makes epsilons depend on the input's dtype (1e-3 for anything but fp32), so autocast changes the
+function. Here epsilons are always 1e-5, statistics are fp32, and the Fourier filter runs in an fp32 island, sized by
+its map.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def standardise(weight: Tensor) -> Tensor:
 
 
 class ChannelNorm(nn.Module):
-    """Normalises each position over its channels; a scale, no shift."""
+    """Normalise each position over its channels, with a scale and no shift."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -67,7 +69,7 @@ class ConvNormSilu(nn.Module):
 
 
 class TimedBlock(nn.Module):
-    """Two convolutions and a shortcut; the time scales and shifts between them."""
+    """Two convolutions and a shortcut; the time embedding scales and shifts in between."""
 
     def __init__(self, inputs: int, outputs: int, time_dim: int) -> None:
         super().__init__()
@@ -102,15 +104,15 @@ class LinearAttention(nn.Module):
 
 @in_fp32
 def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """All (B, heads, dim, positions). In fp32: keys are near 1 / positions, and values divided by positions as well
-    fall below fp16's smallest number."""
+    """Return linear attention of (B, heads, dim, positions) inputs, in fp32: keys are near 1 / positions, and values
+    divided by positions as well fall below fp16's smallest number."""
     q = q.softmax(dim=-2) * q.shape[-2] ** -0.5
     context = k.softmax(dim=-1) @ (v / v.shape[-1]).transpose(-2, -1)
     return context.transpose(-2, -1) @ q
 
 
 class MultiHeadPositionAttention(nn.Module):
-    """Four heads over all positions, with a shortcut."""
+    """Attend over all positions with four heads and a shortcut."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -127,11 +129,11 @@ class MultiHeadPositionAttention(nn.Module):
 
 
 class FourierFilter(nn.Module):
-    """A learned factor for each frequency of each channel: irfft2(rfft2(x) * weight).
+    """Multiply each frequency of each channel by a learned factor: irfft2(rfft2(x) * weight).
 
-    The weight fits the half spectrum of the map, (H, W // 2 + 1). The transforms are products with sine and cosine
-    matrices: bottleneck maps have some 8×8 values, complex numbers would break up compiled code, and cuFFT and the CPU
-    disagree about spectra that are not Hermitian, as these are after the product; here the imaginary parts that no real
+    The weight covers the half spectrum of the map, (H, W // 2 + 1). The transforms are products with sine and cosine
+    matrices: bottleneck maps are only about 8×8, and complex numbers would split compiled code. After the product the
+    spectrum is not Hermitian, and cuFFT and the CPU disagree about such spectra. Here the imaginary parts that no real
     map has are ignored everywhere, as torch's FFT does on a CPU.
     """
 
@@ -147,7 +149,8 @@ class FourierFilter(nn.Module):
 
 @in_fp32
 def apply_filter(x: Tensor, weight: Tensor) -> Tensor:
-    """Rows last, then columns last: a product with a matrix on the right is one matmul for all maps."""
+    """Compute irfft2(rfft2(x) * weight) with matmuls. Transposing puts the transformed axis last, so that each
+    transform is one matmul over all maps."""
     height, width = x.shape[2:]
     half = weight.shape[2]
     (cos_h, sin_h), (cos_w, sin_w) = _make_waves(height, height, x.device), _make_waves(width, half, x.device)
@@ -163,14 +166,14 @@ def apply_filter(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _make_waves(length: int, num_frequencies: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (length, frequencies); the angle is reduced as an integer, so that it is exact."""
+    """Return cosines and sines (length, frequencies); the angle is reduced as an integer, which keeps it exact."""
     places, frequencies = torch.arange(length, device=device), torch.arange(num_frequencies, device=device)
     angle = (places[:, None] * frequencies[None, :] % length).float() * (2 * math.pi / length)
     return angle.cos(), angle.sin()
 
 
 class TimeEmbedding(nn.Module):
-    """Random Fourier features of log(t) / 4, then two layers."""
+    """Embed the time by random Fourier features of log(t) / 4 and two linear layers."""
 
     W: Tensor
 

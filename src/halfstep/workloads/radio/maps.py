@@ -1,15 +1,15 @@
-"""RadioMapSeer as it unpacks: for each transmitter of a city map its path gain, with buildings, antenna and cars.
+"""The file layout of RadioMapSeer: the path gain of each transmitter in a city map, with buildings, antenna and cars.
 
     png/buildings_complete/<map>.png            png/buildings_missing<1..4>/<1..6>/<map>.png
     png/antennas/<map>_<transmitter>.png        one bright pixel
     png/cars/<map>.png
     gain/DPM/<map>_<transmitter>.png            also IRT2 and IRT4, and carsDPM, carsIRT2, carsIRT4
 
-All of them are gray pictures of one size, 256×256 in the original.
+All are grey images of one size, 256×256 in the original.
 
-Maps train, validate and test by their numbers, so that a part of the data keeps its roles. Both public splits shuffle
-the maps 1..700 with numpy's seed 42 and cut the row. RadioUNet's ranges do not touch. RadioDiff's do: the map at index
-600 is in all three parts, and its IRT4 validation lies inside the training maps.
+The split goes by map number, so a subset of the data keeps the same split. Both public splits shuffle the maps 1..700
+with numpy's seed 42 and cut the list into ranges. RadioUNet's ranges are disjoint. RadioDiff's overlap: the map at
+index 600 is in all three splits, and the IRT4 validation maps are all training maps.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RANGES: Mapping[str, Mapping[Role, tuple[int, int]]] = {
 
 
 def get_public_split(name: str, simulation: str) -> dict[Role, tuple[int, ...]]:
-    """`radiounet`, or `radiodiff`, which has other ranges for IRT4."""
+    """Return the split `radiounet`, or `radiodiff`, which has different ranges for IRT4."""
     key = "radiodiff_irt4" if name == "radiodiff" and simulation == "IRT4" else name
     maps = shuffle_maps()
     return {role: maps[first : last + 1] for role, (first, last) in RANGES[key].items()}
@@ -58,7 +58,7 @@ def shuffle_maps() -> tuple[int, ...]:
 
 
 def find_leaks(split: Split) -> dict[Role, tuple[int, ...]]:
-    """Maps of validation and test that are training maps as well."""
+    """Return the validation and test maps that are also training maps."""
     train = set(split["train"])
     others: tuple[Role, ...] = ("val", "test")
     found = {role: tuple(number for number in split.get(role, ()) if number in train) for role in others}
@@ -74,7 +74,7 @@ NUM_VERSIONS = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RadioFiles:
-    """One transmitter of one map."""
+    """The files of one transmitter in one map."""
 
     number: int
     transmitter: int
@@ -95,7 +95,7 @@ class RadioFiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RadioTree:
-    """A RadioMapSeer folder and which of its simulations is meant."""
+    """A RadioMapSeer folder and the simulation chosen from it."""
 
     root: Path
     simulation: str = "DPM"
@@ -104,7 +104,7 @@ class RadioTree:
 
     @classmethod
     def at(cls, folder: Path, **settings: Any) -> RadioTree:
-        """The folder itself, or the RadioMapSeer in it."""
+        """Open the folder itself, or the RadioMapSeer inside it."""
         for root in (folder, folder / "RadioMapSeer"):
             if (root / "gain").is_dir() and (root / "png").is_dir():
                 tree = cls(root=root, **settings)
@@ -143,11 +143,11 @@ class RadioTree:
                 raise DataError(f"no folder {folder}", why="it is an input of the model", fix="unpack all of png/")
 
     def numbers(self) -> tuple[int, ...]:
-        """Maps that have gains."""
+        """Return the numbers of the maps that have gains."""
         return tuple(sorted({number for number, _ in self._gains()}))
 
     def samples(self, numbers: Sequence[int], *, most: int = 0, bad_files: BadFiles) -> tuple[RadioFiles, ...]:
-        """Every transmitter of these maps, `most` for each map; one that lacks an input is reported."""
+        """Return every transmitter of these maps, at most `most` per map; one without all inputs is reported."""
         wanted = set(numbers)
         pairs = [(number, place) for number, place in self._gains() if number in wanted]
         if most:
@@ -191,7 +191,7 @@ class RadioTree:
         return sorted((int(match[1]), int(match[2])) for match in found)
 
     def _report(self, num_gains: int, missing: list[Path], bad_files: BadFiles) -> None:
-        """All at once: a tree that lacks one antenna often lacks thousands."""
+        """Report all missing inputs at once: a folder that lacks one antenna often lacks thousands."""
         shown = list_some(path.relative_to(self.root) for path in dict.fromkeys(missing))
         bad_files.report(
             DataError(
@@ -210,7 +210,8 @@ def _keep_few_each(pairs: Sequence[tuple[int, int]], most: int) -> list[tuple[in
 
 
 class RadioMaps:
-    """Samples `gain` (1, H, W) and `condition` (3, H, W) of bytes: buildings, antenna, and cars or buildings again."""
+    """Samples of bytes: `gain` (1, H, W) and `condition` (3, H, W) with buildings, antenna, and cars or buildings
+    again."""
 
     def __init__(self, files: Sequence[RadioFiles], *, size: tuple[int, int]) -> None:
         self.items, self.size = tuple(files), size
@@ -249,14 +250,14 @@ class RadioMaps:
 
 
 def read_condition(item: RadioFiles, size: tuple[int, int], *, version: int = 0) -> Array:
-    """(3, H, W): buildings, antenna, and cars where they are known, buildings again where not, as RadioDiff has it."""
+    """Read buildings, antenna and cars (3, H, W); without cars, the buildings again, as in RadioDiff."""
     buildings = read_gray(item.buildings[version], size)
     last = buildings if item.cars is None else read_gray(item.cars, size)
     return np.stack([buildings, read_antenna(item.antenna, size), last])
 
 
 def read_gray(path: Path, size: tuple[int, int]) -> Array:
-    """(H, W) bytes; area means where it shrinks."""
+    """Read bytes (H, W); shrinking averages over areas."""
     pixels = _read_bytes(path)
     if pixels.shape == size:
         return pixels
@@ -265,7 +266,7 @@ def read_gray(path: Path, size: tuple[int, int]) -> Array:
 
 
 def read_antenna(path: Path, size: tuple[int, int]) -> Array:
-    """(H, W) bytes. Its bright pixel keeps its brightness and place at any size: a mean would wash it out."""
+    """Read bytes (H, W), keeping the antenna's bright pixel at any size: averaging would dilute it."""
     pixels = _read_bytes(path)
     rows, columns = np.nonzero(pixels)
     if not len(rows):
@@ -286,7 +287,8 @@ def _read_bytes(path: Path) -> Array:
 
 
 def check_pictures(files: Sequence[RadioFiles], bad_files: BadFiles) -> tuple[RadioFiles, ...]:
-    """Those whose pictures are of one size: headers are read, and every pixel where bad files are to be left out."""
+    """Return the samples whose images have one size, by their headers; if bad files are skipped, decode every pixel
+    too."""
     paths = list(dict.fromkeys(path for item in files for path in item.all()))
     look = _read_whole if bad_files.mode == "skip" else _read_size
     seen = dict(zip(paths, run_in_threads(look, paths), strict=True))

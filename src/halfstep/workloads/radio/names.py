@@ -1,7 +1,7 @@
-"""Names of RadioDiff's public checkpoints (UNIC-Lab/RadioDiff) in ours.
+"""Translate names of RadioDiff's public checkpoints (UNIC-Lab/RadioDiff) to ours.
 
-The autoencoder has the same names. Not taken over: what no forward pass uses (`init_conv_carK`, the Swin's last norm
-and head) and the parts of its loss.
+The autoencoder has the same names. Weights that no forward pass uses (`init_conv_carK`, the Swin's last norm and head)
+and those of its loss are dropped.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def rename_weights(name_of: Callable[[str], str | None], weights: dict[str, Tens
 
 
 def rename_unet_weight(theirs: str) -> str | None:
-    """Our name of a parameter of the public U-Net; None for one that nothing uses."""
+    """Return our name of a parameter of the public U-Net; None if nothing uses it."""
     if _UNUSED.match(theirs):
         return None
     for pattern, ours in _RULES:
@@ -82,5 +82,5 @@ def rename_unet_weight(theirs: str) -> str | None:
 
 
 def rename_vae_weight(theirs: str) -> str | None:
-    """Our name of a parameter of the public autoencoder; None for a part of its loss."""
+    """Return our name of a parameter of the public autoencoder; None if it belongs to the loss."""
     return None if theirs.startswith(("loss.", "loss_pinn")) else theirs

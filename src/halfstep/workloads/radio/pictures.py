@@ -1,4 +1,4 @@
-"""Pictures of radio maps: buildings and antenna, the map, the truth, the error."""
+"""Images of radio maps: buildings and antenna, the map, the truth, the error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MapRow:
 
 
 def draw_map_sheet(rows: Sequence[MapRow]) -> Image.Image:
-    """A row for each sample, with a heading; what no row knows has no column."""
+    """Draw one row per sample under a heading; columns that no row has are left out."""
     known = (any(row.condition is not None for row in rows), True, *[any(row.truth is not None for row in rows)] * 2)
     columns = [name for name, is_known in zip(COLUMNS, known, strict=True) if is_known]
     return draw_table(columns, [(row.name, _draw_cells(row)) for row in rows])
@@ -47,7 +47,7 @@ def _draw_cells(row: MapRow) -> list[Array]:
 
 
 def draw_condition(condition: Array) -> Array:
-    """Streets, buildings, cars, and the antenna as a cross, which one pixel would not show."""
+    """Draw streets, buildings, cars, and the antenna as a cross, since one pixel would not be visible."""
     buildings, antenna, last = condition
     picture = np.empty((*buildings.shape, 3), dtype=np.uint8)
     picture[:] = STREET
@@ -62,7 +62,7 @@ def draw_condition(condition: Array) -> Array:
 
 
 def draw_gain(gain: Array) -> Array:
-    """A gain in 0..1 from black over violet and orange to white: brightness alone tells it, colours help."""
+    """Draw a gain in 0..1 from black over violet and orange to white, with brightness increasing monotonically."""
     stops = np.array([(0, 0, 4), (81, 18, 124), (183, 55, 121), (252, 137, 97), (252, 253, 191)], dtype=np.float64)
     place = np.clip(gain, 0, 1) * (len(stops) - 1)
     low = np.minimum(place.astype(int), len(stops) - 2)
@@ -71,14 +71,14 @@ def draw_gain(gain: Array) -> Array:
 
 
 def draw_error(predicted: Array, truth: Array) -> Array:
-    """White where both agree, orange where the map is too bright, blue where it is too dark."""
+    """Draw the error: white where both agree, orange where the map is too bright, blue where it is too dark."""
     error = np.clip((predicted - truth) / LARGEST_ERROR, -1, 1)[..., None]
     colour = np.where(error > 0, np.array(TOO_HIGH), np.array(TOO_LOW))
     return np.asarray((255 + (colour - 255) * np.abs(error)).round().astype(np.uint8))
 
 
 def draw_samples(maps: RadioMaps, model: nn.Module, workload: Workload, key: tuple[int, ...]) -> dict[str, Array]:
-    """A sheet of the first validation maps, as the workload's forward pass answers them."""
+    """Draw a sheet of the first validation maps from the workload's forward pass."""
     indices = range(min(SHOWN, len(maps)))
     batch = default_collate([maps.sample(index, key=(0, 0, index)) for index in indices])
     device = next(model.parameters()).device

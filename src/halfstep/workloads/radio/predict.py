@@ -1,6 +1,6 @@
-"""`halfstep predict RUN RadioMapSeer/png/antennas`: the gain of each transmitter, beside what it was made from.
+"""`halfstep predict RUN RadioMapSeer/png/antennas`: the gain of each transmitter, drawn next to its inputs.
 
-With a first stage: `halfstep predict RUN RadioMapSeer/gain/DPM`, each map as its latent's mean is decoded.
+With a first stage: `halfstep predict RUN RadioMapSeer/gain/DPM`, each map decoded from its latent's mean.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MOST_TRANSMITTERS = 1000
 
 
 class MapPredictor(FilePredictor):
-    """A gain map and a picture for each antenna file; buildings, cars and truth are found beside it."""
+    """Write a gain map and an image for each antenna file; buildings, cars and truth are found by its path."""
 
     endings = (".png",)
 
@@ -50,7 +50,7 @@ class MapPredictor(FilePredictor):
         self.frozen = {"vae": FrozenPart(module=stage.vae, source=stage.source)}
 
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:
-        """One for each antenna; other pictures of a RadioMapSeer folder are not asked for."""
+        """Yield one answer per antenna file; other images of a RadioMapSeer folder are ignored."""
         asked = [item for item in inputs if item.path.parent.name == "antennas"] or inputs
         bar.total = len(asked)
         return super().answers(asked, trained, wishes, bar)
@@ -72,7 +72,7 @@ class MapPredictor(FilePredictor):
         return _write_answer(row, item, wishes)
 
     def _files(self, antenna: Path) -> RadioFiles:
-        """What lies around an antenna file; the truth need not."""
+        """Return the files that belong to an antenna file; the truth is optional."""
         match = GAIN_NAME.match(antenna.name)
         root = antenna.parent.parent.parent
         if match is None or antenna.parent.name != "antennas" or not (root / "png").is_dir():
@@ -96,7 +96,7 @@ class MapPredictor(FilePredictor):
 
 
 class GainPredictor(FilePredictor):
-    """A gain map and a picture for each file of gains."""
+    """Write a gain map and an image for each gain file."""
 
     endings = (".png",)
 
@@ -114,12 +114,12 @@ class GainPredictor(FilePredictor):
 
 
 def _read_gain(path: Path, size: tuple[int, int], threshold: float) -> Array:
-    """(H, W) in 0..1, as the model learned it."""
+    """Read a gain (H, W) in 0..1, thresholded as in training."""
     return scale_gain(torch.from_numpy(read_gray(path, size)), threshold).numpy()
 
 
 def _write_answer(row: MapRow, item: Input, wishes: Wishes) -> Answer:
-    """The map alone, and drawn beside all that is known of it, with its scores."""
+    """Write the map alone, and drawn next to its inputs and truth, with its scores."""
     out = wishes.out
     assert out is not None
     pixels = (row.predicted * 255).round().astype(np.uint8)

@@ -1,4 +1,4 @@
-"""How the condition enters RadioDiff's U-Net: cross-attention between window means of the two maps."""
+"""Cross-attention between window means of features and condition: how the condition enters RadioDiff's U-Net."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEADS = 8
 
 
 class Relation(nn.Module):
-    """A feature map that has looked at the condition: `(condition, features) -> features`."""
+    """Project condition and features, and let them attend to each other: `(condition, features) -> features`."""
 
     def __init__(
         self, condition_dim: int, dim: int, windows: tuple[Sequence[int], Sequence[int]], dropout: float
@@ -31,9 +31,9 @@ def _make_normed_conv(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class WindowMeanAttention(nn.Module):
-    """Means of the condition's windows ask, means of the features' windows answer; all see the result, interpolated.
+    """Attend from the condition's window means (queries) to the features' (keys, values), and interpolate the result.
 
-    The logits are not scaled by the head's size: the public model's are not.
+    The logits are not scaled by the head's size, as in the public model.
     """
 
     def __init__(self, dim: int, windows: tuple[Sequence[int], Sequence[int]], dropout: float) -> None:
@@ -82,12 +82,12 @@ def _average_windows(x: Tensor, window: tuple[int, int]) -> Tensor:
 
 
 def _make_tokens(x: Tensor) -> Tensor:
-    """(B, positions, C), with sines of their places."""
+    """Return tokens (B, positions, C) with sine position embeddings."""
     return x.flatten(2).transpose(1, 2) + make_sine_positions(x.shape[2], x.shape[3], x.shape[1], x.device).to(x.dtype)
 
 
 def make_sine_positions(height: int, width: int, channels: int, device: torch.device) -> Tensor:
-    """(positions, channels): half of the channels tell the row and half the column, both counted from 1."""
+    """Return (positions, channels): half of the channels encode the row and half the column, both counted from 1."""
     pair = torch.arange(channels // 4, device=device)
     frequencies = torch.exp(pair * (-4 * math.log(10000) / channels))
 

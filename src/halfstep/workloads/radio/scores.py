@@ -1,8 +1,8 @@
-"""How close a radio map is to the true one: maps (B, 1, H, W) in 0..1, scores a map, in float64.
+"""Scores of radio maps (B, 1, H, W) in 0..1 against the truth, one per map, in float64.
 
-`nmse` is RadioDiff's: the error's mean square over the mean square of the true map. `nmse_variance` divides by the
-variance of the true map instead, as some papers do; the two must not be compared. SSIM has a Gaussian window of 11
-pixels (sigma 1.5), SSIM and PSNR a range of 1: without one they follow the data, and numbers cannot be compared.
+`nmse` is RadioDiff's: the mean square of the error over the mean square of the true map. `nmse_variance` divides by the
+variance of the true map instead, as some papers do; the two are not comparable. SSIM has a Gaussian window of 11 pixels
+(sigma 1.5). SSIM and PSNR use a fixed range of 1: a range taken from the data would make numbers incomparable.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCORING = (
 
 
 def score_maps(predicted: Tensor, true: Tensor) -> dict[str, Tensor]:
-    """Scores (B). Those that divide by a true map of nothing are NaN."""
+    """Return scores (B,). Those that would divide by an all-zero true map are NaN."""
     predicted, true = predicted.double(), true.double()
     mse = (predicted - true).square().flatten(1).mean(1)
     flat = true.flatten(1)
@@ -40,7 +40,7 @@ def score_maps(predicted: Tensor, true: Tensor) -> dict[str, Tensor]:
 
 
 def ssim(one: Tensor, other: Tensor) -> Tensor:
-    """(B), after Wang et al. 2004; the map goes on as its mirror image, as torchmetrics has it."""
+    """Return SSIM (B,) after Wang et al. 2004, with reflection padding as in torchmetrics."""
     if min(one.shape[-2:]) <= WINDOW // 2:
         return torch.full((len(one),), float("nan"), dtype=one.dtype, device=one.device)
     places = torch.arange(WINDOW, dtype=one.dtype, device=one.device) - WINDOW // 2
@@ -61,9 +61,9 @@ def ssim(one: Tensor, other: Tensor) -> Tensor:
 class RadioMetrics(Sums):
     """Sums of scores over maps, on the device.
 
-    Finished maps (`outputs["map"]` against `batch["truth"]`) are there in validation; in training there are errors of
-    the prediction itself, one for each sample, as `outputs["error_NAME"]`. A score that a true map does not have (its
-    share of nothing) is left out of the mean; what a broken model says is not.
+    Validation counts finished maps (`outputs["map"]` against `batch["truth"]`). Training counts errors of the
+    prediction itself, one per sample, as `outputs["error_NAME"]`. Scores that are undefined for a true map (an all-zero
+    one) are left out of the mean; non-finite predictions are not.
     """
 
     def update(self, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> None:
@@ -74,7 +74,7 @@ class RadioMetrics(Sums):
             self.count(outputs["map"], batch["truth"])
 
     def count(self, predicted: Tensor, true: Tensor) -> dict[str, Tensor]:
-        """Maps (B, 1, H, W) in 0..1; gives their scores."""
+        """Count maps (B, 1, H, W) in 0..1, and return their scores."""
         found, flat = score_maps(predicted, true), true.flatten(1)
         for name, scores in found.items():
             has_score = torch.ones(len(true), dtype=torch.bool, device=true.device)
@@ -89,6 +89,6 @@ class RadioMetrics(Sums):
         self.add(**{f"sum.{name}": torch.where(counts, values, 0).sum(), f"count.{name}": counts.sum()})
 
     def compute(self) -> dict[str, float]:
-        """Means; waits for the device."""
+        """Return the means; waits for the device."""
         counts = {name[6:]: int(count) for name, count in self.sums.items() if name.startswith("count.")}
         return {name: float(self.sums[f"sum.{name}"]) / count for name, count in counts.items() if count}

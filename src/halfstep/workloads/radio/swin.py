@@ -1,7 +1,7 @@
-"""A Swin transformer (Liu et al. 2021) as a pyramid: the map after each stage, at 1/4, 1/8, 1/16 and 1/32.
+"""A Swin transformer (Liu et al. 2021) as a pyramid: the feature maps after each stage, at 1/4, 1/8, 1/16 and 1/32.
 
-Parts have torchvision's names and its numbers (`swin_t`, `swin_s`, `swin_b` weights load; their last norm and head are
-not part of a pyramid). Any size works: windows are padded, and a shift that a small map has no room for is not done.
+Modules have torchvision's names and give its numbers (`swin_t`, `swin_s`, `swin_b` weights load; a pyramid has no last
+norm and head). Any image size works: windows are padded, and a map too small for a shift is not shifted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class WindowAttention(nn.Module):
         return x[:, :height, :width].contiguous()
 
     def _windows(self, x: Tensor) -> Tensor:
-        """(B, number of windows, positions, C)."""
+        """Return the map as windows (B, number of windows, positions, C)."""
         batch, height, width, channels = x.shape
         tiles = x.view(batch, height // self.window, self.window, width // self.window, self.window, channels)
         return tiles.transpose(2, 3).reshape(batch, -1, self.window**2, channels)
@@ -61,13 +61,13 @@ class WindowAttention(nn.Module):
         return self.proj((weights @ v).transpose(2, 3).reshape(windows.shape))
 
     def _bias(self) -> Tensor:
-        """(heads, positions, positions)."""
+        """Return the position bias (heads, positions, positions)."""
         bias = self.relative_position_bias_table[self.relative_position_index]
         return bias.view(self.window**2, self.window**2, self.num_heads).permute(2, 0, 1)
 
 
 def index_relative_positions(window: int) -> Tensor:
-    """For each two positions of a window the row of the bias table that belongs to their distance."""
+    """Return, for each pair of positions in a window, the row of the bias table for their offset."""
     rows = torch.arange(window).repeat_interleave(window)
     columns = torch.arange(window).repeat(window)
     down, right = rows[:, None] - rows[None, :], columns[:, None] - columns[None, :]
@@ -75,7 +75,7 @@ def index_relative_positions(window: int) -> Tensor:
 
 
 def make_shift_mask(size: tuple[int, int], window: int, shifts: tuple[int, ...], device: torch.device) -> Tensor:
-    """(number of windows, positions, positions): `MASKED` between what was not adjacent before the roll."""
+    """Return (windows, positions, positions): `MASKED` between positions that were not adjacent before the roll."""
     regions = [_number_regions(side, window, shift, device) for side, shift in zip(size, shifts, strict=True)]
     tiles = (3 * regions[0][:, None] + regions[1][None, :]).view(size[0] // window, window, size[1] // window, window)
     positions = tiles.transpose(1, 2).reshape(-1, window**2)
@@ -83,14 +83,14 @@ def make_shift_mask(size: tuple[int, int], window: int, shifts: tuple[int, ...],
 
 
 def _number_regions(side: int, window: int, shift: int, device: torch.device) -> Tensor:
-    """0, 1 or 2 for each row: before the last window, in it, and the part that came round from the other end."""
+    """Return a number per row: 0 before the last window, 1 in it, 2 in the part rolled in from the other end."""
     place = torch.arange(side, device=device)
     # Without a shift Python's slice [-0:] is everything, and torchvision's regions come from such slices.
     return (place >= side - window).int() + (place >= side - shift).int() if shift else place.new_full((side,), 2)
 
 
 class StochasticDepth(nn.Module):
-    """A branch that is left out for a sample with this probability in training, and scaled up to make up for it."""
+    """Drop a branch with this probability per sample in training, and scale up the kept ones to preserve the mean."""
 
     kept: Tensor
 
@@ -122,7 +122,7 @@ class SwinBlock(nn.Module):
 
 
 class PatchMerging(nn.Module):
-    """Four neighbours become one position of twice the channels."""
+    """Merge 2×2 neighbours into one position with twice the channels."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -140,7 +140,8 @@ class ToLastDim(nn.Module):
 
 
 class SwinPyramid(nn.Module):
-    """Feature maps (B, dim * 2^i, H / 2^(i+2), W / 2^(i+2)) of an image, the finest first. Defaults are Swin-B's."""
+    """Return feature maps (B, dim * 2^i, H / 2^(i+2), W / 2^(i+2)) of an image, the finest first. Defaults are
+    Swin-B's."""
 
     def __init__(
         self,

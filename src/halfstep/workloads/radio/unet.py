@@ -1,8 +1,8 @@
-"""RadioDiff's denoiser: one encoder, and a decoder each for the clean part C and the noise of a latent.
+"""RadioDiff's denoiser: one encoder, and one decoder each for the clean part C and the noise of a latent.
 
-A pyramid of the condition (swin.py) enters at every level through window attention (relation.py).
-The two decoders part at the bottleneck, each behind a Fourier filter of its own. Their outputs are mixed with the
-noisy latent x at time t: C = (1 - t) x + t h1 / sqrt(t² + 1), noise = sqrt(t) x + sqrt(1 - t) h2 / sqrt(t² + 1).
+A pyramid of the condition (swin.py) enters at every level through window attention (relation.py). The two decoders
+split at the bottleneck, each after its own Fourier filter. Their outputs h1 and h2 are mixed with the noisy latent x at
+time t: C = (1 - t) x + t h1 / sqrt(t² + 1), noise = sqrt(t) x + sqrt(1 - t) h2 / sqrt(t² + 1).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _get_levels(part: nn.Module) -> list[Level]:
 
 
 class DenoisingDecoder(Recomputing):
-    """From the bottleneck back to the latent's size; `dims` are the widths of the levels, the finest first."""
+    """Decode from the bottleneck to the latent's size; `dims` are the widths of the levels, the finest first."""
 
     def __init__(
         self,
@@ -86,7 +86,8 @@ class DenoisingDecoder(Recomputing):
 
 
 def _make_up(inputs: int, outputs: int, *, doubles: bool) -> nn.Sequential:
-    """The convolution stands second, doubled or not, so that both have one name."""
+    """Return the convolution to the next finer level; it has index 1 with and without upsampling, so its weight's name
+    is the same."""
     first = nn.Upsample(scale_factor=2, mode="nearest") if doubles else nn.Identity()
     return nn.Sequential(first, nn.Conv2d(inputs, outputs, 3, padding=1))
 
@@ -96,7 +97,7 @@ def _make_down(inputs: int, outputs: int, *, halves: bool) -> nn.Conv2d:
 
 
 class RadioUNet(Recomputing):
-    """`(x, time, image) -> C, noise`, both fp32; `image` is the condition at full size."""
+    """Predict C and noise, both fp32, from `(x, time, image)`; `image` is the condition at full size."""
 
     def __init__(
         self,
@@ -142,7 +143,7 @@ class RadioUNet(Recomputing):
         return self.denoise(x, time, self.condition(image))
 
     def denoise(self, x: Tensor, time: Tensor, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """From the condition's features on, which a sampler computes once for all its steps."""
+        """Return C and noise from the condition's features, which a sampler computes once for all steps."""
         embedded = self.time(time)
         finest = features[0]
         if finest.shape[2:] != x.shape[2:]:
@@ -164,7 +165,7 @@ class RadioUNet(Recomputing):
 
 @in_fp32
 def mix_outputs(x: Tensor, time: Tensor, h1: Tensor, h2: Tensor) -> tuple[Tensor, Tensor]:
-    """C and noise, from the noisy latent and what the two decoders say."""
+    """Return C and noise, mixed from the noisy latent and the outputs of the two decoders."""
     t = time.view(-1, 1, 1, 1)
     scale = (t.square() + 1).rsqrt()
     return (1 - t) * x + t * scale * h1, t.sqrt() * x + (1 - t).sqrt() * scale * h2

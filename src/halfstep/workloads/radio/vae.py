@@ -1,7 +1,7 @@
 """RadioDiff's first stage: the latent-diffusion autoencoder (Rombach et al. 2022) on one-channel maps.
 
-Levels halve the map, GroupNorm and SiLU come before each convolution, one head attends over all positions in the
-middle. Parts have LDM's names, so weights of that family load as they are. Left out: attention inside levels
+Levels halve the map, GroupNorm and SiLU precede each convolution, and one head attends over all positions in the
+middle. Modules have LDM's names, so weights of that family load unchanged. Left out: attention inside levels
 (`attn_resolutions`, empty in every public radio config).
 """
 
@@ -21,7 +21,7 @@ GROUPS = 32
 
 
 def make_group_norm(channels: int) -> nn.GroupNorm:
-    """LDM's 32 groups; as many as fit where channels are few."""
+    """Return a GroupNorm with LDM's 32 groups, or with as many as few channels allow."""
     return nn.GroupNorm(math.gcd(GROUPS, channels), channels, eps=1e-6)
 
 
@@ -48,7 +48,7 @@ class ResidualBlock(nn.Module):
 
 
 class PositionAttention(nn.Module):
-    """One head over all positions."""
+    """Attend over all positions with one head."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Middle(nn.Module):
 
 
 class Halve(nn.Module):
-    """A convolution of stride 2 that pads on the right and at the bottom only, as LDM does."""
+    """Convolve with stride 2, padded on the right and at the bottom only, as in LDM."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Encoder(Recomputing):
 
 
 class Decoder(Recomputing):
-    """Levels are numbered from the finest, as in the encoder, and run from the coarsest."""
+    """Decode latents to maps; levels are numbered from the finest, as in the encoder, and run from the coarsest."""
 
     def __init__(self, channels: int, z_channels: int, widths: Sequence[int], num_blocks: int, dropout: float) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class RadioVAE(nn.Module):
         self.post_quant_conv = nn.Conv2d(latent_channels, z_channels, 1)
 
     def encode(self, maps: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and log variance of the latents, fp32."""
+        """Return mean and log variance of the latents, fp32."""
         return split_moments(self.quant_conv(self.encoder(maps)))
 
     def decode(self, latents: Tensor) -> Tensor:

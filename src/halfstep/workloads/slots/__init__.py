@@ -1,4 +1,4 @@
-"""Slots: objects in video, found without labels. SlotContrast, STEVE, and both: slots that also predict words."""
+"""Slots: find objects in video without labels. SlotContrast, STEVE, and both: slots that also predict words."""
 
 from dataclasses import replace
 from functools import partial

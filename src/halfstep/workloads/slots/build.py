@@ -1,4 +1,5 @@
-"""SlotContrast as a workload: clips in, slots that paint a frozen backbone's features, and slots told apart in time."""
+"""SlotContrast as a workload: slots reconstruct a frozen backbone's features, and a contrastive loss keeps them apart
+over time."""
 
 from __future__ import annotations
 

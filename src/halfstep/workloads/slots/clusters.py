@@ -1,7 +1,8 @@
-"""k-means as the yardstick of slots: every clip clustered by itself, over all of its frames, with as many clusters.
+"""k-means as a baseline for slots: each clip is clustered alone, over all of its frames, with as many clusters as
+slots.
 
-It sees the backbone's features of each patch, or colours of 4×4 pixels, with or without coordinates. What it lacks is
-what training gives: other clips.
+It clusters the backbone's features of each patch, or colours of 4×4 pixels, with or without coordinates. Unlike a
+trained model, it knows nothing from other clips.
 """
 
 from __future__ import annotations

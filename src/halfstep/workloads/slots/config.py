@@ -50,7 +50,7 @@ class VideoDataConfig(DataConfig):
 
 
 class SlotVideoConfig(VideoDataConfig):
-    """MOVi's, as upstream reads it."""
+    """A folder of videos, with the defaults upstream uses for MOVi."""
 
     val_size: OffCount = Field(default=0, description="Expected number of validation clips; 0: any")
     mask_size: OffCount = Field(default=0, description="Side at which masks are compared; 0: image_size")
@@ -60,7 +60,7 @@ class SlotVideoConfig(VideoDataConfig):
 
 
 class SlotContrastModelConfig(BuiltModelConfig):
-    """A frozen backbone, and slots that paint its features."""
+    """A frozen backbone, and slots that reconstruct its features."""
 
     backbone: Backbone = Field(
         default="vit_small_patch14_dinov2",
@@ -108,7 +108,7 @@ class SlotContrastModelConfig(BuiltModelConfig):
 
 
 class GroupConfig(Section):
-    """Modules of the model that learn by settings of their own; what is not said is as for all."""
+    """Modules of the model with their own optimizer settings; what is not set is as for the whole model."""
 
     modules: tuple[Literal["initializer", "encoder", "processor", "decoder"], ...] = Field(min_length=1)
     lr: Positive | None = None
@@ -117,7 +117,7 @@ class GroupConfig(Section):
 
 
 class SlotOptimizerConfig(OptimizerConfig):
-    """Modules may learn by settings of their own."""
+    """Optimizer settings, with optional groups of modules that differ."""
 
     groups: tuple[GroupConfig, ...] = Field(
         default=(), description="Optimizer settings for single modules: [{modules: [encoder], lr: 1e-4}]"

@@ -1,9 +1,9 @@
-"""MOVi-like clips as real webdataset shards: textured shapes that move and hide each other on textured ground.
+"""MOVi-like clips as real webdataset shards: textured shapes that move and occlude each other on a textured ground.
 
-A fixed camera sees one stage: the ground is the same in all clips of a set. A clip's objects have one colour, and a
-shape and a texture each: pixels that look alike need not belong to one object, what moves together does, and a model
-that has learned the ground from other clips knows what is none. Masks hold 0 for the ground and a number for each
-object, visible pixels only. Training shards have masks too: nothing reads them, and whoever looks at the data has them.
+A fixed camera sees one stage: the ground is the same in all clips of a set. All objects of a clip have the same colour,
+but different shapes and textures. So similar pixels need not belong to one object, while pixels that move together do,
+and a model that has learned the ground from other clips can tell it from objects. Masks hold 0 for the ground and a
+number for each object, visible pixels only. Training shards have masks too, for inspection only: nothing reads them.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
 """The discrete VAE of SLATE and STEVE (Singh et al. 2022): an image as a grid of words, and back; upstream's names.
 
-Between encoder and decoder every position holds one number for each word of the vocabulary: logits, Gumbel noise,
-their softmax. At 72 frames of 32×32 positions and 4096 words each of these is 1.2 GB in fp32. They are needed only
-between two small vectors of 64 channels, so that part runs frame by frame and is computed again in backward: nothing of
-the vocabulary's width is kept. Words are drawn without a one-hot tensor: an argmax over logits + noise in fp32.
+Between encoder and decoder every position holds one number for each word of the vocabulary: logits, Gumbel noise, their
+softmax. At 72 frames of 32×32 positions and 4096 words each of these is 1.2 GB in fp32. They are needed only between
+two small vectors of 64 channels, so that section runs frame by frame and is recomputed in backward: nothing as wide as
+the vocabulary is kept. Words are drawn without a one-hot tensor: an argmax over logits + noise in fp32.
 
-Gumbel noise is a function of keys that ride in the batch, eight bytes per frame, made where it is read: compiled code
-fuses it with its softmax, a recomputing backward makes the same numbers again, a captured graph gets new ones with each
-batch, and no generator moves. The hash of (key, position, word) is two rounds of a 32-bit mixer (lowbias32's constants,
-found by C. Wellons) around a 64-bit key for each row; int32 products wrap around on every device, so that bits are the
-same everywhere but for the logarithms.
+Gumbel noise is a function of keys that travel in the batch, eight bytes per frame, and is computed where it is read:
+compiled code fuses it with its softmax, a recomputing backward gets the same numbers again, a captured graph gets new
+ones with each batch, and no generator advances. The hash of (key, position, word) is two rounds of a 32-bit mixer
+(lowbias32's constants, found by C. Wellons) around a 64-bit key for each row. int32 products wrap around on every
+device, so that bits are the same everywhere except for the logarithms.
 
-log_softmax before the noise, as upstream has it, adds one number to a whole row: neither softmax nor argmax sees it.
+Upstream applies log_softmax before adding the noise. That adds a constant to each row, which affects neither softmax
+nor argmax, so it is left out.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class DVae(Recomputing):
         ups: Sequence[int] = (2, 2),
         checkpointing: bool = False,
     ) -> None:
-        """`downs`: each a stride and the number of 1×1 convolutions after it. `ups`: upsampling factors."""
+        """Build the layers. `downs`: each a stride and the number of 1×1 convolutions after it. `ups`: upsampling
+        factors."""
         super().__init__()
         self.recompute = "blocks" if checkpointing else "none"
         self.vocabulary = vocabulary

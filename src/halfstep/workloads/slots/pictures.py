@@ -1,4 +1,4 @@
-"""Pictures of slots: frames, true masks and slot masks beside each other, and the same as a gif.
+"""Images of slots: frames, true masks and slot masks next to each other, and the same as a gif.
 
 Slot k has colour k in every frame, clip and run, so that a colour that jumps is a slot that jumps.
 """

@@ -1,6 +1,6 @@
-"""Slots of videos: for each a gif and a sheet, and slot numbers as an array.
+"""Predict slots of videos: a gif, a sheet, and slot numbers as an array for each.
 
-Pictures are frames: those of one folder are one video, in their natural order; masks beside them are none.
+Images are frames: those of one folder are one video, in natural order; masks next to them are ignored.
 """
 
 from __future__ import annotations

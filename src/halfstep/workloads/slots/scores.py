@@ -1,13 +1,13 @@
 """Losses of slot models, and FG-ARI and mBO of slot masks against true masks, per video and per frame, in float64.
 
-All of them follow from one table for each frame: how many pixels of true label c went to slot k. A video's table is the
-sum of its frames', so that a slot that swaps objects in time is punished there and not in the frames.
+All scores follow from one table per frame: how many pixels of true label c went to slot k. A video's table is the sum
+of its frames' tables, so a slot that swaps objects over time lowers the video's score, but not that of its frames.
 
-    ARI    Rand index adjusted for chance over the pixels that count; FG-ARI leaves those of label 0 out
-    mBO    for each true object the largest IoU with any slot, averaged over the objects there are
+    ARI    Rand index adjusted for chance over the pixels that count; FG-ARI leaves out those of label 0
+    mBO    for each true object the largest IoU with any slot, averaged over the existing objects
 
-A clip or frame in which nothing could be told apart (0/0) counts as ARI 1, as in SlotContrast; `empty` says how many
-had no foreground at all, and `skip_empty` leaves them out. mBO leaves them out always.
+A clip or frame with nothing to distinguish (0/0) counts as ARI 1, as in SlotContrast; `empty` counts those without any
+foreground, and `skip_empty` leaves them out. mBO always leaves them out.
 """
 
 from __future__ import annotations

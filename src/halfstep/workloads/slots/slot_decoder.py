@@ -1,19 +1,19 @@
-"""The decoder that paints features from slots: a perceptron for each slot and position, mixed by alpha masks.
+"""The decoder that reconstructs features from slots: a perceptron for each slot and position, mixed by alpha masks.
 
-Its hidden maps are what fills the memory: at MOVi-E's size (256 frames, 15 slots, 576 positions, 1024 channels) one is
-4.5 GB in bf16. So training streams: some frames at a time run forward, are compared with their target, and run backward
-at once, inside the forward pass. What is left of a chunk is its loss and the sum of its gradients; the backward pass
-only multiplies those by the gradient of the loss. Nothing is computed twice, and memory follows the chunk. The loop is
-not compiled, its turns are (`make_iteration`).
+Its hidden maps dominate memory: at MOVi-E's size (256 frames, 15 slots, 576 positions, 1024 channels) one is 4.5 GB in
+bf16. So training streams: some frames at a time run forward, are compared with their target, and run backward at once,
+inside the forward pass. Only a chunk's loss and the sum of its gradients remain; the backward pass only multiplies
+those by the gradient of the loss. Nothing is computed twice, and memory is proportional to the chunk. The loop is not
+compiled, its iterations are (`make_iteration`).
 
-Three products are spared on the way, each equal to the plain form but for rounding:
+Three products are saved, each equal to the plain form except for rounding:
 
-    W(s + p) = Ws + Wp                     the first layer, of slots and of positions, is broadcast
+    W(s + p) = Ws + Wp                     the first layer runs on slots and positions separately, then broadcasts
     sum_k m_k (W h_k + b) = W(sum_k m_k h_k) + b     masks sum to 1, so slots are mixed before the last layer
-    alphas                                 a row of the last layer, on all slots, alone
+    alphas                                 only the alpha row of the last layer runs on all slots
 
-Sums and the softmax are fp32. Gradients inside have the size of an error times SEED, whatever the loss scale, so that
-fp16 neither overflows nor loses them; the loss scale enters with the multiplication, in fp32.
+Sums and the softmax are fp32. Gradients inside are scaled by SEED, independently of the loss scale, so that fp16
+neither overflows nor loses them; the loss scale enters with the final multiplication, in fp32.
 """
 
 from __future__ import annotations

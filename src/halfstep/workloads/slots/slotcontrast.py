@@ -1,11 +1,11 @@
-"""SlotContrast (Manasyan et al. 2025): slots over the frames of a clip that paint the features of a frozen backbone.
+"""SlotContrast (Manasyan et al. 2025): slots over the frames of a clip that reconstruct a frozen backbone's features.
 
-Names are upstream's without the wrappers over time (`processor.module.corrector` is `processor.corrector`), and the
-backbone is not part of this model: it is frozen, and its features come in.
+Names are upstream's without the wrappers over time (`processor.module.corrector` is `processor.corrector`). The
+backbone is not part of this model: it is frozen, and its features are the input.
 
-With words (`SlotContrastWords`) slots also predict those of a discrete VAE that trains beside them. That decoder is
-causal: the public fork that joined the two calls it without a mask, so that every position sees its own answer and the
-loss says nothing about slots.
+With words (`SlotContrastWords`) slots also predict those of a discrete VAE that trains with them. That decoder is
+causal. The public fork that combined the two calls it without a mask, so that every position sees its own answer and
+the loss says nothing about slots.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""STEVE (Singh et al. 2022): objects in video, found by predicting each frame's words from its slots; upstream's names.
+"""STEVE (Singh et al. 2022): find objects in video by predicting each frame's words from its slots; upstream's names.
 
-Three parts train together: a discrete VAE that makes words of frames, an encoder that makes slots of them, and a
-decoder that predicts the words from the slots. Upstream's weights load but for its masks, which are a flag here.
+Three modules train together: a discrete VAE that encodes frames as words, an encoder that computes slots from frames,
+and a decoder that predicts the words from the slots. Upstream's weights load, except for its masks, which are a flag
+here.
 
-Slots of one frame start the next one's, through a predictor. Upstream's order of things, on which its weights depend:
-the recurrent cell takes the slots as they were before normalisation, and the perceptron runs in all iterations but the
-last. Slots stay fp32 from frame to frame, since rounding would add up; the softmax over slots, its renormalisation over
-positions (1e-8 is nothing in half formats, and 0/0 waits where a slot wins nothing) and the cell are an island.
+The slots of one frame, passed through a predictor, initialise the next frame's. Upstream's weights depend on its order
+of operations: the recurrent cell takes the slots before normalisation, and the perceptron runs in all iterations but
+the last. Slots stay fp32 from frame to frame, since rounding errors would add up. The softmax over slots, its
+renormalisation over positions and the cell are an fp32 island: the epsilon 1e-8 vanishes in half formats, and a slot
+that wins no position would be 0/0.
 """
 
 from __future__ import annotations
@@ -145,8 +147,8 @@ class Steve(nn.Module):
         slot_draw: Tensor,
         hard: bool = False,
     ) -> SteveOutputs:
-        """Takes the noise of B · T frames (`DVae.forward`), and a normal draw (B, slots, slot_dim) that slots start
-        from."""
+        """Return losses, slots and masks, given the noise of B · T frames (`DVae.forward`) and a normal draw (B, slots,
+        slot_dim) that slots start from."""
         frames = video.flatten(0, 1)
         coded = self.dvae(frames, tau, soft_noise, word_noise, hard=hard)
         with fp32_island():

@@ -1,4 +1,4 @@
-"""STEVE on a folder of videos, and its words beside SlotContrast."""
+"""STEVE on a folder of videos, and STEVE's words combined with SlotContrast."""
 
 from __future__ import annotations
 
