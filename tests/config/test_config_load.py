@@ -180,7 +180,7 @@ def test_references_that_multiply_are_refused_before_they_fill_the_memory(as_lis
 
 
 def test_a_long_text_that_is_pasted_often_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"more than 100,000 characters"):
+    with pytest.raises(ConfigError, match=r"longer than 100,000 characters"):
         from_dict("unet", {"globals": {"a": "x" * 10_000}, "data": {"dir": "${globals.a}" * 1000}})
 
 

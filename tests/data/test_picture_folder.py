@@ -61,7 +61,7 @@ def test_captions_belong_to_their_pictures_and_bare_pictures_are_counted(tmp_pat
     found = find_captioned(tmp_path, LAYOUT, "text")
     assert {path.name: text for path, text in found.captions.items()} == {f"{k}.png": f"number {k}" for k in range(4)}
     assert len(found.images.train) + len(found.images.val) == 4
-    assert found.notes == ("left out: 1 picture without a caption",)
+    assert found.notes == ("left out: 1 image without a caption",)
 
 
 def test_captions_without_files_or_without_text_are_named(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def test_the_command_says_cause_operation_and_change_and_draws(
 
 def test_a_capsule_is_replayed_where_it_belongs(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", **{"model.options.poisoned": [2]})
-    with pytest.raises(CheckpointError, match="of a run") as refused:
+    with pytest.raises(CheckpointError, match="comes from a run of `halfstep train`") as refused:
         hs.replay(folder / "capsules" / "00000002", nn.Linear(1, 1), lambda batch: batch)
     assert "halfstep replay" in refused.value.fix
     model = nn.Linear(8, 2)

@@ -52,7 +52,7 @@ def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -
     read = capsules.read(Path(capsule))
     if read.is_of_a_run:
         raise CheckpointError(
-            f"the capsule {read.path} comes from a run of the CLI", fix=f"halfstep replay {read.path}"
+            f"the capsule {read.path} comes from a run of `halfstep train`", fix=f"halfstep replay {read.path}"
         )
     refuse_another_model(read, model)
     if not read.state:
