@@ -147,7 +147,7 @@ def test_a_config_packs_its_latents_once(tmp_path: Path, capsys: pytest.CaptureF
     config.write_text(json.dumps(settings))
     code, text, _ = run(capsys, "pack", str(config))
     assert code == 0
-    assert "latents of 6 images, with mirror images, encoded in fp32" in text
+    assert "latents of 6 images, with flips, encoded in fp32" in text
     code, text, _ = run(capsys, "pack", str(config), "--json")
     summary = json.loads(text)
     assert (code, summary["made"], summary["format"]) == (0, False, "fp32")
