@@ -82,7 +82,7 @@ def get_matmul_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def in_fp32(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator: run `function` on an island with its tensor arguments upcast."""
+    """Decorate `function` to run in an fp32 island with its tensor arguments upcast."""
 
     @functools.wraps(function)
     def as_island(*args: P.args, **kwargs: P.kwargs) -> T:

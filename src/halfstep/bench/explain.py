@@ -231,7 +231,7 @@ class KindTime:
     kind: str
     ms: float
     share: float
-    """Of the time of all kernels."""
+    """Share of the time of all kernels."""
     launches: float
 
 

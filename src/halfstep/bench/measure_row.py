@@ -71,12 +71,12 @@ class Row:
 
     @property
     def ms(self) -> float:
-        """The median window."""
+        """Return the median window's milliseconds."""
         return statistics.median(self.window_ms)
 
     @property
     def spread_ms(self) -> float:
-        """Slowest window minus fastest."""
+        """Return the slowest window minus the fastest, in milliseconds."""
         return max(self.window_ms) - min(self.window_ms)
 
     @property
@@ -157,7 +157,8 @@ class StepTimer:
     """What limited the device's clocks."""
 
     def __init__(self, schedule: Schedule, device: torch.device, pause: Pause | None = None) -> None:
-        """`pause` is called once, early in the warm-up: a benchmark that alternates processes waits there."""
+        """Prepare a row. `pause` is called once, early in the warm-up: a benchmark that alternates processes waits
+        there."""
         self.schedule, self.device, self.pause = schedule, device, pause
         self._compilers = CacheWatch()
         self.began = time.perf_counter()

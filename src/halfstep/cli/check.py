@@ -19,7 +19,7 @@ IS_INSTALLED = importlib.util.find_spec("halfstep_check") is not None
 
 
 def _make_command() -> Callable[..., None]:
-    """The package's own command, whose errors become halfstep's."""
+    """Return the package's own command, with its errors converted to halfstep's."""
     from halfstep_check.cli import Host, make_command
     from halfstep_check.shared.errors import HalfstepError as CheckError
 

@@ -54,7 +54,7 @@ def command(
 
 
 def configuration(word: str) -> ProofLine:
-    """What `halfstep check` finds in the config file; a workload by name has none."""
+    """Return what `halfstep check` finds in the config file; a workload given by name has none."""
     from halfstep.cli.check import INSTALL, IS_INSTALLED, load_own
     from halfstep.evidence.proofs import ProofLine
 

@@ -60,7 +60,7 @@ class BadFiles:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the user about the files left out."""
+        """Return notes for the user about the files left out."""
         return tuple(f"left out: {error.what}" + (f" ({error.why})" if error.why else "") for error in self.skipped)
 
     def refuse_empty_validation(self, num_before: int, num_left: int) -> None:

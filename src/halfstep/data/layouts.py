@@ -47,7 +47,7 @@ class NamePattern:
 
     @property
     def base(self) -> str:
-        """The folder up to the first part that varies."""
+        """Return the folder up to the first component that varies."""
         parts = self.text.split("/")[:-1]
         fixed = next((k for k, part in enumerate(parts) if _is_variable(part)), len(parts))
         return "/".join(parts[:fixed]) or "."
@@ -262,7 +262,7 @@ class PairLayout:
 
     @property
     def is_common(self) -> bool:
-        """Whether to look for known data sets: no setting names images, masks or their names."""
+        """True if known data sets should be looked for: no setting names images, masks or their names."""
         return not (self.images or self.masks or self.val_images or self.image_suffix)
 
     def names(self, images: str, masks: str) -> PairNames:
@@ -396,7 +396,7 @@ def _has_files(root: Path, names: PairNames) -> bool:
 
 
 def has_folders(root: Path, names: PairNames) -> bool:
-    """Whether both folders of a split exist, whatever they hold."""
+    """True if both folders of a split exist, whatever they hold."""
     return all((root / NamePattern(text).base).is_dir() for text in (names.images, names.masks[0]))
 
 

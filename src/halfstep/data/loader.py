@@ -146,7 +146,7 @@ class Loader:
         shuffle: bool = True,
         part: tuple[int, int] = (0, 1),
     ) -> None:
-        """`part` is (rank, number of ranks): each rank gets its rows of every batch."""
+        """Load batches of samples. `part` is (rank, number of ranks): each rank gets its rows of every batch."""
         if shuffle and batch_size > len(samples):
             raise DataError(
                 f"batch size {batch_size} is larger than the training set of {format_count(len(samples), 'sample')}",

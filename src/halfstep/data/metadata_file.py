@@ -96,7 +96,7 @@ def _make_caption_error(table: Path, number: int, row: dict[str, Any], column: s
 
 
 def _has_class_folders_instead(row: dict[str, Any], folder: Path) -> bool:
-    """Whether the table holds boxes or captions, while folders give the classes."""
+    """True if the table holds boxes or captions, while folders give the classes."""
     has_folders = any(path.is_dir() and not path.name.startswith(".") for path in folder.iterdir())
     return has_folders and not set(CLASS_COLUMNS) & set(row)
 

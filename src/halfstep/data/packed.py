@@ -127,7 +127,7 @@ def read_index(path: Path) -> PackIndex:
 
 
 def is_pack(path: Path) -> bool:
-    """Whether a file is a packed cache, possibly a broken one: by its extension or its first bytes."""
+    """True if a file is a packed cache, possibly a broken one: by its extension or its first bytes."""
     if not path.is_file() or path.suffix == ".pack":
         return path.is_file()
     with path.open("rb") as file:
@@ -231,7 +231,7 @@ class PackingBar:
 
     @property
     def was_shown(self) -> bool:
-        """Whether anything was packed."""
+        """True if anything was packed."""
         return self._task is not None
 
     def __enter__(self) -> PackingBar:

@@ -36,7 +36,7 @@ class Launch:
 
     @property
     def meeting(self) -> str:
-        """The init method: torchrun keeps a store that survives restarts; elsewhere rank 0 opens one."""
+        """Return the init method: torchrun keeps a store that survives restarts; elsewhere rank 0 opens one."""
         return "env://" if self.by_torchrun else f"tcp://{self.address}:{self.port}"
 
 

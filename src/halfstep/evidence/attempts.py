@@ -52,7 +52,7 @@ class Subject:
     trained: Sequence[Tensor] = ()
     """What the step trains; empty: all that takes gradients."""
     held: Mapping[str, nn.Module] = field(default_factory=dict)
-    """Other modules that the loss uses, such as a teacher of a loop of one's own; no plan casts them."""
+    """Other modules that the loss uses, such as a teacher in a user's loop; no plan casts them."""
     beside_state: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """Weights and buffers of frozen and held parts, before any plan cast them."""
 
@@ -139,7 +139,7 @@ class Attempt:
     not_finite: tuple[str, ...] = ()
     """Buffers that forward left not finite, or weights that the optimizer did, though they were."""
     losses: tuple[float, ...] = ()
-    """Of the steps before this one, which were good, where training went on."""
+    """Losses of the good steps before this one, if training continued from them."""
     error: str = ""
     trace: RangeTrace | None = None
     origin: Operation | None = None
@@ -150,11 +150,11 @@ class Attempt:
 
     @property
     def first_is_good(self) -> bool:
-        """Whether the step itself is, whatever became of those after it."""
+        """True if the step itself is, whatever became of those after it."""
         return self.is_good or bool(self.losses) and not self.error
 
     def is_like(self, other: Attempt) -> bool:
-        """Whether both went the same way, to the bit."""
+        """True if both went the same way, to the bit."""
         return str(replace(self, name="")) == str(replace(other, name=""))
 
     def __str__(self) -> str:

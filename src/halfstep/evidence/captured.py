@@ -58,7 +58,7 @@ class LaunchPurpose:
     direction: Direction
     operation: str = ""
     format: str = ""
-    """Of the operands of a matmul, convolution or attention."""
+    """Format of the operands of a matmul, convolution or attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +327,7 @@ def _find_weight(node: Any, number: int) -> Any:
 
 
 def _gives_as_many(node: Any, num: int) -> bool:
-    """Whether it has an output for each input: then they belong together in order."""
+    """True if it has an output for each input: then they belong together in order."""
     metadata = getattr(node, "_input_metadata", None)
     return metadata is not None and len(metadata) == num
 

@@ -53,7 +53,7 @@ JUMP = 1e6
 """An operation of one's own that gives so many times what it is given, or the inverse of that, has read or left what it
 should not."""
 MOST_CHANNELS = 256
-"""Of a head, in torch's attention kernels."""
+"""The most channels of a head in torch's attention kernels."""
 DTYPE_FORMATS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "complex32": "fp16",
                  "complex64": "fp32", "complex128": "fp64"}  # fmt: skip
 DIVIDING = ("div", "div_", "reciprocal", "rsqrt", "log", "log2", "log10", "log1p", "sqrt", "pow", "softmax", "_softmax",
@@ -78,9 +78,9 @@ class Diagnosis:
     rows: set[tuple[int, int]] = field(default_factory=set)
     """Samples to drop."""
     samples: list[str] = field(default_factory=list)
-    """Their names."""
+    """Names of bad samples."""
     averages: list[str] = field(default_factory=list)
-    """That are not finite."""
+    """Names of averages that are not finite."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """Weights and buffers that are not what they should be, and which numbers of them."""
     fp32_is_good: bool = False
@@ -96,7 +96,7 @@ class Runs:
 
     as_was: Attempt
     again: Attempt
-    """As it was, a second time."""
+    """The unchanged step, run a second time."""
     eager: Attempt
     fp32: Attempt
     fp64: Attempt
@@ -416,7 +416,7 @@ def _find_twin(runs: Runs, origin: Operation) -> Operation | None:
 
 
 def _divides_by_zero(origin: Operation, twin: Operation | None) -> bool:
-    """Whether zeros, or nothing but -inf, made it: in a wider format the output is one that the format could hold."""
+    """True if zeros, or nothing but -inf, made it: in a wider format the output is one that the format could hold."""
     largest = find_format(DTYPE_FORMATS.get(origin.output.dtype, "fp32")).largest
     if twin is not None and twin.output.is_finite and twin.output.high > largest:
         return False

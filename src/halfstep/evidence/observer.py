@@ -59,7 +59,7 @@ class Product:
     is_island: bool = False
     is_custom: bool = False
     function: str = ""
-    """The autograd Function of somebody's own whose backward ran it."""
+    """The custom autograd Function whose backward ran the operation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +84,13 @@ class Seen:
 
     flops: Counter[Product] = field(default_factory=Counter)
     calls: Counter[Product] = field(default_factory=Counter)
-    """Of the same products; those of unknown cost are in here alone."""
+    """Number of calls of the same products; those of unknown cost appear only here."""
     casts: Counter[Cast] = field(default_factory=Counter)
     cast_bytes: Counter[Cast] = field(default_factory=Counter)
     kept: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Bytes kept for backward by module and format; weights do not count."""
     norms_kept: Counter[str] = field(default_factory=Counter)
-    """Bytes of fp32 outputs of normalisations that somebody keeps."""
+    """Bytes of fp32 outputs of normalisations that are kept for backward."""
     upcasts: Counter[Upcast] = field(default_factory=Counter)
 
 
@@ -349,7 +349,7 @@ def find_compute_format(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _uses_tf32(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the switch for fp32 operands allows TF32 at this moment: what the library asks before it multiplies."""
+    """True if the switch for fp32 operands allows TF32 at this moment: what the library asks before it multiplies."""
     if is_custom(func):
         return False
     device = next((tensor.device.type for tensor in iterate_floating(args)), "cpu")

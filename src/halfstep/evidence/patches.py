@@ -313,4 +313,4 @@ PATCHES: tuple[tuple[str, Patch], ...] = (
     ("sum() in place of mean() where nothing is selected", _patch_mean),
     ("zero_infinity=True, for targets longer than their input,", _patch_keywords(("ctc_loss",), zero_infinity=True)),
 )
-"""In order of size; each acts on its own functions alone."""
+"""Patches in order of size; each affects only its own functions."""

@@ -40,7 +40,7 @@ class LedgerRow:
     backward: str = "-"
     flops_share: float = 0.0
     time_share: float = 0.0
-    """Of a captured step's time on the device; kernels of several modules count for each in equal parts."""
+    """Share of a captured step's device time; a kernel of several modules counts for each in equal parts."""
     casts: int = 0
     cast_bytes: int = 0
     kept: str = "-"
@@ -61,7 +61,7 @@ class KernelRow:
     """Empty where no launch of the uncaptured step matches."""
     direction: str
     format: str
-    """Of the operands of matmuls, convolutions and attention; kernels do not tell it of anything else."""
+    """Format of the operands of matmuls, convolutions and attention; for other kernels it is unknown."""
     calls: int
     time_share: float
 
@@ -77,7 +77,7 @@ class Ledger:
     notes: tuple[str, ...] = ()
     step: int | None = None
     kernels: tuple[KernelRow, ...] = ()
-    """Of a captured step, those that took longest first; those of no known module among them."""
+    """Kernels of a captured step, the longest first, including those of no known module."""
 
     @property
     def unmapped_share(self) -> float:
@@ -468,7 +468,7 @@ def _check_norms(expected: Expected, seen: Seen) -> Iterable[Finding]:
 
 
 def _is_in_fp32(expected: Expected, norm: str) -> bool:
-    """Whether the part around it is declared fp32; the norm's own row says fp32 always."""
+    """True if the part around it is declared fp32; the norm's own row says fp32 always."""
     return expected.compute(norm.rpartition(".")[0] or ROOT) == "fp32"
 
 

@@ -14,7 +14,8 @@ from halfstep.step.batches import Batch, Window
 from halfstep.step.step import LossFn, Step
 
 NOT_STATE = ("attempted", "scaler")
-"""Of a step's state: a dropped step is an attempt, and in fp16 it lowers the loss scale."""
+"""Entries of a step's state that a dropped step changes: a dropped step is an attempt, and in fp16 it lowers the loss
+scale."""
 ROUNDING = 1e-3
 """Relative: a norm over fp32 gradients summed in another order."""
 

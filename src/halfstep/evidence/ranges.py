@@ -101,7 +101,7 @@ class RangeTrace(TorchDispatchMode):
         self.of_loss: Operation | None = None
         """The origin of a loss that is not finite, noted while the loss is there."""
         self._origins: dict[int, Operation] = {}
-        """By storage of a tensor that is not finite."""
+        """Operation that produced each non-finite tensor, by its storage."""
         self._places: dict[int, tuple[str, str]] = {}
         """Module and line by autograd's sequence number."""
         self._running = ""

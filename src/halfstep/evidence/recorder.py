@@ -28,7 +28,7 @@ from halfstep.step.step import Step
 
 MOST_CAPSULES = 4
 TRAIL = 32
-"""Steps before the fault whose losses are told."""
+"""Steps before the fault whose losses are recorded."""
 
 Notice = Callable[[str], None]
 
@@ -40,7 +40,7 @@ class CapsuleContext:
     about: Mapping[str, Any]
     """The plan, and of a run all that replay needs to build the model again."""
     rank: int | None = None
-    """Which of several ranks this one is; None where there is one."""
+    """The number of this rank; None without several ranks."""
     is_whole: Callable[[Reading], bool] = lambda reading: False
     """Whether to store the batches of all ranks, each of which has its own generators, instead of this rank's."""
     load_window: Callable[[Reading], Sequence[Any] | None] = lambda reading: None

@@ -40,13 +40,13 @@ from halfstep.evidence.updates import Update
 from halfstep.step.batches import count_samples
 
 MOST_LINES = 3
-"""Of one change; what needs more is not a small one."""
+"""The most lines of one change: what needs more is not a small change."""
 NUM_MORE = 10
 """Steps after the recorded one that a change has to last."""
 NUM_AT_RATE = 30
 """Steps that a learning rate is tried for, besides twice those that momentum averages over."""
 LOWEST = 1e-8
-"""Of the recorded learning rate; what needs less is not a matter of the rate."""
+"""The smallest factor on the recorded learning rate: below it the rate is not the cause."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class Remedy:
     """A change, and what became of the step with it."""
 
     change: str
-    """In words."""
+    """The change, described for the user."""
     line: str = ""
     """For the config file; empty where code or data has to change."""
     outcome: Attempt | None = None
@@ -65,12 +65,12 @@ class Remedy:
 
     @property
     def works(self) -> bool:
-        """Whether the step is good with it."""
+        """True if the step is good with it."""
         return self.outcome is not None and self.outcome.first_is_good
 
     @property
     def lasts(self) -> bool:
-        """Whether the steps after it are good as well."""
+        """True if the steps after it are good as well."""
         return self.outcome is not None and self.outcome.is_good
 
     @property

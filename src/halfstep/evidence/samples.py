@@ -32,7 +32,7 @@ class BadSample:
     index: tuple[int, ...]
     value: complex
     sample: str = ""
-    """Its id and file, as far as they are known."""
+    """The sample's id and file, as far as known."""
     others: str = ""
     """What the other samples have there."""
 

@@ -39,7 +39,7 @@ class ScaledTraining:
 
     @property
     def learned(self) -> float:
-        """Relative decrease of the loss."""
+        """Return the relative decrease of the loss."""
         return 1 - self.losses[-1] / self.losses[0]
 
 
@@ -73,7 +73,7 @@ def run(folder: Path, *, steps: int = STEPS) -> Story:
 
 
 def train(*, scale: float, steps: int) -> ScaledTraining:
-    """A small regression in fp16, simulated where the hardware lacks it."""
+    """Train a small regression in fp16, simulated if the hardware lacks it."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(256, 16, generator=generator)
     y = (x @ torch.randn(16, 1, generator=generator)).tanh()

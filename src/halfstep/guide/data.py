@@ -68,7 +68,7 @@ def look_at_demo(workload: str, folder: Path) -> DataLook:
 
 
 def describe(look: DataLook) -> list[tuple[str, str]]:
-    """What was found, as names and values."""
+    """Return what was found, as names and values."""
     sizes = [f"{name} ({count})" for name, count in zip(look.classes, look.counts, strict=False)] or look.classes
     rows = [
         ("folder", "demo data, generated" if look.source == "demo" else str(look.folder)),

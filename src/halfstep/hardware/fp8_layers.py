@@ -50,7 +50,7 @@ class Fp8Gain:
 
     @property
     def ratio(self) -> float:
-        """Speedup of fp8 over bf16."""
+        """Return the speedup of fp8 over bf16."""
         return self.bf16_ms / self.fp8_ms
 
     def __str__(self) -> str:

@@ -88,7 +88,7 @@ class TimedConvolution:
 
 
 def make_problem(op: Op, matmul_size: int, image: tuple[int, int, int], place: torch.device) -> TimedOperation:
-    """`image` is batch, channels and side of the convolution."""
+    """Return the timed operation; `image` is batch, channels and side of the convolution."""
     if op == "matmul":
         return TimedMatmul(matmul_size, place)
     return TimedConvolution(*image, place, channels_last=op == "conv_nhwc")

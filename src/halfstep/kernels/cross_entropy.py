@@ -26,7 +26,8 @@ from torch.autograd.function import once_differentiable
 from halfstep.kernels.fast_forms import has_triton, is_pretending
 
 CHUNK_BYTES = 2**29
-"""Of a chunk's logits at most: 5248 rows of 50,304 in bf16. Fewer rows cost passes over the weight's gradient."""
+"""The most bytes of a chunk's logits: 5248 rows of 50,304 in bf16. Fewer rows cost passes over the weight's
+gradient."""
 ROWS_MULTIPLE = 128
 
 

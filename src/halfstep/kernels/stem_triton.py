@@ -37,7 +37,8 @@ class StemBlocks(NamedTuple):
 
 
 OUT_CHANNELS = 64
-"""Of a tile: 128 bytes of a half format, a cache line of each pixel; and the 64 rows of Hopper's matrix units."""
+"""Channels of a tile: 128 bytes in a half format, one cache line per pixel; also the 64 rows of Hopper's matrix
+units."""
 PAD_PIXELS, PAD_WARPS = 512, 4
 ARRANGE_VALUES, ARRANGE_WARPS = 1024, 4
 FORWARD = StemBlocks(pixels=128, warps=4, stages=1)

@@ -40,7 +40,7 @@ HALVED = UpsampleBlocks(128, 256, 64, warps=8, stages=3)
 WEIGHTS = UpsampleBlocks(128, 256, 64, warps=8, stages=4)
 WEIGHT_PROGRAMS = 132  # one per multiprocessor of an H200, since a program's tiles fill its shared memory
 EXACT = UpsampleBlocks(32, 32, 32, warps=4, stages=3)
-"""In fp32, which no matrix unit multiplies: larger tiles become code that takes minutes to compile."""
+"""Tiles for fp32, which no matrix unit multiplies: larger tiles become code that takes minutes to compile."""
 
 
 @triton.jit

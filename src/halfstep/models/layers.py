@@ -25,7 +25,7 @@ class CentredConv2d(nn.Conv2d):
         super().__init__(in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=False)
 
     def is_as_built(self) -> bool:
-        """Whether it still has an odd square kernel and stride, its padding and no bias."""
+        """True if it still has an odd square kernel and stride, its padding and no bias."""
         kernel, stride = self.kernel_size[0], self.stride[0]
         is_square = self.kernel_size == (kernel, kernel) and self.stride == (stride, stride)
         is_padded = self.padding == (kernel // 2, kernel // 2) and self.padding_mode == "zeros"
@@ -68,7 +68,7 @@ class BatchNorm2d(nn.BatchNorm2d):
         super().__init__(num_features)
 
     def is_as_built(self) -> bool:
-        """Whether it has its defaults and a numeric momentum; torch's `update_bn` sets it to None for a while."""
+        """True if it has its defaults and a numeric momentum; torch's `update_bn` sets it to None for a while."""
         has_numbers = isinstance(self.eps, (int, float)) and isinstance(self.momentum, (int, float))
         return self.affine and self.track_running_stats and has_numbers
 
@@ -89,19 +89,19 @@ Checks = Mapping[type[nn.Module], Callable[[Any], bool]]
 
 
 def are_plain(modules: Iterable[nn.Module], known: Checks) -> bool:
-    """Whether all modules are in training mode, of known classes, without hooks, and have fp32 parameters."""
+    """True if all modules are in training mode, of known classes, without hooks, and have fp32 parameters."""
     return all(is_plain(module) and type(module) in known and known[type(module)](module) for module in modules)
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether one module, without its children, is in training mode, in fp32, unhooked and unpatched. `are_plain`
+    """True if one module, without its children, is in training mode, in fp32, unhooked and unpatched. `are_plain`
     checks its class, since a module that computes in another format has a different class."""
     has_fp32 = all(weight.dtype == torch.float32 for weight in module.parameters(recurse=False))
     return module.training and has_fp32 and "forward" not in vars(module) and not has_hooks(module)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether the module has hooks, or global module hooks are set."""
+    """True if the module has hooks, or global module hooks are set."""
     own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     forward = of_all_modules._global_forward_hooks, of_all_modules._global_forward_pre_hooks
     backward = of_all_modules._global_backward_hooks, of_all_modules._global_backward_pre_hooks
@@ -114,7 +114,7 @@ def accept_any(_: nn.Module) -> bool:
 
 
 def consists_of(parts: Iterable[nn.Module], *classes: type[nn.Module]) -> bool:
-    """Whether the modules have exactly these classes, in order. For a container pass its `children()`: a replacement
+    """True if the modules have exactly these classes, in order. For a container pass its `children()`: a replacement
     need not be a sequence."""
     return [type(part) for part in parts] == [*classes]
 
@@ -128,7 +128,7 @@ CONVOLUTIONAL: Checks = {
 
 
 def has_gain_and_bias(norm: nn.LayerNorm) -> bool:
-    """Whether a LayerNorm normalises the last axis only and has gain and bias."""
+    """True if a LayerNorm normalises the last axis only and has gain and bias."""
     return len(norm.normalized_shape) == 1 and norm.elementwise_affine and norm.bias is not None
 
 
@@ -137,7 +137,7 @@ def has_bias(linear: nn.Linear) -> bool:
 
 
 def is_exact(gelu: nn.GELU) -> bool:
-    """Whether GELU uses the error function, not tanh."""
+    """True if GELU uses the error function, not tanh."""
     return gelu.approximate == "none"
 
 

@@ -76,7 +76,7 @@ class VggDistance(nn.Module):
         self.register_buffer("shift", (0.5 - mean) / std, persistent=False)
 
     def forward(self, one: Tensor, other: Tensor) -> Tensor:
-        """(N,) in fp32."""
+        """Return one number per image, (N,) in fp32."""
         num, dtype = len(one), next(self.parameters()).dtype
         both = (torch.cat([one, other]).float() * self.scale + self.shift).to(dtype)
         distances = []

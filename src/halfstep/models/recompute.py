@@ -102,12 +102,12 @@ def set_recompute(model: nn.Module, how: Recompute) -> bool:
 
 
 def is_selective(how: Recompute) -> bool:
-    """Whether some blocks keep their expensive intermediate results."""
+    """True if some blocks keep their expensive intermediate results."""
     return how in ("pointwise", "alternate")
 
 
 def keeps_every_product(how: Recompute) -> bool:
-    """Whether no block is recomputed whole, so that blocks may run as a chain of kernels."""
+    """True if no block is recomputed whole, so that blocks may run as a chain of kernels."""
     return how in ("none", "pointwise")
 
 
@@ -136,7 +136,7 @@ _each_by: Callable[[Run], Run] | None = None
 
 @contextlib.contextmanager
 def compile_each_block(compiler: Callable[[Run], Run]) -> Iterator[None]:
-    """Inside, `Blocks` compile one block for all; not for code that is compiled as a whole."""
+    """Let `Blocks` compile one block for all inside; not for code that is compiled as a whole."""
     global _each_by
     before, _each_by = _each_by, compiler
     try:
@@ -225,7 +225,7 @@ def run_recomputed(function: Run, *inputs: Tensor, **options: Any) -> Tensor:
 
 
 def _draws(block: Run) -> bool:
-    """Whether a block currently applies dropout."""
+    """True if a block currently applies dropout."""
     assert isinstance(block, nn.Module)
     return any(isinstance(part, nn.Dropout) and part.p > 0 and part.training for part in block.modules())
 
@@ -243,7 +243,7 @@ def _keep_in_partitioner(context: Any, op: Any, *args: Any, **kwargs: Any) -> Ch
 
 
 def _is_expensive(op: Any, args: tuple[Any, ...]) -> bool:
-    """Whether recomputing an operation costs more than a pass over memory, or its result is smaller than its inputs."""
+    """True if recomputing an operation costs more than a pass over memory, or its result is smaller than its inputs."""
     if op in ATTENTION:
         # Kept, one that draws its dropout would leave the generator to the next layer where it has moved on.
         return not any(isinstance(arg, float) and arg > 0 for arg in args)

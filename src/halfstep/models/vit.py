@@ -178,7 +178,7 @@ class Encoder(nn.Module):
 
 
 def wants_chain(blocks: nn.Module, tokens: Tensor) -> bool:
-    """Whether all blocks but the last should run as a chain of our kernels between matmuls: if compiled, on a GPU and
+    """True if all blocks but the last should run as a chain of our kernels between matmuls: if compiled, on a GPU and
     under autocast, where rows are half as wide; or if forced."""
     is_fast = torch.compiler.is_compiling() and tokens.is_cuda and has_half_autocast(tokens)
     are_kept = isinstance(blocks, Blocks) and len(blocks) > 1 and keeps_every_product(blocks.recompute)
@@ -187,7 +187,7 @@ def wants_chain(blocks: nn.Module, tokens: Tensor) -> bool:
 
 
 def is_whole(block: EncoderBlock) -> bool:
-    """Whether a block's modules still have the classes it was built with, without layer scale."""
+    """True if a block's modules still have the classes it was built with, without layer scale."""
     attention = (block.ln_1, block.self_attention, block.ls_1)
     has_attention = consists_of(attention, nn.LayerNorm, SelfAttention, nn.Identity)
     perceptron = (block.ln_2, *block.mlp.children(), block.ls_2)

@@ -298,25 +298,26 @@ class Step:
 
     @property
     def plan(self) -> Plan:
-        """What runs in which precision, and why; `step.plan.forward()` is the context to evaluate in."""
+        """Return the precision plan: what runs in which precision, and why; evaluate inside `step.plan.forward()`."""
         return self._step.plan
 
     @property
     def attempted(self) -> int:
-        """Steps made so far, dropped ones included."""
+        """Return the number of steps so far, including dropped ones."""
         return self._step.attempted
 
     @property
     def committed(self) -> int:
-        """Steps that moved the weights; waits for the device."""
+        """Return the number of steps that moved the weights; waits for the device."""
         return int(self._step.committed)
 
     def describe(self) -> list[tuple[str, str, int]]:
-        """Each optimizer, how its bad steps are dropped, and the bytes that costs."""
+        """Return each optimizer, how its bad steps are dropped, and the bytes that costs."""
         return self._step.describe()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed loop needs besides the model and your place in the data; waits for the device."""
+        """Return everything a resumed loop needs besides the model and the position in the data; waits for the
+        device."""
         return {
             **self._step.state_dict(),
             "guard": self._guard.state_dict(),
@@ -374,44 +375,44 @@ class Outcome:
 
     @property
     def reading(self) -> Reading:
-        """Everything at once, as plain numbers."""
+        """Return everything at once, as plain numbers."""
         if isinstance(self._facts, Facts):
             self._facts = self._facts.read()
         return self._facts
 
     @property
     def step(self) -> int:
-        """Which step it was: attempted steps before it."""
+        """Return the number of this step: the attempted steps before it."""
         return self.reading.attempted
 
     @property
     def loss(self) -> float:
-        """The window's loss, unscaled."""
+        """Return the window's loss, unscaled."""
         return self.reading.loss
 
     @property
     def grad_norm(self) -> float:
-        """Norm over all gradients, unscaled, before clipping."""
+        """Return the norm over all gradients, unscaled, before clipping."""
         return self.reading.grad_norm
 
     @property
     def lr(self) -> float:
-        """The learning rate it ran with: of the first parameter group of the first optimizer."""
+        """Return the learning rate of the step: that of the first parameter group of the first optimizer."""
         return self.reading.lr
 
     @property
     def scale(self) -> float:
-        """The loss scale it ran with; 1 where nothing is scaled."""
+        """Return the loss scale of the step; 1 without loss scaling."""
         return self.reading.scale
 
     @property
     def committed(self) -> bool:
-        """Whether the weights moved."""
+        """True if the weights moved."""
         return not self.reading.is_bad
 
     @property
     def reason(self) -> str:
-        """Why they did not; empty if they did."""
+        """Return why the weights did not move; empty if they did."""
         return self.reading.reason
 
     def __repr__(self) -> str:
@@ -449,7 +450,7 @@ class Rollback:
                     slot.owner[slot.key] = then.to(held.device, copy=True)
 
     def forget(self) -> None:
-        """After a state was loaded: the copies are of another past."""
+        """Drop all copies after a state was loaded: they belong to another history."""
         self.snapshots.states.clear()
 
     def roll_back(self, verdict: Verdict) -> bool:

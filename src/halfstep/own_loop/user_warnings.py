@@ -43,7 +43,7 @@ class DroppedSteps:
             warn_user(f"step {reading.attempted} was dropped{so_far}: {reading.reason}. Its batch was not trained on")
 
     def end_pass(self, attempted: int) -> None:
-        """After a pass over the data, when `attempted` steps were made in all."""
+        """Note the end of a pass over the data, after `attempted` steps in all."""
         num, num_steps = self.num_dropped - self.num_dropped_before, attempted - self.first_step
         self.num_dropped_before, self.first_step = self.num_dropped, attempted
         if num:

@@ -45,7 +45,7 @@ class Grant:
 
     @property
     def storage(self) -> str:
-        """Trainable weights stay fp32 except under a -true precision."""
+        """Return the storage format of trainable weights: fp32, except under a -true precision."""
         return self.compute if self.precision.endswith("-true") else "fp32"
 
     @property

@@ -138,10 +138,11 @@ def flash_attention(
     scale: float | None = None,
     exp: Callable[[torch.Tensor], torch.Tensor] = torch.exp,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention with the rounding points of the fused kernels, CUDA's default: P and the output are rounded to half.
+    """Compute attention with the rounding points of the fused kernels, CUDA's default: P and the output are rounded to
+    half.
 
     Scores and sums are fp32. P = exp(score - row maximum) is rounded before it is divided by its sum, as in a fused
-    kernel that sees all keys in one block. Returned with it: the log-sum-exp of each row, which backward needs.
+    kernel that sees all keys in one block. Also returns the log-sum-exp of each row, which backward needs.
     """
     assert dropout_p == 0.0, "torch takes the decomposed path under dropout"
     scores = to_full(query) @ to_full(key).transpose(-2, -1) * (scale or query.shape[-1] ** -0.5)

@@ -248,8 +248,8 @@ class RowsLeft:
         repeats_first: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`kinds`: the kind of each row in order, such as `halfstep eager`. `repeats_first`: the first row is measured
-        again at the end."""
+        """Show rows as they are measured. `kinds`: the kind of each row in order, such as `halfstep eager`.
+        `repeats_first`: the first row is measured again at the end."""
         self.kinds = [*kinds, *(kinds[:1] if repeats_first else ())]
         self.total, self.repeats_first, self.row = len(self.kinds), repeats_first, ""
         self._console, self._clock = console, clock

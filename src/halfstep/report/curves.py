@@ -274,7 +274,7 @@ def choose_modules(rows: Rows, at: str) -> list[str]:
 
 
 def draw_heat_map(cells: Sequence[tuple[str, str, float]], title: str, path: Path) -> None:
-    """Cells are module, kind and a number from 0 (fits) to 1 (does not)."""
+    """Draw cells of module, kind and a number from 0 (fits) to 1 (does not fit)."""
     import numpy as np
 
     modules = list(dict.fromkeys(module for module, *_ in cells))

@@ -30,7 +30,8 @@ class Tracker:
     """Writes scalars into a folder for `tensorboard --logdir`."""
 
     def __init__(self, folder: Path, *, after_step: int | None = None) -> None:
-        """`after_step`: the last recorded step of a resumed run; TensorBoard then hides all later ones."""
+        """Open the report's files. `after_step`: the last recorded step of a resumed run; TensorBoard then hides all
+        later ones."""
         writer_class = _import_summary_writer()
         self._writer = writer_class(str(folder), purge_step=None if after_step is None else after_step + 1)
 

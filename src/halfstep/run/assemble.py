@@ -353,7 +353,7 @@ def _refuse_idle_iterations(phases: Sequence[Phase]) -> None:
 
 
 def _is_countable(phase: Phase, workload: Workload) -> bool:
-    """Return whether training metrics can count the outputs of a phase."""
+    """True if training metrics can count the outputs of a phase."""
     if phase.counted is not None:
         return phase.counted
     return phase.forward is None or phase.forward is workload.forward

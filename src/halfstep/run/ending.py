@@ -96,7 +96,7 @@ def _suggest_longer_search(scaler: Scaler) -> str:
 
 
 def has_left_nothing(loop: Loop) -> bool:
-    """Return whether no step was taken and nothing was kept, so that the folder can be removed."""
+    """True if no step was taken and nothing was kept, so that the folder can be removed."""
     kept = [*loop.checkpoints.all(), *all_in(loop.checkpoints.folder.parent / "capsules")]
     return loop.parts.step.attempted == 0 and not kept
 

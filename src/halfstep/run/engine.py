@@ -295,7 +295,7 @@ class Engine:
         self.notice(f"not compiled, running eager: {explain_compile_error(error)}", "warning")
 
     def _make_room(self, error: OutOfMemory) -> None:
-        """After an out-of-memory error drop the graphs, then halve the micro-batch, or raise
+        """Drop the graphs after an out-of-memory error, then halve the micro-batch, or raise
         (run/memory/__init__.py)."""
         parts, config = self.parts, self.parts.config
         error.__traceback__ = None  # its frames hold the activations that did not fit

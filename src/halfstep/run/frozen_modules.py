@@ -95,8 +95,7 @@ def match_stored(parts: Parts, stored: Stored, folder: Path) -> dict[str, Frozen
 
 @contextmanager
 def name_lost_files(stored: Stored) -> Iterator[None]:
-    """While a stored run is built, replace errors that a missing file of a frozen module caused by one that names
-    it."""
+    """Replace errors caused by a missing file of a frozen module, while a stored run is built, by one that names it."""
     try:
         yield
     except (HalfstepError, OSError, SafetensorError) as error:

@@ -77,7 +77,7 @@ class Interrupts:
 
 @contextmanager
 def catch_interrupts(*, answers: bool = True, heard: str = HEARD) -> Iterator[Interrupts]:
-    """Listen while inside; the first Ctrl-C is answered with `heard`."""
+    """Listen for signals inside; the message `heard` answers the first Ctrl-C."""
     found = Interrupts(answers=answers, heard=heard)
     if threading.current_thread() is not threading.main_thread():
         yield found  # Python allows signal handlers in the main thread only

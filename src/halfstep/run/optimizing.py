@@ -147,7 +147,7 @@ def with_own(config: RunConfig, who: str, optimizer: Mapping[str, Any], schedule
 
 
 def _changed(section: Section, changes: Mapping[str, Any], where: str) -> Section:
-    """Checked as the user's are."""
+    """Return the config with these changes, validated like the user's."""
     try:
         return type(section).model_validate({**section.model_dump(), **changes})
     except ValidationError as error:

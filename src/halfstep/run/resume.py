@@ -44,7 +44,7 @@ class Changes:
         return self.touch("")
 
     def touch(self, *prefixes: str) -> bool:
-        """Return whether settings that start with these names changed in a way that affects what a step computes."""
+        """True if settings that start with these names changed in a way that affects what a step computes."""
         return any(key.startswith(prefixes) and not key.startswith(FREE) for key in self.keys)
 
 

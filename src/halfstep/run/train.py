@@ -264,7 +264,7 @@ def _build_as_stored(config: RunConfig, state: Mapping[str, Any], folder: RunFol
 
 
 def _is_tidy(config: RunConfig, folder: RunFolder, path: Path, checkpoint: Checkpoint) -> bool:
-    """Return whether a finished run also has its validation, mark, curves, summary and export."""
+    """True if a finished run also has its validation, mark, curves, summary and export."""
     state = checkpoint.state
     is_validated = (
         state["position"]["epoch"] >= config.train.epochs

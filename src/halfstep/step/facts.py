@@ -88,7 +88,7 @@ class Facts:
         self.epoch: int | None = None
         self.window: int | None = None
         self.said: Tensor | None = None
-        """Of several ranks: how many were asked to stop, then flags, waits and rates of each (ranks.py)."""
+        """With several ranks: how many were asked to stop, then flags, waits and rates of each (ranks.py)."""
         self.wait: Callable[[torch.cuda.Event], None] = torch.cuda.Event.synchronize
         self.packed = torch.empty(0)  # all fields in one device tensor, once the step is committed
         self._host: Tensor | None = None

@@ -36,13 +36,13 @@ def wants_channels_last(config: RunConfig, plan: Plan, *modules: nn.Module) -> b
 
 
 def is_only_tried(config: RunConfig, plan: Plan) -> bool:
-    """Return whether this layout is only a candidate: a step may fail because of it while the run uses another."""
+    """True if this layout is only a candidate: a step may fail because of it while the run uses another."""
     is_open = config.train.channels_last == "auto" and not KINDS.of(config.workload).takes_channels_last
     return is_open and bool(plan.channels_last)
 
 
 def convolves_images(*modules: nn.Module) -> bool:
-    """Return whether modules have 2D convolution kernels; a position table (1, C, H, W) is none."""
+    """True if modules have 2D convolution kernels; a position table (1, C, H, W) is none."""
     return any(parameter.ndim == 4 and len(parameter) > 1 for module in modules for parameter in module.parameters())
 
 

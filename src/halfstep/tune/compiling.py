@@ -35,7 +35,7 @@ class CompiledShapes:
         self._has_said = False
 
     def take(self, batch: Batch) -> bool:
-        """Return whether batches of this shape run compiled; a new shape is added while there is room."""
+        """True if batches of this shape run compiled; a new shape is added while there is room."""
         shape = get_batch_shape(batch)
         if shape not in self.taken and len(self.taken) < MOST_SHAPES:
             self.taken.append(shape)

@@ -159,7 +159,7 @@ class ModeSearch:
     # --- one candidate ---
 
     def _may_try(self, label: str, start_s: float = 0.0) -> bool:
-        """Return whether a candidate's usual start fits into the run's share, and whether time is left."""
+        """True if a candidate's usual start fits into the run's share, and time is left."""
         if not self.time.has_room_for(start_s):
             self.too_short_for.append(label)
         elif self.time.is_over:

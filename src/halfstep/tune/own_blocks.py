@@ -58,7 +58,7 @@ class OutOfPlace(SwappedModule):
 
 
 def _is_cache(value: Any) -> bool:
-    """Return whether an argument is transformers' cache of keys and values, to which a second forward would append."""
+    """True if an argument is transformers' cache of keys and values, to which a second forward would append."""
     return any(kind.__name__ == "Cache" for kind in type(value).__mro__)
 
 
@@ -106,7 +106,7 @@ def _get_kind(module: nn.Module) -> tuple[type[nn.Module], ...]:
 
 
 def _may_be_block(module: nn.Module) -> bool:
-    """Return whether it has several layers or is a custom one, with its class's forward: a patched forward would hide
+    """True if it has several layers or is a custom one, with its class's forward: a patched forward would hide
     ours. Hooks of its submodules would run twice; only torch's own, such as weight_norm's, may."""
     parts = list(module.modules())[1:]
     is_layer = type(module).__module__.startswith("torch.nn.modules") or not module._parameters
@@ -118,7 +118,7 @@ def _may_be_block(module: nn.Module) -> bool:
 
 
 def _is_stage(module: nn.Module) -> bool:
-    """Return whether it contains a list of blocks itself."""
+    """True if it contains a list of blocks itself."""
     lists = (part.children() for part in module.modules() if isinstance(part, LISTS))
     kinds = (Counter(_get_kind(part) for part in parts if _may_be_block(part)) for parts in lists)
     return any(times > 1 for counted in kinds for times in counted.values())

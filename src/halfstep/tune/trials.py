@@ -223,7 +223,7 @@ class TrialTime:
         return max(0.0, min(self.limit_s / CANDIDATES, self.limit_s - self.spent_s))
 
     def has_room_for(self, start_s: float) -> bool:
-        """Return whether a start that usually takes this long fits into the run's share, with the starts before it.
+        """True if a start that usually takes this long fits into the run's share, with the starts before it.
 
         A candidate without a start always fits: a slow start before it is no reason to leave it out.
         """

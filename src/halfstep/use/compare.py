@@ -94,7 +94,7 @@ class Comparison:
 
     @property
     def metric(self) -> str:
-        """The headline metric, as the runs name it."""
+        """Return the headline metric, as the runs name it."""
         return self._of_runs("metric", "metric")
 
     @property

@@ -166,7 +166,7 @@ class LoadedModel:
         return self._validate(replace(self.workload, metrics=lambda: evaluation.metrics), pieces)
 
     def score_raw(self) -> dict[str, float]:
-        """Also score the weights without averaging, if the workload wants that; the model keeps those weights."""
+        """Score the weights without averaging too, if the workload wants that; the model keeps those weights."""
         if not (self.workload.scores_raw and self.run.checkpoint.ema):
             return {}
         load_for_use(self.model, replace(self.run.checkpoint, ema={}))

@@ -44,12 +44,12 @@ class OpenedRun:
 
     @property
     def store(self) -> dict[str, Any]:
-        """What the run stored about its data: classes, mask values, image format."""
+        """Return what the run stored about its data: classes, mask values, image format."""
         return dict(self.checkpoint.state["store"])
 
     @property
     def frozen(self) -> dict[str, dict[str, str]]:
-        """Checksum and file of each frozen part."""
+        """Return checksum and file of each frozen module."""
         return dict(self.checkpoint.state["frozen"])
 
     @property

@@ -43,20 +43,20 @@ class RunRecord:
 
     @property
     def metric(self) -> str:
-        """The headline metric; the first recorded one if the run has not ended."""
+        """Return the headline metric; the first recorded one if the run has not ended."""
         found = (name for record in self.select_kind("val") for name in record if name not in NOT_METRICS)
         return str(self.summary.get("metric") or next(found, ""))
 
     @property
     def phases(self) -> list[str]:
-        """Names of alternating phases; empty if there is only one."""
+        """Return the names of alternating phases; empty if there is only one."""
         return list(
             dict.fromkeys(key[5:] for record in self.select_kind("train") for key in record if key[:5] == "loss/")
         )
 
     @property
     def rate(self) -> str:
-        """The key of the throughput, in the unit of the workload."""
+        """Return the key of the throughput, in the unit of the workload."""
         return find_rate_key((self.select_kind("train") or [{}])[-1])
 
     @property

@@ -339,7 +339,7 @@ class Chart:
 
     @property
     def in_words(self) -> str:
-        """Description for screen readers and text browsers."""
+        """Return a description for screen readers and text browsers."""
         said = [f"{s.name or self.title} from {s.points[0][1]:.4g} to {s.points[-1][1]:.4g}" for s in self.series]
         return f"{self.title} over {self.x}: {'; '.join(said)}"
 

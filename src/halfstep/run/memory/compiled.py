@@ -212,7 +212,7 @@ class _Cut:
         return is_shared or self._is_stored(number, self.nodes[number].backward_readers, is_again=True)
 
     def _takes_many_reads(self, number: int, kept: set[int]) -> bool:
-        """Return whether recomputing a value reads more than FEW_READS others from memory."""
+        """True if recomputing a value reads more than FEW_READS others from memory."""
         found, seen, stack = set[int](), {number}, [number]
         while stack and len(found) <= FEW_READS:
             value = stack.pop()
@@ -264,7 +264,7 @@ def _find_ends_as_written(trace: StepTrace) -> dict[int, int]:
 
 
 def _is_apart(op: Op) -> bool:
-    """Return whether an operation is a separate kernel that reads and writes memory."""
+    """True if an operation is a separate kernel that reads and writes memory."""
     return op.as_written or op.name in PRODUCTS or op.name in APART or "attention" in op.name
 
 

@@ -221,7 +221,7 @@ class Timeline:
         return len(self.workspaces)
 
     def is_like(self, other: Timeline) -> bool:
-        """Return whether both are the same step at two batch sizes."""
+        """True if both are the same step at two batch sizes."""
         shapes = ([(life.first, life.last, life.kind) for life in t.lives] for t in (self, other))
         return self.num_ops == other.num_ops and next(shapes) == next(shapes)
 

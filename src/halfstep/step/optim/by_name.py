@@ -37,7 +37,8 @@ FUSED = ("sgd", "adam", "adamw", "adagrad")
 CAPTURABLE = ("rmsprop", "nadam", "radam", "adamax", "adadelta", "asgd", "rprop")
 
 FUSED_DEVICES: dict[str, tuple[str, ...]] = {"adagrad": ("cpu",)}
-"""Where torch's fused kernels exist: everywhere we run, but for Adagrad's, which has none for CUDA (2.11 and 2.13)."""
+"""Where torch's fused kernels exist: on all supported devices, except that Adagrad has none for CUDA (2.11 and
+2.13)."""
 
 ParamGroups = list[dict[str, Any]]
 Options = Mapping[str, Any]

@@ -39,7 +39,7 @@ class Unit:
     """Operations of forward and backward by the model's formula; 0: unknown."""
 
     def rate(self, samples_per_s: float, digits: int = 1) -> str:
-        """`12.3 images/s`."""
+        """Format the throughput, as in `12.3 images/s`."""
         return f"{samples_per_s * self.per_sample:,.{digits}f} {self.name}s/s"
 
     def rates(self, samples_per_s: float) -> dict[str, float]:
@@ -156,7 +156,8 @@ class Kind:
 
     @classmethod
     def in_folder(cls, folder: str, **fields: Any) -> Kind:
-        """The Kind of a package whose files have the usual names; `.evaluate:Shown` is a path in that package."""
+        """Return the Kind of a package whose files have the usual names; `.evaluate:Shown` is a path in that
+        package."""
         usual = {"builder": ".build:build", "demo": ".demo:write_demo", "synthetic": SYNTHETIC}
         named = {name: _resolve_paths(folder, value) for name, value in {**usual, **fields}.items()}
         return cls(takes_channels_last=True, **named)

@@ -63,7 +63,7 @@ class Encoding:
     samples: Sequence[Samples]
     """Splits, in the order of the file's rows."""
     files: Sequence[Sequence[Path]]
-    """Of each split: a file that changes makes the latents stale."""
+    """Files of each split: one that changes makes the latents stale."""
     column: str
     to_images: Callable[[Tensor], Tensor]
     """From that column of a batch as loaded to what the VAE encodes."""

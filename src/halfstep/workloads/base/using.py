@@ -50,17 +50,17 @@ class Evaluation(Protocol):
 
     @property
     def ranking(self) -> str:
-        """The column of `classes` that ranks classes."""
+        """Return the column of `classes` that ranks classes."""
         ...
 
     @property
     def scored_at(self) -> str:
-        """The image size or sampling steps of the scores, if that is not obvious."""
+        """Return the image size or sampling steps of the scores, if that is not obvious."""
         ...
 
     @property
     def metrics(self) -> Metrics:
-        """The metrics of validation, which may record more."""
+        """Return the metrics of validation, which may record more."""
         ...
 
     @staticmethod
@@ -155,12 +155,12 @@ class Predictor(Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """The model as built; weights are loaded later."""
+        """Return the model as built; weights are loaded later."""
         ...
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """Endings of the files to read from an input folder; empty if there are no inputs."""
+        """Return the extensions of the files to read from an input folder; empty if there are no inputs."""
         ...
 
     def answers(self, inputs: list[Input], trained: Trained, wishes: Wishes, bar: Bar) -> Iterator[Answer | Failure]:

@@ -199,7 +199,7 @@ class Phase:
 
     @property
     def when(self) -> str:
-        """`critic every 2 steps from 1000`, for headers."""
+        """Describe when a phase runs, as in `critic every 2 steps from 1000`, for headers."""
         every = f" every {self.every} steps" if self.every > 1 else ""
         return f"{self.name}{every}" + (f" from {'' if every else 'step '}{self.from_step}" if self.from_step else "")
 

@@ -52,7 +52,7 @@ class ImageChanges:
 
     @property
     def colours(self) -> bool:
-        """Whether any change affects colours."""
+        """True if any change affects colours."""
         return any((self.brightness, self.contrast, self.saturation))
 
 

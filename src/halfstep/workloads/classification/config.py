@@ -238,7 +238,7 @@ class ImageDataConfig(DataConfig):
 
     @property
     def is_packed(self) -> bool:
-        """Whether images come from a packed file; naming a file switches it on."""
+        """True if images come from a packed file; naming a file switches it on."""
         return self.cache or self.cache_file is not None
 
 

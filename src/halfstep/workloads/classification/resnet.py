@@ -157,7 +157,7 @@ class ResNet(nn.Module):
 
 
 def has_blocks_only(stage: Blocks) -> bool:
-    """Whether no block was replaced, for example by `nn.Identity`."""
+    """True if no block was replaced, for example by `nn.Identity`."""
     return all(type(block) in (BasicBlock, Bottleneck) for block in stage)
 
 

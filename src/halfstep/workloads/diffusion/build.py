@@ -142,6 +142,7 @@ class DiffusionForward:
     def __call__(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         x0 = batch["image"] if self.draw_latents is None else self.draw_latents(batch)
         signal, sigma = batch["signal"], batch["sigma"]
+        # With input perturbation the input has more noise than the target.
         x_t = add_noise(x0, batch.get("input_noise", batch["noise"]), signal, sigma)
         keywords = self.conditions.make_keywords(batch)
         return {

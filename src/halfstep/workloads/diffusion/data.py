@@ -41,7 +41,7 @@ class PictureData:
     val: Listing
     classes: tuple[str, ...] = ()
     captions: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    """Of training and of validation pictures."""
+    """Captions of training and of validation images."""
     notes: tuple[str, ...] = ()
     about: tuple[tuple[str, str], ...] = ()
 

@@ -45,7 +45,7 @@ def find_blocks(net: Net) -> Mapping[type[nn.Module], Callable[..., Any] | None]
 def is_plain(block: Any, x: Tensor, temb: Tensor | None) -> bool:
     """True if this residual block has the form of all published networks and our fused GroupNorm supports its input."""
     resizes = block.upsample is not None or block.downsample is not None
-    # The blocks of a VAE's decoder name another ("group"), and are told no time.
+    # The blocks of a VAE's decoder have another kind ("group") and no time embedding.
     told = temb is None or block.time_embedding_norm in ("default", "scale_shift")
     knows = told and isinstance(block.nonlinearity, nn.SiLU)
     convolves = is_plain_convolution(block.conv1) and is_plain_convolution(block.conv2)
@@ -53,6 +53,7 @@ def is_plain(block: Any, x: Tensor, temb: Tensor | None) -> bool:
 
 
 def run_residual_block(block: Any, x: Tensor, temb: Tensor | None) -> Tensor:
+    # conv1 runs without its bias: the bias joins the time embedding, and the next normalisation adds both.
     hidden, added = convolve_group_norm_silu(block.norm1, block.conv1, x), block.conv1.bias.expand(len(x), -1)
     if block.time_emb_proj is not None and temb is not None:
         temb = block.time_emb_proj(temb if block.skip_time_act else block.nonlinearity(temb))
@@ -79,9 +80,10 @@ def is_plain_convolution(layer: nn.Module) -> bool:
 
 
 WIDEST_HEAD = 256
-"""That flash attention has kernels for; beyond it torch's choice takes five times as long as matmuls (a VAE's)."""
+"""Channels per head up to which flash attention has kernels. Beyond it, as in a VAE, torch's choice takes five times as
+long as matmuls."""
 MOST_SCORES = 2**25
-"""That are kept: 128 MiB in fp32."""
+"""The most attention scores that are kept for backward: 128 MiB in fp32."""
 
 
 def make_attention_forward(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -89,6 +91,7 @@ def make_attention_forward(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     kernel."""
 
     def forward(layer: Any, hidden_states: Tensor, *rest: Any, **more: Any) -> Tensor:
+        # Images are (N, C, H, W), sequences (N, tokens, C).
         tokens = hidden_states[0, 0].numel() if hidden_states.ndim == 4 else hidden_states.shape[1]
         is_wide = layer.inner_dim // layer.heads > WIDEST_HEAD
         if is_wide and len(hidden_states) * layer.heads * tokens**2 <= MOST_SCORES:

@@ -20,13 +20,13 @@ from halfstep.errors import ConfigError, Interrupted, ModelError, explain_refuse
 from halfstep.models.posterior import Codec, split_moments
 
 LARGEST_NORM_GROUPS, FEWEST_IN_GROUP = 32, 4
-"""Of GroupNorm, as all published models have them. Narrow levels take fewer: a group of one channel would lose how
-bright it is."""
+"""Groups of GroupNorm, as in all published models, and channels per group. Narrow levels get fewer groups: a group of
+one channel would lose its brightness."""
 WEIGHT_FILE = re.compile(r"(diffusion_pytorch_|pytorch_)?model[.-].*(safetensors|bin)")
 VAE, UNET, TEXT_UNET = "AutoencoderKL", "UNet2DModel", "UNet2DConditionModel"
 IMAGE_CHANNELS = 3
 OTHER_NAMES = {"vae": ("vqvae",)}
-"""Of parts: LDMPipeline has its VAE in another folder."""
+"""Other folder names of networks: LDMPipeline has its VAE in `vqvae`."""
 Net = Any
 """A network of diffusers', which has no types."""
 

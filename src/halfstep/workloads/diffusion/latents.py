@@ -68,7 +68,7 @@ class OpenedSamples:
     about: tuple[tuple[str, str], ...] = ()
     settled: Mapping[str, Any] = field(default_factory=dict)
     store: Mapping[str, str] = field(default_factory=dict)
-    """Of latents on disk: their checksum, that of the VAE, and its format."""
+    """For latents on disk: their checksum, that of the VAE, and its format."""
 
 
 def open_samples(

@@ -167,6 +167,7 @@ def make_guided_denoiser(model: nn.Module, conditions: Conditions, told: Batch, 
         if guidance == 1 or not conditions.is_told:
             return own
         plain = predicted(state, timestep, conditions.make_empty(len(state), state.device))
+        # guidance 1 is the conditional prediction, 0 the unconditional one; above 1 it extrapolates.
         return plain + guidance * (own - plain)
 
     return denoise

@@ -50,7 +50,7 @@ class DiffusionParts:
     vae: Net | None
     vae_source: str
     shape: tuple[int, int, int]
-    """Of what is diffused: pixels or latents (C, H, W)."""
+    """Shape of a diffused sample, pixels or latents: (C, H, W)."""
 
 
 def list_frozen_parts(config: DiffusionConfig, parts: DiffusionParts, *, with_vae: bool) -> dict[str, FrozenPart]:
@@ -163,10 +163,10 @@ class Conditions:
     arguments of the U-Net."""
 
     num_classes = 0
-    """With one more for "nothing said"."""
+    """Number of classes, plus one for "unconditional"."""
     text_dim = 0
     about = ""
-    """What the U-Net is told of a picture."""
+    """A description of the conditions for the header."""
 
     def drop(self, batch: Batch, *, key: tuple[int, ...], share: float) -> Batch:
         """Replace the conditions of a random fraction of samples by the empty one, for classifier-free guidance."""

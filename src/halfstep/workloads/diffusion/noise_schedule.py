@@ -30,7 +30,7 @@ ScheduleName = Literal["linear", "scaled_linear", "cosine"]
 Target = Literal["eps", "v", "sample"]
 
 LARGEST_BETA = 0.999
-"""Of the cosine schedule, whose last steps would destroy everything (Nichol and Dhariwal 2021)."""
+"""The largest beta of the cosine schedule, whose last one would be 1 (Nichol and Dhariwal 2021)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +67,14 @@ class NoiseSchedule:
             return torch.linspace(self.beta_start, self.beta_end, self.num_steps, device="cpu")
         if self.name == "scaled_linear":
             return torch.linspace(self.beta_start**0.5, self.beta_end**0.5, self.num_steps, device="cpu") ** 2
+        # Nichol & Dhariwal 2021: beta_t = 1 - alpha_bar_t / alpha_bar_{t-1}, capped because alpha_bar ends at 0.
         left = [_cosine(step / self.num_steps) for step in range(self.num_steps + 1)]
         ratios = zip(left[1:], left[:-1], strict=True)
         return torch.tensor([min(1 - later / earlier, LARGEST_BETA) for later, earlier in ratios], device="cpu")
 
 
 def _cosine(share: float) -> float:
+    # The offset 0.008 keeps the first betas from vanishing.
     return math.cos((share + 0.008) / 1.008 * math.pi / 2) ** 2
 
 
@@ -80,7 +82,9 @@ def _rescale(betas: Tensor) -> Tensor:
     """Rescale the schedule so that its last timestep is pure noise and its first is unchanged (Lin et al. 2023)."""
     root = torch.cumprod(1 - betas, dim=0).sqrt()
     first, last = root[0].clone(), root[-1].clone()
+    # Shift sqrt(alpha_bar) so that the last one is 0, then scale so that the first one is unchanged.
     alpha_bar = ((root - last) * (first / (first - last))) ** 2
+    # Undo the cumulative product: alpha_t = alpha_bar_t / alpha_bar_{t-1}.
     return 1 - torch.cat([alpha_bar[:1], alpha_bar[1:] / alpha_bar[:-1]])
 
 
@@ -111,6 +115,8 @@ def make_loss_weights(schedule: NoiseSchedule, target: Target, gamma: float | No
             why="every weight, and so the loss, would be 0",
             fix="model.min_snr_gamma=5, or null for no weights",
         )
+    # min-SNR weights the error of x0 by min(SNR, gamma). The error of eps is SNR times that of x0, the error of v is
+    # SNR + 1 times it, so those targets divide by these factors.
     snr = schedule.snr
     if target == "eps":
         if schedule.zero_terminal_snr:
@@ -169,10 +175,12 @@ class NoiseDraws:
         tables = self._on(device)
         eps = noise.normal(key, num, self.shape, device, stream="eps")
         if self.asked.offset:
+            # Offset noise: one more number per channel, so that the model also learns to change the mean brightness.
             channel = noise.normal(key, num, (self.shape[0], 1, 1), device, stream="offset")
             eps = eps + self.asked.offset * channel
         drawn = {"timestep": timestep, "noise": eps} | {name: table[timestep] for name, table in tables.items()}
         if self.asked.input_perturbation and index is None:
+            # Input perturbation (Ning et al. 2023): the network sees more noise than the target has, in training only.
             more = noise.normal(key, num, self.shape, device, stream="perturbation")
             drawn["input_noise"] = eps + self.asked.input_perturbation * more
         return drawn
@@ -186,6 +194,7 @@ class NoiseDraws:
     def _draw_timesteps(self, num: int, *, key: tuple[int, ...], device: torch.device, index: Tensor | None) -> Tensor:
         if index is None:
             return noise.integers(key, num, self.num_steps, device, stream="timestep")
+        # Validation: uniform within the bucket of this sample, in whole timesteps.
         starts, bucket = torch.tensor(list_bucket_starts(self.num_steps), device=device), index % NUM_BUCKETS
         share = noise.uniform(key, num, (), device, stream="timestep")
         return starts[bucket] + (share * (starts[bucket + 1] - starts[bucket])).long()
@@ -193,6 +202,7 @@ class NoiseDraws:
 
 def list_bucket_starts(num_steps: int) -> list[int]:
     """Return the first timestep of each bucket, and the end: t is in bucket t · NUM_BUCKETS // num_steps."""
+    # Rounded up, so that t · NUM_BUCKETS // num_steps gives the bucket of every t.
     return [-(-bucket * num_steps // NUM_BUCKETS) for bucket in range(NUM_BUCKETS + 1)]
 
 

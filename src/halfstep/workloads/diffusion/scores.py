@@ -39,6 +39,7 @@ class DenoisingMetrics(Sums):
     def update(self, outputs: Outputs, batch: Mapping[str, Tensor]) -> None:
         """Count one batch; no host wait."""
         errors = measure_squared_errors(outputs).double()
+        # Row 0 sums errors and row 1 counts samples, one column per bucket.
         bucket = batch["timestep"] * NUM_BUCKETS // self.num_steps
         self.sums["sums"] = self.sums["sums"].to(errors.device)
         self.sums["sums"].scatter_add_(1, bucket.expand(2, -1), torch.stack([errors, torch.ones_like(errors)]))
@@ -89,9 +90,11 @@ class ReconstructionMetrics(Sums):
         mse = found["squared"] / found["pixels"]
         mean = found["latent"] / found["latents"]
         return {
+            # The range -1..1 has a peak-to-peak value of 2, squared 4.
             "psnr": 10 * math.log10(4 / mse) if mse > 0 else math.inf,
             "l1": found["absolute"] / found["pixels"],
             "mse": mse,
             "kl": found["kl"] / found["images"],
+            # Rounding can make E[x²] - E[x]² slightly negative.
             "latent_std": math.sqrt(max(0.0, found["latent_squared"] / found["latents"] - mean**2)),
         }

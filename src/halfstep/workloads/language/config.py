@@ -11,7 +11,7 @@ from halfstep.config.section import FilePath, NamedPath, OffCount
 
 Preset = dict[str, Any]
 CONTEXT = 1024
-"""Of all published sizes."""
+"""Context length of all published sizes."""
 
 
 class TextDataConfig(DataConfig):
@@ -120,5 +120,5 @@ class LanguageConfig(RunConfig):
 
 
 def context_of(config: LanguageConfig, store: object = None) -> int:
-    """Tokens of one sample."""
+    """Return the number of tokens of one sample."""
     return config.model.context or CONTEXT

@@ -172,7 +172,7 @@ class Transformer(nn.Module):
 
 
 def is_whole(block: Block) -> bool:
-    """Whether a block's modules still have the classes it was built with."""
+    """True if a block's modules still have the classes it was built with."""
     attention = consists_of(block.attn.children(), nn.Linear, nn.Linear, nn.Dropout)
     perceptron = consists_of(block.mlp.children(), nn.Linear, nn.Linear, nn.Dropout)
     return attention and perceptron and consists_of(
@@ -207,7 +207,7 @@ class GPT2(nn.Module):
         self._initialise()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Targets below 0 do not count."""
+        """Return logits, or the loss if targets are given; targets below 0 do not count."""
         self.check_length(tokens.shape[1])
         features = self.transformer(tokens)
         return self.logits(features) if targets is None else self.loss(features, targets)

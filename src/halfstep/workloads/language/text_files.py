@@ -143,7 +143,7 @@ def _find_named_part(root: Path, names: tuple[str, ...], endings: tuple[str, ...
 
 
 def _find_by_word(files: list[Path], names: tuple[str, ...]) -> list[Path]:
-    """Of `ptb.train.txt`, `ptb.valid.txt` and `ptb.test.txt`, return those whose names contain a split's name."""
+    """Return those of `ptb.train.txt`, `ptb.valid.txt` and `ptb.test.txt` whose names contain a split's name."""
     found = ([path for path in files if name in NO_WORD.split(path.stem.lower())] for name in names)
     return next(filter(None, found), [])
 

@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
     def num_tokens(self) -> int: ...
     @property
     def end(self) -> int | None:
-        """The token between two documents, if there is one."""
+        """Return the token between two documents, if there is one."""
         ...
 
     def encode(self, text: str, *, source: str = "the text") -> Array: ...
@@ -271,7 +271,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def disagree(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether two tokenizers assign different ids; for different kinds (tiktoken and a file) unknown, so False."""
+    """True if two tokenizers assign different ids; for different kinds (tiktoken and a file) unknown, so False."""
     if isinstance(one, Bpe) and isinstance(other, Bpe):
         return bool(one.loaded.get_vocab() != other.loaded.get_vocab())
     return type(one) is type(other) and identify(one) != identify(other)

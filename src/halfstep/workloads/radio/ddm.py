@@ -50,6 +50,7 @@ def ddm_loss(
 
     The weights 2 exp(1 - t) in 2..5.4 and exp(sqrt(t)) in 1..2.7 favour C at early times and noise at late ones.
     """
+    # The true drift is C = -x0.
     errors = (drift + x0, noise - true_noise)
     parts = [_mean(error.square()) for error in errors]
     if with_l1:
@@ -76,8 +77,10 @@ def sample_latents(predict: Predict, start: Tensor, draws: Sequence[Tensor], tim
         after = times[place + 1] if place + 1 < len(times) else 0.0
         batch_time = torch.full((len(x),), now, device=x.device)
         drift, noise = (found.float() for found in predict(x, batch_time))
+        # The predicted C and noise imply an x0; C := -x0 makes drift and state consistent, as in the public sampler.
         drift = -recover_x0(x, batch_time, drift, noise)
         s = now - after
+        # One reverse step of size s; see the module docstring for the formula.
         x = x - drift * s - s / math.sqrt(now) * noise
         if after > 0:
             x = x + math.sqrt(s * after / now) * draws[place]

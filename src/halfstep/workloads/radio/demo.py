@@ -116,8 +116,10 @@ def compute_path_gain(city: Array, antenna: tuple[int, int], wall_loss: float, *
         # Where the ray to each pixel is at this share of its way.
         place = np.array(antenna)[:, None, None] + offset * (step / steps)
         y, x = place.round().astype(int)
+        # Each sample stands for distance / steps pixels of the ray.
         walls = city[y, x] * wall_loss + (extra[y, x] * CAR_LOSS if extra is not None else 0.0)
         lost += walls * distance / steps
+    # Logarithmic path loss, scaled so that maps of any side look like one of 64 pixels.
     gain = 1.0 - 0.16 * np.log2(1 + distance * 64 / side / 2) - lost * 64 / side
     return np.asarray((gain.clip(0.02, 1) * (1 - city) * 255).round().astype(np.uint8))
 

@@ -27,7 +27,7 @@ from halfstep.workloads.radio.unet import RadioUNet
 from halfstep.workloads.radio.vae import RadioVAE
 
 SHOWN_EACH = 2
-"""Of the worst, the middling and the best maps."""
+"""Maps shown of each kind: worst, median and best."""
 PARTS = ("val", "test", "train")
 
 

@@ -32,7 +32,7 @@ from halfstep.workloads.radio.vae import CODEC, RadioVAE
 WEIGHTS, FACTS = "vae.safetensors", "vae.json"
 MEASURED_MAPS = 32
 MEASURED_ON_HOST = 4
-"""Maps whose latents give the scale where nobody has measured it: a full-size encoder takes seconds for each."""
+"""Maps whose latents give the scale if it was not measured before: a full-size encoder takes seconds for each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class FirstStage:
     source: str
     sizes: dict[str, Any]
     scale_factor: float | None
-    """As its run has measured it."""
+    """The latent scale as measured by its run."""
 
 
 def dump_sizes(config: FirstStageConfig) -> dict[str, Any]:

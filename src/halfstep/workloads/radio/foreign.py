@@ -18,7 +18,7 @@ DATA_NAMES: Mapping[str, Mapping[str, Any]] = {
     "IRT4": {"data.simulation": "IRT4", "data.max_transmitters": 2},
     "DPMCAR": {"data.simulation": "DPM", "data.cars": True},
 }
-"""Their data sets that are folders of RadioMapSeer; others need maps that somebody computed."""
+"""Their data sets that are folders of RadioMapSeer; others need precomputed maps."""
 
 OWN_FOLDER = "--out names the run's folder"
 RESUMES = "--resume RUN continues a run"

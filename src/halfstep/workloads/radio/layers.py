@@ -106,6 +106,8 @@ class LinearAttention(nn.Module):
 def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return linear attention of (B, heads, dim, positions) inputs, in fp32: keys are near 1 / positions, and values
     divided by positions as well fall below fp16's smallest number."""
+    # Softmax over channels for queries and over positions for keys: (q kᵀ) v = q (kᵀ v), so that the context is only
+    # dim × dim.
     q = q.softmax(dim=-2) * q.shape[-2] ** -0.5
     context = k.softmax(dim=-1) @ (v / v.shape[-1]).transpose(-2, -1)
     return context.transpose(-2, -1) @ q
@@ -154,10 +156,13 @@ def apply_filter(x: Tensor, weight: Tensor) -> Tensor:
     height, width = x.shape[2:]
     half = weight.shape[2]
     (cos_h, sin_h), (cos_w, sin_w) = _make_waves(height, height, x.device), _make_waves(width, half, x.device)
+    # Forward transform exp(-iwx) = cos - i sin over the width, then over the height.
     real, imaginary = (x @ cos_w).mT, -(x @ sin_w).mT
     real, imaginary = real @ cos_h + imaginary @ sin_h, imaginary @ cos_h - real @ sin_h
+    # Complex product with the weight a + ib.
     a, b = weight.unbind(-1)
     real, imaginary = real * a.mT - imaginary * b.mT, real * b.mT + imaginary * a.mT
+    # Inverse transform exp(+iwx) over the height; the width follows below, real part only.
     real, imaginary = (real @ cos_h - imaginary @ sin_h).mT, (imaginary @ cos_h + real @ sin_h).mT
     # Frequencies that stand for their mirror images too count twice.
     place = torch.arange(half, device=x.device)

@@ -69,7 +69,7 @@ Array = np.ndarray[Any, Any]
 
 GAIN_NAME = re.compile(r"(\d+)_(\d+)\.png$")
 NUM_VERSIONS = 6
-"""Of each map with missing buildings."""
+"""Versions of each map with missing buildings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,7 +34,7 @@ from halfstep.workloads.radio.scores import score_maps
 from halfstep.workloads.radio.unet import RadioUNet
 
 MOST_TRANSMITTERS = 1000
-"""Of a map: a sample's noise is that of its map and transmitter, whatever other files are asked for."""
+"""The most transmitters of a map. A sample's noise is keyed by its map and transmitter, independent of other files."""
 
 
 class MapPredictor(FilePredictor):

@@ -61,6 +61,7 @@ class WindowMeanAttention(nn.Module):
             part(tokens).unflatten(-1, (HEADS, -1)).transpose(1, 2)
             for part, tokens in ((self.q_lin, queries), (self.k_lin, known), (self.v_lin, known))
         )
+        # scale=1: the public weights were trained with unscaled logits.
         found = F.scaled_dot_product_attention(q, k, v, scale=1.0)
         return found.transpose(1, 2).flatten(2).transpose(1, 2).reshape(asking.shape)
 
@@ -89,6 +90,7 @@ def _make_tokens(x: Tensor) -> Tensor:
 def make_sine_positions(height: int, width: int, channels: int, device: torch.device) -> Tensor:
     """Return (positions, channels): half of the channels encode the row and half the column, both counted from 1."""
     pair = torch.arange(channels // 4, device=device)
+    # 10000^(-4 pair / channels): the usual sine embedding, with half of the channels for each axis.
     frequencies = torch.exp(pair * (-4 * math.log(10000) / channels))
 
     def waves(length: int) -> Tensor:

@@ -35,6 +35,7 @@ def score_maps(predicted: Tensor, true: Tensor) -> dict[str, Tensor]:
         "nmse_variance": mse / flat.var(1, correction=0),
         "rmse": mse.sqrt(),
         "ssim": ssim(predicted, true),
+        # The range is 1, so PSNR = 10 log10(1 / mse); the clamp keeps perfect maps finite.
         "psnr": -10 * mse.clamp(min=SMALLEST_MSE).log10(),
     }
 
@@ -46,12 +47,14 @@ def ssim(one: Tensor, other: Tensor) -> Tensor:
     places = torch.arange(WINDOW, dtype=one.dtype, device=one.device) - WINDOW // 2
     weights = torch.exp(-(places**2) / (2 * SIGMA**2))
     weights = weights / weights.sum()
+    # One separable Gaussian blur gives all five local moments: E[a], E[b], E[a²], E[b²], E[ab].
     stacked = torch.cat([one, other, one * one, other * other, one * other], dim=1)
     stacked = F.pad(stacked, [WINDOW // 2] * 4, mode="reflect")
     kernel = weights.expand(stacked.shape[1], 1, 1, -1)
     blurred = F.conv2d(stacked, kernel, groups=stacked.shape[1])
     blurred = F.conv2d(blurred, kernel.transpose(2, 3), groups=stacked.shape[1])
     a, b, aa, bb, ab = blurred.chunk(5, dim=1)
+    # (K1 L)² and (K2 L)² of Wang et al. with range L = 1.
     c1, c2 = 0.01**2, 0.03**2
     var_a, var_b, both = (aa - a * a).clamp(min=0), (bb - b * b).clamp(min=0), ab - a * b
     found = (2 * a * b + c1) * (2 * both + c2) / ((a * a + b * b + c1) * (var_a + var_b + c2))

@@ -31,6 +31,7 @@ class WindowAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         _, height, width, _ = x.shape
         window = self.window
+        # Pad to whole windows; padding takes part in attention, as in torchvision.
         x = F.pad(x, (0, 0, 0, -width % window, 0, -height % window))
         shifts = tuple(0 if window >= side else self.shift for side in x.shape[1:3])
         if any(shifts):
@@ -70,12 +71,14 @@ def index_relative_positions(window: int) -> Tensor:
     """Return, for each pair of positions in a window, the row of the bias table for their offset."""
     rows = torch.arange(window).repeat_interleave(window)
     columns = torch.arange(window).repeat(window)
+    # Offsets are in -(window - 1) .. window - 1 on each axis; shifted to start at 0, they index a square table.
     down, right = rows[:, None] - rows[None, :], columns[:, None] - columns[None, :]
     return (down + window - 1) * (2 * window - 1) + right + window - 1
 
 
 def make_shift_mask(size: tuple[int, int], window: int, shifts: tuple[int, ...], device: torch.device) -> Tensor:
     """Return (windows, positions, positions): `MASKED` between positions that were not adjacent before the roll."""
+    # After the roll a window can hold regions that were far apart; only equal region numbers may attend.
     regions = [_number_regions(side, window, shift, device) for side, shift in zip(size, shifts, strict=True)]
     tiles = (3 * regions[0][:, None] + regions[1][None, :]).view(size[0] // window, window, size[1] // window, window)
     positions = tiles.transpose(1, 2).reshape(-1, window**2)
@@ -130,6 +133,7 @@ class PatchMerging(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
+        # Order of the corners as in torchvision: its reduction weights depend on it.
         corners = [x[:, row::2, column::2] for column in (0, 1) for row in (0, 1)]
         return self.reduction(self.norm(torch.cat(corners, dim=-1)))
 
@@ -156,6 +160,7 @@ class SwinPyramid(nn.Module):
         super().__init__()
         self.widths = tuple(dim * 2**stage for stage in range(len(depths)))
         last = max(1, sum(depths) - 1)
+        # The probability rises linearly with depth, as in torchvision.
         drops = iter([stochastic_depth * place / last for place in range(sum(depths))])
         layers: list[nn.Module] = [
             nn.Sequential(nn.Conv2d(3, dim, patch, stride=patch), ToLastDim(), nn.LayerNorm(dim))

@@ -41,7 +41,7 @@ class Augmentation:
 
     @property
     def moves_pixels(self) -> bool:
-        """Whether any change is geometric."""
+        """True if any change is geometric."""
         return any((self.flip, self.rotate_degrees, self.scale, self.crop, self.elastic_pixels))
 
 

@@ -311,7 +311,7 @@ def find_ignored_value(
 
 
 def scores_all_classes(config: UNetConfig, found: FoundPairs) -> bool:
-    """Whether the data set has no background and the user named none."""
+    """True if the data set has no background and the user named none."""
     return not found.has_background and "background" not in config.model.model_fields_set
 
 

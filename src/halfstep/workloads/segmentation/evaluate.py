@@ -81,7 +81,7 @@ class SegmentationEvaluation:
 
     @property
     def scored_at(self) -> str:
-        """The size at which masks are compared."""
+        """Return the size at which masks are compared."""
         if self._at_full_size is not None:
             return "each image's own size, as predict writes masks"
         side = self.workload.store["image_size"]
@@ -95,7 +95,7 @@ class SegmentationEvaluation:
         phase: ShowProgress,
         batch_size: int | None,
     ) -> dict[str, float] | None:
-        """With --full-size, score every validation image at its own size; there is no loss to report."""
+        """Score every validation image at its own size, with --full-size; there is no loss to report."""
         if not options["full_size"]:
             return None
         if batch_size is not None:

@@ -37,7 +37,7 @@ class MaskTable:
 
     @property
     def is_colour(self) -> bool:
-        """Whether any class is an RGB colour."""
+        """True if any class is an RGB colour."""
         return any(isinstance(value, tuple) for value in (*self.values, self.ignored))
 
     def to_classes(self, mask: Array, path: Path) -> Array:

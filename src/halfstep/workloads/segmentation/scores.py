@@ -34,7 +34,7 @@ def segmentation_loss(
     ce_weight: float = 1.0,
     dice_weight: float = 1.0,
 ) -> Tensor:
-    """(Binary) cross-entropy + (1 - mean Dice of the classes), in fp32; zero where every pixel is ignored."""
+    """Return (binary) cross-entropy + (1 - mean Dice of the classes), in fp32; zero if every pixel is ignored."""
     with fp32_island():
         logits = to_fp32(logits)
         truth = encode_one_hot(mask, max(2, logits.shape[1]))

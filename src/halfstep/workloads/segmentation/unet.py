@@ -90,7 +90,7 @@ class Up(nn.Module):
         return self.conv(torch.cat([skip, x], dim=1))
 
     def transposed(self) -> nn.ConvTranspose2d:
-        """The transposed convolution that doubles the size; None with interpolation."""
+        """Return the transposed convolution that doubles the size; None with interpolation."""
         assert isinstance(self.up, nn.ConvTranspose2d)
         return self.up
 
@@ -188,7 +188,7 @@ class UNet(Recomputing):
 
 
 def has_small_head(outer: OutConv) -> bool:
-    """Whether the 1×1 convolution, the only plain torch class in the chain, is unchanged and fits."""
+    """True if the 1×1 convolution, the only plain torch class in the chain, is unchanged and fits."""
     head = outer.conv
     if type(head) is not nn.Conv2d or not is_plain(head) or head.bias is None or head.groups != 1:
         return False
@@ -197,7 +197,7 @@ def has_small_head(outer: OutConv) -> bool:
 
 
 def has_equal_halves(block: Up) -> bool:
-    """Whether as many channels come from below as from the skip connection, as the chain assumes."""
+    """True if as many channels come from below as from the skip connection, as the chain assumes."""
     if not consists_of((block.up, block.conv), DoublingConvTranspose2d, DoubleConv):
         return False
     first = next(block.conv.double_conv.children(), None)
@@ -235,7 +235,7 @@ class Level(NamedTuple):
 
     @classmethod
     def of(cls, layers: nn.Sequential) -> Level:
-        """Of convolution, BatchNorm and ReLU, twice."""
+        """Return the level made of convolution, BatchNorm and ReLU, twice."""
         convolution, norm, _, next_convolution, last_norm, _ = layers
         assert isinstance(convolution, nn.Conv2d)
         assert isinstance(norm, nn.BatchNorm2d)

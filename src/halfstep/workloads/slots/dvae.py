@@ -244,6 +244,7 @@ def _embed_chunk_backward(
     """Return the gradients of rows, weight, bias and paint."""
     shares, seen = _compute_shares(rows, noise, tau, weight, bias, hard=hard)
     at_shares = F.linear(grad, paint.t().to(rows.dtype)).float()
+    # Gradient of softmax(logits / tau): s (g - Σ s g) / tau. With `hard` it is the straight-through estimator.
     at_logits = shares * (at_shares - (shares * at_shares).sum(dim=-1, keepdim=True)) / tau
     half = at_logits.to(rows.dtype).flatten(0, 1)
     at_rows = torch.mm(half, weight.to(rows.dtype)).view_as(rows)
@@ -290,6 +291,7 @@ def hash_bits(keys: Tensor, num_positions: int, num_words: int) -> Tensor:
     first, second = keys.to(torch.int32).unsqueeze(-1).unbind(1)
     position = torch.arange(num_positions, device=keys.device, dtype=torch.int32)
     word = torch.arange(num_words, device=keys.device, dtype=torch.int32)
+    # Two hashes of both keys per position form a 64-bit row key, which the word's hash then mixes in.
     row = mix_bits(mix_bits(position + first) ^ second).unsqueeze(-1)
     other = mix_bits(mix_bits(position + second) ^ first).unsqueeze(-1)
     return mix_bits(mix_bits(word + row) ^ other)

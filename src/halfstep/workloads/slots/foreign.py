@@ -417,7 +417,7 @@ SIZES = {
 
 
 def _has_words(read: ForeignReader) -> bool:
-    """Whether the file switches the VAE on."""
+    """True if the file switches the VAE on."""
     is_on, predicts = bool(read("model.use_dvae", False)), bool(read("model.use_steve_decoder", False))
     if predicts and not is_on:
         raise ConfigError(

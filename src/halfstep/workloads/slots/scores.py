@@ -47,6 +47,7 @@ def label_pixels(masks: Tensor, size: tuple[int, int]) -> Tensor:
 def count_labels(true: Tensor, slots: Tensor, num_slots: int) -> Tensor:
     """Return pixel counts (B, T, labels, slots) as float64 from label maps (B, T, H, W)."""
     batch, frames = true.shape[:2]
+    # One number per (label, slot) pair, counted by scatter_add_: bincount would make the host wait.
     cells = true.long().flatten(2) * num_slots + slots.long().flatten(2)
     table = torch.zeros(batch * frames, NUM_LABELS * num_slots, dtype=torch.int64, device=true.device)
     table.scatter_add_(1, cells.flatten(0, 1), torch.ones_like(cells).flatten(0, 1))
@@ -59,6 +60,7 @@ def adjusted_rand_index(table: Tensor) -> Tensor:
     total = rows.sum(-1)
     together = count_pairs(table).sum((-1, -2))
     in_truth, in_slots = count_pairs(rows).sum(-1), count_pairs(columns).sum(-1)
+    # Hubert & Arabie 1985: (index - expected) / (maximum - expected), on pairs of pixels in the same cluster.
     expected = in_truth * in_slots / count_pairs(total).clamp(min=1)
     room = (in_truth + in_slots) / 2 - expected
     return torch.where(room != 0, (together - expected) / torch.where(room != 0, room, 1), 1.0)
@@ -73,6 +75,7 @@ def mean_best_overlap(table: Tensor, *, from_label: int) -> tuple[Tensor, Tensor
     """Return mBO (...) over the labels from `from_label` on, and whether any exists; slots cover every pixel."""
     truth, sizes = table[..., from_label:, :], table.sum(-2, keepdim=True)
     true_sizes = truth.sum(-1)
+    # IoU = intersection / (true + predicted - intersection).
     union = true_sizes.unsqueeze(-1) + sizes - truth
     best = torch.where(union > 0, truth / union.clamp(min=1), 0.0).amax(-1)
     is_there = true_sizes > 0
@@ -146,11 +149,13 @@ def slot_contrast(slots: Tensor, *, temperature: float, across_batch: bool, is_r
         if begin + len(slots) > len(everyone):
             return everyone.sum() * 0  # a process without clips of its own
         logits = compute_cosines(slots, everyone, across_batch=across_batch) / temperature
+        # The right answer is the same slot of the same clip; this rank's clips start at row `begin` of all clips.
         right = torch.log_softmax(logits, dim=-2).diagonal(offset=-begin * slots.shape[2], dim1=-2, dim2=-1)
         if is_real is None:
             return -right.mean()
         counts = is_real[:, 1:].unsqueeze(-1).expand(-1, -1, slots.shape[2])  # a real frame follows real ones only
         weight = counts.transpose(0, 1).flatten(1) if across_batch else counts.flatten(0, 1)
+        # The step weights each rank by its number of clips, which cancels len(slots) / len(everyone).
         whole = sum_over_ranks(weight.sum()) * len(slots) / len(everyone) if across_batch else weight.sum()
         return -(right * weight).sum() / whole.clamp(min=1)
 
@@ -194,6 +199,7 @@ def compute_total_loss(seen: SteveOutputs, reduction: Literal["sum", "mean"]) ->
 def choose_start_scale(image_size: int) -> float:
     """Return a loss scale at which summed losses do not overflow fp16: the last bias sums 2 · error over all pixels of
     a frame, and earlier layers have gradients of that order."""
+    # 8 · pixels is the sum of 2 · error over a frame with errors up to 1, and a margin of 4.
     return 2.0 ** math.floor(math.log2(HALF_LARGEST / (8 * image_size**2)))
 
 

@@ -52,6 +52,7 @@ def update_recurrently(cell: nn.GRUCell, update: Tensor, state: Tensor) -> Tenso
 
 def apply_gates(from_input: Tensor, from_state: Tensor, state: Tensor) -> Tensor:
     """Return a GRU's next state from both products."""
+    # torch orders the gates of a GRU as reset, update (here `keep`), new.
     of_input, of_state = from_input.chunk(3, dim=-1), from_state.chunk(3, dim=-1)
     reset = torch.sigmoid(of_input[0] + of_state[0])
     keep = torch.sigmoid(of_input[1] + of_state[1])
@@ -92,8 +93,10 @@ class SlotAttention(nn.Module):
         state = to_fp32(self.norm_slots(slots))
         queries = self.to_q(state)
         with fp32_island():
+            # Softmax over slots (dim 1): slots compete for each position.
             shares = torch.softmax(to_fp32(queries) @ to_fp32(keys).transpose(1, 2) * self.scale, dim=1)
             weights = shares + EPSILON
+            # Weighted mean over positions. EPSILON keeps a slot that wins no position from being 0/0.
             update = (weights / weights.sum(-1, keepdim=True)) @ to_fp32(values)
         slots = update_recurrently(self.gru, update, state)
         return (to_fp32(self.mlp(slots)) if self.mlp is not None else slots), shares

@@ -67,6 +67,7 @@ class SlotDecoder(Recomputing):
             return self._compute_error_by_layers(slots, target)
         first, *hidden, last = (layer for layer in self.mlp.layers if isinstance(layer, nn.Linear))
         with fp32_island():
+            # W(s + p) + b = Ws + (Wp + b): two small products instead of one over slots × positions.
             of_slots = F.linear(to_fp32(slots), first.weight)
             of_positions = F.linear(self.pos_emb[0, 0], first.weight, first.bias)
         weights = [part for layer in hidden for part in (layer.weight, layer.bias)]
@@ -131,6 +132,7 @@ class _FunctionModule(nn.Module):
 def choose_even_chunk(total: int, limit: int) -> int:
     """Return at most `limit`: a divisor of the total if one is not much smaller, so that all chunks have one shape."""
     limit = min(total, limit)
+    # All chunks of one shape compile once; otherwise spread the rows as evenly as possible.
     divisor = next(size for size in range(limit, 0, -1) if total % size == 0)
     return divisor if 2 * divisor > limit else -(-total // -(-total // limit))
 
@@ -170,6 +172,7 @@ class _StreamedError(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+        # Saved gradients belong to SEED times the error.
         factor = grad / SEED
         return None, None, None, None, *(saved * factor for saved in ctx.saved_tensors)
 
@@ -191,6 +194,7 @@ def _run_chunk(
     top = x.view(frames, slots, positions, -1)
     alpha_weight, paint = last_weight[-1], last_weight[:-1].to(dtype)
     masks = torch.softmax((top.float() * alpha_weight).sum(-1) + last_bias[-1], dim=1)
+    # Slots are mixed before the last layer: masks sum to 1, so its bias passes through unchanged.
     mixed = (top.float() * masks.unsqueeze(-1)).sum(1).to(dtype).view(frames * positions, -1)
     painted = torch.addmm(last_bias[:-1].to(dtype), mixed, paint.t())
     error = painted.float().view(target.shape) - target.float()
@@ -198,6 +202,7 @@ def _run_chunk(
     grad = (error * (2 * SEED)).to(dtype).view(painted.shape)
     at_mixed = torch.mm(grad, paint).view(frames, 1, positions, -1).float()
     at_masks = (at_mixed * top.float()).sum(-1)
+    # Gradient of a softmax over slots: m (g - Σ m g).
     at_alpha = masks * (at_masks - (masks * at_masks).sum(1, keepdim=True))
     at_top = masks.unsqueeze(-1) * at_mixed + at_alpha.unsqueeze(-1) * alpha_weight
     at_alpha_weight = (at_alpha.unsqueeze(-1) * top.float()).sum((0, 1, 2))

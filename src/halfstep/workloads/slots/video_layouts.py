@@ -337,7 +337,7 @@ def read_frame_files(paths: Sequence[Path], first: tuple[tuple[int, ...], Path] 
 
 
 def is_mask(path: Path) -> bool:
-    """Whether a picture is the mask of frames next to it."""
+    """True if a picture is the mask of frames next to it."""
     folder = path.parent
     has_frames = folder.name in MASK_FOLDERS and any((folder.parent / name).is_dir() for name in FRAME_FOLDERS)
     return has_frames or STEVE_MASK.match(path.stem) is not None

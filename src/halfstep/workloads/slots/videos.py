@@ -49,7 +49,7 @@ class Videos(Protocol):
 
     @property
     def labels_background(self) -> bool:
-        """Whether label 0 is an annotated background, not just unlabelled pixels."""
+        """True if label 0 is an annotated background, not just unlabelled pixels."""
         ...
 
     def frames(self, index: int, first: int, count: int) -> Array:
@@ -114,7 +114,7 @@ class ShardVideos:
 
     @property
     def labels_background(self) -> bool:
-        """Masks with one plane per object (YTVIS) leave pixels unlabelled."""
+        """False for masks with one plane per object (YTVIS), which leave pixels unlabelled."""
         return not any(masks is not None and masks.shape[3:] not in ((), (1,)) for _, masks in self._arrays)
 
     def frames(self, index: int, first: int, count: int) -> Array:
