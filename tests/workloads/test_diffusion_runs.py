@@ -167,7 +167,7 @@ def test_training_on_latents_from_disk_places_no_vae(data: Path, vae: str, tmp_p
     config = settings("diffusion", data, **wish).config
     built = building.build(config)  # type: ignore[arg-type]
     assert not built.frozen
-    assert any("with mirror images" in value for _, value in built.about)
+    assert any("with flips" in value for _, value in built.about)
     plain = building.build(settings("diffusion", data, model__vae=vae).config)  # type: ignore[arg-type]
     assert set(plain.frozen) == {"vae"}
 
