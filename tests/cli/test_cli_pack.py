@@ -75,9 +75,9 @@ def test_verify_finds_a_broken_file(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda folder: (folder / "cat" / "0.jpg").unlink(), "0 pictures new, 1 gone"),
-        (lambda folder: shutil.copy(folder / "cat" / "0.jpg", folder / "cat" / "new.jpg"), "1 picture new, 0 gone"),
-        (lambda folder: os.utime(folder / "cat" / "0.jpg", (1, 1)), "a picture was written again"),
+        (lambda folder: (folder / "cat" / "0.jpg").unlink(), "0 images new, 1 gone"),
+        (lambda folder: shutil.copy(folder / "cat" / "0.jpg", folder / "cat" / "new.jpg"), "1 image new, 0 gone"),
+        (lambda folder: os.utime(folder / "cat" / "0.jpg", (1, 1)), "an image changed"),
     ],
 )
 def test_verify_says_that_a_pack_of_a_changed_folder_is_stale(
@@ -147,7 +147,7 @@ def test_a_config_packs_its_latents_once(tmp_path: Path, capsys: pytest.CaptureF
     config.write_text(json.dumps(settings))
     code, text, _ = run(capsys, "pack", str(config))
     assert code == 0
-    assert "latents of 6 pictures, with mirror images, encoded in fp32" in text
+    assert "latents of 6 images, with flips, encoded in fp32" in text
     code, text, _ = run(capsys, "pack", str(config), "--json")
     summary = json.loads(text)
     assert (code, summary["made"], summary["format"]) == (0, False, "fp32")

@@ -77,7 +77,7 @@ def test_the_memory_plan_has_a_row_for_each_precision_and_level_and_what_fits(tm
         (("--memory", "--gpu", "warp9"), "unknown GPU 'warp9'"),
         (("--memory", "--mode", "slow"), "unknown --mode 'slow'"),
         (("--fit", "24GB"), "--memory --fit 24GB"),
-        (("--memory", "--picture", "x.docx"), "is not a picture file name"),
+        (("--memory", "--picture", "x.docx"), "is not an image file name"),
     ],
 )
 def test_mistakes_in_a_memory_plan_are_clear_errors(

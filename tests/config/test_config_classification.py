@@ -77,7 +77,7 @@ def test_without_data_the_small_models_of_the_demo_are_trained() -> None:
 @pytest.mark.parametrize(
     ("override", "complaint"),
     [
-        ("data.augment.crop_area=[0.5, 0.1]", "the first number is the smaller one"),
+        ("data.augment.crop_area=[0.5, 0.1]", "must start with the smaller number"),
         ("data.augment.crop_area=[0, 1]", "more than 0"),
         ("data.augment.mixup=-1", "at least 0"),
         ("data.eval_crop_ratio=0", "more than 0"),

@@ -180,7 +180,7 @@ def test_references_that_multiply_are_refused_before_they_fill_the_memory(as_lis
 
 
 def test_a_long_text_that_is_pasted_often_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"more than 100,000 characters"):
+    with pytest.raises(ConfigError, match=r"longer than 100,000 characters"):
         from_dict("unet", {"globals": {"a": "x" * 10_000}, "data": {"dir": "${globals.a}" * 1000}})
 
 
@@ -228,7 +228,7 @@ def test_different_statements_of_one_layer_name_both_with_file_key_and_line(tmp_
         (["optimizer.lr=-1"], "expected more than 0"),
         (["optimizer.betas=[0.9]"], "expected one more value"),
         (["optimizer.betas=[1, 2, 3]"], "expected a list of 2 values"),
-        (["optimizer.name=lbfgs"], "lbfgs changes weights before a step can be judged"),
+        (["optimizer.name=lbfgs"], "lbfgs updates weights before the step can be checked"),
         (["guard.on_fault=explode"], "expected 'stop' or 'rollback'"),
         (["train.channels_last=maybe"], "expected 'auto' or true or false"),
         (["data.val_fraction=1"], "expected less than 1"),
@@ -254,7 +254,7 @@ def test_different_statements_of_one_layer_name_both_with_file_key_and_line(tmp_
         (["precision.modules.head=fp7"], "unknown precision 'fp7' (precision.modules.head=fp7)"),
         (["data.dir=${globals.X}"], "there is no global 'X'"),
         (["globals.AB=1", "data.dir=${globals.AC}"], "there is no global 'AC'\n  fix: one of AB"),
-        (["data.dir=${env.HOME}"], "only ${globals.NAME} can be referred to"),
+        (["data.dir=${env.HOME}"], "only ${globals.NAME} can be referenced"),
         (["data.dir=a${globals.X"], "has an open ${"),
         (["globals.A=${globals.B}", "globals.B=${globals.A}"], "refers to itself"),
         (

@@ -114,7 +114,7 @@ def test_references_are_resolved_as_omegaconf_does() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: ${b}\n", "names a key that is not there"),
+        ("a: ${b}\n", "refers to a key that does not exist"),
         ("a: ${b}\nb: ${a}\n", "refers to itself"),
         ("a: ${env:HOME}\n", "is an unknown function"),
         ("a: ${div:1,0}\n", "cannot be computed"),

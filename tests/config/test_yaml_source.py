@@ -78,7 +78,7 @@ def test_flow_values_of_overrides() -> None:
 
 
 def test_a_missing_space_behind_a_colon_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"'vae:fp12' has no space behind its colon\n  fix: \{vae: fp12\}"):
+    with pytest.raises(ConfigError, match=r"'vae:fp12' has no space after its colon\n  fix: \{vae: fp12\}"):
         parse_flow("{vae:fp12}", "x")
     assert parse_flow('{"a:b": 1, c: }', "x") == {"a:b": "1", "c": ""}
 

@@ -78,7 +78,7 @@ def test_every_unusable_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds one class, cat"):
         find_images(tmp_path, USUAL)
     (tmp_path / "train" / "dog").mkdir()
-    with pytest.raises(DataError, match="no pictures in class dog"):
+    with pytest.raises(DataError, match="no images in class dog"):
         find_images(tmp_path, USUAL)
     write_classes(tmp_path / "train", {"dog": 1})
     write_classes(tmp_path / "val", {"dog": 1, "emu": 1})

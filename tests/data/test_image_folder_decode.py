@@ -148,7 +148,7 @@ def test_bytes_after_the_end_of_a_picture_are_no_fault(tmp_path: Path) -> None:
 def test_a_class_of_bad_files_only_is_an_error_even_when_skipping(tmp_path: Path) -> None:
     write_split(tmp_path, train=1)
     (tmp_path / "train" / "cat" / "0.jpg").write_text("gone")
-    with pytest.raises(DataError, match="no readable training picture in class cat"):
+    with pytest.raises(DataError, match="no readable training image in class cat"):
         check_images(find_images(tmp_path, FolderLayout()), bad_files=BadFiles("skip"))
 
 

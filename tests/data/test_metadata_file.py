@@ -99,7 +99,7 @@ def test_a_table_of_boxes_beside_class_folders_leaves_the_folders_their_say(tmp_
         ('{"label": 1}', "line 2 has no file_name"),
         ("{", "line 2 is not JSON"),
         ("[" * 100_000, "line 2 is not JSON"),
-        ("[1]", "line 2 holds no object"),
+        ("[1]", "line 2 is not a JSON object"),
     ],
 )
 def test_a_bad_row_is_named_by_its_line(tmp_path: Path, line: str, said: str) -> None:

@@ -113,7 +113,7 @@ SKIP = PackSettings(size=32, on_bad_file="skip")
 def test_a_class_of_bad_files_only_cannot_be_packed(folder: ImageFolder, tmp_path: Path) -> None:
     for path in (folder.root / "train" / "cat").iterdir():
         path.write_bytes(b"")
-    with pytest.raises(DataError, match="no readable training picture in class cat"):
+    with pytest.raises(DataError, match="no readable training image in class cat"):
         pack(folder, tmp_path / "a.pack", SKIP)
 
 
@@ -129,7 +129,7 @@ def test_a_fitting_pack_is_kept_and_a_change_of_the_folder_makes_a_new_one(folde
     smooth_picture(78).save(folder.root / "train" / "cat" / "new.png")
     grown = open_or_pack(find_images(folder.root, FolderLayout()), path, SMALL)
     assert len(grown.train) == len(changed.train) + 1
-    with pytest.raises(DataError, match="does not belong to the folder"):
+    with pytest.raises(DataError, match="does not match the folder"):
         open_pack(path, fingerprint="of another folder")
 
 

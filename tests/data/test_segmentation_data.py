@@ -169,12 +169,12 @@ def test_one_dark_float_image_is_scaled_like_its_bright_neighbour(tmp_path: Path
 
 
 def test_a_nan_is_found_before_training_starts(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"1\.npy holds 48 values of NaN, infinity or a size beyond fp32"):
+    with pytest.raises(DataError, match=r"1\.npy holds 48 values of NaN, infinity or beyond the range of fp32"):
         scan_floats(tmp_path, ramp(0, 1), np.full((6, 8), 1e300))  # infinite as float32
 
 
 def test_floats_without_a_known_scale_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"a\.tif holds float32 pixels, and no scale is known for them"):
+    with pytest.raises(DataError, match=r"a\.tif holds float32 pixels, and their value range is unknown"):
         read_image(save(tmp_path / "a.tif", ramp(0, 1)), channels=1)
 
 
@@ -182,7 +182,7 @@ def test_floats_without_a_known_scale_are_refused(tmp_path: Path) -> None:
 def test_a_nan_in_a_float_image_names_the_file(tmp_path: Path, bad: float) -> None:
     image = np.zeros((6, 8), dtype=np.float32)
     image[1, 1] = bad
-    with pytest.raises(DataError, match=r"broken\.npy holds 1 value of NaN, infinity or a size beyond fp32"):
+    with pytest.raises(DataError, match=r"broken\.npy holds 1 value of NaN, infinity or beyond the range of fp32"):
         read_image(save(tmp_path / "broken.npy", image), channels=1)
 
 

@@ -115,9 +115,9 @@ def test_a_packed_tar_is_refused_with_the_way_out(tmp_path: Path) -> None:
     plain.write_bytes(gzip.compress(plain.read_bytes()))
     with pytest.raises(DataError) as raised:
         ShardVideos(tmp_path, "v-000000.tar", bad_files=BadFiles("error"))
-    assert "unpack" in raised.value.fix
+    assert "decompress" in raised.value.fix
     plain.rename(tmp_path / "v.tar.gz")
-    with pytest.raises(DataError, match=r"v\.tar\.gz is packed"):
+    with pytest.raises(DataError, match=r"v\.tar\.gz is compressed"):
         find_videos(tmp_path, bad_files=BadFiles("error"))
 
 

@@ -161,14 +161,14 @@ def test_files_of_the_wrong_kind_are_refused_by_what_is_wrong(tmp_path: Path) ->
     shard(tmp_path / "short.bin", [1, 2, 3], count=9)
     shard(tmp_path / "newer.bin", [1, 2, 3], version=2)
     for name, word in (("empty", "empty"), ("odd", "odd number"), ("wide", "32-bit"), ("text", "hold text: 'Größer"),
-                       ("saved", r"np\.save"), ("short", "header says 9"),
+                       ("saved", r"np\.save"), ("short", "header claims 9"),
                        ("newer", "version 2")):  # fmt: skip
         with pytest.raises(DataError, match=word):
             open_ids(tmp_path / f"{name}.bin")
     np.array([1, 2, 60000], dtype=np.uint16).tofile(tmp_path / "other.bin")
     with pytest.raises(DataError, match="token 60,000 at position 2, past the vocabulary of 50,257"):
         open_tokens((tmp_path / "other.bin",), vocab=50257)
-    with pytest.raises(DataError, match="no training part"):
+    with pytest.raises(DataError, match="no training file"):
         find_token_files(tmp_path)
 
 
@@ -177,7 +177,7 @@ def test_a_bin_of_another_kind_beside_texts_is_none_of_ids(tmp_path: Path) -> No
     (tmp_path / "sentencepiece.bin").write_bytes(b"model")
     assert find_token_files(tmp_path) is None
     (tmp_path / "val.bin").write_bytes(b"ids")
-    with pytest.raises(DataError, match="no training part"):
+    with pytest.raises(DataError, match="no training file"):
         find_token_files(tmp_path)
 
 

@@ -311,7 +311,7 @@ def replayed(tmp_path: Path, planted: Planted, precision: str) -> Replayed:
     step = hs.Step(model, optimizer, precision, simulate=precision != "fp32", capsules=tmp_path)
     step.scaler.value.fill_(1.0)  # as after a long search for a scale
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*is kept; find the cause.*")
+        warnings.filterwarnings("ignore", message=".*was saved; find the cause.*")
         warnings.filterwarnings("ignore", message=".*degrees of freedom.*")
         try:
             step(loss_fn, [batch])
@@ -364,7 +364,7 @@ def test_what_refuses_half_is_mended_by_an_island_though_the_loss_scale_is_still
     optimizer = torch.optim.SGD(model.parameters(), 0.0, fused=True)
     step = hs.Step(model, optimizer, "fp16", simulate=True, capsules=tmp_path)
     with (
-        pytest.warns(UserWarning, match=r"is kept; find the cause with: hs\.replay\(.*, model, loss_fn\)"),
+        pytest.warns(UserWarning, match=r"was saved; find the cause with: hs\.replay\(.*, model, loss_fn\)"),
         pytest.raises(RuntimeError, match="unsafe to autocast"),
     ):
         step(summed, [batch])

@@ -23,7 +23,7 @@ def kept(tmp_path: Path, model: nn.Module, loss_fn: Callable[[Batch], Tensor], b
     """The capsule of one step that is not finite."""
     step = hs.Step(model, torch.optim.SGD(model.parameters(), 0.1), "fp32", capsules=tmp_path)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*is kept; find the cause.*")
+        warnings.filterwarnings("ignore", message=".*was saved; find the cause.*")
         warnings.filterwarnings("ignore", message=".*not fused.*")
         step(loss_fn, [batch])
         step.finish()

@@ -37,7 +37,7 @@ def faulty(
     step = hs.Step(model, optimizer, precision, simulate=precision != "fp32", guard=FLOOR, capsules=tmp_path, **more)
     step.scaler.value.fill_(1.0)  # as after a long search for a scale
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*is kept; find the cause.*")
+        warnings.filterwarnings("ignore", message=".*was saved; find the cause.*")
         try:
             for _ in range(steps):
                 step(loss_fn, [batch if batch is not None else planted.batch_of()])

@@ -24,7 +24,7 @@ from halfstep.evidence.causes import diagnose
 from halfstep.run.capsules import replay_run, subject_of
 from tiny_runs import unet_run
 
-KEPT = pytest.warns(UserWarning, match="is kept; find the cause")
+KEPT = pytest.warns(UserWarning, match="was saved; find the cause")
 
 
 def step_of(model: nn.Module, folder: Path, **more: Any) -> hs.Step:
@@ -199,13 +199,13 @@ def test_the_command_says_cause_operation_and_change_and_draws(
 
 def test_a_capsule_is_replayed_where_it_belongs(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", **{"model.options.poisoned": [2]})
-    with pytest.raises(CheckpointError, match="of a run") as refused:
+    with pytest.raises(CheckpointError, match="comes from a run of `halfstep train`") as refused:
         hs.replay(folder / "capsules" / "00000002", nn.Linear(1, 1), lambda batch: batch)
     assert "halfstep replay" in refused.value.fix
     model = nn.Linear(8, 2)
     with KEPT, step_of(model, tmp_path / "own") as step:
         step(lambda b: model(b["x"]).sum() * float("nan"), [planted.batch_of()])
-    with pytest.raises(CheckpointError, match="a loop of your own") as refused:
+    with pytest.raises(CheckpointError, match="comes from a custom loop") as refused:
         replay_run(tmp_path / "own" / "00000000")
     assert "hs.replay" in refused.value.fix
 

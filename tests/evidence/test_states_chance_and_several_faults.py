@@ -29,7 +29,7 @@ def replayed(
     step = hs.Step(model, optimizer, options.pop("precision", "fp32"), capsules=folder, **options)
     step.scaler.value.fill_(1.0)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*is kept; find the cause.*")
+        warnings.filterwarnings("ignore", message=".*was saved; find the cause.*")
         try:
             step(loss_fn, [batch])
             step.finish()
@@ -149,7 +149,7 @@ def test_a_kernel_that_makes_a_finite_spike_is_at_fault(tmp_path: Path) -> None:
         return by_fours(model(batch["x"])).abs().mean()
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*is kept; find the cause.*|.*spike.*")
+        warnings.filterwarnings("ignore", message=".*was saved; find the cause.*|.*spike.*")
         with hs.Step(model, optimizer, "fp32", skip_spikes=True, capsules=tmp_path) as step:
             for rows in [4] * 70 + [6]:
                 step(loss_fn, [{"x": numbers(rows, 8)}])

@@ -173,7 +173,7 @@ def test_a_few_bad_files_are_left_out_and_named(tmp_path: Path, monkeypatch: pyt
 def test_a_wrong_folder_says_why(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         look_at("unet", tmp_path / "gone")
-    with pytest.raises(DataError, match="cannot look into"):
+    with pytest.raises(DataError, match="cannot read"):
         look_at("unet", tmp_path / ("x" * 300))
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(DataError, match="no class folders"):

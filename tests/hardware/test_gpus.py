@@ -106,7 +106,7 @@ def test_an_unknown_name_suggests_the_nearest(asked: str, near: str) -> None:
 
 
 def test_a_name_of_several_gpus_lists_them() -> None:
-    with pytest.raises(HardwareError, match="'rtx 4000' is the name of 2 GPUs") as caught:
+    with pytest.raises(HardwareError, match="'rtx 4000' matches 2 GPUs") as caught:
         look_up_gpu("rtx 4000")
     assert "Quadro RTX 4000, RTX 4000 Ada" in caught.value.fix
 

@@ -86,7 +86,7 @@ def test_folders_of_diffusers_are_opened_and_others_are_named(tmp_path: Path) ->
     assert isinstance(opened, AutoencoderKL)
     with pytest.raises(ModelError, match="AutoencoderKL"):
         open_net(folder, ["UNet2DModel"])
-    with pytest.raises(ModelError, match="nothing is downloaded"):
+    with pytest.raises(ModelError, match="halfstep downloads nothing"):
         find_net_folder("stabilityai/some-model", "unet", "model.weights")
     with torch.no_grad():
         opened.decoder.conv_out.bias[0] = torch.nan

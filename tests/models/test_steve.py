@@ -178,7 +178,7 @@ def test_a_dvae_of_fourteen_pixels_a_word_gives_images_of_the_size_it_got() -> N
 
 
 def test_sizes_that_do_not_fit_are_refused_with_the_numbers() -> None:
-    with pytest.raises(ModelError, match="30×30 pixels for words of 4×4"):
+    with pytest.raises(ModelError, match="30×30 pixels for tokens of 4×4"):
         Steve(replace(TINY, image_size=30))
     with pytest.raises(ModelError, match="3 attention heads for 16"):
         CrossAttention(16, 3, dropout=0.0, gain=1.0)

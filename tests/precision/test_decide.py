@@ -252,8 +252,8 @@ def test_a_pattern_for_a_model_without_parts_is_told_so() -> None:
 def test_tf32_cannot_be_switched_for_a_part() -> None:
     plan = decide("bf16", HOPPER, tiny_diffusion(), modules={"head": "tf32"})
     assert by_module(plan)["head"] == ("fp32", "fp32")
-    assert "one switch" in plan.warnings[0]
-    with pytest.raises(PrecisionError, match="cannot hold while the default is tf32"):
+    assert "process-wide switch" in plan.warnings[0]
+    with pytest.raises(PrecisionError, match="cannot be applied while the default is tf32"):
         decide("tf32", HOPPER, tiny_diffusion(), modules={"head": "fp32"})
 
 

@@ -46,7 +46,7 @@ def test_images_come_in_the_layout_of_the_weights(demo: Path, wish: bool) -> Non
 def test_a_batch_that_is_prepared_into_more_than_tensors_is_refused(demo: Path) -> None:
     parts = assembled(demo)
     batch = next(parts.train_loader.epoch(0))
-    with pytest.raises(ConfigError, match=r"prepare\(\) gave 'scale' as float, 0\.5"):
+    with pytest.raises(ConfigError, match=r"prepare\(\) returned 'scale' as float, 0\.5"):
         match_layout(parts.model, {**batch, "scale": 0.5})  # type: ignore[dict-item]
 
 

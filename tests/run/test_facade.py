@@ -141,7 +141,7 @@ def test_state_survives_a_round_trip() -> None:
         (lambda loss: None, "the loss is None, not a tensor"),
         (lambda loss: loss.item(), "the loss is a float, not a tensor"),
         (lambda loss: (None, 3), "the loss is None, not a tensor"),
-        (lambda loss: loss.detach(), "depends on no weight that is trained"),
+        (lambda loss: loss.detach(), "depends on no trained parameter"),
     ],
 )
 def test_a_loss_function_that_gives_no_loss_is_told_so_and_changes_nothing(result, says: str) -> None:

@@ -68,7 +68,7 @@ def test_resuming_what_is_no_run_says_so(
     main_exits_with(2, "train", "--resume", str(tmp_path / name))
     error = capsys.readouterr().err
     assert said in error
-    assert "give the folder that `halfstep train` named" in error
+    assert "give the folder that `halfstep train` printed" in error
 
 
 def test_a_run_from_a_device_that_is_not_here_names_the_flag_to_go_on(tmp_path: Path) -> None:

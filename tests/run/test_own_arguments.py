@@ -91,7 +91,7 @@ def test_a_batch_of_unknown_length_cannot_be_weighed_against_others() -> None:
 def test_windows_takes_a_loader_not_a_batch() -> None:
     _, step = made()
     for wrong in (X, {"x": X}, None):
-        with pytest.raises(ConfigError, match="takes a loader"):
+        with pytest.raises(ConfigError, match="takes an iterable of batches"):
             next(step.windows(wrong))  # type: ignore[arg-type]
 
 
@@ -101,7 +101,7 @@ WRONG = {
     "(loss, logits)": (lambda loss, out: (loss, out), "the weight of the batch"),
     "(loss, one logit)": (lambda loss, out: (loss, out[0, 0]), "with a gradient"),
     "(loss, dict)": (lambda loss, out: (loss, {"accuracy": 0.5}), "a dict"),
-    "(logits, loss)": (lambda loss, out: (out, loss), "the loss comes first"),
+    "(logits, loss)": (lambda loss, out: (out, loss), "a tuple must be"),
     "(loss, accuracy 0)": (lambda loss, out: (loss, 0.0), r"\(loss, 0.0\)"),
     "(loss, accuracy)": (lambda loss, out: (loss, 0.37), r"\(loss, 0.37\)"),
     "(loss, -1)": (lambda loss, out: (loss, -1), r"\(loss, -1\)"),
@@ -175,7 +175,7 @@ def test_an_autocast_inside_loss_fn_that_is_not_the_plans_is_noticed() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return F.mse_loss(model(x).float(), x)
 
-    with pytest.warns(UserWarning, match="computes in bfloat16, while the plan says fp32"):
+    with pytest.warns(UserWarning, match="computes in bfloat16, but the plan uses fp32"):
         step(loss_fn, [X])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -189,7 +189,7 @@ def test_a_loss_scaled_by_hand_is_noticed() -> None:
     scaler = torch.amp.GradScaler("cpu")
     with pytest.warns(UserWarning, match="GradScaler"):
         step(lambda x: scaler.scale(F.mse_loss(model(x), x)), [X])
-    with pytest.warns(UserWarning, match="weights move twice"):
+    with pytest.warns(UserWarning, match="weights are updated twice"):
         scaler.step(next(iter(step.optimizers)))
 
 
@@ -232,7 +232,7 @@ def test_an_optimizer_that_is_also_stepped_by_hand_is_noticed() -> None:
     step, other = hs.Step(model, optimizer, "fp32"), hs.Step(model, optimizer, "fp32")
     for one in (step, other, step):
         one(loss_of(model), [X])
-    with pytest.warns(UserWarning, match="weights move twice"):
+    with pytest.warns(UserWarning, match="weights are updated twice"):
         optimizer.step()
 
 

@@ -57,7 +57,7 @@ def test_an_older_run_with_a_relative_folder_works_where_it_fits_and_else_names_
     assert not notes
     (home / "elsewhere").mkdir()
     monkeypatch.chdir(home / "elsewhere")
-    with pytest.raises(DataError, match="data folder pictures is not there") as missing:
+    with pytest.raises(DataError, match="data folder pictures does not exist") as missing:
         find_moved_data(config, folder)
     assert str(home / "elsewhere" / "pictures") in missing.value.why
 

@@ -33,7 +33,7 @@ def test_the_size_of_the_pictures_is_stored_and_a_resumed_run_keeps_it(
 ) -> None:
     data_sets.tgs(tmp_path / "set")
     run = trained(tmp_path / "set", tmp_path / "run")
-    assert "24: the pictures have 24×16 pixels" in capsys.readouterr().out
+    assert "24: the images have 24×16 pixels" in capsys.readouterr().out
     stored = load(str(run / "config.yaml"))
     assert stored.config.data.image_size == 24
     train(load(str(run / "config.yaml"), overrides=["train.epochs=2"]), resume=run)
@@ -74,7 +74,7 @@ def test_what_only_the_start_of_a_run_reads_cannot_be_changed(tmp_path: Path) ->
     before = (run / "config.yaml").read_text()
     for change in ("model.classes=3", "model.ignore_index=0", "data.channels=1", "model.weights=a.pth"):
         again = load(str(run / "config.yaml"), overrides=[change, "train.epochs=2"])
-        with pytest.raises(CheckpointError, match="a run keeps this setting: " + change.split("=")[0]):
+        with pytest.raises(CheckpointError, match="this setting cannot change during a run: " + change.split("=")[0]):
             train(again, resume=run, allow_changes=True)
     assert (run / "config.yaml").read_text() == before
 
@@ -186,7 +186,7 @@ def test_the_scale_of_a_run_is_that_of_all_its_later_images(tmp_path: Path, caps
     told = Told(tmp_path)
     evaluate(run, data=other, report=told.report)
     assert "float images are divided by 255 (data.scale), but seem to be 0..1" in told.text
-    with pytest.raises(CheckpointError, match=r"a run keeps this setting: data\.scale: 255\.0 -> 1\.0"):
+    with pytest.raises(CheckpointError, match=r"this setting cannot change during a run: data\.scale: 255\.0 -> 1\.0"):
         train(load(str(run / "config.yaml"), overrides=["data.scale=1", "train.epochs=3"]), resume=run)
 
 

@@ -99,7 +99,7 @@ def test_a_value_that_ends_is_an_error_only_when_a_step_needs_it() -> None:
     values.refresh()
     assert float(tau.value) == 2.0
     counts.attempted, counts.committed = 2, torch.tensor(2)
-    with pytest.raises(ConfigError, match="tau has none for step 2"):
+    with pytest.raises(ConfigError, match="tau has no value for step 2"):
         values.refresh()
 
 

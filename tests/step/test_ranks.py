@@ -158,13 +158,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("case", "fact"),
     [
-        ("around", "went around DistributedDataParallel"),
-        ("unsummed", "went around DistributedDataParallel"),
-        ("partly wrapped", "2 trained parameters are in no DistributedDataParallel: 1.weight, 1.bias"),
+        ("around", "bypassed DistributedDataParallel"),
+        ("unsummed", "bypassed DistributedDataParallel"),
+        ("partly wrapped", "2 trained parameters are not wrapped in DistributedDataParallel: 1.weight, 1.bias"),
         ("other settings", "rank 0 and rank 1 differ in accumulate: 1 and 2"),
         ("other rates", "0.1 on rank 0, 0.2 on rank 1"),
         ("empty", "has an empty window"),
-        ("of some", "joins 1 of 2 processes"),
+        ("of some", "covers 1 of 2 ranks"),
     ],
 )
 def test_what_ranks_would_part_over_is_refused_on_every_one(

@@ -38,7 +38,7 @@ def step_of(model: nn.Module) -> hs.Step:
 
 
 def test_a_plain_model_among_two_processes_is_refused_with_the_lines_to_add(tmp_path: Path) -> None:
-    with world_of(2, tmp_path), pytest.raises(ConfigError, match="2 processes") as refused:
+    with world_of(2, tmp_path), pytest.raises(ConfigError, match="2 ranks") as refused:
         step_of(make_model())
     assert "DistributedDataParallel(model)" in refused.value.fix
 

@@ -309,7 +309,7 @@ def test_a_model_that_is_compiled_anew_too_often_is_told_once_with_the_reason(lo
     said: list[str] = []
     recompiled_too_often(said)
     assert len(said) == 1
-    assert "compiled again too often" in said[0]
+    assert "recompiled too often" in said[0]
     assert "num == " in said[0]
     assert "\n" not in said[0]
     assert warned(log) == []

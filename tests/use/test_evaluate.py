@@ -108,7 +108,7 @@ def test_full_size_scores_the_very_masks_that_predict_writes(unet: Path, tmp_pat
 def test_full_size_is_refused_where_it_means_nothing(unet: Path, resnet: Path) -> None:
     with pytest.raises(ConfigError, match="resnet18 has no option --full-size"):
         evaluated(resnet, options={"full_size": True})
-    with pytest.raises(ConfigError, match="--batch-size 4 means nothing with --full-size"):
+    with pytest.raises(ConfigError, match="--batch-size 4 cannot be combined with --full-size"):
         evaluated(unet, options={"full_size": True}, batch_size=4)
 
 
@@ -250,7 +250,7 @@ def test_a_moved_run_brings_its_demo_data_and_others_say_where_to_name_them(unet
     run = copied(unet, tmp_path / "run")
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(config.replace(str(unet / "data"), str(tmp_path / "gone")))
-    with pytest.raises(DataError, match="is not there") as missing:
+    with pytest.raises(DataError, match="does not exist") as missing:
         evaluated(run)
     assert "--data" in missing.value.fix
     shutil.copytree(unet / "data", run / "data")

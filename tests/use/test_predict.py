@@ -100,7 +100,7 @@ def test_tiles_are_halved_where_memory_runs_out(unet: Path, large: Path, tmp_pat
     shown = next(part for part in bar.parts() if part.startswith("tile "))
     assert shown.removeprefix("tile ").split("/")[0] == shown.split("/")[1]  # the last of several
     assert isinstance(answer, Answer)
-    assert "going on with tiles of 128 pixels" in told.text
+    assert "continuing with tiles of 128 pixels" in told.text
     whole = mask_of(predicted(unet, large, out=tmp_path / "whole").answers[0])
     assert (mask_of(answer) != whole).mean() < 1e-3
 
@@ -222,7 +222,7 @@ def test_a_file_with_nan_is_named_with_what_is_wrong_with_it(unet: Path, tmp_pat
     np.save(tmp_path / "bad.npy", np.full((32, 32, 3), np.nan, dtype=np.float32))
     good = unet / "data" / "imgs" / "000.png"
     (failure,) = predicted(unet, tmp_path / "bad.npy", good, out=tmp_path / "out").failed
-    assert failure.why == "holds 3,072 values of NaN, infinity or a size beyond fp32"
+    assert failure.why == "holds 3,072 values of NaN, infinity or beyond the range of fp32"
 
 
 # --- interrupted ---

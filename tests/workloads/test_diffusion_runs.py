@@ -140,7 +140,7 @@ def test_other_latents_at_resume_are_refused_and_lost_ones_made_again(data: Path
     # The same pictures and VAE, other numbers: as another library version might give them.
     cache = open_latents(file)
     write_latents(file, 24, (2, 4, 4, 4), [cache.moments + 1], {"fingerprint": cache.meta["fingerprint"]})
-    with pytest.raises(DataError, match="other latents than the run was trained on"):
+    with pytest.raises(DataError, match="different latents from those the run was trained on"):
         resume(run, "train.max_steps=2")
     file.unlink()
     resume(run, "train.max_steps=2")
@@ -167,7 +167,7 @@ def test_training_on_latents_from_disk_places_no_vae(data: Path, vae: str, tmp_p
     config = settings("diffusion", data, **wish).config
     built = building.build(config)  # type: ignore[arg-type]
     assert not built.frozen
-    assert any("with mirror images" in value for _, value in built.about)
+    assert any("with flips" in value for _, value in built.about)
     plain = building.build(settings("diffusion", data, model__vae=vae).config)  # type: ignore[arg-type]
     assert set(plain.frozen) == {"vae"}
 
@@ -398,11 +398,11 @@ def test_bad_settings_are_refused_before_the_first_step(data: Path, vae: str, te
         model__channels=[8, 8, 8, 8],
     )
     refused("0 would make every weight", data, model__min_snr_gamma=0)
-    refused(r"beta_start=0\.6 lies above noise\.beta_end=0\.5", data, noise__beta_start=0.6)
+    refused(r"beta_start=0\.6 is above noise\.beta_end=0\.5", data, noise__beta_start=0.6)
     refused("the last timestep is the noise itself", data, noise__zero_terminal_snr=True)
     refused("belong together", data, model__conditioning="text")
-    refused("name one with model.vae=DIR", data, data__cache="latents")
-    refused("nothing is downloaded", data, ModelError, model__vae="runwayml/stable-diffusion")
+    refused("needs a VAE: model.vae=DIR", data, data__cache="latents")
+    refused("halfstep downloads nothing", data, ModelError, model__vae="runwayml/stable-diffusion")
     refused("30 sampling steps", data, sample__steps=30)
     (tmp_path / "classes.txt").write_text("disc\n")
     refused("does not match the classes", data, DataError, model__conditioning="class",
@@ -410,6 +410,6 @@ def test_bad_settings_are_refused_before_the_first_step(data: Path, vae: str, te
     lonely = tmp_path / "lonely"
     lonely.mkdir()
     Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8)).save(lonely / "1.png")
-    refused("1 picture", lonely, DataError)
+    refused("1 image", lonely, DataError)
     broken = str(vae_folder(tmp_path / "hot", scale=1e6))
     refused("overflows", data, model__vae=broken, precision__modules={"vae": "fp16"})

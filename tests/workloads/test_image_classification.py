@@ -234,9 +234,9 @@ def test_no_folder_is_said_as_such() -> None:
 
 def test_a_last_batch_that_batchnorm_cannot_learn_from_is_refused_before_training(folder: Path) -> None:
     small = ["data.image_size=32", "model.width=4"]
-    with pytest.raises(ConfigError, match=r"batch_size=23 leaves one sample alone in the last batch of 24"):
+    with pytest.raises(ConfigError, match=r"batch_size=23 leaves a single sample in the last batch of 24"):
         built(folder, *small, "train.batch_size=23")
-    with pytest.raises(ConfigError, match="batch_size=1 leaves one sample alone"):
+    with pytest.raises(ConfigError, match="batch_size=1 leaves a single sample"):
         built(folder, *small, "train.batch_size=1")
     built(folder, *small, "train.batch_size=22")
     built(folder, "model.width=4", "data.image_size=64", "train.batch_size=23")  # 2x2 values a channel
@@ -247,7 +247,7 @@ def test_a_class_without_validation_pictures_is_named(folder: Path, tmp_path: Pa
     shutil.rmtree(tmp_path / "images" / "val" / "red")
     for cached in ("false", "true"):
         notes = built(tmp_path / "images", *TINY, f"data.cache={cached}", "data.cache_size=16").notes
-        assert notes == ("no validation picture of red: nothing will be known of them",)
+        assert notes == ("no validation image of red: these classes are not evaluated",)
 
 
 @pytest.mark.parametrize("cached", ["false", "true"])

@@ -191,7 +191,7 @@ def test_the_tokenizer_beside_the_weights_is_taken_where_none_is_named(tmp_path:
     rows = workload.model.get_parameter("transformer.wte.weight")[: bpe.get_vocab_size()]
     assert torch.equal(rows, padded.transformer.wte.weight[: len(rows)])
     (tmp_path / "weights" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
-    with pytest.raises(ModelError, match="knows 512 tokens"):  # whose they are nobody knows
+    with pytest.raises(ModelError, match="has 512 tokens"):  # whose they are nobody knows
         built(text, model__weights=str(tmp_path / "weights"), data__tokenizer=str(tmp_path / "tokenizer.json"))
 
 
@@ -232,11 +232,11 @@ def test_bad_texts_are_refused_and_leave_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="not UTF-8"):
         built(folder / "a.txt")
     (folder / "a.txt").write_text("hi")
-    with pytest.raises(DataError, match=r"1 tokens, one sample is 8") as error:
+    with pytest.raises(DataError, match=r"1 tokens, and one sample needs 8") as error:
         built(folder / "a.txt")
     assert error.value.fix == "more text"
     (folder / "a.txt").write_text("short")
-    with pytest.raises(DataError, match=r"4 tokens, one sample is 8") as error:
+    with pytest.raises(DataError, match=r"4 tokens, and one sample needs 8") as error:
         built(folder / "a.txt")
     assert error.value.fix == "more text"  # no context is as short
     with pytest.raises(DataError, match="does not exist"):

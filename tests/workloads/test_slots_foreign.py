@@ -171,7 +171,7 @@ def test_a_key_nobody_knows_is_named(written: Path) -> None:
         ("'a ** 2', 2", "'a.real', 2", "is not arithmetic"),
         ("'a ** 2', 2", "'9 ** 9 ** 9', 2", "exponents"),
         ('"${mul: ${.GPUS}, ${.PER_GPU}}"', '"${oops: 1}"', "is an unknown function"),
-        ("${globals.PER_GPU}", "${globals.NOPE}", "names a key that is not there"),
+        ("${globals.PER_GPU}", "${globals.NOPE}", "refers to a key that does not exist"),
     ],
 )
 def test_what_cannot_be_honoured_is_an_error(written: Path, old: str, new: str, said: str) -> None:

@@ -167,8 +167,8 @@ def test_the_unets_own_folder_is_trained_by_ones_own_settings_where_its_process_
     [
         ({"out_channels": 6}, "gives 6 channels for 3"),
         ({"class_embed_type": "timestep"}, "class_embed_type=timestep"),
-        ({"in_channels": 7}, r"takes 7 channels, pictures have 3[\s\S]*inpainting"),
-        ({"in_channels": 1, "out_channels": 1}, r"takes 1 channel, pictures have 3[\s\S]*model\.vae=DIR"),
+        ({"in_channels": 7}, r"takes 7 channels, images have 3[\s\S]*inpainting"),
+        ({"in_channels": 1, "out_channels": 1}, r"takes 1 channel, images have 3[\s\S]*model\.vae=DIR"),
     ],
 )
 def test_a_unet_that_learns_or_is_told_more_is_refused(

@@ -73,7 +73,7 @@ def test_the_vae_may_stand_without_its_decoder() -> None:
     ("path", "value", "said"),
     [
         ("model.use_dvae", False, "use_steve_decoder is on"),
-        ("model.steve_decoder.vocab_size", 4096, "the VAE has 512 words"),
+        ("model.steve_decoder.vocab_size", 4096, "the VAE has 512 tokens"),
         ("model.steve_decoder.image_size", 224, "frames have 336 pixels"),
         ("model.dvae.img_channels", 1, "img_channels is 1"),
         ("model.losses.pixels.normalize", False, "model.losses.pixels"),

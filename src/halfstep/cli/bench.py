@@ -141,7 +141,7 @@ def refuse_files(files: OutputFiles, *, explain: bool) -> None:
     refuse_to_overwrite({"--picture": files.picture, "--save": files.save}, force=files.force)
     if files.picture:
         if explain:
-            raise ConfigError(f"--explain draws no picture ({files.picture})", fix="--save FILE has all its numbers")
+            raise ConfigError(f"--explain draws no chart ({files.picture})", fix="use --save FILE to write all numbers")
         from halfstep.report.picture_file import refuse_unknown_format
 
         refuse_unknown_format(files.picture)
@@ -157,7 +157,9 @@ def add_workload(words: Sequence[str]) -> list[str]:
         raise ConfigError(f"the workload is {target!r}", why=UNSET, fix="name one, such as unet, resnet50 or vit_b_16")
     if target not in tuple(KINDS) and Path(target).is_dir():
         raise ConfigError(
-            f"{target} is a folder, not a workload", why="a bench needs no data", fix=_suggest_for_folder(Path(target))
+            f"{target} is a folder, not a workload",
+            why="a benchmark needs no data",
+            fix=_suggest_for_folder(Path(target)),
         )
     return list(words)
 
@@ -175,7 +177,7 @@ def split_choices(text: str | None, option: str, allowed: Mapping[str, str] | No
     found = tuple(dict.fromkeys(word.strip().lower() for word in text.split(",") if word.strip()))
     if not found:
         fix = f"leave {option} out, or name some: {option} {','.join(list(allowed or ('fp32', 'bf16'))[:2])}"
-        raise ConfigError(f"{option} {text!r} names nothing", why=UNSET, fix=fix)
+        raise ConfigError(f"{option} {text!r} is empty", why=UNSET, fix=fix)
     for word in found:
         if allowed and word not in allowed:
             raise _explain_unknown_choice(word, option, allowed)
@@ -187,7 +189,7 @@ def _explain_unknown_choice(word: str, option: str, allowed: Mapping[str, str]) 
     named = {name: meaning for name, meaning in allowed.items() if ":" not in name}
     return ConfigError(
         f"unknown {option} {word!r}",
-        why="known are " + ", ".join(f"{name} ({meaning})" for name, meaning in named.items()),
+        why="known values: " + ", ".join(f"{name} ({meaning})" for name, meaning in named.items()),
         fix=suggest_nearest(word, allowed if ":" in word else named),
     )
 

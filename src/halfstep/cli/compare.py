@@ -54,7 +54,9 @@ def command(
             "Rows by settings instead of precisions; several may follow.", "--rows", metavar='"NAME: KEY=VALUE ..."'
         ),
     ] = None,
-    seeds: Annotated[int | None, option("Paired seeds, one look; default: looks at 5, 8, 12, 20.")] = None,
+    seeds: Annotated[
+        int | None, option("Paired seeds, tested once; default: tests after 5, 8, 12 and 20 seeds.")
+    ] = None,
     margin: Annotated[
         float | None,
         option("Largest difference that counts as the same, in the metric's unit; default: from pilot runs."),

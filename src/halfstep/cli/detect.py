@@ -27,7 +27,7 @@ def command(
         list[str] | None,
         typer.Argument(metavar="GPU|DEVICE", help="Same as --gpu or --device: v100, rtx 4090, cuda:1."),
     ] = None,
-    gpu: Annotated[str, option("Answer for a known GPU instead: v100, 4090; list: all of them.", metavar="NAME")] = "",
+    gpu: Annotated[str, option("Report a known GPU instead: v100, 4090; list: show all.", metavar="NAME")] = "",
     device: Annotated[str, option("Only this device: cuda:1, cpu, mps, xpu, or auto for the best.")] = "",
     no_measure: Annotated[bool, option("Probe only, measure nothing.", "--no-measure")] = False,
     fresh: Annotated[bool, option("Measure again instead of using cached results.", "--fresh")] = False,

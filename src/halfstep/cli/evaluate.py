@@ -20,9 +20,9 @@ def command(
     checkpoint: Checkpoint = "best",
     device: UsedDevice = None,
     precision: UsedPrecision = None,
-    batch_size: Annotated[int | None, option("Default: the run's.", min=1)] = None,
+    batch_size: Annotated[int | None, option("Samples per batch; default: the run's.", min=1)] = None,
     out: Annotated[
-        Path | None, option("New folder for pictures.", metavar="DIR", show_default="RUN/report/evaluation")
+        Path | None, option("New folder for images.", metavar="DIR", show_default="RUN/report/evaluation")
     ] = None,
     trust: Trust = False,
     as_json: Json = False,

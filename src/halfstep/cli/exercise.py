@@ -24,7 +24,7 @@ def command(
         str | None,
         typer.Option(help="Exercise 1: a folder with CIFAR-10's binary batches; default: generated images."),
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the picture.")] = Path(),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the chart.")] = Path(),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run one of three exercises in mixed precision, each under two minutes on two cores.

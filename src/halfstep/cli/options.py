@@ -62,7 +62,7 @@ def refuse_to_overwrite(paths: Mapping[str, Path | None], *, force: bool | None 
             fix = "another name" if force is None else "another name, or --force to overwrite it"
             raise ConfigError(f"{given} exists already", fix=fix)
         if path.exists() and not path.is_file():
-            raise ConfigError(f"{given} is not an ordinary file", fix="another name")
+            raise ConfigError(f"{given} is not an ordinary file", fix="choose another name")
         if not folder.is_dir():
             missing = "is a file, not a folder" if folder.exists() else "does not exist"
             fix = "another name" if folder.exists() else f"make it first: mkdir -p {shlex.quote(str(folder))}"
@@ -71,7 +71,7 @@ def refuse_to_overwrite(paths: Mapping[str, Path | None], *, force: bool | None 
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             why = f"the folder {folder} is not writable: {error.strerror}"
-            raise ConfigError(f"{given} cannot be written", why=why, fix="a name in another folder") from error
+            raise ConfigError(f"{given} cannot be written", why=why, fix="choose a file in another folder") from error
 
 
 Words = Annotated[

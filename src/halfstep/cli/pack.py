@@ -25,7 +25,7 @@ def command(
             metavar="DIR|CONFIG.yaml", help="train/<class>/* and val/<class>/*, or <class>/*; or a config that caches."
         ),
     ],
-    size: Annotated[int, option("Pixels per side of a stored image.", min=1)] = 256,
+    size: Annotated[int, option("Side of the stored images in pixels.", min=1)] = 256,
     out: Annotated[Path | None, option("Output file; default: inside DIR.", metavar="FILE")] = None,
     workers: Annotated[int, option("Decoding threads; 0: one per core.", min=0)] = 0,
     limit_gb: Annotated[float, option("Maximum size of the file.", min=0)] = 64.0,

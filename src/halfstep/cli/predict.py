@@ -29,7 +29,7 @@ def command(
     out: Annotated[
         Path | None,
         option(
-            "New folder for the results, or the folder of the same command interrupted.",
+            "New folder for the results, or the folder of an interrupted run of the same command.",
             metavar="DIR",
             show_default="RUN/predictions",
         ),

@@ -59,7 +59,7 @@ def write_report(runs: list[Path], out: Path | None) -> Path:
         with contextlib.suppress(OSError):  # writing the file below reports the reason
             place.parent.mkdir(exist_ok=True)
     elif not place.parent.is_dir():
-        raise ConfigError(f"{place.parent} is not a folder", fix="make it first, or choose another --out")
+        raise ConfigError(f"{place.parent} is not a folder", fix="create it first, or choose another --out")
     try:
         write_atomically(place, page, follows_links=out is not None)
     except CheckpointError as error:

@@ -70,7 +70,7 @@ class TrainFlags:
     epochs: Epochs = None
     max_steps: MaxSteps = None
     lr: Annotated[float | None, option("Learning rate.", panel=DATA)] = None
-    num_workers: Annotated[int | None, option("Processes that read the data.", panel=DATA)] = None
+    num_workers: Annotated[int | None, option("Worker processes that read the data.", panel=DATA)] = None
     seed: Annotated[int | None, option("Seed for weights, order and augmentation.", panel=DATA)] = None
     preset: Annotated[str | None, option(PRESETS, panel=DATA)] = None
     device: Device = None
@@ -92,9 +92,7 @@ def command(
     allow_changes: Annotated[
         bool, option("With --resume: accept changed settings.", "--allow-changes", panel=RUN)
     ] = False,
-    dry: Annotated[
-        bool, option("Train and keep nothing: the run's folder is removed.", "--dry", "-n", panel=RUN)
-    ] = False,
+    dry: Annotated[bool, option("Train, then delete the run's folder.", "--dry", "-n", panel=RUN)] = False,
     log_dir: Annotated[Path | None, option("Parent folder of the run's folder.", panel=RUN)] = None,
     timeout: Annotated[str | None, option("Save and stop after DD:HH:MM:SS.", panel=RUN)] = None,
     show_config: Annotated[
@@ -295,9 +293,9 @@ def start_on_gpus(gpus: str, device: str, variables: MutableMapping[str, str]) -
     num, visible = parse_gpus(gpus)
     if "RANK" in variables or "SLURM_STEP_NUM_TASKS" in variables:
         raise ConfigError(
-            f"--gpus {gpus} inside a process that a launcher started",
-            why="torchrun or srun already set the number of processes",
-            fix="leave --gpus out, or start the command alone",
+            f"--gpus {gpus} cannot be used under torchrun or srun",
+            why="the launcher already sets the number of ranks",
+            fix="leave --gpus out, or run the command without the launcher",
         )
     if device.startswith("cuda:"):
         raise ConfigError(f"--gpus {gpus} and device {device}", fix="keep one of them")
@@ -315,7 +313,7 @@ def refuse_missing_gpus(num: int) -> None:
     if torch.cuda.device_count() < num:
         raise ConfigError(
             f"--gpus asks for {num}, torch finds {torch.cuda.device_count()}",
-            fix="fewer, or --device cpu for processes that train without GPUs",
+            fix="ask for fewer, or train on the CPU with --device cpu",
         )
 
 

@@ -142,7 +142,7 @@ def resolve_document(values: Mapping[str, Any]) -> dict[str, Any]:
         num_up = len(name) - len(name.lstrip("."))
         path = (*(place[: len(place) - num_up] if num_up else ()), *name.lstrip(".").split("."))
         if not has_key(values, ".".join(path)):
-            raise ConfigError(f"{at}: ${{{name}}} names a key that is not there", fix=f"set {'.'.join(path)}")
+            raise ConfigError(f"{at}: ${{{name}}} refers to a key that does not exist", fix=f"set {'.'.join(path)}")
         return functools.reduce(operator.getitem, path, values), path
 
     replaced = References(find, lambda text: parse_scalar(text) if isinstance(text, Plain) else str(text))
@@ -182,7 +182,9 @@ class ForeignReader:
         """Return the mappings in a section by their names, in the file's order."""
         named = self.section(path).items()
         if wrong := [name for name, given in named if not isinstance(given, Mapping)]:
-            raise ConfigError(f"{path}.{wrong[0]} is not a mapping", fix="its keys below it, `name` first")
+            raise ConfigError(
+                f"{path}.{wrong[0]} is not a mapping", fix="write a mapping: `name` first, then its settings"
+            )
         return dict(named)
 
     def values(self, keys: Mapping[str, str]) -> dict[str, Any]:

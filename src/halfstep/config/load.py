@@ -86,7 +86,7 @@ def load_foreign(document: Document, overrides: Sequence[str], flags: Mapping[st
     if found is None:
         raise ConfigError(
             f"{document.name}: no workload is named",
-            why="and no family recognises it as another project's config",
+            why="the file has no `workload` key and is not a config of a supported project",
             fix="it is accelerate's launch config: `halfstep check` takes it together with a training config"
             if "distributed_type" in document.values
             else "add `workload: unet` to the file",
@@ -155,7 +155,7 @@ def replace_globals(said: Sequence[Statement]) -> list[Statement]:
     def find(name: str, place: Place, at: str) -> tuple[object, Place]:
         section, _, key = name.partition(".")
         if section != "globals" or not key:
-            raise ConfigError(f"{at}: ${{{name}}} is not a reference", fix="only ${globals.NAME} can be referred to")
+            raise ConfigError(f"{at}: ${{{name}}} is not a reference", fix="only ${globals.NAME} can be referenced")
         if key not in values:
             fix = suggest_nearest(key, values) if values else f"add `globals: {{{key}: …}}`"
             raise ConfigError(f"{at}: there is no global {key!r}", fix=fix)

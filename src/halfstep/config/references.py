@@ -62,10 +62,10 @@ class References:
             if match.span() == (0, len(text)):
                 return value
             if isinstance(value, (list, Mapping)):
-                raise ConfigError(f"{at}: ${{{match[1]}}} is not a single value and cannot be part of a text")
+                raise ConfigError(f"{at}: ${{{match[1]}}} is not a single value and cannot be part of a string")
             text = text[: match.start()] + ("null" if value is None else str(value)) + text[match.end() :]
             if len(text) > MOST_CHARACTERS:
-                raise ConfigError(f"{at} is a text of more than {MOST_CHARACTERS:,} characters", fix="write it shorter")
+                raise ConfigError(f"{at} is longer than {MOST_CHARACTERS:,} characters", fix="shorten it")
         if "${" in text:
             raise ConfigError(f"{at}: {text[:60]!r} has an open ${{", fix="close it with }")
         return self.read(Plain(text) if isinstance(given, Plain) else text)
@@ -74,7 +74,7 @@ class References:
         self._num_looked_up += 1
         if self._num_looked_up > MOST_LOOKUPS:
             here = f"{at}: ${{{reference}}} is one of more than {MOST_LOOKUPS:,} references"
-            raise ConfigError(here, fix="let keys name fewer others")
+            raise ConfigError(here, fix="use fewer references")
         name, is_function, arguments = reference.partition(":")
         if is_function:
             return compute_function(name.strip(), arguments, at)
@@ -83,7 +83,7 @@ class References:
         if named in chain or len(chain) >= MOST_IN_A_ROW:
             what = "refers to itself" if named in chain else f"is one of more than {MOST_IN_A_ROW} references in a row"
             why = " -> ".join((*chain, named))
-            raise ConfigError(f"{at}: ${{{reference}}} {what}", why=why, fix="give one of them a value of its own")
+            raise ConfigError(f"{at}: ${{{reference}}} {what}", why=why, fix="give one of them a plain value")
         return self(found, there, at, (*chain, named))
 
 

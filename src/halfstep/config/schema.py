@@ -63,11 +63,11 @@ SCHEDULE_OPTIONS: dict[str, frozenset[str]] = {
 class OptimizerConfig(Section):
     """The optimizer. An option that is not set takes the optimizer's own default."""
 
-    name: OptimizerName = Field(default="adamw", description="Which optimizer")
-    lr: Positive = Field(default=1e-3, description="Learning rate at the top of the schedule")
+    name: OptimizerName = Field(default="adamw", description="Optimizer")
+    lr: Positive = Field(default=1e-3, description="Peak learning rate of the schedule")
     lr_per: OffCount = Field(
         default=0,
-        description="lr is meant for this many samples per step and scales with them; 0: lr is used unchanged",
+        description="Samples per step that lr is given for; lr scales linearly with the actual number; 0: no scaling",
     )
     weight_decay: float = Field(
         default=1e-2, ge=0, description="Weight decay; decoupled in adamw, added to the gradient in sgd"
@@ -77,12 +77,12 @@ class OptimizerConfig(Section):
     betas: tuple[Beta, Beta] | None = Field(
         default=None, description="Decay of the two moments in the Adam family; default 0.9, 0.999"
     )
-    eps: Positive | None = Field(default=None, description="Added to the denominator; default: the optimizer's own")
+    eps: Positive | None = Field(default=None, description="Added to the denominator; default: the optimizer's default")
     nesterov: bool | None = Field(default=None, description="Nesterov momentum; default: off in sgd, on in muon")
     alpha: Beta | None = Field(default=None, description="Smoothing of rmsprop; default 0.99")
     rho: Beta | None = Field(default=None, description="Smoothing of adadelta; default 0.9")
     moment_bits: Literal[32, 8] = Field(
-        default=32, description="Bits of adamw's two moments; 8: codes with a scale for each 256 (8-bit AdamW)"
+        default=32, description="Bits of adamw's two moments; 8: 8-bit AdamW, one scale per 256 values"
     )
 
     @field_validator("name", mode="before")
@@ -90,7 +90,7 @@ class OptimizerConfig(Section):
     def known_optimizer(cls, value: object) -> object:
         name = re.sub(r"[-_]", "", value.lower()) if isinstance(value, str) else value
         if name in UNJUDGEABLE:
-            raise ValueError(f"refused: {name} changes weights before a step can be judged; adamw is a good default")
+            raise ValueError(f"refused: {name} updates weights before the step can be checked; adamw is a good default")
         return name
 
     def peak_lr(self, samples_per_step: int) -> float:
@@ -117,16 +117,18 @@ class ScheduleConfig(Section):
     decay_from_start: bool = Field(
         default=False, description="Decay from the first step on, also during the warmup, instead of after it"
     )
-    min_factor: Fraction = Field(default=0.0, description="The factor never falls below this")
+    min_factor: Fraction = Field(default=0.0, description="Lower bound of the schedule's factor")
     power: Positive = Field(default=1.0, description="Exponent of the polynomial schedule")
     half_life_steps: PositiveCount = Field(default=10_000, description="Steps in which the exponential schedule halves")
     step_size: PositiveCount = Field(default=10_000, description="Steps between two cuts of the step schedule")
     milestones: tuple[PositiveCount, ...] = Field(
         default=(), description="Steps at which the step schedule cuts; replaces step_size"
     )
-    gamma: Fraction = Field(default=0.1, description="Factor of one cut of the step schedule")
-    patience: PositiveCount = Field(default=5, description="Validations without a better metric before plateau cuts")
-    factor: float = Field(default=0.1, gt=0, lt=1, description="Factor of one cut of plateau")
+    gamma: Fraction = Field(default=0.1, description="Factor at each cut of the step schedule")
+    patience: PositiveCount = Field(
+        default=5, description="Validations without improvement before the plateau schedule cuts"
+    )
+    factor: float = Field(default=0.1, gt=0, lt=1, description="Factor at each cut of the plateau schedule")
     peak_share: float = Field(default=0.3, gt=0, lt=1, description="Share of the steps before onecycle's peak")
 
 
@@ -145,12 +147,12 @@ class TrainConfig(Section):
     batch_size: PositiveCount = Field(default=8, description="Samples per micro-batch, over all ranks")
     val_batch_size: OffCount = Field(default=0, description="Samples per validation batch; 0: as in training")
     accumulate: PositiveCount = Field(default=1, description="Micro-batches per optimizer step")
-    clip_norm: OffNumber = Field(default=1.0, description="Clip gradients to this; 0: off")
+    clip_norm: OffNumber = Field(default=1.0, description="Clip gradients to this value; 0: off")
     clip_type: Literal["l2", "inf", "value"] = Field(
         default="l2", description="What is clipped: the L2 norm, the largest magnitude, or each value"
     )
     early_stopping_patience: OffCount = Field(
-        default=20, description="Validations without a better metric before the run ends; 0: off"
+        default=20, description="Early stopping: validations without improvement before the run ends; 0: off"
     )
     validate_every: PositiveCount = Field(default=1, description="Epochs between two validations")
     validate_every_steps: OffCount = Field(
@@ -171,7 +173,7 @@ class TrainConfig(Section):
     )
     fast: Literal["auto", "off", "compile", "graph"] = Field(
         default="auto",
-        description="off: eager; compile: torch.compile over model and loss; graph: that, captured as one CUDA graph; "
+        description="off: eager; compile: torch.compile over model and loss; graph: also captured as a CUDA graph; "
         "auto: the fastest in timed trials on CUDA where the run is long enough, else eager",
     )
     tune_kernels: Literal["auto"] | bool = Field(
@@ -180,22 +182,22 @@ class TrainConfig(Section):
     )
     memory: Literal["normal", "low"] = Field(
         default="normal",
-        description="low: recompute, 8-bit moments, compiler's budget: the least memory found within memory_time",
+        description="low: use recomputation, 8-bit moments and compiler budget for least memory within memory_time",
     )
     memory_time: float = Field(
         default=1.1, gt=1.01, description="With memory: low, a step may take this many times as long as a normal one"
     )
     channels_last: Literal["auto"] | bool = Field(
-        default="auto", description="NHWC memory layout of images and convolutions; auto: if it is faster"
+        default="auto", description="Channels-last (NHWC) layout for images and convolutions; auto: if it is faster"
     )
     activation_checkpointing: bool = Field(
         default=False, description="Recompute activations in backward: less memory, one more forward pass per step"
     )
     auto_batch: bool = Field(
-        default=False, description="Out of memory: halve the micro-batch, double accumulate, and continue"
+        default=False, description="On out-of-memory, halve the micro-batch, double accumulate, and continue"
     )
     reduce: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="Several ranks: the number format in which gradients are summed over them"
+        default="fp32", description="Several ranks: format in which gradients are all-reduced"
     )
     sync_batch_norm: bool = Field(
         default=False, description="Several ranks: BatchNorm computes its statistics over all of them (GPUs only)"
@@ -210,7 +212,7 @@ class TrainConfig(Section):
         default=600.0, description="Several ranks: seconds to wait for a rank that does not answer"
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of weights, shuffling and augmentation")
-    deterministic: bool = Field(default=False, description="Bitwise repeatable on CUDA too, but slower")
+    deterministic: bool = Field(default=False, description="Bitwise reproducible on CUDA too, but slower")
 
     @model_validator(mode="after")
     def steps_alone_say_how_long(self) -> Self:
@@ -275,12 +277,12 @@ class ScalerConfig(Section):
 class EmaConfig(Section):
     """An fp32 moving average of the weights and buffers, updated by committed steps only."""
 
-    enabled: bool = Field(default=False, description="Keep the average, and validate and save it")
+    enabled: bool = Field(default=False, description="Keep an average of the weights, and validate and save it")
     decay: float = Field(default=0.9999, gt=0, lt=1, description="Decay after the warmup")
     warmup_power: Positive = Field(
         default=2 / 3, description="Warmup: decay = min(decay, 1 - (1 + step / inv_gamma) ** -warmup_power)"
     )
-    inv_gamma: Positive = Field(default=1.0, description="Scale of the steps in that warmup")
+    inv_gamma: Positive = Field(default=1.0, description="Time scale of that warmup, in steps")
 
 
 class PrecisionConfig(Section):
@@ -301,7 +303,7 @@ class PrecisionConfig(Section):
     )
     rounding: Literal["split", "stochastic", "nearest"] = Field(
         default="split",
-        description="How bf16-true stores weights: split keeps the other 16 bits in a second tensor, stochastic rounds "
+        description="How bf16-true stores weights: split keeps the low 16 bits in a second tensor, stochastic rounds "
         "up or down at random, nearest loses small updates",
     )
     force: bool = Field(
@@ -381,9 +383,11 @@ class LogConfig(Section):
     tensorboard: bool = Field(default=False, description="Write TensorBoard events into the run's folder")
     quiet: bool = Field(default=False, description="Show warnings, errors and the final summary only")
     curves: bool = Field(default=True, description="Draw report/curves.png when the run ends (a second or two)")
-    ledger: bool = Field(default=False, description="Record what steps really compute in: report/ledger.json")
+    ledger: bool = Field(
+        default=False, description="Record the dtypes that steps actually compute in: report/ledger.json"
+    )
     ledger_every: int = Field(
-        default=0, ge=0, description="Record it again every this many steps; 0: only the first step of each mode"
+        default=0, ge=0, description="Record the ledger again every N steps; 0: only the first step of each mode"
     )
 
 
@@ -409,7 +413,7 @@ class RunConfig(Section):
     """Defaults by path that differ from those of the class's sections; a subclass lists only its own."""
 
     workload: str = Field(description="What is trained: a workload's name, or an import path pkg.module:build")
-    preset: str | None = Field(default=None, description=f"Values for a purpose: {', '.join(PRESET_NAMES)}")
+    preset: str | None = Field(default=None, description=f"Set of values for a purpose: {', '.join(PRESET_NAMES)}")
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, mps or xpu")
     precision: PrecisionConfig = PrecisionConfig()
     data: DataConfig = DataConfig()
@@ -422,7 +426,7 @@ class RunConfig(Section):
     ema: EmaConfig = EmaConfig()
     log: LogConfig = LogConfig()
     globals: dict[str, JsonValue] = Field(
-        default_factory=dict, description="Your values, used anywhere as ${globals.NAME}"
+        default_factory=dict, description="Your own values, referenced anywhere as ${globals.NAME}"
     )
 
     def changed(self, **sections: Mapping[str, Any]) -> Self:

@@ -112,7 +112,7 @@ def compose(text: str, name: str) -> yaml.Node | None:
         return node
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        at = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "an unknown place"
+        at = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "an unknown position"
         problem = " ".join(part for part in (error.context, error.problem) if part)
         raise ConfigError(f"{name}: bad YAML at {at}: {problem}", fix=suggest_yaml_fix(problem, text)) from error
     except yaml.YAMLError as error:
@@ -193,7 +193,7 @@ class Walk:
             name, colon, value = key.partition(":")
             if node.flow_style and colon and value and is_unquoted(key_node) and value_node.value == "":
                 raise ConfigError(
-                    f"{self.name}:{line}: {key!r} has no space behind its colon", fix=f"{{{name}: {value}}}"
+                    f"{self.name}:{line}: {key!r} has no space after its colon", fix=f"{{{name}: {value}}}"
                 )
             first_lines[key] = self.lines[(*path, key)] = line
             own[key] = self.value(value_node, (*path, key))

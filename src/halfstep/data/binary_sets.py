@@ -63,7 +63,7 @@ def _read_rows(path: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     if values.size == 0 or values.size % ROW_BYTES:
         raise DataError(
             f"{path} has {values.size:,} bytes, not a multiple of {ROW_BYTES}",
-            why="it is cut short, or not a binary batch",
+            why="it is truncated, or not a binary batch",
             fix="download it again",
         )
     rows = values.reshape(-1, ROW_BYTES)
@@ -131,7 +131,7 @@ def _read_idx_array(folder: Path, part: str, kind: str, axes: int) -> Array:
     path = _find_idx_file(folder, part, kind, axes)
     if path is None:
         raise DataError(
-            f"no {part}-{kind}-idx{axes}-ubyte in {folder}", fix="all four files belong there, or their .gz"
+            f"no {part}-{kind}-idx{axes}-ubyte in {folder}", fix="put all four files there, plain or as .gz"
         )
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -140,7 +140,7 @@ def _read_idx_array(folder: Path, part: str, kind: str, axes: int) -> Array:
     shape = np.frombuffer(content[4 : 4 + 4 * axes], dtype=">u4").astype(np.int64)
     if content[:4] != bytes([0, 0, BYTES, axes]) or len(content) != 4 + 4 * axes + int(shape.prod()):
         raise DataError(
-            f"{path} is not an idx file of {axes} axes, or is cut short",
+            f"{path} is not an idx file of {axes} axes, or is truncated",
             why=f"it starts with {content[:4].hex()} and has {len(content):,} bytes",
             fix="download it again",
         )

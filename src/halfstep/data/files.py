@@ -97,7 +97,7 @@ def check_free_space(path: Path, num_bytes: int, what: str) -> None:
     if num_bytes > free:
         why = f"{path.parent} has {format_bytes(free, digits=3)} left"
         raise DataError(
-            f"{what} would take {format_bytes(num_bytes, digits=3)}", why=why, fix=f"free some, or {ELSEWHERE}"
+            f"{what} would take {format_bytes(num_bytes, digits=3)}", why=why, fix=f"free some space, or {ELSEWHERE}"
         )
 
 
@@ -110,7 +110,7 @@ def explain_full_disk(path: Path, what: str) -> Iterator[None]:
         raise DataError(
             f"cannot write {what} {path}: {error.strerror or summarise_error(error)}",
             why="this attempt left nothing behind",
-            fix=f"make room there, or {ELSEWHERE}",
+            fix=f"free some space there, or {ELSEWHERE}",
         ) from error
 
 
@@ -166,7 +166,7 @@ def list_images(folder: Path) -> list[Path]:
     found = list_files(require_folder(folder), READABLE)
     if not found:
         why = f"it holds {describe_content(folder)}"
-        raise DataError(f"no images in {folder}", why=why, fix="readable are " + " ".join(READABLE))
+        raise DataError(f"no images in {folder}", why=why, fix="supported formats: " + " ".join(READABLE))
     return found
 
 
@@ -235,6 +235,8 @@ def list_some(names: Iterable[object], count: int = 5) -> str:
 def create_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder to write into; it becomes `folder`, which must not exist, and vanishes on any error."""
     if folder.exists():
-        raise DataError(f"{folder} exists already", why="demo data never overwrite anything", fix="another --out")
+        raise DataError(
+            f"{folder} exists already", why="demo data never overwrite anything", fix="choose another --out"
+        )
     with atomic_folder(folder, flushes=False) as unfinished:  # thousands of files that can be made again
         yield unfinished

@@ -107,7 +107,7 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
     if len(classes) < 2 and not known:
         raise DataError(
             f"{list_some(train_folders)} holds one class, {classes[0]}",
-            why="there is nothing to tell apart",
+            why="a classifier needs at least two classes",
             fix="one folder per class: train/<class>/*.jpg",
         )
     if val_folders:
@@ -146,7 +146,7 @@ def _refuse_masks(root: Path) -> None:
     if names := find_pair_folders(root):
         raise DataError(
             f"{root} holds images and masks ({names}), not classes",
-            why="a classifier would learn to tell pictures from masks",
+            why="a classifier would learn to distinguish images from masks",
             fix=f"halfstep train unet --data-dir {shlex.quote(str(root))}; if they are classes: data.train_folder=. "
             "(pack: --train-folder .)",
         )
@@ -187,9 +187,9 @@ def _list_classes(folders: Sequence[Path]) -> dict[str, list[Path]]:
     empty = sorted(name for name, paths in found.items() if not paths)
     if empty:
         raise DataError(
-            f"no pictures in class {list_some(empty)} of {list_some(folders)}",
-            why="a class without examples cannot be learned, and would shift the numbers of the others",
-            fix="add pictures (" + " ".join(PICTURES) + ") or remove the folder",
+            f"no images in class {list_some(empty)} of {list_some(folders)}",
+            why="a class without images cannot be learned, and would shift the indices of the others",
+            fix="add images (" + " ".join(PICTURES) + ") or remove the folder",
         )
     return found
 
@@ -203,9 +203,9 @@ def _split_classes(
         train[name], val[name] = split_off(paths, layout.val_fraction, f"{layout.seed} {name}")
     if layout.val_fraction > 0 and not any(val.values()):
         raise DataError(
-            "every class has one picture: nothing is left for validation",
-            why="a picture that was trained on proves nothing",
-            fix="add pictures, or train without validation: data.val_fraction=0",
+            "every class has only one image: none is left for validation",
+            why="validating on training images would measure nothing",
+            fix="add images, or train without validation: data.val_fraction=0",
         )
     return train, val
 
@@ -233,7 +233,7 @@ def _read_titles(root: Path) -> dict[str, str]:
         titles = parse_json(path.read_text())
         return {str(name): str(title) for name, title in titles.items()}
     except (ValueError, AttributeError) as error:
-        raise DataError(f"cannot read {path}", why=str(error), fix='it holds {"class": "name"}') from error
+        raise DataError(f"cannot read {path}", why=str(error), fix='write {"class": "name"} into it') from error
 
 
 END_BYTES = 4096
@@ -265,7 +265,7 @@ def refuse_lost_classes(classes: Sequence[str], labels: Sequence[int], *, why: s
     left = set(labels)
     lost = [name for number, name in enumerate(classes) if number not in left]
     if lost:
-        raise DataError(f"no readable training picture in class {', '.join(lost)}", why=why)
+        raise DataError(f"no readable training image in class {', '.join(lost)}", why=why)
 
 
 def check_header_and_end(path: Path) -> None:

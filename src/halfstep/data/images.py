@@ -74,9 +74,9 @@ def read_image(path: Path, *, channels: int, raw_scale: float | None = None) -> 
         values = _require_finite(array, path)
         if raw_scale is None:
             raise DataError(
-                f"{path} holds {array.dtype} pixels, and no scale is known for them",
-                why="unlike with 8 and 16 bits, the type does not define which value is white",
-                fix="save it with 8 or 16 bits; for U-Net, train with such images or with data.scale",
+                f"{path} holds {array.dtype} pixels, and their value range is unknown",
+                why="unlike 8 and 16 bits, this type does not define which value is white",
+                fix="save it with 8 or 16 bits; for U-Net, train with data.scale=<value of white>",
             )
         array = values / np.float32(raw_scale)
     return _convert_channels(array, channels, path)
@@ -171,8 +171,8 @@ def _require_finite(array: Array, path: Path) -> Array:
     num_bad = array.size - int(np.isfinite(array).sum())
     if num_bad:
         raise DataError(
-            f"{path} holds {format_count(num_bad, 'value')} of NaN, infinity or a size beyond fp32",
-            why="one of them turns the whole batch's loss into NaN",
+            f"{path} holds {format_count(num_bad, 'value')} of NaN, infinity or beyond the range of fp32",
+            why="a single one makes the loss of the whole batch NaN",
             fix="repair the file, or leave bad files out: data.on_bad_file=skip",
         )
     return array
@@ -247,8 +247,8 @@ def _convert_channels(array: Array, channels: int, path: Path) -> Array:
         return array
     raise DataError(
         f"{path} has {have} channels, the model takes {channels}",
-        why="only gray, RGB and RGBA convert into each other",
-        fix=f"data.channels={have}, or files of one kind",
+        why="only gray, RGB and RGBA can be converted",
+        fix=f"data.channels={have}, or use files with the same channels",
     )
 
 
@@ -297,7 +297,7 @@ def open_picture(path: Path) -> Iterator[Picture]:
         raise DataError(
             f"{path} claims more than {MAX_PIXELS:,} pixels",
             why="decoding it could use up the memory of the machine",
-            fix="shrink the picture, or leave such files out: data.on_bad_file=skip",
+            fix="shrink the image, or leave such files out: data.on_bad_file=skip",
         ) from error
     except UNREADABLE as error:
         raise make_unreadable_error(path, error) from error

@@ -282,7 +282,7 @@ def find_layout(root: Path, asked: PairLayout) -> tuple[Path, Layout]:
             places = [folder for folder, _ in fitting]
             raise DataError(
                 f"{root} holds {len(folders)} folders, among them the data of {list_some(places)}",
-                why="which of them is meant is not for halfstep to guess",
+                why="halfstep cannot tell which one to use",
                 fix=f"name it: data.dir={shlex.quote(str(places[0]))}",
             )
         if fitting:
@@ -381,7 +381,7 @@ def _require_one(root: Path, fitting: list[Layout]) -> Layout | None:
         images, masks = first.train.in_short()
         raise DataError(
             f"{root} fits two layouts: {_describe_layout(first)}, and {_describe_layout(second)}",
-            why="which masks are meant is not for halfstep to guess",
+            why="halfstep cannot tell which masks to use",
             fix=f"name them: data.images={images} data.masks={masks}",
         )
     return fitting[0] if fitting else None

@@ -85,8 +85,8 @@ def _make_caption_error(table: Path, number: int, row: dict[str, Any], column: s
     if column in row:
         return DataError(
             f"{table}, line {number}: {column} is {row[column]!r}",
-            why="a picture has one caption, a string",
-            fix="correct the line, or leave it out: pictures without a line are not trained on",
+            why="a caption must be a string",
+            fix="correct the line, or remove it: images without a line are not used",
         )
     return DataError(
         f"{table}, line {number} has no caption in {column!r}",
@@ -109,7 +109,7 @@ def _iterate_rows(table: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if (first := lines.setdefault(name, number)) != number:
             raise DataError(
                 f"{table}, line {number} names {row[FILE_COLUMN]} again",
-                why=f"line {first} does already, and a picture has one row",
+                why=f"line {first} already names it, and an image has one row",
                 fix="keep one of the lines",
             )
         yield number, row
@@ -119,7 +119,7 @@ def _read_rows(table: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         text = table.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {table}", why=str(error), fix="it is a text file in UTF-8") from error
+        raise DataError(f"cannot read {table}", why=str(error), fix="save it as UTF-8 text") from error
     if table.suffix == ".csv":
         yield from enumerate(csv.DictReader(io.StringIO(text, newline="")), start=2)
         return
@@ -135,7 +135,8 @@ def _parse_row(table: Path, number: int, line: str) -> dict[str, Any]:
         raise DataError(f"{table}, line {number} is not JSON", why=str(error)) from error
     if not isinstance(row, dict):
         raise DataError(
-            f"{table}, line {number} holds no object", fix='a line is {"file_name": "1.png", "text": "a cat"}'
+            f"{table}, line {number} is not a JSON object",
+            fix='write lines such as {"file_name": "1.png", "text": "a cat"}',
         )
     return row
 
@@ -151,7 +152,9 @@ def _read_label(table: Path, number: int, row: dict[str, Any], columns: Sequence
     label = row[name]
     if not isinstance(label, (str, int)) or isinstance(label, bool) or label == "":
         raise DataError(
-            f"{table}, line {number}: {name} is {label!r}", why="a class is a word or a whole number", fix="correct it"
+            f"{table}, line {number}: {name} is {label!r}",
+            why="a class must be a string or an integer",
+            fix="correct the line",
         )
     return str(label)
 
@@ -162,12 +165,14 @@ def _find_picture(table: Path, number: int, row: dict[str, Any], root: Path) -> 
         raise DataError(
             f"{table}, line {number} has no {FILE_COLUMN}",
             why=f"it has {list_some(row, 10)}",
-            fix=f"each line names its picture in {FILE_COLUMN}"
+            fix=f"name the image of each line in {FILE_COLUMN}"
             + ("; columns are separated by commas" if table.suffix == ".csv" else ""),
         )
     path = table.parent / name
     if not path.is_file():
-        raise DataError(f"{table}, line {number} names {name}, which is not there", fix="add the picture, or drop it")
+        raise DataError(
+            f"{table}, line {number} names {name}, which does not exist", fix="add the image, or remove the line"
+        )
     if not path.resolve().is_relative_to(root.resolve()):
-        raise DataError(f"{table}, line {number} names {name}, outside of {root}", fix="pictures lie below data.dir")
+        raise DataError(f"{table}, line {number} names {name}, outside of {root}", fix="move the image below data.dir")
     return path

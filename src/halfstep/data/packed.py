@@ -86,7 +86,7 @@ def open_pack(path: Path, *, fingerprint: str = "", verify_bytes: int = VERIFIED
     index = read_index(path)
     if fingerprint and index.fingerprint != fingerprint:
         raise DataError(
-            f"{path} does not belong to the folder as it is now",
+            f"{path} does not match the folder's current content",
             why="files or settings changed since it was packed",
             fix="pack it again: halfstep pack DIR",
         )
@@ -192,7 +192,7 @@ def _lock(file: BinaryIO, partial: Path, path: Path) -> None:
     except OSError:
         is_ours = False
     if not is_ours:
-        raise DataError(f"{path} is being packed by another process", fix="wait for it, then start again")
+        raise DataError(f"{path} is being packed by another process", fix="wait until it ends, then start again")
 
 
 def _reserve(file: BinaryIO, num_bytes: int) -> None:
@@ -351,9 +351,9 @@ def explain_stale(index: PackIndex, folder: ImageFolder, settings: PackSettings)
     gone = len(set(index.names) - now)
     if gone or len(now) != len(index.names) + len(index.left_out):
         new = len(now - set(index.names)) - len(index.left_out)
-        return f"the folder changed since it was packed ({format_count(max(new, 0), 'picture')} new, {gone:,} gone)"
+        return f"the folder changed since it was packed ({format_count(max(new, 0), 'image')} new, {gone:,} gone)"
     return (
-        "a picture was written again or moved to another split since it was packed, or the settings are others "
+        "an image changed or moved to another split since it was packed, or the settings differ "
         "(size, split, on-bad-file)"
     )
 
@@ -372,7 +372,7 @@ def check_room(path: Path, num_images: int, settings: PackSettings) -> None:
     if path.exists() and not is_pack(path):
         raise DataError(
             f"{path} exists and is not a packed cache",
-            why="only an older cache is replaced",
+            why="halfstep overwrites only its own caches",
             fix="delete it, or name another file: data.cache_file=FILE (--out FILE)",
         )
     check_free_space(path, needed, what)

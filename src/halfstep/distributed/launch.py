@@ -48,7 +48,7 @@ def read_launch(variables: Mapping[str, str]) -> Launch | None:
         missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in variables]
         raise ConfigError(
             f"WORLD_SIZE={variables['WORLD_SIZE']} without {', '.join(missing)}",
-            why="this process cannot tell which of them it is, and where the others are",
+            why="this process cannot determine its rank or reach the other ranks",
             fix="start it with torchrun --nproc_per_node=N -m halfstep train ..., or unset WORLD_SIZE",
         )
     if _read_number(variables, "SLURM_STEP_NUM_TASKS") > 1:
@@ -57,7 +57,7 @@ def read_launch(variables: Mapping[str, str]) -> Launch | None:
         if _read_number(variables, name) > 1:
             raise ConfigError(
                 f"{name}={variables[name]}: this command was started {variables[name]} times, as by {launcher}",
-                why=f"{launcher} does not say where the processes meet",
+                why=f"{launcher} does not set the address where the ranks connect",
                 fix="start it with torchrun or srun; if nothing else was started, unset " + name,
             )
     return None
@@ -110,7 +110,7 @@ def choose_device(config: RunConfig, launch: Launch | None) -> str:
 
     if re.fullmatch(r"cuda:\d+", config.device):
         raise ConfigError(
-            f"device={config.device} for {launch.size} processes",
+            f"device={config.device} for {launch.size} ranks",
             why="each rank uses a different GPU",
             fix="--gpus 0,1 names the GPUs; or leave device out, and set CUDA_VISIBLE_DEVICES",
         )
@@ -119,8 +119,8 @@ def choose_device(config: RunConfig, launch: Launch | None) -> str:
         return "cpu" if config.device == "auto" else config.device
     if launch.local_rank >= num_gpus and config.train.backend != "gloo":
         raise ConfigError(
-            f"process {launch.local_rank} of this machine has no GPU: there are {num_gpus}",
-            fix=f"start {num_gpus} processes on it; --device cpu trains without GPUs",
+            f"local rank {launch.local_rank} has no GPU: this machine has {num_gpus}",
+            fix=f"start {num_gpus} ranks on it, or train without GPUs: --device cpu",
         )
     return f"cuda:{launch.local_rank % num_gpus}"
 
@@ -142,7 +142,7 @@ def join_world(config: RunConfig, launch: Launch | None) -> Iterator[World | Non
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"{launch.size} processes on {device.type}", fix="one process, or --device cpu or cuda")
+        raise ConfigError(f"{launch.size} ranks on {device.type}", fix="use one rank, or --device cpu or cuda")
     limit_s = config.train.rank_timeout_s
     by_nccl = device.type == "cuda" and config.train.backend != "gloo"
     if not dist.is_initialized():

@@ -135,9 +135,9 @@ class World(Share):
             what, why = "the rendezvous store of the ranks is gone", "torchrun, which keeps it, was killed"
         elif error is None or any(word in str(error).lower() for word in TIMED_OUT):
             what = f"{self._name_ranks(silent)} did not answer for {self.limit_s:g} s{self.limit_name}"
-            why = "it runs and takes no part in the step: stuck in its own code, its data or its device"
+            why = "it is running but does not reach the collective: stuck in user code, data loading or on its device"
         else:
-            what = f"{self._name_ranks(silent)} takes no part any more"
+            what = f"{self._name_ranks(silent)} no longer takes part"
             first_line = next(iter(str(error).strip().splitlines()), "")
             is_closed = CLOSED in first_line.lower()
             why = "it has ended: with an error, or after fewer steps than the others" if is_closed else first_line

@@ -137,7 +137,9 @@ def write(
             "its batches hold what JSON and safetensors cannot" if isinstance(error, TypeError) else "training goes on"
         )
         raise CheckpointError(
-            f"cannot write the capsule {path}: {error}", why=why, fix="make room, or capsules=0"
+            f"cannot write the capsule {path}: {error}",
+            why=why,
+            fix="free disk space, or turn capsules off: capsules=0",
         ) from error
     return path
 

@@ -197,7 +197,7 @@ def _diagnose_update(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosi
     ruined = [name for name in after.not_finite if name in weights and (name in written or not written)]
     if not ruined:
         return None
-    before = "with 0 in place of what is not finite" if written else "loss and gradients are finite"
+    before = "with 0 in place of non-finite values" if written else "loss and gradients are finite"
     shown = [f"{name} is not finite after a step of {subject.update.names}" for name in ruined[:3]]
     shown.append(f"{before}; one update with fresh optimizer state shows it")
     return Diagnosis(cause=UPDATE, shown=shown, tensors=written)

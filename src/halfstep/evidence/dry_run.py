@@ -122,9 +122,9 @@ def judge_modules(subject: Subject, target: Target, windows: Iterable[list[Any]]
         assert isinstance(trace, Histograms)
         if not run.is_good:
             raise PrecisionError(
-                f"a step is bad without {target} already: {run}",
-                why="what fails in fp32 cannot show what another format would do",
-                fix="train it with --precision fp32: the run keeps the step, and `halfstep replay` names the cause",
+                f"a step already fails without {target}: {run}",
+                why="a step that fails in fp32 shows nothing about another format",
+                fix="train it with --precision fp32: the run saves the step, and `halfstep replay` finds the cause",
             )
         for (module, is_backward), magnitudes in _select_magnitudes(trace, target, held, subject.model):
             kind = "gradients" if is_backward else "activations"

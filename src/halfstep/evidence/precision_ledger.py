@@ -370,7 +370,9 @@ def _check_products(expected: Expected, seen: Seen) -> Iterable[Finding]:
         why, fix = _explain_product(product, planned, expected.plan)
         if (product.module, why) not in shown:
             shown.add((product.module, why))
-            what = f"{product.operation} ({product.direction}) computed in {product.format}, the plan says {planned}"
+            what = (
+                f"{product.operation} ({product.direction}) computed in {product.format}, the plan requires {planned}"
+            )
             yield Finding(module=product.module, what=what, why=why, fix=fix)
 
 
@@ -421,7 +423,7 @@ def _check_weights(expected: Expected, modules: Mapping[str, nn.Module]) -> Iter
             if planned and weight.is_floating_point() and stored != planned:
                 yield Finding(
                     module=name,
-                    what=f"{own} is stored in {stored}, the plan says {planned}",
+                    what=f"{own} is stored in {stored}, the plan requires {planned}",
                     why="it was cast after the plan was made, or came so: small updates round away in half",
                     fix=f"model.get_submodule({name.replace(ROOT, '')!r}).to({STORAGE_DTYPES[planned]}) "
                     "before the optimizer is made",

@@ -198,7 +198,7 @@ class Recorder:
             return self.notice(f"{error.what} ({error.why})")
         is_run = bool(self.context.config)
         replay = suggest_command("replay", path) if is_run else f"hs.replay({str(path)!r}, model, loss_fn)"
-        return self.notice(f"step {reading.attempted} is kept; find the cause with: {replay}")
+        return self.notice(f"step {reading.attempted} was saved; find the cause with: {replay}")
 
     def _committed(self, phase: str) -> Tensor:
         return self.step.steps[phase].committed if isinstance(self.step, PhasedStep) and phase else self.step.committed

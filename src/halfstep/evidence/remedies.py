@@ -286,9 +286,7 @@ def _try_patches(subject: Subject, origin: Operation) -> Iterator[Remedy]:
         name = origin.function.__name__
         outcome = attempt(subject, "derived", around=use_autograd_derivative(origin.function), num_more=NUM_MORE)
         if outcome.grad_norm > 0:  # else forward is not made of what autograd can derive
-            change = (
-                f"autograd's own derivative of {name}.forward in place of {name}.backward (fix that, or leave it out)"
-            )
+            change = f"autograd's derivative of {name}.forward in place of {name}.backward (fix that, or leave it out)"
             yield Remedy(change=change, outcome=outcome)
 
 
@@ -439,4 +437,4 @@ def _try_other_code(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
             yield Remedy(change=f"steps run {name}", line=line, outcome=outcome)
     if found.origin is not None and not found.origin.is_torch:
         shape = f"{found.origin.name} ({found.origin.line})"
-        yield Remedy(change=f"fix {shape}: compare it with torch's own operations at the shapes of this step")
+        yield Remedy(change=f"fix {shape}: compare it with torch's operations at the shapes of this step")

@@ -147,7 +147,7 @@ def read_cifar(root: Path) -> tuple[TensorSamples, TensorSamples]:
     if folder is None:
         raise DataError(
             f"{root} holds no CIFAR-10",
-            why="its binary version is read: data_batch_1.bin to data_batch_5.bin and test_batch.bin",
+            why="the binary version is expected: data_batch_1.bin to data_batch_5.bin and test_batch.bin",
             fix="unpack cifar-10-binary.tar.gz there, or leave the folder out for generated images",
         )
     train, (pixels, labels) = read_cifar_planes(folder)

@@ -57,7 +57,7 @@ def look_at(workload: str, folder: Path) -> DataLook:
         except DataError:
             raise first from None
     except OSError as error:
-        raise DataError(f"cannot look into {folder}: {error.strerror}", fix="check its name and permissions") from error
+        raise DataError(f"cannot read {folder}: {error.strerror}", fix="check its name and permissions") from error
 
 
 def look_at_demo(workload: str, folder: Path) -> DataLook:

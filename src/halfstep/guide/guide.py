@@ -85,7 +85,7 @@ class Asker(Protocol):
     def ask(self, question: Question, check: Callable[[str], Value]) -> Value: ...
 
     def finish(self) -> None:
-        """End the conversation; raise if there are answers to questions that were not asked."""
+        """End the conversation; raise if there are answers to questions that do not apply."""
 
 
 class Prompt:
@@ -155,9 +155,9 @@ class Scripted:
         idle = sorted(self.answers.keys() - self._asked)
         if idle:
             raise ConfigError(
-                f"answers to questions that were not asked: {', '.join(idle)}",
+                f"answers to questions that do not apply: {', '.join(idle)}",
                 why="other answers made the question unnecessary",
-                fix="remove it, or correct the other answers",
+                fix="remove them, or correct the other answers",
             )
 
 
@@ -182,7 +182,9 @@ def read_answers(path: Path, questions: Sequence[Question]) -> dict[str, str]:
                 f"{statement.origin}: no question {statement.path!r}", fix=suggest_nearest(statement.path, known)
             )
         if statement.value is not None and not isinstance(statement.value, str):
-            raise ConfigError(f"{statement.origin}: {statement.path} is {statement.value!r}", fix="write one word")
+            raise ConfigError(
+                f"{statement.origin}: {statement.path} is {statement.value!r}", fix="write a single value"
+            )
         answer = (statement.value or "").strip()
         if answer:
             known[statement.path].choose(answer)
@@ -385,16 +387,18 @@ def check_new_file(answer: str) -> Path:
     path = parse_path(answer)
     if path.suffix.lower() not in (".yaml", ".yml") or "=" in answer or answer.startswith("-"):
         raise ConfigError(
-            f"file: {answer!r} is not a name for a config", fix="NAME.yaml, without = and without a leading -"
+            f"file: {answer!r} is not a valid config file name", fix="use NAME.yaml, without = and without a leading -"
         )
     try:
         is_taken, has_folder = path.exists(), path.parent.is_dir()
     except OSError as error:
-        raise ConfigError(f"file: {answer}: {error.strerror}", fix="another name") from error
+        raise ConfigError(f"file: {answer}: {error.strerror}", fix="choose another name") from error
     if is_taken:
-        raise ConfigError(f"file: {answer} exists already", why="files are never overwritten", fix="another name")
+        raise ConfigError(
+            f"file: {answer} exists already", why="files are never overwritten", fix="choose another name"
+        )
     if not has_folder:
-        raise ConfigError(f"file: no folder {path.parent}", fix="make it first, or name another")
+        raise ConfigError(f"file: no folder {path.parent}", fix="create it first, or choose another")
     return path
 
 
@@ -419,7 +423,7 @@ def write_new(files: Mapping[Path, bytes]) -> None:
         for path in made:
             path.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise ConfigError(f"cannot write {path}: {error.strerror}", fix="another place") from error
+            raise ConfigError(f"cannot write {path}: {error.strerror}", fix="choose another folder") from error
         raise
 
 

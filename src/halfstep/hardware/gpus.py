@@ -197,7 +197,7 @@ def _make_unknown_gpu(name: str) -> HardwareError:
     everything = "all known names: halfstep detect --gpu list"
     if rows := _find_rows(split_words(name)):
         return HardwareError(
-            f"{name!r} is the name of {len(rows)} GPUs",
+            f"{name!r} matches {len(rows)} GPUs",
             fix=f"name one of {', '.join(gpu.name for gpu in rows[:6])}; {everything}",
         )
     return HardwareError(

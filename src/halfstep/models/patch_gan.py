@@ -47,7 +47,7 @@ def build_discriminator(
     if side < (least := 2 ** (num_halvings + 2)):
         raise ConfigError(
             f"data.image_size={side} is too small for a discriminator that halves it {num_halvings} times",
-            why="nothing is left to judge",
+            why="its output would be empty",
             fix=f"data.image_size={least} or more, or a smaller {setting}",
         )
     return PatchGan(image_channels=image_channels, channels=channels, num_halvings=num_halvings)
@@ -92,7 +92,7 @@ class VggDistance(nn.Module):
         found = {name: weights[name] for name in own if name in weights and weights[name].shape == own[name].shape}
         if lacking := sorted(set(own) - set(found)):
             raise ModelError(
-                f"{source} holds no VGG16: {lacking[0]} is missing or has another shape",
+                f"{source} holds no VGG16 weights: {lacking[0]} is missing or has another shape",
                 fix="torchvision's vgg16 weights (features.0.weight ...): model.vgg_weights=FILE",
             )
         self.load_state_dict(found)

@@ -77,7 +77,7 @@ class Codec:
         if not 0 < spread < math.inf:
             raise ModelError(
                 f"the latents of {source} have a standard deviation of {spread:g}",
-                why="one value everywhere holds no image, and scaling it to 1 divides by 0",
+                why="constant latents carry no image, and scaling them to a deviation of 1 would divide by zero",
                 fix="train the autoencoder longer, or with a smaller model.kl_weight; radiodiff's "
                 "model.scale_factor=0.3 sets the scale",
             )

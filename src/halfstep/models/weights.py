@@ -92,7 +92,7 @@ def load_weights_(model: nn.Module, weights: Mapping[str, Tensor], *, source: st
         raise ModelError(
             f"the weights of {source} are not finite: {_name_few(broken)}",
             why="NaN or infinity in a weight makes every loss NaN; the run that wrote them had diverged",
-            fix="an earlier checkpoint of that run",
+            fix="use an earlier checkpoint of that run",
         )
     model.load_state_dict({own_name: weights[name] for name, own_name in named.items()})
 

@@ -76,7 +76,7 @@ def find_device(model: nn.Module) -> torch.device:
         )
     for weight in model.parameters():
         return weight.device
-    raise ModelError(f"{type(model).__name__} has no parameters", fix="give the model that is trained")
+    raise ModelError(f"{type(model).__name__} has no parameters", fix="pass the model that is trained")
 
 
 def check_number(name: str, value: object, *, below: float = math.inf) -> float:
@@ -85,13 +85,13 @@ def check_number(name: str, value: object, *, below: float = math.inf) -> float:
         return 0.0
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < below:
         limit = f" and below {below:g}" if below < math.inf else ""
-        raise ConfigError(f"{name}={value!r} is not a number from 0 up{limit}", fix=f"{name}=0 turns it off")
+        raise ConfigError(f"{name}={value!r} is not a number of at least 0{limit}", fix=f"{name}=0 turns it off")
     return float(value)
 
 
 def check_count(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ConfigError(f"{name}={value!r} is not a count from 1 up", fix=f"{name}=1 is plain training")
+        raise ConfigError(f"{name}={value!r} is not an integer of at least 1", fix=f"{name}=1 is plain training")
     return int(value)
 
 
@@ -113,7 +113,7 @@ def check_modules(modules: object) -> Mapping[str, str] | None:
         return modules
     raise ConfigError(
         f"modules= is a {type(modules).__name__}",
-        why="it says the precision of each part",
+        why="it maps module names to precisions",
         fix='modules={"head": "fp32"}',
     )
 
@@ -153,8 +153,8 @@ def refuse_unrelated_optimizers(model: nn.Module, optimizers: Sequence[Optimizer
                 f"none of the {len(held)} parameters of {type(optimizer).__name__} belongs to this "
                 f"{type(model).__name__}",
                 why="it was made for another model, or before the weights were replaced, as by model.to(...) or a copy",
-                fix=f"make it again: {type(optimizer).__name__}(model.parameters(), ...); if it is that of a loss "
-                "function, give both: hs.Step(torch.nn.ModuleList([model, criterion]), [optimizer, its_optimizer])",
+                fix=f"make it again: {type(optimizer).__name__}(model.parameters(), ...); if it trains a loss "
+                "function, pass both: hs.Step(torch.nn.ModuleList([model, criterion]), [optimizer, its_optimizer])",
             )
 
 
@@ -186,9 +186,11 @@ def refuse_recast(model: nn.Module, plan: Plan) -> None:
             cast = "bfloat16()" if wanted is torch.bfloat16 else "float()"
             raise PrecisionError(
                 f"{name} is stored in {stored}, precision {plan.granted!r} stores it in {row.storage}",
-                why="the optimizer was made for the weights as they are, so they cannot be recast now",
+                why="the optimizer already refers to these weights, so they cannot be cast now",
                 fix=f"call model.{cast} before making the optimizer"
-                + (", or choose another precision" if weight.dtype != torch.float64 else ": no precision here is fp64"),
+                + (
+                    ", or choose another precision" if weight.dtype != torch.float64 else ": there is no fp64 precision"
+                ),
             )
 
 
@@ -200,7 +202,7 @@ def iterate_loader(batches: Any) -> Iterator[Batch]:
     is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
     if isinstance(batches, (Tensor, np.ndarray, Mapping, str)) or not is_iterable:
         raise ConfigError(
-            f"windows takes a loader, something that gives batches, not a {type(batches).__name__}",
+            f"windows takes an iterable of batches, such as a loader, not a {type(batches).__name__}",
             fix="for window in step.windows(loader): step(loss_fn, window); one batch: step(loss_fn, [batch])",
         )
     found: Iterator[Batch] = iter(batches)
@@ -244,6 +246,6 @@ def _mixes_kinds(window: Sequence[Batch]) -> bool:
 def _refuse(found: str) -> NoReturn:
     raise ConfigError(
         f"the window {found}",
-        why="a step takes a window, a list of at most `accumulate` batches; a single batch would be split up",
-        fix="loop over step.windows(loader), or give one batch as step(loss_fn, [batch])",
+        why="a step takes a window, a list of at most `accumulate` batches; a single batch would be iterated over",
+        fix="loop over step.windows(loader), or pass one batch as step(loss_fn, [batch])",
     )

@@ -51,11 +51,13 @@ def replay(capsule: str | os.PathLike[str], model: nn.Module, loss_fn: LossFn) -
     """
     read = capsules.read(Path(capsule))
     if read.is_of_a_run:
-        raise CheckpointError(f"the capsule {read.path} is of a run", fix=f"halfstep replay {read.path}")
+        raise CheckpointError(
+            f"the capsule {read.path} comes from a run of `halfstep train`", fix=f"halfstep replay {read.path}"
+        )
     refuse_another_model(read, model)
     if not read.state:
-        raise CheckpointError(f"the capsule {read.path} has no weights", why="they were too large for it",
-                              fix="load your own checkpoint of that step, and look at it with hs.simulate")  # fmt: skip
+        raise CheckpointError(f"the capsule {read.path} has no weights", why="they were too large to store",
+                              fix="load your checkpoint of that step, and examine it with hs.simulate")  # fmt: skip
     device = next(model.parameters()).device
     plan = _choose_plan(read.about["plan"], model, device)
     own = {name: value.detach().clone() for name, value in capsules.state_of(model).items()}

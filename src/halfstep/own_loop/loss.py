@@ -61,14 +61,14 @@ class LossChecker:
         if not torch.is_grad_enabled():
             raise ConfigError(
                 "the step was called inside torch.no_grad() or inference_mode()",
-                why="there is no gradient to train on",
-                fix="call it outside; evaluation needs no step",
+                why="no gradients are computed there",
+                fix="call it outside; for evaluation, call the model directly",
             )
         self.last, self.weighs, kind = loss_fn, False, _identify(loss_fn)
         if not self.known and torch.is_autocast_enabled(self.step.device.type):
             warn_user(
-                "the step was called inside torch.autocast: it enters autocast by itself, and backward and optimizer "
-                "belong outside; remove yours"
+                "the step was called inside torch.autocast: it enters autocast itself, and backward and optimizer "
+                "must run outside; remove your autocast"
             )
 
         def loss_of(batch: Batch) -> tuple[Tensor, Weight]:
@@ -90,8 +90,8 @@ class LossChecker:
             self.step.abandon()
             raise ConfigError(
                 "no gradient reached a parameter that this step trains",
-                why="the loss is of another network, of a copy, or of a tensor that was wrapped in a Parameter",
-                fix="compute it with the very parameters that the optimizer holds",
+                why="the loss was computed with another network, a copy, or a tensor wrapped in a new Parameter",
+                fix="compute it with the parameters that the optimizer holds",
             )
 
     def hint_at_precision(self, *, ran: bool) -> None:
@@ -132,19 +132,19 @@ class LossChecker:
                 fix="return the loss; leave backward(), zero_grad() and optimizer.step() out",
             )
         if is_scaled_by_hand(loss):
-            warn_user("the loss is multiplied by a large power of two, as GradScaler.scale does: the step scales by "
+            warn_user("the loss is multiplied by a large power of two, as GradScaler.scale does: the step scales it "
                        "itself; return the plain loss")  # fmt: skip
         if self.step.accumulate > 1 and is_divided_by(self.step.accumulate, loss):
             warn_user(f"the loss is divided by {self.step.accumulate}, as a loop that accumulates by hand does: the "
-                       "step takes its window's mean by itself. If that is why, return the plain loss")  # fmt: skip
+                       "step already averages over its window. In that case, return the plain loss")  # fmt: skip
         if isinstance(weight, Tensor) and weight.is_floating_point() and not float(weight) >= 1:
-            warn_user(f"loss_fn gave (loss, {float(weight):g}): the second value weighs the batch in its window. If "
-                       "it is an accuracy, return the loss alone")  # fmt: skip
+            warn_user(f"loss_fn returned (loss, {float(weight):g}): the second value weights the batch in its window. "
+                       "If it is an accuracy, return the loss alone")  # fmt: skip
         self.halves = find_half_dtypes(loss)
         if strange := self.halves - self._list_half_dtypes():
             names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in strange))
-            warn_user(f"loss_fn computes in {names}, while the plan says {self.step.plan.granted}: an autocast of "
-                       "your own, or a cast, is in force; leave it to precision= and modules=")  # fmt: skip
+            warn_user(f"loss_fn computes in {names}, but the plan uses {self.step.plan.granted}: your own "
+                       "autocast or a cast is active; use precision= and modules= instead")  # fmt: skip
 
     def _list_half_dtypes(self) -> set[torch.dtype | None]:
         plan = self.step.plan
@@ -163,9 +163,9 @@ def split_result(result: Any, batch: Batch, *, is_alone: bool) -> tuple[Tensor, 
     if isinstance(result, tuple) and not hasattr(result, "_fields"):
         if len(result) != 2:
             raise ConfigError(
-                f"loss_fn gave {len(result)} values",
-                why="it gives the loss, or (loss, weight)",
-                fix="return loss; keep what else you need in a variable",
+                f"loss_fn returned {len(result)} values",
+                why="it must return the loss, or (loss, weight)",
+                fix="return the loss alone; keep other values in a variable",
             )
         refuse_unfit_loss(result[0])
         return result[0], _check_weight(result[1])
@@ -185,7 +185,7 @@ def _check_weight(weight: Any) -> Weight:
     if isinstance(weight, Tensor):
         shown = f"a tensor of shape {tuple(weight.shape)}" + (" with a gradient" if weight.requires_grad else "")
     raise ConfigError(
-        f"loss_fn gave (loss, {shown}), but the second value is the weight of the batch",
+        f"loss_fn returned (loss, {shown}), but the second value is the weight of the batch",
         why="a weight is the number of samples or tokens that the loss is the mean of; 0 drops the batch",
         fix="return the loss alone, the sum if there are several, and keep results in a variable; a "
         "fractional weight: torch.tensor(w)",

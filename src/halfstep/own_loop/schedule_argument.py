@@ -162,7 +162,7 @@ class LoopSchedules:
                 raise ConfigError(
                     f"{type(driven.scheduler).__name__}.step() was called by hand, but schedule= drives it",
                     why="the step follows a copy of it, which a skipped step does not move",
-                    fix=f"leave scheduler.step() out: {instead}; or leave schedule= out and go on by hand",
+                    fix=f"leave scheduler.step() out: {instead}; or leave schedule= out and keep stepping it by hand",
                 )
         if self.rates is not None:
             self.rates.refuse_other_hands()
@@ -178,7 +178,7 @@ class LoopSchedules:
         if kinds != self.kinds:
             raise CheckpointError(
                 f"the state was saved with another schedule: {', '.join(kinds)}; this step has {', '.join(self.kinds)}",
-                why="its counts would be read by a schedule they are not of",
+                why="another schedule would read its counters",
                 fix="make the step with the schedule= it was saved with; to start the new one at epoch 0 anyway: "
                 'step.load_state_dict(state | {"schedules": {}})',
             )

@@ -291,7 +291,7 @@ class Step:
     def averaged(self) -> Iterator[None]:
         """Put the averaged weights and buffers into the model inside this context, to evaluate or save them."""
         if self._step.ema is None:
-            raise ConfigError("this step keeps no average", fix="hs.Step(..., ema_decay=0.999)")
+            raise ConfigError("this step keeps no average of the weights", fix="hs.Step(..., ema_decay=0.999)")
         with self._step.ema.swap_in():
             yield
 

@@ -40,7 +40,7 @@ class DroppedSteps:
         self.num_dropped += 1
         if math.log10(self.num_dropped).is_integer():
             so_far = f" ({self.num_dropped} steps so far)" if self.num_dropped > 1 else ""
-            warn_user(f"step {reading.attempted} was dropped{so_far}: {reading.reason}. Its batch taught nothing")
+            warn_user(f"step {reading.attempted} was dropped{so_far}: {reading.reason}. Its batch was not trained on")
 
     def end_pass(self, attempted: int) -> None:
         """Note the end of a pass over the data, after `attempted` steps in all."""

@@ -33,7 +33,7 @@ def apply(plan: Plan, model: nn.Module, *, casts_storage: bool = True) -> nn.Mod
     if unknown := sorted(set(rows) - set(modules)):
         raise PrecisionError(
             f"the plan has a row for {unknown[0]!r}, which {type(model).__name__} does not have",
-            fix="decide again with this model",
+            fix="make the plan again with this model",
         )
     for name, row in rows.items():
         if casts_storage:

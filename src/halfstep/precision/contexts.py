@@ -68,7 +68,7 @@ def get_device_type(plan: Plan) -> str:
     if not plan.device:
         raise PrecisionError(
             f"this plan is for {plan.device_name}, which is not on this machine",
-            fix="decide with the Hardware of a device that is here",
+            fix="make the plan for a device of this machine",
         )
     return plan.device.partition(":")[0]
 
@@ -102,8 +102,8 @@ def _check_compiled_region(mode: Fp32Mode, simulated: bool) -> None:
     wrong = {leaf: value for leaf, value in read_effective_leaves().items() if value.replace("none", "ieee") != mode}
     if wrong:
         raise PrecisionError(
-            f"plan.forward() inside torch.compile with other backend flags in force: {wrong}",
-            why="a compiled region takes the flags that hold where it is called",
+            f"plan.forward() inside torch.compile with different backend flags set: {wrong}",
+            why="a compiled region uses the flags that are set where it is called",
             fix="enter plan.forward() or plan.backend() around the compiled call as well",
         )
 

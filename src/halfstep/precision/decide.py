@@ -146,12 +146,12 @@ def _restrict_tf32(pattern: str, part: Grant, default: Grant) -> Grant:
     """Refuse or replace tf32 per module: TF32 is one switch for forward and backward of the whole process."""
     if part.compute == "fp32" and default.compute == "tf32":
         raise PrecisionError(
-            f"modules: {{{pattern!r}: {part.asked}}} cannot hold while the default is tf32",
-            why="TF32 is one switch for the whole process, and backward runs outside the module",
+            f"modules: {{{pattern!r}: {part.asked}}} cannot be applied while the default is tf32",
+            why="TF32 is a process-wide switch, and backward runs outside the module",
             fix="use default bf16 or fp32, or an fp32_island() around what must be exact only in dtype",
         )
     if part.compute == "tf32" and default.compute != "tf32":
-        warning = f"{pattern!r} asked for tf32, running fp32: TF32 is one switch for the whole process"
+        warning = f"{pattern!r} asked for tf32, running fp32: TF32 is a process-wide switch"
         return Grant(asked=part.asked, precision="fp32", reason="TF32 cannot be switched per module", warning=warning)
     return part
 

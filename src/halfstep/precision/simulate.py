@@ -60,7 +60,9 @@ def simulate(format: str, device_type: str = "cpu") -> Reusable:
     fp8 swaps Linear modules, so it needs a plan: decide("fp8", hardware, model, simulate=True).apply(model).
     """
     if format not in FORMATS:
-        raise PrecisionError(f"simulate({format!r}) is not offered", fix=f"one of {', '.join(FORMATS)}; fp8 by a plan")
+        raise PrecisionError(
+            f"simulate({format!r}) is not offered", fix=f"one of {', '.join(FORMATS)}; for fp8, use a plan"
+        )
     return Reusable(lambda: _simulated(FORMATS[format], device_type))
 
 

@@ -40,8 +40,8 @@ class MetricsFile:
             again = suggest_command("train", "--resume", self.path.parent)
             raise CheckpointError(
                 f"cannot write {self.path}: {error.strerror}",
-                why="a run without records proves nothing",
-                fix=f"make room or make it writable, then continue with: {again}",
+                why="a run does not continue without its records",
+                fix=f"free disk space or make it writable, then continue with: {again}",
             ) from error
 
     def close(self) -> None:

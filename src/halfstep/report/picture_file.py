@@ -34,7 +34,9 @@ def refuse_unknown_format(path: Path) -> None:
 
     known = sorted(FigureCanvasAgg.get_supported_filetypes())
     if path.suffix.lower().removeprefix(".") not in known:
-        raise ConfigError(f"{path} is not a picture file name", fix=f"{path.stem}.png; known are {', '.join(known)}")
+        raise ConfigError(
+            f"{path} is not an image file name", fix=f"{path.stem}.png; known formats: {', '.join(known)}"
+        )
 
 
 def save_figure(figure: Figure, path: Path) -> None:

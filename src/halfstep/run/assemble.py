@@ -320,7 +320,7 @@ def refuse_unfit_phases(phases: Sequence[Phase], model: nn.Module) -> None:
     """Refuse unknown names, parameters that no phase trains, and iterations without a phase."""
     names = [phase.name for phase in phases]
     if len(set(names)) < len(names):
-        raise ConfigError(f"two phases have the same name: {', '.join(names)}", fix="give each a name of its own")
+        raise ConfigError(f"two phases have the same name: {', '.join(names)}", fix="give each a different name")
     for phase in phases:
         for part in phase.parameters:
             refuse_unknown(part, model, f"phase {phase.name} trains")
@@ -330,7 +330,7 @@ def refuse_unfit_phases(phases: Sequence[Phase], model: nn.Module) -> None:
         raise ConfigError(
             f"no phase trains {idle[0]}" + (f" and {len(idle) - 1} more" if len(idle) > 1 else ""),
             why="it would silently keep its initial values",
-            fix="name its module in a phase's parameters, or requires_grad_(False) where that is meant",
+            fix="name its module in a phase's parameters, or freeze it with requires_grad_(False)",
         )
     _refuse_idle_iterations(phases)
 
@@ -347,8 +347,8 @@ def _refuse_idle_iterations(phases: Sequence[Phase]) -> None:
         if not any(phase.is_due(iteration) for phase in phases):
             raise ConfigError(
                 f"no phase is due in iteration {iteration}",
-                why="an iteration takes data, and nothing would be trained on it",
-                fix="one phase with every=1 and from_step=0, or phases that take turns",
+                why="the iteration would read data without training on it",
+                fix="give one phase every=1 and from_step=0, or let phases alternate",
             )
 
 

@@ -117,15 +117,15 @@ def replay_run(path: Path, *, device: str | None = None, trust: bool = False) ->
     capsule = capsules.read(path)
     if not capsule.is_of_a_run:
         raise CheckpointError(
-            f"the capsule {path} is of a loop of your own",
-            why="its model and loss are code that only you can call",
+            f"the capsule {path} comes from a custom loop",
+            why="only your code can build its model and loss",
             fix=f'hs.replay("{path}", model, loss_fn)',
         )
     try:
         return replayed(subject_of(capsule, device, trust=trust), capsule)
     except OutOfMemory as error:
         raise CheckpointError(
-            f"the step of {path} does not fit into the device's memory a second time",
+            f"the step of {path} does not fit into the device's memory when replayed",
             why=summarise_error(error),
             fix="replay it with --device cpu",
         ) from error
@@ -215,7 +215,7 @@ def _state_of_checkpoint(capsule: Capsule) -> dict[str, Tensor]:
     if not named or not path.is_dir():
         raise CheckpointError(
             f"the capsule {capsule.path} has no weights",
-            why=f"they were too large for it, and the checkpoint it names is gone: {named or 'there was none yet'}",
+            why=f"they were too large to store, and the checkpoint it names is gone: {named or 'there was none yet'}",
             fix="train with train.checkpoint_every, and keep that checkpoint",
         )
     found = load_checkpoint(path)

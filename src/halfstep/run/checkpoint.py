@@ -80,13 +80,13 @@ class Checkpoints:
         try:
             name = parse_json(file.read_bytes())["checkpoint"]
             if not NAME.fullmatch(name):
-                raise ValueError(f"{name!r} is no checkpoint's name")
+                raise ValueError(f"{name!r} is not a checkpoint name")
         except (OSError, ValueError, KeyError, TypeError) as error:
             # Without it the best checkpoint would be dropped as an old one.
             raise CheckpointError(
                 f"{file} cannot be read: {error or type(error).__name__}",
-                why="it says which checkpoint is the best one, and that one must not be dropped",
-                fix='put it back, as in {"checkpoint": "step-00000100"}, or delete it to do without a best checkpoint',
+                why="it names the best checkpoint, which must not be deleted",
+                fix='restore it, as in {"checkpoint": "step-00000100"}, or delete it to go without a best checkpoint',
             ) from error
         path = self.folder / name
         return path if path.is_dir() else None

@@ -76,11 +76,11 @@ def refuse_only_skips(loop: Loop, start: Progress) -> None:
     is_search = last.reason.startswith("gradient norm") and float(scaler.value) > scaler.options.min_scale
     raise TrainingStopped(
         f"nothing was trained: all steps were skipped ({num_steps} of {num_steps}, the last one: {last.reason})",
-        why="the weights are those the run began with",
+        why="the weights are unchanged since the start of the run",
         fix=_suggest_longer_search(scaler)
         if scaler.enabled and is_search
         else "look at the samples of skipped steps in metrics.jsonl, lower optimizer.lr, or "
-        "see where it begins with --precision fp32",
+        "check with --precision fp32 whether they fail there too",
     )
 
 
@@ -207,6 +207,6 @@ def export_model(parts: Assembly, folder: RunFolder) -> None:
     except OSError as error:
         raise CheckpointError(
             f"cannot write the model into {folder.model}: {error.strerror}",
-            why=f"the run itself is whole; its best weights are in {stored}",
-            fix="make room, then resume the run: it only exports again",
+            why=f"the run itself is complete; its best weights are in {stored}",
+            fix="free disk space, then resume the run: it only exports again",
         ) from error

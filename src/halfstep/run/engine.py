@@ -156,7 +156,7 @@ class Engine:
             ranks = ", ".join(map(str, reading.fallen_ranks))
             self.mode = reading.fell_to
             self._forget_code()
-            self.notice(f"steps run {self.mode} in all processes from here, as rank {ranks} must", "info")
+            self.notice(f"steps run {self.mode} on all ranks from here on, as on rank {ranks} must", "info")
 
     def fall_back_to(self, mode: Mode) -> None:
         """Resume in the slower mode that the run had fallen back to: steps in the faster one would round differently
@@ -278,7 +278,7 @@ class Engine:
         if self.parts.world is not None and self.parts.world.size > 1:
             raise ConfigError(
                 f"the backward pass cannot be compiled: {explain_compile_error(error)}",
-                why="other processes are in the middle of it",
+                why="other ranks are already running it",
                 fix="train.fast=off",
             ) from error
         self._run_eager(error)

@@ -94,7 +94,7 @@ class RunFolder:
             why = (error.strerror if isinstance(error, OSError) else None) or str(error)
             again = suggest_command("train", self.config, "--out", "DIR")
             raise CheckpointError(
-                f"cannot use {path}", why=why, fix=f"put the file back, or start a new run: {again}"
+                f"cannot use {path}", why=why, fix=f"restore the file, or start a new run: {again}"
             ) from error
 
     def checkpoints(self, *, keep: int = 0, writes: bool = True) -> Checkpoints:
@@ -125,7 +125,7 @@ class RunFolder:
             (path / "report").mkdir(parents=True)
         except OSError as error:
             raise CheckpointError(
-                f"cannot make the run's folder {path}: {error.strerror}", fix="choose a writable place with --out"
+                f"cannot make the run's folder {path}: {error.strerror}", fix="choose a writable folder with --out"
             ) from error
         return cls(path)
 
@@ -133,10 +133,11 @@ class RunFolder:
     def open(cls, path: str) -> RunFolder:
         folder = cls(Path(path))
         if not folder.path.is_dir():
-            raise CheckpointError(f"there is no run folder {path}", fix="give the folder that `halfstep train` named")
+            raise CheckpointError(f"there is no run folder {path}", fix="give the folder that `halfstep train` printed")
         if not folder.config.is_file():
             raise CheckpointError(
-                f"{path} is not a run folder: it has no config.yaml", fix="give the folder that `halfstep train` named"
+                f"{path} is not a run folder: it has no config.yaml",
+                fix="give the folder that `halfstep train` printed",
             )
         return folder
 
@@ -215,7 +216,7 @@ def find_moved_data(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, li
     if place.exists():
         return here, []
     if demo.is_dir():
-        return here.changed(data={"dir": str(demo)}), [f"{stored} is not there: using the demo data in {demo}"]
+        return here.changed(data={"dir": str(demo)}), [f"{stored} does not exist: using the demo data in {demo}"]
     if is_import_path(config.workload):  # a custom workload may use data.dir as it likes
         return here, []
     raise _explain_missing_data(folder, stored, place)
@@ -227,9 +228,9 @@ def _explain_missing_data(folder: RunFolder, stored: str, place: Path) -> DataEr
     else:
         why = f"{folder.config} names {stored}, relative to the folder the run was started in; here that is {place}"
     return DataError(
-        f"the run's data folder {stored} is not there",
+        f"the run's data folder {stored} does not exist",
         why=why,
-        fix="say where the data are now: --data DIR to evaluate, data.dir=DIR to resume",
+        fix="give the new location: --data DIR to evaluate, data.dir=DIR to resume",
     )
 
 

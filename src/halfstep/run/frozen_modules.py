@@ -87,7 +87,7 @@ def match_stored(parts: Parts, stored: Stored, folder: Path) -> dict[str, Frozen
             raise CheckpointError(
                 f"{where} is not the frozen part {name!r} that this run was trained with",
                 why=f"its checksum is {now[:12]}, that of the run's {stored[name]['checksum'][:12]}",
-                fix="put the file back that the run was started with, or start a new run with this one",
+                fix="restore the file that the run was started with, or start a new run with this one",
             )
         found[name] = dataclasses.replace(part, checksum=now)
     return found
@@ -102,9 +102,9 @@ def name_lost_files(stored: Stored) -> Iterator[None]:
         for name, known in stored.items():
             if known["source"] and not Path(known["source"]).exists():
                 raise CheckpointError(
-                    f"the frozen part {name!r} of this run is not in {known['source']} any more",
-                    why="a run keeps its checksum, not its weights",
-                    fix="put the file back, or write its new place into the run's config.yaml",
+                    f"the frozen part {name!r} of this run is no longer in {known['source']}",
+                    why="a run stores its checksum, not its weights",
+                    fix="restore the file, or write its new path into the run's config.yaml",
                 ) from error
         raise
 
@@ -130,7 +130,9 @@ def write_made_here(made: Mapping[str, Mapping[str, Tensor]], folder: Path) -> N
             with atomic_file(path) as hidden:
                 save_file(dict(tensors), hidden)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot write {path}: {error}", fix="make room, or choose another --out") from error
+            raise CheckpointError(
+                f"cannot write {path}: {error}", fix="free disk space, or choose another --out"
+            ) from error
 
 
 def _load_(name: str, module: nn.Module, folder: Path) -> None:

@@ -382,7 +382,7 @@ def suggest_faster_data(config: RunConfig, samples: Samples, cores: int) -> str:
         return f"data.num_workers={cores} (now {workers}, and this machine has {format_count(cores, 'core')})"
     if isinstance(samples, TrainingFiles):
         pack = suggest_command("pack", config.data.dir)
-        return f"data.cache=true, or first {pack} (all {format_count(cores, 'core')} decode pictures already)"
+        return f"data.cache=true, or first {pack} (all {format_count(cores, 'core')} already decode images)"
     has_size = "image_size" in type(config.data).model_fields and not is_import_path(config.workload)
     smaller = "a smaller data.image_size, or " if has_size else ""
     return f"{smaller}more cores (data.num_workers={workers} uses all {cores})"

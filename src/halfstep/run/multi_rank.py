@@ -81,7 +81,7 @@ def synchronise_norms(config: RunConfig, model: nn.Module, device: torch.device,
         raise mark_agreed(
             ConfigError(
                 f"train.sync_batch_norm=true on {device.type}",
-                why="torch has SyncBatchNorm for GPUs only",
+                why="torch supports SyncBatchNorm on GPUs only",
                 fix="leave it out, or train on GPUs",
             )
         )
@@ -93,12 +93,12 @@ def describe_rank_effects(config: RunConfig, workload: Workload, model: nn.Modul
     """Return notes on what the number of ranks changes in training."""
     if world is None or world.size == 1:
         return []
-    notes = [f"over the samples of one process, not of the whole batch: {what}" for what in workload.by_batch]
+    notes = [f"over the samples of one rank, not of the whole batch: {what}" for what in workload.by_batch]
     each = world.count_rows(config.train.batch_size, world.size - 1)
     has_norm = any(type(m).__name__.startswith("BatchNorm") for m in model.modules())
     if has_norm and each < 16 and not config.train.sync_batch_norm:
         notes += [
-            f"BatchNorm takes its statistics of {format_count(each, 'sample')}, those of one process; "
+            f"BatchNorm takes its statistics of {format_count(each, 'sample')}, those of one rank; "
             "train.sync_batch_norm=true takes them over all (GPUs only)"
         ]
     return notes
@@ -110,9 +110,9 @@ def refuse_unfit(config: RunConfig, world: World) -> None:
     if size > train.batch_size:
         raise mark_agreed(
             ConfigError(
-                f"train.batch_size={train.batch_size} for {size} processes",
-                why="batch_size counts samples over all processes, and each needs one at least",
-                fix=f"train.batch_size={size} or more, or fewer processes",
+                f"train.batch_size={train.batch_size} for {size} ranks",
+                why="batch_size counts samples over all ranks, and each rank needs at least one",
+                fix=f"train.batch_size={size} or more, or fewer ranks",
             )
         )
 

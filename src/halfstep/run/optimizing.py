@@ -121,7 +121,7 @@ def refuse_unknown(part: str, model: nn.Module, who: str) -> None:
     """Refuse a part that holds no parameter of the model."""
     if not any(is_within(name, (part,)) for name, _ in model.named_parameters()):
         known = [name for name, _ in model.named_modules() if name]
-        raise ConfigError(f"{who} {part!r}, and the model has no such part", fix=suggest_nearest(part, known))
+        raise ConfigError(f"{who} {part!r}, which is not a module of the model", fix=suggest_nearest(part, known))
 
 
 def _with_group(config: RunConfig, group: Group | None) -> RunConfig:
@@ -137,7 +137,7 @@ def with_own(config: RunConfig, who: str, optimizer: Mapping[str, Any], schedule
     if schedule.get("name", config.schedule.name) == "plateau" != config.schedule.name:
         raise ConfigError(
             f"{who} asks for the schedule plateau",
-            why="a plateau of the validation metric cuts all rates alike",
+            why="a plateau of the validation metric cuts all learning rates together",
             fix="schedule.name=plateau in the config, or another schedule here",
         )
     sections = {"optimizer": optimizer, "schedule": schedule}
@@ -160,7 +160,7 @@ def _eight_for(optimizer_name: str) -> Literal[8]:
     if optimizer_name != "adamw":
         raise ConfigError(
             f"optimizer.moment_bits=8 with {optimizer_name}",
-            why="the 8-bit form exists for adamw",
+            why="8-bit moments exist only for adamw",
             fix="optimizer.name=adamw, or optimizer.moment_bits=32",
         )
     return 8

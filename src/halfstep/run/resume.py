@@ -96,8 +96,8 @@ def recover_settings(
     if own.workload != settings["workload"]:
         raise CheckpointError(
             f"{file} was edited: workload: {settings['workload']} -> {own.workload}",
-            why="the checkpoints are of another model",
-            fix="put it back, or start a new run",
+            why="the checkpoints belong to another model",
+            fix="undo the edit, or start a new run",
         )
     stored = type(own).model_validate(settings)
     refuse_changes(stored, own, allow=allow, kept=kept, edited=file)
@@ -118,8 +118,8 @@ def refuse_other_records(file: Path, journal: dict[str, Any], *, allow: bool) ->
     if not allow:
         raise CheckpointError(
             note,
-            why="the checkpoint was taken with other records, which are the evidence of what the run did",
-            fix="put the file back, or accept the records that are there with --allow-changes",
+            why="the records differ from those the checkpoint was saved with",
+            fix="restore the file, or accept the present records with --allow-changes",
         )
     journal["num_records"], journal["records_crc32"] = found
     return [note]
@@ -140,8 +140,9 @@ def refuse_changes(
     undo = ("put it back", "put them back") if edited else ("leave it out", "leave them out")
     if held := [note for key, note in zip(changed, notes, strict=True) if key.startswith((*KEPT, *kept))]:
         raise CheckpointError(
-            f"a run keeps this setting{f', and {edited} was edited' if edited else ''}: " + "; ".join(held),
-            why="it was read when the run started; what came of it is in the checkpoint",
+            f"this setting cannot change during a run{f', and {edited} was edited' if edited else ''}: "
+            + "; ".join(held),
+            why="it was applied when the run started, and the checkpoint depends on it",
             fix=f"{undo[0]}, or start a new run",
         )
     binding = [note for key, note in zip(changed, notes, strict=True) if not key.startswith(FREE)]
@@ -149,7 +150,7 @@ def refuse_changes(
         what = f"{edited} was edited" if edited else "this run was started with other settings"
         raise CheckpointError(
             f"{what}: {'; '.join(binding)}",
-            why="a resumed run continues exactly; with other settings it would be another run",
+            why="a resumed run continues exactly, which other settings would prevent",
             fix=f"{undo[1]}, or accept a run of two halves with --allow-changes",
         )
     return Changes(keys=tuple(changed), notes=(*notes, *_describe_schedule_change(asked, changed)))
@@ -174,7 +175,7 @@ def refuse_other_data(stored: Sequence[int], found: Sequence[int], *, allow: boo
         raise CheckpointError(
             note,
             why="samples would be counted and split differently, so the run could not be continued exactly",
-            fix="put the data back, or accept a run of two halves with --allow-changes",
+            fix="restore the data, or accept a run of two halves with --allow-changes",
         )
     return [note]
 
@@ -185,9 +186,9 @@ def refuse_missing_device(plan: Plan) -> None:
         probe(plan.device)
     except HardwareError as error:
         raise CheckpointError(
-            f"this run was trained on {plan.device} ({plan.device_name}), which is not here",
+            f"this run was trained on {plan.device} ({plan.device_name}), which this machine does not have",
             why=error.why,
-            fix=f"--device {probe().device} --allow-changes goes on there, close to but not bit for bit the same run",
+            fix=f"--device {probe().device} --allow-changes continues there, but not bit-exactly",
         ) from error
 
 

@@ -53,8 +53,8 @@ class RunRank:
         if out is None:
             raise mark_agreed(
                 CheckpointError(
-                    "torchrun has restarted the processes, and the run was started without --out",
-                    why="a folder that is named by the time cannot be found again",
+                    "torchrun has restarted the ranks, and the run was started without --out",
+                    why="the default folder name contains the start time, so it cannot be found again",
                     fix="name it with --out DIR",
                 )
             )

@@ -122,7 +122,7 @@ def _describe_limits(engine: Engine, num_graphs: int) -> list[str]:
         notes.append(f"{num_graphs - 1} graph breaks: what runs between the graphs is in the eager rows alone")
     if engine.mode == "graph":
         notes.append(
-            "layers that run as chains of kernels of our own are shown as torch's layers here; "
+            "layers that run as chains of halfstep's kernels are shown as torch's layers here; "
             "the captured rows show their kernels"
         )
     return notes

@@ -158,7 +158,7 @@ def _use_threads(parts: Assembly, then: int) -> list[str]:
     if parts.device.type != "cpu" or now == then:
         return []
     torch.set_num_threads(then)
-    return [f"using {then} CPU threads as the run did, not {now}: results stay the same to the bit"]
+    return [f"using {then} CPU threads as the run did, not {now}: results stay bit-identical"]
 
 
 # --- weights in bf16: how they are rounded, and what is lost ---
@@ -168,7 +168,7 @@ WITHOUT_LOW = "the run was stored without the low halves of its bf16 weights: it
 BEGINS_LOW = "the low halves of the bf16 weights begin at zero: what was rounded away before stays lost"
 
 ROUNDED = {
-    "split": "bf16, the 16 bits that it drops beside them (split)",
+    "split": "bf16, with the low 16 bits in a second tensor (split)",
     "stochastic": "bf16, rounded stochastically",
     "nearest": "bf16, rounded to nearest",
 }
@@ -235,15 +235,15 @@ def check_disk(parts: Assembly, folder: RunFolder) -> list[str]:
     if free < at_least:
         raise CheckpointError(
             f"{format_bytes(free)} are free in {place}, and this run needs {format_bytes(at_least)}",
-            why=f"a checkpoint takes about {format_bytes(size)}, and is written beside the one before it",
-            fix="make room" if stored else "make room, or choose another place with --out",
+            why=f"a checkpoint takes about {format_bytes(size)}, and is written before the previous one is deleted",
+            fix="free disk space" if stored else "free disk space, or choose another folder with --out",
         )
     if free >= in_all:
         return []
     fitting = max(1, (free - REPORT_BYTES) // size + len(stored) - 2)
     return [
         f"the disk may fill up: {format_bytes(free)} are free in {place}, and this run will write about "
-        f"{format_bytes(in_all)} ({num_further} checkpoints of {format_bytes(size)}): make room, or "
+        f"{format_bytes(in_all)} ({num_further} checkpoints of {format_bytes(size)}): free disk space, or "
         f"train.checkpoints_total_limit={fitting}"
     ]
 

@@ -116,7 +116,7 @@ def write_samples(folder: Path, found: Mapping[str, Any]) -> list[Path]:
         with atomic_folder(folder, replaces=True) as hidden:
             written = [_write(hidden / name, value) for name, value in found.items()]
     except OSError as error:
-        raise CheckpointError(f"cannot write samples into {folder}: {error.strerror}", fix="make room") from error
+        raise CheckpointError(f"cannot write samples into {folder}: {error.strerror}", fix="free disk space") from error
     return [folder / path.name for path in written]
 
 
@@ -132,7 +132,9 @@ def _write(path: Path, value: Any) -> Path:
 
 def _refuse_other(name: str, value: Any) -> None:
     if not name or Path(name).name != name or name.startswith("."):
-        raise ConfigError(f"sample() names a sample {name!r}", why="it becomes a file's name", fix="a plain name")
+        raise ConfigError(
+            f"sample() names a sample {name!r}", why="it becomes a file's name", fix="use a plain name without slashes"
+        )
     is_picture = isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.size > 0
     if isinstance(value, str) or is_picture and (value.ndim == 2 or value.ndim == 3 and value.shape[2] == 3):
         return

@@ -277,7 +277,7 @@ class Committer:
                 raise
             raise ConfigError(
                 f"{self.name} needs a closure in its step(): {error}",
-                why="it evaluates the model several times in one step, so no single verdict exists",
+                why="it evaluates the model several times in one step, so the step cannot be checked as a whole",
                 fix="use an optimizer that steps without one; SAM's second pass fits into on_gradients= "
                 "(docs/loop_kinds.md)",
             ) from error
@@ -325,7 +325,7 @@ def _refuse_spoiled(committer: Committer, spoiled: Tensor) -> None:
     if bool(spoiled):
         raise ModelError(
             f"{committer.name}.step() left weights that are not finite, from finite gradients",
-            why="its own arithmetic failed, as 0 / 0 does with eps=0; what this optimizer wrote cannot be undone",
+            why="its arithmetic failed, such as 0 / 0 with eps=0; the update of this optimizer cannot be undone",
             fix="load your last checkpoint, and give the optimizer an eps above 0 or a lower learning rate",
         )
 
@@ -347,7 +347,7 @@ def warn_of_second_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     setattr(optimizer, WATCHED, False)  # once is enough
     warnings.warn(
-        f"{type(optimizer).__name__}.step() was called besides hs.Step, which steps it already: weights move twice, "
-        "unguarded. Leave optimizer.step() and scaler.step(optimizer) out",
+        f"{type(optimizer).__name__}.step() was called in addition to hs.Step, which already steps it: weights are "
+        "updated twice, once unguarded. Leave optimizer.step() and scaler.step(optimizer) out",
         stacklevel=3,
     )

@@ -130,7 +130,7 @@ class Facts:
         if self._host is None:
             raise ConfigError(
                 "these facts cannot be read yet",
-                why="they leave the device when the step is committed",
+                why="they are copied to the host when the step is committed",
                 fix="call step.commit(facts) first",
             )
         if self._event is not None:

@@ -204,7 +204,7 @@ class ForwardWrites:
         if self.unsaved and bool(bad):
             raise ModelError(
                 f"a bad step wrote {self._name_unsaved()} in its forward pass, for the first time in this run",
-                why="parameters are saved once they were seen to be written, so these cannot be put back; everything "
+                why="parameters are saved only after a first write was seen, so these cannot be restored; everything "
                 "else is as it was before the step",
                 fix="load your last checkpoint, and name them when you make the step: "
                 "also=[model.part.weight], or also=[*model.part.parameters()]",
@@ -322,7 +322,7 @@ class ForwardWrites:
                 name = self.slots.find_full_name(slot)
                 raise ModelError(
                     f"the forward pass replaces the parameter {name}, which an optimizer trains, by a new one",
-                    why="the optimizer holds the old one and would go on training that, without any effect",
+                    why="the optimizer holds the old one and would keep training it, without effect",
                     fix=f"write into it: with torch.no_grad(): self.{slot.key}.copy_(...)",
                 )
 
@@ -378,7 +378,7 @@ def _split_also(also: Also) -> tuple[list[nn.Module], list[Tensor]]:
         if not isinstance(one, (nn.Module, Tensor)):
             raise ConfigError(
                 f"also= {'is' if is_one else 'has'} a {type(one).__name__}",
-                why="it names modules and parameters that a bad step must leave alone besides the model's own",
+                why="it names modules and parameters that a bad step must leave unchanged, in addition to the model's",
                 fix="also=[discriminator], or also=[*encoder.parameters()]",
             )
     return [m for m in given if isinstance(m, nn.Module)], [t for t in given if isinstance(t, Tensor)]
@@ -390,7 +390,7 @@ def refuse_uninitialised(slots: TensorSlots) -> None:
         if isinstance(slot.owner[slot.key], (UninitializedBuffer, UninitializedParameter)):
             raise ModelError(
                 f"{slots.find_full_name(slot)} has no shape yet: its module is lazy",
-                why="what does not exist before a step could not be put back after a bad one",
+                why="a bad step could not be undone for a parameter that did not exist before it",
                 fix="run the model once on a batch before you make the optimizer and the step",
             )
 

@@ -236,7 +236,7 @@ class Guard:
         missing = [name for name in ("pending", *COUNTERS) if name not in state]
         if missing:
             raise CheckpointError(
-                f"the guard's stored state lacks {', '.join(missing)}", fix="give a state_dict()'s own"
+                f"the guard's stored state lacks {', '.join(missing)}", fix="pass what state_dict() returned"
             )
         self.pending = deque(map(load_reading, state["pending"]))
         for name in COUNTERS:

@@ -136,7 +136,7 @@ class PhasedStep:
         stored = state.get("phases", {})
         if stored.keys() != self.steps.keys():
             raise CheckpointError(
-                f"the stored state is of the phases {', '.join(stored) or 'none'}, not {', '.join(self.steps)}",
+                f"the stored state has the phases {', '.join(stored) or 'none'}, not {', '.join(self.steps)}",
                 fix="resume with the workload the run was started with",
             )
         averages = self._split_averages(state["ema"])

@@ -163,7 +163,7 @@ class Ranks:
             raise ConfigError(
                 f"rank {self.world.rank} has an empty window",
                 why="every rank runs forward and backward in every step: the others wait for its gradients",
-                fix="give each rank as many batches; one that must not count returns (loss, 0) from loss_fn",
+                fix="give each rank as many batches; loss_fn returns (loss, 0) for one that must not count",
             )
 
     def refuse_unreduced(self, parameters: Sequence[Tensor], model: nn.Module) -> None:
@@ -172,16 +172,16 @@ class Ranks:
         for wrapped in self.wrapped:
             if id(wrapped) not in self._entered and any(p.grad is not None for p in wrapped.parameters()):
                 raise ModelError(
-                    f"the loss of rank {self.world.rank} went around DistributedDataParallel",
+                    f"the loss of rank {self.world.rank} bypassed DistributedDataParallel",
                     why="gradients are summed over all ranks only where the model is called through it",
-                    fix="call model(x), not model.module(x), and leave no_sync() out: the step enters it by itself",
+                    fix="call model(x), not model.module(x), and leave no_sync() out: the step enters it itself",
                 )
         missing = [p for p in parameters if p.requires_grad and p.grad is None]
         if missing and not all(wrapped.find_unused_parameters for wrapped in self.wrapped):
             known = {id(parameter): name for name, parameter in model.named_parameters()}
             named = ", ".join(known.get(id(p), f"one of shape {tuple(p.shape)}") for p in missing[:4])
             raise ModelError(
-                f"{len(missing)} trained parameters took no part in the loss: {named}",
+                f"{len(missing)} trained parameters did not contribute to the loss: {named}",
                 why="DDP waits for the gradients of all of them, and leaves the others of their buckets unreduced",
                 fix="train.find_unused=true (with hs.Step: DDP(..., find_unused_parameters=True)), or freeze them",
             )
@@ -280,16 +280,16 @@ def _refuse_unwrapped(
     """Refuse parameters outside of DDP: each rank would train different values."""
     if not wrapped:
         raise ConfigError(
-            f"torch.distributed runs {size} processes, and the model is not wrapped in DDP",
+            f"torch.distributed runs {size} ranks, but the model is not wrapped in DDP",
             why="each rank would train different weights",
             fix="two lines before the optimizer: from torch.nn.parallel import DistributedDataParallel; "
             "model = DistributedDataParallel(model)",
         )
     if any(ddp.process_group.size() != size for ddp in wrapped):
         raise ConfigError(
-            f"DistributedDataParallel joins {wrapped[0].process_group.size()} of {size} processes",
-            why="a step has one verdict for all of them",
-            fix="leave process_group= out, so that all processes train the model",
+            f"DistributedDataParallel covers {wrapped[0].process_group.size()} of {size} ranks",
+            why="all ranks must accept or drop a step together",
+            fix="leave process_group= out, so that all ranks train the model",
         )
     summed = {id(p) for ddp in wrapped for name, p in ddp.module.named_parameters()
               if name not in ddp.parameters_to_ignore}  # fmt: skip
@@ -298,7 +298,7 @@ def _refuse_unwrapped(
         names = {id(p): name for name, p in model.named_parameters()}
         shown = ", ".join(names.get(id(p), f"one of shape {tuple(p.shape)}") for p in outside[:MOST_NAMES])
         raise ConfigError(
-            f"{len(outside)} trained parameters are in no DistributedDataParallel: {shown}",
+            f"{len(outside)} trained parameters are not wrapped in DistributedDataParallel: {shown}",
             why="their gradients are not summed: each rank would train different values",
             fix="make them part of the module that DDP wraps, or wrap the module that holds them as well",
         )
@@ -309,7 +309,7 @@ def refuse_other_steps(world: World, optimizers: Sequence[Optimizer], settings: 
     own = {"halfstep": __version__, "torch": torch.__version__, **settings}
     own |= {"optimizers": ", ".join(type(optimizer).__name__ for optimizer in optimizers)}
     refuse_other_settings(
-        world, own, why="the weights of the ranks would diverge", fix="make hs.Step alike on every rank"
+        world, own, why="the weights of the ranks would diverge", fix="give hs.Step the same arguments on every rank"
     )  # fmt: skip
 
 
@@ -332,7 +332,7 @@ def refuse_other_rates(facts: object, reading: Reading) -> None:
                     f"learning rates differ at step {reading.attempted}: {reading.rates[0]:g} on rank 0, "
                     f"{rate:g} on rank {rank}",
                     why="the weights of the ranks diverge from there",
-                    fix="set it alike on every rank; a score that a scheduler sees must be that of all ranks: "
+                    fix="set the same rate on every rank; average a scheduler's metric over all ranks first: "
                     "dist.all_reduce(score) before step.validated(score)",
                 )
             )

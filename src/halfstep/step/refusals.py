@@ -23,9 +23,7 @@ def refuse_spread(model: nn.Module, trained: Sequence[Tensor]) -> None:
                 "statistics that its copies write are lost, and no verdict is about them",
             )
         if names := SHARDED & {kind.__name__ for kind in type(module).__mro__}:
-            raise _make_error(
-                f"the model is sharded by {names.pop()}", "each process sees a part of its gradients only"
-            )
+            raise _make_error(f"the model is sharded by {names.pop()}", "each rank sees only a part of the gradients")
     devices = {p.device for p in trained} | {p.device for p in model.parameters() if p.is_cuda}
     if len(devices) > 1:
         raise _make_error(
@@ -50,7 +48,7 @@ def check_parameters(parameters: list[Tensor]) -> list[Tensor]:
         raise ConfigError(
             f"{len(half)} trained parameters are stored in fp16, the first of shape {tuple(half[0].shape)}",
             why="their gradients cannot be unscaled, and updates below 6e-8 vanish",
-            fix="keep weights in fp32 (model.float()); precision 'fp16' casts what it computes with by itself",
+            fix="keep weights in fp32 (model.float()); precision 'fp16' casts them for the computation",
         )
     return parameters
 
@@ -71,7 +69,7 @@ def refuse_unfit_loss(loss: Any) -> None:
     if loss.numel() != 1:
         raise ConfigError(
             f"the loss has the shape {tuple(loss.shape)}",
-            why="a gradient is taken of one number; of a tuple the loss comes first: (loss, weight)",
+            why="the gradient needs a single number; a tuple must be (loss, weight)",
             fix="return one number: loss.mean() or loss.sum()",
         )
     if loss.is_complex():
@@ -82,7 +80,7 @@ def refuse_unfit_loss(loss: Any) -> None:
         )
     if not loss.requires_grad:
         raise ConfigError(
-            "the loss depends on no weight that is trained",
+            "the loss depends on no trained parameter",
             why="it was detached, computed under torch.no_grad(), or by a model whose weights are all frozen",
             fix="compute it with the model that is trained, without .detach() and no_grad()",
         )
@@ -92,8 +90,8 @@ def refuse_sparse(parameters: Sequence[Tensor]) -> None:
     if any(p.grad is not None and p.grad.is_sparse for p in parameters):
         raise ConfigError(
             "a gradient is sparse, and several ranks train",
-            why="what DDP makes of it is not judged here",
-            fix="nn.Embedding(..., sparse=False), or one process",
+            why="halfstep cannot check sparse gradients that DDP reduces",
+            fix="nn.Embedding(..., sparse=False), or train on one rank",
         )
 
 

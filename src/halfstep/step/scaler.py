@@ -108,14 +108,14 @@ class Scaler:
         if self.enabled != bool(state):
             made, here = ("with", "without") if state else ("without", "with")
             raise CheckpointError(
-                f"the checkpoint was made {made} loss scaling, this step runs {here} it",
+                f"the checkpoint was saved {made} loss scaling, this step runs {here} it",
                 why="fp16 needs its scale, other precisions have none",
                 fix="resume with the precision the run was started with",
             )
         if missing := [key for key in ("scale", "_growth_tracker") if state and key not in state]:
             raise CheckpointError(
                 f"the stored loss scale lacks {', '.join(missing)}",
-                fix="give the state of a halfstep or torch scaler",
+                fix="pass the state of a halfstep or torch scaler",
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -177,7 +177,7 @@ class Step:
         if not self._rng or facts.rng is not self._rng:
             raise ConfigError(
                 "commit() takes the facts of the last compute(), once",
-                why="the gradients of these are gone, or were committed before",
+                why="their gradients are gone, or were already committed",
                 fix="step.commit(step.compute(loss_fn, window))",
             )
         with self.signals.delay():
@@ -391,7 +391,7 @@ class Step:
     def set_rate_factor(self, factor: float) -> None:
         """Multiply every learning rate by one factor, for plateaus and rollbacks. Written by the host."""
         if self.rates is None:
-            raise ConfigError("this step has no schedule, so its learning rate is the optimizer's own",
+            raise ConfigError("this step has no schedule, so the optimizer sets its learning rate",
                               fix="give it a schedule; a constant one will do: lambda step: 1.0")  # fmt: skip
         self.rates.set_cut(factor)
 
@@ -454,7 +454,7 @@ class JudgedGradients:
         if any(p.grad is not g or g is not None and g._version != version for p, g, version in self._seen):
             raise ConfigError(
                 "gradients were changed between compute() and commit(): the step is dropped",
-                why="norm and verdict are of the gradients that compute() left; these were never judged",
+                why="norm and finite check apply to the gradients that compute() left; the new ones were not checked",
                 fix="edit them in a hook: hs.Step(..., on_gradients=edit), where edit(model) changes .grad in place, "
                 "unscaled and before clipping",
             )

@@ -64,7 +64,7 @@ def refuse_unfit(step: Step, state: Mapping[str, Any]) -> None:
         holds = f" of {', '.join(map(str, found[:4]))}" if found else ""
         raise CheckpointError(
             f"this {type(state).__name__}{holds} is not the state of a step: it lacks {', '.join(missing)}",
-            fix="give what step.state_dict() gave; a model's or an optimizer's own state is loaded by those",
+            fix="pass what step.state_dict() returned; load a model's or optimizer's state with its load_state_dict()",
         )
     step.scaler.refuse_unfit(state["scaler"])
     if step.ema is not None:
@@ -73,7 +73,7 @@ def refuse_unfit(step: Step, state: Mapping[str, Any]) -> None:
         raise CheckpointError(
             "the checkpoint holds averaged weights, this step has no average",
             why="they would be lost silently",
-            fix="make the step with ema_decay, or leave them with state | {'ema': {}}",
+            fix="make the step with ema_decay, or drop them with state | {'ema': {}}",
         )
     _refuse_other_optimizers(step.optimizers, state["optimizers"])
     if step.rates is not None:

@@ -144,7 +144,7 @@ class Values(Tabulated):
 
     def explain_end(self, step: int, error: Exception) -> ConfigError:
         return ConfigError(
-            f"one of the values {', '.join(self.names)} has none for step {step}",
+            f"one of the schedules {', '.join(self.names)} has no value for step {step}",
             why=f"{type(error).__name__}: {error}",
             fix="let each be a finite number for every step of the training, as in max(0, 1 - step / total)",
         )

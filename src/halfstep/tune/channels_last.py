@@ -85,8 +85,8 @@ def _refuse_others_than_tensors(batch: Mapping[str, object]) -> None:
     for name, value in batch.items():
         if not isinstance(value, Tensor):
             raise ConfigError(
-                f"the workload's prepare() gave {name!r} as {type(value).__name__}, {value!r:.60}",
-                why="a batch is a dict of tensors: it is moved, cut and captured as such",
+                f"the workload's prepare() returned {name!r} as {type(value).__name__}, {value!r:.60}",
+                why="a batch is a dict of tensors: batches are moved, split and captured as tensors",
                 fix="make it a tensor on the batch's device, or leave it out of the batch",
             )
 

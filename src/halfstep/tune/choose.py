@@ -130,7 +130,7 @@ class Tuning:
         if found is None:
             num_steps = count_expected_steps(self.config, self.workload)
             reason = f"a run of {format_count(num_steps, 'step')} is too short for trials"
-            return {"mode": "eager", "mode_reason": f"{reason} (train.fast=graph compiles all the same)"}
+            return {"mode": "eager", "mode_reason": f"{reason} (train.fast=graph compiles anyway)"}
         problem = CachedMode(self.config, self.workload, plan).write(found) if found.is_final else ""
         if problem:
             self.say(problem)

@@ -153,8 +153,8 @@ class CompilerWarnings:
 def _shorten_warning(text: str) -> tuple[re.Pattern[str] | None, str]:
     if found := TOO_OFTEN.match(text):
         reason = " ".join(found["reason"].split())[:MOST_QUOTED]
-        return TOO_OFTEN, f"a part of the model was compiled again too often and is compiled no more: {reason}"
+        return TOO_OFTEN, f"a function of the model was recompiled too often and now runs uncompiled: {reason}"
     if found := BREAK.match(text):
         place = f"{found['file']}:{found['line']}: {found['code'].strip()}"[:MOST_QUOTED]
-        return BREAK, f"compiled in parts, which is slower: {found['what']} waits for the device at {place}"
+        return BREAK, f"compiled with graph breaks, which is slower: {found['what']} waits for the device at {place}"
     return None, ""

@@ -206,7 +206,7 @@ def open_comparison(folder: Path) -> Comparison:
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} holds no comparison",
-            why=f"{FILE} is not there",
+            why=f"{FILE} is missing",
             fix="name a folder that `halfstep compare` made",
         ) from None
     except (ValueError, TypeError, KeyError) as error:
@@ -361,9 +361,9 @@ def refuse_bad_rows(request: CompareRequest) -> None:
         raise ConfigError(f"two rows are called {twice!r}", fix="give each its own name")
     if request.looks[-1] < FEWEST_SEEDS:
         raise ConfigError(
-            f"--seeds {request.looks[-1]} cannot show anything",
+            f"--seeds {request.looks[-1]} are too few",
             why=f"with fewer than {FEWEST_SEEDS} paired seeds the interval is wider than any useful margin",
-            fix=f"--seeds {FEWEST_SEEDS}, or leave it out: then looks come after {', '.join(map(str, LOOKS))} seeds",
+            fix=f"--seeds {FEWEST_SEEDS}, or leave it out: it is then tested after {', '.join(map(str, LOOKS))} seeds",
         )
     if request.margin is not None and not 0 < request.margin < math.inf:
         raise ConfigError(f"--margin {request.margin:g} is not a margin", fix="a positive number in the metric's unit")
@@ -379,7 +379,7 @@ def _refuse_constant(values: Sequence[float], metric: str) -> None:
     if len(set(values)) == 1:
         raise ConfigError(
             f"{metric} is {values[0]:g} in all {len(values)} pilot runs",
-            why="a constant metric says nothing about precision: too little data, or too few steps",
+            why="a constant metric cannot show the effect of precision: too little data, or too few steps",
             fix="compare again: train longer, or validate on more data",
         )
 

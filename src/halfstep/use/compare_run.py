@@ -185,7 +185,7 @@ def run_in_parallel(run: Run, jobs: Sequence[Job], at_once: int) -> Iterator[Run
             outcomes = pool.map(partial(_run_one, run), jobs)
         yield from outcomes
     except BrokenProcessPool as error:
-        raise Interrupted("a process with a run was killed: by a signal, or out of memory") from error
+        raise Interrupted("the worker process of a run was killed: by a signal, or out of memory") from error
     finally:
         for process in multiprocessing.active_children():
             process.terminate()

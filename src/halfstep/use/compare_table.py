@@ -133,7 +133,7 @@ def collect_notes(comparison: Comparison) -> list[str]:
         notes.append("simulated formats show numerics, never speed: their time and memory are left out")
     on_gpu = [run.summary for run in comparison.runs if str(run.summary.get("device")).startswith("cuda")]
     if any(summary.get("joules") is None for summary in on_gpu):
-        notes.append("no energy: NVML, which counts it, is not there or does not know this GPU")
+        notes.append("no energy: NVML, which measures it, is missing or does not support this GPU")
     unfinished = f"unfinished after {format_count(len(comparison.runs), 'run')}; halfstep compare --resume goes on"
     return [*notes, f"ended: {comparison.ended}" if comparison.ended else unfinished]
 

@@ -191,7 +191,7 @@ def _load_first_whole(candidates: Iterable[Path], notes: list[str]) -> tuple[Pat
         notes += [f"{error.what}; using {path.name} instead" for error in failures]
         return path, content
     raise CheckpointError(
-        failures[0].what, why="no other checkpoint could be used", fix="--checkpoint last, or train it again"
+        failures[0].what, why="no other checkpoint could be used", fix="try --checkpoint last, or train the run again"
     )
 
 

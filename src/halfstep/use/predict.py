@@ -135,7 +135,7 @@ def _find_command(workload: str) -> PredictCommand:
         raise ConfigError(
             f"halfstep predict does not support {workload}",
             why="its Kind has no predictor",
-            fix=f"give it one (examples/own_workload.py); it knows {able}",
+            fix=f"give it one (examples/own_workload.py); supported: {able}",
         )
     return command
 
@@ -261,5 +261,5 @@ def _refuse_none_usable(usable: Sequence[Input | Answer], failed: Sequence[Failu
         raise DataError(
             f"none of the inputs can be used: {list_some(failure.file for failure in failed)}",
             why=failed[0].why,
-            fix="give files that it can read, or folders with such files",
+            fix="give readable files, or folders with such files",
         )

@@ -345,15 +345,15 @@ def _explain_failures(workload: str) -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ModelError(
             _describe_failure(workload, error),
-            why="its memory is predicted on tensors without content, and forward or loss reads values "
+            why="memory is predicted on fake tensors, which have no values, but forward or loss reads values "
             "(.item(), an `if` on a tensor, numpy)",
-            fix="keep that out of forward and loss, or let the run find its batch: train.auto_batch=true",
+            fix="avoid that in forward and loss, or let the run find its batch size: train.auto_batch=true",
         ) from error
     except Exception as error:
         raise ModelError(
             _describe_failure(workload, error),
-            why="its memory is predicted by a step on tensors without content, which failed",
-            fix="see whether the same step trains: halfstep train ... train.max_steps=1",
+            why="memory is predicted by a step on fake tensors, which failed",
+            fix="check whether a real step works: halfstep train ... train.max_steps=1",
         ) from error
 
 

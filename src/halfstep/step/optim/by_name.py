@@ -80,7 +80,7 @@ def make_parameter_groups(
     trained = [p for name, p in model.named_parameters() if p.requires_grad and (not parts or is_within(name, parts))]
     if not trained:
         where = f"{', '.join(parts)} of the model" if parts else "the model"
-        raise ConfigError(f"{where} has no trainable parameters", fix="unfreeze a part of it")
+        raise ConfigError(f"{where} has no trainable parameters", fix="unfreeze some of its parameters")
     decayed = [p for p in trained if decay_all or p.ndim > 1]
     plain = [p for p in trained if not (decay_all or p.ndim > 1)]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]

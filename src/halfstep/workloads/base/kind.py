@@ -242,7 +242,7 @@ def check_samples(samples: object, whose: str) -> None:
     if not (hasattr(samples, "__len__") and any(map(callable, forms))):
         raise ConfigError(
             f"{whose}: a {type(samples).__name__} without __len__ or sample(index, *, key)",
-            why="a sample depends on its index and (seed, epoch, index) alone, whatever the workers and batches",
+            why="a sample may depend only on its index and key, so that results do not depend on workers and batches",
             fix="give it `def sample(self, index, *, key): return {name: tensor}`; a Dataset returns self[index] there",
         )
 

@@ -172,7 +172,7 @@ def open_latents(path: Path) -> LatentCache:
         with path.open("rb") as file:
             file.seek(start)
             if path.stat().st_size != start + math.prod(shape) * BYTES:
-                raise ValueError("it is cut short")
+                raise ValueError("it is truncated")
             digest = hashlib.sha256()
             while part := file.read(READ_AT_ONCE):
                 digest.update(part)
@@ -217,7 +217,7 @@ def _read_header(path: Path) -> tuple[dict[str, str], tuple[int, ...], int]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > path.stat().st_size:
-            raise ValueError("it is cut short")
+            raise ValueError("it is truncated")
         header: dict[str, Any] = parse_json(file.read(length))
     return header["__metadata__"], tuple(header[MOMENTS]["shape"]), 8 + length
 
@@ -245,9 +245,9 @@ def describe_resume(cache: LatentCache, stored: str, *, is_new: bool) -> str:
         return ""
     if not is_new:
         raise DataError(
-            f"{cache.path} holds other latents than the run was trained on",
+            f"{cache.path} holds different latents from those the run was trained on",
             why=f"SHA-256 {cache.checksum[:12]}… instead of {stored[:12]}…",
-            fix="restore the file, or delete it: it is made again, and the run continues, but not bit-exactly",
+            fix="restore the file, or delete it: it is rebuilt, and the run continues, but not bit-exactly",
         )
     return "; made again with other bits: from here on the run is not an exact continuation"
 
@@ -320,4 +320,4 @@ def _make_header(shape: tuple[int, ...], meta: Mapping[str, str], checksum: str)
 
 
 def _unusable_file(path: Path, why: str) -> DataError:
-    return DataError(f"{path} is not a usable file of latents", why=why, fix="delete it: it is made again")
+    return DataError(f"{path} is not a usable file of latents", why=why, fix="delete it: it is rebuilt")

@@ -29,7 +29,7 @@ class Scheduled:
         if isinstance(found, complex) or not math.isfinite(found):
             raise ConfigError(
                 f"a scheduled value is {found} at step {step}",
-                why="it is tabulated before it is needed, so it has to be a finite number for every step",
+                why="values are computed ahead of time, so each step needs a finite number",
                 fix="clamp its argument, as in max(0, 1 - step / total)",
             )
         return float(found)

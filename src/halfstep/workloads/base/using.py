@@ -217,5 +217,7 @@ def save_picture(picture: Image.Image, path: Path) -> Path:
         free.parent.mkdir(parents=True, exist_ok=True)
         picture.save(free)
     except OSError as error:
-        raise CheckpointError(f"cannot write {free}: {error}", fix="make room, or --out DIR") from error
+        raise CheckpointError(
+            f"cannot write {free}: {error}", fix="free disk space, or choose another folder: --out DIR"
+        ) from error
     return free

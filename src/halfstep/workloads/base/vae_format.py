@@ -60,7 +60,7 @@ def choose_vae_format(
         raise ConfigError(
             f"precision.modules: {{vae: {asked}}} overflows",
             why=f"the VAE gives NaN or infinity for {len(tried)} of your samples in {asked}, not in fp32",
-            fix="precision.modules={vae: auto}, or bf16, or fp32",
+            fix="set precision.modules={vae: auto}, or bf16 or fp32 instead of auto",
         )
     measured = ", ".join(f"{name} {'overflows' if e is None else f'{e:.2%}'}" for name, e in errors.items())
     if asked != "auto":
@@ -76,7 +76,7 @@ def measure_round_trips(vae: Any, trip: RoundTrip, images: Tensor, formats: tupl
     vae = copy.deepcopy(vae).to(images.device)
     exact = _run_in_format(vae, trip, images, "fp32")
     if not bool(exact.isfinite().all()):
-        raise ModelError("the VAE gives NaN or infinity for your samples in fp32", fix="another VAE: model.vae=DIR")
+        raise ModelError("the VAE gives NaN or infinity for your samples in fp32", fix="use another VAE: model.vae=DIR")
     spread = float((exact - exact.mean()).square().mean().sqrt()) or 1.0
     errors: dict[str, float | None] = {}
     for name in formats:

@@ -186,12 +186,12 @@ class Phase:
             raise ConfigError(
                 f"{self.name!r} is not a valid name for a phase",
                 why="reports and checkpoints use the name",
-                fix="letters, digits, _",
+                fix="use letters, digits and _",
             )
         if self.every < 1 or self.from_step < 0:
             raise ConfigError(
                 f"phase {self.name} cannot run every {self.every} iterations from {self.from_step} on",
-                fix="every is at least 1, from_step at least 0",
+                fix="set every to at least 1 and from_step to at least 0",
             )
 
     def is_due(self, iteration: int) -> bool:
@@ -241,7 +241,7 @@ def _wrap_frozen_part(name: str, part: Any) -> FrozenPart:
         raise ConfigError(
             f"{name!r} is not a valid name for a frozen part",
             why="precision.modules and files of the run folder use the name",
-            fix="letters, digits and _",
+            fix="use letters, digits and _",
         )
     if not isinstance(part, nn.Module | FrozenPart):
         raise ConfigError(f"the frozen part {name!r} is a {type(part).__name__}", fix="give an nn.Module or FrozenPart")
@@ -262,5 +262,5 @@ def check_frozen_apart(model: nn.Module, frozen: Mapping[str, FrozenPart]) -> No
             raise ConfigError(
                 f"{type(model).__name__} holds weights of the frozen part {name!r}",
                 why="they would be trained, averaged and stored with it",
-                fix="keep it out of the model: let forward hold it",
+                fix="do not register it in the model; let the workload's forward refer to it",
             )

@@ -25,7 +25,7 @@ KIND = Kind.in_folder(
     evaluate=EvaluateCommand(".evaluate:ClassificationEvaluation"),
     predict=PredictCommand(".predict:ClassPredictor", (Option("top_k", int, 5, "How many classes per file", least=1),)),
     guide=GuideEntry(
-        about="one label per picture: train/<class>/*.jpg",
+        about="one label per image: train/<class>/*.jpg",
         models={
             "resnet18": "11.7 M parameters",
             "resnet34": "21.8 M",

@@ -89,9 +89,9 @@ def check_last_batch(model: nn.Module, config: ClassifierConfig, num_train: int)
             copy.deepcopy(model).to("meta").train()(torch.empty(1, 3, side, side, device="meta"))
     except ValueError as error:
         raise ConfigError(
-            f"train.batch_size={size} leaves one sample alone in the last batch of {num_train}",
-            why=f"at data.image_size={side} BatchNorm gets one value per channel from it, which has no spread",
-            fix="another train.batch_size, or a larger data.image_size",
+            f"train.batch_size={size} leaves a single sample in the last batch of {num_train} samples",
+            why=f"at data.image_size={side} BatchNorm gets only one value per channel from it, so the variance is 0",
+            fix="choose another train.batch_size, or a larger data.image_size",
         ) from error
 
 
@@ -162,8 +162,8 @@ def _build_users_model(config: ClassifierConfig, num_classes: int) -> nn.Module:
     assert wish.path is not None
     if wish.replace_head:
         raise ConfigError(
-            "model.replace_head is for halfstep's own models",
-            why=f"which layer of {wish.path} is the head cannot be known",
+            "model.replace_head supports only halfstep's models",
+            why=f"halfstep cannot tell which layer of {wish.path} is the head",
             fix="replace the head in your own function",
         )
     make = import_callable(wish.path, what="model.path", form="callable(**model.options) -> nn.Module")
@@ -171,7 +171,11 @@ def _build_users_model(config: ClassifierConfig, num_classes: int) -> nn.Module:
     try:
         model: nn.Module = make(**options)
     except TypeError as error:
-        raise ModelError(f"{wish.path} cannot be called with {options}", why=str(error), fix="model.options") from error
+        raise ModelError(
+            f"{wish.path} cannot be called with {options}",
+            why=str(error),
+            fix="set its keyword arguments in model.options",
+        ) from error
     _check_logits(model, wish.path, num_classes, get_evaluation_size(config.data))
     return model
 
@@ -197,8 +201,8 @@ def _check_logits(model: object, path: str, num_classes: int, size: int) -> None
     if shape != (1, num_classes):
         raise ModelError(
             f"{path} gives {shape} for one image, the data has {num_classes} classes",
-            why="logits of shape (1, classes) are needed",
-            fix=f"model.options={{num_classes: {num_classes}}}, or what your function calls it",
+            why="it must return logits of shape (1, classes)",
+            fix=f"model.options={{num_classes: {num_classes}}}, or your function's name for it",
         )
 
 

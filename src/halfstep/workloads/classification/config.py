@@ -175,7 +175,7 @@ VIT_DEMO: Preset = {**DEMO, **SMALL_VIT, "optimizer.lr": 1e-3, "optimizer.lr_per
 
 def check_order(bounds: tuple[float, float]) -> tuple[float, float]:
     if bounds[0] > bounds[1]:
-        raise ValueError(f"the first number is the smaller one, unlike {bounds[0]:g}, {bounds[1]:g}")
+        raise ValueError(f"the range {bounds[0]:g}, {bounds[1]:g} must start with the smaller number")
     return bounds
 
 
@@ -187,20 +187,24 @@ Ratios = Annotated[tuple[Positive, Positive], AfterValidator(check_order)]
 class ImageAugmentConfig(Section):
     """Strength of the training augmentation; 0 switches a change off."""
 
-    crop_area: Shares = Field(default=(0.08, 1.0), description="Share of the image that a random crop shows")
-    crop_ratio: Ratios = Field(default=(3 / 4, 4 / 3), description="Width over height of a random crop")
-    flip: Fraction = Field(default=0.5, description="Chance of a mirror image")
+    crop_area: Shares = Field(
+        default=(0.08, 1.0), description="Range of a random crop's area, as a fraction of the image"
+    )
+    crop_ratio: Ratios = Field(
+        default=(3 / 4, 4 / 3), description="Range of a random crop's aspect ratio (width / height)"
+    )
+    flip: Fraction = Field(default=0.5, description="Probability of a horizontal flip")
     brightness: Fraction = Field(default=0.0, description="Largest relative change of brightness")
     contrast: Fraction = Field(default=0.0, description="Largest relative change of contrast")
     saturation: Fraction = Field(default=0.0, description="Largest relative change of saturation")
     trivial: bool = Field(
-        default=False, description="One random change more for each image, of 14 kinds (TrivialAugment, its wide set)"
+        default=False, description="Apply one more random operation out of 14 to each image (TrivialAugmentWide)"
     )
-    erase: Fraction = Field(default=0.0, description="Chance that a rectangle is blanked (random erasing)")
+    erase: Fraction = Field(default=0.0, description="Probability of random erasing (a rectangle is blanked)")
     mixup: OffNumber = Field(default=0.0, description="Alpha of mixup: two images blended; 0: off")
     cutmix: OffNumber = Field(default=0.0, description="Alpha of CutMix: a box pasted from another image; 0: off")
-    cutmix_share: Fraction = Field(default=0.5, description="Share of CutMix among the mixed batches where both are on")
-    mix_chance: Fraction = Field(default=1.0, description="Chance that a batch is mixed at all")
+    cutmix_share: Fraction = Field(default=0.5, description="Fraction of mixed batches that use CutMix if both are on")
+    mix_chance: Fraction = Field(default=1.0, description="Probability that a batch is mixed (mixup or CutMix)")
 
 
 class ImageDataConfig(DataConfig):
@@ -211,24 +215,25 @@ class ImageDataConfig(DataConfig):
         default="", description="Validation folder below data.dir; empty: val, valid, validation or test"
     )
     label_column: str = Field(
-        default="", description="Column of metadata.jsonl or .csv with the classes; empty: label, or what is usual"
+        default="", description="Column of metadata.jsonl or .csv with the classes; empty: label or another common name"
     )
-    split_seed: int = Field(default=0, ge=0, description="Seed of the split where there is no val folder")
+    split_seed: int = Field(default=0, ge=0, description="Seed of the split if there is no val folder")
     eval_size: OffCount = Field(
         default=0,
         description="Side of the images in validation; 0: image_size. A larger one often helps (FixRes, Touvron 2019)",
     )
     eval_crop_ratio: PositiveShare | None = Field(
-        default=None, description="Share of the shorter side that validation shows; default: 0.875, all of CIFAR's"
+        default=None,
+        description="Center crop in validation, as a fraction of the shorter side; default: 0.875, for CIFAR 1",
     )
     cache: bool = Field(
         default=False, description="Decode every image once into one packed file and read that from then on"
     )
     cache_file: NamedPath = Field(
-        default=None, description="Where that file is, for a folder that cannot be written to; default: in data.dir"
+        default=None, description="Path of the packed file, if data.dir is not writable; default: in data.dir"
     )
-    cache_size: PositiveCount = Field(default=256, description="Side of the images in that file, in pixels")
-    cache_limit_gb: Positive = Field(default=64.0, description="Largest size of that file; more is refused")
+    cache_size: PositiveCount = Field(default=256, description="Side of the images in the packed file, in pixels")
+    cache_limit_gb: Positive = Field(default=64.0, description="Maximum size of the packed file in GB")
     augment: ImageAugmentConfig = ImageAugmentConfig()
 
     @property
@@ -241,11 +246,9 @@ class ClassifierModelConfig(ModelConfig):
     """Settings of all classifiers."""
 
     replace_head: bool = Field(
-        default=False, description="Start a new last layer on model.weights, for data with other classes"
+        default=False, description="Replace the last layer of model.weights by a new one, for data with other classes"
     )
-    label_smoothing: float = Field(
-        default=0.1, ge=0, lt=1, description="Share of the target spread over all classes in the training loss"
-    )
+    label_smoothing: float = Field(default=0.1, ge=0, lt=1, description="Label smoothing of the training loss")
 
 
 class ResNetModelConfig(ClassifierModelConfig):
@@ -253,22 +256,27 @@ class ResNetModelConfig(ClassifierModelConfig):
 
     width: PositiveCount = Field(default=64, description="Channels of the first stage; each stage doubles them")
     blocks: tuple[PositiveCount, ...] = Field(
-        default=(), description="Blocks of each stage; empty: as the workload's name says"
+        default=(), description="Blocks of each stage; empty: from the workload's name"
     )
     stem: Literal["imagenet", "small"] = Field(
-        default="imagenet", description="First layers: imagenet quarters the size, small (for 32 to 64 pixels) keeps it"
+        default="imagenet",
+        description="First layers: imagenet downsamples by 4, small (for 32 to 64 pixels) keeps the resolution",
     )
 
 
 class ViTModelConfig(ClassifierModelConfig):
     """Vision transformer; official weights need the defaults."""
 
-    depth: OffCount = Field(default=0, description="Number of blocks; 0: as the workload's name says")
-    heads: OffCount = Field(default=0, description="Attention heads, which share dim evenly; 0: as the name says")
-    dim: OffCount = Field(default=0, description="Channels of a token; 0: as the name says")
-    patch: OffCount = Field(default=0, description="Side of a patch in pixels; 0: 16, as the name says")
-    layer_scale: OffNumber = Field(default=0.0, description="Start of a learned gain on each branch; 0: none")
-    registers: OffCount = Field(default=0, description="Extra tokens that take the global work off the patches")
+    depth: OffCount = Field(default=0, description="Number of blocks; 0: from the workload's name")
+    heads: OffCount = Field(default=0, description="Attention heads, must divide dim; 0: from the workload's name")
+    dim: OffCount = Field(default=0, description="Channels of a token; 0: from the workload's name")
+    patch: OffCount = Field(default=0, description="Side of a patch in pixels; 0: 16, from the workload's name")
+    layer_scale: OffNumber = Field(
+        default=0.0, description="Initial value of a learned scale on each branch (LayerScale); 0: none"
+    )
+    registers: OffCount = Field(
+        default=0, description="Register tokens: extra tokens that hold global information instead of the patches"
+    )
 
 
 class ClassifierConfig(RunConfig):

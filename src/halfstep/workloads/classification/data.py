@@ -107,7 +107,7 @@ def _open_stored(kind: StoredKind, place: Path, config: ImageDataConfig, share: 
         eval_share=share,
         val_names=(),
         titles=kind.titles(place),
-        about=(("layout", f"{kind.name} in {place}; validation: its test part"),),
+        about=(("layout", f"{kind.name} in {place}; validation: its test split"),),
     )
 
 
@@ -157,7 +157,7 @@ def _note_unvalidated(folder: ImageFolder) -> list[str]:
     seen = set(folder.val.labels)
     missing = [name for number, name in enumerate(folder.classes) if number not in seen]
     return (
-        [f"no validation picture of {list_some(missing, 10)}: nothing will be known of them"]
+        [f"no validation image of {list_some(missing, 10)}: these classes are not evaluated"]
         if missing and seen
         else []
     )

@@ -47,7 +47,7 @@ class ClassificationEvaluation(PlainEvaluation):
                     "samples": seen,
                     "accuracy": hits / seen if seen else None,
                     "precision": hits / int(answers[number]) if answers[number] else None,
-                    "most often taken for": self._rival(confusion[number], number),
+                    "most often confused with": self._rival(confusion[number], number),
                 }
             )
         return tuple(rows)

@@ -27,7 +27,7 @@ DIFFUSION = Kind.in_folder(
         ".evaluate:DiffusionEvaluation",
         options=(
             Option("features", str, None, "TorchScript file whose features FID and KID compare"),
-            Option("num", int, None, "Samples for FID and KID; default: as many as held-out pictures", least=2),
+            Option("num", int, None, "Samples for FID and KID; default: as many as held-out images", least=2),
             Option("seed", int, 0, "Seed of the samples", least=0),
         ),
     ),
@@ -46,7 +46,7 @@ DIFFUSION = Kind.in_folder(
         writes_files=True,
     ),
     guide=GuideEntry(
-        about="make pictures: any folder of them", models={"diffusion": "114 M parameters at its defaults"}
+        about="generate images: any folder of images", models={"diffusion": "114 M parameters at its defaults"}
     ),
 )
 
@@ -63,7 +63,7 @@ VAE = Kind.in_folder(
     predict=PredictCommand(".predict:PicturePredictor", writes_files=True),
     guide=GuideEntry(
         guide=".guide:VaeGuide",
-        about="latents for a diffusion model: any folder of pictures",
+        about="latents for a diffusion model: any folder of images",
         models={"vae": "84 M parameters at its defaults"},
     ),
 )

@@ -35,26 +35,26 @@ class PictureDataConfig(DataConfig):
     val_folder: str = Field(
         default="", description="Validation folder below data.dir; empty: val, valid, validation or test"
     )
-    split_seed: int = Field(default=0, ge=0, description="Seed of the split where there is no val folder")
-    flip: Fraction = Field(default=0.5, description="Chance of a mirror image in training")
+    split_seed: int = Field(default=0, ge=0, description="Seed of the split if there is no val folder")
+    flip: Fraction = Field(default=0.5, description="Probability of a horizontal flip in training")
 
 
 class DiffusionDataConfig(PictureDataConfig):
     """A folder of images, with classes or captions if the model is conditioned on them."""
 
     label_column: str = Field(
-        default="", description="Column of metadata.jsonl or .csv with the classes; empty: label, or what is usual"
+        default="", description="Column of metadata.jsonl or .csv with the classes; empty: label or another common name"
     )
     class_file: FilePath = Field(
         default=None,
-        description="Text file with one class per line: their numbers; default: the folders' names, sorted",
+        description="Text file with one class per line, in the order of their indices; default: sorted folder names",
     )
     text_column: str = Field(default="text", description="Column of metadata.jsonl or .csv with the captions")
     cache: LatentCaching = Field(
         default="off",
-        description="latents: encode every picture once and train on what the VAE says of it; flips are cached too",
+        description="latents: encode every image once with the VAE and train on the cached latents, flips included",
     )
-    cache_file: NamedPath = Field(default=None, description="Where the latents are; default: in data.dir")
+    cache_file: NamedPath = Field(default=None, description="File of the cached latents; default: in data.dir")
 
 
 class UNetSize(BuiltModelConfig):
@@ -67,7 +67,7 @@ class UNetSize(BuiltModelConfig):
     )
     layers: PositiveCount = Field(default=2, description="ResNet blocks of each level")
     weights: FilePath = Field(
-        default=None, description="Folder of diffusers' to start from: the network's own, or a pipeline's"
+        default=None, description="diffusers folder to start from: of the network or of a pipeline"
     )
 
 
@@ -77,7 +77,7 @@ class VaeModelConfig(UNetSize):
     channels: tuple[PositiveCount, ...] = Field(
         default=(128, 256, 512, 512),
         min_length=1,
-        description="Channels of each level; all but the last halve the image (four: latents of an eighth)",
+        description="Channels of each level; all but the last halve the image (four levels: latents of 1/8 the side)",
     )
     latent_channels: PositiveCount = Field(default=4, description="Channels of the latents")
     loss: Literal["l1", "l2"] = Field(default="l1", description="Distance between image and reconstruction")
@@ -87,14 +87,15 @@ class VaeModelConfig(UNetSize):
         default=None, description="File with torchvision's VGG16 weights, for the perceptual loss"
     )
     gan_weight: OffNumber = Field(
-        default=0.0, description="Weight of the PatchGAN's loss, times the ratio of gradient norms; 0: no discriminator"
+        default=0.0,
+        description="Weight of the PatchGAN loss, multiplied by the ratio of gradient norms; 0: no discriminator",
     )
     gan_from_step: OffCount = Field(
-        default=50_001, description="Step from which the discriminator is trained and counts"
+        default=50_001, description="First step at which the discriminator is trained and its loss counts"
     )
     gan_lr: Positive | None = Field(default=None, description="The discriminator's learning rate; default: the VAE's")
     gan_channels: PositiveCount = Field(default=64, description="Channels of the discriminator's first layer")
-    gan_layers: PositiveCount = Field(default=3, description="Times the discriminator halves the image")
+    gan_layers: PositiveCount = Field(default=3, description="Number of times the discriminator halves the image")
 
     @model_validator(mode="after")
     def perceptual_has_a_file(self) -> Self:
@@ -108,26 +109,32 @@ class VaeModelConfig(UNetSize):
 class NoiseConfig(Section):
     """Settings of the forward process."""
 
-    schedule: Literal["linear", "scaled_linear", "cosine"] = Field(default="linear", description="How noise grows")
+    schedule: Literal["linear", "scaled_linear", "cosine"] = Field(
+        default="linear", description="Shape of the beta schedule"
+    )
     steps: int = Field(default=1000, ge=4, description="Timesteps")
     beta_start: Annotated[float, Field(gt=0, lt=1)] = Field(
-        default=1e-4, description="First variance (Stable Diffusion: 0.00085, scaled_linear)"
+        default=1e-4,
+        description="Beta (noise variance) at the first timestep (Stable Diffusion: 0.00085, scaled_linear)",
     )
     beta_end: Annotated[float, Field(gt=0, lt=1)] = Field(
-        default=0.02, description="Last variance (Stable Diffusion: 0.012)"
+        default=0.02, description="Beta at the last timestep (Stable Diffusion: 0.012)"
     )
-    zero_terminal_snr: bool = Field(default=False, description="The last timestep holds noise alone")
+    zero_terminal_snr: bool = Field(
+        default=False, description="Rescale the schedule so that the last timestep is pure noise"
+    )
     offset: OffNumber = Field(
-        default=0.0, description="Noise that is the same over a whole channel, added to the noise"
+        default=0.0, description="Offset noise: strength of extra noise that is constant over each channel"
     )
     input_perturbation: OffNumber = Field(
-        default=0.0, description="More noise in the input than the target tells of (0.1 in Ning et al. 2023)"
+        default=0.0,
+        description="Input perturbation: extra noise in the input that is not in the target (0.1 in Ning et al. 2023)",
     )
 
     @model_validator(mode="after")
     def noise_grows(self) -> Self:
         if self.beta_start > self.beta_end:
-            raise ValueError(f"noise.beta_start={self.beta_start:g} lies above noise.beta_end={self.beta_end:g}")
+            raise ValueError(f"noise.beta_start={self.beta_start:g} is above noise.beta_end={self.beta_end:g}")
         return self
 
 
@@ -138,20 +145,20 @@ class DiffusionModelConfig(UNetSize):
         default=None, description="Levels with attention, from 0; default: the last but one, with text all but the last"
     )
     attention_head_dim: PositiveCount = Field(
-        default=8, description="diffusers' setting: channels of a head; with text: number of heads"
+        default=8, description="Channels per attention head; with text: number of heads (as in diffusers)"
     )
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0, description="Dropout in ResNet blocks")
     target: Literal["eps", "v", "sample"] = Field(default="eps", description="What the U-Net predicts")
     min_snr_gamma: Positive | None = Field(
-        default=None, description="Min-SNR loss weights (5 is usual); null: every timestep counts alike"
+        default=None, description="Min-SNR loss weights (5 is usual); null: equal weights"
     )
-    conditioning: Conditioning = Field(default="none", description="What the U-Net is told of an image")
+    conditioning: Conditioning = Field(default="none", description="What the U-Net is conditioned on")
     drop_condition: Fraction = Field(
-        default=0.1, description="Share of samples that are told nothing, for classifier-free guidance"
+        default=0.1, description="Fraction of samples trained without condition, for classifier-free guidance"
     )
     vae: FilePath = Field(
         default=None,
-        description="Folder of a VAE (diffusers', or model/ of a run): diffusion of latents, not of pixels",
+        description="Folder of a VAE (diffusers', or model/ of a run): train on latents instead of pixels",
     )
     text_encoder: FilePath = Field(
         default=None, description="Folder of a CLIP text model with its tokenizer, or of a pipeline that has both"
@@ -174,11 +181,11 @@ class DiffusionModelConfig(UNetSize):
 class SampleConfig(Section):
     """The samples that training shows; `halfstep predict` has options of the same names."""
 
-    num: PositiveCount = Field(default=16, description="Images of the grid")
+    num: PositiveCount = Field(default=16, description="Number of images in the grid")
     steps: PositiveCount = Field(default=50, description="Sampling steps")
     sampler: Literal["ddim", "dpm"] = Field(default="ddim", description="DDIM or DPM-Solver++")
     guidance: Annotated[float, Field(ge=0), BeforeValidator(read_off_as_zero)] = Field(
-        default=3.0, description="Classifier-free guidance, where there are conditions; 1: none"
+        default=3.0, description="Classifier-free guidance scale of conditional models; 1: none"
     )
 
 
@@ -276,7 +283,7 @@ class DiffusionConfig(RunConfig):
     @model_validator(mode="after")
     def latents_have_a_vae(self) -> Self:
         if self.data.cache == "latents" and not self.model.vae:
-            raise ValueError("data.cache=latents caches what a VAE says: name one with model.vae=DIR")
+            raise ValueError("data.cache=latents needs a VAE: model.vae=DIR")
         return self
 
     @model_validator(mode="after")

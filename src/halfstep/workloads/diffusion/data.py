@@ -142,11 +142,11 @@ def find_captioned(root: Path, layout: FolderLayout, column: str) -> CaptionedFo
         {path: text for folder in folders for path, text in read_captions(folder, root, column).items()}
         for folders in (train_folders, val_folders)
     )
-    _refuse_few(root, len(train) + len(val), "with a caption", "add captions to the table, a line for each picture")
+    _refuse_few(root, len(train) + len(val), "with a caption", "add captions to the table, one line per image")
     in_order = [sorted(found, key=lambda path: natural_key(str(path))) for found in (train, val)]
     images = _divide(root, in_order[0], in_order[1], layout, divided=bool(val_folders))
     bare = sum(len(list_pictures(folder)) for folder in {*train_folders, *val_folders}) - len(train | val)
-    notes = (f"left out: {format_count(bare, 'picture')} without a caption",) if bare > 0 else ()
+    notes = (f"left out: {format_count(bare, 'image')} without a caption",) if bare > 0 else ()
     return CaptionedFolder(images=images, captions=train | val, notes=notes)
 
 
@@ -181,7 +181,7 @@ def _renumber(images: ImageFolder, names: Sequence[str], source: Path) -> ImageF
         missing = [name for name in images.classes if name not in names]
         extra = [name for name in names if name not in images.classes]
         parts = [f"it lacks {list_some(missing)}"] if missing else []
-        parts += [f"no pictures are of {list_some(extra)}"] if extra else []
+        parts += [f"no images are of {list_some(extra)}"] if extra else []
         raise DataError(
             f"{source} does not match the classes of {images.root}",
             why="; ".join(parts),
@@ -198,7 +198,7 @@ def _renumber(images: ImageFolder, names: Sequence[str], source: Path) -> ImageF
 def _divide(root: Path, train: list[Path], val: list[Path], layout: FolderLayout, *, divided: bool) -> ImageFolder:
     _refuse_few(root, len(train) + len(val))
     if divided and not (train and val):
-        raise DataError(f"no pictures in the {'validation' if train else 'training'} folder of {root}")
+        raise DataError(f"no images in the {'validation' if train else 'training'} folder of {root}")
     if not divided and layout.val_fraction > 0:
         train, val = split_off(train, layout.val_fraction, f"{layout.seed} pictures")
     listings = [Listing(paths=tuple(paths), labels=(0,) * len(paths)) for paths in (train, val)]
@@ -209,7 +209,7 @@ def _divide(root: Path, train: list[Path], val: list[Path], layout: FolderLayout
 def _refuse_few(root: Path, found: int, which: str = "", fix: str = "") -> None:
     if found < FEWEST:
         raise DataError(
-            f"{root} holds {format_count(found, 'picture')} {which}".rstrip(),
+            f"{root} holds {format_count(found, 'image')} {which}".rstrip(),
             why=f"at least {FEWEST} are needed: one to train on, one to validate with",
-            fix=fix or "add pictures (" + " ".join(PICTURES) + "), or check --data-dir (data.dir)",
+            fix=fix or "add images (" + " ".join(PICTURES) + "), or check --data-dir (data.dir)",
         )

@@ -117,8 +117,8 @@ def find_net_folder(folder: str, part: str, setting: str) -> Path:
             return place
     raise ModelError(
         f"{setting}={folder}: {_explain_missing(root, part)}",
-        why="a folder of this machine is needed; nothing is downloaded",
-        fix="a folder that save_pretrained wrote, or model/ of a run",
+        why="it must be a local folder; halfstep downloads nothing",
+        fix="give a folder that save_pretrained wrote, or model/ of a run",
     )
 
 
@@ -139,13 +139,13 @@ def open_net(folder: Path, expected: Sequence[str]) -> Net:
     except (OSError, ValueError, TypeError) as error:
         raise ModelError(f"cannot read {folder / 'config.json'}", why=str(error)) from error
     if name not in expected:
-        raise ModelError(f"{folder} holds another network: {name}", fix=f"a folder of {' or '.join(expected)}")
+        raise ModelError(f"{folder} holds another network: {name}", fix=f"give a folder of {' or '.join(expected)}")
     channels = [config.get(end, IMAGE_CHANNELS) for end in ("in_channels", "out_channels")]
     if name == VAE and channels != [IMAGE_CHANNELS] * 2:
         raise ModelError(
             f"the VAE in {folder} has in_channels={channels[0]!r}, out_channels={channels[1]!r}",
-            why=f"pictures are RGB here: {IMAGE_CHANNELS} channels",
-            fix="another VAE",
+            why=f"images are RGB here: {IMAGE_CHANNELS} channels",
+            fix="use another VAE",
         )
     if is_on_meta():
         return build_net(config).train()
@@ -166,7 +166,10 @@ def open_net(folder: Path, expected: Sequence[str]) -> Net:
         ) from error
     refuse_missing_weights(folder, found)
     if broken := [name for name, tensor in net.state_dict().items() if not bool(tensor.isfinite().all())]:
-        raise ModelError(f"the weights in {folder} are not finite: {broken[0]}", fix="another copy, in fp32 or bf16")
+        raise ModelError(
+            f"the weights in {folder} are not finite: {broken[0]}",
+            fix="use another copy of the weights, in fp32 or bf16",
+        )
     return net.train()
 
 
@@ -178,8 +181,8 @@ def refuse_missing_weights(folder: Path, found: Mapping[str, Any]) -> None:
     if missing := sorted(map(str, found["missing_keys"])):
         raise ModelError(
             f"the weights in {folder} lack {format_count(len(missing), 'tensor')}, such as {missing[0]}",
-            why="they would be drawn at random",
-            fix="another copy: one that save_pretrained wrote",
+            why="they would be initialised at random",
+            fix="use a copy that save_pretrained wrote",
         )
 
 

@@ -112,7 +112,10 @@ class DiffusionEvaluation(PlainEvaluation):
     ) -> dict[str, float]:
         real = load_real_pictures(self.workload, maker, trained.device)
         if min(num, len(real)) < FEWEST_FOR_FID:
-            raise ConfigError(f"FID of {min(num, len(real))} pictures", fix=f"at least {FEWEST_FOR_FID}: --num N")
+            raise ConfigError(
+                f"FID cannot be computed from {min(num, len(real))} images",
+                fix=f"use at least {FEWEST_FOR_FID}: --num N",
+            )
         size = config.train.batch_size
         made = []
         for start in range(0, num, size):

@@ -157,10 +157,10 @@ def pack(config: DiffusionConfig) -> dict[str, object]:
     parts = open_parts(config, data.classes)
     choice = choose_format(config, data, parts)
     cache, is_new = make_encoding(config, data, parts.vae, choice.name).open_or_encode()
-    pictures = format_count(len(cache.moments), "picture")
-    text = f"latents of {pictures}, {_describe_views(cache)}, encoded in {choice.name} ({choice.why})"
+    images = format_count(len(cache.moments), "image")
+    text = f"latents of {images}, {_describe_views(cache)}, encoded in {choice.name} ({choice.why})"
     return describe_pack(cache, text, is_new=is_new, format=choice.name)
 
 
 def _describe_views(cache: LatentCache) -> str:
-    return "with mirror images" if cache.moments.shape[1] > 1 else "without augmentation"
+    return "with flips" if cache.moments.shape[1] > 1 else "without augmentation"

@@ -120,7 +120,7 @@ def make_scheduler_config(schedule: NoiseSchedule, target: Target) -> dict[str, 
 def make_scheduler(name: Sampler, schedule: NoiseSchedule, target: Target, *, clips: bool) -> Any:
     """Return diffusers' scheduler; `clips` limits predictions to -1..1, which is right for pixels only."""
     if name not in get_args(Sampler):
-        raise ConfigError(f"sampler {name!r} is not known", fix=" or ".join(get_args(Sampler)))
+        raise ConfigError(f"unknown sampler {name!r}", fix=" or ".join(get_args(Sampler)))
     shared = make_scheduler_config(schedule, target)
     if name == "ddim":
         return import_diffusers_class("DDIMScheduler")(**shared, clip_sample=clips)
@@ -130,8 +130,8 @@ def make_scheduler(name: Sampler, schedule: NoiseSchedule, target: Target, *, cl
 def check_steps(steps: int, schedule: NoiseSchedule) -> None:
     if steps > schedule.num_steps:
         raise ConfigError(
-            f"{steps} sampling steps, the model knows {schedule.num_steps} timesteps",
-            fix=f"at most {schedule.num_steps}: sample.steps (--steps)",
+            f"{steps} sampling steps, but the model has {schedule.num_steps} timesteps",
+            fix=f"set sample.steps (--steps) to at most {schedule.num_steps}",
         )
 
 

@@ -120,38 +120,40 @@ def _check_fits(model: Net, config: DiffusionConfig, parts: DiffusionParts) -> N
         takes_more = found.in_channels > found.out_channels
         raise ConfigError(
             f"the U-Net of {source} takes {format_count(int(found.in_channels), 'channel')}, "
-            f"{'pictures' if parts.vae is None else 'latents of the VAE'} have {channels}",
-            why="a mask or an image beside the noised sample, as inpainting has it, is not built here"
+            f"{'images' if parts.vae is None else 'latents of the VAE'} have {channels}",
+            why="additional input channels, such as a mask for inpainting, are not supported"
             if takes_more
             else "a latent model needs the VAE it was trained with",
-            fix="another model.weights" if takes_more else "its VAE: model.vae=DIR, or another model.weights",
+            fix="use another model.weights" if takes_more else "its VAE: model.vae=DIR, or another model.weights",
         )
     if int(found.out_channels) != channels:
         raise ConfigError(
             f"the U-Net of {source} gives {found.out_channels} channels for {channels}",
-            why="a variance that is learned beside the noise is not built here",
-            fix="another model.weights",
+            why="a learned variance is not supported",
+            fix="use another model.weights",
         )
     if more := [name for name in MORE_CONDITIONS if found.get(name)]:
         raise ConfigError(
-            f"the U-Net of {source} is told more than text or a class: {more[0]}={found[more[0]]}",
-            why="sizes, pooled texts and the like, as SDXL has them, are not built here",
-            fix="another model.weights",
+            f"the U-Net of {source} has conditions other than text or a class: {more[0]}={found[more[0]]}",
+            why="image sizes, pooled text embeddings and similar conditions of SDXL are not supported",
+            fix="use another model.weights",
         )
     if (found.get("cross_attention_dim") or 0) != conditions.text_dim and isinstance(conditions, TextConditions):
         raise ConfigError(
-            f"the U-Net of {source} reads text of {found.get('cross_attention_dim')} numbers a token, the text encoder "
+            f"the U-Net of {source} expects {found.get('cross_attention_dim')} text channels per token, the encoder "
             f"gives {conditions.text_dim}",
-            fix="the text encoder it was trained with",
+            fix="use the text encoder it was trained with",
         )
     if type(model).__name__ == TEXT_UNET and not isinstance(conditions, TextConditions):
-        raise ConfigError(f"the U-Net of {source} is told text", fix="model.conditioning=text model.text_encoder=DIR")
+        raise ConfigError(
+            f"the U-Net of {source} is conditioned on text", fix="model.conditioning=text model.text_encoder=DIR"
+        )
     if (found.get("num_class_embeds") or 0) != conditions.num_classes:
         raise ConfigError(
-            f"the U-Net of {source} has {found.get('num_class_embeds') or 0} class numbers, here are "
-            f"{conditions.num_classes}: one for each class, and one for nothing said"
+            f"the U-Net of {source} has {found.get('num_class_embeds') or 0} class embeddings, this run needs "
+            f"{conditions.num_classes}: one per class, and one for no class"
             if conditions.num_classes
-            else f"the U-Net of {source} is told a class",
+            else f"the U-Net of {source} is conditioned on classes",
             fix="data with its classes, or no model.weights" if conditions.num_classes else "model.conditioning=class",
         )
 

@@ -130,7 +130,7 @@ def eps_without_signal() -> ConfigError:
     """Return the error for target `eps` with a zero-terminal-SNR schedule, whose last x_t is the noise itself."""
     return ConfigError(
         "model.target=eps with noise.zero_terminal_snr=true",
-        why="the last step holds noise alone: to find it teaches nothing, and its SNR of 0 is divided by",
+        why="the last timestep is pure noise: predicting it teaches nothing, and its SNR of 0 would divide by zero",
         fix="model.target=v",
     )
 

@@ -97,7 +97,7 @@ def _find_class(conditions: ClassConditions, name: str) -> int:
         return conditions.names.index(name)
     if name.isdecimal() and int(name) < len(conditions.names):
         return int(name)
-    raise ConfigError(f"--class {name} is none of the model's", fix=f"one of {list_some(conditions.names, 10)}")
+    raise ConfigError(f"unknown --class {name!r}", fix=f"one of {list_some(conditions.names, 10)}")
 
 
 class PicturePredictor(FilePredictor):
@@ -120,5 +120,5 @@ class PicturePredictor(FilePredictor):
         both = Image.fromarray(torch.cat([pixels, found], dim=2)[0].numpy())
         file = save_picture(both, wishes.out / item.name.with_suffix(".png"))
         cells: dict[str, str | float] = {"picture": str(file), "psnr": psnr}
-        brief = {"picture and reconstruction": str(file), "PSNR": f"{psnr:.2f} dB"}
+        brief = {"image and reconstruction": str(file), "PSNR": f"{psnr:.2f} dB"}
         return Answer(file=str(item.path), found=cells, brief=brief)

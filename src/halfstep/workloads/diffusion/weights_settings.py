@@ -71,7 +71,7 @@ def _apply(config: DiffusionConfig, settled: Mapping[str, Any]) -> DiffusionConf
         section, name = path.split(".")
         config = config.changed(**{section: {name: value}})
     if why := config.why_untrainable():
-        raise ConfigError(why, why=f"settings of model.weights={config.model.weights} hold where none are given")
+        raise ConfigError(why, why=f"settings of model.weights={config.model.weights} apply where the config sets none")
     return config
 
 
@@ -83,8 +83,8 @@ def _refuse_latents_as_pixels(config: DiffusionConfig, unet: Path) -> None:
     if has_vae and not config.model.vae and unet != weights:
         raise ConfigError(
             f"model.weights={weights} is a latent model, and model.vae is not set",
-            why="its U-Net has seen latents, never pixels",
-            fix=f"model.vae={weights}; to begin with pixels all the same: model.weights={unet}",
+            why="its U-Net was trained on latents, not on pixels",
+            fix=f"model.vae={weights}; to train it on pixels anyway: model.weights={unet}",
         )
 
 
@@ -100,8 +100,8 @@ def _read_schedule(weights: str, unet: Path) -> tuple[dict[str, Any], list[str]]
             return {}, [f"{what}; noise.* and model.target hold"]
         raise ConfigError(
             what,
-            why="its U-Net knows noise by that schedule",
-            fix="name the U-Net's own folder (model.weights=DIR/unet) to train it by noise.* and model.target",
+            why="its U-Net was trained with that schedule",
+            fix="give the U-Net's folder (model.weights=DIR/unet) to train with noise.* and model.target",
         )
     theirs = {f"noise.{name}": getattr(noise, name) for name in ("schedule", *THEIR_NUMBERS)}
     return {**theirs, "model.target": OUR_TARGETS[found.get("prediction_type", "epsilon")]}, []
@@ -115,7 +115,7 @@ def _translate_noise(found: Mapping[str, Any], path: Path) -> tuple[NoiseConfig,
     is_known = schedule in list(OUR_SCHEDULES) and target in list(OUR_TARGETS)  # a file's value may have no hash
     if not is_known:
         return NoiseConfig(), (
-            f"{path} is of a process that is not built here: {found.get('_class_name')}, "
+            f"{path} uses a diffusion process that is not supported: {found.get('_class_name')}, "
             f"beta_schedule {schedule!r}, prediction_type {target!r}"
         )
     said = {name: found[key] for name, key in THEIR_NUMBERS.items() if key in found}
@@ -137,7 +137,7 @@ def _read_size(config: DiffusionConfig, unet: Path) -> dict[str, Any]:
         vae = _read_json(path)
         if not isinstance(channels := vae.get("block_out_channels"), list):
             raise ModelError(
-                f"{path}: block_out_channels={channels!r} is no list of channels", fix="save the VAE again"
+                f"{path}: block_out_channels={channels!r} is not a list of channels", fix="save the VAE again"
             )
         side <<= count_halvings(vae)
     return {"data.image_size": side}

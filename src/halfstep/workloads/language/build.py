@@ -77,7 +77,7 @@ def make_workload(
         metrics=lambda: LanguageMetrics(lengths),
         metric="perplexity",
         mode="min",
-        scoring="every token of the validation part once, in windows of model.context",
+        scoring="every token of the validation split once, in windows of model.context",
         fragile=FRAGILE,
         store=store,
         about=about,
@@ -125,8 +125,8 @@ def build_model(config: LanguageConfig, store: Mapping[str, Any]) -> GPT2:
     if config.model.path is not None:
         raise ConfigError(
             f"model.path={config.model.path} with {config.workload}",
-            why="the loss in chunks needs the output layer, which in another model cannot be known",
-            fix="a workload of your own: halfstep train my_pkg.my_mod:build (examples/own_workload.py)",
+            why="the chunked loss needs the output layer, which halfstep cannot find in a custom model",
+            fix="write a custom workload: halfstep train my_pkg.my_mod:build (examples/own_workload.py)",
         )
     return GPT2(
         get_model_size(config, store),
@@ -165,8 +165,8 @@ def _check_vocab(config: LanguageConfig, data: LanguageData) -> None:
     if config.model.vocab and config.model.vocab != data.vocab:
         raise ModelError(
             f"model.vocab={config.model.vocab:,}, the tokenizer has {data.vocab:,} tokens",
-            why="each token is a row of the embedding",
-            fix=f"leave model.vocab out, or data.tokenizer: the one with {config.model.vocab:,} tokens",
+            why="the embedding has one row per token",
+            fix=f"leave model.vocab out, or set data.tokenizer to one with {config.model.vocab:,} tokens",
         )
 
 
@@ -174,8 +174,8 @@ def _check_length(train: Tokens, context: int) -> None:
     if len(train) <= context:
         shorter = (len(train) - 1) // 8
         raise DataError(
-            f"the training text has {len(train):,} tokens, one sample is {context:,} and the one after",
-            why="a sample is a window of model.context tokens, each with its next one",
+            f"the training text has {len(train):,} tokens, and one sample needs {context:,} + 1",
+            why="a sample is a window of model.context tokens and the token after each",
             fix=f"model.context={shorter}, or more text" if shorter >= 8 else "more text",
         )
 

@@ -25,27 +25,27 @@ class TextDataConfig(DataConfig):
     tokenizer: str = Field(
         default="auto",
         min_length=1,
-        description="bytes, characters, a tokenizer.json or its folder, tiktoken:NAME; auto: the one beside the data "
+        description="bytes, characters, a tokenizer.json or its folder, tiktoken:NAME; auto: the one next to the data "
         "or the weights, or bytes",
     )
     cache: bool = Field(default=True, description="Tokenise once, into a file; false: at each start, in memory")
     cache_file: NamedPath = Field(
-        default=None, description="Where the tokenised text is kept; default: a hidden file beside the text"
+        default=None, description="File for the tokenised text; default: a hidden file next to the text"
     )
 
 
 class LanguageModelConfig(ModelConfig):
     """GPT-2; a size of 0 is what the workload's name says."""
 
-    depth: OffCount = Field(default=0, description="Number of blocks; 0: as the workload's name says")
-    heads: OffCount = Field(default=0, description="Attention heads, which share dim evenly; 0: as the name says")
-    dim: OffCount = Field(default=0, description="Channels of a token; 0: as the name says")
-    context: OffCount = Field(default=0, description="Tokens the model sees at once; 0: 1024")
-    vocab: OffCount = Field(default=0, description="Tokens it knows; 0: as many as the tokenizer has, or 50257")
+    depth: OffCount = Field(default=0, description="Number of blocks; 0: from the workload's name")
+    heads: OffCount = Field(default=0, description="Attention heads, must divide dim; 0: from the workload's name")
+    dim: OffCount = Field(default=0, description="Channels of a token; 0: from the workload's name")
+    context: OffCount = Field(default=0, description="Context length in tokens; 0: 1024")
+    vocab: OffCount = Field(default=0, description="Vocabulary size; 0: that of the tokenizer, or 50257")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout of embeddings, attention and branches")
     bias: bool = Field(default=True, description="Biases in linear layers and LayerNorm; GPT-2 has them")
     weights: FilePath = Field(
-        default=None, description="Weights to start from: a file or folder of Hugging Face's, or of nanoGPT's"
+        default=None, description="Weights to start from: a file or folder from Hugging Face or nanoGPT"
     )
 
 

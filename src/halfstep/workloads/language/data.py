@@ -98,7 +98,7 @@ def _open_texts(whole: LanguageConfig, root: Path, known: Tokenizer | None) -> L
 def _note_not_read(texts: TextFiles) -> Iterator[str]:
     if texts.beside:
         names = list_some((path.relative_to(texts.root).as_posix() for path in texts.beside), 3)
-        yield f"not read: {format_count(len(texts.beside), 'file')} beside the texts: {names}"
+        yield f"not read: {format_count(len(texts.beside), 'file')} next to the texts: {names}"
 
 
 def _open_ids(
@@ -139,9 +139,9 @@ def _refuse_other_ids(tokenizer: Tokenizer | None, root: Path) -> None:
     beside = _find_named_tokenizer("auto", root) or read_nanogpt_tokenizer(folder)
     if tokenizer is not None and beside is not None and beside.to_dict() != tokenizer.to_dict():
         raise DataError(
-            f"the ids in {folder} are of another tokenizer: {beside.name}, {beside.num_tokens:,} tokens",
-            why=f"a file beside them says so; this model's is {tokenizer.name}, {tokenizer.num_tokens:,} tokens",
-            fix="the text itself, or ids made with the model's tokenizer",
+            f"the ids in {folder} were made with another tokenizer: {beside.name}, {beside.num_tokens:,} tokens",
+            why=f"it is stored next to them; this model's is {tokenizer.name}, {tokenizer.num_tokens:,} tokens",
+            fix="give the text itself, or ids made with the model's tokenizer",
         )
 
 
@@ -183,8 +183,8 @@ def _refuse_other_tokenizer(tokenizer: Tokenizer, config: LanguageConfig) -> Non
     if theirs is not None and disagree(tokenizer, theirs):
         raise DataError(
             f"{config.model.weights} was trained with another tokenizer: {theirs.name}, {theirs.num_tokens:,} tokens",
-            why=f"it lies beside them; this one, {tokenizer.name}, {tokenizer.num_tokens:,} tokens, numbers others",
-            fix="leave out data.tokenizer: then theirs is used",
+            why=f"it is next to the weights; {tokenizer.name}, {tokenizer.num_tokens:,} tokens, assigns different ids",
+            fix="leave out data.tokenizer to use theirs",
         )
 
 

@@ -199,8 +199,8 @@ class GPT2(nn.Module):
         if size.dim % size.heads or min(size.depth, size.heads, size.dim, size.context, size.vocab) < 1:
             raise ModelError(
                 f"GPT-2 of {size.depth} blocks, {size.heads} heads and {size.dim} channels",
-                why="the heads share the channels evenly, and counts start at 1",
-                fix=f"a model.dim that model.heads divides; the published sizes are {', '.join(GPT2S)}",
+                why="heads must divide channels, and all counts must be at least 1",
+                fix=f"choose a model.dim that model.heads divides; the published sizes are {', '.join(GPT2S)}",
             )
         self.size = size
         self.transformer = Transformer(size, dropout=dropout, bias=bias, checkpointing=checkpointing)
@@ -236,7 +236,7 @@ class GPT2(nn.Module):
         if tokens > self.size.context:
             raise ModelError(
                 f"{tokens} tokens for a model of context {self.size.context}",
-                why="it has a position embedding for so many tokens and no more",
+                why="it has position embeddings for that many tokens only",
                 fix=f"model.context={tokens} for a new model, or shorter texts",
             )
 

@@ -49,9 +49,9 @@ def load_gpt2_(model: GPT2, path: Path, *, has_its_tokenizer: bool = False) -> N
     _refuse_other_family(weights, path)
     if head is not None and not torch.equal(head, weights[EMBEDDING]):
         raise ModelError(
-            f"{path} has an output layer of its own, lm_head.weight",
-            why="GPT-2's is its token embedding, and this model has no other",
-            fix="weights with a tied embedding",
+            f"{path} has a separate output layer, lm_head.weight",
+            why="GPT-2 ties its output layer to the token embedding",
+            fix="use weights with a tied embedding",
         )
     _refuse_other_function(model, description, path, len(weights[POSITIONS]))
     weights = _to_linear_layers(weights)
@@ -115,7 +115,7 @@ def _read_any(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     raise ModelError(
         f"no weights in {path}",
         why="there is no model.safetensors, pytorch_model.bin or ckpt.pt",
-        fix="a folder that save_pretrained() wrote, or a file of weights",
+        fix="give a folder that save_pretrained() wrote, or a file of weights",
     )
 
 
@@ -128,7 +128,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(
             f"cannot read {file}",
-            why=f"{error}; it says how many heads the weights beside it have, which their shapes do not",
+            why=f"{error}; it holds the number of heads, which the shapes of the weights do not show",
             fix="download it again",
         ) from error
     return found if isinstance(found, dict) and found.get("model_type", "gpt2") == "gpt2" else {}
@@ -148,25 +148,25 @@ def _refuse_other_function(model: GPT2, description: Mapping[str, Any], path: Pa
         if type(value) is not type(mine):
             raise ModelError(
                 f"the description of {path} has {key}={value!r}",
-                why="it is true or false" if isinstance(mine, bool) else "it is a whole number",
-                fix="correct it in config.json beside the weights, or save the model again",
+                why="it must be true or false" if isinstance(mine, bool) else "it must be an integer",
+                fix="correct it in config.json next to the weights, or save the model again",
             )
     if other := [(setting, mine, value) for setting, mine, value in theirs.values() if value != mine]:
         settings = {setting: value for setting, _, value in theirs.values()}
         if context < size.context:
             settings["model.context"] = context
         raise ModelError(
-            f"{path} is of another size: "
+            f"{path} has another size: "
             + ", ".join(f"{setting} {value}, here {mine}" for setting, mine, value in other),
-            why="its description says so",
+            why="its config.json has these values",
             fix=" ".join(f"{setting}={str(value).lower()}" for setting, value in settings.items()),
         )
     for key, ours in {**FUNCTION, "n_inner": (4 * size.dim, None)}.items():
         if description.get(key, ours[0]) not in ours:
             raise ModelError(
                 f"{path} has {key}={description[key]!r}",
-                why=f"GPT-2 as it is here computes with {ours[0]}: the weights would be of another function",
-                fix="weights of a GPT-2 as published, or a workload of your own",
+                why=f"GPT-2 here computes with {ours[0]}, so the weights would compute something else",
+                fix="use weights of the published GPT-2, or a custom workload",
             )
 
 
@@ -190,9 +190,9 @@ def _refuse_other_family(weights: Mapping[str, Tensor], path: Path) -> None:
     lacking = [name for name in (EMBEDDING, POSITIONS, _find_first_projection(weights)) if name not in weights]
     if lacking:
         raise ModelError(
-            f"{path} holds no GPT-2",
+            f"{path} holds no GPT-2 weights",
             why=f"it lacks {lacking[0]}; it has {', '.join(list(weights)[:3])}",
-            fix="weights of Hugging Face's GPT2LMHeadModel or of nanoGPT",
+            fix="use weights of Hugging Face's GPT2LMHeadModel or of nanoGPT",
         )
 
 
@@ -212,9 +212,9 @@ def _pad_embedding(embedding: Tensor, vocab: int, path: Path) -> Tensor:
     rows = len(embedding)
     if not vocab <= rows <= pad_vocab(vocab):
         raise ModelError(
-            f"{path} knows {rows:,} tokens, this tokenizer has {vocab:,}",
-            why="each token's meaning is a row of the embedding: with another tokenizer all of them are wrong",
-            fix="data.tokenizer: the tokenizer.json that belongs to these weights",
+            f"{path} has {rows:,} tokens, this tokenizer has {vocab:,}",
+            why="a token id selects a row of the embedding: with another tokenizer the rows do not match",
+            fix="set data.tokenizer to the tokenizer.json of these weights",
         )
     filled = embedding.new_zeros(pad_vocab(vocab), embedding.shape[1])
     filled[:vocab] = embedding[:vocab]
@@ -225,7 +225,7 @@ def _cut_positions(positions: Tensor, context: int, path: Path) -> Tensor:
     if len(positions) < context:
         raise ModelError(
             f"model.context={context} is longer than that of {path}, {len(positions)} tokens",
-            why="it was trained with a position embedding for so many and no more",
+            why="it was trained with position embeddings for that many tokens only",
             fix=f"model.context={len(positions)} or less",
         )
     return positions[:context]

@@ -103,7 +103,7 @@ def read_text(path: Path) -> str:
     if not text.strip():
         raise DataError(
             f"{path} is empty",
-            why="there is nothing to learn in it",
+            why="it holds no text to train on",
             fix="remove it, or fill it; in a folder also data.on_bad_file=skip",
         )
     return text

@@ -91,9 +91,9 @@ class Characters:
         if not is_known.all():
             at = int(np.argmin(is_known))
             raise DataError(
-                f"{source} has the character {text[at]!r} at position {at:,}, which the tokenizer does not know",
-                why=f"it knows the {len(self.alphabet)} characters of the text it was made from",
-                fix="replace it, or train with data.tokenizer=bytes, which knows every text",
+                f"{source} has the character {text[at]!r} at position {at:,}, which the tokenizer does not have",
+                why=f"it has only the {len(self.alphabet)} characters of the text it was made from",
+                fix="replace it, or train with data.tokenizer=bytes, which encodes any text",
             )
         return ids
 
@@ -121,7 +121,7 @@ class Bpe:
             self.loaded = Loaded.from_str(text)
         except Exception as error:  # the package raises bare ones
             raise DataError(
-                f"cannot read the tokenizer {source}", why=summarise_error(error), fix="a tokenizer.json"
+                f"cannot read the tokenizer {source}", why=summarise_error(error), fix="give a tokenizer.json"
             ) from error
         self.loaded.no_truncation()  # both may be stored in the file, and are of what it was used for before:
         self.loaded.no_padding()  # with them a book would be its first 512 tokens
@@ -260,7 +260,7 @@ def _read_pair(folder: Path) -> Tokenizer:
         return Bpe.from_vocab_and_merges(vocab, merges)
     raise DataError(
         f"no tokenizer at {folder}",
-        why="neither a tokenizer.json nor vocab.json and merges.txt are there",
+        why="it holds neither a tokenizer.json nor vocab.json and merges.txt",
         fix="data.tokenizer: bytes, characters, a path, or tiktoken:gpt2",
     )
 

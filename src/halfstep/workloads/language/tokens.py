@@ -119,7 +119,7 @@ def refuse_past_vocabulary(ids: Array, vocab: int, *, start: int = 0, source: st
         raise DataError(
             f"{source} has token {int(ids[at]):,} at position {start + at:,}, past the vocabulary of {vocab:,}",
             why="the ids come from another tokenizer, or the file holds something other than 16-bit ids",
-            fix="data.tokenizer: the one these ids were made with; model.vocab where there is none",
+            fix="set data.tokenizer to the one that made these ids, or model.vocab if there is none",
         )
 
 
@@ -149,8 +149,8 @@ def find_token_files(root: Path) -> TokenFiles | None:
     has_texts = not val and any(path.suffix.lower() in PROSE for path in root.iterdir())  # and something else in a .bin
     if binary and not train and not has_texts:
         raise DataError(
-            f"{root} has {binary[0].name} and no training part",
-            why="the parts are told apart by `train` and `val` in their names",
+            f"{root} has {binary[0].name} but no training file",
+            why="files are recognised by `train` and `val` in their names",
             fix="name them train.bin and val.bin",
         )
     return TokenFiles(train=train, val=val) if train else None
@@ -176,14 +176,14 @@ def open_ids(path: Path) -> np.ndarray[Any, Any]:
     with path.open("rb") as file:
         if file.read(len(NUMPY_FILE)) == NUMPY_FILE:
             raise DataError(
-                f"{path} is a file of np.save, with a header of its own",
+                f"{path} was written by np.save and has a header",
                 why="a .bin is read as 16-bit ids and nothing else, as nanoGPT writes them",
                 fix="write it with numpy: np.array(ids, dtype=np.uint16).tofile(path)",
             )
     if size % 2:
         raise DataError(
             f"{path} has {size:,} bytes, an odd number",
-            why="16-bit ids, as nanoGPT writes them, take two bytes each, and llm.c's header is not there",
+            why="16-bit ids, as nanoGPT writes them, take two bytes each, and there is no llm.c header",
             fix="write it with numpy: np.array(ids, dtype=np.uint16).tofile(path)",
         )
     ids = np.memmap(path, dtype=np.uint16, mode="r")
@@ -207,11 +207,11 @@ def _open_shard(path: Path, size: int, magic: int, version: int, count: int) -> 
     known, kind = LLMC[magic]
     begin, itemsize = 4 * HEADER_NUMBERS, np.dtype(kind).itemsize
     if version != known:
-        raise DataError(f"{path} is of version {version} of llm.c's format", why=f"version {known} is read")
+        raise DataError(f"{path} has version {version} of llm.c's format", why=f"only version {known} is supported")
     if size != begin + count * itemsize:
         raise DataError(
-            f"{path} holds {(size - begin) // itemsize:,} ids, its header says {count:,}",
-            why="it is incomplete, or was written to since",
+            f"{path} holds {(size - begin) // itemsize:,} ids, its header claims {count:,}",
+            why="it is incomplete, or was modified later",
             fix="copy or make it again",
         )
     return np.memmap(path, dtype=kind, mode="r", offset=begin, shape=(count,))
@@ -234,7 +234,7 @@ def read_nanogpt_tokenizer(folder: Path) -> Tokenizer | None:
     if type(size) is not int or size != len(alphabet):
         raise DataError(
             f"{path} has vocab_size {size!r} and lists {len(alphabet):,} characters",
-            why="an id is a position in that list, so that both are the same number",
+            why="an id is an index into that list, so both numbers must be equal",
             fix="write it again with nanoGPT's prepare.py",
         )
     return Characters("".join(alphabet))
@@ -362,7 +362,7 @@ def _read_header(path: Path) -> dict[str, Any]:
             file.seek(-8, os.SEEK_END)
             length = int.from_bytes(file.read(8), "little")
             if begin != MAGIC or length > size:
-                raise ValueError("it does not begin or end as one")
+                raise ValueError("it lacks the marker at its start or end")
             file.seek(-8 - length, os.SEEK_END)
             header: dict[str, Any] = parse_json(file.read(length))
         ids = sum(header["counts"]) * np.dtype(header["dtype"]).itemsize
@@ -371,7 +371,7 @@ def _read_header(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         # A file without our header or name may be anything, including something valuable.
         is_ours = begin == MAGIC or path.suffix == ENDING
-        fix = "remove it: it is made again" if is_ours else "another place: data.cache_file=FILE that is not there yet"
+        fix = "remove it: it is made again" if is_ours else "choose a new file: data.cache_file=FILE"
         raise DataError(f"{path} is not a token cache", why=str(error), fix=fix) from error
     return header
 
@@ -398,8 +398,8 @@ def _check_blocks(path: Path, header: dict[str, Any]) -> None:
             if zlib.crc32(file.read(min(CHECKED_BYTES, total - start))) != checks[number]:
                 raise DataError(
                     f"{path} is damaged: its checksum does not match",
-                    why="it was written to, or the disk lost some of it",
-                    fix="remove it: it is made again",
+                    why="it was modified, or the disk damaged it",
+                    fix="delete it: it is rebuilt",
                 )
 
 

@@ -23,30 +23,37 @@ class RadioDataConfig(DataConfig):
     """The RadioMapSeer folder."""
 
     image_size: PositiveCount = Field(default=256, description="Side of the square maps the model sees, in pixels")
-    simulation: Literal["DPM", "IRT2", "IRT4"] = Field(default="DPM", description="Which of the simulated gains")
-    cars: bool = Field(default=False, description="Gains simulated with cars, and the cars as third input")
+    simulation: Literal["DPM", "IRT2", "IRT4"] = Field(default="DPM", description="Simulation whose gains are used")
+    cars: bool = Field(default=False, description="Use gains simulated with cars, and the cars as a third input")
     missing_buildings: int = Field(
-        default=0, ge=0, le=4, description="Buildings missing in the input; a version is drawn for each sample"
+        default=0,
+        ge=0,
+        le=4,
+        description="Number of buildings missing in the input; a version is drawn at random for each sample",
     )
     split: Literal["radiounet", "radiodiff"] = Field(
-        default="radiounet", description="Whose maps train and validate; RadioDiff's own has a map in all parts"
+        default="radiounet",
+        description="Which published split to use; RadioDiff's has the same maps in training, validation and test",
     )
     val_maps: tuple[int, ...] = Field(
-        default=(), description="Numbers of the validation maps; all others train, but test_maps. Replaces split"
+        default=(), description="Numbers of the validation maps; all others except test_maps train. Replaces split"
     )
-    test_maps: tuple[int, ...] = Field(default=(), description="Numbers of the test maps, beside val_maps")
-    max_transmitters: OffCount = Field(default=0, description="Transmitters of each map that count; 0: all there are")
+    test_maps: tuple[int, ...] = Field(default=(), description="Numbers of the test maps; needs val_maps")
+    max_transmitters: OffCount = Field(default=0, description="Transmitters used per map; 0: all")
     threshold: float = Field(
-        default=0.0, ge=0, lt=1, description="Gains below it are 0, the rest is stretched; RadioUNet has 0.2"
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Gains below this are set to 0, the rest is rescaled to 0..1; RadioUNet uses 0.2",
     )
 
     @model_validator(mode="after")
     def maps_are_split_by_number(self) -> Self:
         if self.test_maps and not self.val_maps:
-            raise ValueError("data.test_maps would be passed over without data.val_maps: data.split says who tests")
+            raise ValueError("data.test_maps needs data.val_maps: without it, data.split chooses the test maps")
         if self.val_fraction != DataConfig.model_fields["val_fraction"].default:
             raise ValueError(
-                f"data.val_fraction={self.val_fraction:g} would be passed over: radio maps are split by their numbers "
+                f"data.val_fraction={self.val_fraction:g} has no effect: radio maps are split by their numbers "
                 "(data.split, or data.val_maps=[...])"
             )
         return self
@@ -56,16 +63,19 @@ class RadioDiffDataConfig(RadioDataConfig):
     """The RadioMapSeer folder, with an optional cache of latents on disk."""
 
     cache: LatentCaching = Field(
-        default="off", description="latents: encode every training map once, not in every step"
+        default="off", description="latents: encode every training map once and cache the latents"
     )
-    cache_file: NamedPath = Field(default=None, description="Where latents are; default: in data.dir")
+    cache_file: NamedPath = Field(default=None, description="File of the cached latents; default: in data.dir")
 
 
 class FirstStageConfig(Section):
     """Sizes of the autoencoder."""
 
     width: PositiveCount = Field(default=128, description="Channels of the first level")
-    multipliers: Counts = Field(default=(1, 2, 4), description="Channels of each level, in widths; all but one halve")
+    multipliers: Counts = Field(
+        default=(1, 2, 4),
+        description="Channels of each level, as multiples of width; all but the last level halve the map",
+    )
     num_blocks: PositiveCount = Field(default=2, description="Residual blocks of each level")
     z_channels: PositiveCount = Field(default=3, description="Channels between encoder and decoder")
     latent_channels: PositiveCount = Field(default=3, description="Channels of the latent")
@@ -75,11 +85,17 @@ class FirstStageConfig(Section):
 class DiscriminatorConfig(Section):
     """The discriminator of stage 1."""
 
-    enabled: bool = Field(default=True, description="Train a PatchGAN discriminator beside the autoencoder")
-    start: OffCount = Field(default=50_001, description="Step from which on it trains and counts")
-    weight: float = Field(default=0.5, ge=0, description="How much it counts, times the adaptive weight")
-    channels: PositiveCount = Field(default=64, description="Channels of its first layer")
-    num_halvings: PositiveCount = Field(default=3, description="How often it halves the map: how large its patches are")
+    enabled: bool = Field(default=True, description="Train a PatchGAN discriminator together with the autoencoder")
+    start: OffCount = Field(
+        default=50_001, description="First step at which the discriminator is trained and its loss counts"
+    )
+    weight: float = Field(
+        default=0.5, ge=0, description="Weight of the discriminator loss, multiplied by the adaptive weight"
+    )
+    channels: PositiveCount = Field(default=64, description="Channels of the discriminator's first layer")
+    num_halvings: PositiveCount = Field(
+        default=3, description="Number of times the discriminator halves the map (sets its patch size)"
+    )
 
 
 class RadioVaeModelConfig(BuiltModelConfig):
@@ -93,11 +109,15 @@ class RadioVaeModelConfig(BuiltModelConfig):
 class PyramidConfig(Section):
     """The Swin transformer that encodes buildings and antenna; defaults are Swin-B's."""
 
-    width: PositiveCount = Field(default=128, description="Channels of its first stage; each stage doubles them")
+    width: PositiveCount = Field(
+        default=128, description="Channels of the Swin encoder's first stage; each stage doubles them"
+    )
     depths: Counts = Field(default=(2, 2, 18, 2), description="Blocks of each stage; as many as the U-Net has levels")
     num_heads: Counts = Field(default=(4, 8, 16, 32), description="Attention heads of each stage")
     window: PositiveCount = Field(default=7, description="Side of the attention windows")
-    stochastic_depth: float = Field(default=0.5, ge=0, lt=1, description="Chance that the last block is left out")
+    stochastic_depth: float = Field(
+        default=0.5, ge=0, lt=1, description="Stochastic depth: probability of dropping the last block"
+    )
     weights: FilePath = Field(default=None, description="File with torchvision's swin weights to start from")
 
 
@@ -109,23 +129,29 @@ class RadioDiffModelConfig(BuiltModelConfig):
     )
     first_stage: FirstStageConfig = FirstStageConfig()
     scale_factor: Literal["auto"] | Positive = Field(
-        default="auto", description="Latents are multiplied by it; auto: 1 / their standard deviation. Public: 0.3"
+        default="auto",
+        description="Scale factor of the latents; auto: 1 / their standard deviation; the published config has 0.3",
     )
     width: PositiveCount = Field(default=128, description="Channels of the U-Net's first level, a multiple of 8")
-    multipliers: Counts = Field(default=(1, 2, 4, 4), description="Channels of each level, in widths")
+    multipliers: Counts = Field(default=(1, 2, 4, 4), description="Channels of each level, as multiples of width")
     windows: tuple[Window, ...] = Field(
-        default=WINDOWS, description="Attention windows of the condition, level by level"
+        default=WINDOWS, description="Attention window sizes of the condition's encoder, one per level"
     )
-    feature_windows: tuple[Window, ...] = Field(default=WINDOWS, description="The same of the U-Net's own maps")
+    feature_windows: tuple[Window, ...] = Field(
+        default=WINDOWS, description="Attention window sizes of the U-Net's feature maps, one per level"
+    )
     fourier_scale: Positive = Field(default=16.0, description="Spread of the time embedding's frequencies")
     dropout: Fraction = Field(default=0.1, description="Dropout of the condition's attention")
     pyramid: PyramidConfig = PyramidConfig()
-    weighted_loss: bool = Field(default=True, description="Weigh errors of C and noise by time")
-    l1: bool = Field(default=True, description="Half of the loss is absolute errors, else squared ones alone")
-    smallest_time: float = Field(default=1e-4, gt=0, lt=1, description="Training times lie between it and 1")
-    sampling_steps: int = Field(default=1, ge=1, le=1000, description="Steps of a sample, in validation and use")
+    weighted_loss: bool = Field(default=True, description="Weight the losses of C and noise by time")
+    l1: bool = Field(default=True, description="Use L1 for half of the loss; false: squared error only")
+    smallest_time: float = Field(
+        default=1e-4, gt=0, lt=1, description="Smallest training time; times are drawn between this and 1"
+    )
+    sampling_steps: int = Field(default=1, ge=1, le=1000, description="Sampling steps in validation and prediction")
     extra_call: bool = Field(
-        default=True, description="N steps take N + 1 calls of the network, as the public sampler does; false: N"
+        default=True,
+        description="N sampling steps call the network N + 1 times, as in the public sampler; false: N times",
     )
 
     @model_validator(mode="after")

@@ -65,7 +65,7 @@ def check_start_weights(config: RadioVaeConfig | RadioDiffConfig) -> str:
         raise ModelError(
             f"model.weights={path}: there is no such file",
             why="training would start from it (ckpt_path in a public config)",
-            fix="a file that is there, or model.weights=null to start new",
+            fix="give an existing file, or model.weights=null to start from scratch",
         )
     return path
 
@@ -114,7 +114,7 @@ def _read_facts(path: Path) -> dict[str, Any]:
         return {"sizes": dump_sizes(FirstStageConfig(**found["sizes"])), "scale_factor": found["scale_factor"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
-            f"cannot read {path}: {error}", why="it says how large the autoencoder is", fix="export the run again"
+            f"cannot read {path}: {error}", why="it holds the size of the autoencoder", fix="export the run again"
         ) from error
 
 

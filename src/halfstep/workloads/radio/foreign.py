@@ -34,7 +34,7 @@ TRAINER_UNUSED = {
 }
 
 
-_SIZE = "maps have data.image_size pixels; the public loader gives 256 whatever this says"
+_SIZE = "maps have data.image_size pixels; the public loader gives 256 whatever this value is"
 STAGE2_UNUSED = {
     "model.image_size": _SIZE,
     "model.input_keys": "the inputs are the map and its condition",
@@ -168,10 +168,12 @@ def read_stage1(read: ForeignReader) -> Foreign:
 def read_shared_values(read: ForeignReader, first_stage: str) -> tuple[dict[str, Any], list[str]]:
     """Translate what both stages share (data, trainer, precision, autoencoder sizes), with notes for the user."""
     precision, notes = _read_precision(read)
-    notes.append("RadioDiff's own split has a map in training, validation and test: RadioUNet's is used (data.split)")
+    notes.append(
+        "RadioDiff's split has the same maps in training, validation and test: RadioUNet's split is used (data.split)"
+    )
     if attended := read.section(f"{first_stage}.ddconfig").get("attn_resolutions"):
         raise ConfigError(
-            f"ddconfig.attn_resolutions: {attended} is not built here",
+            f"ddconfig.attn_resolutions: {attended} is not supported",
             why="attention is in the middle only, as in every public radio config",
             fix="attn_resolutions: []",
         )
@@ -186,7 +188,7 @@ def _read_precision(read: ForeignReader) -> tuple[dict[str, str], list[str]]:
     if amp and not fp16:
         differs = (
             "trainer.amp: true with fp16: false is read as bf16; the public trainer computes it in fp16 without loss "
-            "scaling, whatever accelerate's file says (halfstep check explains it)"
+            "scaling, whatever accelerate's config has (halfstep check explains it)"
         )
         return {"precision.default": "bf16"}, [differs]
     return {"precision.default": "fp16" if amp else "fp32"}, []
@@ -198,6 +200,6 @@ def _read_simulation(read: ForeignReader) -> Mapping[str, Any]:
         raise ConfigError(
             f"data.name: {name} is a data set halfstep does not read",
             why="it needs k² maps, masks or samples that are not part of RadioMapSeer",
-            fix=f"one of {', '.join(DATA_NAMES)}, or a data set of your own: data.dir in RadioMapSeer's layout",
+            fix=f"one of {', '.join(DATA_NAMES)}, or a custom data set: data.dir in RadioMapSeer's layout",
         )
     return DATA_NAMES[name]

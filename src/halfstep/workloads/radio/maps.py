@@ -131,7 +131,7 @@ class RadioTree:
         if not self.gain_dir.is_dir():
             cars = ", or data.cars=false" if self.with_cars else ""
             fix = f"data.simulation is one of DPM, IRT2, IRT4 (here: {', '.join(gains) or 'none'}){cars}"
-            raise DataError(f"no folder {self.gain_dir}", why="it holds the simulation asked for", fix=fix)
+            raise DataError(f"no folder {self.gain_dir}", why="it should hold the requested simulation", fix=fix)
         if self.with_cars and not (self.root / "png" / "cars").is_dir():
             raise DataError(
                 f"data.cars=true, but there is no {self.root / 'png' / 'cars'}",
@@ -184,7 +184,9 @@ class RadioTree:
         if not found:
             seen = list_some(sorted(path.name for path in self.gain_dir.iterdir())) or "nothing"
             raise DataError(
-                f"no gains in {self.gain_dir}", why=f"it holds {seen}", fix="files are named <map>_<transmitter>.png"
+                f"no gain images in {self.gain_dir}",
+                why=f"it holds {seen}",
+                fix="name the files <map>_<transmitter>.png",
             )
         return sorted((int(match[1]), int(match[2])) for match in found)
 
@@ -270,7 +272,7 @@ def read_antenna(path: Path, size: tuple[int, int]) -> Array:
     if not len(rows):
         raise DataError(
             f"{path} shows no antenna: all its pixels are 0",
-            why="the bright pixel tells where the transmitter stands",
+            why="the bright pixel marks the position of the transmitter",
             fix="unpack the file again, or leave bad files out: data.on_bad_file=skip",
         )
     found = np.zeros(size, dtype=np.uint8)
@@ -321,7 +323,7 @@ def _find_fault(item: RadioFiles, seen: Mapping[Path, Seen]) -> DataError | None
         if found != seen[first]:
             return DataError(
                 f"{path} is {_format_size(found)}, {first} is {_format_size(seen[first])}",
-                why="pixel for pixel they show one place",
+                why="inputs and gains of a map must have the same size",
                 fix="unpack the files again, or leave bad files out: data.on_bad_file=skip",
             )
     return None

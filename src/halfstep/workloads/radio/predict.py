@@ -78,7 +78,7 @@ class MapPredictor(FilePredictor):
         if match is None or antenna.parent.name != "antennas" or not (root / "png").is_dir():
             raise DataError(
                 f"{antenna} is not an antenna of a RadioMapSeer folder",
-                why="buildings are looked for beside it",
+                why="the buildings are expected next to it",
                 fix="name RadioMapSeer/png/antennas, or <map>_<transmitter>.png in it",
             )
         wish = self.config.data

@@ -193,7 +193,7 @@ def find_background(config: UNetConfig, table: MaskTable) -> int | None:
     if asked not in table.values:
         raise ConfigError(
             f"model.background={asked} is not a value of the masks: {list_some(table.values, SHOWN_VALUES)}",
-            fix="a mask value, first for the smallest, or null to count all classes",
+            fix="give a mask value, `first` for the smallest one, or null to count all classes",
         )
     return table.values.index(asked)
 
@@ -212,7 +212,7 @@ def _make_store(config: UNetConfig, scan: Scan, table: MaskTable, side: int) -> 
     if found < 2:
         raise DataError(
             f"every mask holds only the value {table.values[0]}",
-            why="with one class there is nothing to tell apart",
+            why="segmentation needs at least two classes",
             fix="check the masks; a value to ignore is model.ignore_index",
         )
     if asked not in ("auto", found) and not (asked == 1 and found == 2):
@@ -240,7 +240,7 @@ def _note_many_values(config: UNetConfig, data: FoundPairs, table: MaskTable) ->
         return []
     shown = list_some(table.values, SHOWN_VALUES)
     hint = "if these are edges blurred by JPEG or by resizing, save the masks again as PNG with exact values"
-    return [f"the masks hold {found} different values, each a class of its own: {shown}; {hint}"]
+    return [f"the masks hold {found} different values, each treated as a class: {shown}; {hint}"]
 
 
 def _check_class_weights(config: UNetConfig, *, num_classes: int) -> None:
@@ -248,7 +248,7 @@ def _check_class_weights(config: UNetConfig, *, num_classes: int) -> None:
     if given not in (0, needed):
         raise ConfigError(
             f"{given} class weights for {needed} classes",
-            fix="model.class_weights needs one number per class, background first",
+            fix="give model.class_weights one number per class, background first",
         )
 
 
@@ -306,7 +306,7 @@ def find_ignored_value(
         return found.ignored, f"{found.ignored}, which marks pixels without a label in this data set; {way_out}"
     *classes, last = numbers
     if last == IGNORED and 1 < len(classes) <= MANY_VALUES and classes == list(range(len(classes))):
-        return last, f"{last}: beside the classes 0 to {classes[-1]} it marks pixels without a label; {way_out}"
+        return last, f"{last}: in addition to the classes 0 to {classes[-1]} it marks pixels without a label; {way_out}"
     return None, ""
 
 
@@ -323,7 +323,7 @@ def choose_image_side(config: UNetConfig, scan: Scan) -> tuple[int, str]:
     height, width = (median(size[axis] for size in scan.sizes) for axis in (0, 1))
     step = 2**config.model.depth  # what the levels divide without a rest
     side = max(2 * step, -(-round(max(height, width)) // step) * step)
-    pictures = f"the pictures have {width:g}×{height:g} pixels"
+    pictures = f"the images have {width:g}×{height:g} pixels"
     if side >= usual:
         return usual, f"{usual}, the default; {pictures}"
     return side, f"{side}: {pictures}, and more would be blown up (data.image_size)"

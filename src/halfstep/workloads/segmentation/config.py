@@ -13,10 +13,12 @@ from halfstep.config.section import FilePath, Fraction, Positive, PositiveCount,
 class UNetAugmentConfig(Section):
     """Strength of the training augmentation of image and mask; 0 switches a change off."""
 
-    flip: Fraction = Field(default=0.5, description="Chance of a horizontal flip, and of a vertical one")
-    rotate_degrees: float = Field(default=15.0, ge=0, le=180, description="Largest rotation, both ways")
+    flip: Fraction = Field(default=0.5, description="Probability of a horizontal flip, and of a vertical flip")
+    rotate_degrees: float = Field(
+        default=15.0, ge=0, le=180, description="Largest rotation in degrees, in either direction"
+    )
     scale: float = Field(default=0.1, ge=0, lt=1, description="Largest relative change of size")
-    crop: float = Field(default=0.0, ge=0, lt=1, description="Largest share of each side that a random crop takes away")
+    crop: float = Field(default=0.0, ge=0, lt=1, description="Largest fraction of each side that a random crop removes")
     brightness: float = Field(
         default=0.1, ge=0, le=1, description="Largest relative change of brightness and contrast; image only"
     )
@@ -28,7 +30,7 @@ class UNetDataConfig(DataConfig):
 
     image_size: PositiveCount = Field(
         default=512,
-        description="Side of the square images the model sees; unset: 512 pixels, less where the pictures have less",
+        description="Side of the square images the model sees; unset: 512 pixels, or less if the images are smaller",
     )
     images: str = Field(
         default="",
@@ -38,19 +40,22 @@ class UNetDataConfig(DataConfig):
         default="",
         description="Folder of the masks, or a pattern: truth/**/{id}_seg.png; empty: masks, mask, labels or label",
     )
-    image_suffix: str = Field(default="", description="What an image's name adds to the id that its mask shares")
+    image_suffix: str = Field(
+        default="", description="Suffix of image file names after the id that image and mask share"
+    )
     mask_suffix: str = Field(
-        default="_mask", description="What a mask's name adds to the id; masks named as the id alone are found too"
+        default="_mask", description="Suffix of mask file names after the id; masks named by the id alone are found too"
     )
-    image_ext: str = Field(default="", description="Ending of the images that count (.png); empty: any readable one")
-    mask_ext: str = Field(default="", description="Ending of the masks that count (.npy); empty: any readable one")
+    image_ext: str = Field(
+        default="", description="File extension of the images to use (.png); empty: any readable one"
+    )
+    mask_ext: str = Field(default="", description="File extension of the masks to use (.npy); empty: any readable one")
     val_images: str = Field(
-        default="", description="Folder or pattern of the validation images; empty: found beside, or val_fraction"
+        default="",
+        description="Folder or pattern of the validation images; empty: the usual val folders, or val_fraction",
     )
-    val_masks: str = Field(default="", description="Folder or pattern of their masks")
-    channels: Literal["auto", 1, 3] = Field(
-        default="auto", description="Channels of the images; auto: as the files have them"
-    )
+    val_masks: str = Field(default="", description="Folder or pattern of the validation masks")
+    channels: Literal["auto", 1, 3] = Field(default="auto", description="Channels of the images; auto: as in the files")
     scale: Literal["auto"] | Positive = Field(
         default="auto",
         description="What float and 32-bit images are divided by, so that white is 1; auto: 1, 255 or the largest "
@@ -86,15 +91,15 @@ class UNetModelConfig(BuiltModelConfig):
         description="Mask value that iou and dice leave out (iou_all and dice_all never do); first: the smallest; "
         "null: none, all classes count",
     )
-    dice_weight: float = Field(default=1.0, ge=0, description="Weight of the Dice part of the loss")
-    ce_weight: float = Field(default=1.0, ge=0, description="Weight of the cross-entropy part of the loss")
+    dice_weight: float = Field(default=1.0, ge=0, description="Weight of the Dice loss")
+    ce_weight: float = Field(default=1.0, ge=0, description="Weight of the cross-entropy loss")
     class_weights: tuple[float, ...] = Field(
         default=(), description="Weight of each class in the cross-entropy; empty: all equal"
     )
     ignore_index: Literal["auto"] | int | tuple[int, int, int] | None = Field(
         default="auto",
-        description="Mask value (number or colour) that counts neither in loss nor metrics; auto: the data set's own "
-        "where it is known (VOC: 255), and 255 beside the classes 0, 1, 2, ...; null: none",
+        description="Mask value (number or colour) that counts neither in loss nor metrics; auto: the data set's "
+        "value if known (VOC: 255), or 255 if the other values are 0, 1, 2, ...; null: none",
     )
 
 

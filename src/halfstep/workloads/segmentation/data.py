@@ -168,7 +168,7 @@ def split_pairs(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ...], 
     if len(pairs) < 2:
         raise DataError(
             f"only one image ({pairs[0].image}): nothing is left for validation",
-            why="an image that was trained on proves nothing",
+            why="validating on training images would measure nothing",
             fix="add images, or train without validation: data.val_fraction=0",
         )
     train, val = split_off(pairs, split.val_fraction, split.seed)
@@ -184,7 +184,7 @@ def _split_by_lists(pairs: Sequence[Pair], split: Split) -> tuple[tuple[Pair, ..
         train = tuple(pair for pair in pairs if pair not in val)
     both = sorted({pair.id for pair in train} & {pair.id for pair in val}, key=natural_key)
     if both:
-        raise DataError(f"in both lists: {list_some(both)}", why="an image that was trained on proves nothing")
+        raise DataError(f"in both lists: {list_some(both)}", why="validating on training images would measure nothing")
     if not train:
         raise DataError("the lists leave no image to train on", fix="check data.train_list and data.val_list")
     return train, val
@@ -213,7 +213,7 @@ def _find_one_each(root: Path, names: NamePattern, key: str) -> dict[str, Path]:
         if len(paths) > 1:
             raise DataError(
                 f"{paths[0]} and {paths[1].name} have the same id {name}",
-                why="which of them counts is not for halfstep to guess",
+                why="halfstep cannot tell which one to use",
                 fix=f"choose an ending: {key}={paths[0].suffix} (or {paths[1].suffix})",
             )
     return {name: paths[0] for name, paths in found.items()}

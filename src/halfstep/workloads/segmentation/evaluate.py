@@ -57,7 +57,7 @@ def _map_to_run_classes(samples: SegmentationData) -> tuple[SegmentationData, li
     if not len(found.values) == len(own.values) == 2:
         raise DataError(
             f"these masks hold the values {theirs}, the run's classes are {ours}",
-            why="which of them is which class cannot be told; only two values for two are taken in their order",
+            why="halfstep cannot match values to classes; only two values for two classes are matched by order",
             fix=f"save the masks with the values of the run: {ours}",
         )
     mapped = SegmentationData(samples.pairs, table=found, image=samples.image)
@@ -100,8 +100,8 @@ class SegmentationEvaluation:
             return None
         if batch_size is not None:
             raise ConfigError(
-                f"--batch-size {batch_size} means nothing with --full-size",
-                why="images of different sizes are taken one at a time",
+                f"--batch-size {batch_size} cannot be combined with --full-size",
+                why="images of different sizes are evaluated one at a time",
                 fix="leave one of them out",
             )
         with phase("Evaluating", len(self.workload.val_samples)) as bar:

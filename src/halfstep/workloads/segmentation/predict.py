@@ -228,7 +228,7 @@ class WholeImages:
                 error.__traceback__ = None  # its frames hold the activations that did not fit
                 torch.cuda.empty_cache()
                 self.tile //= 2
-                self.trained.warn(f"out of memory: going on with tiles of {self.tile} pixels")
+                self.trained.warn(f"out of memory: continuing with tiles of {self.tile} pixels")
 
 
 def choose_tile(depth: int) -> int:

@@ -84,7 +84,7 @@ def build_dinov2(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, gri
     given = {"depth": depth, "heads": heads, "dim": dim, "mlp_dim": 4 * dim}
     size = replace(DINOV2[name], **{part: value for part, value in given.items() if value})
     if size.dim % size.heads:
-        raise ModelError(f"{size.dim} channels for {size.heads} heads", why="the heads share the channels evenly")
+        raise ModelError(f"{size.dim} channels for {size.heads} heads", why="heads must divide channels")
     return DinoV2(size, grid=grid)
 
 

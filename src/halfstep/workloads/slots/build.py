@@ -49,7 +49,9 @@ def build(config: SlotContrastConfig, store: Mapping[str, Any] | None = None) ->
         mode="min" if metric == "loss" else "max",
         groups=tuple(Group(**group.model_dump()) for group in config.optimizer.groups),
         scoring=scoring,
-        by_batch=("validation loss, by the slots that a slot is told from",) if config.model.contrast_weight else (),
+        by_batch=("validation loss, by the number of slots that each slot is contrasted with",)
+        if config.model.contrast_weight
+        else (),
         notes=(*_note_backbone(config), *_note_negatives(config), *note_surprises(config.data, clips), *clips.notes),
         val_names=clips.val_names,
         about=clips.about,
@@ -137,7 +139,7 @@ def build_backbone(config: SlotContrastConfig) -> FrozenPart:
 
 def _note_backbone(config: SlotContrastConfig) -> tuple[str, ...]:
     if config.model.backbone == "filters":
-        return ("the backbone is a small one of our own: fixed colour and edge filters, not DINOv2 (model.backbone)",)
+        return ("the backbone is a small set of fixed colour and edge filters, not DINOv2 (model.backbone)",)
     if config.model.backbone_weights == RANDOM:
         return ("the backbone has RANDOM weights: its features mean nothing (model.backbone_weights)",)
     return ()
@@ -150,8 +152,8 @@ def _note_negatives(config: SlotContrastConfig) -> tuple[str, ...]:
         return ()
     others = t.batch_size * config.model.slots - 1
     return (
-        f"slots are told from the {others:,} others of their micro-batch of {format_count(t.batch_size, 'clip')}, as "
-        "upstream does for each GPU: accumulation (or train.auto_batch) changes that number, a larger batch raises it",
+        f"slots are contrasted with {others:,} others of their micro-batch of {format_count(t.batch_size, 'clip')}, "
+        "as upstream does per GPU: accumulation (or train.auto_batch) changes that number, a larger batch raises it",
     )
 
 

@@ -30,29 +30,29 @@ class VideoDataConfig(DataConfig):
 
     image_size: PositiveCount = Field(default=128, description="Side of the square frames the model sees, in pixels")
     train_shards: str | tuple[str, ...] = Field(
-        default="", description="Tar shards to train on, below data.dir; {000000..000304} stands for a range"
+        default="", description="Tar shards to train on, below data.dir; {000000..000304} is a range"
     )
     val_shards: str | tuple[str, ...] = Field(default="", description="Tar shards to validate on")
     val_videos: tuple[str, ...] = Field(
         default=(), description="Videos to validate on, by name pattern; empty: the last ones, by val_fraction"
     )
-    chunk_size: PositiveCount = Field(default=3, description="Frames of a training clip")
+    chunk_size: PositiveCount = Field(default=3, description="Frames per training clip")
     chunks: Literal["one", "all"] = Field(
         default="all", description="Clips of a video in an epoch: one at random, or all that do not overlap"
     )
     val_chunk_size: OffCount = Field(
-        default=6, description="Frames of a validation clip; longer than a video: its length. 0: whole videos"
+        default=6, description="Frames of a validation clip; shorter for shorter videos; 0: whole videos"
     )
     crop: Literal["none", "central", "random"] = Field(
-        default="none", description="Square cut from frames that are not square; none: they are squeezed"
+        default="none", description="Which square is cropped from other frames; none: they are resized to a square"
     )
-    flip: Fraction = Field(default=0.0, description="Chance of a mirrored clip")
+    flip: Fraction = Field(default=0.0, description="Probability of a horizontal flip of the clip")
 
 
 class SlotVideoConfig(VideoDataConfig):
     """A folder of videos, with the defaults upstream uses for MOVi."""
 
-    val_size: OffCount = Field(default=0, description="How many validation clips there should be; 0: as there are")
+    val_size: OffCount = Field(default=0, description="Expected number of validation clips; 0: any")
     mask_size: OffCount = Field(default=0, description="Side at which masks are compared; 0: image_size")
     normalise: Literal["imagenet", "half"] = Field(
         default="imagenet", description="Mean and deviation of the colours: ImageNet's, or 0.5 and 0.5"
@@ -64,42 +64,46 @@ class SlotContrastModelConfig(BuiltModelConfig):
 
     backbone: Backbone = Field(
         default="vit_small_patch14_dinov2",
-        description="Where features come from, by timm's name; filters: fixed filters of our own, for demos",
+        description="Backbone that computes the features, by its timm name; filters: fixed image filters, for demos",
     )
     backbone_weights: FilePath = Field(
         default=None, description="Local file with the backbone's weights (timm's, official or HF names), or random"
     )
-    backbone_depth: OffCount = Field(default=0, description="Blocks of the backbone; 0: as the name says")
-    backbone_heads: OffCount = Field(default=0, description="Its attention heads; 0: as the name says")
-    backbone_dim: OffCount = Field(default=0, description="Its channels; 0: as the name says")
+    backbone_depth: OffCount = Field(default=0, description="Blocks of the backbone; 0: from its name")
+    backbone_heads: OffCount = Field(default=0, description="Attention heads of the backbone; 0: from its name")
+    backbone_dim: OffCount = Field(default=0, description="Channels of the backbone; 0: from its name")
     patch: PositiveCount = Field(default=8, description="Side of a patch in pixels for filters; DINOv2 has 14")
-    slots: PositiveCount = Field(default=11, description="Slots: objects that can be told apart, ground included")
+    slots: PositiveCount = Field(
+        default=11, description="Number of slots: objects that can be separated, background included"
+    )
     slot_dim: PositiveCount = Field(default=64, description="Channels of a slot")
     initial_slots: Literal["learned", "random"] = Field(
-        default="learned", description="Where the first frame starts: learned slots, or a draw for each clip"
+        default="learned", description="Initial slots of the first frame: learned, or drawn at random for each clip"
     )
-    iterations: PositiveCount = Field(default=2, description="Iterations of slot attention in a frame")
-    first_iterations: PositiveCount = Field(default=3, description="The same in the first frame")
-    slot_mlp: bool = Field(default=True, description="A perceptron after each iteration")
+    iterations: PositiveCount = Field(default=2, description="Slot-attention iterations per frame")
+    first_iterations: PositiveCount = Field(default=3, description="Slot-attention iterations in the first frame")
+    slot_mlp: bool = Field(default=True, description="Apply an MLP after each iteration")
     predictor_blocks: OffCount = Field(default=1, description="Transformer blocks from one frame's slots to the next")
     predictor_heads: PositiveCount = Field(default=4, description="Their attention heads")
     decoder_hidden: Annotated[tuple[PositiveCount, ...], Field(min_length=1)] = Field(
         default=(1024, 1024, 1024), description="Hidden channels of the decoder"
     )
     decoder_chunk: OffCount = Field(
-        default=0, description="Frames that are decoded at a time; 0: as many as train.memory allows"
+        default=0, description="Frames decoded at a time; 0: as many as train.memory allows"
     )
-    feature_weight: OffNumber = Field(default=1.0, description="Weight of the features' reconstruction")
-    contrast_weight: OffNumber = Field(default=0.5, description="Weight of the contrast between frames; 0: off")
-    temperature: Positive = Field(default=0.1, description="Temperature of the contrast")
+    feature_weight: OffNumber = Field(default=1.0, description="Weight of the feature reconstruction loss")
+    contrast_weight: OffNumber = Field(
+        default=0.5, description="Weight of the slot-contrast loss between frames; 0: off"
+    )
+    temperature: Positive = Field(default=0.1, description="Temperature of the slot-contrast loss")
     contrast_batch: bool = Field(
-        default=True, description="Slots of all clips of a micro-batch are told apart; false: of each clip alone"
+        default=True, description="Contrast slots across all clips of a micro-batch; false: within each clip only"
     )
     ignore_background: bool = Field(
-        default=True, description="The metric is FG-ARI, and mBO without label 0; false: background is an object"
+        default=True, description="Report FG-ARI, and mBO without label 0; false: count the background as an object"
     )
     skip_empty: bool = Field(
-        default=False, description="Leave clips and frames without foreground out of FG-ARI, where they count as 1"
+        default=False, description="Leave clips and frames without foreground out of FG-ARI; false: they count as 1"
     )
 
 
@@ -116,7 +120,7 @@ class SlotOptimizerConfig(OptimizerConfig):
     """Optimizer settings, with optional groups of modules that differ."""
 
     groups: tuple[GroupConfig, ...] = Field(
-        default=(), description="Modules with settings of their own: [{modules: [encoder], lr: 1e-4}]"
+        default=(), description="Optimizer settings for single modules: [{modules: [encoder], lr: 1e-4}]"
     )
 
 
@@ -202,35 +206,37 @@ class SlotContrastConfig(RunConfig):
 class SteveModelConfig(ModelConfig):
     """A discrete VAE, an encoder of slots, a decoder of words."""
 
-    vocabulary: PositiveCount = Field(default=4096, description="Words of the discrete VAE")
-    slots: PositiveCount = Field(default=15, description="Slots: objects at most, the background among them")
+    vocabulary: PositiveCount = Field(default=4096, description="Vocabulary size of the discrete VAE")
+    slots: PositiveCount = Field(
+        default=15, description="Number of slots: at most this many objects, background included"
+    )
     slot_dim: PositiveCount = Field(default=192, description="Channels of a slot")
     iterations: PositiveCount = Field(default=2, description="Iterations of slot attention on each frame")
     cnn_channels: PositiveCount = Field(default=64, description="Channels of the encoder's convolutions")
-    mlp_dim: PositiveCount = Field(default=192, description="Hidden channels of the slots' perceptron")
+    mlp_dim: PositiveCount = Field(default=192, description="Hidden channels of the slot MLP")
     predictor_blocks: OffCount = Field(default=1, description="Transformer blocks from one frame's slots to the next")
     predictor_heads: PositiveCount = Field(default=4, description="Their attention heads")
     dim: PositiveCount = Field(default=192, description="Channels of encoder and decoder")
     decoder_blocks: PositiveCount = Field(default=8, description="Transformer blocks of the decoder")
-    decoder_heads: PositiveCount = Field(default=4, description="Their attention heads, which share dim evenly")
+    decoder_heads: PositiveCount = Field(default=4, description="Attention heads of the decoder; must divide dim")
     dropout: Fraction = Field(default=0.1, description="Dropout in the decoder")
     hard: bool = Field(
         default=False,
-        description="The VAE's decoder sees one word per position; gradients are the mixture's",
+        description="Straight-through: the VAE's decoder sees one token per position; gradients are the soft mixture's",
     )
-    tau_start: Positive = Field(default=1.0, description="Temperature of the mixture at the first step")
-    tau_final: Positive = Field(default=0.1, description="Temperature after tau_steps")
-    tau_steps: PositiveCount = Field(default=30_000, description="Steps of the cosine between both")
+    tau_start: Positive = Field(default=1.0, description="Gumbel-softmax temperature at the first step")
+    tau_final: Positive = Field(default=0.1, description="Gumbel-softmax temperature after tau_steps")
+    tau_steps: PositiveCount = Field(default=30_000, description="Steps of the cosine decay between both temperatures")
     loss: Literal["sum", "mean"] = Field(
-        default="sum", description="Losses of a frame: summed over pixels and words, as published, or averaged"
+        default="sum", description="Reduction of a frame's losses: sum over pixels and tokens, as published, or mean"
     )
 
 
 class SteveOptimizerConfig(OptimizerConfig):
     """Three learning rates; `lr` is the decoder's."""
 
-    encoder_lr: Positive = Field(default=1e-4, description="Learning rate of the slots' encoder, on the same schedule")
-    dvae_lr: Positive = Field(default=3e-4, description="Learning rate of the discrete VAE; it is constant")
+    encoder_lr: Positive = Field(default=1e-4, description="Learning rate of the slot encoder, with the same schedule")
+    dvae_lr: Positive = Field(default=3e-4, description="Learning rate of the discrete VAE (constant)")
 
 
 DEMO: dict[str, Any] = {
@@ -289,25 +295,32 @@ Reduction = Literal["sum", "mean"]
 class WordsModelConfig(SlotContrastModelConfig):
     """SlotContrast, and words that its slots predict."""
 
-    vocabulary: PositiveCount = Field(default=4096, description="Words of the discrete VAE")
-    word_side: Literal[4, 14] = Field(default=14, description="Side of a word in pixels; 14: a word for each patch")
-    words_blocks: OffCount = Field(default=4, description="Blocks of the decoder of words; 0: the VAE alone")
+    vocabulary: PositiveCount = Field(default=4096, description="Vocabulary size of the discrete VAE")
+    word_side: Literal[4, 14] = Field(
+        default=14, description="Side of a token's patch in pixels; 14: one token per backbone patch"
+    )
+    words_blocks: OffCount = Field(default=4, description="Blocks of the token decoder; 0: train the VAE only")
     words_heads: PositiveCount = Field(default=4, description="Their attention heads")
-    words_dim: PositiveCount = Field(default=128, description="Channels of the decoder of words")
-    words_dropout: Fraction = Field(default=0.1, description="Dropout in the decoder of words")
+    words_dim: PositiveCount = Field(default=128, description="Channels of the token decoder")
+    words_dropout: Fraction = Field(default=0.1, description="Dropout in the token decoder")
     hard: bool = Field(
-        default=True, description="The VAE's decoder sees one word per position; gradients are the mixture's"
+        default=True,
+        description="Straight-through: the VAE's decoder sees one token per position; gradients are the soft mixture's",
     )
-    tau_start: Positive = Field(default=1.0, description="Temperature of the mixture at the first step")
-    tau_final: Positive = Field(default=0.1, description="Temperature after tau_steps")
-    tau_steps: PositiveCount = Field(default=10_000, description="Steps of the cosine between both")
+    tau_start: Positive = Field(default=1.0, description="Gumbel-softmax temperature at the first step")
+    tau_final: Positive = Field(default=0.1, description="Gumbel-softmax temperature after tau_steps")
+    tau_steps: PositiveCount = Field(default=10_000, description="Steps of the cosine decay between both temperatures")
     dvae_weight: OffNumber = Field(default=0.5, description="Weight of the VAE's squared error")
-    dvae_loss: Reduction = Field(default="sum", description="Squared error of a frame: a sum over pixels, or the mean")
-    dvae_checkpointing: bool = Field(
-        default=False, description="Compute the VAE's decoder again in backward: less memory, more time"
+    dvae_loss: Reduction = Field(
+        default="sum", description="Reduction of a frame's squared error: sum or mean over pixels"
     )
-    words_weight: OffNumber = Field(default=1.0, description="Weight of the words' cross-entropy")
-    words_loss: Reduction = Field(default="mean", description="Cross-entropy of a frame: a sum over words, or the mean")
+    dvae_checkpointing: bool = Field(
+        default=False, description="Recompute the VAE's decoder in backward: less memory, more time"
+    )
+    words_weight: OffNumber = Field(default=1.0, description="Weight of the tokens' cross-entropy")
+    words_loss: Reduction = Field(
+        default="mean", description="Reduction of a frame's cross-entropy: sum or mean over tokens"
+    )
 
 
 class WordsConfig(SlotContrastConfig):

@@ -263,8 +263,8 @@ def compute_word_grid(height: int, width: int, factor: int) -> tuple[int, int]:
     """Return rows and columns of words; raise if words do not tile the image."""
     if height % factor or width % factor:
         raise ModelError(
-            f"image of {height}×{width} pixels for words of {factor}×{factor} pixels",
-            why="words tile the image, so each side is a multiple of theirs",
+            f"image of {height}×{width} pixels for tokens of {factor}×{factor} pixels",
+            why="tokens tile the image, so each side must be a multiple of {factor}",
             fix=f"data.image_size={max(1, round(width / factor)) * factor}",
         )
     return height // factor, width // factor

@@ -30,7 +30,7 @@ COMPARED = {
 }
 """What each loss compares, in upstream's names; the contrast does not use its target."""
 SCORED_MASKS = "decoder_masks_hard"
-PROCESSES = "the command says how many processes train: --gpus N, or torchrun"
+PROCESSES = "the command sets the number of ranks: --gpus N, or torchrun"
 UNUSED = {
     key: why
     for why, keys in {
@@ -38,7 +38,7 @@ UNUSED = {
         "steps count, upstream as here": "trainer.max_epochs trainer.check_val_every_n_epoch",
         PROCESSES: "trainer.strategy trainer.find_unused_parameters trainer.num_nodes",
         "metrics are computed in validation": "train_metrics",
-        "the same workers read both parts (data.num_workers)": "dataset.num_val_workers",
+        "the same workers read both splits (data.num_workers)": "dataset.num_val_workers",
         "an epoch is every video once": "dataset.samples_per_epoch",
         "halfstep evaluate --data DIR evaluates others": "dataset.test_shards dataset.test_size dataset.test_pipeline",
         "shards are read by offset, without a cache": "dataset.cache_train dataset.cache_val dataset.cache_dir",
@@ -90,7 +90,11 @@ def _translate_run(read: ForeignReader) -> dict[str, Any]:
     accelerator = str(read("trainer.accelerator", "auto"))
     interval = read("trainer.val_check_interval", 5000)
     if not isinstance(interval, int):
-        raise ConfigError(f"trainer.val_check_interval is {interval}", why="a share of an epoch", fix="write steps")
+        raise ConfigError(
+            f"trainer.val_check_interval is {interval}",
+            why="fractions of an epoch are not supported",
+            fix="give a number of steps",
+        )
     clip_type = read("trainer.gradient_clip_algorithm")
     return {
         "train.seed": read("seed"),
@@ -146,25 +150,25 @@ def _translate_schedule(given: Any, where: str, max_steps: Any) -> dict[str, Any
     if name == "linear_warmup" or (isinstance(max_steps, int) and 0 < max_steps <= warmup):
         return shape  # a run that ends within its warmup never decays
     if decay <= warmup:
-        raise ConfigError(f"{where}: {decay} decay_steps end within {warmup} warmup_steps", fix="more decay_steps")
+        raise ConfigError(f"{where}: {decay} decay_steps end within {warmup} warmup_steps", fix="set more decay_steps")
     if name == "cosine_decay_with_warmup":
         return shape
     rate = float(given.get("decay_rate", 0.5))
     if not 0 < rate < 1:
-        raise ConfigError(f"{where}.decay_rate is {rate:g}", fix="a share between 0 and 1")
+        raise ConfigError(f"{where}.decay_rate is {rate:g}", fix="set a number between 0 and 1")
     return shape | {"half_life_steps": max(1, round((decay - warmup) * math.log(0.5) / math.log(rate)))}
 
 
 def _translate_group(given: Any, place: int, max_steps: Any) -> dict[str, Any]:
     where = f"optimizer.param_groups[{place}]"
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{where} is {given!r}", fix="a mapping with modules and lr")
+        raise ConfigError(f"{where} is {given!r}", fix="write a mapping with modules and lr")
     modules = [given["modules"]] if isinstance(given.get("modules"), str) else list(given.get("modules") or ())
     strange = sorted(set(given) - {"modules", "lr", "lr_scheduler", "weight_decay"})
     if strange or not modules or set(modules) - MODULES:
         raise ConfigError(
             f"{where}: modules {modules}" + (f", and {', '.join(strange)}" if strange else ""),
-            why="a group has modules, and may have an lr, an lr_scheduler and a weight_decay of its own",
+            why="a group has modules, and may have an lr, an lr_scheduler and a weight_decay",
             fix=f"modules among {', '.join(sorted(MODULES))}",
         )
     scheduled = given.get("lr_scheduler")
@@ -343,7 +347,9 @@ def _translate_data(read: ForeignReader) -> dict[str, Any]:
     train, val = "dataset.train_pipeline", "dataset.val_pipeline"
     size, val_size = read(f"{train}.transforms.input_size"), read(f"{val}.transforms.input_size")
     if size and val_size not in (None, size):
-        raise ConfigError(f"{val}.transforms.input_size is {val_size}, training's {size}", fix="the same size for both")
+        raise ConfigError(
+            f"{val}.transforms.input_size is {val_size}, training's {size}", fix="use the same size for both"
+        )
     for pipeline in (train, val):
         read.note(pipeline, "keys", "transforms.name", "transforms.type", "transforms.crop_type")
         if read(f"{pipeline}.duplicate") is not None:
@@ -416,7 +422,7 @@ def _has_words(read: ForeignReader) -> bool:
     if predicts and not is_on:
         raise ConfigError(
             "model.use_steve_decoder is on and model.use_dvae is off",
-            why="the decoder predicts the words of the discrete VAE",
+            why="the decoder predicts the tokens of the discrete VAE",
             fix="switch both on, or both off",
         )
     return is_on
@@ -430,7 +436,7 @@ def _translate_words(read: ForeignReader) -> dict[str, Any]:
     values = {ours: read(f"model.{theirs}") for ours, theirs in SIZES.items()}
     if not read("model.use_steve_decoder", False):
         return values | {"model.words_blocks": 0}
-    read.must_be("model.steve_decoder.vocab_size", vocabulary, why=f"the VAE has {vocabulary} words")
+    read.must_be("model.steve_decoder.vocab_size", vocabulary, why=f"the VAE has {vocabulary} tokens")
     read.must_be("model.steve_decoder.slot_size", read("model.initializer.dim"), why="slots have their own size")
     read.must_be("model.steve_decoder.image_size", side, why=f"frames have {side} pixels")
     return values

@@ -83,7 +83,9 @@ class SlotPredictor:
             Image.fromarray(draw_sheet(frames, slots, None)).save(place.with_name(f"{place.name}.png"))
             np.save(place.with_name(f"{place.name}_slots.npy"), slots.astype(np.uint8))
         except OSError as error:
-            raise CheckpointError(f"cannot write below {out}: {error}", fix="make room, or --out DIR") from error
+            raise CheckpointError(
+                f"cannot write below {out}: {error}", fix="free disk space, or choose another folder: --out DIR"
+            ) from error
         counts = np.bincount(slots.ravel(), minlength=self.config.model.slots)
         return place, [float(share) for share in counts / counts.sum()]
 

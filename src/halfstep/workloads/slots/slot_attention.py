@@ -112,7 +112,7 @@ class PredictorAttention(nn.Module):
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         if dim % heads:
-            raise ModelError(f"{heads} heads for slots of {dim} channels", why="the heads share them evenly")
+            raise ModelError(f"{heads} heads for slots of {dim} channels", why="heads must divide channels")
         self.heads = heads
         self.qkv = nn.Linear(dim, 3 * dim)
         self.out_proj = nn.Linear(dim, dim)

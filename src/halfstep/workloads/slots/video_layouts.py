@@ -121,7 +121,7 @@ def _decode(path: Path) -> Iterator[Array]:
         raise DataError(
             f"{path} needs PyAV (pip install av) or OpenCV to be decoded",
             why="neither av nor cv2 is installed",
-            fix="pip install av, or save the frames as pictures: a folder for each video",
+            fix="pip install av, or save the frames as images: one folder per video",
         )
     library = importlib.import_module(found)
     yield from _decode_by_pyav(library, path) if found == "av" else _decode_by_opencv(library, path)
@@ -208,7 +208,7 @@ def open_videos(root: Path, *, bad_files: BadFiles) -> Videos:
         return VideoFiles(files, bad_files=bad_files)
     if packed := [path for path in sorted(root.rglob("*.t*")) if path.name.lower().endswith(PACKED)]:
         raise DataError(
-            f"{packed[0]} is packed", why="samples are read by their offset in the tar", fix="unpack it to .tar"
+            f"{packed[0]} is compressed", why="samples are read by their offset in the tar", fix="decompress it to .tar"
         )
     return FrameFolders(root, bad_files=bad_files)
 
@@ -289,7 +289,7 @@ class FrameFolders:
             raise DataError(
                 f"no video is in {root}",
                 why=f"no folder in it holds frames{left_out}",
-                fix="a folder of pictures for each video, tar shards, or .gif and .mp4 files",
+                fix="use one folder of images per video, tar shards, or .gif and .mp4 files",
             )
 
     def _take(self, path: Path, *, all_frames: bool) -> None:
@@ -355,12 +355,12 @@ def find_frames(path: Path) -> FrameFolder | None:
     masks = list_files(mask_folders[0], FRAME_ENDINGS) if inner and mask_folders else []
     if not frames:
         if inner or mask_folders:
-            raise DataError(f"{path} holds no frames", why="its pictures are masks alone" if masks else "")
+            raise DataError(f"{path} holds no frames", why="its images are all masks" if masks else "")
         return None
     if masks and len(masks) != len(frames):
         raise DataError(
             f"{path} holds {format_count(len(frames), 'frame')} and {format_count(len(masks), 'mask')}",
-            fix="one mask for each frame, or none at all",
+            fix="add one mask per frame, or none at all",
         )
     return FrameFolder(path=path, frames=frames, masks=tuple(masks))
 
@@ -372,7 +372,9 @@ def _find_steve_frames(path: Path, frames: dict[str, Path], pictures: list[Path]
             objects.setdefault(found[1], {})[int(found[2])] = file
     without = [frames[number].name for number in frames if number not in objects]
     if objects and without:
-        raise DataError(f"{path}: frames without a mask: {list_some(without)}", fix="masks for all frames, or for none")
+        raise DataError(
+            f"{path}: frames without a mask: {list_some(without)}", fix="add masks for all frames, or for none"
+        )
     if alone := sorted(set(objects) - set(frames)):
         raise DataError(f"{path}: masks without a frame: {list_some(alone)}", fix="add NUMBER_image.png")
     return FrameFolder(
@@ -394,7 +396,7 @@ def _read_labels(path: Path, size: tuple[int, int]) -> Array:
         values = values[..., :3].astype(np.int64) @ np.array([1, 256, 65536])
     if values.shape != size:
         found = f"{values.shape[1]}×{values.shape[0]}"
-        raise DataError(f"{path} is {found}, its frame {size[1]}×{size[0]}", fix="masks as large as their frames")
+        raise DataError(f"{path} is {found}, its frame {size[1]}×{size[0]}", fix="make masks as large as their frames")
     return values.astype(np.int64)
 
 
@@ -403,5 +405,5 @@ def _make_size_error(folder: Path, one: tuple[tuple[int, ...], Path], other: tup
     return DataError(
         f"frames of {folder} differ in size: {file.name} is {size[1]}×{size[0]}, "
         f"{other_file.name} {other_size[1]}×{other_size[0]}",
-        fix="frames of one size in a video, or leave bad videos out: data.on_bad_file=skip",
+        fix="resize all frames of a video to one size, or leave bad videos out: data.on_bad_file=skip",
     )

@@ -136,7 +136,7 @@ def _check_masks(masks: StoredArray, frames: tuple[int, ...], where: str) -> Non
     if len(masks.shape) not in (3, 4) or masks.shape[:3] != frames[:3] or masks.dtype.kind not in "uib":
         raise DataError(
             f"{where}: masks are {masks.dtype} {masks.shape}, its frames {frames}",
-            why="masks hold one object's number for each pixel of each frame",
+            why="masks hold one object number per pixel of each frame",
             fix=f"integers {(*frames[:3], 1)}, or data.on_bad_file=skip",
         )
 
@@ -161,7 +161,7 @@ def merge_planes(planes: Array, name: str) -> Array:
     if bool((is_there.sum(-1, dtype=np.int32) > 1).any()):
         raise DataError(
             f"objects overlap in the masks of {name}",
-            why="in FG-ARI and mBO a pixel has one object",
+            why="FG-ARI and mBO need one object per pixel",
             fix="write its segmentations.npy again, with one object at each pixel",
         )
     return np.where(is_there.any(-1), is_there.argmax(-1) + 1, NO_OBJECT).astype(np.uint8)
@@ -183,7 +183,7 @@ def expand_braces(pattern: str) -> list[str]:
     parts = BRACES.split(pattern)
     choices = [_expand_choices(part, pattern) if place % 2 else [part] for place, part in enumerate(parts)]
     if np.prod([len(choice) for choice in choices], dtype=float) > MAX_SHARDS:
-        raise DataError(f"{pattern} means more than {MAX_SHARDS:,} shards", fix="check the numbers in its braces")
+        raise DataError(f"{pattern} expands to more than {MAX_SHARDS:,} shards", fix="check the numbers in its braces")
     return ["".join(words) for words in itertools.product(*choices)]
 
 
@@ -197,7 +197,7 @@ def _expand_choices(inner: str, pattern: str) -> list[str]:
         )
     first, last = int(found[1]), int(found[2])
     if not first <= last <= first + MAX_SHARDS:
-        raise DataError(f"{{{inner}}} in {pattern} runs from {first} to {last}", fix="the smaller number comes first")
+        raise DataError(f"{{{inner}}} in {pattern} runs from {first} to {last}", fix="write the smaller number first")
     width = len(found[1]) if found[1].startswith("0") else 0
     return [f"{number:0{width}d}" for number in range(first, last + 1)]
 
@@ -217,9 +217,9 @@ def find_shards(root: Path, patterns: str | Sequence[str], *, bad_files: BadFile
     if missing:
         bad_files.report(
             DataError(
-                f"{format_count(len(missing), 'shard')} of {patterns} are not in {root}: {list_some(missing)}",
+                f"{format_count(len(missing), 'shard')} of {patterns} are missing in {root}: {list_some(missing)}",
                 why=f"{len(found)} are there",
-                fix="download them, narrow the pattern, or go on without them: data.on_bad_file=skip",
+                fix="download them, narrow the pattern, or continue without them: data.on_bad_file=skip",
             )
         )
     return found
@@ -271,22 +271,22 @@ def _iterate_members(path: Path) -> Iterator[tuple[str, ByteRange]]:
         assert shard.fileobj is not None
         shard.fileobj.seek(shard.offset)
         if shard.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-            raise tarfile.ReadError(f"it does not go on at byte {shard.offset:,}, nor end there")
+            raise tarfile.ReadError(f"there is neither a member nor an end marker at byte {shard.offset:,}")
 
 
 def _make_twice_error(path: Path, name: str) -> DataError:
     return DataError(
         f"{path} holds {name} twice",
-        why="one of them would never be seen",
-        fix="give each sample a name of its own, or take the last one: data.on_bad_file=skip",
+        why="one of them would never be read",
+        fix="give each sample a different name, or use the last one: data.on_bad_file=skip",
     )
 
 
 def _make_damaged_error(path: Path, error: Exception) -> DataError:
     return DataError(
         f"{path} is not a complete tar file",
-        why=f"{error}; packed tars (.tar.gz) cannot be read by offset" if _is_packed(path) else str(error),
-        fix="unpack it to .tar" if _is_packed(path) else "download it again, or data.on_bad_file=skip",
+        why=f"{error}; compressed tars (.tar.gz) cannot be read by offset" if _is_packed(path) else str(error),
+        fix="decompress it to .tar" if _is_packed(path) else "download it again, or data.on_bad_file=skip",
     )
 
 
@@ -338,7 +338,7 @@ def read_array_header(place: ByteRange, name: str) -> StoredArray:
     needed = start - place.offset + int(np.prod(shape)) * dtype.itemsize
     if needed > place.size:
         raise DataError(
-            f"{name} in {place.path} is cut short: {place.size:,} of {needed:,} bytes",
+            f"{name} in {place.path} is truncated: {place.size:,} of {needed:,} bytes",
             fix="download the shard again, or leave bad samples out: data.on_bad_file=skip",
         )
     return StoredArray(place=place, data_offset=start, shape=tuple(shape), dtype=dtype)

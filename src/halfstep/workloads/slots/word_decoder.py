@@ -27,8 +27,8 @@ class CrossAttention(nn.Module):
         if dim % heads:
             raise ModelError(
                 f"{heads} attention heads for {dim} channels",
-                why="heads share the channels evenly",
-                fix="numbers where heads divide channels",
+                why="heads must divide channels",
+                fix="choose a number of heads that divides the channels",
             )
         self.heads, self.dropout = heads, dropout
         self.proj_q, self.proj_k, self.proj_v = (make_linear(dim, dim, bias=False) for _ in range(3))

@@ -29,7 +29,7 @@ def compose(text: str, name: str) -> yaml.Node | None:
         return node
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        at = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "an unknown place"
+        at = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "an unknown position"
         problem = " ".join(part for part in (error.context, error.problem) if part)
         raise ConfigError(f"{name}: bad YAML at {at}: {problem}", fix=suggest_yaml_fix(problem, text)) from error
     except yaml.YAMLError as error:
