@@ -119,7 +119,7 @@ class Fate:
     result: float
     kind: FateKind
     relative_error: float | None
-    """Against the number as it was written; None where either is not finite."""
+    """Relative to the number as written; None if either is not finite."""
 
 
 def find_fate(written: str, fmt: Format) -> Fate:

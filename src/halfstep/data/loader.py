@@ -167,8 +167,7 @@ class Loader:
         return [min(self._order.batch_size, self._order.num_samples - start) for start in starts]
 
     def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
-        """Return the batches of an epoch from `start_batch` on, one iterator at a time; workers live on for the next
-        one."""
+        """Return the batches of an epoch from `start_batch` on. Use one iterator at a time: workers are reused."""
         self._order.epoch, self._order.start_batch = epoch, start_batch
         if implements(self._fetch.samples, WholeBatches):
             return self._checked(read_ahead(self._fetch.whole, self._order, num_threads=max(1, self.num_workers)))

@@ -344,7 +344,7 @@ def fingerprint_folder(folder: ImageFolder, settings: PackSettings) -> str:
 
 
 def explain_stale(index: PackIndex, folder: ImageFolder, settings: PackSettings) -> str:
-    """Say why training on the folder would rebuild a cache with this index; empty if it would not."""
+    """Explain why training on the folder would rebuild a cache with this index; empty if it would not."""
     if index.fingerprint == fingerprint_folder(folder, settings):
         return ""
     now = {path.relative_to(folder.root).as_posix() for path in folder.train.paths + folder.val.paths}

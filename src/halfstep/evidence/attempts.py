@@ -45,7 +45,7 @@ class Subject:
     plan_for: PlanFor
     scale: float = 1.0
     update: Update | None = None
-    """How the training updated its weights; None where that cannot be repeated."""
+    """How the training updated its weights; None if that cannot be repeated."""
     variants: Mapping[str, LossFn] = field(default_factory=dict)
     """How else forward and loss ran or can run: "compiled", "kernels off"."""
     frozen: Mapping[str, nn.Module] = field(default_factory=dict)

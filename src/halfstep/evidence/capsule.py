@@ -47,9 +47,9 @@ class Capsule:
     about: Mapping[str, Any]
     window: list[Any]
     rng: dict[str, Tensor]
-    """Empty where the step was made before the run was resumed."""
+    """Generator states before forward; empty if the step was made before the run was resumed."""
     state: dict[str, Tensor]
-    """Parameters and buffers by name; empty where they were too large."""
+    """Parameters and buffers by name; empty if they were too large."""
 
     @property
     def step(self) -> int:

@@ -255,7 +255,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _find_calling_line() -> str:
-    """Return the nearest line of code outside torch and halfstep, such as `model.py:31`; none where the plan casts."""
+    """Return the nearest line of code outside torch and halfstep, such as `model.py:31`; empty if the plan casts."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename

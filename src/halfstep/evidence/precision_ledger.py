@@ -68,7 +68,7 @@ class KernelRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ledger:
-    """What ran, in one mode."""
+    """What a step really ran in one mode: formats by module, differences from the plan, kernels."""
 
     mode: str
     rows: tuple[LedgerRow, ...]

@@ -91,7 +91,7 @@ class Recorder:
             raise
 
     def find_window(self, reading: Reading) -> Sequence[Any] | None:
-        """Return the batches of a step: kept ones, or loaded again; None where neither is possible."""
+        """Return the batches of a step: kept ones, or loaded again; None if neither is possible."""
         kept = None if self.context.is_whole(reading) else dict(self._windows).get(reading.attempted)
         return self.context.load_window(reading) if kept is None else kept
 

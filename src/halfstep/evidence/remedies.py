@@ -56,9 +56,9 @@ class Remedy:
     change: str
     """The change, described for the user."""
     line: str = ""
-    """For the config file; empty where code or data has to change."""
+    """The line for the config file; empty if code or data has to change."""
     outcome: Attempt | None = None
-    """None where it could not be tried on one step."""
+    """The step with this change; None if it could not be tried on one step."""
     margin: int = 0
     """Where it was tried in a training from random weights and not on the recorded step: a multiple of the rate that
     trains as well."""

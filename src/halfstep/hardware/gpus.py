@@ -37,7 +37,7 @@ class KnownGPU:
     architecture: str
     capability: tuple[int, int] | None
     memory_gb: tuple[int, ...]
-    """Every size it is sold with; empty where that is the buyer's choice."""
+    """Every size it is sold with; empty if the buyer chooses it."""
     support: Formats
     tensor_cores: bool
     tflops: Mapping[str, float]

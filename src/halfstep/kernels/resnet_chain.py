@@ -228,7 +228,9 @@ def compute_reader_gradients(
     dzs: list[Tensor] = []
     dws: list[Tensor | None] = []
     for dy, w, stride, wants_w in zip(gradients, weights, strides, wants_weights, strict=True):
-        is_sparse = bool(dzs) and stride == 2 and w.shape[2] == 1  # a sum's second, or it would be read as a whole map
+        is_sparse = (
+            bool(dzs) and stride == 2 and w.shape[2] == 1
+        )  # only as the second term: the join kernel reads the first as a whole map
         wants = (wants_z and not is_sparse, wants_w)
         dz, dw = convolve_backward(side, dy, z, w, stride, w.shape[2] // 2, wants)
         if wants_z and is_sparse:
