@@ -33,7 +33,7 @@ def _rows_to_gradients(
         at = start + tl.arange(0, BLOCK)
         value = tl.load(logits + at, at < num_classes, float("-inf")).to(tl.float32)
         higher = tl.maximum(top, value)
-        # Lanes that have seen nothing yet: -inf less -inf would be NaN.
+        # For lanes without a value yet, -inf minus -inf would be NaN.
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         # Online softmax: rescale the sum so far to the new maximum.
         total = total * tl.exp(top - shift) + tl.exp(value - shift)

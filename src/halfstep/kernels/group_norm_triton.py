@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, COLUMNS, WARPS = 64, 64, 4
-PARTS = 32  # parts that a program of a group adds at once
-MOST_PARTS = 256  # of a sum over all rows: enough programs to fill the device, few enough to be added quickly
-FIELDS = tl.constexpr(5)  # of `table`, and of the sums that the gradient takes
+PARTS = 32  # partial sums that a group's program adds at once
+MOST_PARTS = 256  # partial sums over all rows: enough programs to fill the device, few enough to add quickly
+FIELDS = tl.constexpr(5)  # rows of `table` and of the gradient's sums
 
 
 @triton.jit

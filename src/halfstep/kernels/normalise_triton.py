@@ -24,7 +24,7 @@ SUM_PROGRAMS = 4 * 132
 """Four per multiprocessor of an H200; more would lengthen the second sum, over programs. This and the tiles are the
 fastest of those tried there on maps of 67 to 411 MB."""
 MAP_COLUMNS, MAP_ROWS, MAP_TILES = 128, 32, 4
-MAP_VALUES = 512  # of a tile, for each warp: sixteen a thread
+MAP_VALUES = 512  # values of a tile per warp: sixteen per thread
 FINISH_VALUES, FINISH_WARPS = 8192, 8
 """How many of one sum's parts a program adds at once: all that `SUM_PROGRAMS` leave, in one round trip to memory."""
 
@@ -153,7 +153,7 @@ def _normalised(
     is_channel = columns < num_channels
     a, b = tl.load(scale + columns, is_channel, 0.0), tl.load(offset + columns, is_channel, 0.0)
     row = tl.arange(0, ROWS)[:, None]
-    for tile in range(TILES):  # neighbours, so that a program reads one piece of memory
+    for tile in range(TILES):  # adjacent tiles, so that a program reads contiguous memory
         start = (tl.program_id(0) * TILES + tile) * ROWS
         inside = (start + row < num_rows) & is_channel[None, :]
         values = y + start.to(tl.int64) * y_stride + (row * y_stride + columns[None, :])

@@ -80,7 +80,7 @@ def pooled_kernel(y, scale, offset, out, num_windows, channels,
         a, b, c, d = _load_pixels(y, channels, first, WIDTH, here, right, below, columns, is_channel)
         a, b = _rounded(a, weight, bias, y), _rounded(b, weight, bias, y)
         c, d = _rounded(c, weight, bias, y), _rounded(d, weight, bias, y)
-        # Not tl.maximum, which drops a NaN: the statistics make it the whole channel's, so that the first has it too.
+        # Not tl.maximum, which drops NaN. Statistics spread NaN over the whole channel, so the first pixel has it too.
         best = tl.where(b > a, b, a)
         best = tl.where(c > best, c, best)
         best = tl.where(d > best, d, best)
@@ -165,7 +165,7 @@ class PoolWindows(NamedTuple):
 
     num: int
     grid: tuple[int, int]
-    options: dict[str, int]  # what every kernel of windows is compiled for
+    options: dict[str, int]  # compile-time constants of all window kernels
 
 
 def cut_windows(y: Tensor, tiling: Tiling) -> PoolWindows:

@@ -38,7 +38,7 @@ Reader = tuple[Tensor, int]  # the weight and the stride of a convolution that r
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResNetBlock:
     layers: Sequence[Layer]  # in the order they run
-    projection: Layer | None  # of the shortcut, where the shape changes
+    projection: Layer | None  # the shortcut's projection, if the shape changes
     keep: bool  # whether normalised maps within the block stay in memory, or are computed again in backward
 
     @property

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from halfstep.kernels.fast_forms import has_room_for_tiles
 from halfstep.kernels.normalise import combine_partials
 
-MOST_TOKENS = 256  # whose gradients a program of our attention kernel holds at once
+MOST_TOKENS = 256  # keys whose gradients one program of our attention kernel holds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +43,8 @@ class TransformerBlock:
     norm_2: nn.LayerNorm
     first: nn.Linear
     second: nn.Linear
-    is_causal: bool = False  # tokens look at themselves and at those before them
-    by_tanh: bool = False  # GELU as GPT-2 has it
+    is_causal: bool = False  # each token attends to itself and to earlier ones
+    by_tanh: bool = False  # GELU's tanh approximation, as in GPT-2
 
 
 class Rounded(NamedTuple):
@@ -231,7 +231,7 @@ class Perceptron(torch.autograd.Function):
 
         normed, (norm_weight, norm_bias, half_first, half_second, first_bias, raw, active) = restore_saved(ctx)
         d_second = d_second.reshape(-1, dx.shape[2])
-        d_raw = d_second @ half_second  # of GELU's output until the kernel has run: it works in place
+        d_raw = d_second @ half_second  # gradient of GELU's output until the kernel, which works in place, has run
         remade = None if ctx.keep else torch.empty_like(raw)
         d_bias = sum_partials(kernels.gelu_backward(d_raw, raw, first_bias, d_raw, remade, by_tanh=ctx.by_tanh))
         d_second_weight = compute_weight_gradient(d_second, active if remade is None else remade)

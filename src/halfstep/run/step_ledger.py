@@ -69,7 +69,7 @@ def observe_ledgers(
     found, replayed = [], _find_replays(parts, engine, replay)
     for phase, own in list_engines(engine):
         prepared = split_window(prepare_window(parts, window), own.pieces)
-        # On a GPU in a thread of its own: cuDNN keeps its choice of algorithms for each thread, and this is not a step.
+        # On a GPU in a fresh thread: cuDNN keeps its choice of algorithms per thread, and this is not a step.
         work = partial(_observe_one, parts, own, prepared, phase)
         ledgers, islands = run_in_fresh_thread(work, parts.device) if parts.device.type == "cuda" else work()
         found += ledgers
