@@ -22,14 +22,15 @@ Formats = MappingProxyType[str, Support]
 
 
 def _make_formats(*, native: str, emulated: str = "") -> Formats:
-    """`_formats(native="fp32 fp16", emulated="bf16")`: what is not named is missing."""
+    """Return the support of each format, as in `_make_formats(native="fp32 fp16", emulated="bf16")`; others are
+    missing."""
     table: dict[str, Support] = dict.fromkeys(native.split(), "native")
     table.update(dict.fromkeys(emulated.split(), "emulated"))
     return MappingProxyType(table)
 
 
 def list_nvidia_formats(capability: tuple[int, int]) -> Formats:
-    """By compute capability, from the arithmetic throughput table of the CUDA programming guide."""
+    """Return formats by compute capability, from the arithmetic throughput table of the CUDA programming guide."""
     if capability >= (8, 9):  # Ada, Hopper, Blackwell
         return _make_formats(native="fp64 fp32 tf32 bf16 fp16 fp8_e4m3 fp8_e5m2")
     if capability >= (8, 0):  # Ampere
@@ -41,7 +42,7 @@ def list_nvidia_formats(capability: tuple[int, int]) -> Formats:
 
 
 def list_amd_formats(gfx: str) -> Formats:
-    """By LLVM target name (`gfx90a:sramecc+` and the like), from AMD's ISA guides."""
+    """Return formats by LLVM target name (`gfx90a:sramecc+` and the like), from AMD's ISA guides."""
     target = gfx.split(":")[0]
     if target.startswith(("gfx950", "gfx12")):  # MI350, RDNA4: OCP fp8
         return _make_formats(native="fp64 fp32 bf16 fp16 fp8_e4m3 fp8_e5m2")
@@ -52,12 +53,14 @@ def list_amd_formats(gfx: str) -> Formats:
 
 
 def list_intel_formats(*, has_fp64: bool) -> Formats:
-    """Xe-HPG, Xe2 and Xe-HPC: matrix engines (XMX) for both half formats; Xe-HPG alone lacks fp64 in hardware."""
+    """Return formats of Xe-HPG, Xe2 and Xe-HPC: matrix engines (XMX) for both half formats; only Xe-HPG lacks fp64 in
+    hardware."""
     return _make_formats(native="fp64 fp32 bf16 fp16" if has_fp64 else "fp32 bf16 fp16")
 
 
 def list_apple_formats(name: str) -> Formats:
-    """Metal has no fp64; M1 and M2 GPUs compute bf16 as fp32 (seen in huggingface/transformers#40458)."""
+    """Return formats of Metal, which has no fp64; M1 and M2 GPUs compute bf16 as fp32 (seen in
+    huggingface/transformers#40458)."""
     if any(chip in name.lower().split() for chip in ("m1", "m2")):
         return _make_formats(native="fp32 fp16", emulated="bf16")
     return _make_formats(native="fp32 bf16 fp16")
@@ -67,7 +70,7 @@ TPU: Formats = MappingProxyType({"fp32": "native", "bf16": "native"})
 
 
 def list_formats(kind: Kind, capability: tuple[int, int] | None, chip: str, *, has_fp64: bool) -> Formats:
-    """Of an accelerator; `chip` is AMD's LLVM target or the name of Apple's chip."""
+    """Return the formats of an accelerator; `chip` is AMD's LLVM target or the name of Apple's chip."""
     if capability is not None:
         return list_nvidia_formats(capability)
     if kind == "xpu":

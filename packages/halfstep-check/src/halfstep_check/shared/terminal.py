@@ -34,7 +34,7 @@ GONE = (errno.EPIPE, errno.EIO)
 
 
 def redirect_to_null(file: int) -> None:
-    """From here on this file is /dev/null."""
+    """Redirect this file to /dev/null from now on."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, file)
     os.close(nowhere)
