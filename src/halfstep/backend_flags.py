@@ -64,7 +64,7 @@ def read_effective_leaves() -> dict[tuple[str, str], str]:
 
 
 def read_flags() -> BackendFlags:
-    """Read the raw state. Parents and leaves are unset for a moment, because they hide the values below them."""
+    """Read the raw flags. Parents and leaves are unset temporarily, because they hide the values below them."""
     parents = []
     for parent in PARENTS:  # from the root down: each is read once those above it are unset
         parents.append(_read(*parent))

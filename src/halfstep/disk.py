@@ -90,7 +90,7 @@ CHECKSUM = "crc32"
 
 
 def parse_json(text: str | bytes) -> Any:
-    """`json.loads`, where nesting that is too deep for Python's stack is a ValueError like any other damage."""
+    """Parse JSON; nesting too deep for Python's stack is a ValueError, like any other damage."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -103,7 +103,7 @@ def seal(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_sealed(text: str | bytes) -> dict[str, Any]:
-    """Parse what `seal` made, without its checksum; a ValueError where the content is no longer the same."""
+    """Parse what `seal` made, without its checksum; raise a ValueError if the content has changed."""
     document = parse_json(text)
     if not isinstance(document, dict) or document.pop(CHECKSUM, None) != _checksum(document):
         raise ValueError("its checksum does not match: it was edited or the disk damaged it")

@@ -37,7 +37,7 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """Bits that carry information: sign, exponent, mantissa."""
+        """Return the bits that carry information: sign, exponent, mantissa."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
@@ -46,7 +46,8 @@ class Format:
 
     @property
     def max_exponent(self) -> int:
-        """Exponent of the largest number: finite-only formats use the code that IEEE keeps for infinity."""
+        """Return the exponent of the largest number: finite-only formats use the code that IEEE reserves for
+        infinity."""
         return self.bias if self.has_infinity else self.bias + 1
 
     @property
@@ -69,7 +70,7 @@ class Format:
 
     @property
     def decimal_digits(self) -> float:
-        """Significant decimal digits: log10 of 2^(M+1), the implicit bit counted."""
+        """Return the significant decimal digits: log10 of 2^(M+1), counting the implicit bit."""
         return (self.mantissa_bits + 1) * math.log10(2)
 
 
@@ -85,7 +86,7 @@ FORMATS: dict[str, Format] = {f.name: f for f in (FP64, FP32, TF32, BF16, FP16, 
 
 
 def find_format(name: str) -> Format:
-    """The format of this name, or an error with the nearest ones."""
+    """Return the format of this name; raise an error with the nearest names if there is none."""
     try:
         return FORMATS[name.lower()]
     except KeyError:
@@ -93,7 +94,7 @@ def find_format(name: str) -> Format:
 
 
 def round_value(x: float, fmt: Format) -> float:
-    """What `fmt` makes of one number: nearest even, with subnormals, overflow to infinity (NaN without one)."""
+    """Round one number to `fmt`: to nearest even, with subnormals and overflow to infinity (NaN without one)."""
     if x == 0.0 or math.isnan(x) or math.isinf(x) and fmt.has_infinity:
         return x
     if math.isinf(x):
@@ -118,11 +119,11 @@ class Fate:
     result: float
     kind: FateKind
     relative_error: float | None
-    """Against the number as it was written; None where either is not finite."""
+    """Relative to the number as written; None if either is not finite."""
 
 
 def find_fate(written: str, fmt: Format) -> Fate:
-    """What `fmt` makes of a number as a person writes it: `0.1` is rounded even by fp64."""
+    """Return what `fmt` makes of a number as a person writes it: `0.1` is rounded even by fp64."""
     try:
         x = float(written)
     except ValueError:

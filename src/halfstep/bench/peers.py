@@ -380,7 +380,7 @@ PEER_PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 """What each of them takes without further packages."""
 
 FP16_ON_CPU = {"lightning": "it would train in bf16 instead", "accelerate": "it would train in fp32 instead"}
-"""Who cannot, and what it would do without saying so to anybody who reads no warnings."""
+"""Libraries that cannot train in fp16 on a CPU, and what they would do instead with only a warning."""
 
 
 @dataclass(kw_only=True, slots=True)

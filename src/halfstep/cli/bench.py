@@ -356,7 +356,7 @@ class Work(NamedTuple):
 def _prepare_work(
     hardware: Hardware, problem: Problem, request: BenchRequest, *, repeats_first: bool
 ) -> Iterator[Work]:
-    """Show progress on stderr while rows run; whatever they print to stdout goes to stderr too."""
+    """Yield the work of the rows; while it runs, show progress on stderr and redirect its stdout there."""
     from rich.console import Console
 
     from halfstep.bench.bench import list_runners

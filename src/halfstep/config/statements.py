@@ -54,7 +54,7 @@ class Statement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Override:
-    """A value of a higher layer that replaced a different one of a lower layer."""
+    """A setting whose value in one layer replaced a different value from a weaker layer."""
 
     key: str
     value: object

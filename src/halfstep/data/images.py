@@ -288,7 +288,7 @@ class Picture:
 
 @contextmanager
 def open_picture(path: Path) -> Iterator[Picture]:
-    """Read the header of a picture file; a file that is no picture, or too large to be safe, is an error naming it."""
+    """Read the header of an image file; raise an error with its name if it is not an image or too large to be safe."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # half the limit below

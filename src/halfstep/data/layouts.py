@@ -403,7 +403,7 @@ def has_folders(root: Path, names: PairNames) -> bool:
 def _list_levels(root: Path) -> Iterator[list[Path]]:
     folders = [root]
     for _ in range(DEPTH + 1):
-        if len(folders) > MANY_FOLDERS:  # class folders, or somebody's home: no archive's
+        if len(folders) > MANY_FOLDERS:  # class folders, or a home folder: not an archive's
             return
         yield folders
         folders = [path for folder in folders for path in list_folders(folder)]

@@ -129,7 +129,7 @@ class FileSamples(Protocol):
 
 
 def implements(samples: object, protocol: Callable[..., Offered]) -> TypeGuard[Offered]:
-    """Whether samples have all methods of a protocol; an attribute such as a list called `files` does not count."""
+    """True if samples have all methods of a protocol; an attribute such as a list called `files` does not count."""
     return all(callable(getattr(samples, name, None)) for name in vars(protocol) if not name.startswith("_"))
 
 
@@ -167,14 +167,13 @@ class Loader:
         return [min(self._order.batch_size, self._order.num_samples - start) for start in starts]
 
     def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
-        """Return the batches of an epoch from `start_batch` on, one iterator at a time; workers live on for the next
-        one."""
+        """Return the batches of an epoch from `start_batch` on. Use one iterator at a time: workers are reused."""
         self._order.epoch, self._order.start_batch = epoch, start_batch
         if implements(self._fetch.samples, WholeBatches):
             return self._checked(read_ahead(self._fetch.whole, self._order, num_threads=max(1, self.num_workers)))
         self._workers = self._workers or self._start()
         with warnings.catch_warnings():
-            # Workers are forked before they start threads and touch no lock of ours; Python 3.12 warns all the same.
+            # Workers are forked before they start threads and touch none of our locks; Python 3.12 warns anyway.
             warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
             _allow_more_workers_than_cores()
             batches = iter(self._workers)

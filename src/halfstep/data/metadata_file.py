@@ -1,4 +1,4 @@
-"""Labels from a table beside the pictures, as Hugging Face's `imagefolder` has it: `metadata.jsonl` or `metadata.csv`.
+"""Labels from a table next to the images, as Hugging Face's `imagefolder` has it: `metadata.jsonl` or `metadata.csv`.
 
 Each row names a picture (`file_name`, below the table's folder) and its label, a word or a number.
 """

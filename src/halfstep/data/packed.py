@@ -91,7 +91,7 @@ def open_pack(path: Path, *, fingerprint: str = "", verify_bytes: int = VERIFIED
             fix="pack it again: halfstep pack DIR",
         )
     shape = (len(index.names), index.size, index.size, 3)
-    # Copy on write: torch wants writable memory, and nobody writes.
+    # Copy on write: torch wants writable memory, and nothing writes to it.
     pixels: Array = np.memmap(path, dtype=np.uint8, mode="c", offset=PIXELS_AT, shape=shape)
     _verify(path, index, pixels, verify_bytes)
     sizes, labels, everything = np.array(index.sizes), torch.tensor(index.labels), torch.from_numpy(pixels)
@@ -344,7 +344,7 @@ def fingerprint_folder(folder: ImageFolder, settings: PackSettings) -> str:
 
 
 def explain_stale(index: PackIndex, folder: ImageFolder, settings: PackSettings) -> str:
-    """Say why training on the folder would rebuild a cache with this index; empty if it would not."""
+    """Explain why training on the folder would rebuild a cache with this index; empty if it would not."""
     if index.fingerprint == fingerprint_folder(folder, settings):
         return ""
     now = {path.relative_to(folder.root).as_posix() for path in folder.train.paths + folder.val.paths}

@@ -165,8 +165,10 @@ def join_world(config: RunConfig, launch: Launch | None) -> Iterator[World | Non
 
 
 def choose_speaker(error: HalfstepError, variables: Mapping[str, str]) -> None:
-    """Choose which rank shows an error raised before the ranks met, such as one in the config: the first one in
-    torchrun's store. With other launchers each rank shows its own."""
+    """Let only one rank show an error raised before the ranks have connected, such as one in the config.
+
+    With torchrun, the first rank that registers the error in its store shows it. With other launchers every rank does.
+    """
     rank = _read_number(variables, "RANK")
     if rank:
         time.sleep(AFTER_FIRST_S)

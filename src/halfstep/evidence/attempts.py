@@ -1,4 +1,4 @@
-"""One step, run again in another precision, with other batches or other code. Nothing is committed."""
+"""Run one step again in another precision, with other batches or other code. Nothing is committed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Subject:
     plan_for: PlanFor
     scale: float = 1.0
     update: Update | None = None
-    """How the training updated its weights; None where that cannot be repeated."""
+    """How the training updated its weights; None if that cannot be repeated."""
     variants: Mapping[str, LossFn] = field(default_factory=dict)
     """How else forward and loss ran or can run: "compiled", "kernels off"."""
     frozen: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Subject:
         return next(self.model.parameters()).device
 
     def put_back(self) -> None:
-        """Weights, buffers and generators as the step began."""
+        """Restore weights, buffers and generators as the step began."""
         own = state_of(self.model)
         with torch.no_grad():
             for name, value in self.state.items():
@@ -80,16 +80,16 @@ class Subject:
         apply_frozen_(plan, self.frozen)
 
     def beside(self) -> dict[str, nn.Module]:
-        """Modules that the step uses besides the model."""
+        """Return the modules that the step uses besides the model."""
         return {**self.frozen, **self.held}
 
     def whole_state(self) -> dict[str, Tensor]:
-        """Of the model and of what is used besides it, by name."""
+        """Return the state of the model and of the modules used besides it, by name."""
         beside = {f"{part}.{name}": value for part, state in self.beside_state.items() for name, value in state.items()}
         return {**self.state, **beside}
 
     def near(self, module: str) -> dict[str, Tensor]:
-        """Floating state of a module, or of the nearest around it that has some."""
+        """Return the floating-point state of a module, or of the nearest enclosing one that has any."""
         floating = {name: value for name, value in self.whole_state().items() if value.is_floating_point()}
         while module:
             inside = {name: value for name, value in floating.items() if name.startswith(f"{module}.")}
@@ -116,7 +116,7 @@ class Subject:
 
     @contextlib.contextmanager
     def with_state(self, changed: Mapping[str, Tensor]) -> Iterator[None]:
-        """Other numbers in some of it, for a while."""
+        """Replace some of the state inside."""
         before = self.state, self.beside_state
         self.state = {name: changed.get(name, value) for name, value in self.state.items()}
         self.beside_state = {
@@ -131,7 +131,7 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """What became of the step."""
+    """The outcome of running the step once."""
 
     name: str
     loss: float = math.nan
@@ -150,11 +150,11 @@ class Attempt:
 
     @property
     def first_is_good(self) -> bool:
-        """True if the step itself is, whatever became of those after it."""
+        """True if the step itself is good, whatever happened in later ones."""
         return self.is_good or bool(self.losses) and not self.error
 
     def is_like(self, other: Attempt) -> bool:
-        """True if both went the same way, to the bit."""
+        """True if both outcomes are bit-identical."""
         return str(replace(self, name="")) == str(replace(other, name=""))
 
     def __str__(self) -> str:
@@ -234,7 +234,7 @@ def _run_steps(
 def _run_backward(
     subject: Subject, plan: Plan, loss: LossFn, window: Sequence[Any], trace: RangeTrace | None
 ) -> Tensor:
-    """Forward and backward over the window, as the step weighs its batches."""
+    """Run forward and backward over the window, weighting its batches as the step does."""
     subject.model.train()
     with freeze_others(subject.model, subject.trained or subject.model.parameters()):
         return _run_window(subject, plan, loss, window, trace)
@@ -289,7 +289,7 @@ def _get_scale(subject: Subject, plan: Plan) -> float:
 
 @contextlib.contextmanager
 def _cast_temporarily(subject: Subject, dtype: torch.dtype | None) -> Iterator[None]:
-    """The whole model, and what its code makes again, in fp64."""
+    """Cast the whole model, and the default dtype of new tensors, to `dtype` inside."""
     if dtype is None:
         yield
         return
@@ -321,7 +321,7 @@ def _widen(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def refuse_another_model(capsule: Capsule, model: nn.Module) -> None:
-    """The code may have changed since: then this is not the step that failed."""
+    """Refuse a model whose parameters differ from the capsule's: it is not the step that failed."""
     then = {name: tuple(shape) for name, shape in capsule.about["layout"].items()}
     now = {name: tuple(value.shape) for name, value in state_of(model).items()}
     if then == now:

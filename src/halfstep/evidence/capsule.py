@@ -1,11 +1,11 @@
-"""A capsule: everything it takes to run one step again, in a folder of its own.
+"""A capsule: everything needed to run one step again, in its own folder.
 
     capsules/STEP/capsule.json         what happened, where, with which versions and settings; checksums of the rest
-                  batches.safetensors  the window's batches as they were loaded, and the generators before forward
-                  state.safetensors    parameters and buffers; absent where they are too large: a checkpoint is named
+                  batches.safetensors  the window's batches as loaded, and the generators before forward
+                  state.safetensors    parameters and buffers; absent if too large: then a checkpoint is named
                   config.yaml          of a run
 
-When the host learns of a step, later ones may have committed: `commits_after` says how many, and replay says so too.
+When the host learns of a bad step, later ones may have committed: `commits_after` counts them, and replay reports it.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Capsule:
     about: Mapping[str, Any]
     window: list[Any]
     rng: dict[str, Tensor]
-    """Empty where the step was made before the run was resumed."""
+    """Generator states before forward; empty if the step was made before the run was resumed."""
     state: dict[str, Tensor]
-    """Parameters and buffers by name; empty where they were too large."""
+    """Parameters and buffers by name; empty if they were too large."""
 
     @property
     def step(self) -> int:
@@ -65,7 +65,7 @@ class Capsule:
 
     @property
     def inexact(self) -> str:
-        """What differs from the step as it was; empty where nothing does."""
+        """Return what differs from the original step; empty if nothing does."""
         commits = int(self.about["commits_after"])
         said = [f"inexact by {format_count(commits, 'commit')}"] if commits else []
         said += [] if self.rng else ["the generators of that step are not known"]
@@ -74,19 +74,21 @@ class Capsule:
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, those that state_dict leaves out included. Not sparse ones, which safetensors cannot
-    hold: replay takes those of the model it is given."""
+    """Return parameters and buffers, including those that state_dict leaves out.
+
+    Sparse ones are excluded, since safetensors cannot hold them: replay takes those of the model it is given.
+    """
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: value for name, value in held.items() if value.layout is torch.strided}
 
 
 def copied_state(model: nn.Module) -> dict[str, Tensor]:
-    """The same on the host, as it is now."""
+    """Return a copy of the current state on the host."""
     return {name: value.detach().cpu().clone() for name, value in state_of(model).items()}
 
 
 def code_of(model: nn.Module) -> dict[str, int]:
-    """A checksum of the source of each of its classes, but for torch's own; those without a source are left out."""
+    """Return a checksum of the source of each of its classes, except torch's own and those without a source."""
     found = dict[str, int]()
     for kind in {type(module) for module in model.modules()}:
         with contextlib.suppress(OSError, TypeError):
@@ -97,7 +99,7 @@ def code_of(model: nn.Module) -> dict[str, int]:
 
 
 def changed_code(capsule: Capsule, model: nn.Module) -> list[str]:
-    """The classes whose source differs from what it was in the step."""
+    """Return the classes whose source differs from that of the recorded step."""
     then = capsule.about.get("code", {})
     return sorted(name for name, code in code_of(model).items() if then.get(name, code) != code)
 
@@ -115,7 +117,7 @@ def write(
     state: Mapping[str, Tensor],
     config: str = "",
 ) -> Path:
-    """Whole or not at all."""
+    """Write the capsule atomically."""
     packed, tensors = pack({"window": list(window), "rng": dict(rng)})
     versions = {"halfstep": __version__, "torch": torch.__version__, "python": platform.python_version()}
     try:
@@ -171,12 +173,12 @@ def read(path: Path) -> Capsule:
 
 
 def all_in(folder: Path) -> list[Path]:
-    """The capsules of a folder, oldest step first."""
+    """Return the capsules of a folder, oldest step first."""
     return sorted(file.parent for file in folder.glob(f"*/{ABOUT}"))
 
 
 def plain(tree: Any) -> Any:
-    """As strict JSON takes it: infinities and NaN become words."""
+    """Convert to strict JSON: infinities and NaN become strings."""
     if isinstance(tree, float):
         return tree if math.isfinite(tree) else str(tree)
     if isinstance(tree, Mapping):

@@ -1,11 +1,12 @@
-"""Captured steps: whose kernels a replayed CUDA graph runs, and how long.
+"""Captured steps: find which modules the kernels of a replayed CUDA graph belong to, and how long they take.
 
-A replay tells nothing but kernels in an order. So one uncaptured step of the same code is recorded too, in which each
-launch stands inside the operation that made it, and the kernels of both are matched: by name and launch shape, in
-order. A kernel that works for several modules has all of them. What has no counterpart stays unmapped and is shown.
+A replay shows only a sequence of kernels. So one uncaptured step of the same code is recorded too, in which each launch
+is inside the operation that made it, and the kernels of both are matched by name and launch shape, in order. A kernel
+that works for several modules belongs to all of them. A kernel without a counterpart stays unmapped and is shown as
+such.
 
-The graph holds the step's own work behind backward, too: verdict and clipping, which the uncaptured step has as well,
-and the commit, which it leaves out. What a replay runs behind its last matched kernel is that.
+The graph also holds the step's work after backward: verdict and clipping, which the uncaptured step has as well, and
+the commit, which it leaves out. So what a replay runs after its last matched kernel is the commit.
 """
 
 from __future__ import annotations
@@ -63,14 +64,14 @@ class LaunchPurpose:
 
 @dataclass(frozen=True, slots=True)
 class LocatedKernel:
-    """A kernel and its place; None where it is not known."""
+    """A kernel and what it was launched for; None if unknown."""
 
     kernel: Kernel
     place: LaunchPurpose | None
 
 
 def locate_kernels(events: Sequence[Event], owners: Mapping[int, Modules], code: CompiledCode) -> list[LocatedKernel]:
-    """The kernels of an uncaptured step; `owners` are the modules of its autograd nodes."""
+    """Return the kernels of an uncaptured step with their modules; `owners` are the modules of its autograd nodes."""
     found = list_launches(events)
     sites = _find_sites(found, code)
     return [LocatedKernel(one.kernel, _locate(one, owners, sites.get(number))) for number, one in enumerate(found)]
@@ -91,8 +92,11 @@ def _is_backward(one: LaunchedKernel) -> bool:
 
 
 def _find_owners(one: LaunchedKernel, owners: Mapping[int, Modules]) -> Modules:
-    """Of the innermost operation that autograd knows. A kernel between two of them belongs to the next, which reads it;
-    in backward nothing runs outside of a node."""
+    """Return the modules of the innermost operation that autograd knows.
+
+    A kernel between two such operations belongs to the next, which reads it; in backward nothing runs outside of a
+    node.
+    """
     for event in reversed(one.within):
         if (number := get_sequence_number(event)) in owners:
             return owners[number]  # type: ignore[index]
@@ -108,7 +112,7 @@ def _get_format(product: Event | None) -> str:
 
 
 def _find_sites(found: Sequence[LaunchedKernel], code: CompiledCode) -> dict[int, Modules]:
-    """By place in the list: the modules of those launched inside compiled code."""
+    """Return the modules of kernels launched inside compiled code, by index in the list."""
     runs: dict[int, list[tuple[int, str, object]]] = defaultdict(list)
     for number, one in enumerate(found):
         inside = [k for k, event in enumerate(one.within) if str(event["name"]).startswith(COMPILED)]
@@ -124,7 +128,7 @@ def _find_sites(found: Sequence[LaunchedKernel], code: CompiledCode) -> dict[int
 
 
 def _identify_call(one: LaunchedKernel, below: Sequence[Event]) -> tuple[str, object]:
-    """What the generated code called, and which call it was: a library's call may launch several kernels."""
+    """Return what the generated code called, and which call it was: a library call may launch several kernels."""
     if one.kernel.name.startswith("triton_"):
         return one.kernel.name, one.kernel.correlation
     operation = next((event for event in below if "::" in str(event["name"])), None)
@@ -137,7 +141,7 @@ def _identify_call(one: LaunchedKernel, below: Sequence[Event]) -> tuple[str, ob
 
 
 def match_replay(replay: Sequence[Kernel], reference: Sequence[LocatedKernel]) -> list[LocatedKernel]:
-    """Each kernel of a replay with the place of its counterpart."""
+    """Return each kernel of a replay with the location of its counterpart."""
     places: dict[int, LaunchPurpose | None] = {}
     mine, theirs = list(range(len(replay))), list(range(len(reference)))
     for key in (lambda kernel: (kernel.name, kernel.shape), lambda kernel: kernel.name, _get_kind):
@@ -152,14 +156,15 @@ def match_replay(replay: Sequence[Kernel], reference: Sequence[LocatedKernel]) -
 
 
 def _get_kind(kernel: Kernel) -> object:
-    """Inside a graph the driver sets and copies memory by kernels that it calls otherwise: `memset32`."""
+    """Return the kind of a memory kernel, else its name: inside a graph the driver uses other names, such as
+    `memset32`."""
     name = kernel.name.lower()
     return next((kind for kind in ("memset", "memcpy") if name.startswith(kind)), name)
 
 
 def _pair_in_order(mine: Sequence[object], theirs: Sequence[object]) -> list[tuple[int, int]]:
-    """Those that both have equally often belong together in order, whatever ran beside them on another stream. Of the
-    rest those that stand in the same order."""
+    """Pair kernels of two lists: in order where a key occurs equally often in both, whatever ran at the same time on
+    another stream; the rest by longest common blocks."""
     counts = Counter(mine)
     equal = {key for key, num in Counter(theirs).items() if counts[key] == num}
     places: dict[object, list[int]] = defaultdict(list)
@@ -186,7 +191,8 @@ def make_captured_ledger(
     frozen: Mapping[str, nn.Module] | None = None,
     mode: str = "captured",
 ) -> Ledger:
-    """`code` is the ledger of what was captured; `islands` are modules that have one."""
+    """Return the ledger of a captured step; `code` is that of the captured code, `islands` the modules that have
+    one."""
     expected = Expected(plan)
     seen = _collect_products(expected, kernels, islands)
     found = collect_findings(plan, seen, model, frozen or {})
@@ -199,8 +205,11 @@ def make_captured_ledger(
 
 
 def _collect_products(expected: Expected, kernels: Sequence[LocatedKernel], islands: set[str]) -> Seen:
-    """Matmuls, convolutions and attention by module. One whose function holds several layers counts as the planned
-    one of them: a convolution and the normalisation before it have different formats."""
+    """Collect matmuls, convolutions and attention by module.
+
+    A kernel that covers several layers counts for the planned one: a convolution and the normalisation before it have
+    different formats.
+    """
     seen = Seen()
     for place in (one.place for one in kernels):
         if place is None or place.direction == "step" or not place.format:
@@ -233,7 +242,7 @@ def _make_rows(code: Ledger, kernels: Sequence[LocatedKernel]) -> list[LedgerRow
 
 
 def _merge_formats(of_code: str, found: set[str]) -> str:
-    """A kernel's format, for modules that multiply: one that is only fused with such a module has none."""
+    """Return a kernel's format for modules that multiply; one that is only fused with such a module has none."""
     return ", ".join(sorted(found)) if found and of_code != "-" else of_code
 
 
@@ -287,7 +296,7 @@ CASTS_AND_VIEWS = (
 
 
 def find_node_owners(loss: Tensor, model: nn.Module) -> dict[int, Modules]:
-    """By number: the modules of every node of this loss."""
+    """Return the modules of every autograd node of this loss, by sequence number."""
     if loss.grad_fn is None:
         return {}
     names = {id(p): name or ROOT for name, m in model.named_modules() for p in m.parameters(recurse=False)}
@@ -316,7 +325,7 @@ def _find_weight_owners(node: Any, names: Mapping[int, str]) -> Modules:
 
 
 def _find_weight(node: Any, number: int) -> Any:
-    """The weight that this output of a node is a cast or a view of; None for anything that was computed."""
+    """Return the weight that this output of a node is a cast or a view of; None for a computed one."""
     if _is_leaf(node):
         return node.variable
     inner = [(n, k) for n, k in node.next_functions if n is not None]
@@ -327,13 +336,13 @@ def _find_weight(node: Any, number: int) -> Any:
 
 
 def _gives_as_many(node: Any, num: int) -> bool:
-    """True if it has an output for each input: then they belong together in order."""
+    """True if a node has one output per input: then they correspond in order."""
     metadata = getattr(node, "_input_metadata", None)
     return metadata is not None and len(metadata) == num
 
 
 def _fill_from_neighbours(own: Mapping[int, Modules], inputs: Mapping[int, list[int]]) -> dict[int, Modules]:
-    """Nodes without weights get what those before and behind them have in common."""
+    """Give nodes without weights the common path of the nodes before and after them."""
     readers: dict[int, list[int]] = {number: [] for number in own}
     for number, given in inputs.items():
         for one in given:
@@ -350,7 +359,8 @@ def _fill_from_neighbours(own: Mapping[int, Modules], inputs: Mapping[int, list[
 def _find_nearest(
     own: Mapping[int, Modules], towards: Mapping[int, list[int]], order: Iterable[int]
 ) -> dict[int, Modules]:
-    """For each node the modules of the first ones that have some, in one direction; numbers grow with the data."""
+    """Return, for each node, the modules of the nearest nodes that have some, in one direction; numbers grow along the
+    data flow."""
     found: dict[int, Modules] = {}
     for number in order:
         near = [own[other] or found.get(other, ()) for other in towards.get(number, ()) if other in own]
@@ -359,7 +369,7 @@ def _find_nearest(
 
 
 def find_common_path(names: Iterable[str]) -> str:
-    """The longest path that all begin with: `h.0` of `h.0.attn.c_attn` and `h.0.ln_1`."""
+    """Return the longest common path: `h.0` for `h.0.attn.c_attn` and `h.0.ln_1`."""
     paths = [name.split(".") for name in names if name != OUTSIDE]
     shared: list[str] = []
     for parts in zip(*paths, strict=False):

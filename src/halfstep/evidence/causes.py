@@ -1,7 +1,7 @@
-"""Why a step went bad: the step as it was against the same step in fp32, fp64, eager and without our kernels.
+"""Diagnose why a step went bad by comparing it with the same step in fp32, fp64, eager and without our kernels.
 
-The order of the questions is the classifier: what was put in, what the step began with, whether its code can run in the
-format at all, whether weights had left their usual size, and only then what the format did to which operation.
+The order of the questions is the classifier: the inputs, the initial state, whether the code can run in the format at
+all, whether weights had left their usual size, and only then what the format did to which operation.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ GARBAGE = 1e30
 LARGE = 700.0
 """exp of this is nearly the largest number of fp64: infinity of less is a pole, in every format."""
 JUMP = 1e6
-"""An operation of one's own that gives so many times what it is given, or the inverse of that, has read or left what it
+"""A custom operation whose output is this many times its input, or the inverse of that, has read or left memory that it
 should not."""
 MOST_CHANNELS = 256
 """The most channels of a head in torch's attention kernels."""
@@ -67,7 +67,7 @@ MEAN_OF_NONE = "a mean over nothing: all targets are ignored (ignore_index), or 
 
 @dataclass(kw_only=True, slots=True)
 class Diagnosis:
-    """The cause and what shows it."""
+    """The cause and the evidence for it."""
 
     cause: str
     shown: list[str]
@@ -108,7 +108,7 @@ class Runs:
 
 
 def run_all(subject: Subject) -> Runs:
-    """The step as it was, and in its variants."""
+    """Run the step as it was, and in its variants."""
     # Under a trace all code runs eager, that which is compiled deep inside a model, too.
     # Code that was met under one may stay so, and what ran before is run before it.
     as_was, again = (attempt(subject, "as it was", loss=subject.variants.get("as it was")) for _ in range(2))
@@ -129,7 +129,7 @@ def run_all(subject: Subject) -> Runs:
 
 
 def _run_in_fp64(subject: Subject, plan: Plan) -> Attempt:
-    """Without the code's own casts to less, as far as it can run without them."""
+    """Run the step in fp64, without the code's own casts to narrower formats as far as it runs without them."""
     narrower = (torch.float32, *HALF)
     for around in (WithoutCasts(narrower, ours=True), WithoutCasts(narrower), None):
         found = attempt(subject, "fp64", plan, dtype=torch.float64, around=around, traced=True)
@@ -166,8 +166,10 @@ def diagnose(subject: Subject, capsule: Capsule) -> Diagnosis:
 
 
 def _add_culprits(subject: Subject, found: Diagnosis, names: Mapping[int, str]) -> None:
-    """Where no format would have helped, a sample may be behind it: an empty mask, an id past the vocabulary. Numbers
-    that no other sample has make it bad input; several samples are to blame only for such."""
+    """Add samples to blame if no format would have helped, such as one with an empty mask or an id past the vocabulary.
+
+    Numbers that no other sample has make it bad input; only then may several samples be to blame.
+    """
     rows = find_culprits(subject)
     places = find_odd_samples(subject.window, rows, names, with_integers=found.cause == CODE)
     if not rows or len(rows) > max(len(places), 1):
@@ -179,8 +181,8 @@ def _add_culprits(subject: Subject, found: Diagnosis, names: Mapping[int, str]) 
 
 
 def _diagnose_update(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosis | None:
-    """The optimizer makes weights that are not finite: of this step, which is good, or of an earlier one, whose weights
-    are filled with 0 to see it again."""
+    """Diagnose an optimizer that writes non-finite weights: in this step, which is good, or in an earlier one, whose
+    weights are replaced by 0 to reproduce it."""
     start = capsule.about["start"]
     weights = dict(subject.model.named_parameters())
     written = {
@@ -218,7 +220,8 @@ def _diagnose_good_step(subject: Subject, capsule: Capsule, runs: Runs, names: M
 
 
 def _diagnose_chance(runs: Runs) -> Diagnosis | None:
-    """What the capsule does not hold decides: a counter or a generator of the code's own, memory that others write."""
+    """Diagnose a step that depends on what the capsule does not hold: a counter or generator in the code, or shared
+    memory."""
     if not runs.again.is_good:
         return None
     shown = ["run again, the step fails once and is good once: it depends on what the capsule does not hold"]
@@ -226,7 +229,7 @@ def _diagnose_chance(runs: Runs) -> Diagnosis | None:
 
 
 def _diagnose_code_path(runs: Runs) -> Diagnosis | None:
-    """Compiled or on our kernels it fails, at equal dtype eager does not."""
+    """Diagnose a step that fails compiled or with our kernels, but not eager with the same dtypes."""
     if runs.as_was.is_good or not runs.eager.is_good:
         return None
     without_ours = runs.others.get("kernels off")
@@ -266,8 +269,8 @@ def _diagnose_state(subject: Subject, capsule: Capsule) -> Diagnosis | None:
 
 
 def _diagnose_buffers(subject: Subject, runs: Runs) -> Diagnosis | None:
-    """A buffer beside the operation holds finite numbers with which it is not defined: a variance below zero, a count
-    that nobody has raised. With 1 in their place the step is good."""
+    """Diagnose a buffer near the operation with finite but invalid numbers, such as a negative variance or a count that
+    was never raised. The step is good with 1 in their place."""
     if runs.eager.origin is None or runs.fp32.is_good:
         return None
     near, buffers = subject.near(runs.eager.origin.module), subject.buffers()
@@ -324,8 +327,8 @@ def _diagnose_growth(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosi
 
 @torch.no_grad()
 def _draw_first_weights(subject: Subject, capsule: Capsule) -> dict[str, Tensor]:
-    """Random weight matrices of the size that the capsule has noted for the start of training, and vectors (biases,
-    scales of norms) and buffers of that size where they have left it."""
+    """Return weights as at the start of training: random matrices with their recorded root mean square, and for vectors
+    (biases, scales of norms) and buffers that have grown to more than twice it, that number."""
     generator, weights = torch.Generator().manual_seed(0), dict(subject.model.named_parameters())
     found = {}
     for name, size in capsule.about["start"].items():
@@ -341,7 +344,7 @@ def _draw_first_weights(subject: Subject, capsule: Capsule) -> dict[str, Tensor]
 
 
 def _diagnose_custom_kernel(runs: Runs) -> Diagnosis | None:
-    """An operation that is not torch's gives what is not finite, or far more than it was given."""
+    """Diagnose a custom operation whose output is not finite, or far larger than its inputs."""
     trace, origin = runs.eager.trace, runs.eager.origin
     if trace is None or origin is not None and runs.fp32.is_good:
         return None
@@ -355,8 +358,11 @@ def _diagnose_custom_kernel(runs: Runs) -> Diagnosis | None:
 
 
 def _diagnose_attention(runs: Runs) -> Diagnosis | None:
-    """NaN of finite numbers. Between its products the gradient of a score is rounded to the format, and may be infinite
-    there in fp16; where it cannot be, nothing in attention is: cuDNN's kernel has given NaN all the same."""
+    """Diagnose NaN from finite numbers in attention's backward.
+
+    Between its two products the gradient of a score is rounded to the format, and may overflow there in fp16. Where it
+    cannot overflow, everything in attention is finite: then cuDNN's kernel is at fault.
+    """
     op = runs.eager.origin
     if op is None or not (op.is_backward and _is_attention(op) and _is_undefined(op) and runs.fp32.is_good):
         return None
@@ -371,12 +377,13 @@ def _diagnose_attention(runs: Runs) -> Diagnosis | None:
 
 
 def _is_attention(op: Operation) -> bool:
-    """Of torch's, whose backward is given the output's gradient, queries, keys and values first."""
+    """True for torch's attention, whose backward takes the output's gradient, queries, keys and values first."""
     return op.is_torch and "attention" in op.name
 
 
 def _diagnose_numbers(runs: Runs) -> Diagnosis:
-    """An operation left the finite range with good inputs, a good state and weights of their usual size."""
+    """Diagnose an operation that left the finite range with good inputs, a good state and weights of their usual
+    size."""
     bad = runs.eager
     origin = bad.origin
     if origin is None and math.isfinite(bad.loss) and bad.grad_norm == math.inf:
@@ -410,13 +417,13 @@ def _describe_wider_formats(runs: Runs) -> str:
 
 
 def _find_twin(runs: Runs, origin: Operation) -> Operation | None:
-    """The same operation in fp32, or in fp64 where fp32 fails, too."""
+    """Return the same operation in the fp32 run, or in the fp64 run if fp32 fails too."""
     own, wider = runs.eager.trace, (runs.fp32 if runs.fp32.is_good else runs.fp64).trace
     return find_twin(origin, wider, own) if own is not None and wider is not None else None
 
 
 def _divides_by_zero(origin: Operation, twin: Operation | None) -> bool:
-    """True if zeros, or nothing but -inf, made it: in a wider format the output is one that the format could hold."""
+    """True if zeros, or only -inf, caused it: in a wider format the output is one that this format could hold."""
     largest = find_format(DTYPE_FORMATS.get(origin.output.dtype, "fp32")).largest
     if twin is not None and twin.output.is_finite and twin.output.high > largest:
         return False
@@ -430,17 +437,17 @@ def _divides_by_zero(origin: Operation, twin: Operation | None) -> bool:
 
 
 def _is_undefined(origin: Operation) -> bool:
-    """NaN of finite numbers is not overflow, which would be infinity: 0/0, a root of -1, a mean over nothing."""
+    """True for NaN from finite inputs: 0/0, the root of -1, a mean over nothing. Overflow would give infinity."""
     return origin.output.num_nan > 0 and all(r.is_finite for r in origin.inputs)
 
 
 def _multiplies_infinity(origin: Operation) -> bool:
-    """In backward a division is a product with the inverse, and 0 · inf is where it shows."""
+    """True for 0 · inf in backward, where a division is a product with the inverse."""
     return origin.is_backward and origin.output.num_nan > 0 and any(r.num_zero for r in origin.inputs)
 
 
 def _describe_trail(capsule: Capsule) -> list[str]:
-    """Losses before the fault, where they went far."""
+    """Describe the losses before the fault, if they changed a lot."""
     losses, rate = _list_losses(capsule), float(capsule.about["lr"])  # "nan" where the step did not get so far
     if len(losses) < 2 or abs(losses[-1]) < 2 * abs(losses[0]):
         return []
@@ -452,14 +459,15 @@ def _list_losses(capsule: Capsule) -> list[float]:
 
 
 def _describe_start(start: Any) -> str:
-    """By its size when training began: a number, a word for what is not finite, or nothing that is known."""
+    """Describe a non-finite tensor by its recorded size at the start of training: a number, a string if not finite, or
+    None."""
     if isinstance(start, float):
         return "is not finite, and was when training began: the optimizer wrote it, or code outside of the steps"
     return "is not finite" if start is None else "was not finite from the start"
 
 
 def _is_garbage(value: Tensor) -> bool:
-    """Not the largest number there is, which masks hold on purpose."""
+    """True for implausibly large numbers, except the largest of a format, which masks hold on purpose."""
     largest = _find_largest(value) if has_fractions(value) else 0.0
     return GARBAGE < largest < 0.999 * torch.finfo(torch.bfloat16).max
 

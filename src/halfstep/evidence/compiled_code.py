@@ -1,8 +1,8 @@
-"""Which modules a kernel of compiled code works for: inductor names above every call the nodes that it was made from.
+"""Find which modules a kernel of compiled code belongs to: inductor names the source nodes above every call.
 
-Its generated code is read as text, call by call. Nodes of forward are named as dynamo named them, those of backward as
-AOTAutograd did; both are found again in graphs that were traced on the side (`NodeRecorder`), where each knows the
-module whose forward made it.
+The generated code is read as text, call by call. Forward nodes have dynamo's names, backward nodes AOTAutograd's; both
+are looked up in graphs that were traced on the side (`NodeRecorder`), where each node knows the module whose forward
+created it.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ _SOURCE_NODES = re.compile(r"# .*Source Nodes: \[(.*)\], Original ATen")
 _CALL = re.compile(r"(?:(triton_\w+)\.run|extern_kernels\.(\w+)|(?:torch\.ops\.\w+|\baten)\.(\w+)(?:\.\w+)?)\(")
 _BUFFER = re.compile(r"\bbuf\d+\b")
 SAME = {"bias_addmm": "addmm"}
-"""What inductor calls otherwise than the profiler."""
+"""Names that differ between inductor and the profiler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A place in generated code that launches kernels."""
+    """A call in generated code that launches kernels."""
 
     callee: str
     nodes: tuple[str, ...]
 
 
 def find_sites(source: str) -> list[Site]:
-    """The calls of a generated module, in order. One without nodes above it, such as `aten.index_put_`, is of those
-    that its first buffer was made from."""
+    """Return the calls of a generated module, in order. A call without nodes above it, such as `aten.index_put_`, gets
+    the nodes that its first buffer was made from."""
     found: list[Site] = []
     nodes: tuple[str, ...] = ()
     made_from: dict[str, tuple[str, ...]] = {}
@@ -76,7 +76,8 @@ class CompiledCode:
         self.codes = [_add_modules(find_sites(source), graphs) for source in sources]
 
     def modules(self, calls: Sequence[str]) -> list[Modules]:
-        """Of the calls that one compiled graph was seen to make; empty for those that its code does not know."""
+        """Return the modules of the observed calls of one compiled graph; empty for calls that its code does not
+        contain."""
         code = max(self.codes, key=lambda code: _measure_likeness(calls, [callee for callee, _ in code]), default=[])
         left: dict[str, list[Modules]] = {}
         for callee, modules in code:
@@ -103,13 +104,13 @@ def _find_modules(site: Site, nodes: Nodes) -> Modules:
 
 @dataclass(slots=True)
 class NodeRecorder:
-    """Traces a region as inductor's front end does, and keeps the modules of the nodes that inductor would get."""
+    """Trace a region as inductor's front end does, and record the modules of the nodes that inductor would get."""
 
     names: set[str]
     graphs: list[dict[str, str]] = field(default_factory=list)
 
     def traced(self, region: Callable[..., Any]) -> Callable[..., Any]:
-        """It runs its graphs as they are."""
+        """Return the region compiled by a backend that records its nodes and runs its graphs unchanged."""
         return torch.compile(copy_region(region, "named"), backend=self._backend, dynamic=False)
 
     def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -128,7 +129,7 @@ class NodeRecorder:
 
 
 def _get_node_name(node: fx.Node) -> str:
-    """As inductor's comments have it."""
+    """Return the node's name as inductor's comments write it."""
     origins = node.meta.get("from_node")
     return str(origins[0].name) if origins else node.name
 
@@ -145,7 +146,7 @@ Graph = tuple[Direction, fx.GraphModule]
 
 @dataclass(slots=True)
 class GraphRecorder:
-    """A backend of torch.compile that keeps the graphs it is given and runs them as they are."""
+    """A torch.compile backend that records the graphs it is given and runs them unchanged."""
 
     graphs: list[Graph] = field(default_factory=list)
 
@@ -169,19 +170,19 @@ class GraphRecorder:
         return keep
 
     def compiled(self, region: Callable[..., Any]) -> Callable[..., Any]:
-        """The region as the front end sees it."""
+        """Return the region compiled by a backend that records its graphs."""
         return torch.compile(copy_region(region, "seen"), backend=self.backend(), dynamic=False)
 
 
 def copy_region(region: Callable[..., Any], word: str) -> Callable[..., Any]:
-    """A function of its own, whose code object the compiler has not met: the run's compiled code stays."""
+    """Return a copy with a new code object, unknown to the compiler: the run's compiled code stays valid."""
     assert isinstance(region, types.FunctionType)
     code = region.__code__.replace(co_name=f"{region.__code__.co_name}_{word}")
     return types.FunctionType(code, region.__globals__, region.__name__, region.__defaults__, region.__closure__)
 
 
 def read_graphs(graphs: list[Graph], model: nn.Module, frozen: Mapping[str, nn.Module], twin: Seen) -> Seen:
-    """The same record as of an eager step."""
+    """Return the record of a compiled step, in the form of an eager one."""
     reader = _Reader(list_module_names(model, frozen), twin)
     for direction, graph in graphs:
         reader.read(direction, graph)
@@ -189,7 +190,7 @@ def read_graphs(graphs: list[Graph], model: nn.Module, frozen: Mapping[str, nn.M
 
 
 def list_module_names(model: nn.Module, frozen: Mapping[str, nn.Module]) -> set[str]:
-    """All module paths, those of frozen parts behind the part's name."""
+    """Return all module paths; those of frozen modules are prefixed with their name."""
     names = {name for name, _ in model.named_modules()}
     return names | {f"{part}.{name}".rstrip(".") for part, m in frozen.items() for name, _ in m.named_modules()}
 
@@ -239,7 +240,8 @@ class _Reader:
             self.seen.cast_bytes[found] += result.nbytes
 
     def _kept(self, graph: fx.GraphModule) -> None:
-        """What backward reads of forward; weights and inputs (primals) and the gradients it is given are not kept."""
+        """Count the bytes of forward that backward reads; weights and inputs (primals) and incoming gradients do not
+        count."""
         for node in graph.graph.find_nodes(op="placeholder"):
             value = _get_value(node)
             if isinstance(value, Tensor) and value.is_floating_point() and node.name in self._forward_modules:
@@ -247,7 +249,7 @@ class _Reader:
 
 
 def find_module(node: fx.Node, names: set[str]) -> str:
-    """The innermost module whose forward made the node, or the node that it is the gradient of."""
+    """Return the innermost module whose forward created the node, or the node that it is the gradient of."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     for path, *_ in reversed(list(stack.values())):
         if (name := parse_module_path(str(path), names)) is not None:
@@ -256,7 +258,8 @@ def find_module(node: fx.Node, names: set[str]) -> str:
 
 
 def parse_module_path(path: str, names: set[str]) -> str | None:
-    """`L['model'].blocks[0].inner` is `blocks.0.inner`: the longest end that the model knows; "" is the model."""
+    """Convert `L['model'].blocks[0].inner` to `blocks.0.inner`: the longest suffix that the model has; "" is the
+    model."""
     parts = [part for part in re.findall(r"\w+", path) if part not in ("_modules", "L", "G")]
     ends = (".".join(parts[k:]) for k in range(len(parts)))
     found = next((end for end in ends if end in names), None)

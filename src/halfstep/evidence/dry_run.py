@@ -1,8 +1,8 @@
-"""Dry run: what a format would do to a model, judged from a step in fp32 before a GPU is rented.
+"""Dry run: predict what a format would do to a model from a step in fp32, before a GPU is rented.
 
-Magnitudes come from fp32 steps on real batches, as histograms of exponents. Which of them the format would hold comes
-from one step in it, simulated: dtypes do not depend on values. fp8 scales each operand of a linear layer to its own
-largest value, so there nothing overflows and the small end is what is lost.
+Magnitudes come from fp32 steps on real batches, as histograms of exponents. One simulated step in the format shows
+which tensors it would hold: dtypes do not depend on values. fp8 scales each operand of a linear layer to its own
+largest value, so nothing overflows there and only small values are lost.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PRODUCTS = ("mm", "addmm", "bmm")
 
 @dataclass(slots=True)
 class Magnitudes:
-    """Of many tensors: the largest number and how many there are of each exponent."""
+    """The largest magnitude in many tensors, and a histogram of exponents."""
 
     high: float = 0.0
     exponents: Counter[int] = field(default_factory=Counter)
@@ -51,14 +51,14 @@ class Magnitudes:
         self.exponents.update(other.exponents)
 
     def flushed(self, fmt: Format, scale: float = 1.0) -> float:
-        """The share that rounds to zero, times `scale`: what is below half the smallest number."""
+        """Return the share that rounds to zero when multiplied by `scale`: below half the smallest number."""
         total = sum(self.exponents.values())
         # frexp's mantissa is below 1, so an exponent e holds numbers below 2^e.
         limit = math.log2(fmt.smallest_subnormal / 2 / scale)
         return sum(n for e, n in self.exponents.items() if e <= limit) / total if total else 0.0
 
     def headroom(self, fmt: Format) -> float:
-        """Powers of two between the largest number and the format's."""
+        """Return the powers of two between the largest value and the format's largest number."""
         return math.log2(fmt.largest / self.high) if self.high else math.inf
 
 
@@ -87,7 +87,7 @@ class Judgement:
 
 
 class Histograms(RangeTrace):
-    """A trace that keeps the magnitudes of what each operation gives and of what it multiplies."""
+    """A trace that records the magnitudes of each operation's outputs and operands."""
 
     def __init__(self, *traced: Any) -> None:
         super().__init__(*traced)
@@ -107,7 +107,7 @@ class Histograms(RangeTrace):
 
 
 def judge_modules(subject: Subject, target: Target, windows: Iterable[list[Any]]) -> list[Judgement]:
-    """Weights, activations and gradients of each module."""
+    """Judge weights, activations and gradients of each module."""
     in_fp32 = subject.plan_for("fp32", {})
     in_target = None
     if target != "fp8":
@@ -139,7 +139,7 @@ def judge_modules(subject: Subject, target: Target, windows: Iterable[list[Any]]
 
 
 def _describe_refusal(run: Attempt) -> Judgement:
-    """What raises in the format ends the step there: nothing behind it was judged."""
+    """Describe an operation that raises in the format: the step ends there, and nothing after it was judged."""
     where = run.origin.module if run.origin is not None else ROOT
     remedy = f"{run.error}: hs.fp32_island() around it; what runs behind it is not judged"
     return Judgement(
@@ -148,7 +148,8 @@ def _describe_refusal(run: Attempt) -> Judgement:
 
 
 def judge_updates(before: Mapping[str, Tensor], after: Mapping[str, Tensor], saved_by: str = "") -> list[Judgement]:
-    """Updates of a step that bf16 weights would not feel: w + Δ == w. `saved_by` names what a run does about it."""
+    """Judge the updates of a step that bf16 weights would lose: w + Δ == w. `saved_by` names what a run does about
+    it."""
     found: dict[str, list[int]] = {}
     for name, old in before.items():
         weight = round_to(old.detach().float(), BF16)
@@ -170,7 +171,7 @@ def judge_updates(before: Mapping[str, Tensor], after: Mapping[str, Tensor], sav
 
 
 def _find_held(run: Attempt, target: Target) -> dict[tuple[Any, ...], bool]:
-    """Which operations give numbers in the format, by their n-th of a name in a module."""
+    """Return whether each operation gives numbers in the format, by module, name, direction and occurrence."""
     assert run.trace is not None
     return {key: op.output.dtype == DTYPES[target] for key, op in _enumerate_operations(run.trace)}
 
@@ -196,7 +197,8 @@ def _select_magnitudes(
 
 
 def _find_best_scale(found: Mapping[tuple[str, str], Magnitudes]) -> float:
-    """The largest loss scale, a power of two, at which no gradient overflows: what the scaler's search ends at."""
+    """Return the largest loss scale, a power of two, at which no gradient overflows: the result of the scaler's
+    search."""
     high = max((m.high for (_, kind), m in found.items() if kind == "gradients"), default=0.0)
     return 2.0 ** min(math.floor(math.log2(FP16.largest / high)), 24) if high else 1.0
 

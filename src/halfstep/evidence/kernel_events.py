@@ -1,7 +1,7 @@
-"""What torch's profiler recorded, as plain events: kernels on the device, and what was running when each was launched.
+"""Events of torch's profiler: kernels on the device, and what was running when each was launched.
 
-Events are those of a chrome trace, which torch writes in one form on every version we support: `cat`, `name`, `tid`,
-`args`, and `ts` and `dur` in microseconds. Nothing here needs a GPU.
+Events are those of a chrome trace, which all supported torch versions write in one form: `cat`, `name`, `tid`, `args`,
+and `ts` and `dur` in microseconds. Nothing here needs a GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Kernel:
 
 
 def list_kernels(events: Iterable[Event]) -> list[Kernel]:
-    """All that ran on the device, in the order in which it began."""
+    """Return everything that ran on the device, ordered by start time."""
     found = [_parse_kernel(event) for event in events if event.get("ph") == "X" and event.get("cat") in ON_DEVICE]
     return sorted(found, key=lambda kernel: kernel.start_us)
 
@@ -51,7 +51,7 @@ def _parse_kernel(event: Event) -> Kernel:
 
 
 def split_replays(events: Sequence[Event]) -> list[list[Kernel]]:
-    """The kernels of each graph that was launched, in the order of the launches."""
+    """Return the kernels of each launched graph, in launch order."""
     launches = [e for e in events if e.get("cat") in LAUNCHES and str(e["name"]).startswith(GRAPH_LAUNCH)]
     by_launch: dict[int, list[Kernel]] = defaultdict(list)
     for kernel in list_kernels(events):
@@ -71,7 +71,7 @@ class LaunchedKernel:
 
 
 def list_launches(events: Sequence[Event]) -> list[LaunchedKernel]:
-    """Kernels in the order of their launches, each with the host's events around its launch."""
+    """Return kernels in launch order, each with the host events around its launch."""
     stacks = _stack_launches(events)
     with_launch = [(stacks[k.correlation], k) for k in list_kernels(events) if k.correlation in stacks]
     with_launch.sort(key=lambda pair: pair[0][0])
@@ -79,7 +79,7 @@ def list_launches(events: Sequence[Event]) -> list[LaunchedKernel]:
 
 
 def _stack_launches(events: Sequence[Event]) -> dict[int, tuple[float, tuple[Event, ...], Event | None]]:
-    """By correlation: when it was launched, within what, and before what."""
+    """Return, by correlation id, when a kernel was launched, inside which events, and before which."""
     by_thread: dict[Any, list[Event]] = defaultdict(list)
     for event in events:
         if event.get("ph") == "X" and event.get("cat") in (*LAUNCHES, *ON_HOST):
@@ -100,7 +100,7 @@ def _stack_launches(events: Sequence[Event]) -> dict[int, tuple[float, tuple[Eve
 
 
 def _find_following(own: Sequence[Event]) -> list[Event | None]:
-    """For each event of a thread the next one that autograd has numbered."""
+    """Return, for each event of a thread, the next one with an autograd sequence number."""
     after: list[Event | None] = [None] * len(own)
     numbered: Event | None = None
     for number in range(len(own) - 1, -1, -1):
@@ -111,7 +111,7 @@ def _find_following(own: Sequence[Event]) -> list[Event | None]:
 
 
 def get_sequence_number(event: Event) -> int | None:
-    """The number of the autograd node that the event made, or that it runs backward."""
+    """Return the number of the autograd node that the event created, or whose backward it runs."""
     number = event.get("args", {}).get("Sequence number")
     return None if number is None else int(number)
 

@@ -1,13 +1,13 @@
-"""The observer: every operation of a step, forward and backward, by the module it belongs to.
+"""Observe every operation of a step, forward and backward, by the module it belongs to.
 
-It sees operations below autocast and autograd, as they are handed to the kernels, so it sees what ran and not what was
-asked for. It changes no operand and no result.
+The observer sees operations below autocast and autograd, as they reach the kernels, so it sees what ran and not what
+was requested. It changes no operand and no result.
 
-- Modules announce themselves by hooks on all modules at once, which leave the model as it is.
-- An operation of backward belongs to the module whose forward made its autograd node. Nodes are numbered as they are
-  made, so the number that stood when a forward operation ran leads back to its module.
-- Recomputed forward passes run inside a node of backward; the module that announced itself there has them.
-- Torch functions tell a `.float()` in somebody's code from a cast that autocast makes.
+- Global module hooks track the running module; the model itself is unchanged.
+- A backward operation belongs to the module whose forward created its autograd node. Nodes are numbered as they are
+  created, so the number that was current when a forward operation ran leads back to its module.
+- Recomputed forward passes run inside a backward node; they belong to the module that the hooks report there.
+- Torch functions distinguish a `.float()` in the user's code from a cast by autocast.
 
 Compiled code is not seen this way: under a dispatch mode torch.compile steps aside (compiled_code.py reads its graphs).
 """
@@ -50,7 +50,7 @@ BY_PLAN = str(PACKAGE / "precision")
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One kind of matmul, convolution, attention or custom operation at one place."""
+    """One kind of matmul, convolution, attention or custom operation in one module and direction."""
 
     module: str
     direction: Direction
@@ -72,7 +72,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class Upcast:
-    """Half to fp32 in somebody's own words, and the line that says so."""
+    """Casts from half to fp32 written in the user's code, with their line."""
 
     module: str
     line: str
@@ -80,7 +80,7 @@ class Upcast:
 
 @dataclass(slots=True)
 class Seen:
-    """What one or several steps did."""
+    """What was observed in one or several steps."""
 
     flops: Counter[Product] = field(default_factory=Counter)
     calls: Counter[Product] = field(default_factory=Counter)
@@ -108,7 +108,7 @@ class _Entered:
 
 
 class Observer:
-    """Watches what runs inside `watching()`, for as many steps as that is entered."""
+    """Observe what runs inside `watching()`, which may be entered for several steps."""
 
     def __init__(self, model: nn.Module, frozen: Mapping[str, nn.Module] | None = None) -> None:
         self.names = {module: name or ROOT for name, module in model.named_modules()}
@@ -157,7 +157,7 @@ class Observer:
                 self._norm_outputs[storage.data_ptr()] = StorageWeakRef(storage), left.module
 
     def place(self) -> tuple[_Location, Direction, str]:
-        """Module, direction, and the autograd Function of somebody's own that runs."""
+        """Return module, direction, and the custom autograd Function that runs."""
         node = _get_node()
         here = self._stack[-1] if self._stack else None
         if node is None or here is not None and here.node == _get_number(node):
@@ -176,7 +176,7 @@ class Observer:
             self._places.append(place)
 
     def _place_of(self, number: int) -> _Location:
-        """Of the first operation that ran once the node was there."""
+        """Return the location of the first operation that ran after the node was created."""
         found = bisect.bisect_left(self._numbers, number)
         return self._places[found] if found < len(self._places) else _Location(OUTSIDE, False)
 
@@ -255,7 +255,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _find_calling_line() -> str:
-    """The nearest line of code that is not torch's or ours: `model.py:31`; none where the plan casts, not the model."""
+    """Return the nearest line of code outside torch and halfstep, such as `model.py:31`; empty if the plan casts."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -314,7 +314,7 @@ RECURRENT = {"_cudnn_rnn", "_cudnn_rnn_backward", "mkldnn_rnn_layer", "mkldnn_rn
 
 @functools.cache
 def is_custom(func: Any) -> bool:
-    """An operation of somebody's own library: autocast does not know it unless it was told."""
+    """True for an operation of a custom library: autocast does not know it unless it is registered."""
     return func.namespace not in TORCHS_OWN
 
 
@@ -325,7 +325,7 @@ def is_product(func: Any) -> bool:
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int | None:
-    """None where nobody has said how many."""
+    """Return the FLOPs of an operation; None if there is no formula for it."""
     packet = func._overloadpacket
     formula = flop_registry.get(packet) or WITHOUT_FORMULA.get(packet)
     if formula is None:
@@ -339,7 +339,7 @@ def name_format(dtype: torch.dtype) -> str:
 
 
 def find_compute_format(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """The format its operands were multiplied in; empty where none is a floating number."""
+    """Return the format in which operands were multiplied; empty if none is floating-point."""
     found = [name_format(tensor.dtype) for tensor in iterate_floating((args, dict(kwargs)))]
     if not found:
         return ""
@@ -349,7 +349,7 @@ def find_compute_format(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _uses_tf32(func: Any, args: tuple[Any, ...]) -> bool:
-    """True if the switch for fp32 operands allows TF32 at this moment: what the library asks before it multiplies."""
+    """True if the current switch for fp32 operands allows TF32, which the library checks before it multiplies."""
     if is_custom(func):
         return False
     device = next((tensor.device.type for tensor in iterate_floating(args)), "cpu")

@@ -1,5 +1,5 @@
-"""Changes of code, tried without touching it: function modes act on calls from certain lines, above autograd, so that
-backward is the changed code's too."""
+"""Try changes of code without editing it: function modes act on calls from certain lines, above autograd, so that
+backward also follows the changed code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CASTS = ("to", "type", "type_as", "half", "bfloat16", "float")
 
 
 class AtLines(TorchFunctionMode):
-    """Changes the arguments of torch's functions that are called from these lines."""
+    """Change the arguments of torch functions that are called from these lines."""
 
     def __init__(self, lines: Collection[str], patch: Patch) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class AtLines(TorchFunctionMode):
 
 @contextlib.contextmanager
 def enter_in_backward(function: type[Function] | None, mode: TorchFunctionMode) -> Iterator[None]:
-    """A mode around the step, and in the backward of a custom Function, where torch switches such modes off."""
+    """Enter a mode around the step, and again in the backward of a custom Function, where torch disables such modes."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
         if function is not None:
@@ -62,10 +62,10 @@ def enter_in_backward(function: type[Function] | None, mode: TorchFunctionMode) 
 
 @contextlib.contextmanager
 def use_autograd_derivative(function: type[Function]) -> Iterator[None]:
-    """Autograd's own derivative of a custom Function's forward, in place of its backward."""
+    """Use autograd's derivative of a custom Function's forward instead of its backward."""
 
     class Ignored:
-        """A ctx that keeps nothing."""
+        """A ctx that saves nothing."""
 
         def __getattr__(self, name: str) -> Any:
             return lambda *args, **kwargs: None
@@ -80,7 +80,7 @@ def use_autograd_derivative(function: type[Function]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replace_attribute(owner: type, name: str, value: Any) -> Iterator[None]:
-    """Another one for a while; what was inherited is inherited afterwards."""
+    """Replace an attribute inside; an inherited one is inherited again afterwards."""
     own = vars(owner).get(name)
     setattr(owner, name, value)
     try:
@@ -92,7 +92,7 @@ def _replace_attribute(owner: type, name: str, value: Any) -> Iterator[None]:
 
 
 class IslandAt(TorchFunctionMode):
-    """Calls of torch's functions from one line, on an fp32 island, or a wider one."""
+    """Run torch functions called from one line in fp32, or in a wider format."""
 
     def __init__(self, line: str, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -118,8 +118,8 @@ class IslandAt(TorchFunctionMode):
 
 
 class WithoutCasts(TorchFunctionMode):
-    """Leaves out casts to these narrower formats that the code itself has, and keeps the lines they stand on. Casts to
-    half of halfstep's own code are not the user's to leave out; with `ours`, they are left out all the same."""
+    """Skip casts to these narrower formats in the user's code, and record their lines. Casts to half in halfstep's code
+    are skipped only with `ours`."""
 
     def __init__(self, dtypes: Collection[torch.dtype], only: str = "", *, ours: bool = False) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class WithoutCasts(TorchFunctionMode):
 
 
 def _find_own_line(frame: FrameType | None) -> str:
-    """The innermost line that is the user's or the model's."""
+    """Return the innermost line of the user's code or the model's."""
     while frame is not None and frame.f_code.co_filename.startswith(FOREIGN):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
@@ -154,7 +154,7 @@ def _get_name(func: Any) -> str:
 
 
 def combine_patches(patches: Collection[Patch]) -> Patch:
-    """Several patches at once; each acts on its own functions."""
+    """Apply several patches at once; each affects its own functions."""
 
     def patch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | Tensor | None:
         return next((changed for one in patches if (changed := one(name, args, kwargs)) is not None), None)
@@ -173,7 +173,7 @@ def _patch_argument(names: tuple[str, ...], change: Callable[[Tensor], Tensor], 
 
 
 def make_arguments_finite(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-    """0 for what is not finite in any of them."""
+    """Replace non-finite numbers in all arguments by 0."""
     floating = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and has_fractions(x)]
     if all(bool(x.isfinite().all()) for x in floating):
         return None
@@ -187,12 +187,12 @@ def _patch_keywords(names: tuple[str, ...], **more: Any) -> Patch:
 
 
 def _find_denominator(name: str) -> int:
-    """Which argument is divided by. `1 / x` calls __rdiv__, whose first argument is x."""
+    """Return which argument is the denominator. `1 / x` calls __rdiv__, whose first argument is x."""
     return 0 if name in ("rdiv", "reciprocal") else 1
 
 
 def _patch_denominator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-    """Real and complex tensors, and a float of Python that is 0."""
+    """Move a denominator away from 0: real and complex tensors, and a Python float that is 0."""
     position = _find_denominator(name)
     value = args[position] if name in _DIVISIONS and len(args) > position else None
     if isinstance(value, Tensor) and has_fractions(value):
@@ -202,7 +202,7 @@ def _patch_denominator(name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _patch_count(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-    """Integers that are 0, in a tensor or of Python."""
+    """Raise an integer denominator of 0 to 1, in a tensor or in Python."""
     position = _find_denominator(name)
     value = args[position] if name in _DIVISIONS and len(args) > position else None
     is_integer = isinstance(value, int) or isinstance(value, Tensor) and not has_fractions(value)
@@ -226,7 +226,7 @@ def _clamp_infinity(x: Tensor) -> Tensor:
 
 
 def _add_diagonal(x: Tensor) -> Tensor:
-    """Distinct, so that no two eigenvalues stay equal."""
+    """Add distinct numbers to the diagonal, so that no two eigenvalues stay equal."""
     small = torch.linspace(1e-3, 2e-3, x.shape[-1], dtype=x.dtype, device=x.device)
     return x + small * torch.eye(*x.shape[-2:], dtype=x.dtype, device=x.device)
 
@@ -247,7 +247,8 @@ def _patch_eps(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argu
 
 
 def _patch_exponent(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | Tensor | None:
-    """Of a power; `2 ** x` calls __rpow__, whose first argument is x."""
+    """Limit the argument of an exponential, or the exponent of a power; `2 ** x` calls __rpow__, whose first argument
+    is x."""
     position = 1 if name == "pow" else 0
     return _patch_argument((*EXPONENTIALS, "pow", "rpow"), lambda x: x.clamp(max=10.0), position)(name, args, kwargs)
 

@@ -1,4 +1,4 @@
-"""The ledger: what a step really computed in, a row for each module, held against the plan."""
+"""The ledger: the formats that a step really computed in, one row per module, compared with the plan."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOST_ALIKE = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerRow:
-    """One module. Formats are by their share of its own FLOPs."""
+    """One module, with its formats by their share of its own FLOPs."""
 
     module: str
     planned: str
@@ -68,7 +68,7 @@ class KernelRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ledger:
-    """What ran, in one mode."""
+    """What a step really ran in one mode: formats by module, differences from the plan, kernels."""
 
     mode: str
     rows: tuple[LedgerRow, ...]
@@ -113,7 +113,7 @@ class Weights:
 
     @classmethod
     def of(cls, model: nn.Module, optimizers: Iterable[Optimizer]) -> Weights:
-        """As they are now: after backward for gradients, after a commit for the state."""
+        """Return the current formats: call it after backward for gradients, after a commit for optimizer state."""
         states = {id(p): state for optimizer in optimizers for p, state in optimizer.state.items()}
         found = cls()
         for name, module in model.named_modules():
@@ -143,7 +143,7 @@ def make_ledger(
     notes: Sequence[str] = (),
     step: int | None = None,
 ) -> Ledger:
-    """Put what was seen beside what the plan declares."""
+    """Compare what was observed with what the plan declares."""
     seen = observer.seen if isinstance(observer, Observer) else observer
     expected, found = Expected(plan), collect_findings(plan, seen, model, frozen or {})
     rows = _make_rows(expected, seen, weights, found)
@@ -208,7 +208,7 @@ def _format_shares(counts: Counter[str]) -> str:
 
 
 def summarise(expected: Expected, seen: Seen, found: Sequence[Finding]) -> str:
-    """One sentence: shares by format, and who is behind those that are not the plan's."""
+    """Summarise in one sentence: shares by format, and the modules behind those that differ from the plan."""
     total = sum(seen.flops.values())
     if not total:
         return "no matmul, convolution or attention was seen"
@@ -228,7 +228,7 @@ def summarise(expected: Expected, seen: Seen, found: Sequence[Finding]) -> str:
 
 
 def _describe_exceptions(expected: Expected, seen: Seen, name: str, total: int) -> str:
-    """`: 3 % decoder.head (island), 1 % encoder.fft (custom op)`."""
+    """Describe exceptions, as in `: 3 % decoder.head (island), 1 % encoder.fft (custom op)`."""
     by_module: Counter[tuple[str, str]] = Counter()
     for product, flops in seen.flops.items():
         if product.format == name:
@@ -257,7 +257,7 @@ def format_percent(share: float) -> str:
 
 
 def render_ledger(ledger: Ledger) -> str:
-    """The summary, the rows with most FLOPs and those that differ, then what differs and how to mend it."""
+    """Render the summary, the rows with most FLOPs and those that differ, then what differs and how to fix it."""
     by_weight = sorted(
         ledger.rows,
         key=lambda row: (not row.verdict.startswith(("differs", "costs")), -max(row.flops_share, row.time_share)),
@@ -285,7 +285,7 @@ def render_ledger(ledger: Ledger) -> str:
 
 
 def _render_kernels(kernels: Sequence[KernelRow]) -> list[str]:
-    """Those that take most of the time, and of those that are not mapped the longest."""
+    """Render the kernels that take most of the time, and the longest of those without a module."""
     known, unmapped = ([k for k in kernels if bool(k.modules) is is_known] for is_known in (True, False))
     shown = [*known[:MOST_KERNELS], *unmapped[:MOST_ALIKE]]
     body = [
@@ -297,7 +297,7 @@ def _render_kernels(kernels: Sequence[KernelRow]) -> list[str]:
 
 
 def _render_findings(found: Sequence[Finding]) -> list[str]:
-    """Findings of one reason together, as those of forty norms."""
+    """Render findings with the same reason together, such as those of forty norms."""
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in found:
         groups.setdefault((finding.level, finding.why, finding.fix), []).append(finding)
@@ -316,7 +316,7 @@ Level = Literal["differs", "costs"]
 
 
 class Expected:
-    """The plan's rows by module, and what holds where there is none."""
+    """The plan's rows by module, and the format of modules without a row."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -324,7 +324,8 @@ class Expected:
         self.rows = {row.module: row for row in rows if row.kind != "island" and row.module != WHOLE_MODEL}
 
     def compute(self, module: str) -> str:
-        """The format of its matmuls and convolutions: of its own row, of the part it lies in, or the plan's."""
+        """Return the format of a module's matmuls and convolutions: by its own row, by its enclosing module's, or by
+        the plan."""
         row = self.rows.get(module)
         while row is None and module not in ("", ROOT):
             module = module.rpartition(".")[0]
@@ -339,7 +340,7 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One difference. `differs` is against the plan, `costs` is memory and time that the plan says nothing about."""
+    """One difference: `differs` contradicts the plan, `costs` is memory or time that the plan does not determine."""
 
     module: str
     what: str
@@ -349,7 +350,8 @@ class Finding:
 
 
 def collect_findings(plan: Plan, seen: Seen, model: nn.Module, frozen: Mapping[str, nn.Module]) -> list[Finding]:
-    """The worst first: computing, then weights and statistics, then what only costs."""
+    """Return findings, the worst first: compute formats, then weights and statistics, then what only costs time or
+    memory."""
     expected = Expected(plan)
     modules = {name or ROOT: module for name, module in model.named_modules()}
     for part, module in frozen.items():
@@ -359,7 +361,7 @@ def collect_findings(plan: Plan, seen: Seen, model: nn.Module, frozen: Mapping[s
 
 
 def _check_products(expected: Expected, seen: Seen) -> Iterable[Finding]:
-    """One finding per module, reason and format."""
+    """Return one finding per module, reason and format."""
     shown = set()
     for product in sorted(seen.calls, key=lambda p: p.direction == "backward"):
         planned = expected.compute(product.module)
@@ -455,7 +457,8 @@ def _check_upcasts(expected: Expected, seen: Seen) -> Iterable[Finding]:
 
 
 def _check_norms(expected: Expected, seen: Seen) -> Iterable[Finding]:
-    """Under autocast a normalisation returns fp32: harmless before a matmul, which casts it, twice the memory else."""
+    """Check normalisations that return fp32 under autocast: harmless before a matmul, which casts, but twice the memory
+    elsewhere."""
     for module, size in seen.norms_kept.items():
         if expected.plan.compute in (*HALF, "fp8") and not _is_in_fp32(expected, module):
             yield Finding(
@@ -468,7 +471,7 @@ def _check_norms(expected: Expected, seen: Seen) -> Iterable[Finding]:
 
 
 def _is_in_fp32(expected: Expected, norm: str) -> bool:
-    """True if the part around it is declared fp32; the norm's own row says fp32 always."""
+    """True if the enclosing module is declared fp32; the norm's own row is always fp32."""
     return expected.compute(norm.rpartition(".")[0] or ROOT) == "fp32"
 
 
@@ -477,7 +480,7 @@ def _is_in_fp32(expected: Expected, norm: str) -> bool:
 
 @contextmanager
 def undo_after(step: Step) -> Iterator[None]:
-    """What a compute() inside changed is put back."""
+    """Undo what a compute() inside changed."""
     generators = read_generators()
     try:
         yield
@@ -488,7 +491,7 @@ def undo_after(step: Step) -> Iterator[None]:
 
 @contextmanager
 def watch_step(step: Step, watching: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Forward and backward of this step run inside `watching()`."""
+    """Run forward and backward of this step inside `watching()`."""
     before, step.observed = step.observed, watching
     try:
         yield
@@ -499,7 +502,7 @@ def watch_step(step: Step, watching: Callable[[], AbstractContextManager[object]
 def observe(
     step: Step, loss_fn: LossFn, window: Window, frozen: Mapping[str, nn.Module] | None = None
 ) -> tuple[Observer, Weights]:
-    """What one step of this window does, eagerly, and the formats of what it leaves."""
+    """Return what one eager step of this window does, and the formats of the tensors it leaves."""
     observer = Observer(step.model, frozen)
     with undo_after(step), watch_step(step, observer.watching):
         step.compute(loss_fn, window)

@@ -1,4 +1,4 @@
-"""Promises of a step, each shown by an observation: a bad step changes nothing, clipping clips, rates are scheduled."""
+"""Prove a step's guarantees by observation: a bad step changes nothing, clipping clips, rates follow the schedule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROUNDING = 1e-3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProofLine:
-    """One line of a page of evidence; `holds` is None where it cannot be measured."""
+    """One line of a page of evidence; `holds` is None if it cannot be measured."""
 
     name: str
     holds: bool | None
@@ -34,7 +34,7 @@ class ProofLine:
 
 
 def check_nan_is_dropped(step: Step, loss_fn: LossFn, window: Window) -> tuple[bool, str]:
-    """A NaN is put into one step, forward and backward; everything must keep its bits."""
+    """Check that a NaN injected into a step, in forward and in backward, leaves all state bit-identical."""
     before = _copy_state(step)
     facts = step.compute(_scale_loss(loss_fn, float("nan")), window)
     step.commit(facts)
@@ -48,7 +48,7 @@ def check_nan_is_dropped(step: Step, loss_fn: LossFn, window: Window) -> tuple[b
 
 
 def check_clipping(step: Step, loss_fn: LossFn, window: Window) -> tuple[bool | None, str]:
-    """Gradients far above the limit must come out at it. Nothing is committed."""
+    """Check that gradients far above the limit are clipped to it. Nothing is committed."""
     limit, kind = step.clip.limit, step.clip.kind
     norm = _measure_norms(step, loss_fn, window)[0]
     if not math.isfinite(norm):
@@ -63,7 +63,7 @@ def check_clipping(step: Step, loss_fn: LossFn, window: Window) -> tuple[bool | 
 
 
 def _measure_norms(step: Step, loss_fn: LossFn, window: Window) -> tuple[float, float]:
-    """Before and after clipping."""
+    """Return the gradient norm before and after clipping."""
     try:
         facts = step.compute(loss_fn, window)
         gradients = [p.grad for o in step.optimizers for g in o.param_groups for p in g["params"] if p.grad is not None]
@@ -78,7 +78,7 @@ def _measure_norms(step: Step, loss_fn: LossFn, window: Window) -> tuple[float, 
 
 
 def check_rates(step: Step, loss_fn: LossFn, window: Window, *, num_steps: int = 3) -> tuple[bool | None, str]:
-    """A few steps, and the rate that each says it ran with against its schedule."""
+    """Check over a few steps that the rate each reports matches its schedule."""
     if step.rates is None:
         return None, "no schedule: the learning rate is the optimizer's own"
     found = []
@@ -94,13 +94,13 @@ def check_rates(step: Step, loss_fn: LossFn, window: Window, *, num_steps: int =
 
 
 def compute_scheduled_rate(step: Step, committed: int) -> float:
-    """Of the first group, after so many committed steps, without what the host cuts."""
+    """Return the first group's scheduled rate after this many committed steps, without cuts by the host."""
     assert step.rates is not None
     return float(step.rates.base[0]) * step.rates.functions[0](committed) * float(step.rates.factor[0])
 
 
 def is_same_rate(ran: float, wanted: float) -> bool:
-    """In fp32, as the table on the device."""
+    """True if rates are equal in fp32, like the table on the device."""
     return abs(ran - wanted) <= 1e-6 * max(abs(wanted), 1e-12)
 
 
@@ -113,7 +113,7 @@ def _scale_loss(loss_fn: LossFn, factor: float) -> LossFn:
 
 
 def _copy_state(step: Step) -> dict[str, Tensor]:
-    """Every tensor a bad step must leave alone, copied, by name."""
+    """Return copies of all tensors that a bad step must not change, by name."""
     own = {name: value for name, value in step.state_dict().items() if name not in NOT_STATE}
     found: dict[str, Tensor] = {}
     paths, _ = tree_flatten_with_path({"model": step.model.state_dict(), "step": own})
@@ -132,5 +132,5 @@ def _list_changes(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[s
 
 
 def _view_bits(tensor: Tensor) -> Tensor:
-    """NaN differs from itself, and 0 equals -0: bits tell."""
+    """View values as bits, because NaN differs from itself, and 0 equals -0."""
     return tensor.contiguous().view(-1).view(torch.uint8)

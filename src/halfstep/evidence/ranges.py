@@ -1,11 +1,11 @@
-"""What each operation of a step gives, forward and backward: ranges, and where the first number stops being finite.
+"""Record the output range of each operation of a step, forward and backward, and where numbers stop being finite.
 
-A dispatch mode sees every kernel below autograd and autocast. Its module is found in the Python frames above it, in
-backward by the sequence number that autograd gives each node when forward makes it: no hook, nothing changed.
+A dispatch mode sees every kernel below autograd and autocast. Its module is found in the Python frames above it; in
+backward by the sequence number that autograd gives each node in forward. No hooks are needed, and nothing is changed.
 
-A tensor that is not finite leads back to its origin, the operation that first left the finite range. Infinities that
-are written on purpose (a mask of -inf) are not the origin: then it is the operation that makes NaN of them. An origin
-whose input was not finite, and was made by no operation of the step, has got it from outside.
+A non-finite tensor leads back to its origin, the operation that first left the finite range. Infinities written on
+purpose (a mask of -inf) are not the origin; the operation that turns them into NaN is. An origin with a non-finite
+input that no operation of the step made got it from outside.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ more than a line inside it."""
 UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_")
 CONSTANTS = ("full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "scalar_tensor", "where",
              "copy_", "lift_fresh")  # fmt: skip
-"""Operations that put numbers where the code says so."""
+"""Operations that write constants given by the code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Of the magnitudes in a tensor."""
+    """Statistics of the magnitudes in a tensor."""
 
     low: float
     """The smallest that is not zero."""
@@ -87,7 +87,7 @@ class Operation:
 
 
 class RangeTrace(TorchDispatchMode):
-    """Records the operations that run inside, and follows what is not finite back to its origin."""
+    """Record the operations that run inside, and follow non-finite numbers back to their origin."""
 
     def __init__(self, model: nn.Module, beside: Mapping[str, nn.Module] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -123,7 +123,7 @@ class RangeTrace(TorchDispatchMode):
         return outputs
 
     def origin_of(self, tensor: Tensor) -> Operation | None:
-        """The operation that first left the finite range on the way to this tensor."""
+        """Return the operation that first left the finite range on the way to this tensor."""
         return self._origins.get(_get_key(tensor))
 
     def _look(self, func: Any, name: str, given: list[Tensor], before: list[Range] | None, found: list[Tensor]) -> None:
@@ -157,7 +157,7 @@ class RangeTrace(TorchDispatchMode):
             self._origins.pop(_get_key(tensor), None)
 
     def _origin(self, seen: Operation, given: list[Tensor]) -> Operation:
-        """Its own, or that of the input it has it from."""
+        """Return an operation's own origin, or that of the non-finite input it inherits from."""
         keys = [_get_key(value) for value, r in zip(given, seen.inputs, strict=True) if not r.is_finite]
         known = [self._origins[key] for key in keys if key in self._origins]
         is_born_here = seen.output.num_nan and not any(r.num_nan for r in seen.inputs)
@@ -171,7 +171,8 @@ class RangeTrace(TorchDispatchMode):
         return seen
 
     def raised(self, error: BaseException) -> Operation:
-        """The operation that refused, by the frames of its error; one that torch checks before it runs has no name."""
+        """Return the operation that raised, by the frames of its error; one that torch rejects before it runs has no
+        name."""
         frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
         module, line = self._innermost(reversed(frames))
         nothing = measure_range(torch.empty(0))
@@ -181,7 +182,7 @@ class RangeTrace(TorchDispatchMode):
         return self._innermost(traceback.walk_stack(sys._getframe(3)))
 
     def _innermost(self, frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
-        """The first module and the first line of the user's or the model's own."""
+        """Return the innermost module, and the innermost line of the user's code or the model's."""
         module = line = ""
         for frame, number in frames:
             if not module and isinstance(own := frame.f_locals.get("self"), nn.Module):
@@ -197,7 +198,7 @@ class RangeTrace(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if node is None:
             return LOSS, ""
-        number = node._sequence_nr() + 1  # asked for behind the node's making
+        number = node._sequence_nr() + 1  # requested after the node was created
         module, line = self._places.get(number) or self._place()
         if _find_function() is not None:  # its backward is Python code, with a line of its own
             frames = traceback.walk_stack(sys._getframe(2))
@@ -207,13 +208,13 @@ class RangeTrace(TorchDispatchMode):
 
 
 def _find_function() -> type | None:
-    """The autograd.Function whose backward runs."""
+    """Return the autograd.Function whose backward is running."""
     node = torch._C._current_autograd_node()
     return node._forward_cls if isinstance(node, autograd_function.BackwardCFunction) else None
 
 
 def measure_range(tensor: Tensor) -> Range:
-    """One look at the numbers of a tensor; waits for the device."""
+    """Measure the range of a tensor's values; waits for the device."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if not tensor.numel():
         return Range(0.0, 0.0, 0, 0, 0, 0, dtype)
@@ -231,7 +232,7 @@ def measure_range(tensor: Tensor) -> Range:
 
 
 def find_twin(operation: Operation, other: RangeTrace, own: RangeTrace) -> Operation | None:
-    """The same operation in another trace: the n-th of its name in its module, forward or backward."""
+    """Return the same operation in another trace: the n-th of its name in its module, forward or backward."""
     same = [op for op in own.operations if _get_kind(op) == _get_kind(operation)]
     theirs = [op for op in other.operations if _get_kind(op) == _get_kind(operation)]
     place = next(k for k, op in enumerate(same) if op is operation)
@@ -239,7 +240,7 @@ def find_twin(operation: Operation, other: RangeTrace, own: RangeTrace) -> Opera
 
 
 def group_by_module(trace: RangeTrace, *, is_backward: bool) -> Mapping[str, Range]:
-    """The widest range that each module's operations gave, in the order they ran."""
+    """Return the widest output range of each module, in execution order."""
     found: dict[str, Range] = {}
     for op in trace.operations:
         if op.is_backward != is_backward or not op.output.high:

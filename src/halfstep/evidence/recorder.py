@@ -35,7 +35,7 @@ Notice = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapsuleContext:
-    """What runs and hs.Step know of their training besides its steps. Runs hand in all of it, hs.Step the first two."""
+    """What runs and hs.Step know about their training besides its steps; hs.Step sets only the first two fields."""
 
     about: Mapping[str, Any]
     """The plan, and of a run all that replay needs to build the model again."""
@@ -55,7 +55,7 @@ class CapsuleContext:
 
 
 class Recorder:
-    """Writes capsules: one for each cause in a row, `most` in all."""
+    """Write capsules: one for each cause in a row, at most `most`."""
 
     def __init__(
         self,
@@ -91,12 +91,12 @@ class Recorder:
             raise
 
     def find_window(self, reading: Reading) -> Sequence[Any] | None:
-        """Return the batches of a step: kept ones, or loaded again; None where neither is possible."""
+        """Return the batches of a step: kept ones, or loaded again; None if neither is possible."""
         kept = None if self.context.is_whole(reading) else dict(self._windows).get(reading.attempted)
         return self.context.load_window(reading) if kept is None else kept
 
     def observe(self, facts: Facts | PhasedFacts | None, reading: Reading) -> None:
-        """See one step, in order, when its values are on the host."""
+        """Take one step's values, in order, once they are on the host."""
         self._row = self._kept(facts, reading, self._row)
         _, own, _ = self._fault(reading)
         self._trail.append({key: getattr(own, key) for key in ("attempted", "loss", "grad_norm", "lr", "scale")})
@@ -108,7 +108,7 @@ class Recorder:
             row = self._kept(None if isinstance(facts, Reading) else facts, reading, row)
 
     def _kept(self, facts: Facts | PhasedFacts | None, reading: Reading, row: str) -> str:
-        """Write a capsule for the first fault of its kind in a row; what kind it was."""
+        """Write a capsule for the first fault of its kind in a row, and return its kind."""
         phase, own, cause = self._fault(reading)
         is_new = cause != row and reading.attempted > self._newest
         # Of several ranks the first at fault writes; the first of all where only the summed gradients are not finite.
@@ -132,7 +132,8 @@ class Recorder:
                     reason=f"{type(error).__name__}: {line}")  # fmt: skip
 
     def _fault(self, reading: Reading) -> tuple[str, Reading, str]:
-        """The first phase at fault, its reading, and the kind of fault; empty for a good step or a routine overflow."""
+        """Return the first phase at fault, its reading, and the kind of fault; empty for a good step or a routine
+        overflow."""
         parts = split_phases(reading)
         kinds = {name: self._kind(part) for name, part in parts.items()}
         phase = next((name for name, kind in kinds.items() if kind), next(iter(parts)))
@@ -208,7 +209,7 @@ class Recorder:
         return self.step
 
     def _has_place(self) -> bool:
-        """The first faults tell most: later ones are the consequence, and are not kept."""
+        """True if another capsule may be kept: the first faults matter most, and later ones are their consequence."""
         return len(capsule.all_in(self.folder)) < self.most
 
     def _bad_averages(self) -> list[str]:
@@ -217,19 +218,19 @@ class Recorder:
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of those with NaN or inf; -inf alone is a mask."""
+    """Return the names of tensors with NaN or inf; -inf alone is a mask."""
     numbers = ((name, value) for name, value in tensors.items() if has_fractions(value))
     return [name for name, value in numbers if not ((value == -math.inf) | value.isfinite()).all()]
 
 
 def layout(model: nn.Module) -> dict[str, list[int]]:
-    """Names and shapes, by which a changed model is known."""
+    """Return names and shapes, to recognise a changed model."""
     return {name: list(value.shape) for name, value in capsule.state_of(model).items()}
 
 
 @torch.no_grad()
 def _sizes(model: nn.Module) -> dict[str, float]:
-    """The root mean square of each weight and buffer when training began."""
+    """Return the root mean square of each weight and buffer when training began."""
     numbers = {name: value for name, value in capsule.state_of(model).items() if has_fractions(value)}
     if not numbers:
         return {}

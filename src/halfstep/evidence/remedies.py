@@ -1,8 +1,8 @@
-"""The smallest change that helps: each is proposed for a cause, tried on the very step, and named with its line.
+"""Find the smallest change that helps: propose changes for a cause, try each on the recorded step, and report its line.
 
 Changes of code (an eps, a clamp, an island, a cast left out) are tried by the modes of patches.py. One that makes the
-step good is tried further: the weights are updated as in the training, and ten more steps follow on the same window.
-Where the training then fails again, the changes are tried together with clipping and with a smaller learning rate.
+step good is tried further: the weights are updated as in training, and ten more steps follow on the same window. If
+training then fails again, changes are combined with clipping and with a smaller learning rate.
 """
 
 from __future__ import annotations
@@ -51,26 +51,26 @@ LOWEST = 1e-8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
-    """A change, and what became of the step with it."""
+    """A change, and the outcome of the step with it."""
 
     change: str
     """The change, described for the user."""
     line: str = ""
-    """For the config file; empty where code or data has to change."""
+    """The line for the config file; empty if code or data has to change."""
     outcome: Attempt | None = None
-    """None where it could not be tried on one step."""
+    """The step with this change; None if it could not be tried on one step."""
     margin: int = 0
     """Where it was tried in a training from random weights and not on the recorded step: a multiple of the rate that
     trains as well."""
 
     @property
     def works(self) -> bool:
-        """True if the step is good with it."""
+        """True if the step is good with this remedy."""
         return self.outcome is not None and self.outcome.first_is_good
 
     @property
     def lasts(self) -> bool:
-        """True if the steps after it are good as well."""
+        """True if later steps are good as well."""
         return self.outcome is not None and self.outcome.is_good
 
     @property
@@ -87,7 +87,7 @@ class Remedy:
 
 
 def find_remedies(subject: Subject, found: Diagnosis, *, rate: float, is_run: bool) -> list[Remedy]:
-    """What was tried, in order of size, up to the first that lasts."""
+    """Return what was tried, in order of size, up to the first remedy that lasts."""
     tried: list[Remedy] = []
     if found.cause == causes.REFUSED:
         # It raised before any gradient: one that overflows at the loss scale of that moment is routine.
@@ -104,7 +104,7 @@ def find_remedies(subject: Subject, found: Diagnosis, *, rate: float, is_run: bo
 
 
 def _calm_update(update: Update | None) -> Iterator[tuple[str, Update | None]]:
-    """The update as it was, then smaller ones: a change may leave gradients finite and large."""
+    """Yield the update as it was, then smaller ones: a change may leave gradients finite but large."""
     yield "", update
     if update is None:
         return
@@ -142,8 +142,10 @@ def _propose(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) -
 
 
 def _try_slower(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool) -> Iterator[Remedy]:
-    """Clipping, then lower rates, from weights of their first size: the recorded ones have grown already. Each has to
-    train at a larger rate as well: what just trains on these batches, again and again, may fail on others."""
+    """Try clipping, then lower rates, from weights of their initial size, since the recorded ones have grown already.
+
+    Each must also train at a larger rate: one that barely trains on these repeated batches may fail on others.
+    """
     assert subject.update is not None
     if not subject.update.clip.limit:
         line, clipped = "train.clip_norm: 1" if is_run else "hs.Step(..., clip_norm=1)", subject.update.clipped(1.0)
@@ -169,8 +171,10 @@ def _try_slower(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool
 
 
 def _train(subject: Subject, found: Diagnosis, update: Update) -> Attempt:
-    """Many steps with another update, on samples drawn anew for each: a window that is repeated is learned by heart. A
-    loss that has not fallen is as bad as one that is not finite: the rate is then too large still."""
+    """Run many steps with another update, on samples redrawn for each: a repeated window would be memorised.
+
+    A loss that has not fallen is as bad as a non-finite one: the rate is still too large.
+    """
     draw, num_more = partial(draw_samples, generator=torch.Generator().manual_seed(0)), NUM_AT_RATE + 2 * update.memory
     subject = replace(subject, update=update)
     with subject.with_state(found.start):
@@ -198,7 +202,7 @@ def _try_other_update(subject: Subject, found: Diagnosis, rate: float, *, is_run
 
 
 def _try_wider(subject: Subject, found: Diagnosis, *, is_run: bool, without_casts: bool = False) -> Iterator[Remedy]:
-    """fp32 for the module, for those around it; an island for a line of the loss; another precision for all."""
+    """Try fp32 for the module, then for enclosing ones; an island for a line of the loss; another precision for all."""
     module = found.origin.module if found.origin is not None else ""
     for name in _list_enclosing(module):
         yield _try_precision(subject, "", {name: "fp32"}, is_run=is_run, without_casts=without_casts)
@@ -267,8 +271,8 @@ def _try_code_changes(subject: Subject, found: Diagnosis, rate: float, *, is_run
 
 
 def _try_patches(subject: Subject, origin: Operation) -> Iterator[Remedy]:
-    """Each patch alone; where none is enough, all that change something there; autograd's derivative for a custom
-    backward."""
+    """Try each patch alone; if none is enough, all that change something there; for a custom backward, autograd's
+    derivative."""
     changing, is_enough = [], False
     for words, patch in PATCHES:
         for remedy in _try_patch(subject, origin, words, patch):
@@ -287,7 +291,7 @@ def _try_patches(subject: Subject, origin: Operation) -> Iterator[Remedy]:
 
 
 def _try_without_casts(subject: Subject, found: Diagnosis, *, is_run: bool) -> Iterator[Remedy]:
-    """Casts to half that the code has itself stay in an fp32 step, too."""
+    """Try the step without the code's own casts to half, which remain in an fp32 step."""
     in_fp32, every = subject.plan_for("fp32", {}), WithoutCasts(HALF)
     if not attempt(subject, "fp32", in_fp32, around=every).is_good or not every.lines:
         return
@@ -300,7 +304,7 @@ def _try_without_casts(subject: Subject, found: Diagnosis, *, is_run: bool) -> I
 
 
 def _try_equivalent(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
-    """Other code for the same result: fp64's is the witness."""
+    """Try equivalent code, with fp64's result as the reference."""
     exact = next(run.loss for run in found.attempts if run.name == "fp64")
     for words, patch in EQUIVALENT:
         tried = _try_patch(subject, found.origin, words, patch) if found.origin is not None else ()
@@ -308,7 +312,7 @@ def _try_equivalent(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
 
 
 def _try_patch(subject: Subject, origin: Operation, words: str, patch: Patch) -> Iterator[Remedy]:
-    """At this line, and at the next one that fails with it: a bad number is often used twice."""
+    """Try a patch at this line, and at the next one that then fails: a bad number is often used twice."""
     lines = [origin.line]
     while True:
         there = AtLines(lines, patch)
@@ -336,7 +340,7 @@ def _try_without_samples(subject: Subject, found: Diagnosis) -> Remedy:
 
 
 def _try_two_of_each(subject: Subject) -> Iterator[Remedy]:
-    """Statistics over a batch of one sample are not defined."""
+    """Try each sample twice: statistics over a batch of one sample are undefined."""
     sizes = [count_samples(batch) for batch in subject.window]
     if 1 not in sizes:
         return
@@ -348,7 +352,7 @@ def _try_two_of_each(subject: Subject) -> Iterator[Remedy]:
 
 @contextlib.contextmanager
 def repair_temporarily(subject: Subject, found: Diagnosis) -> Iterator[None]:
-    """The step without the samples and with the state of this fault: what another one behind it is looked for in."""
+    """Repair this fault inside, by dropping samples and changing state, to look for another fault behind it."""
     window = subject.window
     subject.window = drop_samples(window, found.rows)
     try:
@@ -364,7 +368,8 @@ def _fill_state(subject: Subject, found: Diagnosis) -> contextlib.AbstractContex
 
 
 def _choose_fillings(found: Diagnosis) -> tuple[float, ...]:
-    """0, then 1, which variances and scales begin with; where an operation is not defined with what is there, 1."""
+    """Return numbers to fill in: 0, then 1, the initial value of variances and scales; only 1 if existing numbers are
+    undefined for an operation."""
     return (1.0,) if found.origin is not None else (0.0, 1.0)
 
 
@@ -387,14 +392,15 @@ def _try_filling(subject: Subject, tensors: Mapping[str, Tensor], filling: float
 
 
 def _try_other_start(subject: Subject, module: str) -> Iterator[Remedy]:
-    """Zeros beside the operation, such as a layer that starts at zero under a norm of its weights."""
+    """Try 1 in place of zeros near the operation, such as those of a layer that starts at zero under weight
+    normalisation."""
     tried = (_try_filling(subject, {name: value == 0}, 1.0) for name, value in subject.near(module).items()
              if not value.all())  # fmt: skip
     yield from itertools.islice((remedy for remedy in tried if remedy.works), 1)
 
 
 def _try_smaller_start(subject: Subject, module: str) -> Iterator[Remedy]:
-    """Matrices that make numbers larger, applied many times over (a recurrent or a deep network): those near the
+    """Try smaller matrices where repeated application amplifies (a recurrent or deep network): those near the
     operation, then the largest, then all."""
     trained = subject.trained_names()
     matrices = {
@@ -414,7 +420,7 @@ def _try_smaller_start(subject: Subject, module: str) -> Iterator[Remedy]:
 
 
 def _estimate_spectral_norm(matrix: Tensor, num_steps: int = 20) -> float:
-    """By power iteration: a decomposition of every matrix of a large model would take minutes."""
+    """Estimate the spectral norm by power iteration: decomposing every matrix of a large model would take minutes."""
     vector = torch.randn(matrix.shape[1], generator=torch.Generator().manual_seed(0)).to(matrix.device)
     for _ in range(num_steps):
         vector = torch.nn.functional.normalize(matrix.T @ (matrix @ vector), dim=0)
@@ -422,7 +428,7 @@ def _estimate_spectral_norm(matrix: Tensor, num_steps: int = 20) -> float:
 
 
 def _try_other_code(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
-    """What halfstep compiled it can leave eager; what the user's code compiles, torch can."""
+    """Try eager code: halfstep's compilation can be switched off, and torch can disable the user's."""
     ours = {"kernels off": "train.fast: compile", "eager": "train.fast: off"}
     is_ours = "kernels off" in subject.variants
     for name, line in (ours if is_ours else {"eager": 'torch.compiler.set_stance("force_eager")'}).items():

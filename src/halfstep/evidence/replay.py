@@ -1,4 +1,4 @@
-"""Replay: a capsule's step run again, its cause named, the smallest change proposed and tried."""
+"""Replay a capsule's step: find its cause, then propose and try the smallest change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halfstep.evidence.remedies import Remedy, find_remedies, repair_temporarily
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replayed:
-    """What replay found."""
+    """The result of a replay."""
 
     capsule: Capsule
     diagnosis: Diagnosis
@@ -24,7 +24,7 @@ class Replayed:
     changed: list[str]
     """Classes of the model whose code is not what it was."""
     behind: Replayed | None = None
-    """Another fault, which shows where this one is mended."""
+    """Another fault, which appears once this one is fixed."""
 
     @property
     def cause(self) -> str:
@@ -32,7 +32,8 @@ class Replayed:
 
     @property
     def remedy(self) -> Remedy | None:
-        """The change that lasts; else one that makes the step good; else a proposed one that could not be tried."""
+        """Return the change that lasts; else one that makes the step good; else a proposed one that could not be
+        tried."""
         ranks = ([r for r in self.tried if r.lasts], [r for r in self.tried if r.works],
                  [r for r in self.tried if r.outcome is None])  # fmt: skip
         return next((rank[0] for rank in ranks if rank), None)
@@ -43,11 +44,11 @@ class Replayed:
 
     @property
     def module(self) -> str:
-        """The one at fault; empty where no operation is."""
+        """Return the module at fault; empty if no operation is."""
         return self.diagnosis.origin.module if self.diagnosis.origin is not None else ""
 
     def ranges(self) -> dict[str, list[tuple[str, Range]]]:
-        """By direction, each module's range in the order they ran: what the picture shows."""
+        """Return each module's range in execution order, by direction, as the picture shows them."""
         traced = next((run.trace for run in self.diagnosis.attempts if run.trace is not None), None)
         if traced is None:
             return {}
@@ -60,7 +61,7 @@ class Replayed:
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
-        """The answer in words."""
+        """Return the answer as lines of text."""
         about = self.capsule.about
         place = f" of {about['phase']}" if about.get("phase") else ""
         inexact = [self.capsule.inexact] if self.capsule.inexact else []

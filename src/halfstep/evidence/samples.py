@@ -1,4 +1,4 @@
-"""The samples of a window: which hold numbers that are not finite, which give a loss far above the others."""
+"""Find samples of a window with non-finite numbers, or with a loss far above the others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ODD = 1e4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadSample:
-    """A number of the input that is not finite, or not of the kind of the others."""
+    """A number of the input that is not finite, or unlike those of other samples."""
 
     batch: int
     row: int
@@ -43,7 +43,7 @@ class BadSample:
 
 
 def find_bad_samples(window: Sequence[Any], names: Mapping[int, str]) -> list[BadSample]:
-    """The first number of each sample that is not finite."""
+    """Return the first non-finite number of each sample."""
     found: dict[tuple[int, int], BadSample] = {}
     for number, key, value in _iterate_rows(window):
         for place in (~value.isfinite()).nonzero().tolist() if has_fractions(value) else ():
@@ -57,8 +57,8 @@ def find_bad_samples(window: Sequence[Any], names: Mapping[int, str]) -> list[Ba
 def find_odd_samples(
     window: Sequence[Any], rows: set[tuple[int, int]], names: Mapping[int, str], *, with_integers: bool
 ) -> list[BadSample]:
-    """Numbers of these samples that are not finite, or far larger than any of the others', or integers outside of
-    theirs: a marker for what is missing, a label past the classes."""
+    """Return numbers of these samples that are not finite, far larger than all others', or integers outside the others'
+    range: a marker for missing values, a label past the classes."""
     found: dict[tuple[int, int], BadSample] = {}
     for number, key, value in _iterate_rows(window):
         own = sorted(row for batch, row in rows if batch == number)
@@ -79,7 +79,7 @@ def find_odd_samples(
 
 
 def _iterate_rows(window: Sequence[Any]) -> Iterator[tuple[int, str, Tensor]]:
-    """Batch, name and numbers of what has a row for each sample."""
+    """Yield batch number, name and values of each tensor with one row per sample."""
     for number, batch in enumerate(window):
         for path, value in tree_flatten_with_path(batch)[0]:
             if isinstance(value, Tensor) and value.ndim > 0 and value.numel() and len(value) == count_samples(batch):
@@ -87,7 +87,7 @@ def _iterate_rows(window: Sequence[Any]) -> Iterator[tuple[int, str, Tensor]]:
 
 
 def name_sample(window: Sequence[Any], place: tuple[int, int], names: Mapping[int, str]) -> str:
-    """`17 (img_0017.png)`: the loader's index and the file, or else its place in the window."""
+    """Return `17 (img_0017.png)`: the loader's index and the file, or the position in the window."""
     batch, row = window[place[0]], place[1]
     ids = batch.get("index") if isinstance(batch, Mapping) else None
     if not isinstance(ids, Tensor) or row >= len(ids):
@@ -97,8 +97,8 @@ def name_sample(window: Sequence[Any], place: tuple[int, int], names: Mapping[in
 
 
 def find_culprits(subject: Subject) -> set[tuple[int, int]]:
-    """Samples without which the step is good: one, found by halves, or a few, each of which is bad in its half. None
-    where it takes more than half of them."""
+    """Return samples without which the step is good: one, found by bisection, or a few, each of which is bad in its
+    half; empty if it takes more than half of them."""
     window = [(number, row) for number, batch in enumerate(subject.window) for row in range(count_samples(batch))]
     found = _find_one(subject, window) or set(_find_few(subject, window))
     return found if 2 * len(found) <= len(window) and _is_good_without(subject, found) else set()
@@ -112,7 +112,7 @@ def _find_one(subject: Subject, suspects: list[tuple[int, int]]) -> set[tuple[in
 
 
 def _find_few(subject: Subject, suspects: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """By what fails when it is alone."""
+    """Yield the samples that fail when run alone, found by bisection."""
     if len(suspects) == 1:
         yield suspects[0]
         return
@@ -128,7 +128,7 @@ def _is_good_without(subject: Subject, rows: set[tuple[int, int]]) -> bool:
 
 
 def drop_samples(window: Sequence[Any], rows: set[tuple[int, int]]) -> list[Any]:
-    """The window without these samples; batches that are left empty go whole."""
+    """Return the window without these samples; empty batches are removed."""
     left = []
     for number, batch in enumerate(window):
         length = count_samples(batch)
@@ -139,7 +139,7 @@ def drop_samples(window: Sequence[Any], rows: set[tuple[int, int]]) -> list[Any]
 
 
 def draw_samples(window: Sequence[Any], generator: torch.Generator) -> list[Any]:
-    """As many samples of each batch, drawn with replacement: what another window of the same data may be."""
+    """Return as many samples of each batch, drawn with replacement, to imitate another window of the same data."""
     sizes = [count_samples(batch) for batch in window]
     return [
         take_rows(b, torch.randint(n, (n,), generator=generator).tolist()) for b, n in zip(window, sizes, strict=True)
@@ -147,7 +147,7 @@ def draw_samples(window: Sequence[Any], generator: torch.Generator) -> list[Any]
 
 
 def take_rows(batch: Any, rows: Sequence[int]) -> Any:
-    """These samples of a batch: of every tensor that has a row for each sample."""
+    """Return these samples of a batch: the rows of every tensor with one row per sample."""
     length = count_samples(batch)
 
     def taken(value: Any) -> Any:
@@ -158,7 +158,7 @@ def take_rows(batch: Any, rows: Sequence[int]) -> Any:
 
 
 def find_outliers(subject: Subject, names: Mapping[int, str]) -> list[tuple[tuple[int, int], str, float]]:
-    """Samples whose loss alone is far above the median: their place, name and loss."""
+    """Return samples whose loss alone is far above the median: their position, name and loss."""
     losses = _measure_losses(subject)
     if len(losses) < 3:
         return []
@@ -172,7 +172,7 @@ def find_outliers(subject: Subject, names: Mapping[int, str]) -> list[tuple[tupl
 
 @torch.no_grad()
 def _measure_losses(subject: Subject, most: int = 512) -> dict[tuple[int, int], float]:
-    """Of each sample alone, in evaluation mode: BatchNorm cannot train on one."""
+    """Return the loss of each sample alone, in evaluation mode: BatchNorm cannot train on one sample."""
     subject.model.eval()
     found: dict[tuple[int, int], float] = {}
     try:

@@ -1,8 +1,7 @@
-"""What moved the weights of a recorded training: its optimizers with their settings, and clipping.
+"""The update of a recorded training: its optimizers with their settings, and clipping.
 
 The recorder writes the settings into the capsule, without the optimizers' state (moments are as large as the weights).
-Replay builds the optimizers again, with fresh state, to see whether the step with a change, and those after it, stay
-finite.
+Replay rebuilds the optimizers with fresh state, to test whether the changed step and the steps after it stay finite.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ FORMS = ("fused", "foreach", "capturable", "differentiable")
 
 
 def record_update(step: Step, model: nn.Module) -> dict[str, Any]:
-    """For capsule.json; parameters outside of the model are left out."""
+    """Return the update for capsule.json; parameters outside of the model are left out."""
     names = {id(p): name for name, p in model.named_parameters()}
     return {
         "clip": {"limit": step.clip.limit, "kind": step.clip.kind},
@@ -42,7 +41,7 @@ def record_update(step: Step, model: nn.Module) -> dict[str, Any]:
 
 
 def _name_optimizer(optimizer: Optimizer) -> str:
-    """Of the class; with its module where it is none of those that replay builds."""
+    """Return the optimizer's class name, with its module if replay cannot build it."""
     kind = type(optimizer)
     return kind.__name__ if KNOWN.get(kind.__name__) is kind else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -67,7 +66,7 @@ class Update:
 
     @classmethod
     def of(cls, recorded: Mapping[str, Any] | None) -> Update | None:
-        """None where an optimizer is not one that can be built again by its name."""
+        """Return the recorded update; None if an optimizer cannot be built again by its name."""
         if recorded is None or any(one["name"] not in KNOWN for one in recorded["optimizers"]):
             return None
         return cls(optimizers=recorded["optimizers"], clip=Clip(**recorded["clip"]))
@@ -100,23 +99,23 @@ class Update:
 
     @property
     def memory(self) -> int:
-        """Over how many steps momentum averages."""
+        """Return over how many steps momentum averages."""
         momenta = [m for m in self.settings("momentum") if m is not None] + [b[0] for b in self.settings("betas") if b]
         return round(1 / (1 - max((m for m in momenta if m < 1), default=0.0)))
 
     def settings(self, key: str) -> list[Any]:
-        """What the groups have for it."""
+        """Return this setting of all groups."""
         return [group[key] for one in self.optimizers for group in one["groups"] if key in group]
 
     def changed(self, key: str, change: Any) -> Update:
-        """Another value in every group that has such a setting: change(value)."""
+        """Return the update with change(value) in every group that has this setting."""
         return replace(self, optimizers=[
             {**one, "groups": [{**g, key: change(g[key])} if key in g else g for g in one["groups"]]}
             for one in self.optimizers
         ])  # fmt: skip
 
     def at_rate(self, rate: float) -> Update:
-        """The first group with this learning rate, the others in proportion."""
+        """Return the update with this learning rate for the first group, the others in proportion."""
         first = next(iter(self.settings("lr")), 0.0)
         return self.changed("lr", lambda lr: lr * rate / first if first else rate)
 

@@ -64,7 +64,7 @@ class CpuDescription:
     """What the operating system reports about the CPU."""
 
     cpuinfo: str
-    """Text of /proc/cpuinfo; empty where there is none."""
+    """Text of /proc/cpuinfo; empty if there is none."""
     brand: str
     features: frozenset[str]
     """CPU features by macOS' `FEAT_*` names; on Linux they are in cpuinfo."""

@@ -37,7 +37,7 @@ class KnownGPU:
     architecture: str
     capability: tuple[int, int] | None
     memory_gb: tuple[int, ...]
-    """Every size it is sold with; empty where that is the buyer's choice."""
+    """Every size it is sold with; empty if the buyer chooses it."""
     support: Formats
     tensor_cores: bool
     tflops: Mapping[str, float]
@@ -50,12 +50,12 @@ class KnownGPU:
 
     @property
     def verification(self) -> str:
-        """How the row was compared, for a reader."""
+        """Describe how the row was verified."""
         return VERIFICATION[self.checked].format(self.units, self.boost_mhz)
 
 
 def read_known() -> Iterator[KnownGPU]:
-    """Every model of the file, in its order."""
+    """Return every model of the file, in its order."""
     family: list[str] = []
     for line in resources.files(__package__).joinpath("known_gpus.txt").read_text().splitlines():
         cells = [cell.strip() for cell in line.split("|")]
@@ -91,7 +91,7 @@ def _parse_model(family: list[str], name: str, memory: str, rates: str = "", cor
 
 
 def _parse_rates(text: str, ratios: Mapping[str, float]) -> dict[str, float]:
-    """`fp32 10.6 fp16 21.2`, or the fp32 rate alone, from which the others follow."""
+    """Parse `fp32 10.6 fp16 21.2`, or the fp32 rate alone, from which the others follow."""
     if not text or not text[0].isdigit():
         return _parse_numbers(text)
     return {"fp32": float(text), **{name: round(float(text) * ratio, 3) for name, ratio in ratios.items()}}
@@ -118,7 +118,8 @@ GIB = 2**30
 
 @functools.cache  # every name is compared with every row
 def split_words(name: str) -> frozenset[str]:
-    """`NVIDIA A100-SXM4-80GB` -> a100, sxm4, 80gb; `rtx4090`, `M2Max` and `v100 32 GB` are split and joined alike."""
+    """Split `NVIDIA A100-SXM4-80GB` into a100, sxm4, 80gb; `rtx4090`, `M2Max` and `v100 32 GB` are split and joined
+    alike."""
     text = re.sub(r"(\d+)\s*gi?b\b", r" \1gb ", name.lower())
     text = re.sub(r"\b(\d+)g\b", r" \1gb ", text)  # `80g`, but no A10G
     text = re.sub(r"\b(rtx|gtx|rx|arc|tpu|titan|quadro|max)(?=[a-z]?\d)", r"\1 ", text)
@@ -128,7 +129,7 @@ def split_words(name: str) -> frozenset[str]:
 
 
 def find_known(name: str) -> KnownGPU | None:
-    """The device a driver (`Tesla T4`) or a person (`4090`) means by this name; None when no single one fits."""
+    """Return the device a driver (`Tesla T4`) or a person (`4090`) means by this name; None if no single one fits."""
     rows = _find_rows(split_words(name))
     return rows[0] if len(rows) == 1 else None
 
@@ -156,7 +157,8 @@ def _is_only_form_factor(extra: frozenset[str]) -> bool:
 
 
 def look_up_gpu(name: str) -> Hardware:
-    """Facts of a known accelerator, from the table: `look_up_gpu("v100")`, `look_up_gpu("NVIDIA A100-SXM4-80GB")`."""
+    """Return facts of a known accelerator from the table: `look_up_gpu("v100")`, `look_up_gpu("NVIDIA
+    A100-SXM4-80GB")`."""
     gpu = find_known(name)
     if gpu is None:
         raise _make_unknown_gpu(name)
@@ -204,7 +206,7 @@ def _make_unknown_gpu(name: str) -> HardwareError:
 
 
 def find_nearest_names(name: str, *, count: int = 5) -> list[str]:
-    """The known names most like this one: those that share a word with it first, then by spelling."""
+    """Return the known names most like this one: those that share a word with it first, then by spelling."""
 
     def likeness(gpu: KnownGPU) -> tuple[int, float]:
         spelling = difflib.SequenceMatcher(None, name.lower(), gpu.name.lower()).ratio()

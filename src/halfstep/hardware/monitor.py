@@ -95,7 +95,7 @@ class Monitor:
 
     @property
     def utilization(self) -> float | None:
-        """Mean percentage since steps became steady; None if nothing was recorded."""
+        """Return the mean percentage since steps became steady; None if nothing was recorded."""
         return self.busy_sum / self.num_steady if self.num_steady else None
 
     def settle(self) -> None:

@@ -84,13 +84,13 @@ def _attention_gradients(
         # Both products before the softmax: they depend on loads alone, and run while log_sum and delta arrive.
         scores = tl.dot(k, tl.trans(q))
         dp = tl.dot(v, tl.trans(do))
-        # Where there is no query P becomes 0.
+        # exp2(-inf) = 0: P is 0 for queries past the end.
         ls = tl.load(log_sum + queries, queries < num_tokens, float("inf"))[None, :] * LOG2_E
         delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)[None, :]
         p, ds = _weights(scores, dp, scale * LOG2_E, ls, delta, is_key, dtype)
         dv = tl.dot(p, do, dv)
         dk = tl.dot(ds, q, dk)
-        # Transposed: a tile of a matmul has 64 rows at least, and these are fewer queries.
+        # Transposed: a matmul tile has at least 64 rows, and there are fewer queries than that.
         dq = tl.dot(tl.trans(k), ds) * scale
         if TWICE:
             scores = tl.dot(more_k, tl.trans(q))
@@ -98,7 +98,7 @@ def _attention_gradients(
             p, ds = _weights(scores, dp, scale * LOG2_E, ls, delta, is_more, dtype)
             more_dv = tl.dot(p, do, more_dv)
             more_dk = tl.dot(ds, q, more_dk)
-            # Not added by the matmul itself: of two in a row the compiler has one done by each half of the warps.
+            # Not accumulated by the matmul: the compiler splits two consecutive ones between halves of the warps.
             dq += tl.dot(tl.trans(more_k), ds) * scale
         sum_dq += dq
         tl.store(d_qkv + places, tl.trans(dq).to(dtype), exists)

@@ -67,7 +67,7 @@ def _compute_input_gradient(dy: Tensor, z: Tensor, w: Tensor, stride: int, paddi
 def _compute_weight_gradient_aside(
     side: SideStream, dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int
 ) -> Tensor | None:
-    side.keep(dy)  # which may be a copy of our own
+    side.keep(dy)  # which may be our copy
     with side.aside():
         return _call_library_backward(dy, z, w, stride, padding, (False, True))[1]
 
@@ -183,7 +183,7 @@ class SideStream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A capture must not wait for a stream that has no part in it yet: that breaks it.
+        # A capture breaks if it waits for a stream that is not part of it yet.
         if self.stream is not None and self._is_used:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
         self._kept.clear()
@@ -191,6 +191,6 @@ class SideStream:
 
 @functools.cache
 def _get_second_stream(device: torch.device) -> torch.cuda.Stream:
-    # torch hands out 32 streams of a priority in turn. The loader's has the usual one and must not be this one: a copy
+    # torch reuses 32 streams per priority. The loader's stream has the default one and must differ from this: a copy
     # on this stream, while a step is captured, would be captured with it.
     return torch.cuda.Stream(device, priority=-1)

@@ -66,10 +66,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = chunk @ half_weight.t()
             total += _choose_kernel(logits)(logits, wanted, num_classes, wants_gradients)
             if d_rows is not None and d_weight is not None:
-                # By now logits are their own gradient.
+                # By now the logits were replaced by their gradient.
                 torch.mm(logits, half_weight, out=d_rows[start : start + chunk_rows])
                 _add_product_(d_weight, logits.t(), chunk)
-            del logits  # else two chunks of them are alive while the next is made
+            del logits  # otherwise two chunks of logits would be alive at once
         if d_rows is not None and d_weight is not None:
             ctx.save_for_backward(d_rows, d_weight)
         ctx.dtypes = rows.dtype, weight.dtype
@@ -106,7 +106,7 @@ def replace_logits_by_gradients_(logits: Tensor, targets: Tensor, num_classes: i
     if wants_gradients:
         probabilities = (exact - log_sum).exp_()
         probabilities.scatter_add_(1, at, torch.full_like(log_sum, -1.0))
-        # By selection: of a row that does not count, infinite logits must not become NaN.
+        # By selection, not by a product with 0: infinite logits of an ignored row would become NaN.
         logits[:, :num_classes] = torch.where(is_counted[:, None], probabilities, 0.0).to(logits.dtype)
         logits[:, num_classes:] = 0.0
     return torch.where(is_counted, losses, 0.0).sum()

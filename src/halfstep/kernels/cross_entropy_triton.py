@@ -33,12 +33,14 @@ def _rows_to_gradients(
         at = start + tl.arange(0, BLOCK)
         value = tl.load(logits + at, at < num_classes, float("-inf")).to(tl.float32)
         higher = tl.maximum(top, value)
-        # Lanes that have seen nothing yet: -inf less -inf would be NaN.
+        # For lanes without a value yet, -inf minus -inf would be NaN.
         shift = tl.where(higher == float("-inf"), 0.0, higher)
+        # Online softmax: rescale the sum so far to the new maximum.
         total = total * tl.exp(top - shift) + tl.exp(value - shift)
         top = higher
     row_top = tl.max(top, 0)
     log_sum = row_top + tl.log(tl.sum(total * tl.exp(top - row_top), 0))
+    # The loss needs the target's logit, which the second pass overwrites.
     if target >= 0:
         tl.store(losses + row, log_sum - tl.load(logits + target).to(tl.float32))
     else:
@@ -48,6 +50,7 @@ def _rows_to_gradients(
             at = start + tl.arange(0, BLOCK)
             value = tl.load(logits + at, at < num_classes, float("-inf")).to(tl.float32)
             gradient = tl.exp(value - log_sum) - tl.where(at == target, 1.0, 0.0)
+            # Ignored rows and padding columns get a gradient of 0.
             gradient = tl.where((target >= 0) & (at < num_classes), gradient, 0.0)
             tl.store(logits + at, gradient.to(logits.dtype.element_ty), at < num_columns)
 

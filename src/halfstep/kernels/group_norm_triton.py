@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, COLUMNS, WARPS = 64, 64, 4
-PARTS = 32  # parts that a program of a group adds at once
-MOST_PARTS = 256  # of a sum over all rows: enough programs to fill the device, few enough to be added quickly
-FIELDS = tl.constexpr(5)  # of `table`, and of the sums that the gradient takes
+PARTS = 32  # partial sums that a group's program adds at once
+MOST_PARTS = 256  # partial sums over all rows: enough programs to fill the device, few enough to add quickly
+FIELDS = tl.constexpr(5)  # rows of `table` and of the gradient's sums
 
 
 @triton.jit
@@ -77,6 +77,8 @@ def _group_table(
         inside = (part < num_parts)[:, None] & is_channel[None, :]
         count = tl.maximum(tl.minimum(PART_ROWS, num_rows - part * PART_ROWS), 0).to(tl.float32)
         place = base + part[:, None] * 2 * num_channels + column[None, :]
+        # Chan's formula: squares around the group's mean = squares around each part's mean + count · (difference of
+        # means)².
         off = tl.where(inside, tl.load(place, inside, 0.0) + before[None, :] - mean, 0.0)
         squares += tl.sum(tl.sum(tl.load(place + num_channels, inside, 0.0) + off * off * count[:, None], 1), 0)
     inverse = 1.0 / tl.sqrt(squares / number + eps)
@@ -89,6 +91,7 @@ def _group_table(
     row = table + image * FIELDS * num_channels + column
     tl.store(row, inverse * w, is_channel)
     tl.store(row + num_channels, b, is_channel)
+    # x + added - mean = x - (mean - added): the addition is folded into the stored mean.
     tl.store(row + 2 * num_channels, mean - before, is_channel)
     tl.store(row + 3 * num_channels, inverse + tl.zeros([WIDTH], tl.float32), is_channel)
     tl.store(row + 4 * num_channels, (average - mean) * inverse, is_channel)
@@ -111,6 +114,7 @@ def _before_silu(x, dy, table, at, inside, column, num_channels):
     a = _of_channels(table, 0, column, num_channels)
     z = deviation * a + _of_channels(table, 1, column, num_channels)
     s = tl.sigmoid(z)
+    # d silu(z) / dz = s (1 + z (1 - s)) with s = sigmoid(z).
     dz = tl.load(dy + at, inside, 0.0).to(tl.float32) * s * (1.0 + z * (1.0 - s))
     return dz, deviation * _of_channels(table, 3, column, num_channels), a
 
@@ -155,6 +159,7 @@ def _group_gradient_table(
     tl.store(row + num_channels, second, is_channel)
     tl.store(row + 2 * num_channels, flat + none, is_channel)
     tl.store(row + 3 * num_channels, along + none, is_channel)
+    # Σ dx over rows: the gradient of `added`.
     tl.store(row + 4 * num_channels, a * first - num_rows * (flat + along * unit), is_channel)
 
 

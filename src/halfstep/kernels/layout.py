@@ -73,10 +73,10 @@ class PaddedImage:
 class Tiling:
     """Tile and grid sizes of a kernel, measured on a GPU."""
 
-    values: int  # of a tile: 8 per thread are a 16-byte access of a half format
+    values: int  # values of a tile: 8 per thread make a 16-byte access in a half format
     most_channels: int
     num_warps: int
-    num_programs: int  # over a whole map, to be counted in multiprocessors, of which an H200 has 132
+    num_programs: int  # programs over a whole map, in multiples of an H200's 132 multiprocessors
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Tiles:
 
 def cut_tiles(num_rows: int, num_channels: int, tiling: Tiling) -> Tiles:
     """Return the tiling for a map of this size."""
-    import triton  # optional: what reads layouts alone has to work without it
+    import triton  # imported here because Triton is optional: code that only reads layouts works without it
 
     channels = min(triton.next_power_of_2(num_channels), tiling.most_channels)
     rows, across = tiling.values // channels, triton.cdiv(num_channels, channels)

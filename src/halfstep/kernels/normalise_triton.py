@@ -24,7 +24,7 @@ SUM_PROGRAMS = 4 * 132
 """Four per multiprocessor of an H200; more would lengthen the second sum, over programs. This and the tiles are the
 fastest of those tried there on maps of 67 to 411 MB."""
 MAP_COLUMNS, MAP_ROWS, MAP_TILES = 128, 32, 4
-MAP_VALUES = 512  # of a tile, for each warp: sixteen a thread
+MAP_VALUES = 512  # values of a tile per warp: sixteen per thread
 FINISH_VALUES, FINISH_WARPS = 8192, 8
 """How many of one sum's parts a program adds at once: all that `SUM_PROGRAMS` leave, in one round trip to memory."""
 
@@ -50,6 +50,7 @@ def _partial_sums(
     num_tiles = tl.cdiv(num_rows, ROWS)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         row = tl.arange(0, ROWS)[:, None]
+        # From the map's end: see the docstring.
         start = (num_tiles - 1 - tile) * ROWS
         inside = (start + row < num_rows) & is_channel[None, :]
         values = y + tl.cast(start, tl.int64) * y_stride + (row * y_stride + columns[None, :])
@@ -62,6 +63,7 @@ def _partial_sums(
             first += g
             second += g * deviation
         else:
+            # Rows past the end loaded 0, whose deviation is -middle.
             deviation = tl.where(inside, deviation, 0.0)
             first += deviation
             second += deviation * deviation
@@ -128,6 +130,7 @@ def _finish_statistics(
     tl.store(norm + 2 * num_channels + columns, scale, is_channel)
     tl.store(norm + 3 * num_channels + columns, tl.load(bias + columns, is_channel, 0.0) - mean * scale, is_channel)
     _move(running_mean + columns, mean, momentum, is_channel)
+    # torch keeps the unbiased variance in running_var and normalises by the biased one.
     _move(running_var + columns, variance * (count / (count - 1)), momentum, is_channel)
     if tl.program_id(0) == 0:
         tl.store(num_batches_tracked, tl.load(num_batches_tracked) + 1)
@@ -150,7 +153,7 @@ def _normalised(
     is_channel = columns < num_channels
     a, b = tl.load(scale + columns, is_channel, 0.0), tl.load(offset + columns, is_channel, 0.0)
     row = tl.arange(0, ROWS)[:, None]
-    for tile in range(TILES):  # neighbours, so that a program reads one piece of memory
+    for tile in range(TILES):  # adjacent tiles, so that a program reads contiguous memory
         start = (tl.program_id(0) * TILES + tile) * ROWS
         inside = (start + row < num_rows) & is_channel[None, :]
         values = y + start.to(tl.int64) * y_stride + (row * y_stride + columns[None, :])
@@ -172,6 +175,7 @@ def _gradient_of_raw(
     middle, narrow = tl.load(mean + columns, is_channel, 0.0), tl.load(inverse + columns, is_channel, 0.0)
     a, b = tl.load(scale + columns, is_channel, 0.0), tl.load(offset + columns, is_channel, 0.0)
     count = tl.cast(num_rows, tl.float32)
+    # Both means are per channel, so they are computed once per program.
     mean_g = tl.load(sum_g + columns, is_channel, 0.0) / count
     slope = tl.load(sum_gx + columns, is_channel, 0.0) / count * narrow * narrow
     row = tl.arange(0, ROWS)[:, None]

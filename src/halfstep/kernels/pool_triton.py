@@ -80,7 +80,7 @@ def pooled_kernel(y, scale, offset, out, num_windows, channels,
         a, b, c, d = _load_pixels(y, channels, first, WIDTH, here, right, below, columns, is_channel)
         a, b = _rounded(a, weight, bias, y), _rounded(b, weight, bias, y)
         c, d = _rounded(c, weight, bias, y), _rounded(d, weight, bias, y)
-        # Not tl.maximum, which drops a NaN: the statistics make it the whole channel's, so that the first has it too.
+        # Not tl.maximum, which drops NaN. Statistics spread NaN over the whole channel, so the first pixel has it too.
         best = tl.where(b > a, b, a)
         best = tl.where(c > best, c, best)
         best = tl.where(d > best, d, best)
@@ -107,6 +107,7 @@ def _pixel_gradients(y, dskip, dpooled, scale, offset, skip_stride, channels, ti
     gb += tl.where(is_above & ~is_left_above, gpool, 0.0)
     gc += tl.where(~is_above & is_left_below, gpool, 0.0)
     gd += tl.where(~is_above & ~is_left_below, gpool, 0.0)
+    # ReLU's gradient, for the skip's and the pooled part alike.
     ga, gb = tl.where(za > 0, ga, 0.0), tl.where(zb > 0, gb, 0.0)
     gc, gd = tl.where(zc > 0, gc, 0.0), tl.where(zd > 0, gd, 0.0)
     return a, b, c, d, ga, gb, gc, gd
@@ -164,7 +165,7 @@ class PoolWindows(NamedTuple):
 
     num: int
     grid: tuple[int, int]
-    options: dict[str, int]  # what every kernel of windows is compiled for
+    options: dict[str, int]  # compile-time constants of all window kernels
 
 
 def cut_windows(y: Tensor, tiling: Tiling) -> PoolWindows:

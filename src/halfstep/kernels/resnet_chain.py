@@ -38,7 +38,7 @@ Reader = tuple[Tensor, int]  # the weight and the stride of a convolution that r
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResNetBlock:
     layers: Sequence[Layer]  # in the order they run
-    projection: Layer | None  # of the shortcut, where the shape changes
+    projection: Layer | None  # the shortcut's projection, if the shape changes
     keep: bool  # whether normalised maps within the block stay in memory, or are computed again in backward
 
     @property
@@ -228,7 +228,9 @@ def compute_reader_gradients(
     dzs: list[Tensor] = []
     dws: list[Tensor | None] = []
     for dy, w, stride, wants_w in zip(gradients, weights, strides, wants_weights, strict=True):
-        is_sparse = bool(dzs) and stride == 2 and w.shape[2] == 1  # a sum's second, or it would be read as a whole map
+        is_sparse = (
+            bool(dzs) and stride == 2 and w.shape[2] == 1
+        )  # only as the second term: the join kernel reads the first as a whole map
         wants = (wants_z and not is_sparse, wants_w)
         dz, dw = convolve_backward(side, dy, z, w, stride, w.shape[2] // 2, wants)
         if wants_z and is_sparse:

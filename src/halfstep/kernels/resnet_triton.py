@@ -133,7 +133,7 @@ def _join_gradient(
             other_x = tl.load(other + at, mask=inside, other=0.0).to(tl.float32) - other_mu
         dz = tl.where(is_on, dz, 0.0).to(g.dtype.element_ty)
         tl.store(g + at, dz, mask=inside)
-        dz = dz.to(tl.float32)  # the sums are those of what is written
+        dz = dz.to(tl.float32)  # rounded first: the sums must match the stored values
         sum_g += dz
         sum_gx += dz * x
         if NUM_RAWS == 2:

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from halfstep.kernels.fast_forms import has_room_for_tiles
 from halfstep.kernels.normalise import combine_partials
 
-MOST_TOKENS = 256  # whose gradients a program of our attention kernel holds at once
+MOST_TOKENS = 256  # keys whose gradients one program of our attention kernel holds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +43,8 @@ class TransformerBlock:
     norm_2: nn.LayerNorm
     first: nn.Linear
     second: nn.Linear
-    is_causal: bool = False  # tokens look at themselves and at those before them
-    by_tanh: bool = False  # GELU as GPT-2 has it
+    is_causal: bool = False  # each token attends to itself and to earlier ones
+    by_tanh: bool = False  # GELU's tanh approximation, as in GPT-2
 
 
 class Rounded(NamedTuple):
@@ -116,7 +116,7 @@ def run_cudnn_attention(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
     """Return cuDNN's output, [batch, tokens, dim], and the log-sum-exp of each row, [batch, heads, tokens]."""
     q, k, v = split_heads(qkv, num_heads)
     out, log_sum, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, compute_log_sumexp=True)
-    # The output lies in memory as the queries do, token by token, so this is not a copy. log_sum may end in a 1.
+    # The output has the memory layout of the queries, token by token, so this is not a copy. log_sum may end in a 1.
     return out.transpose(1, 2).flatten(2), log_sum.reshape(q.shape[:3])
 
 
@@ -231,7 +231,7 @@ class Perceptron(torch.autograd.Function):
 
         normed, (norm_weight, norm_bias, half_first, half_second, first_bias, raw, active) = restore_saved(ctx)
         d_second = d_second.reshape(-1, dx.shape[2])
-        d_raw = d_second @ half_second  # of GELU's output until the kernel has run: it works in place
+        d_raw = d_second @ half_second  # gradient of GELU's output until the kernel, which works in place, has run
         remade = None if ctx.keep else torch.empty_like(raw)
         d_bias = sum_partials(kernels.gelu_backward(d_raw, raw, first_bias, d_raw, remade, by_tanh=ctx.by_tanh))
         d_second_weight = compute_weight_gradient(d_second, active if remade is None else remade)

@@ -21,7 +21,7 @@ MULTIPROCESSORS = 132
 NORM_VALUES, NORM_WARPS = 4096, 4
 NORM_BACKWARD_VALUES, NORM_BACKWARD_STAGES, NORM_BACKWARD_PARTS = 1024, 3, 4 * MULTIPROCESSORS
 """Values of a tile of whole rows; backward holds more of each row in registers."""
-MAP_ROWS, MAP_COLUMNS, MAP_WARPS, MAP_STAGES = 16, 256, 4, 2  # a tile where rows need not be whole
+MAP_ROWS, MAP_COLUMNS, MAP_WARPS, MAP_STAGES = 16, 256, 4, 2  # tile for kernels that need no whole rows
 GELU_PARTS, GELU_BACKWARD_PARTS = 3 * MULTIPROCESSORS, MULTIPROCESSORS
 """Programs for the rows of some columns; there are as many columns of programs as a row has tiles."""
 PACKED_ROWS, PACKED_COLUMNS, PACKED_STAGES, PACKED_PARTS = 8, 512, 1, 2 * MULTIPROCESSORS
@@ -50,7 +50,7 @@ def _add_norm(
         added = tl.load(branch_bias + columns, is_column, 0.0)
         value += tl.load(branch + places, inside, 0.0).to(tl.float32) + added[None, :]
         tl.store(x_out + places, value, inside)
-    # The mean first, then deviations from it: a mean of squares less a squared mean would cancel.
+    # The mean first, then deviations from it: E[x²] - E[x]² would cancel.
     middle = tl.sum(value, 1) / dim
     deviation = tl.where(inside, value - middle[:, None], 0.0)
     narrow = 1 / tl.sqrt(tl.sum(deviation * deviation, 1) / dim + eps)
@@ -94,6 +94,7 @@ def _add_norm_backward(
         d_weight += tl.sum(gradient * normal, 0)
         d_bias += tl.sum(gradient, 0)
         gained = gradient * gain[None, :]
+        # LayerNorm's gradient: remove the components along x̂ and along the constant vector.
         along_normal = tl.sum(gained * normal, 1) / dim
         along_one = tl.sum(gained, 1) / dim
         result = direct + (gained - normal * along_normal[:, None] - along_one[:, None]) * narrow[:, None]
@@ -184,7 +185,7 @@ def _packed(
     """Pack gradients of queries, keys and values into rows, with partial sums: reads a value, writes a value."""
     sums = partials + tl.program_id(0) * partials_stride
     third, first = tl.program_id(2), tl.program_id(1) * COLUMNS
-    # Three copies, not a choice of pointers: of a chosen pointer the compiler does not know the alignment.
+    # Three copies, not a selected pointer: the compiler does not know a selected pointer's alignment.
     if third == 0:
         _packed_third(
             q, q_batch, q_head, q_token, packed, sums, first, num_rows, num_tokens, dim, HEAD, ROWS, COLUMNS, STAGES

@@ -74,7 +74,7 @@ class PoolConv(torch.autograd.Function):
     """Normalise a raw map y, pool it and convolve it at the next level; return that raw map and the promise.
 
     `norm` normalises y, and `UpConcatConv` needs it too. There is no `keep`: a pooled map takes a quarter of the memory
-    of its input, and recomputing it takes as long as computing it.
+    of its input, and recomputing it would cost a full pass over that input.
     """
 
     @staticmethod
@@ -86,7 +86,7 @@ class PoolConv(torch.autograd.Function):
         w, z = cast_weight(y, w_conv), pool_map(y, norm)
         ctx.save_for_backward(y, w, z, *norm)
         n, channels, height, width = y.shape
-        # The whole concatenation's shape, not only the skip's half of it: a slice would be copied on its way here.
+        # The shape of the whole concatenation, not of the skip's half: autograd would copy the gradient of a slice.
         promise = y.new_empty(1).expand(n, 2 * channels, height, width)
         return convolve(z, w, 1, 1), promise
 
@@ -196,7 +196,8 @@ class Head(torch.autograd.Function):
 
         y, w, *vectors = ctx.saved_tensors
         norm, dlogits = Norm(*vectors), gradients[0]
-        if dlogits.stride(2) != dlogits.shape[3] * dlogits.stride(3):  # the kernels step from pixel to pixel
+        # The kernels need a constant stride between pixels.
+        if dlogits.stride(2) != dlogits.shape[3] * dlogits.stride(3):
             dlogits = dlogits.contiguous()
         sums, dw, db = sum_head_gradients(y, dlogits, norm, w)
         dy = compute_head_gradient(y, dlogits, norm, w, sums)

@@ -121,7 +121,7 @@ def weight_parts_kernel(dout, z, partials, num_rows, columns, rows_each, stride,
     is_tap, is_column = tap < 4 * CHANNELS, column < columns
     pixels = dout + _tap_offsets(tap, stride, CHANNELS, OUT_WIDTH)[:, None]
     total = tl.zeros((BM, BN), tl.float32)
-    # Sums over rows come from a product too, with ones: in registers the gradient is nowhere else needed.
+    # Sums over rows are a product with ones too: then the gradient need not be kept in registers for them.
     total_bias = tl.zeros((BM, 16), tl.float32)
     begin = tl.program_id(2) * rows_each
     end = tl.minimum(begin + rows_each, num_rows)
@@ -133,6 +133,7 @@ def weight_parts_kernel(dout, z, partials, num_rows, columns, rows_each, stride,
         at = z + row.to(tl.int64)[:, None] * columns + column[None, :]
         values = tl.load(at, mask=is_row[:, None] & is_column[None, :], other=0.0)
         total = tl.dot(gradient, values, total, input_precision="ieee")
+        # The bias' gradient as a product with 16 columns of ones (the smallest tile), divided by 16 below.
         total_bias = tl.dot(gradient, tl.full((BK, 16), 1.0, gradient.dtype), total_bias, input_precision="ieee")
     part = partials + tl.program_id(2).to(tl.int64) * (columns + 1) * (4 * CHANNELS)
     at = part + column[None, :] * (4 * CHANNELS) + tap[:, None]
@@ -190,7 +191,7 @@ def compute_tap_gradients(dout: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
 def get_sizes(half: Tensor, z: Tensor) -> dict[str, int]:
     """Return channels, height and width of z and of the map it is upsampled into, and its top left corner there."""
     (height, width), (out_height, out_width) = z.shape[2:], half.shape[2:]
-    # In the middle; half a pixel up and left of it where the difference is odd.
+    # Centred; half a pixel to the top left if the difference is odd.
     top, left = (out_height - 2 * height) // 2, (out_width - 2 * width) // 2
     return {
         "CHANNELS": half.shape[1], "HEIGHT": height, "WIDTH": width, "OUT_HEIGHT": out_height, "OUT_WIDTH": out_width,

@@ -1,8 +1,8 @@
-"""torch's layers, to be built, saved and hooked as such, that chains of our kernels know by their class.
+"""torch layers that chains of our kernels recognise by their class; they are built, saved and hooked like torch's.
 
-`is_as_built` tells whether somebody has since set what the class does not say, such as another stride or BatchNorm's
-momentum: then torch's own code runs. A chain may take the place of layers only where nobody would notice
-(`are_plain`): a model names the classes its chain knows, each with a check of what a layer of it was told.
+`is_as_built` detects later changes that the class does not show, such as another stride or BatchNorm momentum: then
+torch's own code runs. A chain replaces layers only if the result is indistinguishable (`are_plain`): a model lists the
+classes its chain supports, each with a check of the layer's settings.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def convolve_patches(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out, _, p, q = weight.shape
     grid = x.reshape(n, c, height // p, p, width // q, q)
     if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
-        # A patch's row of q pixels with their channels lies in one piece.
+        # A patch's row of q pixels with their channels is contiguous.
         patches, weight = grid.permute(0, 2, 4, 3, 5, 1), weight.permute(0, 2, 3, 1)
     else:
         patches = grid.permute(0, 2, 4, 1, 3, 5)

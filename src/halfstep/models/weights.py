@@ -74,7 +74,7 @@ def _load_tensors(path: Path) -> Any:
 
 
 def load_weights_(model: nn.Module, weights: Mapping[str, Tensor], *, source: str) -> None:
-    """Copy `weights` into `model`; anything missing, unknown, of another shape or not finite is one error naming it."""
+    """Copy `weights` into `model`; raise one error that names all missing, unknown, misshapen or non-finite ones."""
     own = model.state_dict()
     named = {strip_torch_prefixes(name): name for name in own}
     # Files from before torch 0.4.1 have no counters; torch loads them without, too.

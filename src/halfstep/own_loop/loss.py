@@ -227,7 +227,7 @@ def is_divided_by(number: int, loss: Tensor) -> bool:
 
 
 def _find_numbers(loss: Tensor) -> list[float]:
-    """Return the constants in the last operation; none where it combines two losses."""
+    """Return the constants in the last operation; empty if it combines two losses."""
     assert loss.grad_fn is not None
     inputs = [following for following, _ in loss.grad_fn.next_functions]
     if len(inputs) > 1 and None not in inputs:
@@ -270,7 +270,7 @@ class UnguardedNetworks:
     def __init__(self, writes: ForwardWrites) -> None:
         self.writes = writes
         self.warned: set[nn.Module] = set()
-        self.ran_own = True  # whether a module of the step's own ran in the window that was looked at last
+        self.ran_own = True  # whether one of the step's modules ran in the last observed window
 
     @contextlib.contextmanager
     def watch(self, loss_fn: Callable[..., Any]) -> Iterator[None]:

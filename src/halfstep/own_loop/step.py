@@ -255,7 +255,8 @@ class Step:
         create_graph: bool = True,
         allow_unused: bool = False,
     ) -> Any:
-        """The gradient of `outputs` with respect to `inputs`, in fp32, for a loss that uses it: a gradient penalty.
+        """Return the gradient of `outputs` with respect to `inputs`, in fp32, for a loss that uses it: a gradient
+        penalty.
 
         In fp16 the sum of `outputs` is scaled and the gradient unscaled, so that it does not vanish; if it overflows,
         the step is dropped. Returns a tensor for one input, a tuple for several; `create_graph` and `allow_unused` are

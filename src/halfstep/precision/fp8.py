@@ -163,7 +163,7 @@ class Fp8Layers:
     force: bool = False
 
     def compute_and_reason(self, name: str, module: nn.Module, *, is_edge: bool, reason: str) -> tuple[str, str]:
-        """Return what a module computes in where fp8 was granted, and why."""
+        """Return a module's compute format under granted fp8, and the reason."""
         if not can_take_fp8(module):
             return "bf16", f"fp8 takes plain Linear layers with sides divisible by {MULTIPLE}"
         gain = self.gains.get(name)

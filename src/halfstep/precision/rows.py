@@ -148,7 +148,8 @@ def names_frozen_part(pattern: str, frozen: Mapping[str, nn.Module]) -> bool:
 
 
 def make_frozen_rows(frozen: Mapping[str, nn.Module], default: Grant, parts: Mapping[str, Grant]) -> list[PlanRow]:
-    """Return a row for every frozen part, for the modules a pattern names in it, and for modules with parameters."""
+    """Return rows of frozen modules: one for each whole module, each submodule that a pattern names, and each submodule
+    with its own parameters."""
     asked = {pattern.removesuffix(".*"): grant for pattern, grant in parts.items()}
     rows = []
     for name, part in frozen.items():

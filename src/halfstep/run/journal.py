@@ -408,7 +408,7 @@ def compute_utilisation(unit: Unit, samples_per_s: float, peak: float | None) ->
 
 # --- the slowest rank ---
 
-WINDOW_S = 10.0  # averaged over this time: one slow step is no trend
+WINDOW_S = 10.0  # averaged over this time: one slow step is not a trend
 
 
 class Lagging:

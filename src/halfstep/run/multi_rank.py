@@ -36,8 +36,10 @@ def connect_ranks(
     device: torch.device,
     trained: list[nn.Parameter] | None = None,
 ) -> tuple[Region, Region, Ranks | Literal["alone"]]:
-    """Wrap the eager and the compiled region in DDP, and return them with the step's `Ranks`; as they are without one.
-    `trained` are the parameters of a phase: the others get no gradients, and DDP must not wait for them."""
+    """Wrap the eager and the compiled region in DDP, and return them with the step's `Ranks`; unchanged on one rank.
+
+    `trained` are the parameters of a phase: the others get no gradients, and DDP must not wait for them.
+    """
     eager, compiled = regions
     if world is None:
         return eager, compiled, "alone"

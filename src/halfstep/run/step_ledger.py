@@ -1,7 +1,7 @@
-"""The ledger of a run: the first step in each mode it reaches is observed, then every so many steps.
+"""The ledger of a run: observe the first step in each mode it reaches, then at regular intervals.
 
-Eager and compiled code are observed on the side. Of a captured step the profiler records a replay, which is a step of
-the run, and one uncaptured step of the same code on the side, by which its kernels are told apart.
+Eager and compiled code are observed on the side. For a captured step the profiler records a replay, which is a step of
+the run, and one uncaptured step of the same code on the side, which shows the modules of its kernels.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def observe_ledgers(
     found, replayed = [], _find_replays(parts, engine, replay)
     for phase, own in list_engines(engine):
         prepared = split_window(prepare_window(parts, window), own.pieces)
-        # On a GPU in a thread of its own: cuDNN keeps its choice of algorithms for each thread, and this is not a step.
+        # On a GPU in a fresh thread: cuDNN keeps its choice of algorithms per thread, and this is not a step.
         work = partial(_observe_one, parts, own, prepared, phase)
         ledgers, islands = run_in_fresh_thread(work, parts.device) if parts.device.type == "cuda" else work()
         found += ledgers

@@ -100,7 +100,7 @@ def train(
     allow_changes: bool = False,
     launch: Launch | None = None,
 ) -> Path:
-    """Train, and return the run's folder. `launch` says which of several processes this is."""
+    """Train, and return the run's folder. `launch` identifies this rank among several."""
     with join_world(loaded.config, launch) as world, raise_at_once():
         rank = RunRank(launch, world)
         if world is not None:

@@ -148,8 +148,8 @@ def _refuse_other(name: str, value: Any) -> None:
 class EarlyStopping:
     """Track the best value of the headline metric and count validations since. NaN is never the best.
 
-    A validation out of turn (a run that ends in mid-epoch) may be the best one, but patience neither counts it nor
-    compares with it: a longer run would not have had it.
+    An unscheduled validation (a run that ends in mid-epoch) may be the best one, but patience ignores it: a longer run
+    would not have made it.
     """
 
     def __init__(self, *, mode: Literal["max", "min"], patience: int) -> None:

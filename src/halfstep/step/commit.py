@@ -105,7 +105,7 @@ class CommitWay:
 
     @property
     def can_fail(self) -> bool:
-        """True if the optimizer may raise, or write what is not finite: not a fused kernel after its first step."""
+        """True if the optimizer may raise or write non-finite numbers: all but fused kernels after their first step."""
         return self.by_host or self.method != "found_inf"
 
 
@@ -289,7 +289,7 @@ class Committer:
 
 
 def commit_all(committers: Sequence[Committer], bad: Tensor, factor: Tensor | None) -> Tensor:
-    """Step all optimizers or none. Return the verdict: `bad`, or also that an optimizer wrote what is not finite.
+    """Step all optimizers or none. Return the verdict: `bad`, or an optimizer wrote non-finite numbers.
 
     An optimizer that raises may have stepped some of its groups. Copying all weights at every step to restore those
     would cost more than resuming from a checkpoint, so a note on the error says it. Optimizers that stepped before it

@@ -95,7 +95,7 @@ class Facts:
         self._event: torch.cuda.Event | None = None
 
     def spoil(self, verdict: Tensor) -> None:
-        """Take the verdict of the optimizers, which may have written what is not finite."""
+        """Take the verdict of the optimizers, which may have written non-finite numbers."""
         self.spoiled = verdict & ~self.bad
         self.holds = self.holds | self.spoiled & ~self.held
         self.bad = verdict

@@ -337,7 +337,7 @@ class Step:
         """Set the verdict: bad if empty, ruined, a skipped spike, or not finite. All on the device, without a wait."""
         loss, weight, norm = totals.loss, totals.weight, facts.grad_norm
         if isinstance(weight, Tensor):
-            facts.empty = facts.empty | (weight == 0)  # on the device, wherever the weight lies
+            facts.empty = facts.empty | (weight == 0)  # on the device, wherever the weight is
         elif weight == 0:
             facts.empty = torch.ones_like(facts.empty)
         facts.spike = self.spikes.judge(loss)

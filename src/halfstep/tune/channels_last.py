@@ -42,7 +42,7 @@ def is_only_tried(config: RunConfig, plan: Plan) -> bool:
 
 
 def convolves_images(*modules: nn.Module) -> bool:
-    """True if modules have 2D convolution kernels; a position table (1, C, H, W) is none."""
+    """True if modules have 2D convolution kernels; a position table (1, C, H, W) does not count."""
     return any(parameter.ndim == 4 and len(parameter) > 1 for module in modules for parameter in module.parameters())
 
 

@@ -88,7 +88,7 @@ def _predict_pieces(config: RunConfig, workload: Workload, plan: Plan, say: Call
 
 
 def find_fitting_pieces(config: RunConfig, workload: Workload, plan: Plan, limit_bytes: int) -> int:
-    """Return into how many micro-batches each batch must be cut to fit, by prediction: 1, 2, 4 ..."""
+    """Return the predicted number of micro-batches per batch that fits into memory: 1, 2, 4 ..."""
     planner = MemoryPlanner(build_traceable_step(config, workload.store))
     cell = Cell.of_plan(config, plan)
     if planner.predict(cell).total <= limit_bytes:

@@ -21,8 +21,8 @@ from halfstep.errors import ConfigError
 from halfstep.step.flat import is_dense, view_flat, view_like
 from halfstep.step.optim.half_weights import Rounding, is_kept_in_half, join, make_key, round_stochastically, split
 
-LOW = "low"  # the 16 bits beside a weight, among its optimizer's state
-VALUES_AT_ONCE = 2**26  # fp32 copies of so many weights and gradients are there at a time: half a gigabyte
+LOW = "low"  # key of a weight's low 16 bits in the optimizer's state
+VALUES_AT_ONCE = 2**26  # values with fp32 copies of weight and gradient at a time: half a gigabyte
 
 
 class JudgedAdamW(Optimizer):
@@ -32,7 +32,7 @@ class JudgedAdamW(Optimizer):
     """
 
     takes_fp32_gradients = True
-    was_stored_without_low = False  # a run that kept none goes on without: what was lost cannot be made up
+    was_stored_without_low = False  # a run without low halves continues without: lost bits cannot be recovered
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class JudgedAdamW(Optimizer):
     ) -> None:
         if not (float(lr) >= 0 and eps > 0 and all(0 <= beta < 1 for beta in betas)):
             raise ConfigError(f"AdamW with lr={float(lr)}, betas={betas}, eps={eps}", fix="lr=1e-3, betas=0.9, 0.999")
-        # `fused` says that step() reads found_inf on the device.
+        # `fused` means that step() reads found_inf on the device.
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True})
         self.rounding, self.seed = rounding, seed
         parameters = (p for group in self.param_groups for p in group["params"])
@@ -84,7 +84,7 @@ class JudgedAdamW(Optimizer):
 
     def write(self, parameter: Tensor, weights: Tensor, values: Tensor, state: Mapping[str, Tensor]) -> None:
         if not is_kept_in_half(parameter):
-            if values is not weights:  # `read` gave fp32 weights themselves, and they are written already
+            if values is not weights:  # `read` returned the fp32 weights themselves, which are updated already
                 weights.copy_(values)
         elif LOW in state:
             high, low = split(values)
@@ -92,7 +92,8 @@ class JudgedAdamW(Optimizer):
             state[LOW].view_as(weights).copy_(low)
         elif self.rounding == "stochastic":
             key = make_key(self.seed, self.numbers[parameter], state["step"])
-            in_order = view_flat(values) if is_dense(values) else values.reshape(-1)  # of memory, as a kernel goes
+            # The hash takes positions in memory order, as in the kernel.
+            in_order = view_flat(values) if is_dense(values) else values.reshape(-1)
             weights.copy_(view_like(round_stochastically(in_order, key), values))
         else:
             self._count_lost(weights, values)
@@ -120,7 +121,7 @@ class JudgedAdamW(Optimizer):
             parameter = parameters[index]
             own = {name: value.to(parameter.device, copy=True) for name, value in stored.items()}
             if self.rounding != "split":
-                own.pop(LOW, None)  # of a run that rounds otherwise from here on
+                own.pop(LOW, None)  # the run uses another rounding from now on
                 self.state[parameter].pop(LOW, None)
             kept = {n: v.float() if v.dtype == torch.bfloat16 else v for n, v in own.items()}
             self.state[parameter].update(kept)

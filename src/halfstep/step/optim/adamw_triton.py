@@ -26,7 +26,7 @@ from halfstep.step.optim.half_weights_triton import NEAREST, load_weight, store_
 BLOCK, TILES, WARPS = 1024, 4, 4
 """Eight values per thread at a time, in accesses of 16 bytes; tiles of a program, which looks its addresses up once."""
 
-COUNTED = 256  # counters of a program
+COUNTED = 256  # counters per program
 
 GRADIENT, FIRST, SECOND, COUNTER, LENGTH, LOW, FIELDS = 1, 2, 3, 4, 5, 6, 7  # rows of the table; the weight's is 0
 

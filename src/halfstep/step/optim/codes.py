@@ -56,7 +56,8 @@ def make_levels(extra_bits: int) -> tuple[Level, ...]:
     for level in range(NUM_DECADES):
         low, parts = 10.0 ** (level - NUM_DECADES), 2 ** (level + extra_bits)
         width = 9 * low / parts
-        # Half way from the value below: that is zero, or half a part of a fifth of this width under `low`.
+        # The midpoint to the value below, which is zero for the first decade. The decade below has intervals of a fifth
+        # of this width, so its last midpoint is a tenth of this width under `low`.
         threshold = low + width / 5 if level else (low + width / 2) / 2
         found.append(Level(threshold, 1 / width, rank - low / width, rank + parts - 1))
         rank += parts

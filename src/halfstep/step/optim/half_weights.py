@@ -27,7 +27,7 @@ HALF = 0x8000
 MASK = 0xFFFF_FFFF
 FIRST, SECOND = 0x7FEB352D, 0x846CA68B
 """Multipliers of Wellons' hash "lowbias32", whose every bit of output depends evenly on every bit of input."""
-STEPS, NUMBERS = 0x9E3779B1, 0x85EBCA77  # odd numbers that set steps and parameters apart
+STEPS, NUMBERS = 0x9E3779B1, 0x85EBCA77  # odd factors that keep the keys of steps and parameters distinct
 Whole = TypeVar("Whole", int, Tensor)
 
 
@@ -48,7 +48,7 @@ def round_stochastically(values: Tensor, key: Tensor) -> Tensor:
     positions = torch.arange(values.numel(), device=values.device)
     noise = hash_numbers(positions + key) & 0xFFFF
     rounded = values.view(torch.int32) + noise.int() >> 16
-    # Infinity and NaN have no neighbour to go to.
+    # Infinity and NaN cannot be rounded to a neighbour.
     return torch.where(values.isfinite(), rounded.to(torch.int16).view(torch.bfloat16), values.bfloat16())
 
 

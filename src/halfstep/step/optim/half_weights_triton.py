@@ -11,7 +11,7 @@ import triton.language as tl
 
 from halfstep.step.optim import half_weights
 
-NEAREST, SPLIT, STOCHASTIC = 0, 1, 2  # how a kernel stores a weight; the first also for fp32 ones
+NEAREST, SPLIT, STOCHASTIC = 0, 1, 2  # how a kernel stores a weight; the first is also used for fp32
 IS_SPLIT: tl.constexpr = tl.constexpr(SPLIT)
 IS_STOCHASTIC: tl.constexpr = tl.constexpr(STOCHASTIC)
 HALF: tl.constexpr = tl.constexpr(half_weights.HALF)

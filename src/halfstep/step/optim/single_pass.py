@@ -27,7 +27,7 @@ ALIGNMENT = 16  # bytes of one access
 
 
 def can_run_single_pass(optimizer: Optimizer, device: torch.device) -> bool:
-    # The exact classes, and without hooks: it is not their step() that runs.
+    # Exact classes without hooks only: their own step() does not run.
     is_plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, AdamWBf16) and not (
         optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     )
@@ -37,7 +37,7 @@ def can_run_single_pass(optimizer: Optimizer, device: torch.device) -> bool:
 
 def _takes_group(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> bool:
     is_other = any(group.get(name) for name in ("amsgrad", "maximize", "differentiable")) or not group["fused"]
-    # Adam adds the decay to the gradient, and there torch 2.11's kernel rounds as ours does not (seen on an H200).
+    # Adam adds the decay to the gradient, where torch 2.11's kernel rounds differently from ours (seen on an H200).
     is_other |= bool(group["weight_decay"]) and not group.get("decoupled_weight_decay", True)
     if isinstance(optimizer, AdamWBf16):
         kinds = {parameter.dtype for parameter in group["params"]}
@@ -77,7 +77,8 @@ def _is_like(tensor: Tensor, parameter: Tensor, device: torch.device, dtype: tor
         and tensor.dtype == dtype
         and tensor.numel() > 0
         and is_dense(tensor)
-        and all(one == other for one, other, size in strides if size > 1)  # of a single entry it means nothing
+        # The stride of a dimension of size 1 is irrelevant.
+        and all(one == other for one, other, size in strides if size > 1)
         and tensor.data_ptr() % ALIGNMENT == 0
     )
 

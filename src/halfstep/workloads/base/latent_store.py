@@ -239,8 +239,8 @@ def _refuse_other_file(path: Path) -> None:
 
 
 def describe_resume(cache: LatentCache, stored: str, *, is_new: bool) -> str:
-    """Return a text for the header if a run was trained on other latents, by their SHA-256; refuse a file that was not
-    written just now."""
+    """Return a text for the header if a run was trained on other latents, by their SHA-256; refuse them unless the file
+    was just rebuilt."""
     if stored in ("", cache.checksum):
         return ""
     if not is_new:

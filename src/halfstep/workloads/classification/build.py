@@ -248,7 +248,7 @@ Classifier = ResNet | ViT
 
 
 def load_classifier_(model: Classifier, weights: dict[str, Tensor], *, source: str, replace_head: bool) -> None:
-    """Copy weights into the model, all but the head with `replace_head`; a mismatch is an error that names it."""
+    """Copy weights into the model, all but the head with `replace_head`; raise an error that names a mismatch."""
     weights = match_names(model.state_dict(), weights)
     if isinstance(model, ViT) and "encoder.pos_embedding" in weights:
         weights["encoder.pos_embedding"] = _fit_positions(model, weights["encoder.pos_embedding"])

@@ -38,7 +38,7 @@ from halfstep.workloads.diffusion.diffusers_nets import (
 )
 
 MORE_CONDITIONS = ("addition_embed_type", "encoder_hid_dim", "class_embed_type", "time_cond_proj_dim")
-"""Settings of diffusers' U-Nets that need inputs of their own."""
+"""Settings of diffusers' U-Nets that need further inputs."""
 SHOWN_CLASSES = 5
 
 

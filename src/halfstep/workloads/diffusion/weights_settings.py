@@ -28,7 +28,7 @@ THEIR_NUMBERS = {
     "beta_end": "beta_end",
     "zero_terminal_snr": "rescale_betas_zero_snr",
 }
-"""Names of theirs by names of ours; both have the same defaults."""
+"""diffusers' names by our names; both have the same defaults."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +96,7 @@ def _read_schedule(weights: str, unet: Path) -> tuple[dict[str, Any], list[str]]
     found = _read_json(path)
     noise, what = _translate_noise(found, path)
     if what:
-        if unet == Path(weights).expanduser():  # whoever names the U-Net's own folder wants it without its schedule
+        if unet == Path(weights).expanduser():  # naming the U-Net's own folder means: without its schedule
             return {}, [f"{what}; noise.* and model.target hold"]
         raise ConfigError(
             what,

@@ -60,7 +60,7 @@ class LanguageEvaluation(PlainEvaluation):
 
     @staticmethod
     def config_for(config: RunConfig, folder: Path) -> RunConfig:
-        return use_folder(config, folder, val_fraction=0.0, cache=False)  # nothing is written beside others' texts
+        return use_folder(config, folder, val_fraction=0.0, cache=False)  # nothing is written next to the user's texts
 
     @staticmethod
     def on_all(workload: Workload) -> Workload:

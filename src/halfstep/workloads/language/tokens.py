@@ -369,7 +369,7 @@ def _read_header(path: Path) -> dict[str, Any]:
         if size != len(MAGIC) + ids + length + 8:
             raise ValueError(f"it has {size:,} bytes and should have {len(MAGIC) + ids + length + 8:,}")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        # What neither begins nor is named as one of ours may be anything, and dear to somebody.
+        # A file without our header or name may be anything, including something valuable.
         is_ours = begin == MAGIC or path.suffix == ENDING
         fix = "remove it: it is made again" if is_ours else "choose a new file: data.cache_file=FILE"
         raise DataError(f"{path} is not a token cache", why=str(error), fix=fix) from error

@@ -164,7 +164,7 @@ def apply_filter(x: Tensor, weight: Tensor) -> Tensor:
     real, imaginary = real * a.mT - imaginary * b.mT, real * b.mT + imaginary * a.mT
     # Inverse transform exp(+iwx) over the height; the width follows below, real part only.
     real, imaginary = (real @ cos_h - imaginary @ sin_h).mT, (imaginary @ cos_h + real @ sin_h).mT
-    # Frequencies that stand for their mirror images too count twice.
+    # The half spectrum holds one of each conjugate pair, so all frequencies but 0 and Nyquist count twice.
     place = torch.arange(half, device=x.device)
     count = torch.where((place == 0) | (2 * place == width), 1.0, 2.0) / (height * width)
     return (real * count) @ cos_w.T - (imaginary * count) @ sin_w.T

@@ -82,7 +82,7 @@ class RadioFiles:
     """One file, or the versions of a map with missing buildings."""
     antenna: Path
     gain: Path | None
-    """None where only a prediction is wanted."""
+    """The true gain; None if only a prediction is wanted."""
     cars: Path | None = None
 
     @property

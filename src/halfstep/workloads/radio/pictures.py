@@ -28,7 +28,7 @@ class MapRow:
 
     name: str
     condition: Array | None
-    """(3, H, W) bytes: buildings, antenna, cars or buildings again; None where a map was made from itself."""
+    """(3, H, W) bytes: buildings, antenna, cars or buildings again; None if the map was reconstructed from itself."""
     predicted: Array
     truth: Array | None = None
 

@@ -235,7 +235,7 @@ def _make_store(config: UNetConfig, scan: Scan, table: MaskTable, side: int) -> 
 
 def _note_many_values(config: UNetConfig, data: FoundPairs, table: MaskTable) -> list[str]:
     found = len(table.values)
-    # ADE20K has 150 classes, and whoever says how many there are has counted them.
+    # ADE20K has 150 classes; a user who sets the number of classes has counted them.
     if found <= MANY_VALUES or data.ignored is not None or config.model.classes == found:
         return []
     shown = list_some(table.values, SHOWN_VALUES)

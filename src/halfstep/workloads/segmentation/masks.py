@@ -41,7 +41,7 @@ class MaskTable:
         return any(isinstance(value, tuple) for value in (*self.values, self.ignored))
 
     def to_classes(self, mask: Array, path: Path) -> Array:
-        """Return the class map (uint8) of a mask; a value outside the table is an error naming file and value."""
+        """Return the class map (uint8) of a mask; raise an error with file and value for values outside the table."""
         if mask.ndim == 3 and not self.is_colour:
             raise DataError(
                 f"{path} is a colour mask", why=f"the classes are the gray values {list_some(self.values, 8)}"

@@ -138,7 +138,7 @@ class _Axis:
     """One tile along one axis: the result pixels that it owns, and their positions in the tile."""
 
     def __init__(self, length: int, result: int, seen: Span, used: Span) -> None:
-        # Pixels are areas: the middle of the first one lies half a pixel inside, at either size.
+        # Pixels are areas: the centre of the first one is half a pixel inside, at either size.
         places = (torch.arange(result, dtype=torch.float64) + 0.5) * (length / result) - 0.5
         places = places.clamp(0, length - 1)
         first, end = torch.searchsorted(places, torch.tensor(used, dtype=torch.float64)).tolist()

@@ -89,7 +89,7 @@ def build_dinov2(name: str, *, depth: int = 0, heads: int = 0, dim: int = 0, gri
 
 
 def load_backbone_(model: DinoV2, path: str) -> None:
-    """Load a local file with any of the known names; another architecture is an error that names the difference."""
+    """Load a local file with any of the known names; for another architecture, raise an error with the difference."""
     load_backbone_weights_(model, read_weights(Path(path))[0], source=path)
 
 

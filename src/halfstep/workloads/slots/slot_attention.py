@@ -4,8 +4,8 @@ Slots of one frame, after a predictor, are where the next frame starts. On upstr
 depend: the recurrent cell takes the *normalised* slots as its state, and the perceptron runs in every iteration.
 
 Slots stay fp32 from frame to frame, since rounding would add up over frames and iterations. The softmax over slots, its
-renormalisation over positions and the weighted mean are an island: an epsilon of 1e-8 is 0 in fp16, and nothing beside
-a bf16 softmax, and a slot that wins no position would be 0/0. Keys and values of all frames come from one product.
+renormalisation over positions and the weighted mean are an island: an epsilon of 1e-8 is 0 in fp16, and too small to
+change a bf16 softmax, so a slot that wins no position would be 0/0. Keys and values of all frames are one product.
 """
 
 from __future__ import annotations

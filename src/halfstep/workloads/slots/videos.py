@@ -169,7 +169,7 @@ def merge_planes(planes: Array, name: str) -> Array:
 
 
 def describe_left_out(bad_files: BadFiles) -> str:
-    """Say what was left out; empty if nothing was."""
+    """Describe what was left out; empty if nothing was."""
     return f"{len(bad_files.skipped)} left out: {bad_files.skipped[0].what}" if bad_files.skipped else ""
 
 

@@ -189,7 +189,7 @@ def make_linear(
 
 
 class WordEmbedding(nn.Module):
-    """A vector per word; upstream's name has two parts."""
+    """Look up a vector per word; a module of its own, so that weights have upstream's name `dictionary.weight`."""
 
     def __init__(self, vocabulary: int, dim: int) -> None:
         super().__init__()

@@ -86,7 +86,7 @@ def parse_scalar(text: str) -> object:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """`json.loads`, where nesting that is too deep for Python's stack is a ValueError like any other damage."""
+    """Parse JSON; nesting too deep for Python's stack is a ValueError, like any other damage."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -21,7 +21,7 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """Bits that carry information: sign, exponent, mantissa."""
+        """Return the bits that carry information: sign, exponent, mantissa."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
@@ -30,7 +30,8 @@ class Format:
 
     @property
     def max_exponent(self) -> int:
-        """Exponent of the largest number: finite-only formats use the code that IEEE keeps for infinity."""
+        """Return the exponent of the largest number: finite-only formats use the code that IEEE reserves for
+        infinity."""
         return self.bias if self.has_infinity else self.bias + 1
 
     @property
@@ -53,7 +54,7 @@ class Format:
 
     @property
     def decimal_digits(self) -> float:
-        """Significant decimal digits: log10 of 2^(M+1), the implicit bit counted."""
+        """Return the significant decimal digits: log10 of 2^(M+1), counting the implicit bit."""
         return (self.mantissa_bits + 1) * math.log10(2)
 
 
@@ -62,7 +63,7 @@ FP16 = Format(name="fp16", exponent_bits=5, mantissa_bits=10, storage_bits=16)
 
 
 def round_value(x: float, fmt: Format) -> float:
-    """What `fmt` makes of one number: nearest even, with subnormals, overflow to infinity (NaN without one)."""
+    """Round one number to `fmt`: to nearest even, with subnormals and overflow to infinity (NaN without one)."""
     if x == 0.0 or math.isnan(x) or math.isinf(x) and fmt.has_infinity:
         return x
     if math.isinf(x):

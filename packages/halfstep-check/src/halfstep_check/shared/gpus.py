@@ -95,7 +95,7 @@ class KnownGPU:
 
 
 def read_known() -> Iterator[KnownGPU]:
-    """Every model of the file, in its order."""
+    """Return every model of the file, in its order."""
     family: list[str] = []
     for line in resources.files(__package__).joinpath("known_gpus.txt").read_text().splitlines():
         cells = [cell.strip() for cell in line.split("|")]
@@ -121,9 +121,10 @@ FORM_FACTOR = re.compile(r"sxm\d?|pcie|nvl|dgxs|hbm\d?e?|3e|oam|\d+gb?")
 """Words that may follow the model without making it another one."""
 
 
-@functools.cache  # every name is held against every row
+@functools.cache  # every name is compared with every row
 def split_words(name: str) -> frozenset[str]:
-    """`NVIDIA A100-SXM4-80GB` -> a100, sxm4, 80gb; `rtx4090`, `M2Max` and `v100 32 GB` are split and joined alike."""
+    """Split `NVIDIA A100-SXM4-80GB` into a100, sxm4, 80gb; `rtx4090`, `M2Max` and `v100 32 GB` are split and joined
+    alike."""
     text = re.sub(r"(\d+)\s*gi?b\b", r" \1gb ", name.lower())
     text = re.sub(r"\b(\d+)g\b", r" \1gb ", text)  # `80g`, but no A10G
     text = re.sub(r"\b(rtx|gtx|rx|arc|tpu|titan|quadro|max)(?=[a-z]?\d)", r"\1 ", text)
@@ -133,7 +134,7 @@ def split_words(name: str) -> frozenset[str]:
 
 
 def find_known(name: str) -> KnownGPU | None:
-    """The device a driver (`Tesla T4`) or a person (`4090`) means by this name; None when no single one fits."""
+    """Return the device a driver (`Tesla T4`) or a person (`4090`) means by this name; None if no single one fits."""
     rows = _find_rows(split_words(name))
     return rows[0] if len(rows) == 1 else None
 
@@ -172,7 +173,7 @@ def look_up_gpu(name: str) -> KnownGPU:
 
 
 def find_nearest_names(name: str, *, count: int = 5) -> list[str]:
-    """The known names most like this one: those that share a word with it first, then by spelling."""
+    """Return the known names most like this one: those that share a word with it first, then by spelling."""
 
     def likeness(gpu: KnownGPU) -> tuple[int, float]:
         spelling = difflib.SequenceMatcher(None, name.lower(), gpu.name.lower()).ratio()

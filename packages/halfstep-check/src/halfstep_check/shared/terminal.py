@@ -140,7 +140,7 @@ def option(help: str, *names: str, panel: str | None = None, **more: Any) -> Any
 
 
 def print_text(console: Console, text: Text) -> None:
-    """Print a paragraph: on a terminal broken between words, elsewhere as one line that a search finds whole.
+    """Print a paragraph: wrapped on a terminal, elsewhere as one line, so that it can be searched.
 
     A path longer than the terminal is left whole, so that it can be copied.
     """
