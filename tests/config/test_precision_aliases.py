@@ -51,7 +51,7 @@ def test_python_values_that_are_not_text(value: object, meaning: str) -> None:
 
 @pytest.mark.parametrize("word", ["fp16-true", "16-true", "half-true", "pure_fp16", "64", "double", "fp64", "e5m2"])
 def test_precisions_not_offered_are_refused_with_the_reason(word: str) -> None:
-    with pytest.raises(ConfigError, match="is not offered") as caught:
+    with pytest.raises(ConfigError, match="is not supported") as caught:
         normalise_precision(word, "here")
     assert caught.value.why
     assert caught.value.fix.startswith("use ")

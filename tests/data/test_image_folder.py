@@ -88,7 +88,7 @@ def test_every_unusable_folder_is_named(tmp_path: Path) -> None:
 
 def test_a_split_needs_a_second_picture(tmp_path: Path) -> None:
     write_classes(tmp_path, {"a": 1, "b": 1})
-    with pytest.raises(DataError, match="nothing is left for validation"):
+    with pytest.raises(DataError, match="none is left for validation"):
         find_images(tmp_path, USUAL)
 
 

@@ -264,7 +264,7 @@ def test_a_jpeg_mask_with_smeared_values_is_refused(tmp_path: Path) -> None:
 
 def test_fractions_in_a_float_mask_are_refused(tmp_path: Path) -> None:
     assert read_mask(save(tmp_path / "ok.npy", np.array([[0.0, 1.0]]))).tolist() == [[0, 1]]
-    with pytest.raises(DataError, match="whole numbers"):
+    with pytest.raises(DataError, match="integers"):
         read_mask(save(tmp_path / "bad.npy", np.array([[0.0, 0.5]])))
 
 

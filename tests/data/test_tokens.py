@@ -328,7 +328,7 @@ def test_a_damaged_cache_is_refused(tmp_path: Path) -> None:
     place.write_bytes(bytes(content))
     with pytest.raises(DataError, match="checksum does not match") as error:
         open_or_tokenise(texts_at(tmp_path), Bytes(), place)
-    assert "remove it" in error.value.fix
+    assert "delete it" in error.value.fix
     place.write_bytes(bytes(content[:-30]))
     with pytest.raises(DataError, match="not a token cache") as error:
         open_or_tokenise(texts_at(tmp_path), Bytes(), place)

@@ -314,7 +314,7 @@ def test_sizes_are_read_with_their_units(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "many", "-3GB", "0", "24 parsecs", "1.2.3GB", "nan", "1e99GB", "1e999"])
 def test_a_size_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="not a size of memory"):
+    with pytest.raises(ConfigError, match="not a memory size"):
         read_size(text)
 
 

@@ -245,7 +245,7 @@ class NeedsClosure(torch.optim.SGD):
 
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], type[HalfstepError], str]] = {
-    "precision None": ({"precision": None}, PrecisionError, "precision is None"),
+    "precision None": ({"precision": None}, PrecisionError, "unknown precision None"),
     "precision float64": ({"precision": torch.float64}, PrecisionError, "float64"),
     "precision typo": ({"precision": "bf61"}, ConfigError, "bf16"),
     "accumulate 0": ({"accumulate": 0}, ConfigError, "accumulate=0"),

@@ -302,6 +302,6 @@ def test_a_stored_state_of_other_phases_is_refused(tmp_path: Path) -> None:
     state = newest(folder).state["step"]
     del state["phases"]["critic"]
     before = {name: own.committed.clone() for name, own in both.step.steps.items()}
-    with pytest.raises(CheckpointError, match="of the phases generator, not generator, critic"):
+    with pytest.raises(CheckpointError, match="has the phases generator, not generator, critic"):
         both.step.load_state_dict({**state, "ema": {}})
     assert_same_bits(before, {name: own.committed for name, own in both.step.steps.items()})

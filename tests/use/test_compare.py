@@ -265,7 +265,7 @@ def test_the_report_of_an_unfinished_comparison_says_so_and_has_no_empty_note(tm
     runs = [timed(row, seed, [0.8 + 0.01 * seed], precision="fp32") for seed in range(2) for row in "ab"]
     request = CompareRequest(target=MOONS, overrides=("device=cpu",), rows=rows)
     page = render_comparison_page(written(tmp_path / "c", request, margin=0.05, runs=runs))
-    assert "unfinished after 4 runs; halfstep compare --resume goes on" in page
+    assert "unfinished after 4 runs; continue it with halfstep compare --resume" in page
     assert "ended: <" not in page
 
 

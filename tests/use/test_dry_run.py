@@ -171,7 +171,7 @@ def test_the_command_prints_json_draws_and_ends_with_1_where_something_does_not_
 def test_a_step_that_is_bad_in_fp32_judges_no_format() -> None:
     model = net(plain=1.0)
     subject = subject_of(model, [torch.full((4, 16), float("nan"))])
-    with pytest.raises(PrecisionError, match="bad without fp16 already: fp32: loss nan"):
+    with pytest.raises(PrecisionError, match="already fails without fp16: fp32: loss nan"):
         judge_modules(subject, "fp16", [subject.window])
 
 

@@ -370,7 +370,7 @@ def test_the_header_says_what_the_unet_is_told_and_which_captions_are_cut(
     data: Path, text: str, tmp_path: Path
 ) -> None:
     plain = building.build(settings("diffusion", data, model__conditioning="class").config)  # type: ignore[arg-type]
-    assert dict(plain.about)["is told"].startswith("its class, of 3: cross, disc, square; 10% of the samples: nothing")
+    assert dict(plain.about)["condition"].startswith("its class, of 3: cross, disc, square; 10% of the samples: none")
     for k in range(3):
         Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8)).save(tmp_path / f"{k}.png")
     rows = [{"file_name": f"{k}.png", "text": "a red disc" if k else "red " * 20} for k in range(3)]
@@ -378,7 +378,7 @@ def test_the_header_says_what_the_unet_is_told_and_which_captions_are_cut(
     wish = {"model__conditioning": "text", "model__text_encoder": text, "model__attention_head_dim": 2}
     told = building.build(settings("diffusion", tmp_path, **wish).config)  # type: ignore[arg-type]
     assert told.notes == ("cut: 1 caption of more than 16 tokens",)
-    assert "caption" in dict(told.about)["is told"]
+    assert "caption" in dict(told.about)["condition"]
 
 
 # --- bad input ---

@@ -93,7 +93,7 @@ def test_training_on_latents_from_disk_is_training_on_maps_and_other_latents_are
     write_latents(kept, len(tensors.moments), tuple(tensors.moments.shape[1:]), [tensors.moments + 1], {
         name: value for name, value in tensors.meta.items() if name != "sha256"
     })  # fmt: skip
-    with pytest.raises(DataError, match="other latents"):
+    with pytest.raises(DataError, match="different latents"):
         resume(cached, "train.max_steps=4")
 
 

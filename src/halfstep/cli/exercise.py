@@ -42,7 +42,7 @@ def command(
     from rich.console import Console
 
     if number not in NUMBERS:
-        raise ConfigError(f"there is no exercise {number}", fix="1, 2 or 3")
+        raise ConfigError(f"there is no exercise {number}", fix="choose 1, 2 or 3")
     if data_dir is not None and number != 1:
         raise ConfigError(f"exercise {number} needs no data", fix="leave --data-dir out")
     out.mkdir(parents=True, exist_ok=True)

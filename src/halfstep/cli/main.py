@@ -193,7 +193,7 @@ def explain_memory_error(error: MemoryError | RuntimeError) -> HalfstepError:
     return MemoryLimitError(
         "out of memory: these sizes do not fit this machine",
         why=asked[1] if asked else str(error).strip().split("\n")[-1],
-        fix="a smaller train.batch_size, data.image_size or model, or fewer data.num_workers",
+        fix="use a smaller train.batch_size, data.image_size or model, or fewer data.num_workers",
     )
 
 

@@ -87,7 +87,7 @@ def read_settings(context: typer.Context) -> tuple[FolderLayout, PackSettings]:
     names = {"train": "train_folder", "val": "val_folder", "val_fraction": "val_fraction", "seed": "split_seed"}
     layout = FolderLayout(label_column=given["label_column"], **{own: given[name] for own, name in names.items()})
     if given["on_bad_file"] not in ("error", "skip"):
-        raise ConfigError(f"--on-bad-file {given['on_bad_file']}", fix="error or skip")
+        raise ConfigError(f"unknown --on-bad-file {given['on_bad_file']!r}", fix="use error or skip")
     return layout, PackSettings(**{name: given[name] for name in ("size", "limit_gb", "workers", "on_bad_file")})
 
 

@@ -125,7 +125,9 @@ def command(
     if resume and out:
         raise ConfigError(f"--resume {resume} continues in its own folder, not in --out {out}", fix="leave --out out")
     if as_json and not show_config:
-        raise ConfigError("--json needs --show-config", fix="a run's metrics are JSON: metrics.jsonl in its folder")
+        raise ConfigError(
+            "--json needs --show-config", fix="leave --json out; a run writes its metrics as JSON to metrics.jsonl"
+        )
     if check_validation:
         typer.echo("validation reads each sample once, in index order; data.val_size is compared", err=True)
     if schema or show_config:
@@ -270,11 +272,11 @@ def parse_timeout(text: str) -> int:
     """Parse DD:HH:MM:SS into seconds; days and hours are optional."""
     found = DURATION.fullmatch(text)
     if found is None:
-        raise ConfigError(f"--timeout {text} is not a duration", fix="DD:HH:MM:SS, such as 00:11:30:00")
+        raise ConfigError(f"--timeout {text} is not a duration", fix="write DD:HH:MM:SS, such as 00:11:30:00")
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
     total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if total == 0:
-        raise ConfigError(f"--timeout {text} is zero", fix="DD:HH:MM:SS, such as 00:11:30:00")
+        raise ConfigError(f"--timeout {text} is zero", fix="write DD:HH:MM:SS, such as 00:11:30:00")
     return total
 
 
@@ -285,7 +287,7 @@ def parse_gpus(gpus: str) -> tuple[int, str]:
     names = [name.strip() for name in gpus.split(",") if name.strip()]
     if "," in gpus and names and all(name.isdecimal() for name in names) and len(set(names)) == len(names):
         return len(names), ",".join(names)
-    raise ConfigError(f"--gpus {gpus}", why="it is neither a count nor a list of GPUs", fix="--gpus 2, or --gpus 0,1")
+    raise ConfigError(f"--gpus {gpus} is neither a count nor a list of GPUs", fix="write --gpus 2, or --gpus 0,1")
 
 
 def start_on_gpus(gpus: str, device: str, variables: MutableMapping[str, str]) -> None:

@@ -54,6 +54,6 @@ def normalise_precision(value: object, where: str = "") -> str:
     at = f" ({where})" if where else ""
     if word in REFUSED:
         why, fix = REFUSED[word]
-        raise ConfigError(f"precision {value!s} is not offered{at}", why=why, fix=fix)
+        raise ConfigError(f"precision {value!s} is not supported{at}", why=why, fix=fix)
     fix = suggest_nearest(word, PRECISIONS) if word else f"one of {', '.join(PRECISIONS)}"
     raise ConfigError(f"unknown precision {str(value)!r}{at}", fix=fix)

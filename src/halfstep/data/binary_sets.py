@@ -113,7 +113,9 @@ def _read_idx_images(folder: Path, part: str) -> StoredImages:
     if len(pixels) != len(labels) or len(pixels) == 0:
         raise DataError(f"{folder} holds {len(pixels)} {part} images and {len(labels)} labels", fix="download it again")
     if pixels.shape[1] != pixels.shape[2]:
-        raise DataError(f"{folder}: images of {pixels.shape[2]}×{pixels.shape[1]} pixels", why="they must be square")
+        raise DataError(
+            f"the images in {folder} have {pixels.shape[2]}×{pixels.shape[1]} pixels", why="they must be square"
+        )
     gray = torch.from_numpy(pixels).unsqueeze(-1)
     return StoredImages(
         pixels=gray.expand(-1, -1, -1, 3),  # no copy: each channel is the same memory

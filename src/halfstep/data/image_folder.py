@@ -108,7 +108,7 @@ def find_images(root: Path, layout: FolderLayout, *, known: Sequence[str] = ()) 
         raise DataError(
             f"{list_some(train_folders)} holds one class, {classes[0]}",
             why="a classifier needs at least two classes",
-            fix="one folder per class: train/<class>/*.jpg",
+            fix="make one folder per class: train/<class>/*.jpg",
         )
     if val_folders:
         val = read_labels(val_folders[0], root, layout.label_column, usual=layout.label_columns)
@@ -182,7 +182,7 @@ def _list_classes(folders: Sequence[Path]) -> dict[str, list[Path]]:
         raise DataError(
             f"no class folders in {list_some(folders)}",
             why=f"it holds {describe_content(folders[0])}",
-            fix="one folder per class: train/<class>/*.jpg and val/<class>/*.jpg",
+            fix="make one folder per class: train/<class>/*.jpg and val/<class>/*.jpg",
         )
     empty = sorted(name for name, paths in found.items() if not paths)
     if empty:

@@ -66,7 +66,7 @@ def read_launch(variables: Mapping[str, str]) -> Launch | None:
 def _read_torchrun(variables: Mapping[str, str]) -> Launch:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in variables]
     if missing:
-        raise ConfigError(f"RANK and WORLD_SIZE are set, {' and '.join(missing)} not", fix="start it with torchrun")
+        raise ConfigError(f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}", fix="start it with torchrun")
     return Launch(
         rank=_read_number(variables, "RANK"),
         size=_read_number(variables, "WORLD_SIZE"),

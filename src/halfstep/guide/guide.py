@@ -327,7 +327,7 @@ def _ask_workload(asker: Asker, machine: Machine) -> str:
 def check_own_workload(answer: str) -> str:
     """Check that an import path leads to a callable."""
     if not is_import_path(answer):
-        raise ConfigError(f"workload: {answer!r} is not an import path", fix="such as my_pkg.my_mod:build")
+        raise ConfigError(f"workload: {answer!r} is not an import path", fix="write one such as my_pkg.my_mod:build")
     import_callable(answer, what="workload", form="build(config, store) -> Workload")
     return answer
 

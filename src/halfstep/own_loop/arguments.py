@@ -40,7 +40,9 @@ def read_precision(given: object) -> str:
         return BY_DTYPE[given]
     if isinstance(given, str):
         return given
-    raise PrecisionError(f"precision is {given!r}", fix="'auto', 'bf16', 'fp16', 'tf32' or 'fp32' (no mixed precision)")
+    raise PrecisionError(
+        f"unknown precision {given!r}", fix="use 'auto', 'bf16', 'fp16', 'tf32' or 'fp32' (no mixed precision)"
+    )
 
 
 def check_model_and_optimizers(model: object, given: object) -> tuple[nn.Module, list[Optimizer]]:
@@ -99,7 +101,7 @@ def refuse_uncallable(**hooks: object) -> None:
     for name, hook in hooks.items():
         if hook is not None and not callable(hook):
             takes = "the Outcome of a step" if name == "on_outcome" else "the model"
-            raise ConfigError(f"{name}={hook!r} cannot be called", fix=f"a function that takes {takes}, or None")
+            raise ConfigError(f"{name}={hook!r} is not callable", fix=f"pass a function that takes {takes}, or None")
 
 
 def check_folder(capsules: object) -> str | os.PathLike[str] | None:

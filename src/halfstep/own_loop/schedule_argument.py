@@ -216,7 +216,7 @@ def _assign_to_optimizers(given: object, optimizers: Sequence[Optimizer]) -> lis
         if len(given) != len(optimizers):
             raise ConfigError(
                 f"schedule= lists {len(given)} schedules for {len(optimizers)} optimizers",
-                fix="one for each optimizer, in their order; None for one that has no schedule",
+                fix="give one per optimizer, in the same order; None for an optimizer without schedule",
             )
         pairs = [(optimizer, one) for optimizer, one in zip(optimizers, given, strict=True) if one is not None]
         for optimizer, one in pairs:

@@ -61,7 +61,7 @@ def simulate(format: str, device_type: str = "cpu") -> Reusable:
     """
     if format not in FORMATS:
         raise PrecisionError(
-            f"simulate({format!r}) is not offered", fix=f"one of {', '.join(FORMATS)}; for fp8, use a plan"
+            f"simulate({format!r}) is not supported", fix=f"use one of {', '.join(FORMATS)}; for fp8, use a plan"
         )
     return Reusable(lambda: _simulated(FORMATS[format], device_type))
 

@@ -121,7 +121,9 @@ class Checkpoints:
         """Return the error of a failed write, with a resume command if an earlier checkpoint exists."""
         what, room = f"cannot write checkpoint {path}: {error}", "free some space or fix the folder's permissions"
         if not self.all():
-            return CheckpointError(what, why="it would have been the first", fix=f"{room}, then start the run again")
+            return CheckpointError(
+                what, why="it would have been the run's first checkpoint", fix=f"{room}, then start the run again"
+            )
         why = "nothing was overwritten; earlier checkpoints are intact"
         return CheckpointError(
             what, why=why, fix=f"{room}, then {suggest_command('train', '--resume', self.folder.parent)}"

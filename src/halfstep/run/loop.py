@@ -246,7 +246,7 @@ class Loop:
         state = parts.snapshots.find_before(verdict.first_fault_committed) if parts.snapshots is not None else None
         if parts.snapshots is None or state is None:
             return self._act_on(Verdict(action=Action.STOP, reason=f"{verdict.reason}; no snapshot is old enough",
-                                        fix="a smaller guard.margin, or a lower learning rate"))  # fmt: skip
+                                        fix="set a smaller guard.margin, or a lower learning rate"))  # fmt: skip
         parts.snapshots.go_back(state, parts.model, parts.step)
         parts.guard.note_rollback()
         self._set_rate_factor()

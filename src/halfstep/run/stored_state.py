@@ -164,7 +164,9 @@ def _use_threads(parts: Assembly, then: int) -> list[str]:
 # --- weights in bf16: how they are rounded, and what is lost ---
 
 LOSES = "updates below half of bf16's spacing (0.4 % of a weight) are lost, every time they come"
-WITHOUT_LOW = "the run was stored without the low halves of its bf16 weights: it goes on rounded to nearest; " + LOSES
+WITHOUT_LOW = (
+    "the run was stored without the low halves of its bf16 weights: it continues with rounding to nearest; " + LOSES
+)
 BEGINS_LOW = "the low halves of the bf16 weights begin at zero: what was rounded away before stays lost"
 
 ROUNDED = {

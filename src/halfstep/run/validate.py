@@ -139,7 +139,7 @@ def _refuse_other(name: str, value: Any) -> None:
     if isinstance(value, str) or is_picture and (value.ndim == 2 or value.ndim == 3 and value.shape[2] == 3):
         return
     shape = f" of {value.dtype}, shape {tuple(value.shape)}" if hasattr(value, "dtype") else ""
-    raise ConfigError(f"sample() gives {name!r} as a {type(value).__name__}{shape}", fix=f"give {FORM}")
+    raise ConfigError(f"sample() returns {name!r} as a {type(value).__name__}{shape}", fix=f"return {FORM}")
 
 
 # --- the best validation ---

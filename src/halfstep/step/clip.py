@@ -20,7 +20,7 @@ class Clip:
 
     def __post_init__(self) -> None:
         if self.kind not in ("l2", "inf", "value"):
-            raise ConfigError(f"unknown clipping {self.kind!r}", fix="clip_type: l2, inf or value")
+            raise ConfigError(f"unknown clipping {self.kind!r}", fix="set clip_type to l2, inf or value")
 
     def measure(self, gradients: list[Tensor], unscale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the norm of the unscaled gradients, and the factor, if any, that unscales and clips them.

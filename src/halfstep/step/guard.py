@@ -59,12 +59,12 @@ class GuardOptions:
 
     def __post_init__(self) -> None:
         if self.on_fault not in ("stop", "rollback"):
-            raise ConfigError(f"guard.on_fault is {self.on_fault!r}", fix="stop or rollback")
+            raise ConfigError(f"unknown guard.on_fault {self.on_fault!r}", fix="use stop or rollback")
         if self.max_consecutive < 1 or self.floor_patience < 1 or not 0 < self.lr_cut <= 1:
             raise ConfigError(
                 f"guard cannot work with max_consecutive={self.max_consecutive}, "
                 f"floor_patience={self.floor_patience}, lr_cut={self.lr_cut}",
-                fix="counts of at least 1, and 0 < lr_cut <= 1",
+                fix="use counts of at least 1, and 0 < lr_cut <= 1",
             )
 
 

@@ -163,7 +163,7 @@ class Ranks:
             raise ConfigError(
                 f"rank {self.world.rank} has an empty window",
                 why="every rank runs forward and backward in every step: the others wait for its gradients",
-                fix="give each rank as many batches; loss_fn returns (loss, 0) for one that must not count",
+                fix="give every rank equally many batches; return (loss, 0) for one that must not count",
             )
 
     def refuse_unreduced(self, parameters: Sequence[Tensor], model: nn.Module) -> None:

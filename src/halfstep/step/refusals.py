@@ -35,7 +35,7 @@ def _make_error(what: str, why: str) -> ConfigError:
     return ConfigError(
         what,
         why=why,
-        fix="one process per device, each with the whole model: torchrun --nproc_per_node=NUM_GPUS train.py, with "
+        fix="run one rank per device, each with the whole model: torchrun --nproc_per_node=NUM_GPUS train.py, with "
         "model = DistributedDataParallel(model)",
     )
 
@@ -101,5 +101,5 @@ def refuse_half_sums(trained: Sequence[Tensor], accumulate: int, ranks: object) 
         raise ConfigError(
             f"accumulate={accumulate} with bf16 weights on several ranks",
             why="DDP would sum the window's gradients in bf16",
-            fix="a larger batch without accumulation, or fp32 weights (precision bf16)",
+            fix="use a larger batch without accumulation, or fp32 weights (precision bf16)",
         )

@@ -366,7 +366,9 @@ def refuse_bad_rows(request: CompareRequest) -> None:
             fix=f"--seeds {FEWEST_SEEDS}, or leave it out: it is then tested after {', '.join(map(str, LOOKS))} seeds",
         )
     if request.margin is not None and not 0 < request.margin < math.inf:
-        raise ConfigError(f"--margin {request.margin:g} is not a margin", fix="a positive number in the metric's unit")
+        raise ConfigError(
+            f"--margin {request.margin:g} is not a margin", fix="give a positive number in the metric's unit"
+        )
 
 
 def find_differing_keys(comparison: Comparison, row: ComparedRow) -> list[str]:

@@ -134,7 +134,9 @@ def collect_notes(comparison: Comparison) -> list[str]:
     on_gpu = [run.summary for run in comparison.runs if str(run.summary.get("device")).startswith("cuda")]
     if any(summary.get("joules") is None for summary in on_gpu):
         notes.append("no energy: NVML, which measures it, is missing or does not support this GPU")
-    unfinished = f"unfinished after {format_count(len(comparison.runs), 'run')}; halfstep compare --resume goes on"
+    unfinished = (
+        f"unfinished after {format_count(len(comparison.runs), 'run')}; continue it with halfstep compare --resume"
+    )
     return [*notes, f"ended: {comparison.ended}" if comparison.ended else unfinished]
 
 

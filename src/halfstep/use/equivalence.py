@@ -69,7 +69,9 @@ WIDE_POINTS, WIDE_RELATIVE = 0.02, 0.05
 def choose_margin(pilot: Sequence[float], *, in_points: bool) -> float:
     """Return the larger of half a point (1 % of the mean for a loss) and twice the deviation of the pilot's seeds."""
     if len(pilot) < FEWEST_SEEDS:
-        raise ConfigError(f"{len(pilot)} runs cannot set a margin", fix=f"at least {FEWEST_SEEDS}, or --margin X")
+        raise ConfigError(
+            f"{len(pilot)} runs are too few to set a margin", fix=f"use at least {FEWEST_SEEDS}, or --margin X"
+        )
     smallest = POINTS if in_points else RELATIVE * abs(statistics.mean(pilot))
     return max(smallest, 2 * statistics.stdev(pilot))
 

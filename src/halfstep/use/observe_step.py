@@ -144,7 +144,7 @@ def dry_run(
     """Predict what the format would do, module by module; nothing of a run is changed."""
     chosen = next((own for own in TARGETS if own == target), None)
     if chosen is None:
-        raise ConfigError(f"--target {target} is not a format to judge", fix=f"one of {', '.join(TARGETS)}")
+        raise ConfigError(f"--target {target} is not a supported format", fix=f"use one of {', '.join(TARGETS)}")
     own_precision = {} if is_run(word) else {"precision": "fp32"}
     with assemble_step(word, flags={**flags, **own_precision}, overrides=overrides, trust=trust) as (parts, engine, _):
         windows = read_windows(parts, num_batches)

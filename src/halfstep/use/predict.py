@@ -226,7 +226,7 @@ def _store_unfinished(
     again = "continues" if command.needs_input else "draws all of them again"
     return Interrupted(
         f"stopped by {by}: {num} are written to {folder}",
-        fix=f"the same command with --out {folder} {again} there",
+        fix=f"run the same command with --out {folder}, which {again} there",
         exit_code=asked_to_stop.exit_code,
     )
 

@@ -273,7 +273,7 @@ def read_size(text: str) -> int:
         size = 0
     if not 0 < size <= MOST_BYTES:
         raise ConfigError(
-            f"--fit {text!r} is not a size of memory", fix="a number and its unit: --fit 24GB, or --fit 40GiB"
+            f"--fit {text!r} is not a memory size", fix="write a number and its unit: --fit 24GB, or --fit 40GiB"
         )
     return size
 
@@ -396,7 +396,7 @@ def refuse_nothing_fits(planner: MemoryPlanner, config: RunConfig, limit_bytes: 
         f"nothing fits {where}: one sample of {config.workload} needs {format_bytes(least.total)}, and "
         f"{format_bytes(limit_bytes)} of it can be used next to CUDA and the allocator's gaps",
         why=f"the least is {least.cell.precision}, {least.cell.setting}: {parts}",
-        fix="a smaller model, smaller samples, or a GPU with more memory (halfstep detect --gpu list)",
+        fix="use a smaller model, smaller samples, or a GPU with more memory (halfstep detect --gpu list)",
     )
 
 

@@ -71,7 +71,7 @@ def describe_conditions(config: DiffusionConfig, parts: DiffusionParts) -> tuple
     """Return the header line that describes the U-Net's conditions."""
     if not parts.conditions.is_told:
         return ()
-    return (("is told", f"{parts.conditions.about}; {config.model.drop_condition:.0%} of the samples: nothing"),)
+    return (("condition", f"{parts.conditions.about}; {config.model.drop_condition:.0%} of the samples: none"),)
 
 
 def make_workload(

@@ -167,11 +167,13 @@ def read_class_names(path: Path) -> tuple[str, ...]:
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read the class file {path}", why=str(error), fix="text, one class per line") from error
+        raise DataError(
+            f"cannot read the class file {path}", why=str(error), fix="write a text file with one class per line"
+        ) from error
     names = tuple(line for line in lines if line)
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(
-            f"{path} names {list_some(twice)} twice", why="a class has one number", fix="one line per class"
+            f"{path} names {list_some(twice)} twice", why="a class has one index", fix="write one line per class"
         )
     return names
 
@@ -185,7 +187,7 @@ def _renumber(images: ImageFolder, names: Sequence[str], source: Path) -> ImageF
         raise DataError(
             f"{source} does not match the classes of {images.root}",
             why="; ".join(parts),
-            fix="one line per class folder",
+            fix="write one line per class folder",
         )
     number = {name: k for k, name in enumerate(names)}
     train, val = (

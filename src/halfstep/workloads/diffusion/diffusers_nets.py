@@ -65,9 +65,7 @@ def make_unet_config(
     if attention is None:
         attention = range(levels - 1) if text_dim else [max(0, levels - 2)]
     if outside := [level for level in attention if not 0 <= level < levels]:
-        raise ConfigError(
-            f"model.attention names level {outside[0]}, there are {levels}", fix=f"levels 0 to {levels - 1}"
-        )
+        raise ConfigError(f"model.attention names level {outside[0]} of {levels}", fix=f"use levels 0 to {levels - 1}")
     kind = "CrossAttn" if text_dim else "Attn"
     has = [level in set(attention) for level in range(levels)]
     config: dict[str, Any] = {

@@ -154,7 +154,9 @@ def _check_fits(model: Net, config: DiffusionConfig, parts: DiffusionParts) -> N
             f"{conditions.num_classes}: one per class, and one for no class"
             if conditions.num_classes
             else f"the U-Net of {source} is conditioned on classes",
-            fix="data with its classes, or no model.weights" if conditions.num_classes else "model.conditioning=class",
+            fix="use data with its classes, or leave model.weights out"
+            if conditions.num_classes
+            else "model.conditioning=class",
         )
 
 
@@ -267,7 +269,7 @@ def open_text(folder: str) -> TextConditions:
         raise ModelError(
             f"cannot open the text encoder in {Path(folder)}",
             why=explain_refused_pickle(error) or " ".join(str(error).split())[:300],
-            fix="a folder with text_encoder/ and tokenizer/, as Stable Diffusion has, best with safetensors",
+            fix="give a folder with text_encoder/ and tokenizer/, as Stable Diffusion has, best with safetensors",
         ) from error
     return TextConditions(freeze_(encoder), tokenizer)
 

@@ -97,7 +97,7 @@ def _find_class(conditions: ClassConditions, name: str) -> int:
         return conditions.names.index(name)
     if name.isdecimal() and int(name) < len(conditions.names):
         return int(name)
-    raise ConfigError(f"unknown --class {name!r}", fix=f"one of {list_some(conditions.names, 10)}")
+    raise ConfigError(f"unknown --class {name!r}", fix=f"use one of {list_some(conditions.names, 10)}")
 
 
 class PicturePredictor(FilePredictor):

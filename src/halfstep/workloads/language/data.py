@@ -56,7 +56,9 @@ def open_language_data(config: LanguageConfig, store: Mapping[str, Any] | None =
         raise DataError("no text", why="a language model learns from a text file or a folder", fix="--data-dir PATH")
     root = Path(config.data.dir)
     if not root.exists():
-        raise DataError(f"no text at {root}", why="it does not exist", fix="--data-dir: a text file or a folder")
+        raise DataError(
+            f"no text at {root}", why="it does not exist", fix="give a text file or a folder: --data-dir PATH"
+        )
     known = load_stored_tokenizer(store)
     if (files := find_token_files(root)) is not None:
         return _open_ids(config, root, files, known, store)

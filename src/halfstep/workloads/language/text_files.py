@@ -53,7 +53,9 @@ def find_texts(root: Path, *, val_fraction: float, bad_files: BadFiles) -> TextF
         _check_texts([root], BadFiles("error"))
         return _use_one_file(root, root, val_fraction)
     if not root.is_dir():
-        raise DataError(f"no text at {root}", why="it does not exist", fix="--data-dir: a text file or a folder")
+        raise DataError(
+            f"no text at {root}", why="it does not exist", fix="give a text file or a folder: --data-dir PATH"
+        )
     prose, code = (list_files(root, endings, recursive=True) for endings in (PROSE, CODE))
     endings = PROSE if prose else CODE
     train, val = _find_named_part(root, TRAIN_NAMES, endings), _find_named_part(root, VALIDATION_NAMES, endings)
@@ -75,7 +77,7 @@ def find_texts(root: Path, *, val_fraction: float, bad_files: BadFiles) -> TextF
         raise DataError(
             f"no text in {root}",
             why="no file ends in " + " ".join(PROSE + CODE),
-            fix=f"--data-dir {ids.parent}, for token ids" if ids else "--data-dir: a text file or a folder",
+            fix=f"--data-dir {ids.parent}, for token ids" if ids else "give a text file or a folder: --data-dir PATH",
         )
     found = _use_one_file(root, files[0], val_fraction) if len(files) == 1 else _split_files(root, files, val_fraction)
     return replace(found, beside=beside)
@@ -90,7 +92,7 @@ def read_text(path: Path) -> str:
         raise DataError(
             f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at position {error.start:,}",
             why="it is in another encoding, or not text",
-            fix=f"iconv -f {likely} -t utf-8 {path.name}, if it is {likely}; in a folder also data.on_bad_file=skip",
+            fix=f"iconv -f {likely} -t utf-8 {path.name}, if it is {likely}; in a folder, data.on_bad_file=skip",
         ) from error
     except OSError as error:
         raise DataError(f"cannot read {path}", why=error.strerror or str(error)) from error
@@ -98,13 +100,13 @@ def read_text(path: Path) -> str:
         raise DataError(
             f"{path} is not UTF-8 text: every second or third character is 0",
             why="UTF-16 looks like that, and so does a file that is not text",
-            fix=f"iconv -f utf-16le -t utf-8 {path.name}, if it is UTF-16; in a folder also data.on_bad_file=skip",
+            fix=f"iconv -f utf-16le -t utf-8 {path.name}, if it is UTF-16; in a folder, data.on_bad_file=skip",
         )
     if not text.strip():
         raise DataError(
             f"{path} is empty",
             why="it holds no text to train on",
-            fix="remove it, or fill it; in a folder also data.on_bad_file=skip",
+            fix="remove it, or fill it; in a folder, data.on_bad_file=skip",
         )
     return text
 

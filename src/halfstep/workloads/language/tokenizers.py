@@ -261,7 +261,7 @@ def _read_pair(folder: Path) -> Tokenizer:
     raise DataError(
         f"no tokenizer at {folder}",
         why="it holds neither a tokenizer.json nor vocab.json and merges.txt",
-        fix="data.tokenizer: bytes, characters, a path, or tiktoken:gpt2",
+        fix="set data.tokenizer to bytes, characters, a path, or tiktoken:gpt2",
     )
 
 

@@ -102,7 +102,9 @@ class SamplingEvaluation(RadioEvaluation):
     ) -> dict[str, float] | None:
         """Score samples with a different number of steps or of different maps than validation."""
         if options["part"] not in PARTS:
-            raise ConfigError(f"--part {options['part']} is not part of the split", fix=f"one of {', '.join(PARTS)}")
+            raise ConfigError(
+                f"--part {options['part']} is not a part of the split", fix=f"use one of {', '.join(PARTS)}"
+            )
         steps = int(options["steps"] or config.model.sampling_steps)
         self.scored_at = f"{describe_steps(steps, config.model)}, {ROLE_NAMES[options['part']]} maps"
         if options["steps"] is None and options["part"] == "val":

@@ -200,6 +200,6 @@ def _read_simulation(read: ForeignReader) -> Mapping[str, Any]:
         raise ConfigError(
             f"data.name: {name} is a data set halfstep does not read",
             why="it needs k² maps, masks or samples that are not part of RadioMapSeer",
-            fix=f"one of {', '.join(DATA_NAMES)}, or a custom data set: data.dir in RadioMapSeer's layout",
+            fix=f"use one of {', '.join(DATA_NAMES)}, or a custom data set: data.dir in RadioMapSeer's layout",
         )
     return DATA_NAMES[name]

@@ -194,7 +194,7 @@ def _read_list(pairs: Sequence[Pair], path: Path | None) -> tuple[Pair, ...]:
     if path is None:
         return ()
     if not path.is_file():
-        raise DataError(f"no list of ids at {path}", fix="a text file with one id per line")
+        raise DataError(f"no list of ids at {path}", fix="give a text file with one id per line")
     by_name = {name: pair for pair in pairs for name in (pair.image.name, pair.image.stem, pair.id)}
     lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()]
     wanted = dict.fromkeys(line for line in lines if line and not line.startswith("#"))

@@ -187,7 +187,7 @@ def _list_spans(length: int, tile: int, depth: int) -> Iterator[tuple[Span, Span
         raise ConfigError(
             f"tiles of {tile} pixels are too small for a U-Net of depth {depth}",
             why=f"a pixel depends on {margin} pixels to each side",
-            fix=f"tiles of {2 * margin + 8 * step} pixels or more",
+            fix=f"use tiles of {2 * margin + 8 * step} pixels or more",
         )
     for start in range(0, length, core):
         end = min(start + core, length)

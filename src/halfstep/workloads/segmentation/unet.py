@@ -124,7 +124,7 @@ class UNet(Recomputing):
             raise ModelError(
                 f"U-Net with {in_channels} input channels, {num_classes} classes, width {base_channels}, depth {depth}",
                 why="each must be at least 1, and the width even with bilinear upsampling, which halves it",
-                fix="the published sizes are base_channels=64, depth=4",
+                fix="the published U-Net has base_channels=64 and depth=4",
             )
         self.depth = depth
         self.recompute = "blocks" if checkpointing else "none"
@@ -145,7 +145,7 @@ class UNet(Recomputing):
             raise ModelError(
                 f"image of {height}×{width} pixels is too small for a U-Net of depth {self.depth}",
                 why=f"each level halves the size, so a side needs at least {2**self.depth} pixels",
-                fix="a larger image_size, or a smaller model.depth",
+                fix="use a larger image_size, or a smaller model.depth",
             )
         is_chain = (
             keeps_every_product(self.recompute) and not x.requires_grad and can_chain(x, is_training=self.training)

@@ -138,7 +138,7 @@ def _translate_schedule(given: Any, where: str, max_steps: Any) -> dict[str, Any
     known = {"name", "warmup_steps", "decay_steps", "decay_rate"}
     if not isinstance(given, Mapping) or (strange := sorted(set(given) - known)):
         held = ", ".join(strange) if isinstance(given, Mapping) else repr(given)
-        raise ConfigError(f"{where} holds {held}", fix=f"its keys are {', '.join(sorted(known))}")
+        raise ConfigError(f"{where} holds {held}", fix=f"use only the keys {', '.join(sorted(known))}")
     name = given.get("name", "constant")
     warmup, decay = int(given.get("warmup_steps", 1000)), int(given.get("decay_steps", 100_000))
     shapes = {"linear_warmup": "constant", "exp_decay_with_warmup": "exponential", "cosine_decay_with_warmup": "cosine"}
@@ -190,7 +190,7 @@ def _translate_model(read: ForeignReader) -> dict[str, Any]:
     read.must_be("model.target_type", "features", why="the decoder paints the backbone's features")
     for part in ("target_encoder", "mask_resizers", "eval_mode_config", "modules_to_load"):
         if read(f"model.{part}") is not None:
-            raise ConfigError(f"model.{part} is not offered", fix="leave it out")
+            raise ConfigError(f"model.{part} is not supported", fix="leave it out")
     every = read("model.visualize_every_n_steps", 1000)
     return {
         **_translate_backbone(read),
@@ -283,7 +283,7 @@ def _translate_decoder(read: ForeignReader) -> dict[str, Any]:
     read.must_be("model.decoder.name", "MLPDecoder", why="features are painted position by position")
     read.must_be("model.decoder.activation", "relu", why="its layers have ReLU between them")
     if read("model.decoder.eval_output_size") is not None:
-        raise ConfigError("model.decoder.eval_output_size is not offered", fix="leave it out")
+        raise ConfigError("model.decoder.eval_output_size is not supported", fix="leave it out")
     read.note("model.decoder", "inp_dim", "outp_dim")
     patches, side = read("model.decoder.n_patches"), read("dataset.train_pipeline.transforms.input_size")
     if patches and isinstance(side, int) and patches != (side // DINO_PATCH) ** 2:
@@ -353,10 +353,10 @@ def _translate_data(read: ForeignReader) -> dict[str, Any]:
     for pipeline in (train, val):
         read.note(pipeline, "keys", "transforms.name", "transforms.type", "transforms.crop_type")
         if read(f"{pipeline}.duplicate") is not None:
-            raise ConfigError(f"{pipeline}.duplicate is not offered", fix="leave it out")
+            raise ConfigError(f"{pipeline}.duplicate is not supported", fix="leave it out")
     crop = read(f"{train}.transforms.crop_type")
     if crop not in CROPS:
-        raise ConfigError(f"{train}.transforms.crop_type is {crop}", fix=f"one of {', '.join(filter(None, CROPS))}")
+        raise ConfigError(f"{train}.transforms.crop_type is {crop}", fix=f"use one of {', '.join(filter(None, CROPS))}")
     read.must_be(f"{train}.use_chunks", True, why="training cuts chunks from videos")
     chunk = read(f"{train}.chunk_size", 6)
     uses_chunks = read(f"{val}.use_chunks", True)
@@ -388,7 +388,7 @@ def _translate_metrics(read: ForeignReader) -> dict[str, Any]:
     for key, given in read.parts("val_metrics").items():
         kind, at = given.get("name"), f"val_metrics.{key}"
         if kind not in SCORED or given.get("matching", "overlap") != "overlap":
-            read.unused[at] = f"{kind} with this matching is not offered: FG-ARI, ARI and mBO are always computed"
+            read.unused[at] = f"{kind} with this matching is not supported: FG-ARI, ARI and mBO are always computed"
             continue
         if given.get("pred_key", SCORED_MASKS) != SCORED_MASKS:
             read.unused[f"{at}.pred_key"] = "the decoder's masks are scored"
@@ -448,7 +448,7 @@ def _translate_word_loss(given: Mapping[str, Any], weight: float, where: str) ->
     if reduction not in ("sum", "mean") or (reduction == "sum" and not given.get("normalize", True)):
         raise ConfigError(
             f"{where} has reduction {reduction}, normalize {given.get('normalize', True)}",
-            fix="reduction: mean, or sum with normalize: true, which divides by the frames",
+            fix="use reduction: mean, or sum with normalize: true, which divides by the frames",
         )
     part = "dvae" if given["name"] == VAE_LOSS else "words"
     return {f"model.{part}_weight": weight, f"model.{part}_loss": reduction}

@@ -243,7 +243,7 @@ def _split_videos(
             raise DataError(
                 f"data.val_videos {', '.join(val_videos)} fits {len(held)} of {format_count(len(names), 'video')}",
                 why=describe_left_out(bad_files),
-                fix=f"the videos are {list_some(names)}",
+                fix=f"choose among the videos: {list_some(names)}",
             )
         how = "data.val_videos"
     else:

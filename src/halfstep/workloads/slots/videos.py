@@ -86,13 +86,14 @@ class ShardVideos:
             has_masks = any(part in sample.parts for part in MASK_PARTS)
             raise DataError(
                 f"{where} has {'masks but no' if has_masks else 'no'} {VIDEO_PART}",
-                why=f"its parts are {', '.join(sample.parts)}",
+                why=f"its files are {', '.join(sample.parts)}",
                 fix=f"{WRITE_VIDEO}, or data.on_bad_file=skip",
             )
         frames = read_array_header(sample.parts[VIDEO_PART], f"{sample.name}.{VIDEO_PART}")
         if len(frames.shape) != 4 or frames.shape[3] != 3 or frames.dtype != np.uint8:
             raise DataError(
-                f"{where}: frames are {frames.dtype} {frames.shape}", fix="uint8 (T, H, W, 3), or data.on_bad_file=skip"
+                f"{where}: frames are {frames.dtype} {frames.shape}",
+                fix="save uint8 (T, H, W, 3), or data.on_bad_file=skip",
             )
         part = next((sample.parts[name] for name in MASK_PARTS if name in sample.parts), None)
         masks = None if part is None else read_array_header(part, f"{sample.name}'s masks")
@@ -137,7 +138,7 @@ def _check_masks(masks: StoredArray, frames: tuple[int, ...], where: str) -> Non
         raise DataError(
             f"{where}: masks are {masks.dtype} {masks.shape}, its frames {frames}",
             why="masks hold one object number per pixel of each frame",
-            fix=f"integers {(*frames[:3], 1)}, or data.on_bad_file=skip",
+            fix=f"save integers of shape {(*frames[:3], 1)}, or data.on_bad_file=skip",
         )
 
 
