@@ -40,7 +40,9 @@ def _rows(first, row_stride, num_tokens, ROWS: tl.constexpr, HEAD: tl.constexpr)
 @triton.jit
 def _weights(scores, dp, factor, log_sum, delta, is_key, dtype: tl.constexpr):
     """Return P = exp2(scores·factor - log_sum) and dS = P·(dP - delta), masked to keys that exist."""
+    # Missing keys were loaded as 0. Their score is 0, of which exp2 is not 0, so they are masked here.
     p = tl.where(is_key, tl.exp2(scores * factor - log_sum), 0.0)
+    # Both are operands of matmuls next: rounded to the format of qkv only after the fp32 arithmetic.
     return p.to(dtype), (p * (dp - delta)).to(dtype)
 
 
@@ -53,6 +55,8 @@ def _attention_gradients(
 
     Reads five values per element and writes three.
     """
+    # Program p computes head p % num_heads of sequence p // num_heads. The sequence index is int64, since offsets of
+    # qkv can exceed 32 bits.
     num_heads = dim // HEAD
     batch, head = (tl.program_id(0) // num_heads).to(tl.int64), tl.program_id(0) % num_heads
     qkv += batch * num_tokens * 3 * dim + head * HEAD
@@ -67,12 +71,14 @@ def _attention_gradients(
     v = tl.load(qkv + 2 * dim + key_places, is_key, 0.0)
     dk = tl.zeros([KEYS, HEAD], tl.float32)
     dv = tl.zeros([KEYS, HEAD], tl.float32)
+    # A tile has at most MOST_KEYS keys: with more tokens the program holds a second one.
     if TWICE:
         more_places, is_more = _rows(KEYS, 3 * dim, num_tokens, KEYS, HEAD)
         more_k = tl.load(qkv + dim + more_places, is_more, 0.0)
         more_v = tl.load(qkv + 2 * dim + more_places, is_more, 0.0)
         more_dk = tl.zeros([KEYS, HEAD], tl.float32)
         more_dv = tl.zeros([KEYS, HEAD], tl.float32)
+    # The gradient of the bias needs Σ dQ over tokens. It is kept as a tile, whose columns are summed once at the end.
     sum_dq = tl.zeros([HEAD, QUERIES], tl.float32)
     for tile in tl.range(0, tl.cdiv(num_tokens, QUERIES), num_stages=STAGES):
         queries = tile * QUERIES + tl.arange(0, QUERIES)
@@ -87,6 +93,7 @@ def _attention_gradients(
         # exp2(-inf) = 0: P is 0 for queries past the end.
         ls = tl.load(log_sum + queries, queries < num_tokens, float("inf"))[None, :] * LOG2_E
         delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)[None, :]
+        # exp(x) = exp2(x·log2(e)): the factor is folded into the scale here and into `ls` above.
         p, ds = _weights(scores, dp, scale * LOG2_E, ls, delta, is_key, dtype)
         dv = tl.dot(p, do, dv)
         dk = tl.dot(ds, q, dk)
@@ -114,8 +121,10 @@ def _attention_gradients(
 
 @triton.jit
 def _store_sums(place, dim, of_queries, of_values, HEAD: tl.constexpr):
+    """Store one head's part of the gradient of the bias: Σ dQ, 0 for keys, Σ dV."""
     place += tl.arange(0, HEAD)
     tl.store(place, of_queries)
+    # Σ dK is 0 in exact arithmetic (see the module docstring), so it is not computed.
     tl.store(place + dim, tl.zeros([HEAD], tl.float32))
     tl.store(place + 2 * dim, of_values)
 
@@ -127,6 +136,7 @@ def attention_backward(d_out: Tensor, qkv: Tensor, out: Tensor, log_sum: Tensor)
     """
     (batch, num_heads, num_tokens), dim = log_sum.shape, out.shape[2]
     d_qkv, partials = torch.empty_like(qkv), log_sum.new_empty(batch, 3 * dim)
+    # tl.arange needs a power of two, tl.dot at least 16 rows.
     head, keys = dim // num_heads, max(16, min(MOST_KEYS, triton.next_power_of_2(num_tokens)))
     _attention_gradients[(batch * num_heads,)](
         qkv, out, log_sum, d_out.contiguous(), d_qkv, partials, num_tokens, dim, head**-0.5,

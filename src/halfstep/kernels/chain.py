@@ -67,7 +67,7 @@ def _compute_input_gradient(dy: Tensor, z: Tensor, w: Tensor, stride: int, paddi
 def _compute_weight_gradient_aside(
     side: SideStream, dy: Tensor, z: Tensor, w: Tensor, stride: int, padding: int
 ) -> Tensor | None:
-    side.keep(dy)  # which may be our copy
+    side.keep(dy)  # may be a contiguous copy that no one else references
     with side.aside():
         return _call_library_backward(dy, z, w, stride, padding, (False, True))[1]
 
@@ -133,6 +133,7 @@ class CastTogether(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.dtype = weights[0].dtype
+        # Weights without a gradient get None, not a tensor of zeros.
         ctx.set_materialize_grads(False)
         cast, wanted = _cast_all(weights, dtype), ctx.needs_input_grad[1:]
         ctx.mark_non_differentiable(*(weight for weight, wants in zip(cast, wanted, strict=True) if not wants))
@@ -167,10 +168,12 @@ class SideStream:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
+        """Run the block on the side stream."""
         if self.stream is None:
             yield
             return
         self._is_used = True
+        # The block reads what is queued on the current stream so far.
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             yield

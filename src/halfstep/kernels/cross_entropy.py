@@ -57,6 +57,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor,
         num_classes: int, dtype: torch.dtype, chunk_rows: int, wants_gradients: bool,
     ) -> Tensor:  # fmt: skip
+        # Cast once, before the loop over chunks.
         half_rows, half_weight = rows.to(dtype), weight.to(dtype)
         total = torch.zeros((), dtype=torch.float32, device=rows.device)
         d_rows = torch.empty_like(half_rows) if wants_gradients else None
@@ -71,6 +72,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 _add_product_(d_weight, logits.t(), chunk)
             del logits  # otherwise two chunks of logits would be alive at once
         if d_rows is not None and d_weight is not None:
+            # Gradients are saved instead of inputs: backward only multiplies them by d_total.
             ctx.save_for_backward(d_rows, d_weight)
         ctx.dtypes = rows.dtype, weight.dtype
         return total

@@ -24,7 +24,9 @@ def _rows_to_gradients(
     logits, targets, losses, num_classes, num_columns, row_stride,
     WANTS_GRADIENTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Write the loss of one row, and replace its logits by softmax minus one-hot if WANTS_GRADIENTS."""
     row = tl.program_id(0)
+    # int64: rows times columns can exceed 32 bits.
     logits += row.to(tl.int64) * row_stride
     target = tl.load(targets + row)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -38,6 +40,7 @@ def _rows_to_gradients(
         # Online softmax: rescale the sum so far to the new maximum.
         total = total * tl.exp(top - shift) + tl.exp(value - shift)
         top = higher
+    # Combine the lanes: rescale each sum to the maximum of the row. A lane without values has the sum 0.
     row_top = tl.max(top, 0)
     log_sum = row_top + tl.log(tl.sum(total * tl.exp(top - row_top), 0))
     # The loss needs the target's logit, which the second pass overwrites.
@@ -46,6 +49,7 @@ def _rows_to_gradients(
     else:
         tl.store(losses + row, 0.0)
     if WANTS_GRADIENTS:
+        # Up to num_columns, not num_classes: padding columns are written too.
         for start in range(0, num_columns, BLOCK):
             at = start + tl.arange(0, BLOCK)
             value = tl.load(logits + at, at < num_classes, float("-inf")).to(tl.float32)

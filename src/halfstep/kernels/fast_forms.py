@@ -121,6 +121,7 @@ def _skip_launches() -> Iterator[list[str]]:
         return lambda *args, **kwargs: names.append(getattr(kernel, "__name__", ""))
 
     launching = KernelInterface.__getitem__
+    # `kernel[grid]` returns what launches: replaced here for all kernels at once.
     KernelInterface.__getitem__ = noted
     try:
         yield names

@@ -117,6 +117,7 @@ def _compute_gradients(ctx: Any, kept: tuple[Any, ...], table: Tensor, dy: Tenso
     if scale is None:
         return dx, dw.sum(0), db.sum(0), dadded, None, None, None, None
     factor = 1 + scale.float()
+    # z = (x̂·weight + bias)·(1 + scale) + shift; db is Σ dz and dw is Σ dz·x̂, each per image and channel.
     dscale = (dw * weight + db * bias).to(scale.dtype)
     return dx, (dw * factor).sum(0), (db * factor).sum(0), dadded, dscale, db.to(scale.dtype), None, None
 

@@ -24,9 +24,11 @@ FIELDS = tl.constexpr(5)  # rows of `table` and of the gradient's sums
 
 @triton.jit
 def _place(num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the channels of a tile, a mask of its values that exist, and their offsets in the map."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < num_rows)[:, None] & (column < num_channels)[None, :]
+    # int64: offsets of a whole map can exceed 32 bits.
     image = tl.program_id(2).to(tl.int64)
     return column, inside, (image * num_rows + row)[:, None] * num_channels + column[None, :]
 
@@ -43,8 +45,10 @@ def _group_parts(x, parts, num_rows, num_channels, ROWS: tl.constexpr, COLUMNS: 
     """Write the mean of each channel over these rows, and Σ (x - mean)²."""
     column, inside, at = _place(num_rows, num_channels, ROWS, COLUMNS)
     value = tl.load(x + at, inside, 0.0).to(tl.float32)
+    # The last tile of an image may have fewer rows. Missing ones were loaded as 0: the sum stays right.
     count = tl.minimum(ROWS, num_rows - tl.program_id(0) * ROWS).to(tl.float32)
     mean = tl.sum(value, 0) / count
+    # Masked again: a missing value, loaded as 0, would deviate by -mean.
     deviation = tl.where(inside, value - mean[None, :], 0.0)
     part = parts + (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * 2 * num_channels + column
     tl.store(part, mean, column < num_channels)
@@ -68,7 +72,9 @@ def _group_table(
         inside = (part < num_parts)[:, None] & is_channel[None, :]
         count = tl.maximum(tl.minimum(PART_ROWS, num_rows - part * PART_ROWS), 0).to(tl.float32)
         means = tl.load(base + part[:, None] * 2 * num_channels + column[None, :], inside, 0.0)
+        # Weighted by their number of rows: the last part of an image may be shorter.
         total += tl.sum(means * count[:, None], 0)
+    # `added` shifts the mean of a channel and leaves the squares around it unchanged.
     number, average = tl.cast(num_rows * channels_each, tl.float32), total / num_rows + before
     mean = tl.sum(tl.where(is_channel, average, 0.0), 0) / channels_each
     squares = 0.0
@@ -85,6 +91,7 @@ def _group_table(
     w = tl.load(weight + column, is_channel, 0.0).to(tl.float32)
     b = tl.load(bias + column, is_channel, 0.0).to(tl.float32)
     if IS_SCALED:
+        # Fold scale and shift into weight and bias, so that the map is normalised by A and B alone.
         factor = 1.0 + tl.load(scale + image * num_channels + column, is_channel, 0.0).to(tl.float32)
         b = b * factor + tl.load(shift + image * num_channels + column, is_channel, 0.0).to(tl.float32)
         w = w * factor
@@ -153,13 +160,14 @@ def _group_gradient_table(
     at = table + image * FIELDS * num_channels + column
     a, unit = tl.load(at, is_channel, 0.0), tl.load(at + 4 * num_channels, is_channel, 0.0)
     number, none = tl.cast(num_rows * channels_each, tl.float32), tl.zeros([WIDTH], tl.float32)
+    # Means over the group, subtracted later: dx = A·dz - flat - x̂·along.
     flat, along = tl.sum(a * first, 0) / number, tl.sum(a * second, 0) / number
     row = sums + image * FIELDS * num_channels + column
     tl.store(row, first, is_channel)
     tl.store(row + num_channels, second, is_channel)
     tl.store(row + 2 * num_channels, flat + none, is_channel)
     tl.store(row + 3 * num_channels, along + none, is_channel)
-    # Σ dx over rows: the gradient of `added`.
+    # Σ dx over rows, the gradient of `added`: Σ x̂ over rows is num_rows · unit, so dx need not be read for it.
     tl.store(row + 4 * num_channels, a * first - num_rows * (flat + along * unit), is_channel)
 
 
@@ -201,6 +209,7 @@ def normalise_silu(
     _group_parts[grid](x, parts, rows, channels, **tile)
     each = channels // groups
     _group_table[(groups, images)](
+        # The kernel does not read absent tensors, but needs an argument: bias stands in for them.
         parts, weight, bias, *(bias if one is None else one for one in (added, scale, shift)), table,
         grid[0], rows, channels, each, eps, IS_ADDED=added is not None, IS_SCALED=scale is not None,
         PART_ROWS=ROWS, PARTS=PARTS, WIDTH=triton.next_power_of_2(each), num_warps=WARPS,
@@ -244,6 +253,7 @@ def _add_branch(x, branch, bias, y, num_rows, num_channels, ROWS: tl.constexpr, 
 def _row_sums(dy, parts, num_rows, num_channels, turns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Write Σ dy of each channel over `turns` times ROWS rows; the rows of all images count as one map."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    # A tile of sums, reduced over rows once at the end and not across threads in each turn.
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for turn in range(turns):
         row = (tl.program_id(0) * turns + turn).to(tl.int64) * ROWS + tl.arange(0, ROWS)

@@ -44,6 +44,7 @@ def _place(tile, pixels, ROWS: tl.constexpr):
 
 @triton.jit
 def _map_offsets(image, start, pixels, channels, columns, ROWS: tl.constexpr):
+    """Return the offsets of a tile in the map: 64 bits for its start, 32 bits within it."""
     return (image * pixels + start) * channels + (tl.arange(0, ROWS)[:, None] * channels + columns[None, :])
 
 
@@ -129,6 +130,7 @@ def logits_kernel(y, scale, offset, weight, bias, out, num_tiles, pixels, channe
         z = tl.where(z <= 0, 0.0, z)  # `maximum` would turn NaN into 0
         at = out + ((image * pixels + start) * CLASSES + tl.arange(0, ROWS) * CLASSES)
         for k in tl.static_range(CLASSES):
+            # The sum over channels is within the tile, since it holds all channels of a pixel.
             logit = tl.sum(z * weights[k], 1) + tl.load(bias + k).to(tl.float32)
             tl.store(at + k, logit.to(out.dtype.element_ty), mask=is_row)
 
@@ -154,11 +156,14 @@ def head_sums_kernel(y, dlogits, mean, scale, offset, weight, partials, bias_par
             CLASSES, PARTS, ROWS)  # fmt: skip
         for part in tl.static_range(PARTS):
             value = values[part].to(tl.float32)
+            # ReLU is recomputed from y. NaN <= 0 is false: NaN passes, as in forward.
             is_through = tl.where(value * a + b <= 0, 0.0, 1.0)
             sums = _plus_products(sums, gradients[part], is_through, CLASSES)
             sums_x = _plus_products(sums_x, gradients[part], is_through * (value - mu), CLASSES)
             sums_all = _plus_products(sums_all, gradients[part], 1.0, CLASSES)
+    # Loaded again without the row dimension: from here on, all are vectors of channels.
     a, b = tl.load(scale + columns, mask=is_channel, other=0.0), tl.load(offset + columns, mask=is_channel, other=0.0)
+    # z = a·y + b = a·(y - mean) + middle, so Σ dlogit·z = a·Σ dlogit·(y - mean) + middle·Σ dlogit.
     middle = a * tl.load(mean + columns, mask=is_channel, other=0.0) + b
     at = partials + tl.program_id(0) * (2 + CLASSES) * channels + columns
     sum_g, sum_gx = tl.zeros((COLS,), tl.float32), tl.zeros((COLS,), tl.float32)
@@ -182,6 +187,8 @@ def head_gradient_kernel(y, dlogits, mean, inverse, scale, offset, weight, sum_g
     is_channel = columns < channels
     a, b = tl.load(scale + columns, mask=is_channel, other=0.0), tl.load(offset + columns, mask=is_channel, other=0.0)
     slope = tl.load(inverse + columns, mask=is_channel, other=0.0)
+    # The gradient of BatchNorm, a·(g - Σg/n - (y - mean)·inverse²·Σgx/n), is a·g + (y·slope + level). Slope and level
+    # are per channel, so they are computed once per program.
     slope = -a * slope * slope * tl.load(sum_gx + columns, mask=is_channel, other=0.0) / num_values
     level = -a * tl.load(sum_g + columns, mask=is_channel, other=0.0) / num_values
     level -= slope * tl.load(mean + columns, mask=is_channel, other=0.0)
@@ -213,6 +220,7 @@ class HeadTiles:
 def cut_head_tiles(y: Tensor, blocks: HeadBlocks, parts: int = 1) -> HeadTiles:
     """Return the tiling for this map."""
     n, channels, height, width = y.shape
+    # All channels in one tile. tl.arange needs a power of two; columns beyond the channels are masked.
     columns = int(triton.next_power_of_2(channels))
     rows = max(blocks.values // columns, 1)
     num_tiles = n * triton.cdiv(height * width, rows * parts)

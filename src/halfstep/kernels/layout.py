@@ -10,6 +10,7 @@ from torch import Tensor
 def get_row_stride(x: Tensor) -> int:
     """Return the number of values between adjacent pixels of a channels_last map, or of a slice of its channels."""
     n, c, height, width = x.shape
+    # The stride of a dimension of size 1 is arbitrary: take the innermost dimension that is larger.
     stride = x.stride(3) if width > 1 else x.stride(2) if height > 1 else x.stride(0) if n > 1 else c
     dense = (height * width * stride, 1, width * stride, stride)
     is_rows = all(size == 1 or have == want for size, have, want in zip(x.shape, x.stride(), dense, strict=True))
@@ -100,5 +101,6 @@ def cut_tiles(num_rows: int, num_channels: int, tiling: Tiling) -> Tiles:
 
     channels = min(triton.next_power_of_2(num_channels), tiling.most_channels)
     rows, across = tiling.values // channels, triton.cdiv(num_channels, channels)
+    # No more than num_programs in all: each program walks over several tiles of rows.
     down = min(triton.cdiv(num_rows, rows), max(1, tiling.num_programs // across))
     return Tiles((across, down), rows, channels, tiling.num_warps)

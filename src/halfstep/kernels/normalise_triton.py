@@ -45,9 +45,11 @@ def _partial_sums(
     middle = tl.load(centre + columns, is_channel, 0.0).to(tl.float32)
     if IS_GRADIENT:
         a, b = tl.load(scale + columns, is_channel, 0.0), tl.load(offset + columns, is_channel, 0.0)
+    # Tiles, not vectors: rows are summed once after the loop, without a reduction across threads in each tile.
     first = tl.zeros([ROWS, COLUMNS], tl.float32)
     second = tl.zeros([ROWS, COLUMNS], tl.float32)
     num_tiles = tl.cdiv(num_rows, ROWS)
+    # Program p takes tiles p, p + N, p + 2N, ...: programs that run together read adjacent memory.
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         row = tl.arange(0, ROWS)[:, None]
         # From the map's end: see the docstring.
@@ -59,6 +61,7 @@ def _partial_sums(
         if IS_GRADIENT:
             gradients = dz + tl.cast(start, tl.int64) * dz_stride + (row * dz_stride + columns[None, :])
             g = tl.load(gradients, inside, 0.0).to(tl.float32)
+            # The mask of ReLU is recomputed from y, so z is not read. NaN <= 0 is false: NaN passes.
             g = tl.where(value * a + b <= 0, 0.0, g)
             first += g
             second += g * deviation
@@ -120,7 +123,9 @@ def _finish_statistics(
     count = tl.cast(num_rows, tl.float32)
     first = _total(partials, 0, 2, columns, num_parts, num_channels, PARTS, COLUMNS) / count
     second = _total(partials, 1, 2, columns, num_parts, num_channels, PARTS, COLUMNS) / count
+    # `shift` is the map itself: its first row is what `_partial_sums` subtracted.
     mean = tl.load(shift + columns, is_channel, 0.0).to(tl.float32) + first
+    # The shift is near the mean, so little cancels here (see normalise.py).
     variance = second - first * first
     variance = tl.where(variance < 0, 0.0, variance)  # `maximum` would turn NaN into 0
     inverse = 1.0 / tl.sqrt(variance + eps)
@@ -132,12 +137,14 @@ def _finish_statistics(
     _move(running_mean + columns, mean, momentum, is_channel)
     # torch keeps the unbiased variance in running_var and normalises by the biased one.
     _move(running_var + columns, variance * (count / (count - 1)), momentum, is_channel)
+    # There is one program per block of channels; one of them counts the batch.
     if tl.program_id(0) == 0:
         tl.store(num_batches_tracked, tl.load(num_batches_tracked) + 1)
 
 
 @triton.jit
 def _move(running, value, momentum, is_channel):
+    """Move a running statistic towards the value of this batch."""
     before = tl.load(running, is_channel, 0.0)
     tl.store(running, before + momentum * (value - before), is_channel)
 
@@ -182,9 +189,11 @@ def _gradient_of_raw(
     for tile in range(TILES):
         start = (tl.program_id(0) * TILES + tile) * ROWS
         inside = (start + row < num_rows) & is_channel[None, :]
+        # 64 bits for the start of the tile, 32 bits for offsets within it.
         far = start.to(tl.int64)
         value = tl.load(y + far * y_stride + (row * y_stride + columns[None, :]), inside, 0.0).to(tl.float32)
         gradient = tl.load(g + far * g_stride + (row * g_stride + columns[None, :]), inside, 0.0).to(tl.float32)
+        # Without the mask, g has already passed the gradient of ReLU.
         if IS_MASKED:
             gradient = tl.where(value * a + b <= 0, 0.0, gradient)
         result = a * (gradient - mean_g - (value - middle) * slope)
@@ -249,6 +258,7 @@ def finish_statistics(partials: Tensor, y: Tensor, norm: torch.nn.BatchNorm2d, r
 
 
 def _choose_finish_blocks(num_parts: int, num_channels: int) -> dict[str, int]:
+    # At most an eighth of FINISH_VALUES, so that a tile can be 8 channels wide.
     parts = min(triton.next_power_of_2(num_parts), FINISH_VALUES // 8)
     columns = min(FINISH_VALUES // parts, choose_channel_block(num_channels))
     return {"PARTS": parts, "COLUMNS": columns, "num_warps": FINISH_WARPS}

@@ -29,6 +29,7 @@ tried there on a U-Net's four levels."""
 def _windows(tile, num_windows, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """Return the first pixel's row and the pooled row of each window in a tile, and masks of the pixels that exist."""
     window = tile * ROWS + tl.arange(0, ROWS)
+    # Rounded up: at odd sides the last windows are incomplete, which `right` and `below` mask.
     across: tl.constexpr = (WIDTH + 1) // 2
     down: tl.constexpr = (HEIGHT + 1) // 2
     column, line = window % across, window // across
@@ -37,6 +38,7 @@ def _windows(tile, num_windows, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS:
     right = here if WIDTH % 2 == 0 else here & (2 * column + 1 < WIDTH)
     below = here if HEIGHT % 2 == 0 else here & (2 * row + 1 < HEIGHT)
     first = (image * HEIGHT + 2 * row) * WIDTH + 2 * column
+    # Rounded down: incomplete windows have no pooled pixel. Their result here is masked by right & below.
     pooled = (image * (HEIGHT // 2) + row) * (WIDTH // 2) + column
     return first, pooled, here, right, below
 
@@ -127,6 +129,7 @@ def pool_gradient_sums_kernel(y, dskip, dpooled, mean, scale, offset, partials, 
         a, b, c, d, ga, gb, gc, gd = _pixel_gradients(
             y, dskip, dpooled, weight, bias, skip_stride, channels, tile, num_windows, columns, is_channel,
             HEIGHT, WIDTH, ROWS)  # fmt: skip
+        # Pixels that do not exist have a gradient of 0 and add nothing.
         sum_g += (ga + gb) + (gc + gd)
         sum_gx += (ga * (a - mu) + gb * (b - mu)) + (gc * (c - mu) + gd * (d - mu))
     at = partials + tl.program_id(0) * 2 * channels + columns
@@ -143,6 +146,8 @@ def pool_gradient_kernel(y, dskip, dpooled, mean, inverse, scale, offset, sum_g,
     is_channel = columns < channels
     weight, bias = tl.load(scale + columns, mask=is_channel), tl.load(offset + columns, mask=is_channel)
     slope = tl.load(inverse + columns, mask=is_channel)
+    # The gradient of BatchNorm, weight·(g - Σg/n - (y - mean)·inverse²·Σgx/n), is weight·g + (y·slope + level). Slope
+    # and level are per channel, so they are computed once per program.
     slope = -weight * slope * slope * tl.load(sum_gx + columns, mask=is_channel) / num_values
     level = -weight * tl.load(sum_g + columns, mask=is_channel) / num_values
     level -= slope * tl.load(mean + columns, mask=is_channel)
@@ -153,6 +158,7 @@ def pool_gradient_kernel(y, dskip, dpooled, mean, inverse, scale, offset, sum_g,
             HEIGHT, WIDTH, ROWS)  # fmt: skip
         a, b = factor * ga + (a * slope + level), factor * gb + (b * slope + level)
         c, d = factor * gc + (c * slope + level), factor * gd + (d * slope + level)
+        # Offsets and masks again, for the stores: `_pixel_gradients` does not return them.
         first, _, here, right, below = _windows(tile, num_windows, HEIGHT, WIDTH, ROWS)
         _store_pixel(out, channels, first, here, columns, is_channel, a)
         _store_pixel(out, channels, first + 1, right, columns, is_channel, b)
@@ -174,6 +180,7 @@ def cut_windows(y: Tensor, tiling: Tiling) -> PoolWindows:
     count = n * triton.cdiv(height, 2) * triton.cdiv(width, 2)
     tiles = cut_tiles(count, channels, tiling)
     sides = {"HEIGHT": height, "WIDTH": width, "ROWS": tiles.rows, "COLS": tiles.channels}
+    # `cut_tiles` puts channels first; in these kernels program_id(0) counts windows.
     return PoolWindows(count, tiles.grid[::-1], {**sides, "num_warps": tiles.num_warps})
 
 

@@ -130,6 +130,7 @@ class Join(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         from halfstep.kernels.resnet_triton import join_maps
 
+        # Kernels read weight and bias from the norms. They are arguments too, so that autograd takes gradients.
         how, raws = compute_norm(y, norm), [y]
         hows, shortcut_how = [how], None
         if shortcut is not None and shortcut_norm is not None:
@@ -139,6 +140,7 @@ class Join(torch.autograd.Function):
         found, cast = convolve_readers(z, weights, strides)
         ctx.save_for_backward(z, *cast, *raws)
         ctx.hows, ctx.strides = hows, strides
+        # dz is None where only the convolutions read z, as before a block with a projection.
         ctx.set_materialize_grads(False)
         return z, *found
 
@@ -162,6 +164,7 @@ class Join(torch.autograd.Function):
                 of_shortcut: Gradients = (dshortcut, sums[1].weight, sums[1].g)
             else:
                 dy = compute_raw_gradient(g, *pairs[0], sums[0], masked=False)
+                # The gradient of an identity shortcut is g itself.
                 of_shortcut = (g if wants[3] else None, None, None)
         return (dy, sums[0].weight, sums[0].g, *of_shortcut, None, None, None, *dws)
 
@@ -198,6 +201,7 @@ class StemPool(torch.autograd.Function):
 
         y, raw, places, z, *kept = ctx.saved_tensors
         how, weights, wants = Norm(*kept[:4]), kept[4:], ctx.needs_input_grad
+        # Normalising the raw values of the maxima gives z again, at a quarter of the size of y.
         z = normalise(raw, how) if z is None else z
         with SideStream(z.device) as side:
             dzs, dws = compute_reader_gradients(side, gradients, z, weights, ctx.strides, any(wants[:3]), wants[6:])

@@ -24,7 +24,7 @@ SUMS = Tiling(values=2048, most_channels=64, num_warps=8, num_programs=132 * 4)
 """Programs that keep sums in registers, and leave them to a second kernel: not too many."""
 MAPS = Tiling(values=4096, most_channels=128, num_warps=8, num_programs=132 * 16)
 POOLS = Tiling(values=1024, most_channels=64, num_warps=4, num_programs=132 * 32)
-"""9 or 4 pixels of a window are operands; 8 values per thread, so that bytes lie in threads as halfs do."""
+"""9 or 4 pixels of a window are operands; 8 values per thread, so that threads hold bytes in the order of halfs."""
 
 
 def join_maps(y: Tensor, norm: Norm, shortcut: Tensor | None, shortcut_norm: Norm | None) -> Tensor:
@@ -54,6 +54,7 @@ def _join(
     b = tl.load(offset + columns, mask=is_channel)[None, :]
     if IS_NORMALISED:
         a_shortcut = tl.load(shortcut_scale + columns, mask=is_channel)[None, :]
+        # Both offsets are per channel, so they are added once, before the loop.
         b += tl.load(shortcut_offset + columns, mask=is_channel)[None, :]
     rows = tl.arange(0, BR)
     places = rows[:, None] * num_channels + columns[None, :]
@@ -116,8 +117,10 @@ def _join_gradient(
         start = tl.cast(tile, tl.int64) * BR
         inside = (start + rows < num_rows)[:, None] & is_channel[None, :]
         at = start * num_channels + places
-        # All loads stand before the store: the compiler would not move one past it.
+        # All loads come before the store: the compiler would not move one past it.
         dz = tl.load(first + at, mask=inside, other=0.0).to(tl.float32)
+        # `second` has rows for even pixels only: compute the row of each pixel there. Other pixels were not read by the
+        # convolution and get nothing from it.
         if IS_SPARSE:
             row = tile * BR + rows
             w, h, image = row % width, row // width % height, row // (width * height)
@@ -142,6 +145,7 @@ def _join_gradient(
     tl.store(to, total, mask=is_channel)
     tl.store(to + num_channels, tl.sum(sum_gx, 0), mask=is_channel)
     if NUM_RAWS == 2:
+        # partials is [raw maps, programs, 2, channels]: on to the second map. Σ g is the same for both.
         to += tl.num_programs(1) * 2 * num_channels
         tl.store(to, total, mask=is_channel)
         tl.store(to + num_channels, tl.sum(sum_other, 0), mask=is_channel)
@@ -194,6 +198,7 @@ def _line(mean, inverse, scale, sum_g, sum_gx, one_nth, columns, is_channel):
     """Return a, mean, slope and level of a raw map's gradient a·g + slope·(y - mean) + level, as rows of a tile."""
     a = tl.load(scale + columns, mask=is_channel)
     inv = tl.load(inverse + columns, mask=is_channel)
+    # BatchNorm: a·(g - Σg/n - (y - mean)·inverse²·Σgx/n), with both means per channel.
     slope = -a * inv * inv * tl.load(sum_gx + columns, mask=is_channel) * one_nth
     level = -a * tl.load(sum_g + columns, mask=is_channel) * one_nth
     return a[None, :], tl.load(mean + columns, mask=is_channel)[None, :], slope[None, :], level[None, :]
@@ -207,7 +212,7 @@ class Pooled:
     raw: Tensor
     """The value of y that became the maximum: pixels that became none get no gradient, so backward needs no others."""
     places: Tensor
-    """int8, row · 3 + column in the window: the first in reading order where there are several, as torch has it."""
+    """int8, row · 3 + column in the window: the first in reading order if there are several, as in torch."""
 
 
 def pool_stem(y: Tensor, norm: Norm) -> Pooled:
@@ -241,6 +246,7 @@ def _pool(
     windows_across, windows_down = (width + 1) // 2, (height + 1) // 2
     for tile in range(tl.program_id(1), tl.cdiv(num_windows, BR), tl.num_programs(1)):
         window = tile * BR + tl.arange(0, BR)
+        # Padding 1: windows begin one pixel above and to the left of even pixels.
         left, top = window % windows_across * 2 - 1, window // windows_across % windows_down * 2 - 1
         image = (window // (windows_across * windows_down)).to(tl.int64)
         is_window = (window < num_windows)[:, None] & is_channel[None, :]
@@ -254,6 +260,7 @@ def _pool(
             at = ((image * height + h) * width + w)[:, None] * num_channels + columns[None, :]
             x = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
             v = x * a + b
+            # v != v holds for NaN only. It replaces any maximum, and no number replaces it, since v > NaN is false.
             is_better = inside & ((v > best) | (v != v))
             best = tl.where(is_better, v, best)
             best_raw = tl.where(is_better, x, best_raw)
@@ -304,7 +311,7 @@ def _pool_gradient(
         is_in_width = inside & (2 * j + 1 < width)[:, None]
         is_in_height = inside & (2 * i + 1 < height)[:, None]
         is_in_both = is_in_width & is_in_height
-        # All loads stand before the stores: the compiler would not move one past them.
+        # All loads come before the stores: the compiler would not move one past them.
         g00, p00 = _window(g, places, at, inside)
         g01, p01 = _window(g, places, right, has_right)
         g10, p10 = _window(g, places, below, has_below)
@@ -313,6 +320,9 @@ def _pool_gradient(
         x01 = tl.load(y + pixel + num_channels, mask=is_in_width, other=0.0).to(tl.float32) - mu
         x10 = tl.load(y + pixel_below, mask=is_in_height, other=0.0).to(tl.float32) - mu
         x11 = tl.load(y + pixel_below + num_channels, mask=is_in_both, other=0.0).to(tl.float32) - mu
+        # p is row · 3 + column of the maximum in its window. Pixel (2i, 2j) is the centre, 4, of window (i, j) and in
+        # no other. Pixel (2i, 2j + 1) is in column 2 there, 5, and in column 0 of the window to the right, 3. Pixel (2i
+        # + 1, 2j) is in row 2, 7, and in row 0 of the window below, 1. The last one is in a corner of all four.
         even_even = tl.where(p00 == 4, g00, 0.0)
         even_odd = tl.where(p00 == 5, g00, 0.0) + tl.where(p01 == 3, g01, 0.0)
         odd_even = tl.where(p00 == 7, g00, 0.0) + tl.where(p10 == 1, g10, 0.0)
@@ -327,4 +337,5 @@ def _pool_gradient(
 
 @triton.jit
 def _window(g, places, at, inside):
+    """Load the gradient of a window and the index of its maximum; -1, which is no pixel, for a missing window."""
     return tl.load(g + at, mask=inside, other=0.0).to(tl.float32), tl.load(places + at, mask=inside, other=-1)

@@ -59,6 +59,7 @@ def _pad(
     """Read each value of the image once, and write `PIXEL` values per padded pixel."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     channel = tl.arange(0, PIXEL)[None, :]
+    # Coordinates in the image; those in the padding are outside of it, and 0 is written for them.
     row, column = pixel // PADDED_WIDTH % PADDED_HEIGHT - PADDING, pixel % PADDED_WIDTH - PADDING
     inside = (row >= 0) & (row < HEIGHT) & (column >= 0) & (column < WIDTH) & (pixel < num_pixels)
     first = image + (pixel // (PADDED_WIDTH * PADDED_HEIGHT)).to(tl.int64) * n_stride
@@ -84,6 +85,7 @@ def _arrange(
     index = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     out = index % OUT
     row, column, channel = _tap(index // OUT, ROW_TAPS, PIXEL)
+    # A row of taps is longer than the kernel, and a pixel may have more channels than the image: weight 0.
     is_tap = (row < KERNEL) & (column < KERNEL) & (channel < CHANNELS)
     value = tl.load(weight + out * o_stride + channel * c_stride + row * h_stride + column * w_stride, is_tap, 0.0)
     tl.store(arranged + index, value.to(arranged.dtype.element_ty), row < KERNEL)
@@ -112,6 +114,7 @@ def _convolve(
     """Write y = taps @ arranged, one kernel row after the other: gathers from the cache, writes each value once."""
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     out = tl.program_id(1) * OUT_CHANNELS + tl.arange(0, OUT_CHANNELS)[None, :]
+    # Pixels past the end read the taps of the last one: loads need no mask, and the store has one.
     place = tl.minimum(pixel, num_pixels - 1)
     first = _first_taps(padded, place, ROWS, COLUMNS, STRIDE, PADDED_HEIGHT, PADDED_WIDTH, PIXEL)
     tap = tl.arange(0, ROW_TAPS)
@@ -119,6 +122,7 @@ def _convolve(
     for row in range(KERNEL):
         taps = tl.load(first[:, None] + (row * (PADDED_WIDTH * PIXEL) + tap)[None, :])
         weights = tl.load(arranged + (row * ROW_TAPS + tap)[:, None] * OUT + out, out < OUT, 0.0)
+        # "ieee" concerns fp32 maps: their operands are not rounded to TF32.
         total = tl.dot(taps, weights, total, input_precision="ieee")
     results = y + pixel.to(tl.int64)[:, None] * OUT + out
     tl.store(results, total.to(y.dtype.element_ty), (pixel < num_pixels)[:, None] & (out < OUT))
@@ -147,11 +151,13 @@ def _weight_gradient(
         narrowness = tl.load(inverse + out, out < OUT, 0.0)
         slope = tl.load(sum_gx + out, out < OUT, 0.0) / count * narrowness * narrowness
     tap = tl.arange(0, ALL_TAPS)[None, :]
+    # Distance of each tap from the first one of its pixel: contiguous within a kernel row.
     distance = tap // ROW_TAPS * (PADDED_WIDTH * PIXEL) + tap % ROW_TAPS
     total = tl.zeros([OUT_CHANNELS, ALL_TAPS], tl.float32)
     for tile in range(num_tiles):
         pixel = (tl.program_id(0) * num_tiles + tile) * PIXELS + tl.arange(0, PIXELS)
         inside = (pixel < num_pixels)[:, None] & is_out
+        # Pixels past the end read the taps of the last one. Their dy is 0, so they add nothing.
         place = tl.minimum(pixel, num_pixels - 1)
         first = _first_taps(padded, place, ROWS, COLUMNS, STRIDE, PADDED_HEIGHT, PADDED_WIDTH, PIXEL)
         dy = tl.load(gradient + pixel.to(tl.int64)[:, None] * g_stride + out[None, :], inside, 0.0)
@@ -161,6 +167,7 @@ def _weight_gradient(
             g = dy.to(tl.float32)
             if IS_MASKED:
                 g = tl.where(value * gain + shift <= 0, 0.0, g)
+            # Masked again: g = 0 and y = 0 of missing pixels would give a dy that is not 0.
             dy = tl.where(inside, gain * (g - mean_g - (value - middle) * slope), 0.0).to(dy.dtype)
         total = tl.dot(tl.trans(dy), taps, total, input_precision="ieee")
     part = partials + (tl.program_id(0) * OUT + out)[:, None] * ALL_TAPS + tap
@@ -239,6 +246,7 @@ def sum_gradient_parts(image: PaddedImage, g: Tensor, through: ThroughNorm | Non
     num_tiles = triton.cdiv(num_pixels, blocks.pixels * blocks.programs)
     grid = triton.cdiv(num_pixels, blocks.pixels * num_tiles), triton.cdiv(out, channels)
     partials = torch.empty(grid[0], out, all_taps, dtype=torch.float32, device=g.device)
+    # Without a norm the kernel reads none of these seven arguments.
     vectors = [g] * 7 if through is None else [through.y, *through.norm, through.sums.g, through.sums.gx]
     _weight_gradient[grid](
         image.values, g, *vectors, partials, num_pixels, num_tiles, get_row_stride(g), **_make_constants(image),

@@ -77,6 +77,7 @@ def run_blocks(blocks: Sequence[TransformerBlock], tokens: Tensor, dtype: torch.
 def round_weights(blocks: Sequence[TransformerBlock], dtype: torch.dtype) -> Iterator[Rounded]:
     """Cast all weights at once: a kernel for each would take longer to launch than to run."""
     weights = [Rounded(b.in_weight, b.in_bias, b.out.weight, b.first.weight, b.second.weight) for b in blocks]
+    # Detached: the Functions below return gradients for the fp32 weights themselves, past this cast.
     flat = [weight.detach() for of_block in weights for weight in of_block]
     copies = [torch.empty_like(weight, dtype=dtype) for weight in flat]
     torch._foreach_copy_(copies, flat)

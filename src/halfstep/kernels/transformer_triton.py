@@ -52,6 +52,7 @@ def _add_norm(
         tl.store(x_out + places, value, inside)
     # The mean first, then deviations from it: E[x²] - E[x]² would cancel.
     middle = tl.sum(value, 1) / dim
+    # Masked: columns past dim, loaded as 0, would deviate by -mean.
     deviation = tl.where(inside, value - middle[:, None], 0.0)
     narrow = 1 / tl.sqrt(tl.sum(deviation * deviation, 1) / dim + eps)
     tl.store(mean + rows, middle, is_row)
@@ -89,8 +90,10 @@ def _add_norm_backward(
         middle, narrow = tl.load(mean + rows, is_row, 0.0), tl.load(inverse + rows, is_row, 0.0)
         normal = (value - middle[:, None]) * narrow[:, None]
         if REMAKES_OUT:
+            # The output of forward, for the weight gradient of the matmul that read it: costs a write and no read.
             again = normal * gain[None, :] + shift[None, :]
             tl.store(out + places, again.to(out.dtype.element_ty), inside)
+        # Missing rows were loaded with a gradient of 0 and add nothing to these sums.
         d_weight += tl.sum(gradient * normal, 0)
         d_bias += tl.sum(gradient, 0)
         gained = gradient * gain[None, :]
@@ -98,6 +101,7 @@ def _add_norm_backward(
         along_normal = tl.sum(gained * normal, 1) / dim
         along_one = tl.sum(gained, 1) / dim
         result = direct + (gained - normal * along_normal[:, None] - along_one[:, None]) * narrow[:, None]
+        # x_out = x + branch + branch_bias: all three have this gradient, the bias summed over rows.
         d_branch_bias += tl.sum(result, 0)
         tl.store(dx + places, result, inside)
         if HAS_BRANCH:
@@ -148,6 +152,7 @@ def _gelu_backward(
         below = share_by_tanh(value) if BY_TANH else normal_distribution(value)
         if REMAKES_OUT:
             tl.store(out + places, (value * below).to(out.dtype.element_ty), inside)
+        # d GELU(x) / dx = Φ(x) + x·φ(x). d_raw may be d_out: each value is loaded before it is overwritten.
         result = gradient * (below + value * (density_by_tanh(value, below) if BY_TANH else normal_density(value)))
         tl.store(d_raw + places, result.to(d_raw.dtype.element_ty), inside)
         d_bias += result
@@ -163,6 +168,7 @@ def _packed_third(
     """Copy queries, keys or values, [batch, head, token, HEAD] by their strides, to rows of 3 * dim channels."""
     columns = first_column + tl.arange(0, COLUMNS)
     is_column = columns < dim
+    # Channel c of a packed row is channel c % HEAD of head c // HEAD.
     within = columns // HEAD * part_head + columns % HEAD
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
@@ -256,6 +262,7 @@ def gelu_backward(
 def pack(thirds: Sequence[Tensor], out: Tensor) -> Tensor:
     """Write out [batch, tokens, 3 * dim] from three [batch, heads, tokens, channels of a head]; return partial sums."""
     _, num_heads, num_tokens, head = thirds[0].shape
+    # The kernel takes any strides but that of the channels of a head, which must be adjacent.
     thirds = [third if third.stride(3) == 1 else third.contiguous() for third in thirds]
     strided = [part for third in thirds for part in (third, *third.stride()[:3])]
     dim, num_rows = num_heads * head, out.numel() // out.shape[-1]
@@ -289,6 +296,7 @@ def _choose_map_grid(num_rows: int, dim: int, blocks: dict[str, int], most_parts
 def normal_distribution(x):
     """Return Φ(x), the standard normal distribution function."""
     y = tl.abs(x)
+    # 1 - Φ(|x|) = 2^p with a polynomial p of degree 7 in |x|: one exp2 in place of erf.
     p = 6.0194663e-05 - 1.7557884e-06 * y
     p = p * y - 9.2105829e-04
     p = p * y + 8.4772892e-03
@@ -303,16 +311,19 @@ def normal_distribution(x):
 @triton.jit
 def share_by_tanh(x):
     """Return the tanh approximation of Φ(x): (1 + tanh u) / 2 = 1 / (1 + exp(-2u)), u = √(2/π)·(x + 0.044715 x³)."""
+    # 2.3022... = 2·√(2/π)·log2(e): exp2 in place of exp.
     return 1.0 / (1.0 + tl.exp2(-2.3022081985 * (x + 0.044715 * x * x * x)))
 
 
 @triton.jit
 def density_by_tanh(x, share):
     """Return the derivative of `share_by_tanh`."""
+    # The derivative of the logistic function times that of 2u, 2·√(2/π)·(1 + 3·0.044715 x²).
     return share * (1.0 - share) * (1.5957691216 + 0.2140644489 * x * x)
 
 
 @triton.jit
 def normal_density(x):
     """Return φ(x) = exp(-x²/2) / √(2π), the derivative of Φ."""
+    # 0.3989... = 1 / √(2π), 0.7213... = log2(e) / 2.
     return 0.3989422804 * tl.exp2(-0.7213475204 * x * x)

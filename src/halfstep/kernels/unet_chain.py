@@ -100,6 +100,7 @@ class PoolConv(torch.autograd.Function):
         with SideStream(y.device) as side:
             dpooled, dw = convolve_backward(side, gradients[0], z, w, 1, 1, (True, ctx.needs_input_grad[3]))
             assert dpooled is not None
+            # The skip's half is a view: the kernels take its row stride.
             dskip = dcat[:, : y.shape[1]]
             sums = sum_pool_gradients(y, dskip, dpooled, norm)
             dy = compute_pool_gradient(y, dskip, dpooled, norm, sums)
@@ -152,7 +153,9 @@ class UpConcatConv(torch.autograd.Function):
             dz = compute_doubling_gradient(dhalf, z, taps)
             sums = sum_gradients(dz, deep, norm)
             ddeep = compute_raw_gradient(dz, deep, norm, sums, masked=True)
+        # From [in, 2, 2, out] to the layout of ConvTranspose2d, [in, out, 2, 2].
         dw_up = dtaps.view(len(taps), 2, 2, -1).permute(0, 3, 1, 2)
+        # dcat is the gradient of the promise: `PoolConv` takes the half of the skip from it.
         return dcat, None, None, ddeep, sums.weight, sums.g, dw_up, db_up, dw, None, None
 
 

@@ -54,6 +54,7 @@ def _first_pixels(row, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUT_HEIGHT: tl
 
 @triton.jit
 def _tap_offsets(column, stride, CHANNELS: tl.constexpr, OUT_WIDTH: tl.constexpr):
+    """Return the offsets of the 4C columns from the first of their 2×2 pixels."""
     tap = column // CHANNELS
     return ((tap // 2) * OUT_WIDTH + tap % 2) * stride + column % CHANNELS
 
@@ -75,6 +76,7 @@ def doubled_kernel(z, taps, bias, out, num_rows, depth, stride, CHANNELS: tl.con
         values = tl.load(at + k[None, :], mask=is_row[:, None] & (k < depth)[None, :], other=0.0)
         weights = taps + k[:, None] * (4 * CHANNELS) + column[None, :]
         weights = tl.load(weights, mask=(k < depth)[:, None] & is_column[None, :], other=0.0)
+        # "ieee" concerns fp32 maps: their operands are not rounded to TF32.
         total = tl.dot(values, weights, total, input_precision="ieee")
     total += tl.load(bias + column % CHANNELS, mask=is_column, other=0.0).to(tl.float32)[None, :]
     first = _first_pixels(row, HEIGHT, WIDTH, OUT_HEIGHT, OUT_WIDTH, TOP, LEFT)
@@ -127,6 +129,7 @@ def weight_parts_kernel(dout, z, partials, num_rows, columns, rows_each, stride,
     end = tl.minimum(begin + rows_each, num_rows)
     for start in range(begin, end, BK):
         row = start + tl.arange(0, BK)
+        # Not num_rows: rows from `end` on belong to another program.
         is_row = row < end
         first = _first_pixels(row, HEIGHT, WIDTH, OUT_HEIGHT, OUT_WIDTH, TOP, LEFT)
         gradient = tl.load(pixels + (first * stride)[None, :], mask=is_tap[:, None] & is_row[None, :], other=0.0)
@@ -170,6 +173,7 @@ def compute_tap_gradients(dout: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     blocks = choose_blocks(z, WEIGHTS, columns, num_rows)
     tiles = triton.cdiv(4 * channels, blocks.rows), triton.cdiv(columns, blocks.columns)
     parts = max(1, WEIGHT_PROGRAMS // (tiles[0] * tiles[1]))
+    # Whole steps of the loop over rows, so that only the last part has a masked one.
     rows_each = triton.cdiv(num_rows, parts * blocks.depth) * blocks.depth
     num_parts = triton.cdiv(num_rows, rows_each)
     partials = z.new_empty((num_parts, columns + 1, 4 * channels), dtype=torch.float32)
@@ -185,6 +189,7 @@ def compute_tap_gradients(dout: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         **make_launch_options(blocks),
     )
     total = partials.sum(0)
+    # The bias of a channel is added in all four taps.
     return total[:columns], total[columns].view(4, channels).sum(0)
 
 
