@@ -35,7 +35,7 @@ LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # ITU-R 601, as Pillow
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageFacts:
-    """What an image's header says, without decoding pixels."""
+    """The facts in an image's header, read without decoding pixels."""
 
     size: tuple[int, int]
     """Height and width."""

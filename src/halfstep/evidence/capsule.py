@@ -88,7 +88,7 @@ def copied_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def code_of(model: nn.Module) -> dict[str, int]:
-    """Return a checksum of the source of each of its classes, except torch's own and those without a source."""
+    """Return a checksum of the source of each class in the model, except torch's own and those without a source."""
     found = dict[str, int]()
     for kind in {type(module) for module in model.modules()}:
         with contextlib.suppress(OSError, TypeError):

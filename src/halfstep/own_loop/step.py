@@ -369,7 +369,7 @@ class Step:
 
 
 class Outcome:
-    """What became of one step. The first property read waits for the device, so read it when you report."""
+    """The outcome of one step. The first property read waits for the device, so read it when you report."""
 
     def __init__(self, facts: Facts | Reading) -> None:
         self._facts = facts

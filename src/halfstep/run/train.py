@@ -279,7 +279,7 @@ def _is_tidy(config: RunConfig, folder: RunFolder, path: Path, checkpoint: Check
 def _choose_plan(
     config: RunConfig, workload: Workload, folder: RunFolder, changes: Changes, rank: RunRank, rehearse: Rehearse
 ) -> Plan:
-    """Return the stored plan; what was decided or measured for settings that have changed is redone."""
+    """Return the stored plan, with new decisions and measurements for settings that have changed."""
     if changes.touch("precision.", "device"):
         return _decide(config, workload, probe(rank.choose_device(config)), rank, rehearse)
     plan = folder.read_plan()

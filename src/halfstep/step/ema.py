@@ -213,7 +213,7 @@ class EmaPass:
 
 
 class EmaLaunch:
-    """The table of weights of one type, all at multiples of 16 bytes or not."""
+    """The table of weights of one dtype; either all or none of their addresses are 16-byte aligned."""
 
     def __init__(self, pairs: Pairs, *, aligned: bool) -> None:
         from halfstep.step import ema_triton

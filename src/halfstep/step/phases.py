@@ -217,7 +217,7 @@ class SharedScaler(Scaler):
 
     @torch.no_grad()
     def update(self, overflow: Tensor, unjudged: Tensor | None = None) -> None:
-        """Note the verdict of one phase, in place: a CUDA graph holds this."""
+        """Record the verdict of one phase, in place, so that a CUDA graph can capture it."""
         is_judged = torch.ones_like(overflow) if unjudged is None else ~unjudged
         self.overflowed.logical_or_(overflow & is_judged)
         self.judged.logical_or_(is_judged)

@@ -52,7 +52,7 @@ class Recomputed(SwappedModule):
 
 
 class OutOfPlace(SwappedModule):
-    """Make an in-place layer write out of place: its input may be what a selective region keeps."""
+    """Make an in-place layer write out of place: its input may be an activation that a selective region keeps."""
 
     inplace = property(lambda self: False, lambda self, value: None)
 

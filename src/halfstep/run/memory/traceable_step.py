@@ -292,7 +292,7 @@ class NoSamples:
 
 
 def build_traceable_step(config: RunConfig, store: Store | None = None) -> TraceableStep:
-    """Build the step of a config from its data if a folder is given, else from made-up data of the usual shape.
+    """Build the step of a config from its data if a folder is given, else from random data of the usual shape.
 
     `store` describes the data if they have been read before.
     """

@@ -121,7 +121,7 @@ class VaeTrainer:
             return score + self.kl_weight * outputs["kl"].mean()
 
     def phases(self) -> tuple[Phase, ...]:
-        """Return none without a discriminator: then the workload's own forward and loss train the VAE."""
+        """Return the phases; empty without a discriminator: then the workload's forward and loss train the VAE."""
         if self.critic is None:
             return ()
         return (

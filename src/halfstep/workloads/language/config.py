@@ -35,7 +35,7 @@ class TextDataConfig(DataConfig):
 
 
 class LanguageModelConfig(ModelConfig):
-    """GPT-2; a size of 0 is what the workload's name says."""
+    """GPT-2; a size of 0 means the size that the workload's name gives."""
 
     depth: OffCount = Field(default=0, description="Number of blocks; 0: from the workload's name")
     heads: OffCount = Field(default=0, description="Attention heads, must divide dim; 0: from the workload's name")

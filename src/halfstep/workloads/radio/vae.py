@@ -21,7 +21,7 @@ GROUPS = 32
 
 
 def make_group_norm(channels: int) -> nn.GroupNorm:
-    """Return a GroupNorm with LDM's 32 groups, or with as many as few channels allow."""
+    """Return a GroupNorm with LDM's 32 groups, or with fewer if there are too few channels."""
     return nn.GroupNorm(math.gcd(GROUPS, channels), channels, eps=1e-6)
 
 
