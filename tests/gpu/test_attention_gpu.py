@@ -110,7 +110,7 @@ def test_replay_blames_the_kernel_where_the_code_calls_torchs_attention_by_a_nam
     step = hs.Step(model, torch.optim.AdamW(model.parameters(), fused=True), "bf16", capsules=tmp_path)
     loss_fn = lambda x: model(x).square().mean()  # noqa: E731
     step(loss_fn, [torch.randn(2, 64, 64, device="cuda")])
-    with pytest.warns(UserWarning, match="is kept"):
+    with pytest.warns(UserWarning, match="was saved"):
         step.finish()
     found = hs.replay(all_in(tmp_path)[0], model, loss_fn)
     assert found.cause == causes.KERNEL

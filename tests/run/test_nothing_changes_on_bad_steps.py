@@ -147,7 +147,7 @@ def test_a_model_with_a_sparse_buffer_leaves_capsules(tmp_path: Path) -> None:
     step = hs.Step(model, torch.optim.AdamW(model.parameters(), fused=True), "fp32", capsules=tmp_path)
     loss_fn = lambda x: model(x).square().mean()  # noqa: E731
     step(loss_fn, [NAN])
-    with pytest.warns(UserWarning, match="is kept"):
+    with pytest.warns(UserWarning, match="was saved"):
         step.finish()
     assert "cause: bad input" in str(hs.replay(next(tmp_path.iterdir()), model, loss_fn))
 
