@@ -25,9 +25,9 @@ from halfstep.step.facts import read_rng_state, restore_rng
 from halfstep.step.phases import freeze_others
 
 LossFn = Callable[[Any], Any]
-"""Loss of a batch, or (loss, weight, ...)."""
+"""Returns the loss of a batch, or (loss, weight, ...)."""
 PlanFor = Callable[[str, Mapping[str, str]], Plan]
-"""The plan of a precision ("": the step's own) with these parts in one of their own."""
+"""Returns the plan of a precision ("": that of the step), with the given precisions for some modules."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -72,6 +72,7 @@ class Subject:
             restore_rng(dict(self.rng), self.device)
 
     def take_plan(self, plan: Plan) -> None:
+        """Apply a plan to the model, and to the frozen modules from their recorded state."""
         apply(plan, self.model)
         for name, part in self.beside().items():
             own = state_of(part)
@@ -99,11 +100,13 @@ class Subject:
         return {name: value for name, value in floating.items() if "." not in name}
 
     def trained_names(self) -> set[str]:
+        """Return the names of the parameters that the step trains."""
         trained = {id(p) for p in self.trained}
         named = self.model.named_parameters()
         return {name for name, p in named if p.requires_grad and (not trained or id(p) in trained)}
 
     def buffers(self) -> set[str]:
+        """Return the names of all buffers, those of other modules with their prefix."""
         return {
             f"{part}.{name}".lstrip(".")
             for part, module in {"": self.model, **self.beside()}.items()
@@ -111,6 +114,7 @@ class Subject:
         }
 
     def is_good_with(self, changed: Mapping[str, Tensor]) -> bool:
+        """True if the step is good with some of its state replaced."""
         with self.with_state(changed):
             return attempt(self, "other state").is_good
 
@@ -154,7 +158,8 @@ class Attempt:
         return self.is_good or bool(self.losses) and not self.error
 
     def is_like(self, other: Attempt) -> bool:
-        """True if both outcomes are bit-identical."""
+        """True if both outcomes read the same: the error, or loss and gradient norm to six digits."""
+        # As text, since NaN is not equal to NaN.
         return str(replace(self, name="")) == str(replace(other, name=""))
 
     def __str__(self) -> str:
@@ -183,6 +188,7 @@ def attempt(
     With `num_more`, the weights are updated as in the training, and as many steps follow on the same window, or on
     what `draw` makes of it; the answer is that of the last one, or of the first that is not good."""
     plan, window = plan or subject.plan, subject.window if window is None else window
+    # The attempt sets generators to those of the step: the caller's are restored at the end.
     generators = read_rng_state(subject.device)
     trace = (RangeTrace if traced is True else traced)(subject.model, subject.beside()) if traced else None
     try:
@@ -250,6 +256,7 @@ def _run_window(subject: Subject, plan: Plan, loss: LossFn, window: Sequence[Any
             weight = float(weight)
             if not weight:
                 continue
+            # Weights are relative to the first batch: with equal weights the loss is not multiplied at all.
             unit = unit or weight
             value = value.reshape(()) if weight == unit else value.reshape(()) * (weight / unit)
             value = value if value.dtype == torch.float64 else value.float()
@@ -267,11 +274,13 @@ def _describe_attempt(subject: Subject, name: str, plan: Plan, value: Tensor, tr
     norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
     buffers = dict(subject.model.named_buffers())
     ruined = [key for key, b in buffers.items() if has_fractions(b) and not b.isfinite().all()]
+    # Only buffers that were finite before the step.
     ruined = [key for key in ruined if key not in subject.state or subject.state[key].isfinite().all()]
     origin = None
     if trace is not None:
         bad = [g for g in [*gradients, *(buffers[key] for key in ruined)] if not g.isfinite().all()]
         found = [trace.of_loss, *map(trace.origin_of, bad)]
+        # Of several origins the earliest operation is the cause, the others may follow from it.
         origin = min((op for op in found if op is not None), key=lambda op: op.index, default=None)
     return Attempt(
         name=name,

@@ -127,6 +127,7 @@ def write(
                 _save(state, hidden / STATE)
             if config:
                 (hidden / CONFIG).write_text(config, encoding="utf-8")
+            # Checksums of all other files; capsule.json itself is written last.
             files = {file.name: _fingerprint(file) for file in sorted(hidden.iterdir())}
             document = {"version": VERSION, **about, "versions": versions, "files": files, "packed": packed}
             (hidden / ABOUT).write_text(json.dumps(plain(document), indent=1), encoding="utf-8")
@@ -145,7 +146,7 @@ def write(
 
 
 def read(path: Path) -> Capsule:
-    """Read and check one, or say what is wrong with it."""
+    """Read a capsule and check its files; raise CheckpointError if it is missing or damaged."""
     path = path.parent if path.name == ABOUT else path
     if not (path / ABOUT).is_file():
         raise _no_capsule(path)

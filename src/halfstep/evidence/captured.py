@@ -78,10 +78,12 @@ def locate_kernels(events: Sequence[Event], owners: Mapping[int, Modules], code:
 
 
 def _locate(one: LaunchedKernel, owners: Mapping[int, Modules], site: Modules | None) -> LaunchPurpose | None:
+    # Backward runs in a thread of its own, where the range of the main thread is not on the stack.
     if not any(event["name"] == COMPUTING for event in one.within) and not _is_backward(one):
         return LaunchPurpose((GUARDING,), "step")
     direction: Direction = "backward" if _is_backward(one) else "forward"
     modules = _find_owners(one, owners) if site is None else site
+    # The innermost one, where such operations are nested.
     product = next((event for event in reversed(one.within) if event["name"] in PRODUCTS), None)
     operation = str(product["name"]).removeprefix("aten::") if product is not None else ""
     return LaunchPurpose(modules, direction, operation, _get_format(product)) if modules else None
@@ -100,6 +102,7 @@ def _find_owners(one: LaunchedKernel, owners: Mapping[int, Modules]) -> Modules:
     for event in reversed(one.within):
         if (number := get_sequence_number(event)) in owners:
             return owners[number]  # type: ignore[index]
+    # Nothing around the launch has a number: in forward, use that of the operation which follows in this thread.
     number = get_sequence_number(one.before) if one.before is not None else None
     return owners.get(number, ()) if number is not None and not _is_backward(one) else ()
 
@@ -115,12 +118,14 @@ def _find_sites(found: Sequence[LaunchedKernel], code: CompiledCode) -> dict[int
     """Return the modules of kernels launched inside compiled code, by index in the list."""
     runs: dict[int, list[tuple[int, str, object]]] = defaultdict(list)
     for number, one in enumerate(found):
+        # Of nested calls of compiled graphs the innermost made the launch.
         inside = [k for k, event in enumerate(one.within) if str(event["name"]).startswith(COMPILED)]
         if inside:
             call = _identify_call(one, one.within[inside[-1] + 1 :])
             runs[id(one.within[inside[-1]])].append((number, *call))
     modules: dict[int, Modules] = {}
     for run in runs.values():
+        # One entry per call, in order: kernels launched by one library call are one call of the generated code.
         calls = list(dict.fromkeys((callee, which) for _, callee, which in run))
         known = dict(zip(calls, code.modules([callee for callee, _ in calls]), strict=True))
         modules |= {number: known[callee, which] for number, callee, which in run}
@@ -144,11 +149,15 @@ def match_replay(replay: Sequence[Kernel], reference: Sequence[LocatedKernel]) -
     """Return each kernel of a replay with the location of its counterpart."""
     places: dict[int, LaunchPurpose | None] = {}
     mine, theirs = list(range(len(replay))), list(range(len(reference)))
+    # From strict to loose: name and launch shape, name alone, then the kind of memory kernels. Each round pairs only
+    # what the rounds before left over on both sides.
     for key in (lambda kernel: (kernel.name, kernel.shape), lambda kernel: kernel.name, _get_kind):
         pairs = _pair_in_order([key(replay[k]) for k in mine], [key(reference[k].kernel) for k in theirs])
         places |= {mine[a]: reference[theirs[b]].place for a, b in pairs}
         used = {theirs[b] for _, b in pairs}
         mine, theirs = [k for k in mine if k not in places], [k for k in theirs if k not in used]
+    # The commit has no counterpart in the reference: it is what runs after the last matched kernel. Unmatched kernels
+    # before that stay unmapped.
     last = max((replay[number].start_us for number in places), default=float("inf"))
     committing = LaunchPurpose((COMMITTING,), "step")
     behind = {number: committing for number in mine if replay[number].start_us > last}
@@ -165,12 +174,15 @@ def _get_kind(kernel: Kernel) -> object:
 def _pair_in_order(mine: Sequence[object], theirs: Sequence[object]) -> list[tuple[int, int]]:
     """Pair kernels of two lists: in order where a key occurs equally often in both, whatever ran at the same time on
     another stream; the rest by longest common blocks."""
+    # A key that is equally frequent in both lists needs no alignment: the n-th launch matches the n-th. That holds even
+    # if streams interleave differently in the graph.
     counts = Counter(mine)
     equal = {key for key, num in Counter(theirs).items() if counts[key] == num}
     places: dict[object, list[int]] = defaultdict(list)
     for number, key in enumerate(theirs):
         places[key].append(number)
     pairs = [(number, places[key].pop(0)) for number, key in enumerate(mine) if key in equal]
+    # autojunk would ignore keys that are frequent, as kernels of repeated layers are.
     matcher = SequenceMatcher(None, mine, theirs, autojunk=False)
     for block in matcher.get_matching_blocks():
         for k in range(block.size):
@@ -214,6 +226,7 @@ def _collect_products(expected: Expected, kernels: Sequence[LocatedKernel], isla
     for place in (one.place for one in kernels):
         if place is None or place.direction == "step" or not place.format:
             continue
+        # If no module of the kernel is planned in its format, the last one is reported.
         module = next((name for name in place.modules if expected.compute(name) == place.format), place.modules[-1])
         is_island = place.format == "fp32" and module in islands
         seen.calls[Product(module, place.direction, place.operation, place.format, is_island)] += 1
@@ -227,6 +240,7 @@ def _make_rows(code: Ledger, kernels: Sequence[LocatedKernel]) -> list[LedgerRow
     for kernel, place in ((one.kernel, one.place) for one in kernels):
         for name in place.modules if place is not None else ():
             assert place is not None
+            # The time of a kernel of several modules is divided equally.
             times[name] += kernel.duration_us / len(place.modules) / total
             formats[name, place.direction] |= {place.format} - {""}
     rows = [
@@ -285,8 +299,8 @@ def _sum_durations(kernels: Sequence[LocatedKernel]) -> float:
 # --- the modules an operation belongs to ---
 # Autograd numbers its nodes as forward makes them, and the profiler reports the same numbers. So no module hook is
 # needed, which would make models run without our kernels. A node that reads weights, directly or through casts and
-# views, belongs to the modules of these weights. A node that reads none belongs to the part of the model that the
-# nodes around it have in common.
+# views, belongs to the modules of these weights. A node that reads none belongs to the common enclosing
+# module of the nodes around it.
 
 
 CASTS_AND_VIEWS = (
@@ -299,6 +313,7 @@ def find_node_owners(loss: Tensor, model: nn.Module) -> dict[int, Modules]:
     """Return the modules of every autograd node of this loss, by sequence number."""
     if loss.grad_fn is None:
         return {}
+    # By identity: leaves of the graph hold the parameters themselves.
     names = {id(p): name or ROOT for name, m in model.named_modules() for p in m.parameters(recurse=False)}
     nodes = {_get_number(node): node for node in _iterate_nodes(loss.grad_fn) if not _is_leaf(node)}
     own = {number: _find_weight_owners(node, names) for number, node in nodes.items()}
@@ -348,6 +363,8 @@ def _fill_from_neighbours(own: Mapping[int, Modules], inputs: Mapping[int, list[
         for one in given:
             if one in readers:
                 readers[one].append(number)
+    # Sequence numbers grow along the data flow, so one pass in ascending order sees all inputs of a node before it, and
+    # one in descending order all its readers.
     above = _find_nearest(own, inputs, sorted(own))
     below = _find_nearest(own, readers, sorted(own, reverse=True))
     return {

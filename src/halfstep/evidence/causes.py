@@ -131,6 +131,7 @@ def run_all(subject: Subject) -> Runs:
 def _run_in_fp64(subject: Subject, plan: Plan) -> Attempt:
     """Run the step in fp64, without the code's own casts to narrower formats as far as it runs without them."""
     narrower = (torch.float32, *HALF)
+    # From all casts skipped to none: some code fails without its casts.
     for around in (WithoutCasts(narrower, ours=True), WithoutCasts(narrower), None):
         found = attempt(subject, "fp64", plan, dtype=torch.float64, around=around, traced=True)
         if not found.error or around is None or not around.lines:
@@ -142,6 +143,7 @@ def diagnose(subject: Subject, capsule: Capsule) -> Diagnosis:
     """Run the step in every variant and name the cause."""
     runs = run_all(subject)
     names = dict(zip(capsule.about["sample_ids"], capsule.about["sample_names"], strict=False))
+    # The order matters: each question assumes that those before it were answered with no.
     found = (
         _diagnose_update(subject, capsule, runs)
         or _diagnose_good_step(subject, capsule, runs, names)
@@ -306,6 +308,7 @@ def _diagnose_growth(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosi
     if not matrices:
         return None
     numbers = [subject.state[name].numel() for name in matrices]
+    # Norms over all matrices: of the start from the recorded root mean squares, n · rms² = Σ w².
     before = math.sqrt(sum(n * start[name] ** 2 for n, name in zip(numbers, matrices, strict=True)))
     now = math.sqrt(sum(float(subject.state[name].abs().double().square().sum()) for name in matrices))
     if now < GROWTH * before:
@@ -349,6 +352,7 @@ def _diagnose_custom_kernel(runs: Runs) -> Diagnosis | None:
     if trace is None or origin is not None and runs.fp32.is_good:
         return None
     for op in trace.operations[: origin.index + 1 if origin is not None else None]:
+        # An upper estimate of what products and quotients of the inputs can reach.
         given = math.prod(max(r.high, 1 / r.low if r.low else 0.0, 1.0) for r in op.inputs)
         is_odd = op is origin if not op.output.is_finite else op.output.high > JUMP * given
         if not op.is_torch and is_odd and all(r.is_finite for r in op.inputs):
@@ -366,6 +370,8 @@ def _diagnose_attention(runs: Runs) -> Diagnosis | None:
     op = runs.eager.origin
     if op is None or not (op.is_backward and _is_attention(op) and _is_undefined(op) and runs.fp32.is_good):
         return None
+    # dS = P · (dO·Vᵀ - Σ dO·O) with P <= 1: each term is a sum over at most MOST_CHANNELS products, and |O| is at most
+    # the largest |V|.
     of_output, _, _, values = op.inputs[:4]
     format, most = DTYPE_FORMATS[values.dtype], 2 * MOST_CHANNELS * of_output.high * values.high
     shown = [f"{op.place} gives {op.output}", *(f"of {r}" for r in op.inputs[:4])]
@@ -424,6 +430,7 @@ def _find_twin(runs: Runs, origin: Operation) -> Operation | None:
 
 def _divides_by_zero(origin: Operation, twin: Operation | None) -> bool:
     """True if zeros, or only -inf, caused it: in a wider format the output is one that this format could hold."""
+    # If the exact result does not fit the format, it is an overflow, whatever the inputs were.
     largest = find_format(DTYPE_FORMATS.get(origin.output.dtype, "fp32")).largest
     if twin is not None and twin.output.is_finite and twin.output.high > largest:
         return False

@@ -57,11 +57,13 @@ def find_sites(source: str) -> list[Site]:
     found: list[Site] = []
     nodes: tuple[str, ...] = ()
     made_from: dict[str, tuple[str, ...]] = {}
+    # Definitions of kernels come before `call`; only the calls inside it are launches.
     for line in source.partition("def call(")[2].splitlines():
         if named := _SOURCE_NODES.search(line):
             nodes = tuple(name.strip() for name in named[1].split(",") if name.strip())
         elif called := _CALL.search(line):
             callee, buffers = next(name for name in called.groups() if name), _BUFFER.findall(line)
+            # A comment applies to the next call only. Without one, the call continues work on a known buffer.
             nodes = nodes or made_from.get(next(iter(buffers), ""), ())
             made_from |= dict.fromkeys(buffers, nodes)
             found.append(Site(SAME.get(callee, callee), nodes))
@@ -78,10 +80,12 @@ class CompiledCode:
     def modules(self, calls: Sequence[str]) -> list[Modules]:
         """Return the modules of the observed calls of one compiled graph; empty for calls that its code does not
         contain."""
+        # The profiler does not report which graph ran: take the code whose calls are most like the observed ones.
         code = max(self.codes, key=lambda code: _measure_likeness(calls, [callee for callee, _ in code]), default=[])
         left: dict[str, list[Modules]] = {}
         for callee, modules in code:
             left.setdefault(callee, []).append(modules)
+        # The n-th observed call of a name is the n-th in the code.
         return [left[call].pop(0) if left.get(call) else () for call in calls]
 
 
@@ -92,6 +96,7 @@ def _measure_likeness(calls: Sequence[str], callees: Sequence[str]) -> float:
 
 def _add_modules(sites: Sequence[Site], graphs: Sequence[Nodes]) -> list[tuple[str, Modules]]:
     named = {name for site in sites for name in site.nodes}
+    # Graphs are matched by names too: the one with most of the named nodes.
     nodes = max(graphs, key=lambda graph: len(named & graph.keys()), default={})
     return [(site.callee, _find_modules(site, nodes)) for site in sites]
 
@@ -177,6 +182,7 @@ class GraphRecorder:
 def copy_region(region: Callable[..., Any], word: str) -> Callable[..., Any]:
     """Return a copy with a new code object, unknown to the compiler: the run's compiled code stays valid."""
     assert isinstance(region, types.FunctionType)
+    # dynamo caches by code object, so a copy is compiled separately and evicts nothing.
     code = region.__code__.replace(co_name=f"{region.__code__.co_name}_{word}")
     return types.FunctionType(code, region.__globals__, region.__name__, region.__defaults__, region.__closure__)
 
@@ -206,6 +212,7 @@ class _Reader:
         if direction == "backward":
             self._kept(graph)
         else:
+            # Names of nodes are unique within one graph only: a new forward graph replaces those of the last one.
             self._forward_modules.clear()
         for node in graph.graph.nodes:
             if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
@@ -225,6 +232,7 @@ class _Reader:
             return
         operation = f"{func.namespace}::{func._opname}" if is_custom(func) else func._opname  # type: ignore[union-attr]
         function = self.functions.get(module, "") if direction == "backward" else ""
+        # A graph does not show islands: fp32 in a module that has one in the eager step is attributed to it.
         is_island = module in self.islands and name == "fp32"
         found = Product(module, direction, operation, name, is_island, is_custom(func), function)
         self.seen.calls[found] += 1
@@ -250,6 +258,7 @@ class _Reader:
 
 def find_module(node: fx.Node, names: set[str]) -> str:
     """Return the innermost module whose forward created the node, or the node that it is the gradient of."""
+    # A forward node has its own stack of modules; a backward node carries that of the forward node it derives.
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     for path, *_ in reversed(list(stack.values())):
         if (name := parse_module_path(str(path), names)) is not None:

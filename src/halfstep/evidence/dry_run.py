@@ -109,6 +109,7 @@ class Histograms(RangeTrace):
 def judge_modules(subject: Subject, target: Target, windows: Iterable[list[Any]]) -> list[Judgement]:
     """Judge weights, activations and gradients of each module."""
     in_fp32 = subject.plan_for("fp32", {})
+    # fp8 applies to operands of linear layers only, which the fp32 trace records; it needs no simulated step.
     in_target = None
     if target != "fp8":
         in_target = attempt(subject, target, subject.plan_for(target.removesuffix("-true"), {}), traced=True)
@@ -155,6 +156,7 @@ def judge_updates(before: Mapping[str, Tensor], after: Mapping[str, Tensor], sav
         weight = round_to(old.detach().float(), BF16)
         change = after[name].detach().float() - old.detach().float()
         is_made = change != 0
+        # Lost: the weight is the same after the update is rounded to bf16.
         is_lost = (round_to(weight + change, BF16) == weight) & is_made
         counts = found.setdefault(name.rpartition(".")[0] or "(root)", [0, 0])
         counts[0] += int(is_lost.sum())
@@ -206,6 +208,7 @@ def _find_best_scale(found: Mapping[tuple[str, str], Magnitudes]) -> float:
 def _judge(module: str, kind: str, found: Magnitudes, target: Target, scale: float) -> Judgement:
     if target == "fp8":
         fmt = FP8_E5M2 if kind == "gradients" else FP8_E4M3
+        # Scaled so that the largest value becomes the largest of the format.
         lost = found.flushed(fmt, fmt.largest / found.high if found.high else 1.0)
         verdict = "flushes to zero" if lost > MUCH else "fits"
         return Judgement(module=module, kind=kind, verdict=verdict, headroom_bits=0.0, lost=lost)

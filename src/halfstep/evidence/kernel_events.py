@@ -40,6 +40,7 @@ def list_kernels(events: Iterable[Event]) -> list[Kernel]:
 
 def _parse_kernel(event: Event) -> Kernel:
     args = event.get("args", {})
+    # Copies and memsets have no grid: their size tells them apart.
     shape = (*args.get("grid", ()), *args.get("block", ())) or (args.get("bytes", 0),)
     return Kernel(
         name=str(event["name"]),
@@ -86,10 +87,12 @@ def _stack_launches(events: Sequence[Event]) -> dict[int, tuple[float, tuple[Eve
             by_thread[event["tid"]].append(event)
     found: dict[int, tuple[float, tuple[Event, ...], Event | None]] = {}
     for own in by_thread.values():
+        # By start; of events with the same start the longer is the enclosing one.
         own.sort(key=lambda event: (float(event["ts"]), -float(event.get("dur", 0.0))))
         following = _find_following(own)
         stack: list[Event] = []
         for number, event in enumerate(own):
+            # Events of a thread are nested: those that ended before this one began do not enclose it.
             while stack and _get_end(stack[-1]) <= float(event["ts"]):
                 stack.pop()
             if event["cat"] in ON_HOST:
@@ -103,6 +106,7 @@ def _find_following(own: Sequence[Event]) -> list[Event | None]:
     """Return, for each event of a thread, the next one with an autograd sequence number."""
     after: list[Event | None] = [None] * len(own)
     numbered: Event | None = None
+    # Backwards, so that the next numbered event is known at each position.
     for number in range(len(own) - 1, -1, -1):
         after[number] = numbered
         if get_sequence_number(own[number]) is not None:

@@ -138,6 +138,7 @@ class Observer:
             ):
                 stack.callback(handle.remove)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept))
+            # The function mode sees calls above autograd, the dispatch mode kernels below it.
             stack.enter_context(_Functions(self))
             stack.enter_context(_Operations(self))
             yield
@@ -146,6 +147,8 @@ class Observer:
     # --- where ---
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        # Modules that are not in the model, such as those made inside a forward, count as the enclosing one. The number
+        # of the running backward node, if there is one, marks a recomputed forward pass.
         enclosing = self._stack[-1].module if self._stack else OUTSIDE
         self._stack.append(_Entered(self.names.get(module, enclosing), _get_number(_get_node())))
 
@@ -153,6 +156,8 @@ class Observer:
         left = self._stack.pop() if self._stack else None
         if left is not None and isinstance(module, UPCAST_BY_AUTOCAST):
             for tensor in iterate_floating(output):
+                # By storage address, since a saved tensor may be a view of the output. The weak reference shows later
+                # whether the memory is still that tensor's.
                 storage = tensor.untyped_storage()
                 self._norm_outputs[storage.data_ptr()] = StorageWeakRef(storage), left.module
 
@@ -160,6 +165,8 @@ class Observer:
         """Return module, direction, and the custom autograd Function that runs."""
         node = _get_node()
         here = self._stack[-1] if self._stack else None
+        # Forward: no node of backward runs, or the module was entered while this same node ran, as when checkpointing
+        # recomputes a block.
         if node is None or here is not None and here.node == _get_number(node):
             place = _Location(here.module if here is not None else OUTSIDE, is_on_island())
             self._remember(place)
@@ -170,19 +177,26 @@ class Observer:
     def _remember(self, place: _Location) -> None:
         if threading.get_ident() != self._thread:
             return  # recomputed in a thread of backward, which numbers by itself
+        # The counter holds the number of the next node, so the newest node has one less. Below autograd, that is the
+        # node of the operation which runs now, if it has one.
         number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+        # Numbers are kept ascending for the bisection. Operations without a node of their own do not raise the counter
+        # and are left out.
         if not self._numbers or number > self._numbers[-1]:
             self._numbers.append(number)
             self._places.append(place)
 
     def _place_of(self, number: int) -> _Location:
         """Return the location of the first operation that ran after the node was created."""
+        # The entry at or after the node: several nodes made by one call share the location noted after the last of
+        # them.
         found = bisect.bisect_left(self._numbers, number)
         return self._places[found] if found < len(self._places) else _Location(OUTSIDE, False)
 
     # --- what ---
 
     def product(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Record the format and FLOPs of a matmul, convolution, attention or custom operation."""
         name = find_compute_format(func, args, kwargs)
         if not name:
             return
@@ -194,12 +208,14 @@ class Observer:
             self.seen.flops[found] += flops
 
     def cast(self, source: Tensor, result: Tensor) -> None:
+        """Record a change of format between floating-point tensors, and its line if the user wrote the cast."""
         if source.dtype == result.dtype or not (source.is_floating_point() and result.is_floating_point()):
             return
         place, direction, _ = self.place()
         found = Cast(place.module, direction, name_format(source.dtype), name_format(result.dtype))
         self.seen.casts[found] += 1
         self.seen.cast_bytes[found] += result.nbytes
+        # casts_by_hand is set by the function mode while a cast of the user runs; casts of autocast leave it empty.
         is_up = source.dtype.itemsize == 2 and result.dtype == torch.float32
         if is_up and self.casts_by_hand and direction == "forward" and not place.is_island:
             self.seen.upcasts[Upcast(place.module, self.casts_by_hand)] += result.nbytes
@@ -256,6 +272,7 @@ class _Functions(TorchFunctionMode):
 
 def _find_calling_line() -> str:
     """Return the nearest line of code outside torch and halfstep, such as `model.py:31`; empty if the plan casts."""
+    # Two frames up: this function and `__torch_function__` are not of interest.
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -320,6 +337,7 @@ def is_custom(func: Any) -> bool:
 
 @functools.cache
 def is_product(func: Any) -> bool:
+    """True for an operation whose format the plan decides."""
     packet = func._overloadpacket
     return packet in flop_registry or packet in WITHOUT_FORMULA or packet.__name__ in RECURRENT or is_custom(func)
 
@@ -335,6 +353,7 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], res
 
 
 def name_format(dtype: torch.dtype) -> str:
+    """Return the short name of a dtype, such as `bf16`."""
     return FORMATS.get(dtype, str(dtype).removeprefix("torch."))
 
 
@@ -343,6 +362,8 @@ def find_compute_format(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
     found = [name_format(tensor.dtype) for tensor in iterate_floating((args, dict(kwargs)))]
     if not found:
         return ""
+    # Operands can differ, such as an fp32 bias or accumulator: the narrowest is what is multiplied. A custom operation
+    # may take them in any roles, so its first operand counts.
     lowest = next((name for name in ("fp8", "fp16", "bf16") if name in found), found[0]) if not is_custom(func) else ""
     name = lowest or found[0]
     return "tf32" if name == "fp32" and _uses_tf32(func, args) else name
@@ -359,4 +380,5 @@ def _uses_tf32(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def iterate_floating(value: Any) -> Iterator[Tensor]:
+    """Return the floating-point tensors of nested arguments."""
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point())

@@ -1,5 +1,8 @@
-"""Try changes of code without editing it: function modes act on calls from certain lines, above autograd, so that
-backward also follows the changed code."""
+"""Try changes of code without editing it.
+
+Function modes change calls of torch functions from certain lines. They act above autograd, so that backward also
+follows the changed code.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +53,7 @@ def enter_in_backward(function: type[Function] | None, mode: TorchFunctionMode) 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
         if function is not None:
+            # autograd runs a custom backward with function modes disabled, so it enters the mode itself.
             backward = function.backward
 
             def patched(*args: Any) -> Any:
@@ -71,6 +75,7 @@ def use_autograd_derivative(function: type[Function]) -> Iterator[None]:
             return lambda *args, **kwargs: None
 
     def apply(*args: Any) -> Any:
+        # Two styles of Functions: forward(ctx, ...), or forward(...) with a separate setup_context.
         has_context = function.setup_context is Function.setup_context
         return function.forward(Ignored(), *args) if has_context else function.forward(*args)
 
@@ -86,6 +91,7 @@ def _replace_attribute(owner: type, name: str, value: Any) -> Iterator[None]:
     try:
         yield
     finally:
+        # Deleting first makes an inherited attribute visible again.
         delattr(owner, name)
         if own is not None:
             setattr(owner, name, own)
@@ -139,6 +145,7 @@ class WithoutCasts(TorchFunctionMode):
         if not is_own or not given.is_floating_point() or given.itemsize <= result.itemsize:
             return result
         self.lines[line] = None
+        # The device may change in the same call; only the cast is skipped.
         return given.to(result.device)
 
 

@@ -157,6 +157,7 @@ def _make_rows(expected: Expected, seen: Seen, weights: Weights, found: Sequence
     all_flops = max(sum(seen.flops.values()), 1)
     named = [product.module for product in seen.calls] + [cast.module for cast in seen.casts]
     named += [module for module, _ in seen.kept] + [name for name, own in weights.weights.items() if own != "-"]
+    # Reversed, so that the first finding of a module, the worst, wins.
     told = {finding.module: finding for finding in reversed(found)}
     rows = []
     wanted = set(named)
@@ -196,6 +197,7 @@ def _describe_formats(seen: Seen, module: str, direction: str) -> str:
     own = [p for p in seen.calls if p.module == module and p.direction == direction]
     flops: Counter[str] = Counter()
     for product in own:
+        # Products of unknown cost count as 1, so that their format is listed.
         flops[product.format] += max(seen.flops[product], 1)
     return _format_shares(flops)
 
@@ -258,6 +260,7 @@ def format_percent(share: float) -> str:
 
 def render_ledger(ledger: Ledger) -> str:
     """Render the summary, the rows with most FLOPs and those that differ, then what differs and how to fix it."""
+    # Rows with a finding first, then by share of FLOPs or time.
     by_weight = sorted(
         ledger.rows,
         key=lambda row: (not row.verdict.startswith(("differs", "costs")), -max(row.flops_share, row.time_share)),
@@ -327,6 +330,7 @@ class Expected:
         """Return the format of a module's matmuls and convolutions: by its own row, by its enclosing module's, or by
         the plan."""
         row = self.rows.get(module)
+        # Only rows of whole parts apply to the modules inside them.
         while row is None and module not in ("", ROOT):
             module = module.rpartition(".")[0]
             enclosing = self.rows.get(module)
@@ -363,6 +367,7 @@ def collect_findings(plan: Plan, seen: Seen, model: nn.Module, frozen: Mapping[s
 def _check_products(expected: Expected, seen: Seen) -> Iterable[Finding]:
     """Return one finding per module, reason and format."""
     shown = set()
+    # Forward first: its finding is shown, and that of backward for the same reason is dropped.
     for product in sorted(seen.calls, key=lambda p: p.direction == "backward"):
         planned = expected.compute(product.module)
         if product.module == OUTSIDE or is_as_planned(expected, product):
@@ -481,6 +486,7 @@ def _is_in_fp32(expected: Expected, norm: str) -> bool:
 @contextmanager
 def undo_after(step: Step) -> Iterator[None]:
     """Undo what a compute() inside changed."""
+    # compute() draws random numbers, such as dropout masks: restored, so that training draws the same again.
     generators = read_generators()
     try:
         yield

@@ -53,6 +53,7 @@ def check_clipping(step: Step, loss_fn: LossFn, window: Window) -> tuple[bool | 
     norm = _measure_norms(step, loss_fn, window)[0]
     if not math.isfinite(norm):
         return None, f"the step itself is bad: its {kind} norm is {norm:g}, and it is dropped whole"
+    # Scale the loss so that the norm is ten times the limit; a step that is above that already is used as it is.
     wanted = 10 * limit / norm if norm > 0 else 1.0
     raised = max(wanted, 1.0)
     before, after = _measure_norms(step, _scale_loss(loss_fn, raised), window)

@@ -112,6 +112,7 @@ class RangeTrace(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         given = _list_floating((args, kwargs))
+        # An in-place operation overwrites its inputs: measure them before it runs.
         before = [measure_range(value) for value in given] if func._schema.is_mutable else None
         name = self._running = func.overloadpacket.__name__
         outputs = func(*args, **kwargs)
@@ -127,6 +128,7 @@ class RangeTrace(TorchDispatchMode):
         return self._origins.get(_get_key(tensor))
 
     def _look(self, func: Any, name: str, given: list[Tensor], before: list[Range] | None, found: list[Tensor]) -> None:
+        # -1 outside of backward.
         is_backward = torch._C._current_graph_task_id() != -1
         if not is_backward:
             place = self._place()
@@ -145,6 +147,7 @@ class RangeTrace(TorchDispatchMode):
                     last.name
                 )  # which writes NaN itself where it is not defined: logdet of a negative determinant
             self.operations.append(seen)
+            # Inputs are measured only where a diagnosis needs them: each measurement waits for the device.
             if not range_.is_finite or not seen.is_torch:
                 seen.inputs = before if before is not None else [measure_range(value) for value in given]
             if not range_.is_finite:
@@ -160,12 +163,16 @@ class RangeTrace(TorchDispatchMode):
         """Return an operation's own origin, or that of the non-finite input it inherits from."""
         keys = [_get_key(value) for value, r in zip(given, seen.inputs, strict=True) if not r.is_finite]
         known = [self._origins[key] for key in keys if key in self._origins]
+        # NaN made from infinities that the code wrote on purpose, such as 0 · inf or a row of only -inf: this operation
+        # is the origin, not the mask.
         is_born_here = seen.output.num_nan and not any(r.num_nan for r in seen.inputs)
         if known and not (is_born_here and all(origin.is_meant for origin in known)):
             return min(known, key=lambda origin: origin.index)
         bad = [value for value, r in zip(given, seen.inputs, strict=True) if not r.is_finite]
+        # Only -inf next to finite numbers: a mask, which an operation may pass on without fault.
         is_masked = bool(bad) and all(bool(((value == -torch.inf) | value.isfinite()).all()) for value in bad)
         seen.is_meant = seen.name in CONSTANTS or is_masked and not seen.output.num_nan
+        # A non-finite input that no operation of the trace made existed before the step.
         if bad and not known and not is_masked and not seen.is_backward:
             seen.outside = tuple(bad[0].shape)
         return seen
@@ -179,12 +186,14 @@ class RangeTrace(TorchDispatchMode):
         return Operation(len(self.operations), self._running, module, line, False, nothing, has_raised=True)
 
     def _place(self) -> tuple[str, str]:
+        # Three frames up: `_place`, `_look` and `__torch_dispatch__` are skipped.
         return self._innermost(traceback.walk_stack(sys._getframe(3)))
 
     def _innermost(self, frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
         """Return the innermost module, and the innermost line of the user's code or the model's."""
         module = line = ""
         for frame, number in frames:
+            # A module's forward is a method, so the module is the `self` of its frame.
             if not module and isinstance(own := frame.f_locals.get("self"), nn.Module):
                 module = self.names.get(id(own), "")
             file = frame.f_code.co_filename
@@ -201,6 +210,7 @@ class RangeTrace(TorchDispatchMode):
         number = node._sequence_nr() + 1  # requested after the node was created
         module, line = self._places.get(number) or self._place()
         if _find_function() is not None:  # its backward is Python code, with a line of its own
+            # Only frames inside the custom backward: those outside of it belong to the loop that called it.
             frames = traceback.walk_stack(sys._getframe(2))
             inside = itertools.takewhile(lambda at: at[0].f_code.co_filename != autograd_function.__file__, frames)
             line = self._innermost(inside)[1] or line
@@ -221,10 +231,12 @@ def measure_range(tensor: Tensor) -> Range:
     with torch.no_grad():
         wide = tensor.detach()
         if wide.device.type != "mps":  # which has no fp64
+            # fp64 holds the values of all narrower formats exactly.
             wide = wide.to(torch.complex128 if wide.is_complex() else torch.float64)
         size = wide.abs()
         num_nan, num_inf = int(size.isnan().sum()), int(size.isinf().sum())
         size = torch.nan_to_num(size, 0.0, 0.0, 0.0) if num_nan or num_inf else size
+        # nan_to_num made NaN and infinities zeros, which do not count.
         num_zero = int((size == 0).sum()) - num_nan - num_inf
         high = float(size.max())
         low = float(torch.where(size > 0, size, high).min())

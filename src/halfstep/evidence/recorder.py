@@ -78,6 +78,7 @@ class Recorder:
         """The cause of the faults in a row that are going on."""
         self._newest = -1
         """The last step that was kept: none is looked at twice."""
+        # Measured once, when training begins: replay compares grown weights with it.
         self._start = _sizes(model)
 
     @contextmanager
@@ -147,6 +148,7 @@ class Recorder:
         scaler = self.step.scaler
         if not scaler.enabled:
             return "non-finite"
+        # The scaler lowers the scale after an overflow: routine while the scale is high.
         if reading.scale > scaler.low:
             return ""
         return "overflow at the floor" if reading.scale <= scaler.options.min_scale else "overflow at a low scale"
@@ -165,6 +167,7 @@ class Recorder:
             return None
         fits = capsule.state_bytes(self.model) <= self.most_bytes
         ids = list(reading.sample_ids)
+        # The current weights, not those of the step: `commits_after` counts the commits between them.
         state = capsule.state_of(self.model) if fits else {}
         about = {
             "reason": reason or reading.reason or f"the loss jumped to {reading.loss:.4g}",

@@ -152,6 +152,7 @@ def _try_slower(subject: Subject, found: Diagnosis, rate: float, *, is_run: bool
         outcome = _train(subject, found, clipped)
         outcome = outcome if not outcome.is_good else _train(subject, found, clipped.at_rate(3 * rate))
         yield Remedy(change="gradients clipped to a norm of 1", line=line, outcome=outcome, margin=3)
+    # Divide the rate by 3 until two in a row are good, and propose the lower one: its margin is then 3.
     failed, num_good, lower = None, 0, rate / 3
     while lower >= LOWEST * rate > 0:
         outcome = _train(subject, found, subject.update.at_rate(lower))
@@ -305,6 +306,7 @@ def _try_without_casts(subject: Subject, found: Diagnosis, *, is_run: bool) -> I
 
 def _try_equivalent(subject: Subject, found: Diagnosis) -> Iterator[Remedy]:
     """Try equivalent code, with fp64's result as the reference."""
+    # A patch that changes the result is not equivalent: compare its loss with that in fp64.
     exact = next(run.loss for run in found.attempts if run.name == "fp64")
     for words, patch in EQUIVALENT:
         tried = _try_patch(subject, found.origin, words, patch) if found.origin is not None else ()
@@ -317,8 +319,10 @@ def _try_patch(subject: Subject, origin: Operation, words: str, patch: Patch) ->
     while True:
         there = AtLines(lines, patch)
         outcome = attempt(subject, words, around=enter_in_backward(origin.function, there), num_more=NUM_MORE)
+        # The patch affects no call at these lines: nothing was tried.
         if not there.num_changed:
             return
+        # The step itself decides here; whether later steps last is judged by the caller.
         if outcome.first_is_good or len(lines) == MOST_LINES:
             break
         next_ = attempt(

@@ -20,9 +20,9 @@ class Replayed:
     diagnosis: Diagnosis
     tried: list[Remedy]
     format: str
-    """What the step computed in."""
+    """The format that the step computed in."""
     changed: list[str]
-    """Classes of the model whose code is not what it was."""
+    """Classes of the model whose source has changed since."""
     behind: Replayed | None = None
     """Another fault, which appears once this one is fixed."""
 
@@ -117,12 +117,13 @@ class Replayed:
 
 
 def replay(subject: Subject, capsule: Capsule) -> Replayed:
-    """Run the step again in every variant, and say why it went bad."""
+    """Run the step again in every variant, and report why it went bad."""
     found = diagnose(subject, capsule)
     rate = capsule.about.get("base_lr") or capsule.about["lr"]
     tried = find_remedies(subject, found, rate=rate if isinstance(rate, float) else 0.0, is_run=capsule.is_of_a_run)
     behind = None
     if (found.rows or found.tensors) and tried and all(r.outcome is not None and not r.works for r in tried):
+        # No change helps although samples or state are at fault: repair those and look for a second fault.
         with repair_temporarily(subject, found):
             behind = replay(subject, capsule)
     return Replayed(

@@ -68,6 +68,7 @@ def find_odd_samples(
             continue
         others = value[rest]
         low, high = float(others.min()), float(others.max())
+        # Integers have no margin: a label outside of the range of all others is odd already.
         margin = (ODD - 1) * max(abs(low), abs(high)) if value.is_floating_point() else 0
         is_odd = (value < low - margin) | (value > high + margin) | ~value.isfinite()
         for place in is_odd[own].nonzero().tolist():
@@ -107,6 +108,8 @@ def find_culprits(subject: Subject) -> set[tuple[int, int]]:
 def _find_one(subject: Subject, suspects: list[tuple[int, int]]) -> set[tuple[int, int]]:
     while len(suspects) > 1:
         halves = (suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :])
+        # Drop each half in turn: the culprit is in the half without which the step is good. If neither helps, there is
+        # more than one.
         suspects = next((half for half in halves if _is_good_without(subject, set(half))), [])
     return set(suspects)
 
@@ -117,6 +120,7 @@ def _find_few(subject: Subject, suspects: list[tuple[int, int]]) -> Iterator[tup
         yield suspects[0]
         return
     for half in (suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]):
+        # Run this half alone, that is, without all other samples.
         everything = {(k, row) for k, batch in enumerate(subject.window) for row in range(count_samples(batch))}
         if not _is_good_without(subject, everything - set(half)):
             yield from _find_few(subject, half)
@@ -188,5 +192,6 @@ def _measure_losses(subject: Subject, most: int = 512) -> dict[tuple[int, int], 
         return {}
     finally:
         subject.model.train()
+        # The loss may have drawn random numbers or changed buffers.
         subject.put_back()
     return found

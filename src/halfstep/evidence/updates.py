@@ -91,6 +91,7 @@ class Update:
         gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
         if not gradients:
             return
+        # The factor unscales and clips at once; None where clipping by value has changed the gradients already.
         _, factor = self.clip.measure(gradients, torch.tensor(1 / scale, device=gradients[0].device))
         if factor is not None:
             torch._foreach_mul_(gradients, factor)
@@ -101,6 +102,7 @@ class Update:
     def memory(self) -> int:
         """Return over how many steps momentum averages."""
         momenta = [m for m in self.settings("momentum") if m is not None] + [b[0] for b in self.settings("betas") if b]
+        # An exponential average with factor β covers about 1 / (1 - β) steps.
         return round(1 / (1 - max((m for m in momenta if m < 1), default=0.0)))
 
     def settings(self, key: str) -> list[Any]:
