@@ -100,7 +100,7 @@ def test_golden_average_of_diffusers_with_its_warm_up(name: str, power: float) -
             model["weight"].copy_(tensors["ema/params"][step])
         average.update(torch.tensor(step), torch.tensor(False))
         assert_golden(average.state_dict()["weight"], tensors[f"ema/{name}"][step - 1], name=f"step {step}")
-        decay = float(average._decay_at(torch.tensor(step, dtype=torch.float64)))
+        decay = float(average._compute_decay(torch.tensor(step, dtype=torch.float64)))
         assert decay == pytest.approx(facts["ema_decay"][name][step - 1], abs=1e-12)
 
 
