@@ -47,10 +47,10 @@ class Subject:
     update: Update | None = None
     """How the training updated its weights; None if that cannot be repeated."""
     variants: Mapping[str, LossFn] = field(default_factory=dict)
-    """How else forward and loss ran or can run: "compiled", "kernels off"."""
+    """Other ways to run forward and loss, by name, such as "as it was" and "kernels off"."""
     frozen: Mapping[str, nn.Module] = field(default_factory=dict)
     trained: Sequence[Tensor] = ()
-    """What the step trains; empty: all that takes gradients."""
+    """Parameters that the step trains; empty means all that require gradients."""
     held: Mapping[str, nn.Module] = field(default_factory=dict)
     """Other modules that the loss uses, such as a teacher in a user's loop; no plan casts them."""
     beside_state: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Subject:
         own = state_of(self.model)
         with torch.no_grad():
             for name, value in self.state.items():
-                # In the strides it has: layouts are part of how a step ran.
+                # Keep the current strides: the memory layout is part of how a step ran.
                 own[name].data = torch.empty_like(own[name], dtype=value.dtype).copy_(value)
                 own[name].grad = None
         if self.rng:
@@ -141,7 +141,7 @@ class Attempt:
     loss: float = math.nan
     grad_norm: float = math.nan
     not_finite: tuple[str, ...] = ()
-    """Buffers that forward left not finite, or weights that the optimizer did, though they were."""
+    """Buffers or weights that were finite before the step, and are not after forward or the update."""
     losses: tuple[float, ...] = ()
     """Losses of the good steps before this one, if training continued from them."""
     error: str = ""
@@ -183,10 +183,11 @@ def attempt(
     num_more: int = 0,
     draw: Callable[[Sequence[Any]], Sequence[Any]] = lambda window: window,
 ) -> Attempt:
-    """Run the step. An error of the model's own code is part of the answer.
+    """Run the step and return its outcome, which may be an error that the model's code raised.
 
     With `num_more`, the weights are updated as in the training, and as many steps follow on the same window, or on
-    what `draw` makes of it; the answer is that of the last one, or of the first that is not good."""
+    what `draw` makes of it; the outcome is that of the last step, or of the first that is not good.
+    """
     plan, window = plan or subject.plan, subject.window if window is None else window
     # The attempt sets generators to those of the step: the caller's are restored at the end.
     generators = read_rng_state(subject.device)
@@ -200,7 +201,7 @@ def attempt(
                 return _run_steps(subject, name, plan, loss or subject.loss, lambda: draw(batches), trace, num_more)
     except HalfstepError:
         raise
-    except Exception as error:  # the model's own, or torch's: an operation that refuses a format says so here
+    except Exception as error:  # from the model or torch: an operation that rejects a format raises here
         line = (str(error).strip().splitlines() or [""])[0]
         origin = trace.raised(error) if trace is not None else None
         return Attempt(name=name, error=f"{type(error).__name__}: {line}", trace=trace, origin=origin)

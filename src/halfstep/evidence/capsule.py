@@ -34,7 +34,7 @@ from halfstep.step.tree import pack, unpack
 VERSION = 1
 ABOUT, BATCHES, STATE, CONFIG = "capsule.json", "batches.safetensors", "state.safetensors", "config.yaml"
 COMPLEX = " (complex)"
-"""Behind the name of a tensor that is stored as pairs of real numbers."""
+"""Suffix of the name of a tensor that is stored as pairs of real numbers."""
 MOST_BYTES = 4 << 30
 """Weights above this are not copied into a capsule."""
 

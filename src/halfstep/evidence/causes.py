@@ -46,9 +46,9 @@ NOT_REPRODUCED = "not reproduced"
 GROWTH = 10.0
 """Weight matrices this many times their first size have diverged; ordinary training stays below 3."""
 GARBAGE = 1e30
-"""What no weight or statistic is, and unwritten memory often."""
+"""No weight or statistic is this large; unwritten memory often is."""
 LARGE = 700.0
-"""exp of this is nearly the largest number of fp64: infinity of less is a pole, in every format."""
+"""exp(700) is near the largest number of fp64: an infinity from smaller inputs is a pole, in every format."""
 JUMP = 1e6
 """A custom operation whose output is this many times its input, or the inverse of that, has read or left memory that it
 should not."""
@@ -60,7 +60,7 @@ DIVIDING = ("div", "div_", "reciprocal", "rsqrt", "log", "log2", "log10", "log1p
             "_log_softmax", "linalg_vector_norm", "norm", "true_divide", "logsumexp", "native_layer_norm",
             "native_group_norm", "native_batch_norm", "atan2", "remainder", "xlogy", "acos", "asin", "var",
             "std", "_softmax_backward_data", "binary_cross_entropy")  # fmt: skip
-"""Operations that a zero, or nothing but -inf, takes out of the finite range."""
+"""Operations that leave the finite range on a zero, or on nothing but -inf."""
 
 MEAN_OF_NONE = "a mean over nothing: all targets are ignored (ignore_index), or their weights sum to 0"
 
@@ -82,10 +82,10 @@ class Diagnosis:
     averages: list[str] = field(default_factory=list)
     """Names of averages that are not finite."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """Weights and buffers that are not what they should be, and which numbers of them."""
+    """Bad weights and buffers by name, each with a mask of its bad numbers."""
     fp32_is_good: bool = False
     loss_is_unbounded: bool = False
-    """Whether it fell below zero and further as the weights grew."""
+    """Whether the loss became negative and fell further as the weights grew."""
     start: dict[str, Tensor] = field(default_factory=dict)
     """Weights of the size with which training began, where steps before this one were good."""
 
@@ -109,8 +109,8 @@ class Runs:
 
 def run_all(subject: Subject) -> Runs:
     """Run the step as it was, and in its variants."""
-    # Under a trace all code runs eager, that which is compiled deep inside a model, too.
-    # Code that was met under one may stay so, and what ran before is run before it.
+    # Under a trace all code runs eagerly, including what is compiled deep inside a model, and such code may stay eager
+    # afterwards. So the step as it was runs first.
     as_was, again = (attempt(subject, "as it was", loss=subject.variants.get("as it was")) for _ in range(2))
     eager = attempt(subject, "eager", traced=True)
     in_fp32 = subject.plan_for("fp32", {})
@@ -245,8 +245,8 @@ def _diagnose_input(subject: Subject, runs: Runs, names: Mapping[int, str]) -> D
     if not rows:
         return None
     left = drop_samples(subject.window, rows)
-    # Marks that the loss leaves out (NaN targets) are not faults: without them the step has to be good, or, where
-    # another fault is behind them, to fail elsewhere.
+    # NaN that the loss ignores, such as NaN targets, is no fault: without those samples the step fails at the same
+    # place. Where it is one, the step is then good, or fails elsewhere because of a second fault.
     rest = attempt(subject, "without those samples", window=left, traced=True) if left else None
     if rest is not None and not rest.is_good and _describe_place(rest) == _describe_place(runs.eager):
         return None
@@ -300,7 +300,7 @@ def _diagnose_refusal(subject: Subject, runs: Runs) -> Diagnosis | None:
 
 def _diagnose_growth(subject: Subject, capsule: Capsule, runs: Runs) -> Diagnosis | None:
     start = {name: size for name, size in capsule.about["start"].items() if isinstance(size, float) and size > 0}
-    # A codebook that forward moves by averages grows by no learning rate.
+    # Buffers and frozen weights do not grow by the learning rate, such as a codebook that forward moves by averages.
     unmoved = {*dict(subject.model.named_buffers())}
     unmoved |= {name for name, weight in subject.model.named_parameters() if not weight.requires_grad}
     own = {name: value for name, value in subject.state.items() if name not in unmoved}

@@ -77,9 +77,9 @@ class Judgement:
     lost: float
     """The share that becomes zero, or of updates that change nothing."""
     remedy: str = ""
-    """What saves it, or does not."""
+    """What would avoid the loss, or that loss scaling does not."""
     is_saved: bool = False
-    """By what a run in this format does anyway: loss scaling, weights that keep the bits which updates need."""
+    """Whether a run in this format avoids it anyway: by loss scaling, or by weights that keep the bits of updates."""
 
     @property
     def is_bad(self) -> bool:
@@ -115,7 +115,7 @@ def judge_modules(subject: Subject, target: Target, windows: Iterable[list[Any]]
         in_target = attempt(subject, target, subject.plan_for(target.removesuffix("-true"), {}), traced=True)
     held = _find_held(in_target, target) if in_target is not None else {}
     cast = {module for (module, name, *_), is_held in held.items() if is_held and name in (*PRODUCTS, "convolution")}
-    """Modules whose weights autocast brings into the format, which no fp32 step shows."""
+    """Modules whose weights autocast casts to the format, which an fp32 step does not show."""
     found: dict[tuple[str, str], Magnitudes] = {}
     for window in windows:
         run = attempt(subject, "fp32", in_fp32, window=window, traced=Histograms)

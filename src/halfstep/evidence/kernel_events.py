@@ -68,7 +68,7 @@ class LaunchedKernel:
     kernel: Kernel
     within: tuple[Event, ...]
     before: Event | None = None
-    """The next thing that thread did with a number of its own in autograd."""
+    """The next event of that thread that has an autograd sequence number."""
 
 
 def list_launches(events: Sequence[Event]) -> list[LaunchedKernel]:

@@ -129,7 +129,7 @@ class Observer:
     @contextmanager
     def watching(self) -> Iterator[None]:
         self._thread = threading.get_ident()
-        self._kept.clear()  # of the micro-batch before: its memory has other tensors in it by now
+        self._kept.clear()  # of the previous micro-batch, whose memory now holds other tensors
         self._norm_outputs.clear()
         with ExitStack() as stack:
             for handle in (
@@ -176,12 +176,12 @@ class Observer:
 
     def _remember(self, place: _Location) -> None:
         if threading.get_ident() != self._thread:
-            return  # recomputed in a thread of backward, which numbers by itself
+            return  # recomputed in a thread of backward, which has its own counter
         # The counter holds the number of the next node, so the newest node has one less. Below autograd, that is the
         # node of the operation which runs now, if it has one.
         number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
-        # Numbers are kept ascending for the bisection. Operations without a node of their own do not raise the counter
-        # and are left out.
+        # Numbers are kept ascending for the bisection. Operations that create no node leave the counter as it
+        # is and are not noted.
         if not self._numbers or number > self._numbers[-1]:
             self._numbers.append(number)
             self._places.append(place)
@@ -230,8 +230,9 @@ class Observer:
             reference, norm = self._norm_outputs.get(address, (None, ""))
             if reference is not None and not reference.expired() and tensor.dtype == torch.float32:
                 self.seen.norms_kept[norm] += storage.nbytes()
-        # An output that its own node holds is a cycle no collector sees: where no backward follows, the graph would
-        # stay, and with it the gradients' tie to this stream, so that no later step could be captured.
+        # Detached: a node that saves its own output forms a reference cycle that the garbage collector cannot see.
+        # Without a backward pass the graph would stay alive, its gradients tied to this stream, and no later step could
+        # be captured.
         return tensor.detach()
 
 
@@ -249,7 +250,7 @@ class _Operations(TorchDispatchMode):
         elif func is torch.ops.aten._to_copy.default:
             self.observer.cast(args[0], result)
         else:
-            self.observer.place()  # numbers of nodes that only pass gradients on
+            self.observer.place()  # notes the nodes of operations that are not counted
         return result
 
 
@@ -324,7 +325,7 @@ WITHOUT_FORMULA: dict[Any, Callable[..., int]] = {
     aten.mv: _count_vector_flops,
     aten.dot: _count_vector_flops,
 }
-"""Products that torch has no entry for."""
+"""FLOP formulas of products that the registry of torch lacks."""
 RECURRENT = {"_cudnn_rnn", "_cudnn_rnn_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_scaled_mm_v2"}
 """Products of unknown cost."""
 
@@ -348,7 +349,7 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], res
     formula = flop_registry.get(packet) or WITHOUT_FORMULA.get(packet)
     if formula is None:
         return None
-    shaped = (value for value in args if not isinstance(value, torch.dtype))  # of a result wider than its operands
+    shaped = (value for value in args if not isinstance(value, torch.dtype))  # drop `out_dtype`
     return int(formula(*shaped, **kwargs, out_val=result))
 
 

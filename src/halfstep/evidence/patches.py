@@ -23,7 +23,7 @@ from halfstep.islands import fp32_island
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Patch = Callable[[str, tuple[Any, ...], dict[str, Any]], Arguments | Tensor | None]
-"""New arguments for the function of this name, or its result; None: not one that it changes."""
+"""Returns new arguments for the named function, or its result; None if the patch does not apply."""
 HALF = (torch.float16, torch.bfloat16)
 CASTS = ("to", "type", "type_as", "half", "bfloat16", "float")
 
@@ -131,7 +131,7 @@ class WithoutCasts(TorchFunctionMode):
         super().__init__()
         self.dtypes, self.only, self.kept = dtypes, only, FOREIGN if ours else (*FOREIGN, str(PACKAGE))
         self.lines: dict[str, None] = {}
-        """In the order they were met."""
+        """Lines of skipped casts, in the order in which they ran."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -24,7 +24,7 @@ from halfstep.step.step import LossFn, Step
 WORTH_NAMING = 0.005
 """Share of the FLOPs from which a module is named in the summary."""
 MOST_ROWS = 24
-"""A screen; --json has all."""
+"""Rows that fit on a screen; --json has all."""
 MOST_KERNELS = 12
 MOST_ALIKE = 6
 """Findings of one reason that are named one by one."""

@@ -76,7 +76,7 @@ class Operation:
     outside: tuple[int, ...] | None = None
     """Shape of an input that is not finite and was made before the step."""
     is_meant: bool = False
-    """Whether the code puts infinities there."""
+    """Whether the code intends the infinities, such as those of a mask."""
     has_raised: bool = False
     function: type | None = None
     """The autograd.Function in whose backward it ran."""
@@ -99,7 +99,7 @@ class RangeTrace(TorchDispatchMode):
         }
         self.operations: list[Operation] = []
         self.of_loss: Operation | None = None
-        """The origin of a loss that is not finite, noted while the loss is there."""
+        """The origin of a non-finite loss, recorded while the loss is in memory."""
         self._origins: dict[int, Operation] = {}
         """Operation that produced each non-finite tensor, by its storage."""
         self._places: dict[int, tuple[str, str]] = {}
@@ -132,20 +132,20 @@ class RangeTrace(TorchDispatchMode):
         is_backward = torch._C._current_graph_task_id() != -1
         if not is_backward:
             place = self._place()
-            # The first has made the node. What follows without one of its own, as a counter's +1, has its number.
+            # The first operation that sees a number created the node. Later ones that create none, such as the +1 of a
+            # counter, see the same number and are not noted.
             self._places.setdefault(torch._C._autograd._get_sequence_nr(), place)
         for output in found:
             range_ = measure_range(output)
-            if func.is_view:  # a look at what is there already
+            if func.is_view:  # has no new values
                 continue
             module, line = self._backward_place() if is_backward else place
             seen = Operation(len(self.operations), name, module, line, is_backward, range_, is_torch=_is_torch(func))
             seen.function = _find_function() if is_backward else None
             last = self.operations[-1] if self.operations else seen
             if name == "scalar_tensor" and range_.num_nan and last.line == line:
-                seen.name = (
-                    last.name
-                )  # which writes NaN itself where it is not defined: logdet of a negative determinant
+                # The last operation writes NaN itself where it is undefined, such as logdet of a negative determinant.
+                seen.name = last.name
             self.operations.append(seen)
             # Inputs are measured only where a diagnosis needs them: each measurement waits for the device.
             if not range_.is_finite or not seen.is_torch:
@@ -153,7 +153,7 @@ class RangeTrace(TorchDispatchMode):
             if not range_.is_finite:
                 self._origins[_get_key(output)] = self._origin(seen, given)
             elif output.numel() * output.element_size() >= output.untyped_storage().nbytes():
-                self._forget([output])  # a part of it may be finite where the rest is not
+                self._forget([output])  # a view of a part may be finite where the rest is not
 
     def _forget(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
@@ -209,7 +209,7 @@ class RangeTrace(TorchDispatchMode):
             return LOSS, ""
         number = node._sequence_nr() + 1  # requested after the node was created
         module, line = self._places.get(number) or self._place()
-        if _find_function() is not None:  # its backward is Python code, with a line of its own
+        if _find_function() is not None:  # its backward is Python code: report the line inside it
             # Only frames inside the custom backward: those outside of it belong to the loop that called it.
             frames = traceback.walk_stack(sys._getframe(2))
             inside = itertools.takewhile(lambda at: at[0].f_code.co_filename != autograd_function.__file__, frames)

@@ -38,7 +38,7 @@ class CapsuleContext:
     """What runs and hs.Step know about their training besides its steps; hs.Step sets only the first two fields."""
 
     about: Mapping[str, Any]
-    """The plan, and of a run all that replay needs to build the model again."""
+    """The plan and, for runs, what replay needs to rebuild the model."""
     rank: int | None = None
     """The number of this rank; None without several ranks."""
     is_whole: Callable[[Reading], bool] = lambda reading: False
@@ -75,15 +75,15 @@ class Recorder:
         self._windows: deque[tuple[int, list[Any]]] = deque(maxlen=LAG + 1)
         """The last windows as they were loaded: a step is read `LAG` steps later, and its batches would be gone."""
         self._row = ""
-        """The cause of the faults in a row that are going on."""
+        """The kind of the current series of faults; empty after a good step."""
         self._newest = -1
-        """The last step that was kept: none is looked at twice."""
+        """The last recorded step: no step is recorded twice."""
         # Measured once, when training begins: replay compares grown weights with it.
         self._start = _sizes(model)
 
     @contextmanager
     def watch(self, window: Sequence[Any]) -> Iterator[None]:
-        """Keep the window of the step made inside, and the step itself if the user's code raises."""
+        """Keep the window of the step that runs inside, and record the step if the user's code raises."""
         self._windows.append((self.step.attempted, list(window)))
         try:
             yield
@@ -97,13 +97,13 @@ class Recorder:
         return self.context.load_window(reading) if kept is None else kept
 
     def observe(self, facts: Facts | PhasedFacts | None, reading: Reading) -> None:
-        """Take one step's values, in order, once they are on the host."""
+        """Process the values of one step, in order, once they are on the host."""
         self._row = self._kept(facts, reading, self._row)
         _, own, _ = self._fault(reading)
         self._trail.append({key: getattr(own, key) for key in ("attempted", "loss", "grad_norm", "lr", "scale")})
 
     def look_early(self, seen: Sequence[tuple[Any, Reading]]) -> None:
-        """Keep what is at fault among steps that are to be observed later: afterwards the weights will be others."""
+        """Record faults among steps that are observed later, before the weights change."""
         row = self._row
         for facts, reading in seen:
             row = self._kept(None if isinstance(facts, Reading) else facts, reading, row)
@@ -112,7 +112,7 @@ class Recorder:
         """Write a capsule for the first fault of its kind in a row, and return its kind."""
         phase, own, cause = self._fault(reading)
         is_new = cause != row and reading.attempted > self._newest
-        # Of several ranks the first at fault writes; the first of all where only the summed gradients are not finite.
+        # The first faulty rank writes; rank 0 if only the summed gradients are not finite.
         is_writer = self.context.rank in (None, min(own.faulty_ranks, default=0))
         if cause and is_new and is_writer:
             self._newest = reading.attempted
@@ -123,7 +123,7 @@ class Recorder:
 
     def _record_exception(self, error: Exception, window: Sequence[Any]) -> None:
         """Write a capsule of a step that raised. It was undone: weights and generators are those it began with."""
-        if isinstance(error, (HalfstepError, torch.OutOfMemoryError)):  # these say themselves what is wrong
+        if isinstance(error, (HalfstepError, torch.OutOfMemoryError)):  # their messages state the cause
             return
         line = (str(error).strip().splitlines() or [""])[0]
         reading = Reading(attempted=self.step.attempted, loss=float("nan"), grad_norm=float("nan"), is_bad=True,

@@ -245,7 +245,7 @@ def _try_precision(
     try:
         around = WithoutCasts(HALF) if without_casts else None
         outcome = attempt(subject, change, subject.plan_for(precision, modules), around=around, num_more=NUM_MORE)
-    except HalfstepError as error:  # such as a part under tf32, which cannot have a precision of its own
+    except HalfstepError as error:  # such as a module under tf32, which cannot have another precision
         outcome = Attempt(name=change, error=error.what)
     return Remedy(change=change, line=in_config if is_run else in_code, outcome=outcome)
 

@@ -48,7 +48,7 @@ class Replayed:
         return self.diagnosis.origin.module if self.diagnosis.origin is not None else ""
 
     def ranges(self) -> dict[str, list[tuple[str, Range]]]:
-        """Return each module's range in execution order, by direction, as the picture shows them."""
+        """Return each module's range in execution order, by direction, for the figure."""
         traced = next((run.trace for run in self.diagnosis.attempts if run.trace is not None), None)
         if traced is None:
             return {}

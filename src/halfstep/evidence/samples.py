@@ -17,9 +17,9 @@ from halfstep.evidence.ranges import has_fractions
 from halfstep.step.batches import count_samples
 
 OUTLIER = 10.0
-"""A sample whose loss is this many times the median's is what made the spike."""
+"""A sample with this many times the median loss caused the spike."""
 ODD = 1e4
-"""A number this many times the largest of all other samples is not of their kind."""
+"""A number this many times the largest of all other samples is odd."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +188,7 @@ def _measure_losses(subject: Subject, most: int = 512) -> dict[tuple[int, int], 
                     found[number, row] = float(value[0] if isinstance(value, tuple) else value)
     except HalfstepError:
         raise
-    except Exception:  # a loss that takes no single sample says nothing of single samples
+    except Exception:  # the loss function does not take single samples
         return {}
     finally:
         subject.model.train()

@@ -22,7 +22,7 @@ from halfstep.step.step import Step
 
 KNOWN: dict[str, Any] = {kind.__name__: kind for kind in (*OPTIMIZERS.values(), AdamW8bit, AdamWBf16)}
 FORMS = ("fused", "foreach", "capturable", "differentiable")
-"""How an optimizer runs, which is the device's matter: left to torch."""
+"""Settings of how an optimizer runs, which depend on the device: torch chooses them again."""
 
 
 def record_update(step: Step, model: nn.Module) -> dict[str, Any]:

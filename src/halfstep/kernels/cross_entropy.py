@@ -117,7 +117,7 @@ def replace_logits_by_gradients_(logits: Tensor, targets: Tensor, num_classes: i
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left · right to `total` in fp32: rounding after every chunk would add up."""
     if is_pretending():
-        return  # on a GPU it takes no memory
+        return  # takes no memory on a GPU
     if left.is_cuda and left.dtype != torch.float32:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:

@@ -23,7 +23,7 @@ LEAST_SHARED_MEMORY = 160 * 1024  # bytes per block
 
 _forced: dict[Form, bool] = {}  # read while tracing: the compiler guards on it, so a change traces again
 _pretended = False
-_has_triton = importlib.util.find_spec("triton") is not None  # here, as torch 2.11's compiler cannot trace the search
+_has_triton = importlib.util.find_spec("triton") is not None  # at import: torch 2.11's compiler cannot trace it
 
 
 def is_wanted(form: Form, x: Tensor) -> bool:
@@ -90,7 +90,7 @@ def force(on: bool, *forms: Form) -> Iterator[None]:
 
 
 def is_pretending() -> bool:
-    """True if tensors have no content and only stand for a GPU's: our kernels are then not launched."""
+    """True if tensors have no content and only represent those of a GPU: our kernels are then not launched."""
     return _pretended
 
 

@@ -209,7 +209,7 @@ def normalise_silu(
     _group_parts[grid](x, parts, rows, channels, **tile)
     each = channels // groups
     _group_table[(groups, images)](
-        # The kernel does not read absent tensors, but needs an argument: bias stands in for them.
+        # The kernel does not read absent tensors, but needs an argument: bias takes their place.
         parts, weight, bias, *(bias if one is None else one for one in (added, scale, shift)), table,
         grid[0], rows, channels, each, eps, IS_ADDED=added is not None, IS_SCALED=scale is not None,
         PART_ROWS=ROWS, PARTS=PARTS, WIDTH=triton.next_power_of_2(each), num_warps=WARPS,

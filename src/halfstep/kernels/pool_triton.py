@@ -21,7 +21,7 @@ from halfstep.kernels.normalise import GradientSums, Norm, allocate_like, finish
 
 POOLED = Tiling(values=512, most_channels=64, num_warps=4, num_programs=12 * 132)
 SUMS = GRADIENT = Tiling(values=1024, most_channels=64, num_warps=4, num_programs=3 * 132)
-"""Four or eight values, up to 16 bytes, of each pixel a thread; an H200 has 132 multiprocessors. The fastest of those
+"""Four or eight values, up to 16 bytes, of each pixel per thread; an H200 has 132 multiprocessors. The fastest of those
 tried there on a U-Net's four levels."""
 
 

@@ -26,7 +26,7 @@ from halfstep.kernels.normalise import Norm, compute_norm, compute_raw_gradient,
 from halfstep.kernels.stem import compute_stem_gradient_through_norm, convolve_image, pad_image
 
 MOST_CLASSES, MOST_HEAD_CHANNELS = 8, 256
-"""What `Head` can do: it has all channels of a pixel in registers, and walks over classes."""
+"""Limits of `Head`: it holds all channels of a pixel in registers and unrolls the loop over classes."""
 
 
 class StemNormReluConv(torch.autograd.Function):
