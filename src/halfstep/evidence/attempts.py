@@ -1,4 +1,8 @@
-"""Run one step again in another precision, with other batches or other code. Nothing is committed."""
+"""Run one step again in another precision, with other batches or other code. Nothing is committed.
+
+Each attempt starts from the recorded weights, buffers and generators, and restores them afterwards, so that attempts do
+not influence each other. It costs a forward and a backward pass; with a trace, every operation waits for the device.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Diagnose why a step went bad by comparing it with the same step in fp32, fp64, eager and without our kernels.
 
-The order of the questions is the classifier: the inputs, the initial state, whether the code can run in the format at
-all, whether weights had left their usual size, and only then what the format did to which operation.
+The order of the questions is the classifier: whether the step fails again at all, whether it fails in eager code, the
+inputs, the state, whether the code can run in the format, whether weights have grown far beyond their first size, and
+only then what the format did to which operation.
 """
 
 from __future__ import annotations

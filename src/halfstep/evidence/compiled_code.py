@@ -156,6 +156,7 @@ class GraphRecorder:
     graphs: list[Graph] = field(default_factory=list)
 
     def backend(self) -> Callable[..., Any]:
+        """Return the backend: the front end of torch, with inductor's partitioner and compilers that only record."""
         from torch._dynamo.backends.common import aot_autograd
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -209,6 +210,7 @@ class _Reader:
         self._forward_modules: dict[str, str] = {}
 
     def read(self, direction: Direction, graph: fx.GraphModule) -> None:
+        """Add the products, casts and kept tensors of one graph."""
         if direction == "backward":
             self._kept(graph)
         else:

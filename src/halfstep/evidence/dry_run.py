@@ -38,6 +38,7 @@ class Magnitudes:
     exponents: Counter[int] = field(default_factory=Counter)
 
     def add(self, tensor: Tensor) -> None:
+        """Add the magnitudes of a tensor, without zeros and non-finite values."""
         size = tensor.detach().float().abs().flatten()
         size = size[size.isfinite() & (size > 0)]
         if not len(size):

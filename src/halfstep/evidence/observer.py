@@ -64,6 +64,8 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
+    """A change of format in one module and direction."""
+
     module: str
     direction: Direction
     source: str
@@ -128,6 +130,7 @@ class Observer:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
+        """Observe the operations that run inside."""
         self._thread = threading.get_ident()
         self._kept.clear()  # of the previous micro-batch, whose memory now holds other tensors
         self._norm_outputs.clear()

@@ -1,4 +1,8 @@
-"""The ledger: the formats that a step really computed in, one row per module, compared with the plan."""
+"""The ledger: the formats that a step really computed in, one row per module, compared with the plan.
+
+`observe` runs one step under an `Observer` and undoes it; `make_ledger` compares what was seen with the plan. A finding
+either contradicts the plan (`differs`) or only costs memory or time (`costs`).
+"""
 
 from __future__ import annotations
 
@@ -382,6 +386,7 @@ def _check_products(expected: Expected, seen: Seen) -> Iterable[Finding]:
 
 
 def is_as_planned(expected: Expected, product: Product) -> bool:
+    """True if the product ran in the planned format, on an island in fp32, or as a simulation of the format."""
     planned, plan = expected.compute(product.module), expected.plan
     if product.module == OUTSIDE or product.format == planned or product.is_island and product.format == "fp32":
         return True

@@ -75,6 +75,7 @@ class Remedy:
 
     @property
     def shown(self) -> str:
+        """Return how the change was tried, and with which result."""
         if self.outcome is None:
             return "not tried: one step cannot show it"
         num = len(self.outcome.losses)

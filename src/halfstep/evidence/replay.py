@@ -1,4 +1,8 @@
-"""Replay a capsule's step: find its cause, then propose and try the smallest change."""
+"""Replay a capsule's step: find its cause, then propose and try the smallest change.
+
+If no change helps although samples or state are at fault, these are repaired for the time being, and the step is
+replayed again to find the fault behind the first one.
+"""
 
 from __future__ import annotations
 

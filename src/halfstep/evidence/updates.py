@@ -76,6 +76,7 @@ class Update:
         return ", ".join(one["name"] for one in self.optimizers)
 
     def build(self, model: nn.Module) -> list[Optimizer]:
+        """Return the optimizers with fresh state, for the weights of this model."""
         weights = dict(model.named_parameters())
         found = []
         for one in self.optimizers:

@@ -37,6 +37,8 @@ Reader = tuple[Tensor, int]  # the weight and the stride of a convolution that r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResNetBlock:
+    """The layers of a residual block, each a convolution and its BatchNorm."""
+
     layers: Sequence[Layer]  # in the order they run
     projection: Layer | None  # the shortcut's projection, if the shape changes
     keep: bool  # whether normalised maps within the block stay in memory, or are computed again in backward

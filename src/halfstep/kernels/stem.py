@@ -20,6 +20,7 @@ OUT_CHANNELS_AT_ONCE = 16  # the least that matrix units take
 
 
 def can_run_stem(image: Tensor, weight: Tensor, stride: int, padding: int) -> bool:
+    """True if the kernels of this module support the image and the convolution."""
     out, channels, kernel, kernel_width = weight.shape
     return (
         image.dim() == 4
