@@ -308,3 +308,11 @@ def test_a_file_of_another_kind_says_which_kinds_are_read(tmp_path: Path) -> Non
 def test_a_name_too_long_for_a_file_is_a_message(tmp_path: Path) -> None:
     report = check([tmp_path / ("x" * 5000)])
     assert report.exit_code == 2
+
+
+def test_a_file_of_a_folder_that_cannot_be_read_is_named_and_not_counted(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("from torch.amp import GradScaler\ndef f(:\n")
+    (tmp_path / "accelerate.yaml").write_text("mixed_precision: [bf16\n")
+    report = check([], project=tmp_path)
+    assert [Path(text.split(":")[0]).name for text in sorted(report.skipped)] == ["accelerate.yaml", "train.py"]
+    assert (report.num_scripts, report.exit_code) == (0, 0)

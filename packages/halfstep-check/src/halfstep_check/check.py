@@ -48,6 +48,8 @@ class Report:
     """Files named by the user that speak no dialect we know."""
     unvalidated: tuple[str, ...] = ()
     """Configs of halfstep's own that were read without halfstep, so without its schema."""
+    skipped: tuple[str, ...] = ()
+    """Files of a folder or project that could not be read, such as templates: reported, without an exit code."""
     num_scripts: int = 0
     num_ignored: int = 0
 
@@ -71,6 +73,7 @@ class Reading:
     unreadable: list[HalfstepError] = field(default_factory=list)
     silent: list[str] = field(default_factory=list)
     unvalidated: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
     ignores: dict[str, Ignores] = field(default_factory=dict)
     num_scripts: int = 0
 
@@ -120,6 +123,9 @@ def read_project(
 ) -> None:
     names: dict[str, list[str]] = {}
     for path, read in read_found(found, version, progress):
+        if isinstance(read, HalfstepError):
+            reading.skipped.append(read.what)
+            continue
         reading.found += reading.take(path, read)
         names |= read.names
     if project is not None:
@@ -212,6 +218,7 @@ def report(reading: Reading, device: Device | None, rules: Collection[str] | Non
         unreadable=tuple(reading.unreadable),
         silent=tuple(reading.silent),
         unvalidated=tuple(reading.unvalidated),
+        skipped=tuple(reading.skipped),
         num_scripts=reading.num_scripts,
         num_ignored=num_ignored,
     )

@@ -272,6 +272,9 @@ def print_sources(console: Console, sources: Sequence[Source]) -> None:
     console.print(NewLine(), says_table(said), NewLine()) if said else console.print()
 
 
+MAX_SKIPPED = 10
+
+
 def print_report(report: Report, num_rules: int) -> None:
     """Findings first: who has many files would otherwise scroll past the tables to what is wrong."""
     from rich.console import Console, NewLine
@@ -294,6 +297,10 @@ def print_report(report: Report, num_rules: int) -> None:
     for name in report.unvalidated:
         text = f"{name}: read without halfstep's schema; with halfstep installed, halfstep check validates it"
         console.print(text, style="dim", highlight=False)
+    for text in report.skipped[:MAX_SKIPPED]:
+        console.print(f"not read: {text}", style="yellow", highlight=False)
+    if len(report.skipped) > MAX_SKIPPED:
+        console.print(f"not read: {len(report.skipped) - MAX_SKIPPED} more files; --json lists them", style="yellow")
     counts = {"num_scripts": report.num_scripts, "num_sources": len(report.sources), "num_ignored": report.num_ignored}
     if not report.unreadable or lines:
         by = f", {num_rules} of {len(RULES)} rules" if num_rules < len(RULES) else ""

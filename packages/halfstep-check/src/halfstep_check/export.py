@@ -26,6 +26,7 @@ def export_json(report: Report) -> dict[str, Any]:
         "findings": [describe_finding(finding) for finding in report.findings],
         "unreadable": [{"what": error.what, "why": error.why, "fix": error.fix} for error in report.unreadable],
         "without_statement": list(report.silent),
+        "skipped": list(report.skipped),
         "scripts": report.num_scripts,
         "ignored": report.num_ignored,
     }

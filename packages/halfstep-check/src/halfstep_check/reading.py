@@ -38,8 +38,10 @@ class FileReading:
     """Of halfstep's own YAML configs."""
 
 
-def read_found(paths: Sequence[Path], version: str, progress: Progress | None) -> Iterator[tuple[Path, FileReading]]:
-    """Files that nobody named, in order; what cannot be read there is a template or a test file, and passed over."""
+def read_found(
+    paths: Sequence[Path], version: str, progress: Progress | None
+) -> Iterator[tuple[Path, FileReading | HalfstepError]]:
+    """Read files of a folder or project, in order; a file that cannot be read (a template, say) gives its error."""
     readings = in_pool(partial(read_quietly, version=version), paths)
     for number, (path, reading) in enumerate(zip(paths, readings, strict=True), start=1):
         if progress is not None:
@@ -48,7 +50,9 @@ def read_found(paths: Sequence[Path], version: str, progress: Progress | None) -
             yield path, reading
 
 
-def in_pool(read: Callable[[Path], FileReading | None], paths: Sequence[Path]) -> Iterator[FileReading | None]:
+def in_pool(
+    read: Callable[[Path], FileReading | HalfstepError | None], paths: Sequence[Path]
+) -> Iterator[FileReading | HalfstepError | None]:
     workers = min(os.cpu_count() or 1, 8)
     if len(paths) < POOL_FROM or workers == 1:
         yield from map(read, paths)
@@ -57,12 +61,12 @@ def in_pool(read: Callable[[Path], FileReading | None], paths: Sequence[Path]) -
         yield from pool.map(read, paths, chunksize=8)
 
 
-def read_quietly(path: Path, version: str) -> FileReading | None:
+def read_quietly(path: Path, version: str) -> FileReading | HalfstepError | None:
     try:
         text = files.read_text(path)
         return read_file(path, text, version, lazily=True) if text else None
-    except HalfstepError:
-        return None
+    except HalfstepError as error:
+        return error
 
 
 def read_file(path: Path, text: str, version: str, *, lazily: bool = False) -> FileReading:
