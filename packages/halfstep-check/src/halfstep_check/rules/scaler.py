@@ -387,6 +387,8 @@ SCALER_RULES = (
         fix="Call the framework's own backward and step.",
         bad="""
             from transformers import Trainer
+
+
             class Tuner(Trainer):
                 def compute_loss(self, model, inputs, return_outputs=False):
                     out = model(**inputs)
@@ -395,6 +397,8 @@ SCALER_RULES = (
         """,
         good="""
             from transformers import Trainer
+
+
             class Tuner(Trainer):
                 def compute_loss(self, model, inputs, return_outputs=False):
                     out = model(**inputs)
