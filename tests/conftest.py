@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,16 @@ def trained_resnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny_runs import resnet_run
 
     return resnet_run(tmp_path_factory.mktemp("resnet") / "run")
+
+
+@pytest.fixture(autouse=True)
+def _no_autocast_left_open() -> Iterator[None]:
+    """Close autocast contexts that a test left open, as an interrupt inside `torch.autocast.__enter__` does.
+
+    While one is open torch never clears its cache of cast weights, and later tests would train on stale copies.
+    """
+    yield
+    torch.autocast_increment_nesting()
+    for _ in range(torch.autocast_decrement_nesting()):
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
