@@ -285,7 +285,7 @@ def wait_until_ready(trainer: Trainer, log: Path, until: float) -> str:
         if time.monotonic() >= until:
             return "not compiled in time"
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        return f"{error}: {' | '.join(lines[-3:])[-400:]}"
+        return f"{error}: {lines[-1][-400:] if lines else 'no output'}"  # the exception, without paths of the machine
     finally:
         timer.cancel()
 

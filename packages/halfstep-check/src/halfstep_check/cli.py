@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from halfstep_check.view import FindingLines
 
 MAX_SOURCES = 100
-"""A table of more is read by nobody, and takes seconds to lay out."""
+"""Sources shown in the table; a longer one is unreadable and takes seconds to lay out."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -170,7 +170,7 @@ def checked(
 
 
 def refuse_nothing_read(named: list[Path], report: Report) -> None:
-    """ "Nothing wrong" about nothing read would be a green light for nobody's code."""
+    """Refuse to report "nothing wrong" if no file was read."""
     if named and not (report.sources or report.num_scripts or report.silent or report.unreadable):
         raise ConfigError(
             f"nothing to check in {', '.join(map(str, named))}",
@@ -184,7 +184,7 @@ MIN_COUNTED = 100
 
 
 def count_files() -> Callable[[int, int], None]:
-    """A line on the terminal that says how far reading a large tree is; nothing where nobody looks."""
+    """Return a function that shows on a terminal how many files of a large tree have been read."""
     from rich.console import Console
 
     console = Console(stderr=True)

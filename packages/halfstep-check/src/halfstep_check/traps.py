@@ -1,4 +1,4 @@
-"""Traps that only show when sources are read together: batch arithmetic, `auto` that nobody fills, TF32 off."""
+"""Traps that only show when sources are read together: batch arithmetic, `auto` that nothing fills, TF32 off."""
 
 from __future__ import annotations
 

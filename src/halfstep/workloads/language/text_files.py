@@ -71,7 +71,7 @@ def find_texts(root: Path, *, val_fraction: float, bad_files: BadFiles) -> TextF
         return TextFiles(
             root=root, train=tuple(train), val=tuple(val), source=_describe_place(root, val), beside=beside
         )
-    files = _check_texts(train or prose or code, bad_files)  # beside a training part of its own lies what is about it
+    files = _check_texts(train or prose or code, bad_files)  # next to a training split other files describe it
     if not files:
         ids = next(root.rglob("*.bin"), None)
         raise DataError(

@@ -90,7 +90,7 @@ def read_deepspeed(draft: Draft) -> None:
     for key in filter(draft.root.has, (*(prefix + key for key in DEEPSPEED_FILE_OWNS), "mixed_precision")):
         draft.find(
             "launch-refused",
-            f"{key} beside deepspeed_config_file: accelerate launch refuses to start",
+            f"{key} next to deepspeed_config_file: accelerate launch refuses to start",
             key,
             fix=f"delete {key} here and say it in {file}",
         )

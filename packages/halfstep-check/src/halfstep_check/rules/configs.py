@@ -60,7 +60,7 @@ CONFIG_RULES = (
         name="clip-two-layers",
         severity=Severity.WARNING,
         title="a framework and the script both clip",
-        why="The gradients are limited twice, and the norm that is logged is the one of whoever came second. Changing "
+        why="The gradients are limited twice, and the norm that is logged is that of the second. Changing "
         "one value then changes less than expected, or nothing.",
         fix="Leave clipping to the framework, or switch it off there.",
         bad="""
@@ -396,7 +396,7 @@ CONFIG_RULES = (
         name="hardware-lacks",
         severity=Severity.ERROR,
         title="the device does not have this format",
-        why="The run stops at the first matmul, or falls back to something nobody asked for.",
+        why="The run stops at the first matmul, or falls back to another format.",
         fix="Use a format that the device has.",
         bad="""
             # accelerate.yaml

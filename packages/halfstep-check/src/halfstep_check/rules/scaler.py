@@ -462,7 +462,7 @@ SCALER_RULES = (
         severity=Severity.ERROR,
         title="a switch of mixed precision that does not switch",
         why='argparse calls bool("False"), which is True. A torch.device never equals a string, so '
-        '`device == "cuda"` leaves AMP off without a word.',
+        '`device == "cuda"` silently leaves AMP off.',
         fix="Use action=argparse.BooleanOptionalAction for a flag, and compare device.type with a string.",
         bad="""
             parser.add_argument("--amp", type=bool, default=True)
