@@ -293,3 +293,20 @@ def test_it_imports_its_three_packages_alone() -> None:
     imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
     assert {name.partition(".")[0] for name in imported} <= allowed
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (("--select", "precision-conflict", "--ignore", "precision-conflict"), "no rule is left to apply"),
+        (("--fix", "--json"), "--fix prints a patch"),
+        (("--fix", "--sarif"), "--fix prints a patch"),
+    ],
+)
+def test_flags_that_exclude_each_other_are_refused(
+    guide_4: Path, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], text: str
+) -> None:
+    code, out, err = run(capsys, "acc.yaml", *argv)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {text}")
+    assert "fix:" in err

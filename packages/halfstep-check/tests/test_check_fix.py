@@ -141,3 +141,27 @@ def test_a_script_that_would_not_parse_afterwards_is_not_written(tmp_path: Path)
 def test_a_scaler_written_for_the_new_module_keeps_its_device_once() -> None:
     source = "from torch.cuda.amp import GradScaler\nscaler = GradScaler('cuda')\n"
     assert fixed(source) == source
+
+
+def test_old_names_are_all_edited_or_none(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    loop = "with {}.autocast():\n    pass\nwith torch.cpu.amp.autocast():\n    pass\n"
+    for text, is_edited in (
+        ("import torch\nfrom torch.cuda import amp\n" + loop.format("amp"), False),  # the import would have to change
+        ("import torch\n" + loop.format("torch.cuda.amp"), True),
+    ):
+        script.write_text(text)
+        [finding] = [f for f in check([script]).findings if f.rule == "deprecated-amp"]
+        assert bool(finding.edits) == is_edited
+
+
+def test_a_line_that_must_be_deleted_is_not_aligned(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"fp16": {"enabled": true}}\n')
+    config = tmp_path / "acc.yaml"
+    config.write_text(
+        "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
+    )
+    findings = check([config, tmp_path / "ds.json"]).findings
+    refused = [f.place for f in findings if f.rule == "launch-refused"]
+    assert refused
+    assert not [f for f in findings if f.place in refused and f.edits]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from halfstep_check import files, links
@@ -209,6 +209,12 @@ def report(reading: Reading, device: Device | None, rules: Collection[str] | Non
     findings = [*reading.lint, *(finding for source in reading.named + reading.found for finding in source.findings)]
     for run in runs:
         findings += [*conflicts(run), *traps(run), *(hardware_gaps(run, device) if device else [])]
+    # A line that another finding asks to delete is not aligned as well.
+    refused = {finding.place for finding in findings if finding.rule == "launch-refused"}
+    findings = [
+        replace(finding, edits=()) if finding.place in refused and finding.rule != "launch-refused" else finding
+        for finding in findings
+    ]
     selected = [finding for finding in findings if rules is None or finding.rule in rules]
     kept, num_ignored = without_ignored(selected, reading.ignores)
     return Report(

@@ -122,6 +122,8 @@ def make_command(host: Host = Host()) -> Callable[..., None]:
             raise ConfigError("nothing to check", fix="name files, or --project DIR, --env, --command TEXT")
         if as_json and as_sarif:
             raise ConfigError("--json and --sarif are two formats for one output", fix="give one of them")
+        if fix and not write and (as_json or as_sarif):
+            raise ConfigError("--fix prints a patch, not JSON or SARIF", fix="leave out --fix, or --json and --sarif")
         device, rules = device_asked(gpu, hardware, host), selected_rules(select or (), ignore or ())
         run = partial(checked, named, project, commands or (), device, host.load_own, rules, env=env)
         report = run()
@@ -145,9 +147,13 @@ def selected_rules(select: Sequence[str], ignore: Sequence[str]) -> Collection[s
     from halfstep_check.rules import RULES, rule_named
 
     def names(said: Sequence[str]) -> set[str]:
-        return {rule_named(name.strip()).name for text in said for name in text.split(",")}
+        return {rule_named(name.strip()).name for text in said for name in text.split(",") if name.strip()}
 
-    return (names(select) or set(RULES)) - names(ignore)
+    left = (names(select) or set(RULES)) - names(ignore)
+    if not left:
+        raise ConfigError("no rule is left to apply", why="--ignore names every rule that --select names",
+                          fix="leave one of them out")  # fmt: skip
+    return left
 
 
 def checked(

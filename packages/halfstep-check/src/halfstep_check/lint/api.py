@@ -39,14 +39,16 @@ def deprecated(script: Script) -> Iterator[Finding]:
     first = min(uses, key=lambda node: node.lineno, default=None)
     if first is None or serves_two_versions(script):
         return
-    # Uses can be told apart only when a single import brings the names in.
-    edits = list(import_edits(script, imports[0])) if len(imports) == 1 else []
-    edits += [edit for call, found in calls for edit in attribute_edits(script, call, *found)]
+    # All places are edited or none: half an edit would leave both names in the file. Uses of imported names can be
+    # told apart only if a single import brings them in.
+    parts = [attribute_edits(script, call, *found) for call, found in calls]
+    parts += [import_edits(script, imports[0]) if len(imports) == 1 else ()] if imports else []
+    edits = [edit for part in parts for edit in part] if all(parts) else []
     old = imports[0].module or "" if imports else calls[0][1][0]
     places = len(imports) + len(calls)
     message = f"{old} is deprecated since torch 2.4" + (f" ({places} places)" if places > 1 else "")
     device = old.split(".")[1]
-    fix = f'torch.amp, with the device first: torch.amp.autocast("{device}", …)'
+    fix = f'torch.amp, with the device first: torch.amp.autocast("{device}", …), torch.amp.GradScaler("{device}", …)'
     yield script.finding("deprecated-amp", first, message, fix=fix, edits=tuple(edits))
 
 
