@@ -9,7 +9,7 @@ A part that is off is replaced in the training process by what halfstep would us
     pool         torch's max pooling, with kept indices, of a normalised map that is written
     head         the last 1×1 convolution by cuDNN, of a normalised map that is written
     upsample     the transposed convolution by cuDNN, copied into the concatenation
-    normalise    BatchNorm and ReLU as the same formulas compiled by inductor
+    normalise    BatchNorm and ReLU as the same formulas compiled by inductor; a formula that it fails on runs eagerly
     group_norm   residual blocks compiled one by one (torch.compile), where they run by our kernels otherwise
     attention    backward of attention over few tokens by torch
     ema          the average by torch's operations on chunks (step/ema.py)
@@ -250,7 +250,10 @@ def time_group(
             if problem:
                 note(name, part, {"problem": problem})
             else:
-                note(name, part, time_pair(trainers[name, ALL_ON], trainers[name, part], pairs))
+                found = time_pair(trainers[name, ALL_ON], trainers[name, part], pairs)
+                lines = log_of(folder, name, part).read_text(errors="replace").splitlines()
+                remarks = [line for line in lines if "runs eagerly: " in line]
+                note(name, part, {**found, "remarks": remarks} if remarks else found)
     finally:
         for trainer in trainers.values():
             trainer.process.kill()
@@ -431,7 +434,8 @@ def without_group_norm(calls: list[str]) -> Replacements:
 def without_normalise(calls: list[str]) -> Replacements:
     torch._dynamo.config.recompile_limit = 64  # one for each shape of a map
     compiled = torch.compile(dynamic=False, backend="eager" if "--dry" in sys.argv else "inductor")
-    statistics, apply, sums, raw = (compiled(f) for f in (torch_statistics, torch_apply, torch_sums, torch_raw))
+    formulas = (torch_statistics, torch_apply, torch_sums, torch_raw)
+    statistics, apply, sums, raw = (compiled_or_eager(formula, compiled(formula)) for formula in formulas)
 
     def compute_norm(y: Tensor, norm: nn.BatchNorm2d) -> Norm:
         calls.append("compute_norm")
@@ -457,6 +461,23 @@ def without_normalise(calls: list[str]) -> Replacements:
         (normalise.sum_gradients, sum_gradients),
         (normalise.compute_raw_gradient, compute_raw_gradient),
     ]
+
+
+def compiled_or_eager(formula: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a formula compiled, and eagerly from the first call on that the compiler fails on."""
+    use = [compiled]
+
+    def run(*arguments: Any) -> Any:
+        try:
+            return use[0](*arguments)
+        except Exception as error:  # whatever the compiler raises; the formula's own errors come again below
+            if use[0] is formula:
+                raise
+            print(f"{formula.__name__} runs eagerly: {summarise_error(error)}", file=sys.stderr)
+            use[0] = formula
+            return formula(*arguments)
+
+    return run
 
 
 PARTS: dict[str, Callable[[list[str]], Replacements]] = {
