@@ -34,7 +34,9 @@ from halfstep.own_loop.arguments import (
     refuse_unknown,
     refuse_unrelated_optimizers,
 )  # fmt: skip
+from halfstep.own_loop.certificate import Certificate
 from halfstep.own_loop.evidence import make_recorder
+from halfstep.own_loop.fast import Fast, FastPath
 from halfstep.own_loop.loss import LossChecker, UnguardedNetworks, explain_errors, suggest_ways
 from halfstep.own_loop.schedule_argument import LoopSchedules, Paced
 from halfstep.own_loop.user_warnings import DroppedSteps, warn_user
@@ -127,6 +129,8 @@ class Step:
         optimizer: Optimizer | Iterable[Optimizer],
         precision: str | torch.dtype = "auto",
         *,
+        fast: Fast = "auto",
+        num_steps: int | None = None,
         modules: Mapping[str, str] | None = None,
         strict: bool = False,
         simulate: bool = False,
@@ -184,6 +188,7 @@ class Step:
         self._loss = LossChecker(self._step)
         self._strangers = UnguardedNetworks(self._step.writes)
         self._passes = 0
+        self._fast = FastPath(self._step, fast, num_steps=num_steps)
         watch_for_second_step(optimizers)
         hints = (committer.hint for committer in self._step.committers)
         for hint in filter(None, (*plan.warnings, *self._schedules.hints, *hints)):
@@ -210,19 +215,37 @@ class Step:
     def __call__(self, loss_fn: LossFn, window: Iterable[Batch]) -> Outcome:
         """Compute, judge and commit one window. `loss_fn(batch)` returns the loss, or (loss, weight)."""
         with self._step.signals.delay():  # but not in forward and backward, which can be undone
-            facts = self.compute(loss_fn, window)
-            self.commit(facts)
+            batches = self._check(loss_fn, window)
+
+            def run_eagerly(function: LossFn) -> Facts:
+                facts = self._compute(function, batches)
+                self._commit(facts)
+                return facts
+
+            if self._loss.is_new(loss_fn):
+                facts = run_eagerly(loss_fn)
+            else:
+                facts = self._fast.run(loss_fn, batches, run_eagerly)
+            if self._recorder is not None:
+                self._recorder.keep(facts.attempted, batches)
+            self._act_on(self._guard.watch(facts))
         return Outcome(facts)
 
     def compute(self, loss_fn: LossFn, window: Iterable[Batch]) -> Facts:
         """Run forward, backward and verdict, the first half of a call. Nothing is committed yet."""
+        return self._compute(loss_fn, self._check(loss_fn, window))
+
+    def _check(self, loss_fn: LossFn, window: Iterable[Batch]) -> list[Batch]:
         self._schedules.refuse_other_hands()
         refuse_non_finite_settings(self._step.optimizers)
         refuse_no_function(loss_fn)
         batches = read_window(window, self._step.accumulate)
-        checked = self._loss.wrap(loss_fn, is_alone=len(batches) == 1)
         if self._rollback is not None:
             self._rollback.keep_if_due()
+        return batches
+
+    def _compute(self, loss_fn: LossFn, batches: list[Batch]) -> Facts:
+        checked = self._loss.wrap(loss_fn, is_alone=len(batches) == 1)
         with explain_errors(), contextlib.ExitStack() as watched:
             if self._recorder is not None:
                 watched.enter_context(self._recorder.watch(batches))
@@ -236,16 +259,19 @@ class Step:
 
     def commit(self, facts: Facts) -> None:
         """Commit: the optimizers step, or everything stays as it was. The second half of a call."""
-        before = self.attempted
         with self._step.signals.delay():
-            try:
-                with explain_errors():
-                    self._step.commit(facts)
-            except BaseException:
-                if self.attempted > before:  # the step is made, and `on_commit` raised
-                    self._guard.pending.append(facts)
-                raise
+            self._commit(facts)
             self._act_on(self._guard.watch(facts))
+
+    def _commit(self, facts: Facts) -> None:
+        before = self.attempted
+        try:
+            with explain_errors():
+                self._step.commit(facts)
+        except BaseException:
+            if self.attempted > before:  # the step is made, and `on_commit` raised
+                self._guard.pending.append(facts)
+            raise
 
     def grad(
         self,
@@ -311,6 +337,16 @@ class Step:
     def committed(self) -> int:
         """Return the number of steps that moved the weights; waits for the device."""
         return int(self._step.committed)
+
+    @property
+    def mode(self) -> str:
+        """Return how steps run now: "eager", "graph", or "compile+graph"."""
+        return self._fast.mode
+
+    @property
+    def certificate(self) -> Certificate:
+        """Return what captured steps were compared with, and what came out."""
+        return self._fast.certificate
 
     def describe(self) -> list[tuple[str, str, int]]:
         """Return each optimizer, how its bad steps are dropped, and the bytes that costs."""
