@@ -187,7 +187,7 @@ VARIANTS: dict[str, Callable[[Case], tuple[Train, Callable[[], str]]]] = {
 # --- the process of one model ---
 
 
-def train_model(name: str, rounds: int) -> None:
+def train_model(name: str, variants: list[str], rounds: int) -> None:
     case = CASES[name]
     torch.manual_seed(1)
     host = [tuple(tensor.pin_memory() for tensor in case.make_batch()) for _ in range(NUM_BATCHES)]
@@ -198,11 +198,11 @@ def train_model(name: str, rounds: int) -> None:
         train(tuple(tensor.to(DEVICE, non_blocking=True) for tensor in host[number % NUM_BATCHES]))
 
     describes: dict[str, Callable[[], str]] = {}
-    for variant, make in VARIANTS.items():
+    for variant in variants:
         torch.cuda.empty_cache()
         before, began = torch.cuda.memory_reserved(), time.perf_counter()
         try:
-            train, describe = make(case)
+            train, describe = VARIANTS[variant](case)
             number = 0
             # "hs auto" compiles once it has seen enough steps.
             while number < WARMUP_STEPS or variant == "hs auto" and "compile" not in describe():
@@ -246,7 +246,7 @@ def train_model(name: str, rounds: int) -> None:
         run(train, number)
         if describe().startswith("graph"):
             torch.cuda.synchronize()
-            found["hs graph"]["first_captured_s"] = time.perf_counter() - began
+            found.setdefault("hs graph", {})["first_captured_s"] = time.perf_counter() - began
             break
     print(json.dumps(found), flush=True)
 
@@ -257,21 +257,20 @@ def train_model(name: str, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(CASES), help="models, with commas")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="loops, with commas")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", help="folder for the JSON, default benchmarks/results")
     parser.add_argument("--train", metavar="MODEL", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train:
-        train_model(arguments.train, arguments.rounds)
+        train_model(arguments.train, arguments.variants.split(","), arguments.rounds)
         return
     names = arguments.only.split(",")
-    processes = {name: start(name, arguments.rounds) for name in names}
+    processes = {name: start(name, arguments.variants, arguments.rounds) for name in names}
     found: dict[str, Any] = {}
-    for name, process in processes.items():
+    for process in processes.values():
         assert process.stdout is not None
-        for line in process.stdout:
-            if line.strip() == "ready":
-                break
+        next((line for line in process.stdout if line.strip() == "ready"), None)
     for name, process in processes.items():
         assert process.stdin is not None
         assert process.stdout is not None
@@ -287,8 +286,8 @@ def main() -> None:
         store("own_loop", {"rounds": arguments.rounds, "models": found}, DEVICE, arguments.out)
 
 
-def start(name: str, rounds: int) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, "--train", name, "--rounds", str(rounds)]
+def start(name: str, variants: str, rounds: int) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, "--train", name, "--variants", variants, "--rounds", str(rounds)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 

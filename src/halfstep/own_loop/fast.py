@@ -32,11 +32,10 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 from torch.nn.modules import module as module_hooks
-from torch.utils._pytree import tree_leaves
 
 from halfstep.own_loop.certificate import Certificate, Differs, StepState
 from halfstep.own_loop.loss import split_result
-from halfstep.own_loop.traced import Call, Compiler, Entry, NotTraced, TracedLoss
+from halfstep.own_loop.traced import Call, Compiler, Entry, NotTraced, TracedLoss, list_tensors
 from halfstep.precision.plan import Plan
 from halfstep.step.batches import Batch, Weight, read_sample_ids
 from halfstep.step.facts import Facts
@@ -87,19 +86,20 @@ class TracedWindow:
     losses: list[int]
     weights: list[Weight | int]
     weight_outputs: list[int | None]
-    leaves: list[list[Tensor]]  # tensors of each batch, in order
+    batches: list[Batch]
 
     @property
     def key(self) -> Key:
-        numbers = (tuple(one for one in call.inputs if not isinstance(one, Tensor)) for call in self.calls)
-        weights = (None if isinstance(weight, Tensor) else weight for weight in self.weights)
-        return tuple(zip((call.entry for call in self.calls), numbers, weights, self.losses, strict=True))
+        return tuple(
+            (call.entry, loss, None if isinstance(weight, Tensor) else weight, call.numbers)
+            for call, loss, weight in zip(self.calls, self.losses, self.weights, strict=True)
+        )
 
-    def find_dynamic(self, number: int, changing: set[int]) -> dict[str, Tensor]:
+    def find_dynamic(self, number: int, changing: set[int]) -> list[int]:
         """Return the inputs of a call that change between steps: the batch, Python numbers, tensors made anew."""
-        own, call = {id(leaf) for leaf in self.leaves[number]}, self.calls[number]
-        return {
-            str(position): one
+        own, call = {id(leaf) for leaf in list_tensors(self.batches[number])}, self.calls[number]
+        return [
+            position
             for position, one in enumerate(call.inputs)
             if isinstance(one, Tensor)
             and (
@@ -108,7 +108,7 @@ class TracedWindow:
                 or position in call.entry.moved
                 or is_number_input(call, position)
             )
-        }
+        ]
 
     @property
     def reads_numbers(self) -> bool:
@@ -122,15 +122,15 @@ class TracedWindow:
 
     def with_batches(self, window: list[Batch]) -> TracedWindow | None:
         """Return these calls with the tensors of another window of the same shapes; None if more than those differ."""
-        batches = [list_tensors(batch) for batch in window]
-        if list(map(describe_tensors, batches)) != list(map(describe_tensors, self.leaves)):
+        last, now = [list_tensors(batch) for batch in self.batches], [list_tensors(batch) for batch in window]
+        if list(map(describe_tensors, last)) != list(map(describe_tensors, now)):
             return None
         calls = []
-        for call, then, now in zip(self.calls, self.leaves, batches, strict=True):
-            new = {id(old): leaf for old, leaf in zip(then, now, strict=True)}
+        for call, olds, leaves in zip(self.calls, last, now, strict=True):
+            new = {id(old): leaf for old, leaf in zip(olds, leaves, strict=True)}
             inputs = tuple(new.get(id(one), one) for one in call.inputs)
             calls.append(dataclasses.replace(call, inputs=inputs))
-        return dataclasses.replace(self, calls=calls, leaves=batches)
+        return dataclasses.replace(self, calls=calls, batches=window)
 
 
 @dataclass
@@ -142,20 +142,27 @@ class Graph:
     """What the entries return; a replay writes into these tensors."""
     fixed: list[list[tuple[int, Tensor, int]]]
     """Inputs that must be the same tensors at the same addresses: position, tensor, address."""
-    state: list[object]
-    """Objects that optimizers replace when state is loaded into them."""
-    changing: list[set[int]] = field(default_factory=list)
+    holders: list[int]
+    """Identities of the objects that optimizers replace when state is loaded into them."""
+    dynamic: list[list[tuple[int, str]]]
+    """Inputs that are copied into it: position, and the name of its static tensor."""
 
-    def fits(self, window: TracedWindow, step: Step) -> bool:
-        if not self.replay.is_valid or any(
-            one is not now for one, now in zip(self.state, list_holders(step), strict=False)
-        ):
+    def fits(self, traced: TracedWindow, step: Step) -> bool:
+        if not self.replay.is_valid or list(map(id, list_holders(step))) != self.holders:
             return False
-        return all(
-            call.inputs[position] is tensor and tensor.data_ptr() == address
-            for call, fixed in zip(window.calls, self.fixed, strict=True)
-            for position, tensor, address in fixed
-        )
+        for call, fixed in zip(traced.calls, self.fixed, strict=True):
+            inputs = call.inputs
+            for position, tensor, address in fixed:
+                if inputs[position] is not tensor or tensor.data_ptr() != address:
+                    return False
+        return True
+
+    def select(self, traced: TracedWindow) -> list[dict[str, Tensor]]:
+        """Return the inputs of a window that are copied into the graph."""
+        return [
+            {name: call.inputs[position] for position, name in own}
+            for call, own in zip(traced.calls, self.dynamic, strict=True)
+        ]
 
 
 @dataclass
@@ -216,9 +223,6 @@ class FastPath:
         """Make one step, by a replay where possible; `eager` makes it by a Python function."""
         if self.why_eager or self.step.attempted < self.first + WARMUP_STEPS or is_watched(self.step):
             return eager(loss_fn)
-        if obstacle := self._find_obstacle():
-            self._stay_eager(obstacle)
-            return eager(loss_fn)
         level = self.trial or self.level
         if not level.is_compared and level.ran and level.compiler == "aten":
             return self._compare_with_eager(loss_fn, window, eager)
@@ -246,6 +250,8 @@ class FastPath:
             if not self.why_not_compiled and self._is_worth_compiling():
                 self._begin_trial(traced)
             return self._replay(graph, traced)
+        if obstacle := self._find_obstacle():
+            raise NotTraced(obstacle)
         if key not in level.ran:
             return self._run_uncaptured(level, key, traced)
         if references is not None:
@@ -257,20 +263,22 @@ class FastPath:
     def _trace(self, tracer: TracedLoss, traced: TracedWindow, loss_fn: LossFn, window: list[Batch]) -> None:
         for batch in window:
             call = tracer(loss_fn, batch)
-            loss, weight = split_result(call.result, batch, is_alone=len(window) == 1)
+            is_plain = len(window) == 1 and isinstance(call.result, Tensor)
+            # Alone in its window a batch counts whatever it weighs.
+            split = (call.result, 1) if is_plain else split_result(call.result, batch, is_alone=len(window) == 1)
+            loss, weight = split
             traced.calls.append(call)
             traced.losses.append(call.find_promised(loss))
             traced.weights.append(weight)
             traced.weight_outputs.append(call.find_promised(weight) if isinstance(weight, Tensor) else None)
-            traced.leaves.append(list_tensors(batch))
+            traced.batches.append(batch)
 
     # --- 2: replay ---
 
     def _replay(self, graph: Graph, traced: TracedWindow) -> Facts:
         self.step.look_ahead()
         self.rates.write()
-        inputs = [traced.find_dynamic(number, changing) for number, changing in enumerate(graph.changing)]
-        facts = graph.replay(inputs)
+        facts = graph.replay(graph.select(traced))
         for call, outputs in zip(traced.calls, graph.outputs[-len(traced.calls) :], strict=True):
             call.fulfil(outputs)
         return facts
@@ -338,22 +346,28 @@ class FastPath:
         device = self.step.device
         if level.pool is None and device.type == "cuda":
             level.pool = torch.cuda.graph_pool_handle()
-        changing = [level.changing.get(call.entry, set()) for call in traced.calls]
-        dynamic = [traced.find_dynamic(number, own) for number, own in enumerate(changing)]
-        inputs = [{name: t.detach().to(device) for name, t in own.items()} for own in dynamic]
+        positions = [
+            traced.find_dynamic(number, level.changing.get(call.entry, set()))
+            for number, call in enumerate(traced.calls)
+        ]
+        inputs = [
+            {str(position): call.inputs[position].detach().to(device) for position in own}
+            for call, own in zip(traced.calls, positions, strict=True)
+        ]
         fixed = [
             [
                 (position, one, one.data_ptr())
                 for position, one in enumerate(call.inputs)
-                if isinstance(one, Tensor) and str(position) not in own
+                if isinstance(one, Tensor) and position not in own
             ]
-            for call, own in zip(traced.calls, dynamic, strict=True)
+            for call, own in zip(traced.calls, positions, strict=True)
         ]
         outputs: list[Sequence[Any]] = []
         replay = CAPTURES[device.type](self.step, run_calls(traced, outputs), inputs, level.pool)
         # Detached: an autograd graph that is kept would tie gradients of later steps to the stream of the capture.
         outputs[:] = [[o.detach() if isinstance(o, Tensor) else o for o in own] for own in outputs]
-        return Graph(replay, outputs, fixed, list_holders(self.step), changing)
+        holders = list(map(id, list_holders(self.step)))
+        return Graph(replay, outputs, fixed, holders, [[(k, str(k)) for k in own] for own in positions])
 
     def _try(self, traced: TracedWindow) -> None:
         """Make the device's part of a step of the traced code, whose result is discarded afterwards."""
@@ -374,14 +388,22 @@ class FastPath:
     # --- the user's Python code against the traced code ---
 
     def _compare_with_eager(self, loss_fn: LossFn, window: list[Batch], eager: Eager) -> Facts:
-        """Make this step eagerly, and repeat it twice with the traced code of the last one, from the same state.
+        """Make this step eagerly, and repeat it twice with the traced code, from the same state.
 
-        So the user's Python runs once. Python numbers that the code reads are those of the last step: with changing
-        numbers the traced code is not compared with eager."""
+        The Python code runs for both, before anything is computed. If it has side effects on Python objects, those
+        must come once: then the traced calls are those of the last window, with the tensors of this one, which fails
+        where the code reads a number that has changed since."""
         level = self.level
         last = level.ran[next(reversed(level.ran))]
-        traced = last.with_batches(window)
-        if traced is None or last.reads_numbers:
+        is_pure = not any(call.entry.has_side_effects for call in last.calls)
+        traced = TracedWindow([], [], [], [], []) if is_pure else last.with_batches(window)
+        if traced is not None and is_pure:
+            try:
+                self._trace(level.find_tracer(self.step.plan), traced, loss_fn, window)
+            except NotTraced as error:
+                self._stay_eager(str(error))
+                return eager(loss_fn)
+        if traced is None or not is_pure and last.reads_numbers:
             level.num_tried += 1
             level.is_compared = last.reads_numbers or level.num_tried > MAX_UNUSED
             return eager(loss_fn)
@@ -396,10 +418,13 @@ class FastPath:
         try:
             state.compare(after, *runs)
         except Differs as error:
-            # The window may have taken another path through the code than the last one, so one more may follow.
-            level.num_tried += 1
-            if level.num_tried > 1:
+            if is_pure:
                 self._stay_eager(f"the traced code does not equal the eager step: {error}")
+                return facts
+            # The window may have taken another path through the code than the last one: trace once more.
+            level.ran.clear()
+            level.num_tried += 1
+            level.is_compared = level.num_tried > 1
             return facts
         level.is_compared = True
         level.certificate.add("the eager step")
@@ -445,7 +470,8 @@ class FastPath:
         before = state.copy()
         gradients = []
         for traced in (exact, plain, compiled):
-            self.step.forward_backward(run_calls(traced, []), traced.calls)
+            loss_fn = run_calls(traced, [])
+            self.step.forward_backward(turn_off_autocast(loss_fn) if traced is exact else loss_fn, traced.calls)
             self.step.writes.put_back()
             gradients.append([p.grad.float() for p in self.step.find_trained_parameters() if p.grad is not None])
             state.restore(before)
@@ -487,7 +513,7 @@ class FastPath:
             return "the precision is simulated"
         if step.on_gradients is not None or step.on_commit is not None:
             return "on_gradients= and on_commit= run Python code that a replay would not repeat"
-        if any(vars(module_hooks)[name] for name in GLOBAL_HOOKS):
+        if any(GLOBAL_HOOKS):
             return "a global module hook is registered"
         return step.why_never_captured()
 
@@ -516,6 +542,14 @@ def time_replays(replay: Replay, device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     return (time.perf_counter() - began) / TIMED
+
+
+def turn_off_autocast(loss_fn: LossFn) -> LossFn:
+    def run(batch: Batch) -> Any:
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+            return loss_fn(batch)
+
+    return run
 
 
 def measure_distance(one: list[Tensor], other: list[Tensor]) -> Tensor:
@@ -552,10 +586,6 @@ def is_number_input(call: Call, position: int) -> bool:
     return is_small and position not in call.entry.mutated
 
 
-def list_tensors(batch: Batch) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-
-
 def describe_tensors(tensors: Sequence[Tensor]) -> list[object]:
     return [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors]
 
@@ -576,7 +606,8 @@ def list_holders(step: Step) -> list[object]:
 # --- what Dynamo does not guard ---
 
 GLOBAL_HOOKS = (
-    "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
+    module_hooks._global_forward_hooks, module_hooks._global_forward_pre_hooks,
+    module_hooks._global_backward_hooks, module_hooks._global_backward_pre_hooks,
 )  # fmt: skip
 
 
@@ -586,19 +617,13 @@ def read_flags() -> object:
     return (
         cudnn.enabled, cudnn.benchmark, cudnn.deterministic, torch._C._get_cudnn_allow_tf32(),
         cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(),
+        *(len(hooks) for hooks in GLOBAL_HOOKS),
     )  # fmt: skip
 
 
 def is_watched(step: Step) -> bool:
     """True inside `with hs.ledger(step)`: what it observes has to run."""
     return step.observed is not contextlib.nullcontext
-
-
-SETTINGS = (
-    "weight_decay", "momentum", "dampening", "nesterov", "maximize", "betas", "eps", "amsgrad", "alpha", "centered",
-    "rho", "etas", "step_sizes", "lr_decay", "lambd", "t0", "momentum_decay", "decoupled_weight_decay", "ns_steps",
-)  # fmt: skip
-"""Settings of torch's optimizers, which kernels take as numbers."""
 
 
 class HandRates:
@@ -611,21 +636,30 @@ class HandRates:
         self.step = step
         self.tensors: dict[int, Tensor] = {}
         self.written: dict[int, float] = {}
-        self.start = self._read_rates()
+        self.start: list[float] | None = None
         self.have_changed = False
 
     def _list_groups(self) -> list[dict[str, Any]]:
-        found = [(c, group) for c in self.step.committers for group in c.optimizer.param_groups]
-        return [group for _, group in found]
-
-    def _read_rates(self) -> list[float]:
-        return [group["lr"] for group in self._list_groups() if isinstance(group.get("lr"), float | int)]
+        return [group for optimizer in self.step.optimizers for group in optimizer.param_groups]
 
     @property
     def key(self) -> Key:
-        rates = self._read_rates()
+        settings: list[object] = []
+        rates: list[float] = []
+        for optimizer in self.step.optimizers:
+            # A hook, or a replaced step(), is code that a replay would not run.
+            settings += (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks))
+            settings.append(vars(optimizer).get("step"))
+            for group in optimizer.param_groups:
+                for name, value in group.items():
+                    if name == "lr":
+                        if isinstance(value, float | int):
+                            rates.append(value)
+                    elif name not in ("params", "initial_lr") and not isinstance(value, list | Tensor):
+                        settings.append(value)
+        if self.start is None or len(self.start) != len(rates):  # at first, and after a group was added
+            self.start = rates
         self.have_changed = self.have_changed or rates != self.start
-        settings = (group.get(name) for group in self._list_groups() for name in SETTINGS)
         return (*settings, *(() if self.have_changed else rates))
 
     def write(self) -> None:

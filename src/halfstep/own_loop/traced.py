@@ -16,18 +16,21 @@ AOTAutograd turns a float that changes into a tensor input, which a replay reads
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._guards import TracingContext
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
 from halfstep.backend_flags import WANTED
 from halfstep.precision.contexts import get_autocast_dtype
@@ -60,6 +63,8 @@ class Entry:
     num_nodes: int = 0
     is_random: bool = False
     was_called: bool = False
+    has_numbers: bool = False  # whether an input is no tensor
+    has_side_effects: bool = True  # whether the Python code changes an object, such as a list or an attribute
 
 
 @dataclass
@@ -69,6 +74,7 @@ class Call:
     entry: Entry
     inputs: tuple[Any, ...]
     promised: list[Any]
+    numbers: tuple[Any, ...] = ()  # inputs that are no tensors
     result: Any = None
 
     def find_promised(self, tensor: Tensor) -> int:
@@ -94,18 +100,15 @@ class TracedLoss:
         self._last: Call | None = None
         self._cause = ""  # of the last new entry: the guard that failed
         self._streaks: dict[object, int] = {}  # new entries in a row, by the shapes of the batch
-        self._shapes: object = ()
         # `optimize` is what torch.compile calls; it also reports which guard failed.
         context: Any = torch._dynamo.optimize(self._compile, nopython=True, guard_fail_fn=self._note_cause)
-        context.callback = TraceCallback(context.callback, plan)
+        self._callback = context.callback = TraceCallback(context.callback, plan)
         self._call = context(_call)
 
     def __call__(self, loss_fn: Callable[[Any], Any], batch: Any) -> Call:
         """Run the Python of a loss function, and promise its tensors. Raise NotTraced where it cannot be traced."""
-        leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-        for leaf in leaves:
-            torch._dynamo.mark_static(leaf)  # a ragged last batch gets code of its own, not dynamic shapes
-        self._last, self._shapes = None, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        self._last = None
+        self._callback.batch = batch
         try:
             # Guards compare the state of autocast and the precision of matmuls. Setting all flags of the plan takes
             # longer than a small model's step, so that is left to the callback, which runs only for a new entry.
@@ -134,6 +137,8 @@ class TracedLoss:
     def _compile(self, module: GraphModule, examples: list[Any]) -> Callable[..., Sequence[Any]]:
         """Compile Dynamo's graph (this is the backend that torch.compile calls), and note each call of it."""
         entry = Entry(outputs=find_outputs(module))
+        if any(isinstance(output, torch.SymInt | torch.SymFloat | torch.SymBool) for output in entry.outputs):
+            entry.why_not = "loss_fn changes a Python number that it also computes with, such as a counter"
         if sum(isinstance(output, Promise) and output.requires_grad for output in entry.outputs) > 1:
             entry.why_not = "loss_fn keeps a tensor that has an autograd graph besides the loss: detach it"
         graphs: list[GraphModule] = []
@@ -164,12 +169,15 @@ class TracedLoss:
             # A hit in AOTAutograd's cache would not pass through `keep`, and nothing would be scanned.
             with torch._functorch.config.patch(enable_autograd_cache=False):
                 entry.code = compile_fx(module, examples, inner_compile=keep)  # type: ignore[assignment]
+        entry.has_side_effects = has_side_effects()
+        entry.has_numbers = not all(isinstance(example, Tensor) for example in examples)
         self.entries.append(entry)
 
         def promise(*inputs: Any) -> Sequence[Any]:
             self._refuse(entry, inputs)  # before Dynamo applies the side effects of the user's Python
             promised = [output.make() if isinstance(output, Promise) else output for output in entry.outputs]
-            self._last = Call(entry, inputs, promised)
+            numbers = tuple(one for one in inputs if not isinstance(one, Tensor)) if entry.has_numbers else ()
+            self._last = Call(entry, inputs, promised, numbers)
             return promised
 
         return promise
@@ -178,10 +186,17 @@ class TracedLoss:
         """Raise NotTraced for a call that a replay would not repeat as the user's code does."""
         if entry.why_not:
             raise NotTraced(entry.why_not)
-        if any(isinstance(one, Tensor) and one.requires_grad and not one.is_leaf for one in inputs):
+        if not entry.was_called and any(
+            isinstance(one, Tensor) and one.requires_grad and not one.is_leaf for one in inputs
+        ):  # a guard compares whether an input requires a gradient
             raise NotTraced("loss_fn reads a tensor that was computed outside of it and has an autograd graph")
-        streak = 0 if entry.was_called else self._streaks.get(self._shapes, 0) + 1
-        self._streaks[self._shapes], entry.was_called = streak, True
+        if entry.was_called and not self._streaks:
+            return
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in list_tensors(self._callback.batch))
+        streak = 0 if entry.was_called else self._streaks.get(shapes, 0) + 1
+        self._streaks[shapes], entry.was_called = streak, True
+        if not any(self._streaks.values()):
+            self._streaks.clear()
         if streak > MAX_STREAK:
             raise NotTraced(f"it would be traced again at every step, because this changes: {self._cause}")
 
@@ -202,13 +217,51 @@ class TraceCallback:
     def __init__(self, callback: Any, plan: Plan) -> None:
         self._torchdynamo_orig_backend = callback  # the name by which Dynamo finds the backend
         self._plan = plan
+        self.batch: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
-        settings = torch._dynamo.config.patch(
-            skip_nnmodule_hook_guards=False, recompile_limit=MAX_ENTRIES, accumulated_recompile_limit=4 * MAX_ENTRIES
-        )
-        with settings, self._plan.backend():
+        for leaf in list_tensors(self.batch):
+            torch._dynamo.mark_static(leaf)  # a ragged last batch gets code of its own, not dynamic shapes
+        config: Any = torch._dynamo.config
+        ignored = "ignore_logging_functions" if hasattr(config, "ignore_logging_functions") else "ignore_logger_methods"
+        settings = {
+            "skip_nnmodule_hook_guards": False,
+            "recompile_limit": MAX_ENTRIES,
+            "accumulated_recompile_limit": 4 * MAX_ENTRIES,
+            ignored: getattr(config, ignored) | find_library_logs(),
+        }
+        with config.patch(settings), self._plan.backend():
             return self._torchdynamo_orig_backend(*arguments)
+
+
+def find_library_logs() -> set[Any]:
+    """Return the logging methods of libraries whose models give a hint inside forward: without them, those models
+    could not be traced. The eager first steps have shown the hint."""
+    loggers = [
+        logger
+        for name, logger in logging.root.manager.loggerDict.items()
+        if name.startswith(("transformers", "diffusers")) and isinstance(logger, logging.Logger)
+    ]
+    names = ("debug", "info", "warning", "warning_once", "info_once", "warning_advice")
+    return {method for logger in loggers for name in names if (method := getattr(logger, name, None)) is not None}
+
+
+def list_tensors(batch: Any) -> list[Tensor]:
+    """Return the tensors in a batch: in mappings, sequences and dataclasses."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    elif dataclasses.is_dataclass(batch):
+        batch = list(vars(batch).values())
+    return [tensor for one in batch for tensor in list_tensors(one)] if isinstance(batch, list | tuple) else []
+
+
+def has_side_effects() -> bool:
+    """True if the Python code that Dynamo traces now changes an object that existed before."""
+    effects = InstructionTranslator.current_tx().output.side_effects
+    modified = (one for one in effects.id_to_variable.values() if effects.is_modified(one))
+    return any(not isinstance(one.mutation_type, AttributeMutationNew | ValueMutationNew) for one in modified)
 
 
 def find_outputs(module: GraphModule) -> list[Any]:
@@ -296,5 +349,7 @@ def explain(error: BaseException) -> str:
     """Return Dynamo's reason in one line, with the user's line."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     reason = lines[0] if lines else type(error).__name__
+    if isinstance(error, BackendCompilerFailed) and len(lines) > 1:
+        reason = lines[1]  # the first names this file's function only
     hint = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
     return f"{reason}{': ' + hint if hint else ''}{name_line(lines)}"
