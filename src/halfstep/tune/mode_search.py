@@ -26,8 +26,7 @@ from halfstep import __version__
 from halfstep.config.schema import RunConfig
 from halfstep.disk import find_cache_directory
 from halfstep.hardware.cache import read_json, write_json
-from halfstep.precision.plan import Plan
-from halfstep.precision.row import Gain
+from halfstep.precision.plan import Gain, Plan
 from halfstep.tune.channels_last import convolves_images, wants_channels_last
 from halfstep.tune.memory_low import CannotRun, Cost, DoesNotFit, NotCaptured
 from halfstep.tune.modes import (
