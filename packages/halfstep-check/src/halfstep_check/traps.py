@@ -26,18 +26,18 @@ def traps(sources: Sequence[Source]) -> list[Finding]:
     return [*alone, *clipped_by_two(sources), *autocast_around_deepspeed(sources), *idle_optimizer(sources)]
 
 
-def one_number(sources: Sequence[Source], topic: Topic) -> int | None:
-    """The number all sources agree on, if they state one."""
-    values = {said.value for _, said in ranked(sources, topic)}
-    return int(float(values.pop())) if len(values) == 1 else None
+def effective_number(sources: Sequence[Source], topic: Topic) -> int | None:
+    """Return the number that takes effect; where sources disagree, another rule reports the conflict."""
+    claims = ranked(sources, topic)
+    return int(float(claims[0][1].value)) if claims else None
 
 
 def batch_arithmetic(sources: Sequence[Source]) -> list[Finding]:
-    """Global batch = micro batch × accumulation × processes, when all four are stated and agree among themselves."""
-    micro = one_number(sources, "batch")
-    steps = one_number(sources, "accumulate") if ranked(sources, "accumulate") else 1
-    devices, whole = one_number(sources, "devices"), ranked(sources, "global batch")
-    if micro is None or steps is None or devices is None or devices < 1 or len(whole) != 1:
+    """Compare the global batch with micro batch × accumulation × processes, as far as all of them are stated."""
+    micro, devices = effective_number(sources, "batch"), effective_number(sources, "devices")
+    steps = effective_number(sources, "accumulate") or 1
+    whole = ranked(sources, "global batch")
+    if micro is None or devices is None or devices < 1 or not whole:
         return []
     said = whole[0][1]
     product = micro * steps * devices
