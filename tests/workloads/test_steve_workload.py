@@ -16,7 +16,7 @@ from golden import golden
 from halfstep.data.loader import Batch, Loader
 from halfstep.data.seeds import Key
 from halfstep.hardware.probe import probe
-from halfstep.precision.simulate import simulate
+from halfstep.precision.contexts import simulate
 from halfstep.report.metrics_file import read
 from halfstep.report.run_report import RunReport
 from halfstep.run.assemble import apply_settled, assemble, build_workload, decide_plan

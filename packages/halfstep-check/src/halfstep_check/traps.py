@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 
 from halfstep_check.declarations import AUTO, Source, Topic
@@ -26,23 +28,28 @@ def traps(sources: Sequence[Source]) -> list[Finding]:
     return [*alone, *clipped_by_two(sources), *autocast_around_deepspeed(sources), *idle_optimizer(sources)]
 
 
-def effective_number(sources: Sequence[Source], topic: Topic) -> int | None:
-    """Return the number that takes effect; where sources disagree, another rule reports the conflict."""
-    claims = ranked(sources, topic)
-    return int(float(claims[0][1].value)) if claims else None
+def stated_numbers(sources: Sequence[Source], topic: Topic) -> list[int]:
+    """Return the numbers stated for a topic, the one that takes effect first."""
+    return [int(float(said.value)) for _, said in ranked(sources, topic)]
 
 
 def batch_arithmetic(sources: Sequence[Source]) -> list[Finding]:
-    """Compare the global batch with micro batch × accumulation × processes, as far as all of them are stated."""
-    micro, devices = effective_number(sources, "batch"), effective_number(sources, "devices")
-    steps = effective_number(sources, "accumulate") or 1
+    """Compare the global batch with micro batch × accumulation × processes.
+
+    Where sources disagree about a factor, another rule reports that; here every stated value must miss the global batch.
+    """
+    topics: tuple[Topic, ...] = ("batch", "accumulate", "devices")
+    factors = [stated_numbers(sources, topic) or ([1] if topic == "accumulate" else []) for topic in topics]
+    products = [math.prod(chosen) for chosen in itertools.product(*factors)]
     whole = ranked(sources, "global batch")
-    if micro is None or devices is None or devices < 1 or not whole:
+    if not whole or not products or min(factors[2]) < 1:
         return []
     said = whole[0][1]
-    product = micro * steps * devices
-    if float(said.value) == product or any(f.rule == "batch-arithmetic" for s in sources for f in s.findings):
+    reported = any(finding.rule == "batch-arithmetic" for source in sources for finding in source.findings)
+    if float(said.value) in products or reported:
         return []
+    product = products[0]
+    micro, steps, devices = (numbers[0] for numbers in factors)
     message = f"{said.spelled}, but {micro} × {steps} accumulated × {devices} processes = {product}"
     return [
         Finding(
