@@ -36,7 +36,7 @@ def stated_numbers(sources: Sequence[Source], topic: Topic) -> list[int]:
 def batch_arithmetic(sources: Sequence[Source]) -> list[Finding]:
     """Compare the global batch with micro batch × accumulation × processes.
 
-    Where sources disagree about a factor, another rule reports that; here every stated value must miss the global batch.
+    Another rule reports sources that disagree about a factor; here no choice of their values gives the global batch.
     """
     topics: tuple[Topic, ...] = ("batch", "accumulate", "devices")
     factors = [stated_numbers(sources, topic) or ([1] if topic == "accumulate" else []) for topic in topics]
