@@ -23,7 +23,7 @@ from halfstep.config.schema import ModelConfig, RunConfig
 from halfstep.data.loader import TensorSamples
 from halfstep.workloads.base.kind import Kind, PredictCommand
 from halfstep.workloads.base.sums import Means
-from halfstep.workloads.base.using import FilePredictor, Trained
+from halfstep.workloads.base.using import FilePredictor, TrainedModel
 from halfstep.workloads.base.workload import Workload
 
 
@@ -72,7 +72,7 @@ class MoonPredictor(FilePredictor):
     def __init__(self, config: MoonsConfig, store: Any) -> None:
         self.model = network(config)
 
-    def answer(self, path: Path, trained: Trained) -> dict[str, Any]:
+    def answer(self, path: Path, trained: TrainedModel) -> dict[str, Any]:
         return {"moons": trained(read(path)[:, :2].to(trained.device)).argmax(1).tolist()}
 
 

@@ -39,8 +39,8 @@ from torch.utils.flop_counter import flop_registry
 from halfstep.backend_flags import read_effective_leaves
 from halfstep.evidence.ranges import FOREIGN, PACKAGE
 from halfstep.islands import is_on_island
+from halfstep.precision.apply import UPCAST_BY_AUTOCAST
 from halfstep.precision.plan import ROOT
-from halfstep.precision.rows import UPCAST_BY_AUTOCAST
 
 OUTSIDE = "(outside the model)"
 Direction = Literal["forward", "backward"]

@@ -9,6 +9,7 @@ rung is missing, the next lower one that exists is granted, with a warning; unde
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from halfstep.errors import HardwareError
 from halfstep.hardware.describe import format_speedup
@@ -157,3 +158,29 @@ def _describe_speed(format_name: str, hardware: Hardware) -> str:
 
 def _name_origin(format_name: str, hardware: Hardware) -> str:
     return "measured" if any(m.format == format_name for m in hardware.measurements) else "published"
+
+
+# --- what one module gets: a row of the plan ---
+# Here and not in plan.py, whose methods call the files that make and apply rows.
+
+RowKind = Literal["default", "module", "frozen", "island"]
+
+WHOLE_MODEL = "*"  # name of the one row a plan has for all modules when it was made without a model
+ROOT = "(root)"  # name of the model itself, if it has parameters outside its submodules
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRow:
+    """One module: how its weights are stored, what it computes in, and why."""
+
+    module: str
+    storage: str
+    compute: str
+    reason: str
+    kind: RowKind = "default"
+    precision: str = ""  # what this module was granted; empty if the plan's own precision applies
+
+    @property
+    def is_part(self) -> bool:
+        """True if a pattern of the request names the module, so that it is treated separately."""
+        return self.kind in ("module", "frozen")
