@@ -156,7 +156,7 @@ def write_summary(folder: RunFolder, loop: Loop, elapsed_s: float, joules: float
         "samples": loop.num_samples,
         "elapsed_s": elapsed_s,
         "samples_per_s": loop.num_samples / max(elapsed_s, 1e-9),
-        **loop.journal.unit.rates(loop.num_samples / max(elapsed_s, 1e-9)),
+        **loop.journal.unit.compute_rates(loop.num_samples / max(elapsed_s, 1e-9)),
         "peak_memory_bytes": get_peak_memory_bytes(parts.device),
         "joules": joules,
         "skipped": loop.journal.num_skipped,

@@ -260,7 +260,7 @@ def measure_fp8_gains(
     is_asked = "fp8" in (wish.default, *wish.modules.values()) and not wish.simulate and not wish.force
     if not is_asked or not hardware.device or explain_lack("fp8", hardware):
         return {}
-    batch = workload.prepared(load_first_batch(config, workload), key=(), training=False)
+    batch = workload.prepare_batch(load_first_batch(config, workload), key=(), training=False)
     forward = partial(workload.forward, workload.model, batch)
     return measure_layer_gains(workload.model, forward, hardware, find_cache_directory(), measure=measure)
 
