@@ -88,7 +88,7 @@ def context_of(parts: Assembly, find_checkpoint: Callable[[], str] = lambda: "")
 def _share(parts: Assembly, reading: Reading) -> dict[str, Any]:
     if parts.world is None or not reading.faulty_ranks or reading.window is None:
         return {}
-    sizes = parts.train_loader.sizes(reading.window * parts.step.accumulate, parts.step.accumulate)
+    sizes = parts.train_loader.list_sizes(reading.window * parts.step.accumulate, parts.step.accumulate)
     return {"rank": parts.world.rank, "num_ranks": parts.world.size, "batch_sizes": [n for n in sizes if n > 0]}
 
 
@@ -101,7 +101,7 @@ def load_window(parts: Assembly, reading: Reading) -> list[dict[str, Tensor]] | 
     part = (0, 1) if parts.world is None or is_whole else (parts.world.rank, parts.world.size)
     samples, seed = parts.workload.train_samples, train.seed
     loader = Loader(samples, batch_size=train.batch_size, seed=seed, shuffle=True, part=part)
-    return list(itertools.islice(loader.epoch(reading.epoch, reading.window * accumulate), accumulate))
+    return list(itertools.islice(loader.iterate_epoch(reading.epoch, reading.window * accumulate), accumulate))
 
 
 def _names(workload: Workload, ids: Sequence[int]) -> list[str]:
