@@ -59,6 +59,7 @@ def is_cleared_when_due(trace: Trace, window: Window, clear: Event) -> bool:
     A function that is called twice is walked twice: a zero_grad() after a step belongs to the earlier call.
     """
     due = (window.test, True) in clear.conditions and clear.index < window.backward.index
+    due = due and not clear.excludes(window.backward)
     same = [e for e in trace.calls("step") if last(e.optimizer) == last(window.step.optimizer)]
     return due and not any(e.index < clear.index for e in same)
 
@@ -309,7 +310,11 @@ def counts_from_zero(amp: Amp, window: Window) -> bool:
     named = any(word in window.length.lower() for word in (*ACCUMULATION_WORDS, "grad"))
     function = amp.script.owners.get(id(loop))
     epochs = len(window.step.loops) > 1 or function is not None and "epoch" in function.name.lower()
-    return named and epochs and names_in(tree) & {index} != set() and "start=" not in ast.unparse(loop.iter)
+    # `step += epoch * len(loader)`: the count, and so the window, goes on in the next epoch.
+    moved = any(isinstance(n, ast.AugAssign) and dotted_name(n.target) == index for n in amp.script.below(loop))
+    return (
+        named and epochs and not moved and names_in(tree) & {index} != set() and "start=" not in ast.unparse(loop.iter)
+    )
 
 
 def inner_loop(amp: Amp, window: Window) -> list[ast.AST]:

@@ -16,6 +16,7 @@ from halfstep_check.lint.script import (
     Script,
     argument,
     dotted_name,
+    is_constant,
     keyword,
     last,
     methods_of,
@@ -153,9 +154,15 @@ class Amp:
         return "65536"
 
     def is_disabled(self, key: str) -> bool:
-        """Whether a scaler is off wherever it is made; one that is off on the CPU alone is not."""
+        """Whether a scaler is off wherever it is made, or None throughout; one that is off on the CPU alone is not."""
         made = [made.enabled for made in self.scalers if same_object(made.key, key)]
-        return bool(made) and all(enabled is False for enabled in made)
+        given = [v for name, values in self.script.assigned.items() if same_object(name, key) for v in values]
+        is_none = bool(given) and all(is_constant(value, None) for value in given)
+        return bool(made) and all(enabled is False for enabled in made) or is_none and not self.is_passed(key)
+
+    def is_passed(self, key: str) -> bool:
+        """Whether a caller may hand over an object of this name."""
+        return last(key) in self.script.parameters
 
 
 def accelerated(value: ast.expr | None, script: Script) -> str:

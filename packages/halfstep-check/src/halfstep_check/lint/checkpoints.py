@@ -195,6 +195,7 @@ def remade(amp: Amp, trace: Trace) -> Iterator[Finding]:
     for made in (*scalers_made(trace), *scalers_fetched(amp, trace)):
         below = [e for e in trace.events if is_scaled_backward(e) and e.index > made.index and is_own(amp, made, e)]
         scaled = [e for e in below if e.loops[: len(made.loops)] == made.loops]
+        scaled = [e for e in scaled if any(is_scaler_step(step, e.scaled_by) for step in trace.calls("step"))]
         if scaled and not made.conditions - scaled[0].conditions and is_repeated(amp, trace, made, scaled[0]):
             name = last(scaled[0].scaled_by)
             scale = amp.initial_scale(name)
