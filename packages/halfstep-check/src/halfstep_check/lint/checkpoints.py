@@ -84,7 +84,8 @@ def unsaved(amp: Amp, live: dict[str, ast.AST]) -> Iterator[Finding]:
             amp, node
         ):
             continue
-        here = [name for name, owner in live.items() if reaches(amp, name, owner, node)]
+        mentioned = {last(dotted_name(n)) for n in amp.script.below(node)}  # `scaler if use_amp else None`
+        here = [name for name, owner in live.items() if reaches(amp, name, owner, node) and name not in mentioned]
         if here:
             if None in keys:
                 return  # **extra may hold it
