@@ -134,8 +134,9 @@ class Amp:
 
     @cached_property
     def steps(self) -> bool:
-        """Whether anything is stepped here: a lone backward() only looks at gradients."""
-        return any(getattr(call.func, "attr", "") == "step" for call in self.script.calls)
+        """Whether anything is stepped here, profilers aside: a lone backward() only looks at gradients."""
+        stepped = [call.func.value for call in self.script.calls if getattr(call.func, "attr", "") == "step"]  # type: ignore[attr-defined]
+        return any("prof" not in ast.unparse(owner) for owner in stepped)
 
     @cached_property
     def escaped(self) -> set[str]:

@@ -86,7 +86,7 @@ def unsaved(amp: Amp, live: dict[str, ast.AST]) -> Iterator[Finding]:
             continue
         mentioned = {last(dotted_name(n)) for n in amp.script.below(node)}  # `scaler if use_amp else None`
         here = [name for name, owner in live.items() if reaches(amp, name, owner, node) and name not in mentioned]
-        if here:
+        if here and not (isinstance(node, ast.Assign) and loads_nearby(amp, node)):
             if None in keys:
                 return  # **extra may hold it
             scale = amp.initial_scale(here[0])
@@ -95,6 +95,12 @@ def unsaved(amp: Amp, live: dict[str, ast.AST]) -> Iterator[Finding]:
             found = amp.script.finding("scaler-not-saved", node, message, fix=fix)
             yield found if resumes(amp) else dataclasses.replace(found, severity=Severity.INFO)
             return
+
+
+def loads_nearby(amp: Amp, node: ast.AST) -> bool:
+    """Whether the function around a node loads an optimizer: it converts a checkpoint, and does not write one."""
+    function = amp.script.owners.get(id(node))
+    return function is not None and any(is_optimizer_load(amp, call) for call in amp.script.calls_below(function))
 
 
 def resumes(amp: Amp) -> bool:
