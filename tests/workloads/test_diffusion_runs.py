@@ -370,7 +370,8 @@ def test_the_header_says_what_the_unet_is_told_and_which_captions_are_cut(
     data: Path, text: str, tmp_path: Path
 ) -> None:
     plain = building.build(settings("diffusion", data, model__conditioning="class").config)  # type: ignore[arg-type]
-    assert dict(plain.about)["condition"].startswith("one of 3 classes: cross, disc, square; 10% of samples train without it")
+    condition = dict(plain.about)["condition"]
+    assert condition.startswith("one of 3 classes: cross, disc, square; 10% of samples train without it")
     for k in range(3):
         Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8)).save(tmp_path / f"{k}.png")
     rows = [{"file_name": f"{k}.png", "text": "a red disc" if k else "red " * 20} for k in range(3)]
