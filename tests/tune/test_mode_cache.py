@@ -129,7 +129,7 @@ class Shared(Driver):
     def __init__(self, *answers: str) -> None:
         self.answers = list(answers)
 
-    def used_by_others(self, device: str) -> str:
+    def describe_other_use(self, device: str) -> str:
         return self.answers.pop(0)
 
 

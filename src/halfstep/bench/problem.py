@@ -173,7 +173,7 @@ def count_step_flops(problem: Problem) -> int:
 
 def compute_floor_ms(flops: int, hardware: Hardware, precision: str) -> float | None:
     """Return the shortest step this arithmetic allows; None if the format's rate was not measured at full size."""
-    measured = hardware.measured("matmul", MATMUL_FORMAT.get(precision, precision))
+    measured = hardware.find_measurement("matmul", MATMUL_FORMAT.get(precision, precision))
     return flops / (measured.tflops * 1e9) if flops and measured and not measured.small else None
 
 

@@ -178,11 +178,11 @@ def _describe_speed(hardware: Hardware, precision: str) -> str:
     if precision == "fp32":
         return "that of fp32, by definition"
     ops: tuple[tuple[Op, str], ...] = (("matmul", "matmul"), ("conv_nchw", "conv"), ("conv_nhwc", "channels_last conv"))
-    measured = [(name, hardware.measured(op, precision)) for op, name in ops]
+    measured = [(name, hardware.find_measurement(op, precision)) for op, name in ops]
     rates = ", ".join(f"{name} {m.speedup:.1f}x" for name, m in measured if m is not None)
     if rates:
         return f"{rates} fp32 (measured here on these operations; a whole training step gains less)"
-    published = hardware.speedup(precision)
+    published = hardware.find_speedup(precision)
     if published is not None:
         return f"published peak {published:.1f}x fp32, not measured here; a whole training step gains less"
     return "not measured"

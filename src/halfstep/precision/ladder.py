@@ -73,11 +73,11 @@ def explain_lack(precision: str, hardware: Hardware) -> str:
         return ""
     formats = FORMATS_OF[precision]
     for name in formats:
-        if hardware.has(name) == "missing":
+        if hardware.get_support(name) == "missing":
             return f"{hardware.name} has no {name}"
-        if hardware.has(name) == "emulated":
+        if hardware.get_support(name) == "emulated":
             return f"{hardware.name} only emulates {name}"
-    speed = hardware.speedup(formats[0])
+    speed = hardware.find_speedup(formats[0])
     if speed is not None and speed <= 1.0:
         return f"{precision} is not faster than fp32 on {hardware.name} ({_describe_speed(formats[0], hardware)})"
     if speed is None and precision == "fp16" and hardware.kind == "cpu":
@@ -93,7 +93,7 @@ def _grant_fastest(hardware: Hardware) -> Grant:
             f"{explain_lack('bf16', hardware)}; fp32 is the fastest here, and simulate gives the numerics of any format"
         )
         return Grant(asked="auto", precision="fp32", reason=reason)
-    speeds = {rung: hardware.speedup(rung) for rung in here}
+    speeds = {rung: hardware.find_speedup(rung) for rung in here}
     known = {rung: speed for rung, speed in speeds.items() if speed is not None}
     if len(known) < len(here):
         best = here[0]  # not all speeds are known: the order of the ladder decides
@@ -141,14 +141,14 @@ def _argue_for(precision: str, hardware: Hardware) -> str:
 
 def _describe_strict_fp32(hardware: Hardware) -> str:
     reason = "strict fp32: TF32 off in matmul, convolution and RNN"
-    tf32 = hardware.speedup("tf32")
-    if hardware.has("tf32") == "native" and tf32 is not None and tf32 > 1:
+    tf32 = hardware.find_speedup("tf32")
+    if hardware.get_support("tf32") == "native" and tf32 is not None and tf32 > 1:
         reason += f"; tf32 would be {tf32:.1f}x as fast ({_name_origin('tf32', hardware)})"
     return reason
 
 
 def _describe_speed(format_name: str, hardware: Hardware) -> str:
-    speed = hardware.speedup(format_name)
+    speed = hardware.find_speedup(format_name)
     if speed is None:
         return ""
     is_mean = {"matmul", "conv_nchw"} <= {m.op for m in hardware.measurements if m.format == format_name}

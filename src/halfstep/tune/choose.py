@@ -142,11 +142,11 @@ class Tuning:
         if num_steps < FEWEST_STEPS:
             return None
         self.say("measuring how fast steps run ...")
-        others = self.driver.used_by_others(plan.device)
+        others = self.driver.describe_other_use(plan.device)
         found = ModeSearch(
             self.config, self.workload, plan, TrialTime(num_steps, most_s=MOST_S), self.rehearse
         ).search()
-        others = others or self.driver.used_by_others(plan.device)
+        others = others or self.driver.describe_other_use(plan.device)
         if not others:
             return found
         reason = f"{found.fields['mode_reason']}; the GPU was in use by others ({others}): not kept for other runs"
