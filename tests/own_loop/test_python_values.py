@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support.python_values import CASES, assert_same
-from tests.support.replay_stand_in import replays_on_cpu
+
+from python_values import CASES, assert_same
+from replay_stand_in import replays_on_cpu
 
 
 @pytest.mark.parametrize("name", CASES)

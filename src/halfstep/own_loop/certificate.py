@@ -78,6 +78,8 @@ class StepState:
             tensor.copy_(then)
         restore_rng(copy.rng, self.step.device)
         self.step.attempted = copy.attempted
+        if self.step.rates is not None:
+            self.step.rates.version = self.step.rates.now._version  # not a write by the user's code
 
     def run_from(self, copy: StateCopy, run: Callable[[], object]) -> StateCopy:
         """Run something from a state, and return the state that it leaves."""

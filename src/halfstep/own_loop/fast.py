@@ -270,7 +270,7 @@ class FastPath:
             traced.calls.append(call)
             traced.losses.append(call.find_promised(loss))
             traced.weights.append(weight)
-            traced.weight_outputs.append(call.find_promised(weight) if isinstance(weight, Tensor) else None)
+            traced.weight_outputs.append(call.find_promised(call.result[1]) if isinstance(weight, Tensor) else None)
             traced.batches.append(batch)
 
     # --- 2: replay ---
@@ -574,7 +574,7 @@ def run_calls(traced: TracedWindow, outputs: list[Sequence[Any]]) -> LossFn:
         found = list(call.entry.code(*inputs))
         outputs.append(found)
         at = traced.weight_outputs[number]
-        return found[traced.losses[number]], traced.weights[number] if at is None else found[at].detach()
+        return found[traced.losses[number]], traced.weights[number] if at is None else found[at].detach().reshape(())
 
     return run
 
