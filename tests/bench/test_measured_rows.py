@@ -17,7 +17,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.utils import clear_caches, fresh_cache
 
 from halfstep.backend_flags import read_effective_leaves
-from halfstep.bench.apart import CacheWatch, isolate_row
+from halfstep.bench.isolate import CacheWatch, isolate_row
 from halfstep.bench.bench import BenchRequest, HalfstepRunner, bench, check_losses, find_loss_reference, list_runners
 from halfstep.bench.measure_row import Row, Schedule, describe_failure, measure_row
 from halfstep.bench.problem import AfterStep, Problem, build_problem, load_bench_config

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from halfstep.bench.apart import find_other_users
+from halfstep.bench.isolate import find_other_users
 from halfstep.bench.measure_row import Pause, Row, Schedule, describe_failure, make_unmeasured_row, measure_row
 from halfstep.bench.peers import list_peers, parse_peer_name
 from halfstep.bench.problem import (

@@ -12,7 +12,7 @@ import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from halfstep.bench.apart import isolate_row
+from halfstep.bench.isolate import isolate_row
 from halfstep.bench.bench import STOPPED, HalfstepRunner, Tell
 from halfstep.bench.measure_row import Row, describe_failure
 from halfstep.bench.peers import PeerRunner
@@ -29,7 +29,7 @@ from halfstep.bench.step_profile import (
 )
 from halfstep.errors import ConfigError, HardwareError
 from halfstep.hardware.device_facts import Hardware
-from halfstep.report.tables import make_columns_table, make_pairs_table
+from halfstep.report.console import make_columns_table, make_pairs_table
 from halfstep.run.assemble import decide_plan
 from halfstep.tune.channels_last import wants_channels_last
 from halfstep.tune.fresh_thread import run_in_fresh_thread

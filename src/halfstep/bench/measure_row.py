@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import torch
 
-from halfstep.bench.apart import CacheState, CacheWatch, isolate_row, read_clock_limits
+from halfstep.bench.isolate import CacheState, CacheWatch, isolate_row, read_clock_limits
 from halfstep.bench.problem import Problem, Runner
 from halfstep.errors import ConfigError, HalfstepError, MemoryLimitError, format_bytes, summarise_error
 from halfstep.hardware.clock import wait_for

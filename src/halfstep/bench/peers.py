@@ -30,7 +30,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, Dataset
 
 from halfstep.backend_flags import fp32_mode
-from halfstep.bench.apart import isolate_row
+from halfstep.bench.isolate import isolate_row
 from halfstep.bench.problem import AfterStep, Batch, Problem, Runner
 from halfstep.errors import ConfigError, HalfstepError, HardwareError, PrecisionError, format_count, suggest_nearest
 from halfstep.kernels.fast_forms import force

@@ -215,7 +215,7 @@ COMPARABLE = {
     "ema.enabled": "false",
 }
 """One optimizer and rate for every model and tool; settings of the user take precedence."""
-OF_PEERS: dict[str, tuple[object, ...]] = {
+PEER_SETTINGS: dict[str, tuple[object, ...]] = {
     "optimizer.name": ("adamw",),
     "schedule.name": ("constant",),
     "schedule.warmup_epochs": (0,),
@@ -277,7 +277,7 @@ def _refuse_rows_as_settings(said: Loaded) -> None:
 
 def _refuse_what_peers_lack(config: RunConfig) -> None:
     """Raise ConfigError for settings that peers do not implement: all rows must do the same work."""
-    for path, possible in OF_PEERS.items():
+    for path, possible in PEER_SETTINGS.items():
         value = operator.attrgetter(path)(config)
         if value not in possible:
             raise ConfigError(

@@ -288,7 +288,7 @@ def time_rows(
     from halfstep.bench.bench import bench
     from halfstep.bench.record import summarise_results
     from halfstep.report.bench_view import show_bench
-    from halfstep.report.tables import open_result_console
+    from halfstep.report.console import open_result_console
 
     with _prepare_work(hardware, problem, request, repeats_first=request.repeat_first) as work:
         benched = bench(problem, request, work.hardware, work.flops, work.tell)
@@ -309,7 +309,7 @@ def profile_rows(
     from halfstep.bench.bench import STOPPED
     from halfstep.bench.explain import Explanation, NotExplained, explain_rows, refuse_unexplainable, render_explanation
     from halfstep.report.bench_view import format_title
-    from halfstep.report.tables import open_result_console
+    from halfstep.report.console import open_result_console
 
     steps = EXPLAINED_STEPS.get(problem.device.type, EXPLAINED_STEPS["cpu"]) if steps is None else steps
     refuse_unexplainable(request.modes, steps)

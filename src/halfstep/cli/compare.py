@@ -89,13 +89,13 @@ def command(
 
         halfstep compare --resume runs/compare-unet-20250101-120000
     """
-    from halfstep.use.compare import new_comparison
+    from halfstep.use.compare import create_comparison
 
     how: dict[str, Any] = {"budget_s": budget and parse_budget(budget), "at_once": at_once, "price": price}
     if resume is not None:
         folder, comparison = resume, _reopen(resume, context, how)
     else:
-        folder, comparison = new_comparison(_build_request(context, how), out)
+        folder, comparison = create_comparison(_build_request(context, how), out)
     _run(folder, comparison)
     _show(folder, comparison, as_json=as_json)
     if any(verdict.word != "same" for verdict in comparison.judge().values()):
@@ -164,7 +164,7 @@ def _run(folder: Path, comparison: Comparison) -> None:
 
 def _show(folder: Path, comparison: Comparison, *, as_json: bool) -> None:
     """Print the table; write its curves and numbers next to the runs."""
-    from halfstep.report.tables import open_result_console
+    from halfstep.report.console import open_result_console
     from halfstep.use.compare_table import build_lines, collect_notes, draw_comparison, show_comparison
     from halfstep.use.compare_table import convert_comparison as comparison_json
 

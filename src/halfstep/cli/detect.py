@@ -93,7 +93,7 @@ def print_known(*, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from halfstep.report.tables import make_pairs_table
+    from halfstep.report.console import make_pairs_table
 
     Console().print(make_pairs_table((family, ", ".join(models)) for family, models in names.items()))
 
@@ -143,7 +143,7 @@ def print_device(console: Console, hardware: Hardware, advice: HardwareAdvice) -
     from rich.text import Text
 
     from halfstep.hardware.describe import describe_identity, make_format_columns
-    from halfstep.report.tables import make_columns_table, make_pairs_table, make_rows_table
+    from halfstep.report.console import make_columns_table, make_pairs_table, make_rows_table
 
     title = f"{hardware.device}  {hardware.name}" if hardware.device else hardware.name
     settings = ((s.name, format_advice(s.value), s.reason) for s in advice.settings)

@@ -70,7 +70,7 @@ def _convert_row(row: Judgement) -> dict[str, object]:
 
 
 def _show(rows: list[Judgement], target: str, *, every: bool) -> None:
-    from halfstep.report.tables import make_rows_table, open_result_console
+    from halfstep.report.console import make_rows_table, open_result_console
 
     console = open_result_console()
     shown = [row for row in rows if every or row.is_bad]

@@ -44,7 +44,7 @@ def command(
 
     from halfstep.report.results import show_evaluation
     from halfstep.report.run_report import RunReport
-    from halfstep.report.tables import open_result_console
+    from halfstep.report.console import open_result_console
     from halfstep.use.evaluate import evaluate
 
     # Progress and warnings go to stderr, so that stdout can be piped.

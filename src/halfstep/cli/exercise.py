@@ -75,7 +75,7 @@ def _run_exercise(number: int, data_dir: str | None, out: Path, screen: Console)
 def _show(story: Story) -> None:
     from rich.text import Text
 
-    from halfstep.report.tables import make_rows_table, open_result_console, print_text
+    from halfstep.report.console import make_rows_table, open_result_console, print_text
 
     console = open_result_console()
     console.print(Text(story.title, style="bold"))

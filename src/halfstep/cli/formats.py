@@ -77,7 +77,7 @@ def describe_fate(fate: Fate) -> dict[str, object]:
 
 def make_formats_table(formats: Iterable[Format]) -> Table:
     """Build the table of number formats."""
-    from halfstep.report.tables import make_columns_table
+    from halfstep.report.console import make_columns_table
 
     listed = tuple(formats)
     columns = {
@@ -95,7 +95,7 @@ def make_formats_table(formats: Iterable[Format]) -> Table:
 
 def make_fates_table(fates: Iterable[Fate]) -> Table:
     """Build the table of what one number becomes in each format."""
-    from halfstep.report.tables import make_rows_table
+    from halfstep.report.console import make_rows_table
 
     digits = {"fp64": 17}
     rows = ((f.format, f"{f.result:.{digits.get(f.format, 9)}g}", f.kind, _format_loss(f)) for f in fates)

@@ -211,7 +211,7 @@ def show_error(error: HalfstepError) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from halfstep.report.tables import print_text
+    from halfstep.report.console import print_text
 
     console = Console(stderr=True)
     if isinstance(error, Interrupted):  # not a mistake: its text says who stopped the command
@@ -231,7 +231,7 @@ USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 EXPECTED = {"valid integer": "a whole number", "valid number": "a number"}
 """Replacements for typer's descriptions of a value."""
 
-OF_OTHERS = {
+FOREIGN_FLAGS = {
     "-v": "leave it out: everything is shown, and --quiet shows less",
     "--verbose": "leave it out: everything is shown, and --quiet shows less",
     "--no-interactive": "leave it out: nothing asks questions",
@@ -253,7 +253,7 @@ def explain_usage_error(error: Any, words: Sequence[str] = (), context: Any = No
     what = getattr(error, "message", "") or error.format_message()
     is_unknown = hasattr(error, "possibilities")
     names = {one.name for one in context.command.params} if context is not None else set()
-    if is_unknown and "quiet" in names and (instead := OF_OTHERS.get(error.option_name)):
+    if is_unknown and "quiet" in names and (instead := FOREIGN_FLAGS.get(error.option_name)):
         return ConfigError(what.rstrip("."), fix=instead)
     if is_unknown and "precision" in names and _is_precision(precision := error.option_name.lstrip("-")):
         return ConfigError(what.rstrip("."), fix=f"--precision {precision}")

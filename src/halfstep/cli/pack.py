@@ -93,7 +93,7 @@ def read_settings(context: typer.Context) -> tuple[FolderLayout, PackSettings]:
 
 def pack_config(context: typer.Context, path: Path, *, as_json: bool) -> None:
     """Pack what the config's workload can precompute; all settings come from the config."""
-    from halfstep.report.tables import dump_json
+    from halfstep.report.console import dump_json
     from halfstep.run.interrupts import raise_at_once
     from halfstep.workloads import KINDS, load
     from halfstep.workloads.base.kind import load_part
@@ -213,7 +213,7 @@ def format_overrides(layout: FolderLayout, settings: PackSettings, out: Path | N
 
 def show_summary(summary: Summary, *, as_json: bool) -> None:
     if as_json:
-        from halfstep.report.tables import dump_json
+        from halfstep.report.console import dump_json
 
         typer.echo(dump_json(summary))
         return

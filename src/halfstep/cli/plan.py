@@ -70,7 +70,7 @@ def command(
     return typer.echo(str(decided))  # its warnings are its last lines
 
 
-OF_FAST = {"off": "eager", "compile": "compile", "graph": "graph", "auto": "graph"}
+SHOWN_MODES = {"off": "eager", "compile": "compile", "graph": "graph", "auto": "graph"}
 """`train.fast` to the mode that is shown."""
 TRACED = {
     "eager": "forward and backward, operation by operation",
@@ -235,7 +235,7 @@ def _load_full_size(words: Sequence[str], flags: Flags) -> tuple[RunConfig, bool
 
 
 def _choose_mode(asked: str | None, config: RunConfig) -> Mode:
-    word = asked or OF_FAST[config.train.fast]
+    word = asked or SHOWN_MODES[config.train.fast]
     if word not in TRACED:
         raise ConfigError(f"unknown --mode {word!r}", fix=suggest_nearest(word, TRACED))
     return word  # type: ignore[return-value]
@@ -246,7 +246,7 @@ def _print_memory(plan: MemoryPlan) -> None:
     from rich.text import Text
 
     from halfstep.report.memory_view import build_memory_table, choose_memory_unit, merge_equal_rows
-    from halfstep.report.tables import print_text
+    from halfstep.report.console import print_text
 
     console = Console(soft_wrap=True, highlight=False)
     is_wide = console.width >= TABLE_WIDTH
@@ -269,7 +269,7 @@ def _print_memory(plan: MemoryPlan) -> None:
 
 def _build_fit_table(fits: Sequence[Fit]) -> Table:
     from halfstep.report.memory_view import shorten_level
-    from halfstep.report.tables import make_columns_table
+    from halfstep.report.console import make_columns_table
 
     cells = [fit.prediction.cell for fit in fits]
     columns = {

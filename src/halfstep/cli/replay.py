@@ -31,7 +31,7 @@ def command(
     from rich.text import Text
 
     from halfstep.report.curves import draw_ranges
-    from halfstep.report.tables import open_result_console, print_text
+    from halfstep.report.console import open_result_console, print_text
     from halfstep.run.capsules import replay_run
 
     found = replay_run(capsule, device=device, trust=trust)

@@ -206,7 +206,7 @@ def write_schema(workload: str, path: Path) -> None:
 def show_without_training(loaded: Loaded, schema: Path | None, *, is_shown: bool, as_json: bool) -> None:
     """Write the schema and print the config, without training."""
     from halfstep.report.config_view import dump_config, show_config
-    from halfstep.report.tables import open_result_console
+    from halfstep.report.console import open_result_console
 
     if schema:
         write_schema(loaded.config.workload, schema)

@@ -41,7 +41,7 @@ def command(
     from halfstep.use.verify import verify
 
     flags = {"precision": precision, "data_dir": data_dir, "device": device, "simulate": simulate}
-    lines = [configuration(words[0]), *verify(words[0], flags=flags, overrides=words[1:], trust=trust)]
+    lines = [check_configuration(words[0]), *verify(words[0], flags=flags, overrides=words[1:], trust=trust)]
     if as_json:
         found = [{"line": one.name, "verdict": one.verdict, "observed": one.text} for one in lines]
         typer.echo(json.dumps(found, indent=1))
@@ -53,7 +53,7 @@ def command(
         raise typer.Exit(1)
 
 
-def configuration(word: str) -> ProofLine:
+def check_configuration(word: str) -> ProofLine:
     """Return what `halfstep check` finds in the config file; a workload given by name has none."""
     from halfstep.cli.check import INSTALL, IS_INSTALLED, load_own
     from halfstep.evidence.proofs import ProofLine

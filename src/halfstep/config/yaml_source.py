@@ -88,7 +88,7 @@ def decode_text(content: bytes, path: Path) -> str:
 
 def parse_yaml(text: str, name: str) -> Document:
     """Parse a text that must be a mapping; `name` is used in errors."""
-    root = compose(text, name)
+    root = compose_node(text, name)
     if root is None:
         return Document(name=name, values={})
     if not isinstance(root, yaml.MappingNode):
@@ -102,11 +102,11 @@ def parse_yaml(text: str, name: str) -> Document:
 
 def parse_flow(text: str, name: str) -> object:
     """Parse one value written in YAML's flow style: `[a, b]`, `{a: 1}`, `"quoted"`."""
-    node = compose(text, name)
+    node = compose_node(text, name)
     return None if node is None else Walk(name).value(node, ())
 
 
-def compose(text: str, name: str) -> yaml.Node | None:
+def compose_node(text: str, name: str) -> yaml.Node | None:
     try:
         node: yaml.Node | None = yaml.compose(text, Loader=NodeLoader)
         return node

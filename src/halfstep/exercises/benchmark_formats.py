@@ -21,7 +21,7 @@ from halfstep.data.loader import TensorSamples
 from halfstep.errors import DataError, format_bytes, format_count
 from halfstep.exercises import Claim, Story
 from halfstep.hardware.probe import probe
-from halfstep.use.compare import CompareRequest, Say, new_comparison, run_comparison
+from halfstep.use.compare import CompareRequest, Say, create_comparison, run_comparison
 from halfstep.use.compare_run import ComparedRow, train_row
 from halfstep.use.compare_table import TableLine, build_lines, collect_notes, draw_comparison
 from halfstep.workloads.base.kind import Kind
@@ -52,7 +52,7 @@ def run(
         steps = _choose_steps(steps, most_s, seeds * len(rows), Path(scratch) / "tried", rows[1], common, say)
         overrides = (*common, f"train.max_steps={steps}")
         request = CompareRequest(target=WORKLOAD, overrides=overrides, rows=rows, looks=(seeds,), margin=MARGIN)
-        place, comparison = new_comparison(request, Path(scratch) / "comparison")
+        place, comparison = create_comparison(request, Path(scratch) / "comparison")
         comparison.margin_from = "three points, because with few test images seeds differ by one"
         run_comparison(place, comparison, say)
     lines = build_lines(comparison)
@@ -154,7 +154,7 @@ def read_cifar(root: Path) -> tuple[TensorSamples, TensorSamples]:
     return make_samples(*train), make_samples(pixels[:MOST_TESTED], labels[:MOST_TESTED])
 
 
-def generate_pictures(count: int, seed: int) -> TensorSamples:
+def generate_images(count: int, seed: int) -> TensorSamples:
     """Generate noisy gratings: angle and frequency define the class, colour and phase are random."""
     draws = np.random.default_rng(seed)
     labels = draws.integers(0, NUM_CLASSES, count)
@@ -184,7 +184,7 @@ def prepare(batch: dict[str, Tensor], *, key: Any, training: bool) -> dict[str, 
 
 def build(config: RunConfig, store: Any = None) -> Workload:
     folder = config.data.dir
-    train, test = read_cifar(Path(folder)) if folder else (generate_pictures(1200, 0), generate_pictures(500, 1))
+    train, test = read_cifar(Path(folder)) if folder else (generate_images(1200, 0), generate_images(500, 1))
     return Workload(
         name="small_cnn",
         model=SmallCnn(),

@@ -16,7 +16,7 @@ from halfstep.formats import FORMATS
 from halfstep.hardware.probe import probe
 from halfstep.precision.apply import apply
 from halfstep.precision.decide import decide
-from halfstep.report.picture_file import BAD, FAINT, INK, new_figure, save_figure
+from halfstep.report.picture_file import BAD, FAINT, INK, make_figure, save_figure
 from halfstep.step.scaler import ScalerOptions
 from halfstep.step.step import Step
 
@@ -129,7 +129,7 @@ def _format_cells(name: str, trace: ScaledTraining) -> tuple[str, ...]:
 
 
 def _draw(scaled: ScaledTraining, unscaled: ScaledTraining, path: Path) -> None:
-    figure = new_figure((10, 3.6))
+    figure = make_figure((10, 3.6))
     left, right = figure.subplots(1, 2)
     left.plot(scaled.scales, color=INK, linewidth=1.8)
     left.scatter(scaled.skipped, [scaled.scales[s] for s in scaled.skipped], color=BAD, s=14, label="skipped", zorder=3)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep.exercises import Claim, Story
-from halfstep.report.picture_file import BAD, FAINT, GOOD, new_figure, save_figure
+from halfstep.report.picture_file import BAD, FAINT, GOOD, make_figure, save_figure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +166,7 @@ def _make_generator() -> torch.Generator:
 
 
 def _draw(parts: list[KeptPart], path: Path) -> None:
-    figure = new_figure((8.4, 3.6))
+    figure = make_figure((8.4, 3.6))
     axes = figure.subplots()
     places: Callable[[float], list[float]] = lambda shift: [index + shift for index in range(len(parts))]  # noqa: E731
     axes.barh(places(0.2), [max(p.error_half, 1e-10) for p in parts], height=0.36, color=BAD, label="half")

@@ -30,13 +30,13 @@ from halfstep.errors import (
     suggest_command,
     suggest_nearest,
 )
-from halfstep.guide.data import DataLook, describe, look_at, look_at_demo, save_grid
+from halfstep.guide.inspect_data import DataSummary, describe_data, inspect_data, inspect_demo, save_grid
 from halfstep.guide.suggest import Situation, Suggestion, make_suggestions
 from halfstep.guide.trial import Trials
 from halfstep.hardware.describe import describe_identity
 from halfstep.hardware.device_facts import Hardware
 from halfstep.precision.advice import advise
-from halfstep.report.tables import make_pairs_table
+from halfstep.report.console import make_pairs_table
 from halfstep.workloads import KINDS
 from halfstep.workloads.base.import_path import import_callable
 
@@ -332,14 +332,14 @@ def check_own_workload(answer: str) -> str:
     return answer
 
 
-def _ask_data(asker: Asker, console: Console, workload: str, scratch: Path) -> tuple[str | None, DataLook | None]:
+def _ask_data(asker: Asker, console: Console, workload: str, scratch: Path) -> tuple[str | None, DataSummary | None]:
     """Return the data folder (None: demo data) and its content (None: only a custom workload can read it)."""
 
-    def look(answer: str) -> DataLook:
+    def look(answer: str) -> DataSummary:
         with console.status("looking at the data"):
             if not answer:
-                return look_at_demo(workload, scratch / "demo")
-            return look_at(workload, make_absolute(parse_path(answer)))
+                return inspect_demo(workload, scratch / "demo")
+            return inspect_data(workload, make_absolute(parse_path(answer)))
 
     kind = KINDS.of(workload)
     if kind.guide is None:
@@ -349,7 +349,7 @@ def _ask_data(asker: Asker, console: Console, workload: str, scratch: Path) -> t
     found = asker.ask(DATA, look)
     grid = _get_grid_path(scratch)
     save_grid(found, grid)
-    console.print(make_pairs_table(describe(found)))
+    console.print(make_pairs_table(describe_data(found)))
     if asker.is_watched:
         console.print(Text(f"A few samples, for you to look at: {grid}"), soft_wrap=True)
         console.print(Text("  (kept while you answer, then saved next to your config)", style="dim"))

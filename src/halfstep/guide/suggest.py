@@ -12,8 +12,8 @@ import yaml
 from halfstep.config.dump import Dumper
 from halfstep.config.schema import ADAM_LIKE, RunConfig
 from halfstep.errors import format_bytes, format_count, suggest_command
-from halfstep.guide.data import DataLook
-from halfstep.guide.trial import Trial
+from halfstep.guide.inspect_data import DataSummary
+from halfstep.guide.trial import TrialResult
 from halfstep.hardware.device_facts import Hardware, Op
 from halfstep.precision.advice import advise
 from halfstep.precision.decide import decide
@@ -110,7 +110,7 @@ def _make_suggestion(situation: Situation, preset: str, planners: Planners) -> S
 
 def _try_preset(
     situation: Situation, preset: str, paths: Mapping[str, Any], batch_size: int
-) -> tuple[Trial | None, str]:
+) -> tuple[TrialResult | None, str]:
     """Try a config if trials are allowed; return the trial and its speed compared with fp32."""
     if situation.try_out is None or situation.look is None or KINDS.of(situation.workload).synthetic is None:
         return None, ""
@@ -221,7 +221,7 @@ FORWARD_SHARE = 1 / 3
 """Forward's share of a step: backward computes two products for each one of forward."""
 LARGEST_GROWTH = 4
 """Largest factor by which `fast` enlarges its batch: larger ones need more epochs (McCandlish et al. 2018)."""
-TryOut = Callable[[RunConfig, Mapping[str, Any], int], Trial | None]
+TryOut = Callable[[RunConfig, Mapping[str, Any], int], TrialResult | None]
 TIME_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 
 
@@ -233,7 +233,7 @@ class Situation:
     goal: str
     hardware: Hardware
     num_cores: int
-    look: DataLook | None
+    look: DataSummary | None
     """None for a custom workload, whose data only it can read."""
     data_dir: str | None
     device: str | None
@@ -344,7 +344,7 @@ class Rate:
     words: str
 
 
-def estimate_rate(situation: Situation, cost: StepCost, precision: str, trial: Trial | None) -> Rate:
+def estimate_rate(situation: Situation, cost: StepCost, precision: str, trial: TrialResult | None) -> Rate:
     """Return the rate of a trial, else the upper limit from the measured matmuls and convolutions."""
     if trial is not None:
         rate = f"{trial.samples_per_s:,.{0 if trial.samples_per_s >= 10 else 1}f} samples/s"

@@ -14,9 +14,9 @@ from rich.text import Text
 
 from halfstep.errors import format_count
 from halfstep.report.config_view import format_setting
-from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
+from halfstep.report.picture_file import FAINT, INK, make_figure, save_figure
 from halfstep.report.progress import format_time
-from halfstep.report.tables import make_columns_table, print_text
+from halfstep.report.console import make_columns_table, print_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -168,7 +168,7 @@ ROOM_FOR_LABELS = 1.55
 def draw_bench(record: Record, path: Path) -> None:
     """Draw the measured rows, without simulated ones, which say nothing about speed."""
     rows = [row for row in record["rows"] if row["window_ms"] and not row["simulated"]]
-    figure = new_figure((11.5, 1.5 + INCHES_A_ROW * max(len(rows), 2)))
+    figure = make_figure((11.5, 1.5 + INCHES_A_ROW * max(len(rows), 2)))
     figure.suptitle(format_title(record), x=0.01, ha="left", fontsize=11, fontweight="bold", color=INK)
     has_memory = any(row["peak_bytes"] for row in rows)
     panels = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2)) if has_memory else [figure.subplots()]

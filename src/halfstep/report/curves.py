@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from halfstep.formats import find_format
-from halfstep.report.picture_file import BAD, FAINT, GRID, INK, new_figure, save_figure
+from halfstep.report.picture_file import BAD, FAINT, GRID, INK, make_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +38,7 @@ MARKERS_UP_TO_POINTS = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Curve:
+class PlotCurve:
     """One line of a plot; non-finite values are gaps."""
 
     name: str
@@ -57,7 +57,7 @@ class Quarter:
     """One of the four plots."""
 
     title: str
-    curves: list[Curve]
+    curves: list[PlotCurve]
     skipped: list[float] = field(default_factory=list)
     """Skipped steps to mark."""
     log_base: int = 0
@@ -72,7 +72,7 @@ TITLE_LINE = 64
 
 def draw_curves(metrics: Sequence[Record], path: Path) -> None:
     """Write the picture of these records to `path`; a quarter without records says so."""
-    figure = new_figure((11, 6.8))
+    figure = make_figure((11, 6.8))
     last_step = max((float(record["step"]) for record in metrics if "step" in record), default=1.0)
     for axes, quarter in zip(figure.subplots(2, 2).flat, _build_quarters(metrics), strict=True):
         _draw(axes, quarter)
@@ -105,7 +105,7 @@ def _build_quarters(metrics: Sequence[Record]) -> list[Quarter]:
     ]
 
 
-def _build_phase_curves(train: Sequence[Record], key: str, name: str) -> list[Curve]:
+def _build_phase_curves(train: Sequence[Record], key: str, name: str) -> list[PlotCurve]:
     """Build one curve, or one per phase (`loss/critic`)."""
     phases = dict.fromkeys(other for record in train for other in record if other.startswith(f"{key}/"))
     found = [
@@ -115,17 +115,17 @@ def _build_phase_curves(train: Sequence[Record], key: str, name: str) -> list[Cu
     return found or [_build_curve(train, key, name, TRAIN)]
 
 
-def _build_curve(records: Sequence[Record], key: str, name: str, colour: str) -> Curve:
+def _build_curve(records: Sequence[Record], key: str, name: str, colour: str) -> PlotCurve:
     points = [(r["step"], float(r[key])) for r in records if _is_number(r.get(key))]
     values = [value if math.isfinite(value) else math.nan for _, value in points]
-    return Curve(name=name, colour=colour, steps=[float(step) for step, _ in points], values=values)
+    return PlotCurve(name=name, colour=colour, steps=[float(step) for step, _ in points], values=values)
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _build_metric_curves(validation: Sequence[Record]) -> list[Curve]:
+def _build_metric_curves(validation: Sequence[Record]) -> list[PlotCurve]:
     """Build the curve of each overall metric (not per class, `iou/cat`), with its training counterpart if recorded."""
     names = dict.fromkeys(name for record in validation for name, value in record.items() if _is_number(value))
     metrics = [n for n in names if n not in NOT_METRICS and "/" not in n and not n.startswith(TRAINING_TWIN)]
@@ -136,7 +136,7 @@ def _build_metric_curves(validation: Sequence[Record]) -> list[Curve]:
     return curves
 
 
-def _add_means(curves: Sequence[Curve]) -> list[Curve]:
+def _add_means(curves: Sequence[PlotCurve]) -> list[PlotCurve]:
     """Add a running mean to each long curve, and draw the curve itself in the background."""
     found = []
     for curve in curves:
@@ -180,7 +180,7 @@ def _draw(axes: Axes, quarter: Quarter) -> None:
         axes.plot(quarter.skipped, heights, "|", color=BAD, markersize=9, transform=floor, label=f"skipped {count}")
 
 
-def _draw_curve(axes: Axes, curve: Curve) -> None:
+def _draw_curve(axes: Axes, curve: PlotCurve) -> None:
     if not curve.finite:
         return
     last = curve.finite[-1]
@@ -238,7 +238,7 @@ def draw_ranges(rows: Rows, format: str, path: Path, *, at: str = "") -> None:
     """
     fmt = find_format(format if format != "fp8" else "bf16")
     names = choose_modules(rows, at)
-    figure = new_figure((9, 1.5 + 0.22 * max(len(names), 4)))
+    figure = make_figure((9, 1.5 + 0.22 * max(len(names), 4)))
     axes = figure.subplots()
     for k, (word, own) in enumerate(rows.items()):
         for name, low, high in own:
@@ -283,7 +283,7 @@ def draw_heat_map(cells: Sequence[tuple[str, str, float]], title: str, path: Pat
     for module, kind, value in cells:
         place = modules.index(module), kinds.index(kind)
         grid[place] = value if np.isnan(grid[place]) else max(grid[place], value)
-    figure = new_figure((2.5 + 1.2 * len(kinds), 1.2 + 0.18 * len(modules)))
+    figure = make_figure((2.5 + 1.2 * len(kinds), 1.2 + 0.18 * len(modules)))
     axes = figure.subplots()
     shown = axes.imshow(grid, aspect="auto", cmap="Reds", vmin=0.0, vmax=1.0)
     axes.set_xticks(range(len(kinds)), kinds, color=INK)

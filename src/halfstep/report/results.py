@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from halfstep.errors import ConfigError, format_count, make_printable
-from halfstep.report.tables import dump_json, make_columns_table, make_pairs_table, print_text
+from halfstep.report.console import dump_json, make_columns_table, make_pairs_table, print_text
 
 Cell = str | int | float | None
 SHOWN_CLASSES = 40

@@ -21,7 +21,7 @@ from halfstep.disk import GONE, redirect_to_null
 from halfstep.errors import ConfigError, HalfstepError, suggest_install
 from halfstep.report.metrics_file import MetricsFile, find_last_step
 from halfstep.report.progress import Bar, LineBar, show_live
-from halfstep.report.tables import print_text
+from halfstep.report.console import print_text
 
 NOT_CURVES = {"step", "epoch"}
 

@@ -33,7 +33,7 @@ from halfstep.precision.plan import Plan
 from halfstep.run.folder import make_paths_absolute
 from halfstep.run.frozen_modules import get_modules, place_frozen_
 from halfstep.run.multi_rank import connect_ranks, gather_samples, synchronise_norms
-from halfstep.run.optimizing import Length, make_step, refuse_unknown, steps_per_epoch, taken, with_own
+from halfstep.run.optimizer import Length, make_step, refuse_unknown, count_steps_per_epoch, select_options, override_sections
 from halfstep.run.validate import EarlyStopping
 from halfstep.step.ema import Ema
 from halfstep.step.guard import LAG, Guard, GuardOptions
@@ -125,7 +125,7 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
         is_repeated=repeats_blocks(model, plan.granted),
     )
     train_loader, val_loader = _build_loaders(config, workload, world)
-    length = Length(count_total_steps(config, len(train_loader)), steps_per_epoch(config, len(train_loader)))
+    length = Length(count_total_steps(config, len(train_loader)), count_steps_per_epoch(config, len(train_loader)))
     values = Values(workload.values, device)
     region = to_compiled(eager)
     ranks: Ranks | Literal["alone"] = "alone"
@@ -157,7 +157,7 @@ def assemble(config: RunConfig, workload: Workload, plan: Plan, world: World | N
         phases=phases,
         guard=_build_guard(config, plan, workload, world),
         snapshots=_build_snapshots(config, workload),
-        plateau=_plateau(config, workload),
+        plateau=_build_plateau(config, workload),
         stopping=EarlyStopping(mode=workload.mode, patience=config.train.early_stopping_patience),
         train_loader=train_loader,
         val_loader=val_loader,
@@ -206,7 +206,7 @@ def _build_average(config: RunConfig, workload: Workload, model: nn.Module) -> E
 
 
 def _build_guard(config: RunConfig, plan: Plan, workload: Workload, world: World | None) -> Guard:
-    options = GuardOptions(**taken(config.guard, GuardOptions))
+    options = GuardOptions(**select_options(config.guard, GuardOptions))
     scaling, min_scale = plan.needs_loss_scaling, config.scaler.min_scale
     if workload.phases:
         names = (phase.name for phase in workload.phases)
@@ -227,7 +227,7 @@ def _build_snapshots(config: RunConfig, workload: Workload) -> Snapshots | None:
     return Snapshots(every=guard.snapshot_every, margin=guard.margin, lag=LAG + longest)
 
 
-def _plateau(config: RunConfig, workload: Workload) -> PlateauFactor | None:
+def _build_plateau(config: RunConfig, workload: Workload) -> PlateauFactor | None:
     s = config.schedule
     if s.name != "plateau":
         return None
@@ -266,7 +266,7 @@ def assemble_phases(
     scaler = SharedScaler(
         torch.device(plan.device),
         enabled=plan.needs_loss_scaling,
-        options=ScalerOptions(**taken(config.scaler, ScalerOptions)),
+        options=ScalerOptions(**select_options(config.scaler, ScalerOptions)),
         accumulate=config.train.accumulate,
     )
     assembled = []
@@ -275,7 +275,7 @@ def assemble_phases(
         names = averaged[phase.name]
         named = dataclasses.replace(workload, forward=phase.forward or workload.forward, loss=phase.loss)
         plain = named.region(model, name=phase.name)
-        trained = [p for name, p in model.named_parameters() if p.requires_grad and trains(phase, name)]
+        trained = [p for name, p in model.named_parameters() if p.requires_grad and has_parameter(phase, name)]
         device = torch.device(plan.device)
         eager, region, ranks = connect_ranks(world, config, model, (plain, compiled(plain)), device, trained)
         step = make_step(
@@ -308,7 +308,7 @@ def join_phases(phases: Sequence[AssembledPhase]) -> PhasedStep | None:
 
 
 def configure_phase(config: RunConfig, phase: Phase) -> RunConfig:
-    return with_own(config, f"phase {phase.name}", phase.optimizer, phase.schedule)
+    return override_sections(config, f"phase {phase.name}", phase.optimizer, phase.schedule)
 
 
 def make_all_due(phases: Sequence[Phase]) -> tuple[Phase, ...]:
@@ -325,7 +325,7 @@ def refuse_unfit_phases(phases: Sequence[Phase], model: nn.Module) -> None:
         for part in phase.parameters:
             refuse_unknown(part, model, f"phase {phase.name} trains")
     trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    idle = [name for name in trained if not any(trains(phase, name) for phase in phases)]
+    idle = [name for name in trained if not any(has_parameter(phase, name) for phase in phases)]
     if idle:
         raise ConfigError(
             f"no phase trains {idle[0]}" + (f" and {len(idle) - 1} more" if len(idle) > 1 else ""),
@@ -335,7 +335,7 @@ def refuse_unfit_phases(phases: Sequence[Phase], model: nn.Module) -> None:
     _refuse_idle_iterations(phases)
 
 
-def trains(phase: Phase, parameter: str) -> bool:
+def has_parameter(phase: Phase, parameter: str) -> bool:
     return not phase.parameters or is_within(parameter, phase.parameters)
 
 
@@ -367,7 +367,7 @@ def _split_averaged_names(config: RunConfig, workload: Workload, model: nn.Modul
         left = [name for name in left if is_within(name, workload.ema_parts)]
     found: dict[str, tuple[str, ...]] = {}
     for phase in workload.phases:
-        found[phase.name] = tuple(name for name in left if trains(phase, name))
+        found[phase.name] = tuple(name for name in left if has_parameter(phase, name))
         left = [name for name in left if name not in set(found[phase.name])]
     return found
 
@@ -383,11 +383,11 @@ DEMO_PLAN_NOTE = (
 def plan_config(config: RunConfig, *, gpu: str | None = None) -> Plan:
     """Build the model as training would, on demo data if no folder is given, and decide its plan."""
     if gpu:
-        return _warn_untimed(_plan_on(config, look_up_gpu(gpu)))
-    return _plan_on(config, probe(config.device))
+        return _warn_untimed(_plan_for(config, look_up_gpu(gpu)))
+    return _plan_for(config, probe(config.device))
 
 
-def _plan_on(config: RunConfig, hardware: Hardware) -> Plan:
+def _plan_for(config: RunConfig, hardware: Hardware) -> Plan:
     with provide_data(config) as with_data, skip_first_values():
         decided = decide_plan(with_data, build_workload(with_data), hardware)
         return _add_warning(decided, DEMO_PLAN_NOTE) if is_demo(config) else decided

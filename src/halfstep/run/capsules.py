@@ -55,7 +55,7 @@ def record_faults(parts: Assembly, folder: RunFolder, notice: Notice) -> None:
         folder.path / FOLDER,
         parts.model,
         parts.step,
-        context_of(parts, lambda: next((path.name for path in reversed(folder.checkpoints().all())), "")),
+        make_capsule_context(parts, lambda: next((path.name for path in reversed(folder.checkpoints().all())), "")),
         # Of a rank without a screen only warnings are passed on.
         notice=lambda text: notice(text, "info" if parts.world is None or parts.world.is_first else "warning"),
         most=config.guard.capsules,
@@ -64,7 +64,7 @@ def record_faults(parts: Assembly, folder: RunFolder, notice: Notice) -> None:
     parts.guard.observers.append(parts.recorder.observe)
 
 
-def context_of(parts: Assembly, find_checkpoint: Callable[[], str] = lambda: "") -> CapsuleContext:
+def make_capsule_context(parts: Assembly, find_checkpoint: Callable[[], str] = lambda: "") -> CapsuleContext:
     config, world = parts.config, parts.world
     return CapsuleContext(
         about={
@@ -78,14 +78,14 @@ def context_of(parts: Assembly, find_checkpoint: Callable[[], str] = lambda: "")
         rank=None if world is None else world.rank,
         is_whole=lambda reading: world is not None and not reading.faulty_ranks,
         load_window=lambda reading: load_window(parts, reading),
-        find_names=lambda ids: _names(parts.workload, ids),
-        describe_share=lambda reading: _share(parts, reading),
+        find_names=lambda ids: _list_file_names(parts.workload, ids),
+        describe_share=lambda reading: _describe_share(parts, reading),
         config=to_yaml(config),
         find_checkpoint=find_checkpoint,
     )
 
 
-def _share(parts: Assembly, reading: Reading) -> dict[str, Any]:
+def _describe_share(parts: Assembly, reading: Reading) -> dict[str, Any]:
     if parts.world is None or not reading.faulty_ranks or reading.window is None:
         return {}
     sizes = parts.train_loader.sizes(reading.window * parts.step.accumulate, parts.step.accumulate)
@@ -104,7 +104,7 @@ def load_window(parts: Assembly, reading: Reading) -> list[dict[str, Tensor]] | 
     return list(itertools.islice(loader.epoch(reading.epoch, reading.window * accumulate), accumulate))
 
 
-def _names(workload: Workload, ids: Sequence[int]) -> list[str]:
+def _list_file_names(workload: Workload, ids: Sequence[int]) -> list[str]:
     samples = workload.train_samples
     return [samples.name_of(index) for index in ids] if implements(samples, NamedSamples) else []
 
@@ -122,7 +122,7 @@ def replay_run(path: Path, *, device: str | None = None, trust: bool = False) ->
             fix=f'hs.replay("{path}", model, loss_fn)',
         )
     try:
-        return replayed(subject_of(capsule, device, trust=trust), capsule)
+        return replayed(build_capsule_subject(capsule, device, trust=trust), capsule)
     except OutOfMemory as error:
         raise CheckpointError(
             f"the step of {path} does not fit into the device's memory when replayed",
@@ -131,22 +131,22 @@ def replay_run(path: Path, *, device: str | None = None, trust: bool = False) ->
         ) from error
 
 
-def subject_of(capsule: Capsule, device: str | None, *, trust: bool = False) -> Subject:
+def build_capsule_subject(capsule: Capsule, device: str | None, *, trust: bool = False) -> Subject:
     config = load_stored(capsule.config, capsule.about["code"], trust=trust).config
     workload = build_workload(config, dict(capsule.about["store"]))
     stored = capsule.about["frozen"]
     workload = replace(workload, frozen=match_stored(workload.frozen, stored, capsule.path.parent.parent))
     frozen = {name: capsules.copied_state(part.module) for name, part in workload.frozen.items()}
-    plan = plan_here(capsule, config, workload, device)
+    plan = choose_replay_plan(capsule, config, workload, device)
     try:
         parts = assemble(config, workload, plan)
     except OutOfMemory as error:
         raise explain_model_too_large(error, config, workload.model, torch.device(plan.device)) from error
     refuse_another_model(capsule, parts.model)
-    return _subject(capsule, parts, frozen)
+    return _make_subject(capsule, parts, frozen)
 
 
-def _subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[str, Tensor]]) -> Subject:
+def _make_subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[str, Tensor]]) -> Subject:
     own = next((phase for phase in parts.phases if phase.phase.name == capsule.about["phase"]), None)
     eager, region = (own.eager, own.region) if own is not None else (parts.eager, parts.region)
     step = own.step if own is not None else parts.step
@@ -161,7 +161,7 @@ def _subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[str, T
         model=parts.model,
         loss=eager,
         window=prepare_window(parts, window, about.get("batch_sizes", ()), share),
-        state=capsule.state or _state_of_checkpoint(capsule),
+        state=capsule.state or _load_checkpoint_state(capsule),
         rng=capsule.rng,
         plan=parts.plan,
         plan_for=partial(
@@ -175,14 +175,14 @@ def _subject(capsule: Capsule, parts: Assembly, frozen: Mapping[str, dict[str, T
         ),
         scale=scale if isinstance(scale := capsule.about["scale"], (int, float)) else 1.0,
         update=Update.of(capsule.about.get("update")),
-        variants=_variants(parts.plan, region),
+        variants=_make_variants(parts.plan, region),
         frozen=get_modules(parts.workload.frozen),
         beside_state=dict(frozen),
         trained=step.find_trained_parameters(),
     )
 
 
-def plan_here(capsule: Capsule, config: RunConfig, workload: Workload, device: str | None) -> Plan:
+def choose_replay_plan(capsule: Capsule, config: RunConfig, workload: Workload, device: str | None) -> Plan:
     """Return the run's plan if its device is available, else a plan with its numerics for the device that is."""
     stored = Plan.from_json(json.dumps(capsule.about["plan"]))
     with contextlib.suppress(HardwareError):
@@ -193,7 +193,7 @@ def plan_here(capsule: Capsule, config: RunConfig, workload: Workload, device: s
     return decide(request, hardware, workload.model, fragile=workload.fragile, frozen=get_modules(workload.frozen))
 
 
-def _variants(plan: Plan, region: Region) -> dict[str, LossFn]:
+def _make_variants(plan: Plan, region: Region) -> dict[str, LossFn]:
     """Return further ways to run the region of a compiled run: as it ran, and without our kernels."""
     if plan.mode not in ("compile", "graph"):
         return {}
@@ -209,7 +209,7 @@ def _variants(plan: Plan, region: Region) -> dict[str, LossFn]:
     return {"as it was": as_it_was, "kernels off": without_kernels}
 
 
-def _state_of_checkpoint(capsule: Capsule) -> dict[str, Tensor]:
+def _load_checkpoint_state(capsule: Capsule) -> dict[str, Tensor]:
     named = str(capsule.about["weights"])
     path = capsule.path.parent.parent / "checkpoints" / named
     if not named or not path.is_dir():

@@ -37,7 +37,7 @@ COMPILING = "compiling the step for this shape of batches, once: this one takes 
 
 
 @dataclass(slots=True)
-class Seen:
+class PhaseProgress:
     """The newest step of one phase, and the losses of this epoch's committed steps."""
 
     newest: Reading | None = None
@@ -73,7 +73,7 @@ class Journal:
         self.latest: Reading | None = None
         self.num_skipped = self.num_spikes = 0
         self.phases = tuple(phases)
-        self.seen = {name: Seen() for name in self.phases or ("",)}
+        self.seen = {name: PhaseProgress() for name in self.phases or ("",)}
         """By phase; a run without phases has one entry with an empty name."""
         self.train_metric: Callable[[], dict[str, float]] = dict
         self.gpu: Callable[[], str] = str  # the GPU's utilisation in short; empty if unknown
@@ -323,7 +323,7 @@ class Journal:
         self.num_records, self.records_crc32 = int(state["num_records"]), int(state["records_crc32"])
         # A run without phases stores the keys of its one entry at the top level.
         for name, own in state.get("phases", {"": {**state, "newest": state["latest"]}}).items():
-            self.seen[name] = Seen(_load_reading(own["newest"]), float(own["loss_sum"]), int(own["num_losses"]))
+            self.seen[name] = PhaseProgress(_load_reading(own["newest"]), float(own["loss_sum"]), int(own["num_losses"]))
         self.num_skipped, self.num_spikes = int(state["num_skipped"]), int(state["num_spikes"])
         self._clock, self._before_s = Stopwatch(), float(state["elapsed_s"])
 

@@ -63,7 +63,7 @@ def find_settled(asked: RunConfig, config: RunConfig) -> dict[str, list[Any]]:
     then, now = dump_values(asked), dump_values(config)
     sections = {name: part for name, part in then.items() if isinstance(part, dict)}
     return {
-        f"{section}.{name}": [value] if is_said(asked, section, name) else []
+        f"{section}.{name}": [value] if is_given(asked, section, name) else []
         for section, part in sections.items()
         for name, value in part.items()
         if value != now[section][name]
@@ -75,7 +75,7 @@ def apply_decided(asked: Loaded, stored: Loaded, settled: Mapping[str, Sequence[
     config, said, taken = asked.config, dump_values(asked.config), list[str]()
     for path, values in settled.items():
         section, _, name = path.partition(".")
-        if name in said.get(section, ()) and (not is_said(config, section, name) or said[section][name] in values):
+        if name in said.get(section, ()) and (not is_given(config, section, name) or said[section][name] in values):
             config = config.changed(**{section: {name: getattr(getattr(stored.config, section), name)}})
             taken.append(f"{path}.")
     own = tuple(taken)
@@ -85,7 +85,7 @@ def apply_decided(asked: Loaded, stored: Loaded, settled: Mapping[str, Sequence[
     return replace(asked, config=config, origins=origins, overridden=overridden)
 
 
-def is_said(config: RunConfig, section: str, name: str) -> bool:
+def is_given(config: RunConfig, section: str, name: str) -> bool:
     return name in getattr(config, section).model_fields_set
 
 

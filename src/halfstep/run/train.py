@@ -66,7 +66,7 @@ from halfstep.run.loop import Loop
 from halfstep.run.memory.out_of_memory import OutOfMemory, explain_model_too_large
 from halfstep.run.memory.sizing import choose_pieces, make_peak_predictor
 from halfstep.run.multi_rank import derive_seed, describe_rank_effects, refuse_differences, refuse_unfit
-from halfstep.run.optimizing import steps_per_epoch
+from halfstep.run.optimizer import count_steps_per_epoch
 from halfstep.run.presentation import show_header, show_summary
 from halfstep.run.resume import (
     Changes,
@@ -370,7 +370,7 @@ def _open_journal(parts: Assembly, report: RunReport) -> Journal:
     train, workload = parts.config.train, parts.workload
     # Ten lines at least: the curves of a run of five steps are five points.
     every = max(1, min(10, parts.total_steps // 10)) if train.report_every == "auto" else train.report_every
-    epochs = math.ceil(parts.total_steps / steps_per_epoch(parts.config, len(parts.train_loader)))
+    epochs = math.ceil(parts.total_steps / count_steps_per_epoch(parts.config, len(parts.train_loader)))
     journal = Journal(
         report, parts.plan, epochs=epochs, report_every=every, metric=workload.metric,
         samples=workload.train_samples, phases=[own.phase.name for own in parts.phases],

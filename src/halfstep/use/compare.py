@@ -39,7 +39,7 @@ from halfstep.use.compare_run import (
     run_in_parallel,
     train_row,
 )
-from halfstep.use.equivalence import FEWEST_SEEDS, LOOKS, Verdict, choose_margin, compute_power, is_wide, judge_rows
+from halfstep.use.equivalence import FEWEST_SEEDS, LOOKS, RowVerdict, choose_margin, compute_power, is_wide, judge_rows
 
 PILOT_SEED = 1_000_000
 """First seed of the pilot runs, so that they share no seed with the comparison."""
@@ -137,7 +137,7 @@ class Comparison:
         seeds = [{run.seed for run in self.runs if run.row == row.name} for row in self.request.rows]
         return len(set.intersection(*seeds))
 
-    def judge(self) -> dict[str, Verdict]:
+    def judge(self) -> dict[str, RowVerdict]:
         """Compare each row with the baseline, over the seeds that all rows have."""
         assert self.margin is not None
         values = {row.name: [run.value for run in self.select_paired(row.name)] for row in self.request.rows}
@@ -145,7 +145,7 @@ class Comparison:
         return judge_rows(baseline, values, self.margin, looks=self.request.looks)
 
 
-def new_comparison(request: CompareRequest, out: Path | None) -> tuple[Path, Comparison]:
+def create_comparison(request: CompareRequest, out: Path | None) -> tuple[Path, Comparison]:
     """Check every row, then make the folder of a new comparison."""
     refuse_bad_rows(request)
     configs = {row.name: load_row_config(request, row) for row in request.rows}

@@ -16,8 +16,8 @@ from rich.text import Text
 from halfstep.config.precision_names import normalise_precision
 from halfstep.errors import format_bytes, format_count
 from halfstep.report.page.read_run import SAMPLES, find_rate_key, format_rate_unit
-from halfstep.report.picture_file import FAINT, INK, new_figure, save_figure
-from halfstep.report.tables import make_columns_table, print_text
+from halfstep.report.picture_file import FAINT, INK, make_figure, save_figure
+from halfstep.report.console import make_columns_table, print_text
 from halfstep.run.memory.sizing import predict_largest_batch
 from halfstep.use.compare import (
     Comparison,
@@ -27,7 +27,7 @@ from halfstep.use.compare import (
     measure_time_to_quality,
 )
 from halfstep.use.compare_run import OUT_OF_MEMORY, RunOutcome
-from halfstep.use.equivalence import Verdict
+from halfstep.use.equivalence import RowVerdict
 
 
 def build_lines(comparison: Comparison) -> list[TableLine]:
@@ -35,7 +35,7 @@ def build_lines(comparison: Comparison) -> list[TableLine]:
     return [_build_line(comparison, row.name, found.get(row.name)) for row in comparison.request.rows]
 
 
-def _build_line(comparison: Comparison, row: str, verdict: Verdict | None) -> TableLine:
+def _build_line(comparison: Comparison, row: str, verdict: RowVerdict | None) -> TableLine:
     runs, paired = comparison.select_outcomes(row), comparison.select_paired(row)
     # Runs in parallel or in a simulated format say nothing about time or memory.
     alone = [run for run in runs if run.alone and run.summary and not run.summary["simulated"]]
@@ -94,7 +94,7 @@ def _predict_largest_batch(comparison: Comparison, alone: Sequence[RunOutcome]) 
     return predict_largest_batch(config, run.summary["precision"], run.summary["steps_run"], memory)
 
 
-def _format_verdict(verdict: Verdict | None, *, is_wide: bool) -> str:
+def _format_verdict(verdict: RowVerdict | None, *, is_wide: bool) -> str:
     if verdict is None:
         return "baseline"
     return f"{verdict}, wide margin" if verdict.word == "same" and is_wide else str(verdict)
@@ -261,7 +261,7 @@ def draw_comparison(lines: Sequence[TableLine], metric: str, path: Path) -> None
     """Draw the metric over steps: the mean over seeds as a line, their range as a band."""
     from matplotlib.ticker import MaxNLocator
 
-    figure = new_figure((8.4, 4.8))
+    figure = make_figure((8.4, 4.8))
     axes = figure.subplots()
     for number, (line, colour) in enumerate(zip(lines, itertools.cycle(COLOURS), strict=False)):
         steps, means, lows, highs = compute_band(line.curves)

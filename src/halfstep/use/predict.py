@@ -17,7 +17,7 @@ from halfstep.hardware.clock import Stopwatch
 from halfstep.models.first_values import skip_first_values
 from halfstep.report.results import Answer, Failure, Predictions
 from halfstep.report.run_report import RunReport
-from halfstep.report.tables import dump_json
+from halfstep.report.console import dump_json
 from halfstep.run.frozen_modules import name_lost_files
 from halfstep.run.interrupts import Interrupts, catch_interrupts
 from halfstep.step.randomness import choose_algorithms

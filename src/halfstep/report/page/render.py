@@ -98,7 +98,7 @@ def _render_cards(run: RunRecord) -> str:
         ("energy", _format_optional(summary.get("joules"), "{:,.0f} J")),
         ("skipped steps", _format_optional(summary.get("skipped"), "{:.0f}")),
         ("precision", str(run.plan.get("granted", "")) + (" (simulated)" if run.plan.get("simulated") else "")),
-        ("steps run", str(summary.get("steps_run", _mode(run.plan)))),
+        ("steps run", str(summary.get("steps_run", _get_mode(run.plan)))),
         ("device", str(run.plan.get("device_name", ""))),
     ]
     cards = "".join(
@@ -132,7 +132,7 @@ def _render_plan(run: RunRecord) -> str:
     plan, titles = run.plan, ("module", "stored", "computes in", "why")
     lines = [f"asked {plan.get('asked')}, granted {plan.get('granted')}: {plan.get('reason', '')}"]
     reason = plan.get("mode_reason", "")
-    lines += [f"steps run {mode}: {reason}"] if (mode := _mode(plan)) else []
+    lines += [f"steps run {mode}: {reason}"] if (mode := _get_mode(plan)) else []
     said = "".join(f"<p>{escape(line)}</p>" for line in lines)
     warned = "".join(f"<p class=bad>{escape(str(line))}</p>" for line in plan.get("warnings", ()))
     rows = [(row["module"], row["storage"], row["compute"], row["reason"]) for row in plan.get("rows", ())]
@@ -141,7 +141,7 @@ def _render_plan(run: RunRecord) -> str:
     return said + warned + (_render_table(titles, special) if special else "") + whole
 
 
-def _mode(plan: Mapping[str, Any]) -> str:
+def _get_mode(plan: Mapping[str, Any]) -> str:
     return str(plan.get("mode", ""))
 
 

@@ -40,7 +40,7 @@ ATTENTION_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 
 
 @dataclass(slots=True)
-class Value:
+class TracedValue:
     """One storage; tensors that are views of each other share it."""
 
     num_bytes: int
@@ -68,7 +68,7 @@ class Op:
 
 @dataclass(slots=True)
 class StepTrace:
-    values: list[Value] = field(default_factory=list)
+    values: list[TracedValue] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     is_chain: bool = False
     """Whether the model ran as a chain of our own kernels, which the compiler does not change."""
@@ -141,7 +141,7 @@ class AllocationRecorder(TorchDispatchMode):
             return self._numbers[address]
         number = self._numbers[address] = len(self.trace.values)
         size = -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
-        self.trace.values.append(Value(size, made_by))
+        self.trace.values.append(TracedValue(size, made_by))
         weakref.finalize(storage, self._forget, address, number)
         return number
 

@@ -34,10 +34,10 @@ from halfstep.precision.apply import apply_frozen_
 from halfstep.precision.decide import decide
 from halfstep.precision.op_lists import cuda_op_lists
 from halfstep.precision.plan import Plan
-from halfstep.run.assemble import build_workload, configure_phase, trains
+from halfstep.run.assemble import build_workload, configure_phase, has_parameter
 from halfstep.run.frozen_modules import get_modules
 from halfstep.run.memory.step_trace import AllocationRecorder, StepTrace
-from halfstep.run.optimizing import Length, optimizing
+from halfstep.run.optimizer import Length, build_optimizer
 from halfstep.step.batches import count_samples
 from halfstep.step.ema import Ema
 from halfstep.step.optim.adamw8bit import AdamW8bit, make_state
@@ -203,7 +203,7 @@ class TraceableStep:
             yield _Turn(self.config, workload.forward, workload.loss, tuple(names), (), workload.groups)
         for phase in workload.phases:
             own, forward = configure_phase(self.config, phase), phase.forward or workload.forward
-            trained = tuple(name for name in names if trains(phase, name))
+            trained = tuple(name for name in names if has_parameter(phase, name))
             yield _Turn(own, forward, phase.loss, trained, phase.parameters, phase.groups, phase.compiles)
 
     def _trace(self, turn: _Turn, plan: Plan, batch: Batch) -> StepTrace:
@@ -237,7 +237,7 @@ class TraceableStep:
         if turn.config.optimizer.name != "adamw":
             setting = dataclasses.replace(setting, optimizer_bits=32)
         model, length = self.workload.model, Length(1, 1)
-        return optimizing(turn.config, model, setting, length, parts=turn.parts, groups=turn.groups)[0]
+        return build_optimizer(turn.config, model, setting, length, parts=turn.parts, groups=turn.groups)[0]
 
     def _count_update_bytes(self, optimizer: Optimizer, state_bytes: int) -> int:
         """Return the temporary bytes of an update: fp32 copies of bf16 weights, or copies to undo a bad step."""
