@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from halfstep.bench.isolate import CacheWatch
 from halfstep.bench.bench import BenchRequest, list_runners
+from halfstep.bench.isolate import CacheWatch
 from halfstep.bench.measure_row import Row
 from halfstep.bench.problem import Runner
 from halfstep.errors import HardwareError

@@ -17,8 +17,8 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.utils import clear_caches, fresh_cache
 
 from halfstep.backend_flags import read_effective_leaves
-from halfstep.bench.isolate import CacheWatch, isolate_row
 from halfstep.bench.bench import BenchRequest, HalfstepRunner, bench, check_losses, find_loss_reference, list_runners
+from halfstep.bench.isolate import CacheWatch, isolate_row
 from halfstep.bench.measure_row import Row, Schedule, describe_failure, measure_row
 from halfstep.bench.problem import AfterStep, Problem, build_problem, load_bench_config
 from halfstep.errors import ConfigError, HardwareError
@@ -213,7 +213,7 @@ def test_a_format_that_is_slow_here_is_timed_and_not_simulated(problem: Problem)
     [runner] = list_runners(problem, BenchRequest(precisions=("bf16",), modes=("eager",), schedule=SHORT), hardware)
     assert isinstance(runner, HalfstepRunner)
     assert not runner.simulated
-    assert decide_plan(runner.config, runner.workload(), runner.hardware).granted == "bf16"
+    assert decide_plan(runner.config, runner.build_workload(), runner.hardware).granted == "bf16"
 
 
 def test_a_simulated_precision_is_not_compiled_and_names_the_benchs_own_options(problem: Problem) -> None:

@@ -147,7 +147,7 @@ def test_yaml_words_mean_what_their_field_takes(tmp_path: Path) -> None:
 def test_shorthands_for_whole_sections(tmp_path: Path) -> None:
     config = load_text(tmp_path, "optimizer: SGD\nschedule: linear\nema: true\ndata: here\n").config
     assert (config.optimizer.name, config.schedule.name, config.ema.enabled) == ("sgd", "linear", True)
-    assert (config.optimizer.options(), config.data.dir) == ({"momentum": 0.9}, "here")
+    assert (config.optimizer.collect_options(), config.data.dir) == ({"momentum": 0.9}, "here")
     own = load("tiny_workload:build", overrides=["model=my_pkg.models:Net"]).config
     assert own.model.path == "my_pkg.models:Net"
 

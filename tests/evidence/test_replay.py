@@ -21,7 +21,7 @@ from halfstep.cli.main import main
 from halfstep.errors import CheckpointError, TrainingStopped
 from halfstep.evidence import capsule, causes
 from halfstep.evidence.causes import diagnose
-from halfstep.run.capsules import replay_run, build_capsule_subject
+from halfstep.run.capsules import build_capsule_subject, replay_run
 from tiny_runs import unet_run
 
 KEPT = pytest.warns(UserWarning, match="was saved; find the cause")

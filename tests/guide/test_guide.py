@@ -18,7 +18,6 @@ from rich.console import Console
 from data import data_sets
 from data.picture_folders import smooth_picture, write_classes, write_split
 from halfstep.errors import ConfigError, DataError, Interrupted, format_count
-from halfstep.guide.inspect_data import DataSummary, describe_data, inspect_data, inspect_demo, save_grid
 from halfstep.guide.guide import (
     FAMILIES,
     QUESTIONS,
@@ -31,6 +30,7 @@ from halfstep.guide.guide import (
     read_answers,
     write_new,
 )
+from halfstep.guide.inspect_data import DataSummary, describe_data, inspect_data, inspect_demo, save_grid
 from halfstep.guide.suggest import (
     ORDER,
     Rate,
@@ -223,7 +223,7 @@ def test_half_precision_and_recomputing_save_memory() -> None:
         predict_step_cost(config(**{"train.activation_checkpointing": on}), store, CPU, "fp32", known)
         for on in (False, True)
     ]
-    assert [one.bytes_at(8) for one in shared] == [full.bytes_at(8), recomputed.bytes_at(8)]
+    assert [one.predict_bytes(8) for one in shared] == [full.predict_bytes(8), recomputed.predict_bytes(8)]
     plain, other = known.values()
     assert plain._fixed is other._fixed, "weights and optimizer are counted once"
 
@@ -232,7 +232,7 @@ def test_configs_that_differ_in_how_long_they_train_are_traced_once() -> None:
     known: dict[str, Any] = {}
     changes: tuple[dict[str, Any], ...] = ({}, {"train.epochs": 3, "guard.on_fault": "rollback"}, {"train.fast": "off"})
     costs = [predict_step_cost(config(**some), {"classes": ["a"]}, CPU, "fp32", known) for some in changes]
-    assert len({cost.bytes_at(8) for cost in costs}) == len(known) == 1
+    assert len({cost.predict_bytes(8) for cost in costs}) == len(known) == 1
     predict_step_cost(config(**{"data.image_size": 64}), {"classes": ["a"]}, CPU, "fp32", known)
     assert len(known) == 2, "another step is not taken for it"
 
@@ -312,7 +312,7 @@ def test_the_learning_rate_follows_the_batch_by_a_rule_that_is_shown(
     paths, (_, shown) = choose_learning_rate(start, samples)
     assert words in shown
     said = config(start.workload, **paths, **{"train.batch_size": samples})
-    assert said.optimizer.peak_lr(samples) == pytest.approx(peak)
+    assert said.optimizer.compute_peak_lr(samples) == pytest.approx(peak)
 
 
 def rate(trial: TrialResult | None = None, **changes: Any) -> Rate:

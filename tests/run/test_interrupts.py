@@ -79,7 +79,7 @@ def test_a_second_ctrl_c_ends_at_once_and_names_the_checkpoint_that_is_left(
     assert took_s < 20
     assert said.startswith(HEARD + "\n")
     assert "Traceback" not in said
-    left = Checkpoints(tmp_path / "run" / "checkpoints").all()[-1]
+    left = Checkpoints(tmp_path / "run" / "checkpoints").list_all()[-1]
     assert left.name == "step-00000012"
     assert f"the newest checkpoint is {left}" in said
     assert f"halfstep train --resume {tmp_path / 'run'}" in said
@@ -168,7 +168,7 @@ def test_a_terminal_that_is_closed_ends_the_run_saved(tmp_path: Path) -> None:
     """It takes standard output and error away as well: nothing can be printed any more."""
     with at_terminal(endless, str(tmp_path / "run"), 10**9, sleep) as (left, terminal):
         deadline = time.monotonic() + 60
-        while not Checkpoints(tmp_path / "run" / "checkpoints").all() and time.monotonic() < deadline:
+        while not Checkpoints(tmp_path / "run" / "checkpoints").list_all() and time.monotonic() < deadline:
             time.sleep(0.05)
         os.close(terminal)
         left.join(timeout=60)

@@ -132,7 +132,7 @@ def test_observers_get_facts_and_reading_with_their_place_and_the_windows_are_st
     report = RunReport(tmp_path, quiet=True)
     journal = Journal(report, parts.plan, epochs=2, report_every=1, metric="accuracy")
     with catch_interrupts() as asked:
-        loop = Loop(parts, RunFolder(tmp_path).checkpoints(), journal, asked)
+        loop = Loop(parts, RunFolder(tmp_path).open_checkpoints(), journal, asked)
         loop.run()
     report.close()
     assert [place[:2] for place in seen] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]

@@ -23,7 +23,7 @@ from halfstep.evidence import capsule
 from halfstep.hardware.probe import probe
 from halfstep.report.metrics_file import read
 from halfstep.run.assemble import assemble, build_workload, decide_plan
-from halfstep.run.capsules import load_window, build_capsule_subject
+from halfstep.run.capsules import build_capsule_subject, load_window
 from halfstep.run.engine import prepare_window
 from halfstep.run.multi_rank import compute_checksum
 from halfstep.run.train import train

@@ -191,11 +191,14 @@ def add_speedups(rows: Sequence[Row]) -> list[Row]:
     """Add each row's speedup over strict fp32 and over TF32, halfstep's eager rows if measured."""
     bases = {name: find_baseline(rows, name) for name in BASES}
 
-    def over(name: str, row: Row) -> float | None:
+    def compute_speedup(name: str, row: Row) -> float | None:
         base = bases[name]
         return base.ms / row.ms if base and row.is_measured and not row.simulated else None
 
-    return [dataclasses.replace(row, speedup_fp32=over("fp32", row), speedup_tf32=over("tf32", row)) for row in rows]
+    return [
+        dataclasses.replace(row, speedup_fp32=compute_speedup("fp32", row), speedup_tf32=compute_speedup("tf32", row))
+        for row in rows
+    ]
 
 
 def find_baseline(rows: Sequence[Row], precision: str) -> Row | None:
@@ -258,7 +261,7 @@ class HalfstepRunner:
 
     def train(self, steps: int, after_step: AfterStep) -> float:
         seed_everything(self.config.train.seed)
-        workload = self.workload()
+        workload = self.build_workload()
         self._plan = plan = self._plan or self._make_plan(workload)
         self.remarks = [f"{plan.mode}: {plan.mode_reason}"] if self.variant == "auto" else []
         if plan.memory_reason:
@@ -275,7 +278,7 @@ class HalfstepRunner:
             raise HardwareError(f"could not run as {plan.mode}: {'; '.join(self.remarks) or f'ran as {engine.mode}'}")
         return loss
 
-    def workload(self) -> Workload:
+    def build_workload(self) -> Workload:
         """Build the workload as a run would, with the problem's seeded weights."""
         model = self.problem.make_model()
         with skip_first_values():

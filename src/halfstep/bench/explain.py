@@ -12,8 +12,8 @@ import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from halfstep.bench.isolate import isolate_row
 from halfstep.bench.bench import STOPPED, HalfstepRunner, Tell
+from halfstep.bench.isolate import isolate_row
 from halfstep.bench.measure_row import Row, describe_failure
 from halfstep.bench.peers import PeerRunner
 from halfstep.bench.problem import Problem, Runner, compute_floor_ms
@@ -215,7 +215,7 @@ def _keeps_channels_last(runner: Runner, hardware: Hardware) -> bool:
             why="the time of a simulation says nothing about the format",
             fix="--precisions fp32",
         )
-    config, workload = runner.config, runner.workload()
+    config, workload = runner.config, runner.build_workload()
     return wants_channels_last(config, decide_plan(config, workload, hardware), workload.model)
 
 

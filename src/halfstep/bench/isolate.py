@@ -30,7 +30,7 @@ class CacheWatch:
     def __init__(self) -> None:
         self._before = _read_cache_counts()
 
-    def found(self) -> CacheState:
+    def get_state(self) -> CacheState:
         hits, misses = (now - before for now, before in zip(_read_cache_counts(), self._before, strict=True))
         return "cold" if misses else "warm" if hits else ""
 

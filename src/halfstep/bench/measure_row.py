@@ -137,7 +137,7 @@ def make_schedule(timed_steps: int, device: torch.device) -> Schedule:
 
 
 class StepTimer:
-    """Called after each step; `found()` returns it once all steps are done. Memory is None on a CPU."""
+    """Called after each step; `get_finished()` returns it once all steps are done. Memory is None on a CPU."""
 
     start_s: float
     """Seconds from creation to the end of the first step."""
@@ -171,7 +171,7 @@ class StepTimer:
         if self.count == 1:
             wait_for(self.device)
             self.start_s = time.perf_counter() - self.began
-            self.cache = self._compilers.found()
+            self.cache = self._compilers.get_state()
         if self.count == PAUSE_AFTER and self.pause is not None:
             self.pause()
         if self.count == self.schedule.warm_up:
@@ -182,13 +182,13 @@ class StepTimer:
         if self.count == self.schedule.steps:
             self._end()
 
-    def found(self) -> Self:
+    def get_finished(self) -> Self:
         assert self.window_s, f"the runner made {self.count} of {self.schedule.steps} steps"
         return self
 
     def _end_warm_up(self) -> None:
         wait_for(self.device)
-        self.start_peak_bytes = self._peak_bytes()
+        self.start_peak_bytes = self._read_peak_bytes()
         reset_peak(self.device)
         self._energy = EnergyMeter(self.device)
 
@@ -200,7 +200,7 @@ class StepTimer:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def _peak_bytes(self) -> int | None:
+    def _read_peak_bytes(self) -> int | None:
         # A process keeps memory that earlier rows freed: on a CPU each row would look larger than the one before.
         return None if self.device.type == "cpu" else get_peak_memory_bytes(self.device)
 
@@ -210,7 +210,7 @@ class StepTimer:
         wait_for(self.device)
         joules = self._energy.joules()
         self.joules_a_step = None if joules is None else joules / (self.schedule.steps - self.schedule.warm_up)
-        self.peak_bytes = self._peak_bytes()
+        self.peak_bytes = self._read_peak_bytes()
         self.reserved_bytes = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
         self.window_s = tuple(_measure_between(a, b) / self.schedule.window for a, b in itertools.pairwise(self.marks))
 
@@ -254,7 +254,7 @@ def describe_failure(error: Exception) -> str:
 def _measure(runner: Runner, problem: Problem, schedule: Schedule, pause: Pause | None) -> Row:
     timer = StepTimer(schedule, problem.device, pause)
     loss = run_in_fresh_thread(lambda: runner.train(schedule.steps, timer), problem.device)
-    found = timer.found()
+    found = timer.get_finished()
     ms = tuple(1e3 * seconds for seconds in found.window_s)
     return Row(
         name=runner.name,

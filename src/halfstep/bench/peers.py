@@ -68,37 +68,37 @@ class PeerSetup:
     def compile_mode(self) -> str | None:
         return "reduce-overhead" if self.variant == "graphs" else None
 
-    def model(self) -> nn.Module:
+    def build_model(self) -> nn.Module:
         """Return the seeded model in training mode, on the host: Lightning and Accelerate move it themselves."""
         model = self.problem.make_model().train()
         # The keyword is missing in torch's type stubs.
         return cast(nn.Module, model.to(memory_format=torch.channels_last)) if self.channels_last else model  # type: ignore[call-overload]
 
-    def optimizer(self, model: nn.Module, *, may_fuse: bool = True) -> torch.optim.AdamW:
+    def build_optimizer(self, model: nn.Module, *, may_fuse: bool = True) -> torch.optim.AdamW:
         """Return AdamW over all parameters in one group, as in most guides."""
         fused = True if self.by_hand and may_fuse else None
-        problem, options = self.problem, self.problem.config.optimizer.options()
+        problem, options = self.problem, self.problem.config.optimizer.collect_options()
         decay = problem.weight_decay
         return torch.optim.AdamW(model.parameters(), lr=problem.lr, weight_decay=decay, fused=fused, **options)
 
-    def loader(self, steps: int) -> DataLoader[Batch]:
+    def build_loader(self, steps: int) -> DataLoader[Batch]:
         """Return a loader that repeats one batch, so that no peer waits for data."""
         return DataLoader(_Repeated(self.problem.host_batch, steps), batch_size=None)
 
-    def prepared(self, batch: Batch) -> Batch:
+    def prepare(self, batch: Batch) -> Batch:
         """Prepare a batch for the model, with images in the model's layout."""
         batch = self.problem.prepare(batch)
         return {name: _convert_to_channels_last(part) for name, part in batch.items()} if self.channels_last else batch
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def compute_loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Compute the loss of a batch that is on the device."""
-        return self.problem.loss(model, self.prepared(batch))
+        return self.problem.loss(model, self.prepare(batch))
 
-    def compiled_loss(self, model: nn.Module) -> LossOf:
+    def compile_loss(self, model: nn.Module) -> LossOf:
         """Compile preparation, forward and loss as one region."""
 
         def loss(batch: Batch) -> Tensor:
-            return self.loss(model, batch)
+            return self.compute_loss(model, batch)
 
         return torch.compile(loss, backend=self.compiler, mode=self.compile_mode)
 
@@ -201,15 +201,15 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def train_plain(setup: PeerSetup, steps: int, after_step: AfterStep) -> float:
     """Train with plain PyTorch: autocast, GradScaler for fp16, clipping after unscaling, one loss read at the end."""
     problem, device = setup.problem, setup.problem.device
-    model = setup.model().to(device)
-    optimizer = setup.optimizer(model)
+    model = setup.build_model().to(device)
+    optimizer = setup.build_optimizer(model)
     scaler = torch.amp.GradScaler(device.type, enabled=setup.precision == "fp16")
     autocast = torch.autocast(
         device.type, dtype=AUTOCAST.get(setup.precision, torch.bfloat16), enabled=setup.precision in AUTOCAST
     )
     loss_of = _build_loss(setup, model)
     loss = torch.tensor(float("nan"))
-    for host_batch in setup.loader(steps):
+    for host_batch in setup.build_loader(steps):
         optimizer.zero_grad()
         batch = {name: part.to(device, non_blocking=True) for name, part in host_batch.items()}
         with autocast:
@@ -226,9 +226,9 @@ def train_plain(setup: PeerSetup, steps: int, after_step: AfterStep) -> float:
 
 def _build_loss(setup: PeerSetup, model: nn.Module) -> LossOf:
     if setup.by_hand:
-        return setup.compiled_loss(model)
+        return setup.compile_loss(model)
     compiled = cast(nn.Module, torch.compile(model, backend=setup.compiler))
-    return functools.partial(setup.loss, compiled)
+    return functools.partial(setup.compute_loss, compiled)
 
 
 PRECISION = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -273,7 +273,7 @@ def train_lightning(setup: PeerSetup, steps: int, after_step: AfterStep) -> floa
     )
     compiled = torch.compile(module, backend=setup.compiler, mode=setup.compile_mode)
     try:
-        trainer.fit(compiled, setup.loader(steps))
+        trainer.fit(compiled, setup.build_loader(steps))
     except SystemExit as stopped:  # Lightning turns Ctrl-C into SystemExit
         raise KeyboardInterrupt from stopped
     return float(counter.loss)
@@ -283,15 +283,15 @@ def _build_module(lightning: Any, setup: PeerSetup) -> Any:
     class PeerModule(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.model = setup.model()
+            self.model = setup.build_model()
 
         def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-            return setup.loss(self.model, batch)
+            return setup.compute_loss(self.model, batch)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             # In fp16 Lightning leaves unscaling to a fused optimizer; clipping before that would clip scaled gradients.
             clips_scaled = setup.precision == "fp16" and setup.problem.clip_norm > 0
-            return setup.optimizer(self.model, may_fuse=not clips_scaled)
+            return setup.build_optimizer(self.model, may_fuse=not clips_scaled)
 
     class ClippingModule(PeerModule):
         """Clips in a hook, because under autocast the Trainer's own clipping refuses every fused optimizer."""
@@ -334,9 +334,9 @@ def train_accelerate(setup: PeerSetup, steps: int, after_step: AfterStep) -> flo
     is compiled together with the loss, and the loader's copies do not block.
     """
     with _open_accelerator(setup) as accelerator:
-        model = setup.model()
-        model, optimizer, loader = accelerator.prepare(model, setup.optimizer(model), setup.loader(steps))
-        loss_of: LossOf = setup.compiled_loss(model) if setup.by_hand else functools.partial(setup.loss, model)
+        model = setup.build_model()
+        model, optimizer, loader = accelerator.prepare(model, setup.build_optimizer(model), setup.build_loader(steps))
+        loss_of: LossOf = setup.compile_loss(model) if setup.by_hand else functools.partial(setup.compute_loss, model)
         loss = torch.tensor(float("nan"))
         for batch in loader:
             optimizer.zero_grad()

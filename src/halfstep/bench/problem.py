@@ -117,7 +117,7 @@ def build_problem(config: RunConfig, device: torch.device) -> Problem:
         prepare=_choose_preparation(kind, workload, device),
         loss=lambda model, prepared: workload.weighed_loss(workload.forward(model, prepared), prepared)[0],
         device=device,
-        lr=config.optimizer.peak_lr(samples),
+        lr=config.optimizer.compute_peak_lr(samples),
         weight_decay=config.optimizer.weight_decay,
         clip_norm=config.train.clip_norm,
         samples=samples,
@@ -187,7 +187,7 @@ def refuse_too_large(config: RunConfig, precisions: Sequence[str], modes: Sequen
     batch_size = config.train.batch_size
     # Compiled or recomputing rows may keep fewer activations than counted.
     keeps_activations = "eager" in modes and config.train.memory != "low"
-    needed = cost.bytes_at(batch_size if keeps_activations else 0)
+    needed = cost.predict_bytes(batch_size if keeps_activations else 0)
     if needed <= free_bytes:
         return
     fits = (free_bytes - cost.fixed_bytes) // cost.sample_bytes
@@ -263,7 +263,7 @@ def load_bench_config(
         )
     if against:
         _refuse_what_peers_lack(config)
-    return config.changed(data={"dir": None}) if makes_data else config
+    return config.replace(data={"dir": None}) if makes_data else config
 
 
 def _refuse_rows_as_settings(said: Loaded) -> None:
@@ -312,9 +312,9 @@ def _read_rows(said: Loaded) -> dict[str, tuple[str, str]]:
 
 def set_precision(config: RunConfig, precision: str, *, simulate: bool) -> RunConfig:
     """Set the precision without fallback: a row must not show the time of another precision."""
-    return config.changed(precision={"default": precision, "strict": not simulate, "simulate": simulate})
+    return config.replace(precision={"default": precision, "strict": not simulate, "simulate": simulate})
 
 
 def set_mode(config: RunConfig, mode: BenchMode) -> RunConfig:
     """Set the mode of the config."""
-    return config.changed(train={"fast": FAST[mode]})
+    return config.replace(train={"fast": FAST[mode]})

@@ -111,7 +111,7 @@ def profile_steps(runner: Runner, *, steps: int, device: torch.device) -> StepPr
     refuse_too_few(steps)
     session = _Session(steps, device)
     with session.profiler:
-        runner.train(session.num_steps, session.after_step)
+        runner.train(session.num_steps, session.count_step)
     events = tuple(_collect_events(session.profiler.events(), device))
     if not events:
         raise HardwareError(
@@ -138,7 +138,7 @@ class _Session:
         plan = schedule(wait=self._end, warmup=1, active=steps, repeat=1)
         self.profiler = profile(activities=[_choose_activity(device)], schedule=plan, acc_events=True)
 
-    def after_step(self) -> None:
+    def count_step(self) -> None:
         self._done += 1
         if self._done in (self._begin, self._end, self._end + 1, self.num_steps) and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

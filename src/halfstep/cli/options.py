@@ -37,14 +37,14 @@ Command = TypeVar("Command", bound=Callable[..., None])
 def add_flags(flags: type) -> Callable[[Command], Command]:
     """Add the flags that a class declares to a command, which receives them as `**settings`."""
 
-    def given(command: Command) -> Command:
+    def add(command: Command) -> Command:
         first, *own, _ = inspect.signature(command, eval_str=True).parameters.values()
         hints = get_type_hints(flags, include_extras=True)
         more = [first.replace(name=name, annotation=hint, default=getattr(flags, name)) for name, hint in hints.items()]
         command.__signature__ = inspect.Signature([first, *more, *own])  # type: ignore[attr-defined]
         return command
 
-    return given
+    return add
 
 
 def refuse_to_overwrite(paths: Mapping[str, Path | None], *, force: bool | None = None) -> None:

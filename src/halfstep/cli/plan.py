@@ -231,7 +231,7 @@ def _load_full_size(words: Sequence[str], flags: Flags) -> tuple[RunConfig, bool
     if loaded.config.data.dir is not None or kind.synthetic is None:
         return loaded.config, False
     config = load(words[0], flags={**flags, "data_dir": NO_FOLDER}, overrides=words[1:]).config
-    return config.changed(data={"dir": None}), True
+    return config.replace(data={"dir": None}), True
 
 
 def _choose_mode(asked: str | None, config: RunConfig) -> Mode:
@@ -245,8 +245,8 @@ def _print_memory(plan: MemoryPlan) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from halfstep.report.memory_view import build_memory_table, choose_memory_unit, merge_equal_rows
     from halfstep.report.console import print_text
+    from halfstep.report.memory_view import build_memory_table, choose_memory_unit, merge_equal_rows
 
     console = Console(soft_wrap=True, highlight=False)
     is_wide = console.width >= TABLE_WIDTH
@@ -268,8 +268,8 @@ def _print_memory(plan: MemoryPlan) -> None:
 
 
 def _build_fit_table(fits: Sequence[Fit]) -> Table:
-    from halfstep.report.memory_view import shorten_level
     from halfstep.report.console import make_columns_table
+    from halfstep.report.memory_view import shorten_level
 
     cells = [fit.prediction.cell for fit in fits]
     columns = {

@@ -30,8 +30,8 @@ def command(
     """
     from rich.text import Text
 
-    from halfstep.report.curves import draw_ranges
     from halfstep.report.console import open_result_console, print_text
+    from halfstep.report.curves import draw_ranges
     from halfstep.run.capsules import replay_run
 
     found = replay_run(capsule, device=device, trust=trust)

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from halfstep.disk import is_folder_owned
 from halfstep.errors import CheckpointError, format_bytes, suggest_command
-from halfstep.report.page.read_run import SAMPLES, RunRecord, format_rate_unit
 from halfstep.report.console import make_pairs_table
+from halfstep.report.page.read_run import SAMPLES, RunRecord, format_rate_unit
 
 
 def command(

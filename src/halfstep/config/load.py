@@ -71,7 +71,7 @@ def load(
     if is_file(target, kinds):
         document = read_yaml(Path(target))
         if overrides_file is not None:
-            document = document.changed_by(read_yaml(overrides_file))
+            document = document.merge(read_yaml(overrides_file))
         if find_strongest("workload", said) is None and "workload" not in document.values:
             return load_foreign(document, overrides, given, kinds)
         return resolve([*read_file_statements(document), *said], kinds)
@@ -288,7 +288,9 @@ def note_scaled_rate(config: RunConfig) -> list[str]:
     optimizer, samples = config.optimizer, config.train.batch_size * config.train.accumulate
     if not optimizer.lr_per:
         return []
-    scaled = f"{optimizer.peak_lr(samples):.4g} = optimizer.lr {optimizer.lr:g} × {samples} / {optimizer.lr_per}"
+    scaled = (
+        f"{optimizer.compute_peak_lr(samples):.4g} = optimizer.lr {optimizer.lr:g} × {samples} / {optimizer.lr_per}"
+    )
     return [f"learning rate {scaled} samples per step (optimizer.lr_per={optimizer.lr_per}; 0 takes lr as it is)"]
 
 

@@ -39,10 +39,10 @@ class PrecisionKeys:
     type: str = ""
     excluded: set[str] = field(default_factory=set)
     optimizations: bool = False
-    said_by: dict[str, Statement] = field(default_factory=dict)
+    given_by: dict[str, Statement] = field(default_factory=dict)
 
-    def say(self, part: str, value: object, statement: Statement) -> None:
-        earlier = self.said_by.setdefault(part, statement)
+    def set_once(self, part: str, value: object, statement: Statement) -> None:
+        earlier = self.given_by.setdefault(part, statement)
         if earlier is statement:
             setattr(self, part, value)
         elif getattr(self, part) != value:
@@ -86,7 +86,7 @@ def sort_keys(statements: Iterable[Statement]) -> PrecisionKeys:
         if role in ("name", "type"):
             name = normalise_precision(statement.value, str(statement.origin))
             # `amp_dtype: float32` names a precision; only a half format can be the type of mixed precision.
-            parts.say(role if name in MIXED else "name", name, statement)
+            parts.set_once(role if name in MIXED else "name", name, statement)
         else:
             sort_switch(parts, role, read_bool(value, statement), statement)
     return parts
@@ -94,16 +94,16 @@ def sort_keys(statements: Iterable[Statement]) -> PrecisionKeys:
 
 def sort_switch(parts: PrecisionKeys, role: str, is_on: bool, statement: Statement) -> None:
     if role == "switch":
-        parts.say("switch", is_on, statement)
+        parts.set_once("switch", is_on, statement)
     elif role == "optimizations":
-        parts.say("optimizations", is_on, statement)
+        parts.set_once("optimizations", is_on, statement)
     elif is_on:
         # `fp16: true` sets two things: mixed precision is on, and its type is fp16.
-        parts.say("switch", True, statement)
-        parts.say("type", role, statement)
+        parts.set_once("switch", True, statement)
+        parts.set_once("type", role, statement)
     else:
         parts.excluded.add(role)
-        parts.said_by[f"not {role}"] = statement
+        parts.given_by[f"not {role}"] = statement
 
 
 def read_bool(value: object, statement: Statement) -> bool:
@@ -127,7 +127,7 @@ def check_name(parts: PrecisionKeys) -> None:
     }
     for part, holds in fits.items():
         if not holds:
-            raise make_disagreement(parts.said_by["name"], parts.said_by[part])
+            raise make_disagreement(parts.given_by["name"], parts.given_by[part])
 
 
 def read_together(parts: PrecisionKeys, below: Stated) -> tuple[str, tuple[str, ...]]:
@@ -150,21 +150,21 @@ def read_together(parts: PrecisionKeys, below: Stated) -> tuple[str, tuple[str, 
 def choose_half_type(parts: PrecisionKeys, below: Stated) -> str:
     if parts.type:
         if parts.type in parts.excluded:
-            raise make_disagreement(parts.said_by["type"], parts.said_by[f"not {parts.type}"])
+            raise make_disagreement(parts.given_by["type"], parts.given_by[f"not {parts.type}"])
         return parts.type
     already = [below.value] if below.value in MIXED else []
     wanted = [*already, *([below.type] if below.type else []), *HALF_TYPES]
     allowed = [name for name in wanted if name not in parts.excluded]
     if not allowed:
-        raise make_disagreement(parts.said_by["switch"], parts.said_by["not bf16"])
+        raise make_disagreement(parts.given_by["switch"], parts.given_by["not bf16"])
     return allowed[0]
 
 
 def read_type_alone(parts: PrecisionKeys, below: Stated) -> tuple[str, tuple[str, ...]]:
     """Read a type without a switch: it does not turn mixed precision on, but under `auto` it may be on already."""
-    said = parts.said_by["type"]
+    said = parts.given_by["type"]
     if parts.type in parts.excluded:
-        raise make_disagreement(said, parts.said_by[f"not {parts.type}"])
+        raise make_disagreement(said, parts.given_by[f"not {parts.type}"])
     if below.value in MIXED:
         return parts.type, ()
     if below.value in ("", "auto"):

@@ -52,13 +52,13 @@ class References:
             return [self(item, place, at, chain) for item in value]
         if not isinstance(value, str):
             return value
-        return self._replaced(value, place, at or ".".join(place), chain) if "${" in value else self.read(value)
+        return self._replace(value, place, at or ".".join(place), chain) if "${" in value else self.read(value)
 
-    def _replaced(self, given: str, place: Place, at: str, chain: Place) -> Any:
+    def _replace(self, given: str, place: Place, at: str, chain: Place) -> Any:
         """Replace the references of one text, innermost first."""
         text = str(given)
         while match := INNERMOST.search(text):
-            value = self._looked_up(match[1].strip(), place, at, chain)
+            value = self._look_up(match[1].strip(), place, at, chain)
             if match.span() == (0, len(text)):
                 return value
             if isinstance(value, (list, Mapping)):
@@ -70,7 +70,7 @@ class References:
             raise ConfigError(f"{at}: {text[:60]!r} has an open ${{", fix="close it with }")
         return self.read(Plain(text) if isinstance(given, Plain) else text)
 
-    def _looked_up(self, reference: str, place: Place, at: str, chain: Place) -> Any:
+    def _look_up(self, reference: str, place: Place, at: str, chain: Place) -> Any:
         self._num_looked_up += 1
         if self._num_looked_up > MOST_LOOKUPS:
             here = f"{at}: ${{{reference}}} is one of more than {MOST_LOOKUPS:,} references"

@@ -101,7 +101,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def no_bool_as_number(cls, value: object, info: ValidationInfo) -> object:
+    def refuse_bool_as_number(cls, value: object, info: ValidationInfo) -> object:
         """Refuse `epochs: yes`, which is not one epoch; null and false reach the fields where they mean off."""
         field = cls.model_fields[info.field_name or ""]
         kinds = list_types(field.annotation)

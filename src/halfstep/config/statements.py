@@ -124,22 +124,22 @@ def parse_value(text: str, word: str) -> object:
 def parse_flags(flags: Mapping[str, object]) -> list[Statement]:
     """Return the statements of flags by name (`data_dir`, `bf16`); None means the flag was not given."""
 
-    def origin_of(path: tuple[str, ...]) -> Origin:
+    def make_origin(path: tuple[str, ...]) -> Origin:
         flag, value = "--" + path[0].replace("_", "-"), flags[path[0]]
         return Origin(layer="flag", where=flag if value is True else f"{flag} {value}", key=flag)
 
     given = {name: value for name, value in flags.items() if value is not None}
-    return make_statements(given, origin_of)
+    return make_statements(given, make_origin)
 
 
 def read_file_statements(document: Document) -> list[Statement]:
     """Return the statements of a YAML file, with their lines."""
 
-    def origin_of(path: tuple[str, ...]) -> Origin:
+    def make_origin(path: tuple[str, ...]) -> Origin:
         line = document.lines.get(path)
         return Origin(layer="file", where=f"{document.name}:{line}" if line else document.name, key=".".join(path))
 
-    return make_statements(document.values, origin_of)
+    return make_statements(document.values, make_origin)
 
 
 def make_layer_statements(values: Mapping[str, object], layer: Layer, where: str) -> list[Statement]:
@@ -147,7 +147,7 @@ def make_layer_statements(values: Mapping[str, object], layer: Layer, where: str
     return make_statements(values, lambda path: Origin(layer=layer, where=where, key=".".join(path)))
 
 
-def make_statements(values: Mapping[str, object], origin_of: Callable[[tuple[str, ...]], Origin]) -> list[Statement]:
+def make_statements(values: Mapping[str, object], make_origin: Callable[[tuple[str, ...]], Origin]) -> list[Statement]:
     return [
-        Statement(path=".".join(path), value=value, origin=origin_of(path)) for path, value in iterate_leaves(values)
+        Statement(path=".".join(path), value=value, origin=make_origin(path)) for path, value in iterate_leaves(values)
     ]

@@ -32,7 +32,7 @@ class Document:
     values: dict[str, object]
     lines: dict[tuple[str, ...], int] = field(default_factory=dict)
 
-    def changed_by(self, other: Document) -> Document:
+    def merge(self, other: Document) -> Document:
         """Return this document with the values of another file on top; values from that file have no line."""
         name = f"{self.name} with {other.name}"
         lines = {**self.lines, **dict.fromkeys(other.lines, 0)}
@@ -95,7 +95,7 @@ def parse_yaml(text: str, name: str) -> Document:
         kind = "a list" if isinstance(root, yaml.SequenceNode) else f"the text {root.value!r}"
         raise ConfigError(f"{name}: expected `key: value` settings, found {kind}", fix="start with `workload: unet`")
     walk = Walk(name)
-    values = walk.value(root, ())
+    values = walk.read_value(root, ())
     assert isinstance(values, dict)
     return Document(name=name, values=values, lines=walk.lines)
 
@@ -103,7 +103,7 @@ def parse_yaml(text: str, name: str) -> Document:
 def parse_flow(text: str, name: str) -> object:
     """Parse one value written in YAML's flow style: `[a, b]`, `{a: 1}`, `"quoted"`."""
     node = compose_node(text, name)
-    return None if node is None else Walk(name).value(node, ())
+    return None if node is None else Walk(name).read_value(node, ())
 
 
 def compose_node(text: str, name: str) -> yaml.Node | None:
@@ -142,13 +142,13 @@ class Walk:
         self.visited = 0
         self.ancestors: list[yaml.Node] = []
 
-    def value(self, node: yaml.Node, path: tuple[str, ...]) -> object:
+    def read_value(self, node: yaml.Node, path: tuple[str, ...]) -> object:
         self.enter(node)
         try:
             if isinstance(node, yaml.MappingNode):
-                return self.mapping(node, path)
+                return self.read_mapping(node, path)
             if isinstance(node, yaml.SequenceNode):
-                return [self.value(item, path) for item in node.value]
+                return [self.read_value(item, path) for item in node.value]
             # Only unquoted text may turn into a number or a bool.
             return Plain(node.value) if is_unquoted(node) else str(node.value)
         finally:
@@ -167,16 +167,16 @@ class Walk:
             raise ConfigError(f"{self.name}:{line}: the tag {tag} is not allowed", fix="write the plain value")
         self.ancestors.append(node)
 
-    def mapping(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, object]:
+    def read_mapping(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, object]:
         values: dict[str, object] = {}
         for key_node, value_node in node.value:
             if is_merge(key_node):
-                for base in self.bases(value_node, path):
+                for base in self.read_bases(value_node, path):
                     # YAML's rule: the earlier of several merged mappings wins, and own keys win over all.
                     values = {**base, **values}
-        return {**values, **self.own_values(node, path)}
+        return {**values, **self.read_own_values(node, path)}
 
-    def own_values(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, object]:
+    def read_own_values(self, node: yaml.MappingNode, path: tuple[str, ...]) -> dict[str, object]:
         own: dict[str, object] = {}
         first_lines: dict[str, int] = {}
         for key_node, value_node in node.value:
@@ -196,13 +196,13 @@ class Walk:
                     f"{self.name}:{line}: {key!r} has no space after its colon", fix=f"{{{name}: {value}}}"
                 )
             first_lines[key] = self.lines[(*path, key)] = line
-            own[key] = self.value(value_node, (*path, key))
+            own[key] = self.read_value(value_node, (*path, key))
         return own
 
-    def bases(self, node: yaml.Node, path: tuple[str, ...]) -> Iterator[dict[str, object]]:
+    def read_bases(self, node: yaml.Node, path: tuple[str, ...]) -> Iterator[dict[str, object]]:
         nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
         for base in nodes:
-            values = self.value(base, path)
+            values = self.read_value(base, path)
             if not isinstance(values, dict):
                 raise ConfigError(f"{self.name}:{base.start_mark.line + 1}: `<<` merges mappings, not {values!r}")
             yield values

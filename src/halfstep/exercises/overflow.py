@@ -55,7 +55,7 @@ def run(folder: Path, *, steps: int = STEPS) -> Story:
         rows=[_format_cells("with dynamic loss scaling", scaled), _format_cells("without scaling", unscaled)],
         claims=[
             Claim(text="the scale fell until gradients were finite", holds=scaled.scales[-1] < FIRST_SCALE),
-            Claim(text="skipped steps came first, and then none", holds=_are_first(scaled.skipped)),
+            Claim(text="skipped steps came first, and then none", holds=_is_prefix(scaled.skipped)),
             Claim(text="with scaling the loss fell by more than half", holds=scaled.learned > 0.5),
             Claim(text="without scaling gradients were flushed to zero", holds=flushed > 0.5),
             Claim(text="without scaling nothing was learned", holds=unscaled.learned < 0.1),
@@ -104,7 +104,7 @@ def train(*, scale: float, steps: int) -> ScaledTraining:
     )
 
 
-def _are_first(skipped: list[int]) -> bool:
+def _is_prefix(skipped: list[int]) -> bool:
     return bool(skipped) and skipped == list(range(len(skipped)))
 
 

@@ -102,7 +102,7 @@ class Prompt:
         show_question(self.console, question)
         while True:
             try:
-                return check(question.choose(self._line(question) or question.default))
+                return check(question.choose(self._read_line(question) or question.default))
             except Interrupted:
                 raise
             except HalfstepError as error:
@@ -111,7 +111,7 @@ class Prompt:
     def finish(self) -> None:
         """Do nothing: a person answers only what is asked."""
 
-    def _line(self, question: Question) -> str:
+    def _read_line(self, question: Question) -> str:
         print("> ", end="", flush=True)
         # readline would delay a Ctrl-C until the next key: wait for input in short intervals instead.
         while self.lines.isatty() and os.name == "posix" and not select.select([self.lines], [], [], 0.1)[0]:

@@ -257,7 +257,7 @@ def choose_batch(
     assert situation.look is not None
     num_train, memory = situation.look.num_train, situation.memory_bytes
     recipe = start.train.batch_size * start.train.accumulate
-    fits = _round_to_power_of_two(cost.largest_batch(memory)) if memory else recipe
+    fits = _round_to_power_of_two(cost.find_largest_batch(memory)) if memory else recipe
     # A larger batch is not faster on a CPU.
     grows = preset == "fast" and not situation.is_demo and situation.hardware.kind != "cpu"
     grown = max(recipe, min(recipe * LARGEST_GROWTH, fits)) if grows else recipe
@@ -280,7 +280,7 @@ def choose_batch(
 
 def _describe_memory(cost: StepCost, micro: int, fits: int, memory: int) -> str:
     a_sample = f"{format_bytes(cost.fixed_bytes)} + {format_bytes(cost.sample_bytes)} per sample"
-    needed = f"about {format_bytes(cost.bytes_at(micro))} ({a_sample}; an estimate)"
+    needed = f"about {format_bytes(cost.predict_bytes(micro))} ({a_sample}; an estimate)"
     if not memory:
         return f"{needed}; the memory size of this device is unknown"
     if not fits:
@@ -299,7 +299,7 @@ def choose_learning_rate(start: RunConfig, samples: int) -> tuple[dict[str, Any]
     """Scale the rate linearly with the batch for SGD (Goyal et al. 2017), by its root for Adam (Malladi 2022)."""
     optimizer, recipe = start.optimizer, start.train.batch_size * start.train.accumulate
     if optimizer.lr_per:
-        peak, per, rule = optimizer.peak_lr(samples), optimizer.lr_per, "linear, as in this recipe"
+        peak, per, rule = optimizer.compute_peak_lr(samples), optimizer.lr_per, "linear, as in this recipe"
         paths: dict[str, Any] = {}
         shown = f"{optimizer.lr:g} x {samples}/{per}"
     elif optimizer.name in ADAM_LIKE:

@@ -84,12 +84,12 @@ def _build_step(config: RunConfig, store: Mapping[str, Any], hardware: Hardware)
     engine = make_engine(parts, "eager", lambda text, level: None)
 
     @functools.lru_cache(maxsize=1)
-    def window(num_samples: int) -> list[Batch]:
-        sized = config.changed(train={"batch_size": num_samples})
+    def load_window(num_samples: int) -> list[Batch]:
+        sized = config.replace(train={"batch_size": num_samples})
         return [{name: value.to(parts.device) for name, value in synthetic.make_batch(sized, store).items()}]
 
     def step(num_samples: int) -> float:
-        batches = window(num_samples)
+        batches = load_window(num_samples)
         wait_for(parts.device)
         start = time.perf_counter()
         engine(batches)

@@ -14,9 +14,9 @@ from rich.text import Text
 
 from halfstep.errors import format_count
 from halfstep.report.config_view import format_setting
+from halfstep.report.console import make_columns_table, print_text
 from halfstep.report.picture_file import FAINT, INK, make_figure, save_figure
 from halfstep.report.progress import format_time
-from halfstep.report.console import make_columns_table, print_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -109,23 +109,23 @@ def split_columns(columns: Mapping[str, Sequence[str]], width: int) -> list[dict
 
 
 def _build_columns(rows: Sequence[Record], unit: Record) -> dict[str, list[str]]:
-    def each(name: str, scale: float = 1.0, significant: int = 3) -> list[str]:
+    def format_each(name: str, scale: float = 1.0, significant: int = 3) -> list[str]:
         return [format_digits(None if row[name] is None else row[name] * scale, significant) for row in rows]
 
     columns = {
         "who": [row["name"] for row in rows],
         "mode": [row["variant"] for row in rows],
         "precision": [row["precision"] + " simulated" * row["simulated"] for row in rows],
-        "ms/step": each("ms", significant=4),
+        "ms/step": format_each("ms", significant=4),
         "windows": [f"{format_digits(row['ms_min'], 4)}–{format_digits(row['ms_max'], 4)}" for row in rows],
-        f"{unit['name']}s/s": each("samples_per_s", unit["per_sample"], significant=4),
+        f"{unit['name']}s/s": format_each("samples_per_s", unit["per_sample"], significant=4),
         "x fp32": [_format_speedup(row, "speedup_fp32") for row in rows],
         "x tf32": [_format_speedup(row, "speedup_tf32") for row in rows],
-        "peak GB": each("peak_bytes", 1e-9),
-        "reserved": each("reserved_bytes", 1e-9),
-        f"J/{unit['name']}": each("joules_per_sample", 1 / unit["per_sample"]),
+        "peak GB": format_each("peak_bytes", 1e-9),
+        "reserved": format_each("reserved_bytes", 1e-9),
+        f"J/{unit['name']}": format_each("joules_per_sample", 1 / unit["per_sample"]),
         "of floor": [NOTHING if row["floor_share"] is None else f"{row['floor_share']:.0%}" for row in rows],
-        "loss": each("loss", significant=4),
+        "loss": format_each("loss", significant=4),
         "start s": [format_start(row) for row in rows],
     }
     # Drop columns of dashes only, such as energy on a CPU.
@@ -274,12 +274,12 @@ class RowsLeft:
         # The repeated first row takes as long as before.
         if not set(self.kinds[self.done : self.total - self.repeats_first]) <= set(self.kinds[: self.done]):
             return ", time left unknown"
-        this_s = self._expected_s(self.done) - (self._clock() - self._starts_s[-1])
-        others_s = sum(self._expected_s(index) for index in range(self.done + 1, self.total))
+        this_s = self._estimate_s(self.done) - (self._clock() - self._starts_s[-1])
+        others_s = sum(self._estimate_s(index) for index in range(self.done + 1, self.total))
         # If this row takes longer than expected, only the others can be estimated.
         return f", {'about' if this_s >= 0 else 'over'} {format_time(max(0.0, this_s) + others_s)} left"
 
-    def _expected_s(self, index: int) -> float:
+    def _estimate_s(self, index: int) -> float:
         """Estimate a row's time: that of the first for the repeated row, else the mean of its kind."""
         taken_s = [end - start for start, end in itertools.pairwise(self._starts_s)]
         if self.repeats_first and index == self.total - 1:

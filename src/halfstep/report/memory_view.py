@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.table import Table
 
 from halfstep.errors import choose_byte_unit
-from halfstep.report.picture_file import FAINT, INK, make_figure, save_figure
 from halfstep.report.console import make_columns_table
+from halfstep.report.picture_file import FAINT, INK, make_figure, save_figure
 
 COLOURS = {
     "weights": "#0072b2", "gradients": "#56b4e9", "optimizer": "#009e73", "average": "#8fd3c0",

@@ -33,7 +33,14 @@ from halfstep.precision.plan import Plan
 from halfstep.run.folder import make_paths_absolute
 from halfstep.run.frozen_modules import get_modules, place_frozen_
 from halfstep.run.multi_rank import connect_ranks, gather_samples, synchronise_norms
-from halfstep.run.optimizer import Length, make_step, refuse_unknown, count_steps_per_epoch, select_options, override_sections
+from halfstep.run.optimizer import (
+    Length,
+    count_steps_per_epoch,
+    make_step,
+    override_sections,
+    refuse_unknown,
+    select_options,
+)
 from halfstep.run.validate import EarlyStopping
 from halfstep.step.ema import Ema
 from halfstep.step.guard import LAG, Guard, GuardOptions
@@ -180,7 +187,7 @@ def apply_settled(config: RunConfig, workload: Workload) -> RunConfig:
     """Return the config with the settings that the data decided, so that a stored run does not decide them again."""
     for path, value in workload.settled.items():
         section, name = path.split(".")
-        config = config.changed(**{section: {name: value}})
+        config = config.replace(**{section: {name: value}})
     return config
 
 
@@ -407,7 +414,7 @@ def provide_data(config: RunConfig) -> Iterator[RunConfig]:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "demo"
         KINDS.of(config.workload).write_demo(config.workload, data, seed=config.train.seed)
-        yield config.changed(data={"dir": str(data)})
+        yield config.replace(data={"dir": str(data)})
 
 
 def _warn_untimed(decided: Plan) -> Plan:

@@ -55,7 +55,9 @@ def record_faults(parts: Assembly, folder: RunFolder, notice: Notice) -> None:
         folder.path / FOLDER,
         parts.model,
         parts.step,
-        make_capsule_context(parts, lambda: next((path.name for path in reversed(folder.checkpoints().all())), "")),
+        make_capsule_context(
+            parts, lambda: next((path.name for path in reversed(folder.open_checkpoints().list_all())), "")
+        ),
         # Of a rank without a screen only warnings are passed on.
         notice=lambda text: notice(text, "info" if parts.world is None or parts.world.is_first else "warning"),
         most=config.guard.capsules,
@@ -198,15 +200,15 @@ def _make_variants(plan: Plan, region: Region) -> dict[str, LossFn]:
     if plan.mode not in ("compile", "graph"):
         return {}
 
-    def as_it_was(batch: Any) -> Any:
+    def run_as_recorded(batch: Any) -> Any:
         with allow_chains(on=plan.mode == "graph"):
             return region(batch)
 
-    def without_kernels(batch: Any) -> Any:
+    def run_without_kernels(batch: Any) -> Any:
         with force(False):
             return region(batch)
 
-    return {"as it was": as_it_was, "kernels off": without_kernels}
+    return {"as it was": run_as_recorded, "kernels off": run_without_kernels}
 
 
 def _load_checkpoint_state(capsule: Capsule) -> dict[str, Tensor]:

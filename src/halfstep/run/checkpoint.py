@@ -72,7 +72,7 @@ class Checkpoints:
             self.folder / "best.json", json.dumps({"checkpoint": path.name, "metric": metric, "value": value})
         )
 
-    def best(self) -> Path | None:
+    def find_best(self) -> Path | None:
         """Return the checkpoint with the best metric, if one was marked and is still there."""
         file = self.folder / "best.json"
         if not file.is_file():
@@ -91,14 +91,14 @@ class Checkpoints:
         path = self.folder / name
         return path if path.is_dir() else None
 
-    def all(self) -> list[Path]:
+    def list_all(self) -> list[Path]:
         """Return all checkpoints, oldest first; folders with other names, such as `step-00000005.bak`, are ignored."""
         return sorted((path for path in self._list_named() if path.is_dir()), key=_parse_name)
 
     def load_newest(self, *, on_damaged: Callable[[str], None]) -> tuple[Path, Checkpoint]:
         """Load the newest intact checkpoint; report damaged ones and move them aside."""
         damaged: list[Path] = []
-        for path in reversed(self.all()):
+        for path in reversed(self.list_all()):
             try:
                 found = load(path)
             except CheckpointError as error:
@@ -120,7 +120,7 @@ class Checkpoints:
     def _explain_unwritten(self, path: Path, error: Exception) -> CheckpointError:
         """Return the error of a failed write, with a resume command if an earlier checkpoint exists."""
         what, room = f"cannot write checkpoint {path}: {error}", "free some space or fix the folder's permissions"
-        if not self.all():
+        if not self.list_all():
             return CheckpointError(
                 what, why="it would have been the run's first checkpoint", fix=f"{room}, then start the run again"
             )
@@ -146,8 +146,8 @@ class Checkpoints:
                 raise CheckpointError(f"cannot rename the damaged {path}: {error.strerror}") from error
 
     def _drop_old(self, newest: Path) -> None:
-        kept = (newest, self.best())
-        others = [path for path in self.all() if path not in kept]
+        kept = (newest, self.find_best())
+        others = [path for path in self.list_all() if path not in kept]
         same_step = [path for path in others if _parse_name(path)[0] == _parse_name(newest)[0]]
         surplus = others[: max(len(others) - self.keep + 1, 0)] if self.keep else []
         for path in {*same_step, *surplus}:

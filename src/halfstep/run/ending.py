@@ -48,7 +48,7 @@ def explain_ending(
     if isinstance(error, DataError):
         return _save_after_bad_file(error, loop, folder)
     if isinstance(error, TrainingStopped):
-        names, capsules = loop.journal.latest_files(), all_in(folder.path / "capsules")
+        names, capsules = loop.journal.list_latest_files(), all_in(folder.path / "capsules")
         cause = f"find the cause with: {suggest_command('replay', capsules[0])}" if capsules else ""
         error.fix = "; ".join(filter(None, [cause, error.fix, f"files of that step: {names}" if names else ""]))
     return error
@@ -97,13 +97,13 @@ def _suggest_longer_search(scaler: Scaler) -> str:
 
 def has_left_nothing(loop: Loop) -> bool:
     """True if no step was taken and nothing was kept, so that the folder can be removed."""
-    kept = [*loop.checkpoints.all(), *all_in(loop.checkpoints.folder.parent / "capsules")]
+    kept = [*loop.checkpoints.list_all(), *all_in(loop.checkpoints.folder.parent / "capsules")]
     return loop.parts.step.attempted == 0 and not kept
 
 
 def _explain_second_interrupt(loop: Loop, folder: RunFolder, *, is_new: bool) -> Interrupted:
     what = f"stopped by a second Ctrl-C after step {loop.parts.step.attempted}, without saving"
-    kept = loop.checkpoints.all()
+    kept = loop.checkpoints.list_all()
     if kept:
         return Interrupted(what, why=f"the newest checkpoint is {kept[-1]}", fix=suggest_resume(folder.path))
     if not is_new:
@@ -122,7 +122,7 @@ def _remove_run(error: HalfstepError, folder: RunFolder) -> HalfstepError:
 def _save_after_bad_file(error: DataError, loop: Loop, folder: RunFolder) -> HalfstepError:
     """Save what was trained before a bad file was met, as for Ctrl-C."""
     is_alone = loop.parts.world is None  # several ranks are in the middle of a step: there is no complete state
-    if is_alone and (loop.position.batch > 0 or not loop.checkpoints.all()):
+    if is_alone and (loop.position.batch > 0 or not loop.checkpoints.list_all()):
         try:
             loop.save()
         except CheckpointError as unsaved:
@@ -198,8 +198,8 @@ def export_model(parts: Assembly, folder: RunFolder) -> None:
     kind = KINDS.of(parts.config.workload)
     if kind.export is None:
         return
-    checkpoints = folder.checkpoints()
-    stored = checkpoints.best() or checkpoints.all()[-1]
+    checkpoints = folder.open_checkpoints()
+    stored = checkpoints.find_best() or checkpoints.list_all()[-1]
     load_for_use(parts.model, load(stored))
     try:
         with atomic_folder(folder.model, replaces=True) as hidden:  # the run may have ended before and been resumed

@@ -70,7 +70,7 @@ class Graphs(dict[Shape, CapturedWindow]):
 
     pool: Pool = None
 
-    def pool_for(self, device: torch.device) -> Pool:
+    def get_pool(self, device: torch.device) -> Pool:
         if not self and device.type == "cuda":
             # A pool ends with its last graph, and torch 2.11 fails to capture into it again.
             self.pool = torch.cuda.graph_pool_handle()
@@ -252,7 +252,7 @@ class Engine:
             return None
         outputs: list[Any] = []
         try:
-            step = GraphedStep(self.guarded, self.make_loss(outputs), window, self.graphs.pool_for(self.parts.device))
+            step = GraphedStep(self.guarded, self.make_loss(outputs), window, self.graphs.get_pool(self.parts.device))
         except CaptureFailed as error:
             self._stay_uncaptured(str(error))
             return None

@@ -79,15 +79,15 @@ class RunFolder:
         write_atomically(self.path / "settled.json", json.dumps(seal(dataclasses.asdict(settled))))
 
     def read_settled(self) -> Settled:
-        return Settled(**self._sealed(self.path / "settled.json"))
+        return Settled(**self._read_sealed(self.path / "settled.json"))
 
     def write_plan(self, plan: Plan) -> None:
         write_atomically(self.plan, json.dumps(seal(dataclasses.asdict(plan)), indent=2))
 
     def read_plan(self) -> Plan:
-        return Plan.from_json(json.dumps(self._sealed(self.plan)))
+        return Plan.from_json(json.dumps(self._read_sealed(self.plan)))
 
-    def _sealed(self, path: Path) -> dict[str, Any]:
+    def _read_sealed(self, path: Path) -> dict[str, Any]:
         try:
             return read_sealed(path.read_bytes())
         except (OSError, ValueError) as error:
@@ -97,7 +97,7 @@ class RunFolder:
                 f"cannot use {path}", why=why, fix=f"restore the file, or start a new run: {again}"
             ) from error
 
-    def checkpoints(self, *, keep: int = 0, writes: bool = True) -> Checkpoints:
+    def open_checkpoints(self, *, keep: int = 0, writes: bool = True) -> Checkpoints:
         return Checkpoints(self.path / "checkpoints", keep=keep, writes=writes)
 
     def lock(self) -> AbstractContextManager[None]:
@@ -178,7 +178,7 @@ def suggest_resume(path: Path) -> str:
 def _explain_taken(folder: RunFolder) -> CheckpointError:
     """Return the error for an --out that is not empty: continue it if it has a checkpoint, else remove it."""
     fix = "choose another --out"
-    if folder.checkpoints().all():
+    if folder.open_checkpoints().list_all():
         fix += f", or continue that run with: {suggest_command('train', '--resume', folder.path)}"
     elif folder.config.is_file():
         fix += f", or remove {folder.path}: that run ended before its first checkpoint"
@@ -211,12 +211,12 @@ def find_moved_data(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, li
     stored, here = config.data.dir, make_paths_absolute(config)
     demo = make_absolute(folder.path) / "data"  # demo data are in the run's folder and move with it
     if stored is None:
-        return here.changed(data={"dir": str(demo)}) if demo.is_dir() else here, []
+        return here.replace(data={"dir": str(demo)}) if demo.is_dir() else here, []
     place = Path(_make_absolute(stored))
     if place.exists():
         return here, []
     if demo.is_dir():
-        return here.changed(data={"dir": str(demo)}), [f"{stored} does not exist: using the demo data in {demo}"]
+        return here.replace(data={"dir": str(demo)}), [f"{stored} does not exist: using the demo data in {demo}"]
     if is_import_path(config.workload):  # a custom workload may use data.dir as it likes
         return here, []
     raise _explain_missing_data(folder, stored, place)

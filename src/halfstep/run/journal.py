@@ -100,15 +100,15 @@ class Journal:
         self._lagging.add(reading.waits_s)
         for name, part in split_phases(reading).items():
             self.seen[name].newest = part
-            self._tell(part, name)
+            self._report_reading(part, name)
         if (reading.attempted + 1) % self.report_every == 0:  # `attempted` counts the steps before this one
             self._record(reading)
 
-    def _tell(self, reading: Reading, phase: str) -> None:
+    def _report_reading(self, reading: Reading, phase: str) -> None:
         step = f"step {reading.attempted}" + (f" of {phase}" if phase else "")
         if reading.is_spike and not reading.is_bad:
             self.num_spikes += 1
-            self._event("spike", reading, f"{step}: the loss jumped to {reading.loss:.4g}", "warning", phase)
+            self._record_event("spike", reading, f"{step}: the loss jumped to {reading.loss:.4g}", "warning", phase)
         if not reading.is_bad:
             self.seen[phase].loss_sum += reading.loss
             self.seen[phase].num_losses += 1
@@ -118,10 +118,10 @@ class Journal:
             is_low = reading.scale <= self._low_scale
             which = "a low one: what overflows may do so at any scale" if is_low else "routine in fp16"
             text = f"{step}: overflow at loss scale {reading.scale:g}, step skipped ({which})"
-            self._event("overflow", reading, text, "warning" if is_low else "info", phase)
+            self._record_event("overflow", reading, text, "warning" if is_low else "info", phase)
         else:
-            text = f"{step} skipped: {reading.reason}; samples {self._samples_of(reading)}"
-            self._event("skipped", reading, text, "warning", phase)
+            text = f"{step} skipped: {reading.reason}; samples {self._format_samples(reading)}"
+            self._record_event("skipped", reading, text, "warning", phase)
 
     def record_step(self, attempted: int, samples_per_s: float, waiting: Waiting) -> None:
         self._samples_per_s = samples_per_s
@@ -138,17 +138,17 @@ class Journal:
                 "loss": first.loss,
                 "grad_norm": first.grad_norm,
                 "lr": first.lr,
-                **self._by_phase(),
+                **self._collect_phases(),
                 "scale": r.scale,
                 "committed": r.committed,
                 "skipped": self.num_skipped,
                 "samples_per_s": round(self._samples_per_s, 2),
-                **self._units_per_s(),
+                **self._compute_rates(),
                 "memory_bytes": get_peak_memory_bytes(self.device),
             }
         )
 
-    def _units_per_s(self) -> dict[str, float]:
+    def _compute_rates(self) -> dict[str, float]:
         """Return the throughput in the workload's unit, such as tokens."""
         used = compute_utilisation(self.unit, self._samples_per_s, self._peak_flops)
         share = {"mfu": round(used, 4)} if used else {}
@@ -159,7 +159,7 @@ class Journal:
         """Return the newest step of the first phase, which represents the run."""
         return next(iter(self.seen.values())).newest
 
-    def _by_phase(self) -> dict[str, float]:
+    def _collect_phases(self) -> dict[str, float]:
         """Return the newest numbers of each phase, which may be from earlier steps."""
         shown = ("loss", "grad_norm", "lr", "committed")
         read = [(name, self.seen[name].newest) for name in self.phases]
@@ -168,12 +168,12 @@ class Journal:
     def _advance(self, bar: Bar, waiting: Waiting, *, is_due: bool) -> None:
         # A finished bar must not show the numbers of a step long ago.
         is_wanted = is_due or not self._has_shown or bar.done + 1 == bar.total
-        fields = self._fields(waiting) if is_wanted and self.latest is not None else None
+        fields = self._format_fields(waiting) if is_wanted and self.latest is not None else None
         bar.advance(fields, begins_pace=self._is_compiling)
         self._has_shown |= fields is not None
         self._is_compiling = False
 
-    def _fields(self, waiting: Waiting) -> dict[str, str]:
+    def _format_fields(self, waiting: Waiting) -> dict[str, str]:
         r = self.latest
         assert r is not None
         if self._since_metric.elapsed_s > METRIC_EVERY_S or not self._shown_metric:
@@ -181,7 +181,7 @@ class Journal:
             self._shown_metric = f"{found[self.metric]:.3f}" if self.metric in found else ""
             self._since_metric.restart()
         metric = {self.metric: self._shown_metric} if self._shown_metric else {}
-        fields = {**self._losses(r), **metric, "lr": f"{r.lr:.1e}"}
+        fields = {**self._format_losses(r), **metric, "lr": f"{r.lr:.1e}"}
         if self._samples_per_s:
             fields["speed"] = self.unit.rate(self._samples_per_s)
         if used := compute_utilisation(self.unit, self._samples_per_s, self._peak_flops):
@@ -196,7 +196,7 @@ class Journal:
         memory = get_peak_memory_bytes(self.device)
         return fields | ({"memory": format_bytes(memory)} if memory else {})
 
-    def _losses(self, latest: Reading) -> dict[str, str]:
+    def _format_losses(self, latest: Reading) -> dict[str, str]:
         if not self.phases:
             return {"loss": f"{latest.loss:.4f}"}
         read = [(name, self.seen[name].newest) for name in self.phases]
@@ -207,7 +207,7 @@ class Journal:
         is_mixed = self.plan.granted in ("bf16", "fp16", "fp8")
         return f"{'mp ' if is_mixed else ''}{self.plan.granted}{' (simulated)' if self.plan.simulated else ''}"
 
-    def _event(self, event: str, reading: Reading, text: str, level: Level, phase: str) -> None:
+    def _record_event(self, event: str, reading: Reading, text: str, level: Level, phase: str) -> None:
         self.report.notice(text, level)
         self._log(
             {
@@ -221,21 +221,21 @@ class Journal:
                 "grad_norm": reading.grad_norm,
                 "scale": reading.scale,
                 "sample_ids": list(reading.sample_ids),
-                "files": self._files_of(reading),
+                "files": self._list_files(reading),
             }  # fmt: skip
         )
 
-    def latest_files(self) -> str:
+    def list_latest_files(self) -> str:
         """Return the files of the newest step; empty if samples are not files."""
-        return _format_few(self._files_of(self.latest)) if self.latest is not None else ""
+        return _format_few(self._list_files(self.latest)) if self.latest is not None else ""
 
-    def _files_of(self, reading: Reading) -> list[str]:
+    def _list_files(self, reading: Reading) -> list[str]:
         if self._named is None:
             return []
         return [name for index in reading.sample_ids if (name := self._named.name_of(index))]
 
-    def _samples_of(self, reading: Reading) -> str:
-        files = self._files_of(reading)
+    def _format_samples(self, reading: Reading) -> str:
+        files = self._list_files(reading)
         numbers = _format_few(reading.sample_ids) or "unknown"
         return f"{numbers} ({_format_few(files)})" if files else numbers
 
@@ -248,7 +248,7 @@ class Journal:
 
     @contextmanager
     def show_training(self, epoch: int, num_windows: int) -> Iterator[None]:
-        with self.report.phase(f"Epoch {epoch + 1}/{self.epochs} [Train]", num_windows) as bar:
+        with self.report.show_phase(f"Epoch {epoch + 1}/{self.epochs} [Train]", num_windows) as bar:
             self._epoch, self._bar, self._has_shown = epoch, bar, False
             bar.show({"precision": self._precision})
             try:
@@ -258,7 +258,7 @@ class Journal:
 
     @contextmanager
     def show_validation(self, epoch: int, num_batches: int) -> Iterator[Callable[[], None]]:
-        with self.report.phase(f"Epoch {epoch + 1}/{self.epochs} [Val]", num_batches) as bar:
+        with self.report.show_phase(f"Epoch {epoch + 1}/{self.epochs} [Val]", num_batches) as bar:
             yield lambda: bar.advance()
 
     def record_epoch(
@@ -269,7 +269,7 @@ class Journal:
         names = [name for name in val if name != "loss" and "/" not in name]
         rows += [(f"loss {name}", f"{self.seen[name].mean_loss:.4f}", "") for name in self.phases]
         rows += [(name, f"{train[name]:.4f}" if name in train else "", f"{val[name]:.4f}") for name in names]
-        self.report.epoch_summary(epoch + 1, self.epochs, rows)
+        self.report.show_epoch(epoch + 1, self.epochs, rows)
         if hint := self._hint(val):
             self.report.notice(f"hint: {hint}")
         trained = {f"train_{name}": train[name] for name in names if name in train} | {"train_loss": mean_loss}
@@ -323,7 +323,9 @@ class Journal:
         self.num_records, self.records_crc32 = int(state["num_records"]), int(state["records_crc32"])
         # A run without phases stores the keys of its one entry at the top level.
         for name, own in state.get("phases", {"": {**state, "newest": state["latest"]}}).items():
-            self.seen[name] = PhaseProgress(_load_reading(own["newest"]), float(own["loss_sum"]), int(own["num_losses"]))
+            self.seen[name] = PhaseProgress(
+                _load_reading(own["newest"]), float(own["loss_sum"]), int(own["num_losses"])
+            )
         self.num_skipped, self.num_spikes = int(state["num_skipped"]), int(state["num_spikes"])
         self._clock, self._before_s = Stopwatch(), float(state["elapsed_s"])
 

@@ -68,7 +68,7 @@ class Loop:
         """Whether any rank was asked to stop; all ranks read it in the facts of the same step."""
         self._num_posts = 0
         if parts.world is not None:
-            parts.guard.observers.append(self._hear)
+            parts.guard.observers.append(self._follow_ranks)
         self.validated_at = self.sampled_at = -1
         """The steps of the last validation and samples: a resumed run does what was due, and nothing twice."""
         if parts.config.train.sample_every and parts.workload.sample is None:
@@ -112,7 +112,7 @@ class Loop:
 
     # --- several ranks ---
 
-    def _hear(self, facts: object, reading: Reading) -> None:
+    def _follow_ranks(self, facts: object, reading: Reading) -> None:
         self._is_asked |= reading.is_asked
         self.engine.follow(reading)
 
@@ -121,7 +121,7 @@ class Loop:
         """True if the run was asked to stop; all ranks see it at the same step."""
         return bool(self.interrupts) if self.parts.world is None else self._is_asked
 
-    def hear_others(self) -> None:
+    def show_rank_warnings(self) -> None:
         """Show the warnings of other ranks."""
         world = self.parts.world
         if world is not None and world.is_first:
@@ -161,7 +161,7 @@ class Loop:
                 self._act_on(parts.guard.watch(facts))
                 waiting = Waiting(trained_s=clock.elapsed_s, waited_s=feed.waited_s - waited_s)
                 self._count_start(waiting)
-                self._after_step(samples, waiting)
+                self._finish_step(samples, waiting)
                 if self.is_over or self._samples_are_due() or self._validation_is_due():
                     break
         self.waiting.add(clock.elapsed_s, feed.waited_s - waited_s)
@@ -207,13 +207,13 @@ class Loop:
             made.append(self._run_window(kept.window, kept.position))
         return made
 
-    def _after_step(self, samples: int, waiting: Waiting) -> None:
+    def _finish_step(self, samples: int, waiting: Waiting) -> None:
         parts, attempted, every = self.parts, self.parts.step.attempted, self.parts.config.train.checkpoint_every
         self.num_samples += samples
         self.throughput.add(samples)
         self.journal.record_step(attempted, self.throughput.per_s(), waiting)
         if attempted % self.journal.report_every == 0:
-            self.hear_others()
+            self.show_rank_warnings()
         if parts.snapshots is not None and parts.snapshots.is_due(attempted):
             parts.guard.release_held()
             parts.snapshots.take(parts.model, parts.step)

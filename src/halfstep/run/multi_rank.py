@@ -44,7 +44,7 @@ def connect_ranks(
     if world is None:
         return eager, compiled, "alone"
 
-    def compiled_or_eager(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
+    def run_compiled_or_eager(batch: Batch) -> tuple[Tensor, Tensor | float, Any]:
         """Fall back to eager within the step: the other ranks are in the same step, and the sums stay the same."""
         try:
             return run_uncut(compiled, batch)
@@ -60,7 +60,7 @@ def connect_ranks(
     with freeze_others(model, own):
         wrapped = wrap_regions(
             model,
-            {"eager": eager, "compiled": compiled_or_eager},
+            {"eager": eager, "compiled": run_compiled_or_eager},
             device,
             reduce=config.train.reduce,
             find_unused=config.train.find_unused,

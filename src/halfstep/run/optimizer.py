@@ -84,7 +84,7 @@ def build_optimizer(
     o = config.optimizer
     if o.moment_bits == 8:
         setting = dataclasses.replace(setting, optimizer_bits=_eight_for(o.name))
-    peak_lr = o.peak_lr(config.train.batch_size * config.train.accumulate)
+    peak_lr = o.compute_peak_lr(config.train.batch_size * config.train.accumulate)
     own_groups: list[dict[str, Any]] = []
     schedules: list[Schedule] = []
     for group, names in _split_by_group(model, groups, parts):
@@ -96,7 +96,7 @@ def build_optimizer(
         own_groups += [{**found, **lr} for found in made]
         schedules += [build_schedule(_make_schedule_options(own, length))] * len(made)
     half = {"rounding": config.precision.rounding, "seed": config.train.seed}
-    optimizer = make_optimizer(setting, o.name, own_groups, lr=peak_lr, options=o.options(), **half)  # type: ignore[arg-type]
+    optimizer = make_optimizer(setting, o.name, own_groups, lr=peak_lr, options=o.collect_options(), **half)  # type: ignore[arg-type]
     return optimizer, schedules if groups else schedules[:1]
 
 
@@ -132,7 +132,9 @@ def _apply_group(config: RunConfig, group: Group | None) -> RunConfig:
     return override_sections(config, f"the group of {', '.join(group.modules)}", decay, group.schedule)
 
 
-def override_sections(config: RunConfig, who: str, optimizer: Mapping[str, Any], schedule: Mapping[str, Any]) -> RunConfig:
+def override_sections(
+    config: RunConfig, who: str, optimizer: Mapping[str, Any], schedule: Mapping[str, Any]
+) -> RunConfig:
     """Return the run's config with the overrides of a workload's phase or group."""
     if schedule.get("name", config.schedule.name) == "plateau" != config.schedule.name:
         raise ConfigError(

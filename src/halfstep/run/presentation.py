@@ -65,7 +65,7 @@ def show_header(report: RunReport, loaded: Loaded, folder: RunFolder, parts: Ass
     ]
     own = warn_of_rounding(parts.step.optimizers)
     warnings = (*loaded.warnings, *plan.warnings, *own, *_shorten_notes(parts.workload.notes))
-    report.header(f"halfstep {config.workload}", [row for row in rows if row[1]], warnings=warnings)
+    report.show_header(f"halfstep {config.workload}", [row for row in rows if row[1]], warnings=warnings)
     for line in format_header(loaded):
         report.notice(line)
 
@@ -75,7 +75,7 @@ def show_summary(
 ) -> None:
     parts, stopping = loop.parts, loop.parts.stopping
     memory = get_peak_memory_bytes(parts.device)
-    best = loop.checkpoints.best()
+    best = loop.checkpoints.find_best()
     best_metric = f"{stopping.best:.4f} (epoch {stopping.best_epoch + 1})" if best else "not validated"
     rows = [
         (f"best {parts.workload.metric}", best_metric),
@@ -97,7 +97,7 @@ def show_summary(
 
 
 def _list_results(folder: RunFolder, loop: Loop) -> list[tuple[str, str]]:
-    parts, best = loop.parts, loop.checkpoints.best()
+    parts, best = loop.parts, loop.checkpoints.find_best()
     curves = [("curves", str(folder.report / "curves.png"))] if parts.config.log.curves else []
     held_out = () if len(parts.workload.val_samples) else ("--data", "DIR")
     closer = suggest_command("evaluate", folder.path, *held_out)

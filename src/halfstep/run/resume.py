@@ -76,7 +76,7 @@ def apply_decided(asked: Loaded, stored: Loaded, settled: Mapping[str, Sequence[
     for path, values in settled.items():
         section, _, name = path.partition(".")
         if name in said.get(section, ()) and (not is_given(config, section, name) or said[section][name] in values):
-            config = config.changed(**{section: {name: getattr(getattr(stored.config, section), name)}})
+            config = config.replace(**{section: {name: getattr(getattr(stored.config, section), name)}})
             taken.append(f"{path}.")
     own = tuple(taken)
     origins = {key: origin for key, origin in asked.origins.items() if not f"{key}.".startswith(own)}

@@ -39,7 +39,7 @@ class RunRank:
     def writes(self) -> bool:
         return self.world is None or self.world.is_first
 
-    def on_first(self, make: Callable[[], Made]) -> Made:
+    def run_on_first(self, make: Callable[[], Made]) -> Made:
         """Run on rank 0 and broadcast the result."""
         return make() if self.world is None else self.world.broadcast_from_first(make)
 
@@ -58,7 +58,7 @@ class RunRank:
                     fix="name it with --out DIR",
                 )
             )
-        return self.on_first(lambda: out if RunFolder(out).checkpoints().all() else None)
+        return self.run_on_first(lambda: out if RunFolder(out).open_checkpoints().list_all() else None)
 
     def agree_on_plan(self, make: Callable[[Rehearse], Plan], config: RunConfig, workload: Workload) -> Plan:
         """Return one plan for all ranks, each with its own device, from trials that all ranks make together."""
@@ -72,7 +72,7 @@ class RunRank:
         if self.world is None:
             return config
         rows = self.world.count_rows(config.train.batch_size)
-        return config.changed(train={"batch_size": rows, "auto_batch": False})
+        return config.replace(train={"batch_size": rows, "auto_batch": False})
 
 
 # --- trials that all ranks make together ---
@@ -155,7 +155,7 @@ class AgreedTrials:
 
     def _set_batch(self, tried: int) -> RunConfig:
         """Return the config with as many samples as rank 0 tries, which has at most one more than others."""
-        return self.config.changed(train={"batch_size": min(tried, self.config.train.batch_size)})
+        return self.config.replace(train={"batch_size": min(tried, self.config.train.batch_size)})
 
 
 class AgreedTrial(Trial):
@@ -217,12 +217,12 @@ class FarReport(RunReport):
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def _nothing(self, *_: object, **__: object) -> None: ...
+    def _do_nothing(self, *_: object, **__: object) -> None: ...
 
-    header = epoch_summary = log = finish = close = _nothing
+    show_header = show_epoch = log = finish = close = _do_nothing
 
     @contextlib.contextmanager
-    def phase(self, label: str, total: int) -> Iterator[Bar]:
+    def show_phase(self, label: str, total: int) -> Iterator[Bar]:
         yield Bar(label, total)
 
     def notice(self, text: str, level: Level = "info") -> None:

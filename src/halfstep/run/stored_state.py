@@ -228,7 +228,7 @@ SIDE = 256
 def check_disk(parts: Assembly, folder: RunFolder) -> list[str]:
     """Raise if not even the next checkpoints fit on the disk; return a note if not all of them may fit."""
     place = next(path for path in (folder.path, *folder.path.absolute().parents) if path.is_dir())
-    stored = folder.checkpoints().all()
+    stored = folder.open_checkpoints().list_all()
     size = sum_folder_bytes(stored[-1]) if stored else estimate_checkpoint_bytes(parts)
     num_further = max(1, _count_kept(parts) - len(stored))
     # A checkpoint is written before the previous one is removed.
@@ -266,7 +266,9 @@ def measure_state_bytes(config: RunConfig, setting: MemorySetting) -> float:
     weight = nn.Parameter(torch.zeros(SIDE, SIDE))
     weight.grad = torch.zeros_like(weight)
     groups = [{"params": [weight], "weight_decay": 0.0}]
-    optimizer = make_optimizer(setting, config.optimizer.name, groups, lr=1e-3, options=config.optimizer.options())
+    optimizer = make_optimizer(
+        setting, config.optimizer.name, groups, lr=1e-3, options=config.optimizer.collect_options()
+    )
     optimizer.step()
     kept = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
     return _sum_bytes(kept) / weight.numel()

@@ -153,7 +153,7 @@ def _start(loaded: Loaded, out: str | None, rank: RunRank) -> Path:
 
 
 def _create_folder(out: str | None, name: str, rank: RunRank) -> RunFolder:
-    return rank.on_first(lambda: RunFolder.create(out, name))
+    return rank.run_on_first(lambda: RunFolder.create(out, name))
 
 
 def _decide(config: RunConfig, workload: Workload, hardware: Hardware, rank: RunRank, rehearse: Rehearse) -> Plan:
@@ -183,7 +183,7 @@ def _assemble(config: RunConfig, workload: Workload, plan: Plan, rank: RunRank) 
 
 
 def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan, decided: dict[str, list[Any]]) -> None:
-    config = config.changed(log={"quiet": False})
+    config = config.replace(log={"quiet": False})
     code = sign_code(find_import_paths(config))
     folder.write_settled(Settled(settings=dump_values(config), decided=decided, code=code))
     folder.write_plan(plan)
@@ -192,8 +192,8 @@ def _write_settings(folder: RunFolder, config: RunConfig, plan: Plan, decided: d
 
 def _make_demo_data(loaded: Loaded, folder: RunFolder, rank: RunRank) -> Loaded:
     data_dir = make_absolute(folder.path) / "data"
-    rank.on_first(partial(_write_demo, loaded.config, data_dir))
-    return dataclasses.replace(loaded, config=loaded.config.changed(data={"dir": str(data_dir)}))
+    rank.run_on_first(partial(_write_demo, loaded.config, data_dir))
+    return dataclasses.replace(loaded, config=loaded.config.replace(data={"dir": str(data_dir)}))
 
 
 def _write_demo(config: RunConfig, data_dir: Path) -> None:
@@ -225,14 +225,14 @@ def _resume(loaded: Loaded, folder: RunFolder, rank: RunRank, *, allow_changes: 
     loaded = dataclasses.replace(loaded, config=config)
     with folder.lock() if rank.writes else nullcontext():
         damaged: list[str] = []
-        path = rank.on_first(lambda: _find_newest(folder, damaged))
+        path = rank.run_on_first(lambda: _find_newest(folder, damaged))
         checkpoint = load_checkpoint(path)
         if (finished := explain_finished(config, checkpoint.state)) and _is_tidy(config, folder, path, checkpoint):
             if rank.writes:
                 RunReport(folder.path).notice(f"{folder.path} is {finished}")
             return folder.path
         journal = checkpoint.state["journal"]
-        other = rank.on_first(lambda: refuse_other_records(folder.metrics, journal, allow=allow_changes))
+        other = rank.run_on_first(lambda: refuse_other_records(folder.metrics, journal, allow=allow_changes))
         workload = _build_as_stored(loaded.config, checkpoint.state, folder)
         found = [len(workload.train_samples), len(workload.val_samples)]
         other += refuse_other_data(checkpoint.state["num_samples"], found, allow=allow_changes)
@@ -250,9 +250,9 @@ def _resume(loaded: Loaded, folder: RunFolder, rank: RunRank, *, allow_changes: 
 
 
 def _find_newest(folder: RunFolder, damaged: list[str]) -> Path:
-    checkpoints = folder.checkpoints()
+    checkpoints = folder.open_checkpoints()
     checkpoints.clean_up()
-    checkpoints.best()  # raises on a damaged best.json before anything is trained
+    checkpoints.find_best()  # raises on a damaged best.json before anything is trained
     return checkpoints.load_newest(on_damaged=damaged.append)[0]
 
 
@@ -271,7 +271,7 @@ def _is_tidy(config: RunConfig, folder: RunFolder, path: Path, checkpoint: Check
         or state["validated_at"] == state["step"]["attempted"]
         or state["num_samples"][1] == 0
     )
-    is_marked = not state["is_best"] or folder.checkpoints().best() == path
+    is_marked = not state["is_best"] or folder.open_checkpoints().find_best() == path
     is_drawn = not config.log.curves or (folder.report / "curves.png").is_file()
     return is_validated and is_marked and is_drawn and has_summary(folder) and is_exported(config.workload, folder)
 
@@ -311,7 +311,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
         choose_algorithms(deterministic=config.train.deterministic),
         catch_interrupts(answers=writes) as asked_to_stop,
     ):
-        checkpoints = folder.checkpoints(keep=config.train.checkpoints_total_limit, writes=writes)
+        checkpoints = folder.open_checkpoints(keep=config.train.checkpoints_total_limit, writes=writes)
         loop = Loop(parts, checkpoints, journal, asked_to_stop)
         is_new = resumed is None
         if world is not None and not world.is_first:
@@ -333,7 +333,7 @@ def _run(loaded: Loaded, folder: RunFolder, parts: Assembly, *, resumed: Resumed
             monitor = watch.enter_context(monitored(parts.device, folder.path / "monitor.jsonl", records=writes))
             journal.gpu, loop.settled = monitor.in_short, monitor.settle
             loop.run()
-            loop.hear_others()
+            loop.show_rank_warnings()
             monitor.stop()
             refuse_only_skips(loop, start)
             if writes:

@@ -95,11 +95,11 @@ class Comparison:
     @property
     def metric(self) -> str:
         """Return the headline metric, as the runs name it."""
-        return self._of_runs("metric", "metric")
+        return self._read_from_runs("metric", "metric")
 
     @property
     def mode(self) -> str:
-        return self._of_runs("mode", "max")
+        return self._read_from_runs("mode", "max")
 
     @property
     def in_points(self) -> bool:
@@ -110,7 +110,7 @@ class Comparison:
         values = [run.value for run in (*self.pilot, *self.runs) if math.isfinite(run.value)]
         return self.mode == "max" and all(abs(value) <= 1 for value in values)
 
-    def _of_runs(self, key: str, unknown: str) -> str:
+    def _read_from_runs(self, key: str, unknown: str) -> str:
         return next((run.summary[key] for run in (*self.pilot, *self.runs) if key in run.summary), unknown)
 
     @classmethod

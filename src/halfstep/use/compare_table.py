@@ -15,9 +15,9 @@ from rich.text import Text
 
 from halfstep.config.precision_names import normalise_precision
 from halfstep.errors import format_bytes, format_count
+from halfstep.report.console import make_columns_table, print_text
 from halfstep.report.page.read_run import SAMPLES, find_rate_key, format_rate_unit
 from halfstep.report.picture_file import FAINT, INK, make_figure, save_figure
-from halfstep.report.console import make_columns_table, print_text
 from halfstep.run.memory.sizing import predict_largest_batch
 from halfstep.use.compare import (
     Comparison,

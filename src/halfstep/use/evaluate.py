@@ -82,7 +82,7 @@ def evaluate(
         metrics |= loaded.score_raw()
         summary = folder / "evaluation.json"
         found = EvaluationResult(
-            **run.facts(plan),
+            **run.collect_facts(plan),
             data=str(config.data.dir or "the workload's own"),
             samples=getattr(evaluation, "num_scored", 0) or len(workload.val_samples),
             metrics=metrics,
@@ -159,7 +159,7 @@ class LoadedModel:
         """Return the scores that the family's options ask for, else those of validation."""
         if options:
             trained = wrap_trained(self.model, self.plan, self.report)
-            found = evaluation.scored(self.config, trained, options, self.report.phase, self.batch_size)
+            found = evaluation.scored(self.config, trained, options, self.report.show_phase, self.batch_size)
             if found is not None:
                 return dict(found)
         pieces = int(self.run.checkpoint.state["pieces"]) if self.batch_size is None else 1
@@ -186,7 +186,7 @@ class LoadedModel:
         size, workers = self.batch_size or train.val_batch_size or train.batch_size, self.config.data.num_workers
         loader = Loader(workload.val_samples, batch_size=size, seed=train.seed, num_workers=workers, shuffle=False)
         try:
-            with self.report.phase("Evaluating", len(loader)) as bar:
+            with self.report.show_phase("Evaluating", len(loader)) as bar:
                 return validate(workload, self.model, plan, loader, pieces=pieces, advance=bar.advance)
         except OutOfMemory as error:
             raise MemoryLimitError(

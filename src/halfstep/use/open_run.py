@@ -57,7 +57,7 @@ class OpenedRun:
         """Describe the weights in use, which are those of validation."""
         return "averaged (EMA)" if self.checkpoint.ema else "as trained"
 
-    def facts(self, plan: Plan) -> dict[str, Any]:
+    def collect_facts(self, plan: Plan) -> dict[str, Any]:
         """Return the facts that every result records about its run."""
         return {
             "run": str(self.folder.path),
@@ -78,7 +78,7 @@ def open_run(path: Path, *, checkpoint: str = "best", trust: bool = False) -> Op
     folder = RunFolder.open(str(path))
     config = load_stored(folder.config, folder.read_settled().code, trust=trust).config
     notes: list[str] = []
-    chosen, content = _load_first_whole(_list_candidates(folder.checkpoints(), checkpoint, notes), notes)
+    chosen, content = _load_first_whole(_list_candidates(folder.open_checkpoints(), checkpoint, notes), notes)
     return OpenedRun(folder=folder, config=config, path=chosen, checkpoint=content, notes=tuple(notes))
 
 
@@ -158,7 +158,7 @@ def make_fresh_folder(out: Path | None, default: Path) -> Iterator[Path]:
 
 def _list_candidates(checkpoints: Checkpoints, asked: str, notes: list[str]) -> list[Path]:
     """Return the checkpoints to try, in order; only `best` and `last` have alternatives."""
-    newest_first = checkpoints.all()[::-1]
+    newest_first = checkpoints.list_all()[::-1]
     if not newest_first:
         raise CheckpointError(
             f"no checkpoint in {checkpoints.folder}", fix="train it first, or give another run's folder"
@@ -166,7 +166,7 @@ def _list_candidates(checkpoints: Checkpoints, asked: str, notes: list[str]) -> 
     if asked == "last":
         return newest_first
     if asked == "best":
-        best = checkpoints.best()
+        best = checkpoints.find_best()
         if best is None:
             notes.append("no checkpoint is marked as the best one (no validation yet?): using the newest")
             return newest_first
@@ -207,10 +207,10 @@ def wrap_trained(model: nn.Module, plan: Plan, report: RunReport) -> Trained:
     """Wrap the model for a family's evaluation and prediction."""
 
     @contextmanager
-    def inside() -> Iterator[None]:
+    def enter() -> Iterator[None]:
         with enter_evaluation(model), plan.forward():
             yield
 
     return Trained(
-        model=model, device=torch.device(plan.device), inside=inside, warn=lambda text: report.notice(text, "warning")
+        model=model, device=torch.device(plan.device), inside=enter, warn=lambda text: report.notice(text, "warning")
     )

@@ -15,9 +15,9 @@ from halfstep.disk import write_atomically
 from halfstep.errors import ConfigError, DataError, Interrupted, format_count, make_printable
 from halfstep.hardware.clock import Stopwatch
 from halfstep.models.first_values import skip_first_values
+from halfstep.report.console import dump_json
 from halfstep.report.results import Answer, Failure, Predictions
 from halfstep.report.run_report import RunReport
-from halfstep.report.console import dump_json
 from halfstep.run.frozen_modules import name_lost_files
 from halfstep.run.interrupts import Interrupts, catch_interrupts
 from halfstep.step.randomness import choose_algorithms
@@ -93,7 +93,7 @@ def predict(
     for note in (*run.notes, *plan.warnings):
         report.notice(note, "warning")
     has_folder = wishes.out is not None or command.writes_files
-    request = {**run.facts(plan), "options": wishes.options, "inputs": [str(path.absolute()) for path in asked]}
+    request = {**run.collect_facts(plan), "options": wishes.options, "inputs": [str(path.absolute()) for path in asked]}
     left = _read_unfinished(wishes.out, request)
     place: AbstractContextManager[Path | None] = nullcontext(wishes.out)
     if has_folder and not left:
@@ -117,7 +117,7 @@ def predict(
         if failed:
             _refuse_none_usable(answers, failed)
         made = Predictions(
-            **run.facts(plan),
+            **run.collect_facts(plan),
             answers=tuple(answers),
             failed=tuple(failed),
             out=str(folder) if folder else None,
@@ -151,7 +151,7 @@ def _answer_all(
     asked_to_stop: Interrupts,
 ) -> int:
     """Add an answer or a failure for each input; return how many are left if a signal stopped it."""
-    with report.phase("Predicting", len(inputs)) as bar:
+    with report.show_phase("Predicting", len(inputs)) as bar:
         for result in predictor.answers(inputs, trained, wishes, bar):
             if isinstance(result, Answer):
                 answers.append(result)

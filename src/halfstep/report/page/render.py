@@ -124,7 +124,7 @@ def _render_chart(chart: Chart) -> str:
     return (
         f"<figure class=chart><svg viewBox='0 0 460 230' role=img tabindex=0 aria-label=\"{words}\"></svg>"
         f"<figcaption>{escape(chart.title)} over {escape(chart.x)}</figcaption><div class=legend></div>"
-        f"<script type='application/json'>{_dump_safe_json(chart.as_data())}</script></figure>"
+        f"<script type='application/json'>{_dump_safe_json(chart.to_dict())}</script></figure>"
     )
 
 
@@ -236,15 +236,15 @@ def _render_settings(runs: Sequence[tuple[str, Mapping[str, tuple[str, str]]]]) 
     differ = {key for key in keys if len({settings.get(key, ("",))[0] for _, settings in runs}) > 1}
     titles = ["setting", *([name for name, _ in runs] if len(runs) > 1 else ["value", "from"])]
 
-    def row_of(key: str) -> list[str]:
+    def make_row(key: str) -> list[str]:
         cells = [settings.get(key, ("", "")) for _, settings in runs]
         return [key, *([value for value, _ in cells] if len(runs) > 1 else cells[0])]
 
     if len(runs) == 1:
-        return _render_table(titles, [row_of(key) for key in keys])
+        return _render_table(titles, [make_row(key) for key in keys])
     count = "1 setting differs and is" if len(differ) == 1 else f"{len(differ)} settings differ and are"
-    marked = _render_table(titles, [row_of(key) for key in keys if key in differ], marked=[True] * len(differ))
-    same = [row_of(key) for key in keys if key not in differ]
+    marked = _render_table(titles, [make_row(key) for key in keys if key in differ], marked=[True] * len(differ))
+    same = [make_row(key) for key in keys if key not in differ]
     rest = f"<details><summary>the same in all ({len(same)})</summary>{_render_table(titles, same)}</details>"
     return f"<p class=faint>{count} marked.</p>{marked if differ else ''}{rest}"
 
@@ -328,7 +328,7 @@ class Chart:
     series: list[Series] = field(default_factory=list)
     log: bool = False
 
-    def as_data(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         lines = [{"name": s.name, "dashed": s.dashed, "colour": s.colour, "points": s.points} for s in self.series]
         return {"title": self.title, "x": self.x, "log": self.log, "series": lines}
 

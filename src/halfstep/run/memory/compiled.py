@@ -71,7 +71,7 @@ class _Cut:
         self.forward = [n for n, node in enumerate(self.nodes) if 0 <= node.made_by < self.turn]
         self.left_at = _find_ends_as_written(trace)
         self.is_again = {n: self._is_cheap(n) for n in self.forward}
-        self._keep_what_is_used_far_apart()
+        self._keep_values_used_far_apart()
 
     # --- what may be recomputed ---
 
@@ -83,29 +83,29 @@ class _Cut:
             return False
         if node.maker.name in NORMS and number != node.maker.makes[0]:
             return False
-        is_sum = node.maker.name in SUMS and 4 * node.num_bytes < self._read_bytes(node.maker)
+        is_sum = node.maker.name in SUMS and 4 * node.num_bytes < self._count_read_bytes(node.maker)
         return not is_sum and not (self.keeps_cheap and self._is_stored_in_backward(number))
 
     def _is_stored_in_backward(self, number: int) -> bool:
         return any(_is_apart(self.trace.ops[reader]) for reader in self.nodes[number].backward_readers)
 
-    def _read_bytes(self, op: Op) -> int:
+    def _count_read_bytes(self, op: Op) -> int:
         return sum(self.nodes[read].num_bytes for read in op.reads)
 
-    def _keep_what_is_used_far_apart(self) -> None:
+    def _keep_values_used_far_apart(self) -> None:
         if not self.keeps_cheap:
             return
         for number in self.forward:
             readers = self.nodes[number].forward_readers
             if len(readers) < 2:
                 continue
-            first = self._first_apart(readers)
+            first = self._find_first_unfusable(readers)
             for reader in readers:
                 if reader > first and not _is_apart(self.trace.ops[reader]):
                     for made in self.trace.ops[reader].makes:
                         self.is_again[made] = False
 
-    def _first_apart(self, readers: Iterable[int]) -> int:
+    def _find_first_unfusable(self, readers: Iterable[int]) -> int:
         """Return the first unfusable operation that a value reaches through operations that fuse."""
         last = max(readers)
         queue, seen = sorted(readers), set(readers)
@@ -134,7 +134,7 @@ class _Cut:
         while stack:
             number = stack.pop()
             if self.is_again[number]:
-                for read in self._reads_of(number):
+                for read in self._list_reads(number):
                     if read not in reached:
                         reached.add(read)
                         stack.append(read)
@@ -142,13 +142,13 @@ class _Cut:
         for number in reached:
             edges.append((("in", number), ("out", number), max(self.nodes[number].num_bytes, 1)))
             if self.is_again[number]:
-                edges += [(("out", read), ("in", number), FAR) for read in self._reads_of(number)]
+                edges += [(("out", read), ("in", number), FAR) for read in self._list_reads(number)]
             else:
                 edges.append(("source", ("in", number), FAR))
         behind = _find_source_side(edges)
         return {number for number in reached if ("in", number) in behind and ("out", number) not in behind}
 
-    def _reads_of(self, number: int) -> list[int]:
+    def _list_reads(self, number: int) -> list[int]:
         maker = self.nodes[number].maker
         assert maker is not None
         return [read for read in maker.reads if not self.nodes[read].is_fixed]
@@ -157,19 +157,19 @@ class _Cut:
 
     def derive_timeline(self) -> Timeline:
         kept = self.find_kept()
-        last_use, uses = self._last_uses_in_backward(kept), self._uses_again(kept)
+        last_use, uses = self._find_last_uses(kept), self._find_uses_again(kept)
         lives = [
             life
             for number, node in enumerate(self.nodes)
             if not node.is_fixed and node.num_bytes
-            for life in self._lives_of(number, node, kept, last_use, uses.get(number, []))
+            for life in self._derive_lives(number, node, kept, last_use, uses.get(number, []))
         ]
         return Timeline(tuple(lives), tuple(op.workspace_bytes for op in self.trace.ops))
 
-    def _lives_of(
+    def _derive_lives(
         self, number: int, node: _Node, kept: set[int], last_use: Mapping[int, int], uses_again: list[int]
     ) -> Iterator[Life]:
-        value, size = self.trace.values[number], self._stored_bytes(number)
+        value, size = self.trace.values[number], self._count_stored_bytes(number)
         last_op, is_backward = len(self.trace.ops) - 1, node.made_by >= self.turn
         ended_at = last_op if value.ended_at < 0 else value.ended_at
         if node.maker is not None and node.maker.as_written:
@@ -182,20 +182,20 @@ class _Cut:
         else:
             spans = []
             if self._is_stored(number, node.forward_readers, is_again=False):
-                spans.append((node.made_by, self._end_of(node.forward_readers)))
+                spans.append((node.made_by, self._find_end(node.forward_readers)))
             if is_backward and self._is_stored(number, node.backward_readers, is_again=False):
-                spans.append((node.made_by, self._end_of(node.backward_readers)))
+                spans.append((node.made_by, self._find_end(node.backward_readers)))
             elif not is_backward and self._is_stored_again(number, uses_again, kept):
-                spans.append((min(uses_again), self._end_of(uses_again)))
+                spans.append((min(uses_again), self._find_end(uses_again)))
         for begin, end in spans:
             is_activation = begin < self.turn <= end
             yield Life(size, begin, end, value.owner or ("activations" if is_activation else "workspaces"))
 
-    def _end_of(self, readers: list[int]) -> int:
+    def _find_end(self, readers: list[int]) -> int:
         """Return the last reader; an eager function inside compiled code holds its arguments until it returns."""
         return max(self.left_at.get(reader, reader) for reader in readers)
 
-    def _stored_bytes(self, number: int) -> int:
+    def _count_stored_bytes(self, number: int) -> int:
         node = self.nodes[number]
         is_index = node.maker is not None and node.maker.name == POOL and number == node.maker.makes[-1]
         return node.num_bytes // OFFSET_SHARE if is_index and len(node.maker.makes) > 1 else node.num_bytes  # type: ignore[union-attr]
@@ -225,7 +225,7 @@ class _Cut:
                 (stack.append if is_inlined else found.add)(read)
         return len(found) > FEW_READS
 
-    def _uses_again(self, kept: set[int]) -> dict[int, list[int]]:
+    def _find_uses_again(self, kept: set[int]) -> dict[int, list[int]]:
         """Return when each recomputed value is read: by backward, and by other values recomputed from it."""
         uses: dict[int, list[int]] = {}
         for number in reversed(self.forward):
@@ -237,13 +237,13 @@ class _Cut:
             uses[number] = [*node.backward_readers, *(min(map(min, found)) for found in makes if found)]
         return uses
 
-    def _last_uses_in_backward(self, kept: set[int]) -> dict[int, int]:
+    def _find_last_uses(self, kept: set[int]) -> dict[int, int]:
         """Return each value's last use in backward, including uses by values that are recomputed from it."""
         last = {n: max(node.backward_readers) for n, node in enumerate(self.nodes) if node.backward_readers}
         for number in reversed(self.forward):
             if number in kept or number not in last or not self.is_again.get(number):
                 continue
-            for read in self._reads_of(number):
+            for read in self._list_reads(number):
                 last[read] = max(last.get(read, 0), last[number])
         return last
 

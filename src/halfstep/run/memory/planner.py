@@ -127,7 +127,7 @@ class MemoryPlanner:
             return self._average_ways(cell, base_batch)
         accumulates = cell.accumulate > 1
         if not base_batch or base_batch == cell.batch_size:
-            peaks = [line.peak(accumulates=accumulates) for line in self._get_timelines(cell, cell.batch_size)]
+            peaks = [line.find_peak(accumulates=accumulates) for line in self._get_timelines(cell, cell.batch_size)]
         else:
             near, far = self._get_timelines(cell, base_batch), self._get_timelines(cell, 2 * base_batch)
             peaks = [
@@ -166,7 +166,7 @@ class MemoryPlanner:
         if recompute == "blocks":
             # A compiled block is recomputed as a whole, apart from where its results are used: fusing gains nothing.
             traces = self._get_traces(how, recompute, batch_size, chains=False)
-            return [derive_eager_timeline(trace).scaled(COMPILED_BLOCKS) for trace in traces]
+            return [derive_eager_timeline(trace).scale(COMPILED_BLOCKS) for trace in traces]
         # A compiled model recomputes what is cheap between its kernels, not a whole block at once.
         keeps_cheap = recompute != "pointwise"
         traces = self._get_traces(how, recompute if keeps_cheap else "none", batch_size, chains=False)

@@ -53,7 +53,7 @@ def choose_pieces(
 def _try_pieces(config: RunConfig, workload: Workload, plan: Plan, rehearse: Rehearse) -> int:
     size, pieces = config.train.batch_size, 1
     while True:
-        smaller = config.changed(train={"batch_size": -(-size // pieces)})
+        smaller = config.replace(train={"batch_size": -(-size // pieces)})
         try:
             measure_cost(plan.mode or "eager", smaller, workload, plan, rehearse)
         except DoesNotFit as error:
@@ -119,10 +119,10 @@ class StepCost:
     usable: float = USABLE_MEMORY
     """The share of the device's memory that a step may use: less where workspaces are not predicted."""
 
-    def bytes_at(self, batch_size: int) -> int:
+    def predict_bytes(self, batch_size: int) -> int:
         return self.fixed_bytes + batch_size * self.sample_bytes
 
-    def largest_batch(self, memory_bytes: int) -> int:
+    def find_largest_batch(self, memory_bytes: int) -> int:
         """Return how many samples fit a device; 0 if not even one does."""
         return max(0, int((memory_bytes * self.usable - self.fixed_bytes) / self.sample_bytes))
 
@@ -166,7 +166,7 @@ def predict_step_cost(
 
 
 def _dump_without_recomputing(config: RunConfig) -> str:
-    switched_off = config.changed(train={"activation_checkpointing": False})
+    switched_off = config.replace(train={"activation_checkpointing": False})
     return switched_off.model_dump_json(exclude=NOT_OF_THE_STEP)
 
 
@@ -186,7 +186,7 @@ def predict_stored_run(path: Path) -> dict[str, int]:
     """
     folder = RunFolder.open(str(path))
     config, plan = load_stored(folder.config, {}, trust=False).config, folder.read_plan()
-    newest = folder.checkpoints().all()[-1:]  # it describes the data, which may be gone
+    newest = folder.open_checkpoints().list_all()[-1:]  # it describes the data, which may be gone
     store = read_document(newest[0])["state"]["store"] if newest else None
     whole = Cell.of_plan(config, plan)
     size, accumulate = math.ceil(whole.batch_size / plan.pieces), whole.accumulate * plan.pieces

@@ -225,7 +225,7 @@ class Timeline:
         shapes = ([(life.first, life.last, life.kind) for life in t.lives] for t in (self, other))
         return self.num_ops == other.num_ops and next(shapes) == next(shapes)
 
-    def scaled(self, factor: float) -> Timeline:
+    def scale(self, factor: float) -> Timeline:
         """Return the timeline with all allocations but gradients larger by `factor`."""
         lives = (
             replace(life, num_bytes=int(life.num_bytes * (1 if life.kind == "gradients" else factor)))
@@ -237,7 +237,7 @@ class Timeline:
     def gradient_bytes(self) -> int:
         return sum(life.num_bytes for life in self.lives if life.kind == "gradients")
 
-    def _over_ops(self, kinds: tuple[str, ...]) -> Numbers:
+    def _sum_over_ops(self, kinds: tuple[str, ...]) -> Numbers:
         change = np.zeros(self.num_ops + 1, dtype=np.int64)
         for life in self.lives:
             if life.kind in kinds:
@@ -245,12 +245,12 @@ class Timeline:
                 change[life.last + 1] -= life.num_bytes
         return np.cumsum(change[:-1])
 
-    def peak(self, *, accumulates: bool = False) -> Counter[str]:
+    def find_peak(self, *, accumulates: bool = False) -> Counter[str]:
         """Return the bytes by kind at the peak.
 
         While gradients accumulate over micro-batches, all of them exist in every forward pass but the first.
         """
-        by_kind = {kind: self._over_ops((kind,)) for kind in KINDS}
+        by_kind = {kind: self._sum_over_ops((kind,)) for kind in KINDS}
         by_kind["workspaces"] = by_kind["workspaces"] + np.array(self.workspaces, dtype=np.int64)
         if accumulates:
             by_kind["gradients"] = np.full(self.num_ops, self.gradient_bytes)
@@ -274,8 +274,8 @@ def interpolate_peak(
         pairs = zip(one.workspaces, other.workspaces, strict=True)
         lives = (Life(size, life.first, life.last, life.kind) for size, life in zip(sizes, one.lives, strict=True))
         workspaces = (_interpolate(batch, small, a, large, b) for a, b in pairs)
-        return Timeline(tuple(lives), tuple(workspaces)).peak(**how)
-    peaks = one.peak(**how), other.peak(**how)
+        return Timeline(tuple(lives), tuple(workspaces)).find_peak(**how)
+    peaks = one.find_peak(**how), other.find_peak(**how)
     return Counter({kind: _interpolate(batch, small, peaks[0][kind], large, peaks[1][kind]) for kind in KINDS})
 
 

@@ -104,7 +104,7 @@ class TraceableStep:
 
     def trace_phases(self, precision: str, recompute: Recompute, batch_size: int, *, chains: bool) -> list[StepTrace]:
         """Trace forward and backward of one micro-batch, once per phase."""
-        with self.pretence.entered(chains=chains) as kernels, _explain_failures(self.config.workload):
+        with self.pretence.enter(chains=chains) as kernels, _explain_failures(self.config.workload):
             plan = self._place(precision, recompute)
             for value in self.workload.values.values():
                 value.value = torch.empty(())
@@ -122,7 +122,7 @@ class TraceableStep:
             make_signed_table(),
             make_unsigned_table(),
         )  # cached tables of real numbers: build them outside of the fake tensors
-        with self.pretence.entered(), _explain_failures(self.config.workload):
+        with self.pretence.enter(), _explain_failures(self.config.workload):
             self._place(precision, "none")
             model = self.workload.model
             frozen = [t for m in get_modules(self.workload.frozen).values() for t in (*m.parameters(), *m.buffers())]
@@ -140,7 +140,7 @@ class TraceableStep:
 
     def sample_flops(self) -> int:
         """Return the FLOPs of forward and backward per sample, without recomputing; a multiply-add counts as two."""
-        with self.pretence.entered(), _explain_failures(self.config.workload), torch.no_grad():
+        with self.pretence.enter(), _explain_failures(self.config.workload), torch.no_grad():
             # The FLOP counter does not know the CPU's fused attention: use the unfused one.
             with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
                 self.workload.forward(self.workload.model.eval(), self._make_input(SEEN))
@@ -149,7 +149,7 @@ class TraceableStep:
 
     def count_input_bytes(self, *batch_sizes: int) -> dict[int, tuple[int, int]]:
         """Return, by batch size, the bytes of loaded batches and of one prepared batch."""
-        with self.pretence.entered(), _explain_failures(self.config.workload):
+        with self.pretence.enter(), _explain_failures(self.config.workload):
             return {
                 size: (self._count_raw_bytes(size), _sum_bytes(self._make_input(size).values())) for size in batch_sizes
             }
@@ -297,7 +297,7 @@ def build_traceable_step(config: RunConfig, store: Store | None = None) -> Trace
     `store` describes the data if they have been read before.
     """
     synthetic = KINDS.of(config.workload).synthetic
-    small = config.changed(train={"batch_size": SEEN})
+    small = config.replace(train={"batch_size": SEEN})
     if config.data.dir is not None and store is None or synthetic is None:
         with skip_first_values():  # the weights are never read
             workload = build_workload(config)
@@ -374,13 +374,13 @@ class _Slot:
 
 
 class Pretence:
-    """Replace the tensors of modules by tensors without content inside `entered`, and put the originals back."""
+    """Replace the tensors of modules by tensors without content inside `enter()`, and put the originals back."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._slots = [slot for module in modules for slot in _find_slots(module)]
 
     @contextlib.contextmanager
-    def entered(self, *, chains: bool = False) -> Iterator[list[str]]:
+    def enter(self, *, chains: bool = False) -> Iterator[list[str]]:
         """Enter the pretence; `chains` runs models as in a captured step. Yields the list of our own kernels that a
         GPU would have launched."""
         with (

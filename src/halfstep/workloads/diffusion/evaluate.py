@@ -56,7 +56,7 @@ class DiffusionEvaluation(PlainEvaluation):
         own.mkdir(mode=0o700, exist_ok=True)
         atexit.register(shutil.rmtree, own, ignore_errors=True)
         place = own / f"{uuid.uuid4().hex}.safetensors"
-        return found.changed(data={"cache": config.data.cache, "cache_file": str(place), "flip": 0.0})
+        return found.replace(data={"cache": config.data.cache, "cache_file": str(place), "flip": 0.0})
 
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)

@@ -90,7 +90,7 @@ class SamplingEvaluation(RadioEvaluation):
     def to_validate(config: RunConfig) -> RunConfig:
         """Disable the latent cache: it holds only training maps, so rebuilding it would waste hours, and evaluating
         another folder would overwrite the run's cache."""
-        return config.changed(data={"cache": "off"})
+        return config.replace(data={"cache": "off"})
 
     def scored(
         self,

@@ -253,6 +253,6 @@ def make_random_batch(config: SlotContrastConfig, store: Store) -> Batch:
 def build_over(config: SlotContrastConfig, store: Store, samples: Samples) -> Workload:
     """Build the workload on given samples, with a random backbone if no weights are named: the cost is the same."""
     if config.model.backbone_weights is None:
-        config = config.changed(model={"backbone_weights": RANDOM})
+        config = config.replace(model={"backbone_weights": RANDOM})
     backbone = build_backbone(config)
     return make_workload(config, build_model(config, backbone.module), backbone, samples, samples, store)

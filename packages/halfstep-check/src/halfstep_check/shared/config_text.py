@@ -23,7 +23,7 @@ class NodeLoader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, Any]]] = {}
 
 
-def compose(text: str, name: str) -> yaml.Node | None:
+def compose_node(text: str, name: str) -> yaml.Node | None:
     try:
         node: yaml.Node | None = yaml.compose(text, Loader=NodeLoader)
         return node
